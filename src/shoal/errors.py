@@ -1,0 +1,74 @@
+"""Every error that Shoal raises on purpose.
+
+    ShoalError                  exit code 1
+    ├── InputError              2   the user's mistake; nothing was changed
+    │   ├── JobError                a job that cannot be trained as written
+    │   ├── PlanError               a placement that does not fit the job
+    │   ├── RunFolderError          a run folder that is missing, unwritable or full
+    │   └── CheckpointError         a checkpoint that is corrupt, foreign, or of another arithmetic
+    ├── RunError                1   a run that failed after it began
+    │   ├── WorkerError             a worker raised or died
+    │   ├── NonFiniteError          a loss that is not finite
+    │   └── MismatchError           workers that should agree do not
+    └── Stopped                 3   ended early on request; can be resumed
+
+An error is one sentence that shows both sides, then where it happened, then what to change.
+"""
+
+from collections.abc import Sequence
+
+
+class ShoalError(Exception):
+    exit_code = 1
+
+    def __init__(self, message: str, *, where: str | Sequence[str] = (), fix: str | None = None) -> None:
+        self.message = message
+        self.where = (where,) if isinstance(where, str) else tuple(where)
+        self.fix = fix
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        lines = [self.message, *(f"  {line}" for line in self.where)]
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class InputError(ShoalError):
+    exit_code = 2
+
+
+class JobError(InputError):
+    pass
+
+
+class PlanError(InputError):
+    pass
+
+
+class RunFolderError(InputError):
+    pass
+
+
+class CheckpointError(InputError):
+    pass
+
+
+class RunError(ShoalError):
+    pass
+
+
+class WorkerError(RunError):
+    pass
+
+
+class NonFiniteError(RunError):
+    pass
+
+
+class MismatchError(RunError):
+    pass
+
+
+class Stopped(ShoalError):
+    exit_code = 3

@@ -1,0 +1,128 @@
+"""Data as a run needs it: how many samples there are, in which order a pass sees them, and a batch of any of them.
+
+Reads what users already have: tensors, a map-style data set, or a DataLoader (which is read, not iterated).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from shoal.errors import JobError
+from shoal.exact.kernels import aligned, map_tensors
+from shoal.exact.seeds import ORDER, SAMPLE, seed_everything, untouched_generators
+from shoal.partition.samples import Order, in_order, shuffled
+
+Fetch = Callable[[Sequence[int], int], Any]  # (sample numbers, pass over the data) -> a batch, aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    samples: int
+    order: Order
+    fetch: Fetch
+    batch: int | None = None  # what a DataLoader says; None elsewhere
+    last: str | None = None
+
+
+def open_source(data: Any, *, seed: int, shuffle: bool = True) -> Source:
+    if callable(data) and not isinstance(data, Dataset | DataLoader | Tensor) and not hasattr(data, "__getitem__"):
+        data = data()
+    if isinstance(data, DataLoader):
+        return _from_loader(data, seed)
+    if isinstance(data, Tensor):
+        return _from_tensors((data,), data, seed, shuffle)
+    if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor) for part in data):
+        return _from_tensors(tuple(data), data, seed, shuffle)
+    if isinstance(data, IterableDataset):
+        raise _refused("an IterableDataset has no sample numbers, so no exact order")
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return _from_dataset(data, default_collate, _order(len(data), seed, shuffle), seed)
+    raise _refused(f"{type(data).__name__} is none of the forms that data can have")
+
+
+def _refused(why: str) -> JobError:
+    return JobError(
+        f"data: {why}",
+        fix="give tensors, a map-style data set (len and [i]), a DataLoader over one, or a function returning one",
+    )
+
+
+def _order(samples: int, seed: int, shuffle: bool) -> Order:
+    return shuffled(samples, seed) if shuffle else in_order(samples)
+
+
+def _from_tensors(tensors: tuple[Tensor, ...], shape: Any, seed: int, shuffle: bool) -> Source:
+    lengths = [len(tensor) for tensor in tensors]
+    if len(set(lengths)) != 1:
+        raise JobError(f"data: tensors of different lengths: {', '.join(map(str, lengths))}")
+
+    def fetch(indices: Sequence[int], epoch: int) -> Any:
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        # A fresh copy, so aligned and contiguous: a lane as a view would change the bits.
+        parts = tuple(tensor.index_select(0, chosen) for tensor in tensors)
+        return parts if not isinstance(shape, Tensor) else parts[0]
+
+    return Source(samples=lengths[0], order=_order(lengths[0], seed, shuffle), fetch=fetch)
+
+
+def _from_dataset(data: Any, collate: Callable[[list[Any]], Any], order: Order, seed: int, **more: Any) -> Source:
+    def fetch(indices: Sequence[int], epoch: int) -> Any:
+        items = []
+        for index in indices:
+            # Augmentation draws from (seed, pass, sample): the same picture wherever it is loaded.
+            seed_everything(seed, SAMPLE, epoch, index)
+            items.append(data[index])
+        return map_tensors(collate(items), aligned)
+
+    return Source(samples=len(data), order=order, fetch=fetch, **more)
+
+
+def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
+    if isinstance(loader.dataset, IterableDataset):
+        raise _refused("a DataLoader over an IterableDataset has no sample numbers, so no exact order")
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise _refused("a DataLoader with a batch sampler of its own decides the batches; Shoal has to")
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        raise _refused("a DataLoader with a DistributedSampler is already cut; give it without (Shoal cuts exactly)")
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    order: Order
+    if isinstance(sampler, SequentialSampler):
+        order = in_order(samples)
+    elif isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == samples:
+        order = shuffled(samples, seed)
+    else:
+        order = _sampled(sampler, seed)
+        samples = len(sampler)  # type: ignore[arg-type]
+    last = "drop" if loader.drop_last else "short"
+    source = _from_dataset(loader.dataset, loader.collate_fn, order, seed, batch=loader.batch_size, last=last)
+    return Source(samples=samples, order=order, fetch=source.fetch, batch=source.batch, last=last)
+
+
+def _sampled(sampler: Any, seed: int) -> Order:
+    """The order that a sampler of the user's own gives, under a seed of its own for each pass."""
+
+    def order(epoch: int) -> Sequence[int]:
+        with untouched_generators():
+            seed_everything(seed, ORDER, epoch)
+            generator = getattr(sampler, "generator", None)
+            if generator is not None:
+                generator.manual_seed(torch.default_generator.initial_seed())
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            return list(sampler)
+
+    return order

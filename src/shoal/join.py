@@ -1,0 +1,143 @@
+"""The door for people who keep their own loop: `run = shoal.join(model, optimizer, loader)`."""
+
+import atexit
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from shoal import seat as seats
+from shoal.collectives.group import Group
+from shoal.errors import JobError
+from shoal.exact import kernels
+from shoal.feed import open_source
+from shoal.job import Job, describe
+from shoal.partition.blocks import find_blocks
+from shoal.plan.placement import make_plan
+from shoal.report.disk import write_json
+from shoal.run import Run
+
+_joined: Run | None = None
+
+
+def join(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: DataLoader[Any],
+    *,
+    scheduler: Any = None,
+    state: Mapping[str, Any] | None = None,
+    lanes: int | None = None,
+    microbatches: int = 1,
+    seed: int = 0,
+    blocks: Sequence[str] | None = None,
+    threads: int = 1,
+    steps: int | None = None,
+    checkpoint_every: int | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+) -> Run:
+    """Joins this process to its run: `shoal run train.py --workers 4`, torchrun, or alone with plain `python`.
+
+    loader     read for its data set, order, collate function and batch size, which is the global one
+    state      more to save and restore: objects with state_dict, tensors, or dicts and lists of plain values
+    run_dir, resume   only when started alone; `shoal run` has flags for both
+    """
+    global _joined
+    seat = seats.current(Path(run_dir) if run_dir is not None else None, resume)
+    kernels.settle(threads=threads, exact=seat.settings.exact)
+    source = open_source(loader, seed=seed)
+    # The same checks as a job's, by the same code.
+    checked = Job(
+        model=model,
+        data=None,
+        loss=_never,
+        optimizer=_never,
+        batch=source.batch,
+        epochs=1,
+        lanes=lanes,
+        microbatches=microbatches,
+        seed=seed,
+        blocks=blocks,
+        threads=threads,
+        checkpoint_every=checkpoint_every,
+        last="drop" if source.last == "drop" else "short",
+    )
+    schedule = checked.schedule(source.samples)
+    plan = seat.plan or make_plan(
+        lanes=checked.lane_count,
+        workers=seat.size,
+        shares=seat.settings.shares,
+        threads=threads,
+        exact=seat.settings.exact,
+    )
+    if (plan.lanes, plan.workers) != (checked.lane_count, seat.size):
+        raise JobError(
+            f"the plan is for {plan.lanes} lanes on {plan.workers} workers;"
+            f" the script has {checked.lane_count} on {seat.size}"
+        )
+    group = seat.group()
+    if not seat.settings.resume:
+        share_weights(model, group)
+    arithmetic = checked.arithmetic() | {
+        "optimizer": type(optimizer).__qualname__,
+        "scheduler": None if scheduler is None else type(scheduler).__qualname__,
+        "loss": None,
+        "model": describe(model),
+        "samples": source.samples,
+    }
+    run = Run(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        state=state or {},
+        source=source,
+        schedule=schedule,
+        blocks=find_blocks(model, blocks),
+        microbatches=microbatches,
+        seed=seed,
+        plan=plan,
+        seat=seat,
+        group=group,
+        arithmetic=arithmetic,
+        steps=steps,
+        checkpoint_every=checkpoint_every,
+    )
+    if run.leader and seat.folder is not None:
+        write_json(seat.folder / "plan.json", plan)
+    _joined = run
+    atexit.register(finish_joined)
+    return run
+
+
+def finish_joined() -> None:
+    """Ends a run whose loop was left early, unless an error ended it."""
+    if _joined is not None and not _joined.finished:
+        if getattr(sys, "last_value", None) is None:
+            _joined.finish()
+        else:
+            _joined.close()
+
+
+def joined() -> Run | None:
+    return _joined
+
+
+def share_weights(model: nn.Module, group: Group) -> None:
+    """Every worker begins with worker 0's weights, however its own were made."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if group.size > 1:
+                sent = tensor.detach().contiguous()
+                group.broadcast(sent)
+                if sent.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(sent)
+
+
+def _never(*arguments: Any) -> Any:
+    raise AssertionError("a joined loop has its own loss and optimizer")

@@ -1,0 +1,122 @@
+"""Lanes: a batch cut into fixed slices, and the one tree in which their sums are added (EXACT rules 1 and 3).
+
+4 lanes      6 lanes            The tree splits at the largest power of two below the number of lanes.
+  ┌─┴─┐        ┌──┴──┐          It belongs to the job: whoever holds which lanes, the same numbers are
+ ┌┴┐ ┌┴┐     ┌─┴─┐  ┌┴┐         added in the same order. A worker adds up the subtrees that it holds
+ 0 1 2 3    ┌┴┐ ┌┴┐ 4 5         whole and hands the partial sums on.
+            0 1 2 3
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Span = tuple[int, int]  # lanes from the first up to, not including, the second
+
+
+def split(span: Span) -> int:
+    """The lane at which a subtree of two or more lanes is divided."""
+    count = span[1] - span[0]
+    return span[0] + (1 << ((count - 1).bit_length() - 1))
+
+
+def subtrees(lanes: int, held: Span) -> tuple[Span, ...]:
+    """The largest subtrees that lie wholly inside `held`, from left to right."""
+
+    def inside(node: Span) -> tuple[Span, ...]:
+        if node[1] <= held[0] or held[1] <= node[0]:
+            return ()
+        if held[0] <= node[0] and node[1] <= held[1]:
+            return (node,)
+        middle = split(node)
+        return inside((node[0], middle)) + inside((middle, node[1]))
+
+    return inside((0, lanes))
+
+
+def fold(lanes: int, parts: Mapping[Span, T | None], add: Callable[[T, T], T]) -> T | None:
+    """Adds partial sums in the order of the tree. A part that is absent (None) is no operand."""
+
+    def value(node: Span) -> T | None:
+        if node in parts:
+            return parts[node]
+        middle = split(node)
+        left, right = value((node[0], middle)), value((middle, node[1]))
+        if left is None or right is None:
+            return right if left is None else left
+        return add(left, right)
+
+    return value((0, lanes))
+
+
+def cut(count: int, batch: int, lanes: int, microbatches: int) -> list[list[range]]:
+    """Positions within a batch, by lane and microbatch. A short batch (count < batch) fills lanes in order; what is
+    empty is absent."""
+    lane_size = batch // lanes
+    size = lane_size // microbatches
+    return [
+        [range(start, min(start + size, count)) for start in range(first, min(first + lane_size, count), size)]
+        for first in range(0, batch, lane_size)
+    ]
+
+
+def deal(lanes: int, speeds: Sequence[float]) -> tuple[Span, ...]:
+    """Deals neighbouring lanes to workers in rank order, at least one each.
+
+    First the time of the slowest is made as short as can be, then the number of partial sums as small as can be:
+    aligned subtrees where speed allows.
+    """
+    return _deal(lanes, tuple(speeds))
+
+
+@lru_cache(maxsize=256)
+def _deal(lanes: int, speeds: tuple[float, ...]) -> tuple[Span, ...]:
+    workers = len(speeds)
+    # best[w][l]: (time, partial sums, where worker w's lanes begin) for the first w workers on the first l lanes.
+    never = (float("inf"), 0)
+
+    def table(limit: float) -> list[list[tuple[tuple[float, int], int]]]:
+        best = [[(never, 0)] * (lanes + 1) for _ in range(workers + 1)]
+        best[0][0] = ((0.0, 0), 0)
+        for worker in range(1, workers + 1):
+            for stop in range(worker, lanes - (workers - worker) + 1):
+                choices = []
+                for start in range(worker - 1, stop):
+                    (time, parts), _ = best[worker - 1][start]
+                    time = max(time, (stop - start) / speeds[worker - 1])
+                    if time <= limit:
+                        # Below the limit only the number of parts matters; to find the limit, only time does.
+                        partial = parts + len(subtrees(lanes, (start, stop))) if limit < float("inf") else 0
+                        choices.append(((0.0 if limit < float("inf") else time, partial), start))
+                best[worker][stop] = min(choices, default=(never, 0))
+        return best
+
+    shortest = table(float("inf"))[workers][lanes][0][0]
+    best = table(shortest)
+    spans: list[Span] = []
+    stop = lanes
+    for worker in range(workers, 0, -1):
+        start = best[worker][stop][1]
+        spans.append((start, stop))
+        stop = start
+    return tuple(reversed(spans))
+
+
+def redeal(now: Sequence[Span], seconds: Sequence[float], *, worth: float = 0.1) -> tuple[tuple[Span, ...], str] | None:
+    """New lanes for workers whose speed has drifted, with the reason; None while the present deal is good enough.
+
+    `seconds` is what each worker lately needed for the lanes it holds. Moves only for a gain above `worth`.
+    """
+    if min(seconds) <= 0:
+        return None
+    counts = [stop - start for start, stop in now]
+    speeds = [count / second for count, second in zip(counts, seconds, strict=True)]
+    better = deal(now[-1][1], speeds)
+    expected = max((stop - start) / speed for (start, stop), speed in zip(better, speeds, strict=True))
+    if better == tuple(now) or max(seconds) < expected * (1 + worth):
+        return None
+    fastest = max(speeds)
+    relative = ", ".join(f"{speed / fastest:.2f}" for speed in speeds)
+    reason = f"relative speeds {relative}: {max(seconds) * 1e3:.1f} ms a step becomes {expected * 1e3:.1f} ms"
+    return better, reason

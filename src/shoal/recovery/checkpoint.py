@@ -1,0 +1,311 @@
+"""Checkpoints on disk: written beside, made durable, renamed into place, verified when read.
+
+    checkpoints/
+      step-00000080/              model.safetensors optimizer.safetensors extra.safetensors state.json manifest.json
+      step-00000100/
+      .step-00000120.4123-88123.5f0c/   being written by process 4123, which began at tick 88123; swept once it is gone
+
+The worker that saves writes these (through saver.py); whoever resumes or exports reads them. Nothing is ever removed
+that does not carry an intact manifest of ours, and nothing at all before the new checkpoint stands.
+"""
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.errors import CheckpointError, InputError, RunFolderError
+from shoal.recovery.manifest import fsync, read_manifest, seal, verify
+from shoal.recovery.plain import check_storable, plain
+
+_STATE = "state.json"
+_TENSORS = {"weights": "model.safetensors", "optimizer": "optimizer.safetensors", "extra": "extra.safetensors"}
+_FILES = (_STATE, *_TENSORS.values())
+_STANDING = re.compile(r"step-(\d{8,})(\.replaced-[0-9a-f]+)?")
+_PARTIAL = re.compile(r"\.step-\d{8,}\.(\d+)-(\w+)\.[0-9a-f]+")
+_REMOVED = re.compile(r"\.removed\.[0-9a-f]+")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """Everything a run needs to go on after `step` committed steps. Tensors are copies: training goes on meanwhile."""
+
+    step: int
+    weights: dict[str, Tensor]  # parameters and buffers by name; a tied weight once
+    aliases: dict[str, str]  # other name -> the name it is stored under
+    optimizer: dict[str, Tensor]  # "<parameter name>/<key>"
+    extra: dict[str, Tensor]  # tensors of the user's own state
+    values: dict[str, Any]  # JSON: parameter groups, scheduler, position in the data, ...
+    arithmetic: dict[str, Any]  # JSON: what the job's arithmetic was
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    path: Path
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    snapshot: Snapshot
+    path: Path
+    skipped: list[str]  # newer ones that did not verify, each with its defect
+
+
+class _State(msgspec.Struct, frozen=True, kw_only=True):
+    """state.json. `names` keeps the order of the tensors, which safetensors sorts and a digest depends on."""
+
+    step: int
+    fingerprint: str
+    arithmetic: dict[str, Any]
+    values: dict[str, Any]
+    aliases: dict[str, str]
+    names: dict[str, list[str]]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder, of which the newest `keep` stay."""
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise InputError(f"keep={keep}: at least 1 checkpoint has to stay", fix="keep=2")
+        self.folder = folder
+        self.keep = keep
+        self._verified: set[Path] = set()  # spares reading a checkpoint again each time another is written
+
+    def write(self, snapshot: Snapshot) -> Written:
+        began = time.perf_counter()
+        state = _encode_state(snapshot)
+        tensors = {part: _writable(getattr(snapshot, part)) for part in _TENSORS}
+        try:
+            path = self._write(snapshot.step, state, tensors)
+            num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        except OSError as error:
+            needed = len(state) + sum(tensor.nbytes for part in tensors.values() for tensor in part.values())
+            raise self._not_written(snapshot.step, needed, error) from error
+        self._verified.add(path)
+        self._prune(path, snapshot.step)
+        return Written(path=path, num_bytes=num_bytes, seconds=time.perf_counter() - began)
+
+    def newest(self) -> Found | None:
+        """The newest that verifies. None if there is no checkpoint at all; an error if there are only broken ones."""
+        skipped: list[str] = []
+        for path in self._standing():
+            try:
+                return Found(snapshot=self.read(path), path=path, skipped=skipped)
+            except CheckpointError as error:
+                if not os.path.lexists(path):  # the run is alive and has moved on while we read: look again
+                    return self.newest()
+                skipped.append(error.message)
+        if not skipped:
+            return None
+        raise CheckpointError(
+            f"none of the {len(skipped)} checkpoints in {self.folder} can be used",
+            where=skipped,
+            fix="put back a good copy of one of them, or start again in another run folder",
+        )
+
+    def read(self, path: Path) -> Snapshot:
+        manifest = read_manifest(path)
+        verify(path, manifest, _FILES)
+        named = _STANDING.fullmatch(path.name)
+        if named and int(named[1]) != manifest.step:
+            raise CheckpointError(f"{path.name}: its manifest says step {manifest.step}", where=str(path))
+        try:
+            state = msgspec.convert(json.loads((path / _STATE).read_bytes()), _State)
+            tensors = {part: _load(path / file, state.names[part]) for part, file in _TENSORS.items()}
+            if state.step != manifest.step or not set(state.aliases.values()) <= set(tensors["weights"]):
+                raise ValueError(f"{_STATE} does not fit the other files")
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path.name}: {error}", where=str(path), fix="use another checkpoint") from error
+        self._verified.add(path)
+        return Snapshot(
+            step=state.step,
+            aliases=state.aliases,
+            values=state.values,
+            arithmetic=state.arithmetic,
+            fingerprint=state.fingerprint,
+            **tensors,
+        )
+
+    def _write(self, step: int, state: bytes, tensors: dict[str, dict[str, Tensor]]) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        name = f"step-{step:08d}"
+        pid = os.getpid()
+        partial = self.folder / f".{name}.{pid}-{_began(pid)}.{secrets.token_hex(4)}"
+        try:
+            partial.mkdir()
+            (partial / _STATE).write_bytes(state)
+            for part, file in _TENSORS.items():
+                _save(tensors[part], partial / file)
+                # safetensors makes files that only their owner can read; take the mode of an ordinary one.
+                (partial / file).chmod((partial / _STATE).stat().st_mode)
+            seal(partial, step=step, names=_FILES)
+            return self._put(partial, self.folder / name)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _put(self, partial: Path, path: Path) -> Path:
+        """A full folder cannot be renamed over another, so the old one steps aside, to where newest() still sees it."""
+        self._verified.discard(path)
+        if os.path.lexists(path):
+            why = "replaced" if _is_ours(path) else "unreadable"
+            path.rename(path.with_name(f"{path.name}.{why}-{secrets.token_hex(4)}"))
+        partial.rename(path)
+        fsync(self.folder)
+        return path
+
+    def _prune(self, newest: Path, step: int) -> None:
+        """Keep what was just written and the newest others that verify; remove the rest.
+
+        After a return to an older checkpoint there are broken or abandoned ones of later steps: going by the number
+        alone would remove the good one.
+        """
+        kept = {step}
+        with suppress(OSError, RunFolderError):  # the new one stands; what stays too long is tried again next time
+            for path in self._standing():
+                if path == newest or not _is_ours(path):
+                    continue
+                step = read_manifest(path).step
+                if len(kept) < self.keep and step not in kept and self._verifies(path):
+                    kept.add(step)
+                else:
+                    self._discard(path)
+
+    def _verifies(self, path: Path) -> bool:
+        if path not in self._verified:
+            try:
+                verify(path, read_manifest(path), _FILES)
+            except CheckpointError:
+                return False
+            self._verified.add(path)
+        return True
+
+    def _discard(self, path: Path) -> None:
+        """Renamed first, so that a half-removed folder never looks like a checkpoint."""
+        removed = path.with_name(f".removed.{secrets.token_hex(4)}")
+        path.rename(removed)
+        self._verified.discard(path)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        for path in self.folder.iterdir():
+            partial = _PARTIAL.fullmatch(path.name)
+            abandoned = partial and _began(int(partial[1])) != partial[2]
+            if abandoned or _REMOVED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _standing(self) -> list[Path]:
+        """Whatever is named as a checkpoint, newest first; of one step, the one that was replaced last."""
+        try:
+            names = [match for name in os.listdir(self.folder) if (match := _STANDING.fullmatch(name))]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RunFolderError(f"cannot look for checkpoints in {self.folder}: {error.strerror}") from error
+        names.sort(key=lambda match: (-int(match[1]), match[2] is not None))
+        return [self.folder / match[0] for match in names]
+
+    def _not_written(self, step: int, needed_num_bytes: int, error: OSError) -> RunFolderError:
+        where = [f"{self.folder} needs {needed_num_bytes:,} bytes"]
+        with suppress(OSError):
+            existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+            where[0] += f", {shutil.disk_usage(existing).free:,} are free"
+        with suppress(OSError, RunFolderError):
+            intact = [path.name for path in self._standing() if self._verifies(path)]
+            where.append(f"still intact: {', '.join(intact) or 'no earlier checkpoint'}")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return RunFolderError(
+            f"the checkpoint of step {step} was not written: {error.strerror or error}",
+            where=where,
+            fix="free some space there, or use another run folder"
+            if full
+            else "make that folder writable, or use another run folder",
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return not path.is_symlink()
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, in ticks since boot; None if it is gone. Numbers of processes come back, in containers
+    even always the same ones, but not with the same beginning."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _encode_state(snapshot: Snapshot) -> bytes:
+    state = {
+        "step": snapshot.step,
+        "fingerprint": snapshot.fingerprint,
+        "arithmetic": snapshot.arithmetic,
+        "values": snapshot.values,
+        "aliases": snapshot.aliases,
+        "names": {part: list(getattr(snapshot, part)) for part in _TENSORS},
+    }
+    for name, value in state.items():
+        try:
+            same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"the snapshot's {name} cannot be written as JSON: {error}") from error
+        if not same:  # tuples would come back as lists, integer keys as text
+            raise CheckpointError(f"the snapshot's {name} would not come back from JSON as they are")
+    return json.dumps(state, allow_nan=False, indent=1).encode()
+
+
+def _writable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As safetensors wants them: row-major, in main memory, none sharing memory with another."""
+    writable: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if name == "__metadata__":
+            raise CheckpointError(f"a tensor cannot be named {name!r}: safetensors keeps that name for itself")
+        check_storable(tensor, name)
+        own = plain(tensor)
+        if own.untyped_storage().data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        writable[name] = own
+    return writable
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # says "I/O error: No space left on device (os error 28)"
+        code = re.search(r"os error (\d+)", str(error))
+        number = int(code[1]) if code else errno.EIO
+        raise OSError(number, os.strerror(number) if code else str(error), str(path)) from error
+
+
+def _load(path: Path, names: list[str]) -> dict[str, Tensor]:
+    """Fresh tensors in the order of `names`: safetensors maps the file, at offsets that no kernel should see."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        if sorted(file.keys()) != sorted(names):
+            raise ValueError(f"{path.name} holds other tensors than {_STATE} names")
+        return {name: file.get_tensor(name).clone(memory_format=torch.contiguous_format) for name in names}

@@ -1,0 +1,261 @@
+"""The account of a run: the value of `report.json`, worked out from a tally. Pure; used by the driver at the end."""
+
+import math
+import signal
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.plan.laws import amdahl_limit, gustafson_speedup, parallel_fraction
+from shoal.report.events import Failed, Spent
+from shoal.report.tally import Tally, WorkerTally
+
+PARTS = ("data", "compute", "wait", "merge", "apply", "other")
+SLOW = 1.3  # times the time per lane of the others: less than that is not worth a word
+
+
+def report(
+    tally: Tally,
+    *,
+    outcome: str | None = None,
+    target: str | None = None,
+    failure: Failed | None = None,
+    folder: str | None = None,
+    files: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What `report.json` says. `outcome` and `failure` are read from the events unless the driver knows better."""
+    started, finished = tally.started, tally.finished.get(0)
+    lowest = finished or next(iter(tally.finished.values()), None)
+    outcome = outcome or _outcome(tally)
+    step_ms = _step_ms(tally.ranks)
+    return {
+        "run": started.run if started else None,
+        "job": started.job if started else None,
+        "outcome": outcome,
+        "stopped": lowest.stopped if lowest else None,
+        "exact": started.exact if started else None,
+        "weights_sha256": lowest.weights_sha256 if lowest else None,
+        "steps": tally.step,
+        "steps_planned": started.steps if started else None,
+        "samples": lowest.samples if lowest else tally.samples,
+        "seconds": round(tally.seconds, 6),
+        "start_up_seconds": _start_up_seconds(tally),
+        "ended": tally.last_time,
+        "final_loss": lowest.final_loss if lowest else tally.loss,
+        "metrics": dict(lowest.metrics if lowest and lowest.metrics else tally.metrics),
+        "target": _target(tally, target),
+        "workers": tally.num_workers,
+        "lanes": started.lanes if started else None,
+        "layout": started.layout if started else None,
+        "deal": [list(worker.lanes) for worker in tally.ranks],
+        "samples_per_second": _rounded(tally.samples_per_second),
+        "step_ms": step_ms,
+        "per_worker": [_worker(worker) for worker in tally.ranks],
+        "speedup": _speedup(tally),
+        "most_gain": _most_gain(tally),
+        "lane_cost": _lane_cost(tally),
+        "checkpoints": [
+            {"step": s.step, "path": s.path, "num_bytes": s.num_bytes, "seconds": s.seconds, "final": s.final}
+            for s in tally.saved
+        ],
+        "checkpoints_failed": [{"step": each.step, "reason": each.reason} for each in tally.save_failed],
+        "deals": [{"step": d.step, "deal": [list(lanes) for lanes in d.deal], "reason": d.reason} for d in tally.deals],
+        "skipped_steps": [{"step": each.step, "where": [list(at) for at in each.where]} for each in tally.skipped],
+        "failure": _failure(tally, failure) if outcome == "failed" else None,
+        "resumed_from": started.resumed_from if started else None,
+        "fingerprint": next((worker.fingerprint for worker in tally.ranks if worker.fingerprint), None),
+        "folder": folder,
+        "files": ["report.json", *(name for name in files if name != "report.json")] if folder else list(files),
+    }
+
+
+def first_failure(tally: Tally) -> Failed | None:
+    """The first cause: when one worker fails, the others soon fail for want of it."""
+    return min(tally.failures, key=lambda failure: failure.time, default=None)
+
+
+def exit_text(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"killed ({name}{': often out of memory' if name == 'SIGKILL' else ''})"
+
+
+def slowness(workers: Sequence[WorkerTally], *, recent: bool = False) -> dict[int, float]:
+    """Rank -> its time per lane over the median of the others'; ranks of which that is not known are left out."""
+    seconds = {w.rank: (w.recent.seconds_per_lane if recent else w.seconds_per_lane) or 0.0 for w in workers}
+    ratios = {}
+    for rank, own in seconds.items():
+        others = [each for other, each in seconds.items() if other != rank and each]
+        if own and others:
+            ratios[rank] = own / statistics.median(others)
+    return ratios
+
+
+def _outcome(tally: Tally) -> str:
+    if tally.outcome:
+        return tally.outcome
+    if tally.failures or not tally.finished:
+        return "failed"
+    return "stopped" if any(each.stopped and each.resumable for each in tally.finished.values()) else "done"
+
+
+def _start_up_seconds(tally: Tally) -> float | None:
+    if tally.started is None or tally.training_began is None:
+        return None
+    return round(max(0.0, tally.training_began - tally.started.time), 6)
+
+
+def _target(tally: Tally, text: str | None) -> dict[str, Any] | None:
+    reached = tally.target_reached
+    if text is None and reached is None:
+        return None
+    began = tally.training_began or (tally.started.time if tally.started else None)
+    return {
+        "text": text,
+        "reached": reached is not None,
+        "step": reached.step if reached else None,
+        "seconds": round(max(0.0, reached.time - began), 6) if reached and began is not None else None,
+    }
+
+
+def _step_ms(workers: Sequence[WorkerTally]) -> dict[str, float] | None:
+    """Milliseconds of a step by cause, the mean over steps and workers."""
+    steps = sum(worker.steps for worker in workers)
+    if not steps:
+        return None
+    spent = sum((worker.spent for worker in workers), Spent())
+    parts = {part: round(1000 * getattr(spent, part) / steps, 6) for part in PARTS}
+    return {"total": round(sum(parts.values()), 6), **parts}
+
+
+def _worker(worker: WorkerTally) -> dict[str, Any]:
+    per_lane = worker.seconds_per_lane
+    return {
+        "rank": worker.rank,
+        "host": worker.host,
+        "pid": worker.pid,
+        "lanes": list(worker.lanes),
+        "steps": worker.steps,
+        "step_ms": _step_ms([worker]),
+        "lane_ms": _rounded(1000 * per_lane if per_lane is not None else None),
+        "peak_memory_bytes": worker.peak_memory,
+        "slowest_in_steps": worker.slowest,
+        "exit_code": worker.exit_code,
+    }
+
+
+def _speedup(tally: Tally) -> dict[str, Any]:
+    """Against one worker that would do every lane itself. It is never run: its step is put together from worker 0's."""
+    facts: dict[str, Any] = dict.fromkeys(
+        ("over_one_worker", "parallel_fraction", "amdahl_limit", "gustafson", "possible", "one_worker_step_ms")
+    )
+    workers, step_ms = tally.ranks, _step_ms(tally.ranks)
+    if step_ms is None or tally.started is None or not step_ms["total"]:
+        return {**facts, "basis": "no step was committed"}
+    if tally.num_workers == 1:
+        return {
+            **facts,
+            "over_one_worker": 1.0,
+            "one_worker_step_ms": step_ms["total"],
+            "basis": "this is the run of one worker",
+        }
+    zero = tally.workers.get(0)
+    if zero is None or zero.seconds_per_lane is None or not zero.steps:
+        return {**facts, "basis": "worker 0 computed no lanes"}
+    lanes = tally.started.lanes
+    around = (zero.spent.apply + zero.spent.other) / zero.steps
+    alone = zero.seconds_per_lane * lanes + around
+    speedup = 1000 * alone / step_ms["total"]
+    facts["one_worker_step_ms"] = _rounded(1000 * alone)
+    facts["over_one_worker"] = _rounded(speedup)
+    per_lane = [worker.seconds_per_lane for worker in workers]
+    times = [time for time in per_lane if time]
+    if times and len(times) == len(per_lane):
+        facts["possible"] = _rounded(alone / (_best_share_seconds(times, lanes) + around))
+    parallel = parallel_fraction(speedup, tally.num_workers) if speedup > 0 else None
+    if parallel is not None:
+        limit = amdahl_limit(parallel)
+        facts["parallel_fraction"] = _rounded(parallel)
+        facts["amdahl_limit"] = _rounded(limit) if math.isfinite(limit) else None  # None: no limit
+        facts["gustafson"] = _rounded(gustafson_speedup(parallel, tally.num_workers))
+    return {**facts, "basis": "estimated from worker 0's own time per lane"}
+
+
+def _best_share_seconds(seconds_per_lane: Sequence[float], lanes: int) -> float:
+    """The longest share if every lane goes to whom it delays least: what these workers could do without waste."""
+    shares = [0.0] * len(seconds_per_lane)
+    for _ in range(lanes):
+        worker = min(range(len(shares)), key=lambda index: shares[index] + seconds_per_lane[index])
+        shares[worker] += seconds_per_lane[worker]
+    return max(shares)
+
+
+def _most_gain(tally: Tally) -> dict[str, Any] | None:
+    """The slowest worker, and what a step would take if it were like the others with the lanes as they are dealt."""
+    workers, step_ms = tally.ranks, _step_ms(tally.ranks)
+    slow = slowness(workers)
+    if step_ms is None or not slow:
+        return None
+    rank = max(slow, key=lambda each: slow[each])
+    if slow[rank] < SLOW:
+        return None
+    busy = {w.rank: 1000 * (w.spent.data + w.spent.compute) / w.steps for w in workers if w.steps}
+    longest = max(busy.values())
+    busy[rank] /= slow[rank]
+    saved = longest - max(busy.values())
+    return {
+        "worker": rank,
+        "times_slower": _rounded(slow[rank]),
+        "step_ms": _rounded(max(0.0, step_ms["total"] - saved)),
+    }
+
+
+def _lane_cost(tally: Tally) -> dict[str, Any] | None:
+    cost, step_ms = tally.lane_cost, _step_ms(tally.ranks)
+    if cost is None:
+        return None
+    extra = max(0.0, cost.apart - cost.together)
+    return {
+        "lanes": cost.lanes,
+        "apart_seconds": cost.apart,
+        "together_seconds": cost.together,
+        "share_of_step": _rounded(1000 * extra / step_ms["total"]) if step_ms and step_ms["total"] else None,
+    }
+
+
+def _failure(tally: Tally, told: Failed | None) -> dict[str, Any] | None:
+    failed = told or first_failure(tally)
+    if failed is not None:
+        return {
+            "rank": failed.rank,
+            "kind": failed.kind,
+            "message": failed.message,
+            "exit_code": failed.exit_code,
+            "step": failed.step,
+            "lane": failed.lane,
+            "where": failed.where,
+            "fix": failed.fix,
+            "log": failed.log,
+        }
+    died = min((each for each in tally.exits if each.code != 0), key=lambda each: each.time, default=None)
+    if died is None:
+        return None
+    return {
+        "rank": died.rank,
+        "kind": "WorkerError",
+        "message": exit_text(died.code),
+        "exit_code": 1,
+        "step": None,
+        "lane": None,
+        "where": [],
+        "fix": None,
+        "log": None,
+    }
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 6)

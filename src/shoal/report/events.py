@@ -1,0 +1,199 @@
+"""What workers and driver say about a run, one typed message each.
+
+The same messages travel from worker to driver (a line of JSON each) and stand in `events.jsonl`, so whatever was on
+the screen can be read again by a program.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
+    time: float  # seconds since 1970
+
+
+class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
+    run: str
+    job: str
+    workers: int
+    layout: str
+    lanes: int
+    exact: bool
+    steps: int | None
+    steps_per_epoch: int | None
+    resumed_from: int | None = None
+
+
+class WorkerStarted(Event, frozen=True, kw_only=True, tag="worker-started"):
+    rank: int
+    pid: int
+    host: str
+    fingerprint: str
+
+
+class Spent(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one worker, by cause. They sum to the time that its steps took."""
+
+    data: float = 0.0  # loading samples
+    compute: float = 0.0  # forward, backward, adding the worker's own lanes
+    wait: float = 0.0  # for the slowest worker
+    merge: float = 0.0  # moving and adding gradients
+    apply: float = 0.0  # clipping, optimizer, scheduler
+    other: float = 0.0  # everything between steps: evaluation, checkpoints, events
+
+    @property
+    def total(self) -> float:
+        return self.data + self.compute + self.wait + self.merge + self.apply + self.other
+
+    def __add__(self, more: "Spent") -> "Spent":
+        return Spent(
+            data=self.data + more.data,
+            compute=self.compute + more.compute,
+            wait=self.wait + more.wait,
+            merge=self.merge + more.merge,
+            apply=self.apply + more.apply,
+            other=self.other + more.other,
+        )
+
+
+class Steps(Event, frozen=True, kw_only=True, tag="steps"):
+    """Committed steps of one worker since its last such message; several at a time, so that telling costs little."""
+
+    rank: int
+    step: int  # number of committed steps so far
+    count: int  # how many of them this message covers
+    samples: int  # of the whole global batches, not of this worker alone
+    epoch: int
+    loss: float | None  # None: not finite
+    lanes: tuple[int, int]  # the lanes this worker holds: first, past the last
+    spent: Spent
+    rate: float | None = None  # learning rate
+    memory: int = 0  # resident bytes
+    slowest: dict[int, int] = {}  # rank -> how many of these steps it came last to (from rank 0 only)
+
+
+class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
+    step: int
+    epoch: int
+    metrics: dict[str, float | None]  # None: not finite
+    seconds: float
+    target_reached: bool = False
+
+
+class Dealt(Event, frozen=True, kw_only=True, tag="dealt"):
+    """Lanes were dealt anew."""
+
+    step: int
+    deal: list[tuple[int, int]]
+    reason: str
+
+
+class Saved(Event, frozen=True, kw_only=True, tag="saved"):
+    step: int
+    path: str
+    num_bytes: int
+    seconds: float
+    final: bool = False
+
+
+class SaveFailed(Event, frozen=True, kw_only=True, tag="save-failed"):
+    step: int
+    reason: str
+
+
+class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
+    step: int
+    path: str
+    skipped: list[str] = []  # checkpoints that did not verify, with why
+
+
+class Skipped(Event, frozen=True, kw_only=True, tag="skipped"):
+    """A step whose loss was not finite was dropped."""
+
+    step: int
+    where: list[tuple[int, int]]  # (worker, lane)
+
+
+class StepDigest(Event, frozen=True, kw_only=True, tag="step-digest"):
+    """One sha256 per tensor after a step; only when asked for (`shoal verify`)."""
+
+    step: int
+    tensors: dict[str, str]
+
+
+class LaneCost(Event, frozen=True, kw_only=True, tag="lane-cost"):
+    """What cutting a worker's share into lanes costs: seconds for its lanes one by one, and for all of them at once."""
+
+    lanes: int
+    apart: float
+    together: float
+
+
+class Failed(Event, frozen=True, kw_only=True, tag="failed"):
+    rank: int
+    kind: str  # name of the exception's class
+    message: str
+    exit_code: int = 1
+    step: int | None = None
+    lane: int | None = None
+    where: list[str] = []
+    fix: str | None = None
+    log: str | None = None
+
+
+class Finished(Event, frozen=True, kw_only=True, tag="finished"):
+    rank: int
+    step: int
+    samples: int
+    weights_sha256: str
+    final_loss: float | None
+    metrics: dict[str, float | None]  # None: not finite
+    stopped: str | None = None  # why it ended before its last step, if it did
+    resumable: bool = False
+    tensors: dict[str, str] = {}
+
+
+class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
+    rank: int
+    code: int  # negative: the signal that ended it
+
+
+class Printed(Event, frozen=True, kw_only=True, tag="printed"):
+    rank: int
+    text: str
+
+
+class RunFinished(Event, frozen=True, kw_only=True, tag="run-finished"):
+    outcome: str  # done, stopped, failed
+    report: dict[str, Any] = {}
+
+
+AnyEvent = (
+    RunStarted
+    | WorkerStarted
+    | Steps
+    | Evaluated
+    | Dealt
+    | Saved
+    | SaveFailed
+    | Resumed
+    | Skipped
+    | StepDigest
+    | LaneCost
+    | Failed
+    | Finished
+    | WorkerExited
+    | Printed
+    | RunFinished
+)
+
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def encode(event: Event) -> bytes:
+    return msgspec.json.encode(event)
+
+
+def decode(line: bytes) -> AnyEvent:
+    return _decoder.decode(line)

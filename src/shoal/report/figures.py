@@ -1,0 +1,80 @@
+"""How the report room writes numbers: one way for the live view, the plain lines and the closing report."""
+
+from collections.abc import Mapping
+
+
+def clock(seconds: float) -> str:
+    """2:44 or 1:02:44; for what ticks."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def duration(seconds: float) -> str:
+    """A clock for a minute or more, else seconds with a fraction; for what is over."""
+    if seconds >= 59.95:
+        return clock(seconds + 0.5)
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
+
+
+def value(number: float | None) -> str:
+    """A loss or a metric. None is how a number that is not finite travels in JSON."""
+    return "not finite" if number is None else f"{number:.4g}"
+
+
+def values(metrics: Mapping[str, float | None]) -> str:
+    return "  ".join(f"{spoken(name)} {value(number)}" for name, number in metrics.items())
+
+
+def spoken(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:,.0f} ×" if ratio >= 10 else f"{ratio:.1f} ×"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def milliseconds(ms: float) -> str:
+    return f"{ms:.{decimals(ms)}f}"
+
+
+def decimals(ms: float) -> int:
+    return 1 if ms >= 10 else 2 if ms >= 1 else 3
+
+
+def size(num_bytes: float) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= factor:
+            amount = num_bytes / factor
+            return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
+    return f"{num_bytes / 1e3:.0f} kB"
+
+
+def plural(number: int, word: str) -> str:
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
+def lanes(held: tuple[int, int]) -> str:
+    first, past = held
+    if past - first > 4:
+        return f"{first}–{past - 1}"
+    return " ".join(str(lane) for lane in range(first, past)) or "none"
+
+
+def parts_that_add_up(parts: Mapping[str, float], digits: int) -> tuple[str, dict[str, str]]:
+    """Total and parts rounded so that the printed parts add up to the printed total (largest remainder first)."""
+    unit = 10**digits
+    total = round(sum(parts.values()) * unit)
+    floors = {name: int(part * unit) for name, part in parts.items()}
+    by_remainder = sorted(parts, key=lambda name: floors[name] - parts[name] * unit)
+    for name in by_remainder[: total - sum(floors.values())]:
+        floors[name] += 1
+    return f"{total / unit:.{digits}f}", {name: f"{floor / unit:.{digits}f}" for name, floor in floors.items()}

@@ -1,0 +1,199 @@
+"""What is on the screen while a run goes on: a live view, plain lines, or nothing. Used by the driver.
+
+The driver calls `show` for each event (after `Tally.add`) and `tick` whenever it wakes. No view has a thread, and
+none can end a run: one whose stream is gone falls silent.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import IO, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from shoal.report import screen
+from shoal.report.events import AnyEvent, Printed, RunStarted
+from shoal.report.prints import Prints
+from shoal.report.tally import Tally
+
+REFRESH_SECONDS = 0.25
+PLAIN_SECONDS = 10.0
+
+
+class Progress(Protocol):
+    def show(self, event: AnyEvent, tally: Tally) -> None: ...
+
+    def tick(self, tally: Tally) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Quiet:
+    """Shows nothing, not even what workers print; it is in the logs."""
+
+    def show(self, event: AnyEvent, tally: Tally) -> None:
+        pass
+
+    def tick(self, tally: Tally) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class PlainLines:
+    """For files and pipes: a line every ten seconds at most, and one at each event."""
+
+    def __init__(self, stream: IO[str], *, clock: Callable[[], float] = time.time) -> None:
+        self._stream: IO[str] | None = stream
+        self._clock = clock
+        self._prints = Prints()
+        self._workers = 1
+        self._last_line: float | None = None
+        self._last_step = 0
+
+    def show(self, event: AnyEvent, tally: Tally) -> None:
+        self._workers = tally.num_workers
+        if isinstance(event, RunStarted):
+            self._write(screen.header(tally))
+            self._last_line = self._clock()
+        elif isinstance(event, Printed):
+            self._prints.add(event.rank, event.text, self._clock())
+            self._write_ready()
+        else:
+            line = screen.event_line(event, routine=True)
+            if line is not None:
+                self._write(line)
+
+    def tick(self, tally: Tally) -> None:
+        now = self._clock()
+        self._workers = tally.num_workers
+        self._write_ready()
+        if self._last_line is None:
+            self._last_line = now
+        if tally.step > self._last_step and now - self._last_line >= PLAIN_SECONDS:
+            self._last_line, self._last_step = now, tally.step
+            self._write(screen.progress_text(tally, now=now))
+
+    def close(self) -> None:
+        for line in self._prints.rest(self._workers):
+            self._write(line)
+
+    def _write_ready(self) -> None:
+        for line in self._prints.ready(self._clock(), self._workers):
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        if self._stream is None:
+            return
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # ValueError: closed
+            self._stream = None
+
+
+class LiveView:
+    """For a terminal: an area at the bottom that is drawn again, and the events that scroll by above it."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._clock = clock
+        self._monotonic = monotonic
+        self._prints = Prints()
+        self._workers = 1
+        self._last_drawn: float | None = None
+        self._live: Live | None = Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,  # the closing report says it all again
+            redirect_stdout=_is_terminal("stdout"),
+            redirect_stderr=_is_terminal("stderr"),
+        )
+        self._started = False
+
+    def show(self, event: AnyEvent, tally: Tally) -> None:
+        self._workers = tally.num_workers
+        if isinstance(event, Printed):
+            self._prints.add(event.rank, event.text, self._monotonic())
+            self._print(self._prints.ready(self._monotonic(), self._workers))
+        else:
+            line = screen.event_line(event, routine=False)
+            if line is not None:
+                self._print([line])
+
+    def tick(self, tally: Tally) -> None:
+        now = self._monotonic()
+        self._workers = tally.num_workers
+        self._print(self._prints.ready(now, self._workers))
+        if self._live is None or (self._last_drawn is not None and now - self._last_drawn < REFRESH_SECONDS):
+            return
+        self._last_drawn = now
+        lines = screen.live_lines(
+            tally,
+            now=self._clock(),
+            width=self._console.width,
+            height=self._console.height,
+            color=self._console.color_system is not None and not self._console.no_color,
+        )
+        try:
+            if not self._started:
+                self._live.start()
+                self._started = True
+            self._live.update(Group(*lines), refresh=True)
+        except (OSError, ValueError):
+            self._fall_silent()
+
+    def close(self) -> None:
+        self._print(self._prints.rest(self._workers))
+        if self._live is not None:
+            live, self._live = self._live, None
+            if self._started:
+                try:
+                    live.stop()
+                except (OSError, ValueError):
+                    self._console.quiet = True
+
+    def _print(self, lines: list[str]) -> None:
+        if self._live is None:
+            return
+        try:
+            for line in lines:
+                self._console.print(Text(line), soft_wrap=True)
+        except (OSError, ValueError):
+            self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        """The terminal is gone. `quiet` keeps rich from trying it again."""
+        self._console.quiet = True
+        live, self._live = self._live, None
+        if live is not None and self._started:
+            live.stop()  # gives stdout and stderr back
+
+
+def choose(console: Console, *, quiet: bool = False, plain: bool = False) -> Progress:
+    """The view that fits where the output goes."""
+    if quiet:
+        return Quiet()
+    if plain or not console.file.isatty() or console.is_dumb_terminal or not _speaks_unicode(console):
+        return PlainLines(console.file)
+    return LiveView(console)
+
+
+def _speaks_unicode(console: Console) -> bool:
+    return console.encoding.lower().replace("-", "").startswith("utf")
+
+
+def _is_terminal(name: str) -> bool:
+    """Only what would be drawn over the live area is led through it; what goes to a file or pipe goes there."""
+    stream = getattr(sys, name)
+    return stream is not None and not stream.closed and bool(stream.isatty())

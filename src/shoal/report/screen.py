@@ -1,0 +1,244 @@
+"""The words and pictures of a run in progress, drawn from a tally. Pure; shown by `progress`."""
+
+import itertools
+import time
+
+from rich.text import Text
+
+from shoal.report import figures
+from shoal.report.account import SLOW, exit_text, slowness
+from shoal.report.events import (
+    AnyEvent,
+    Dealt,
+    Evaluated,
+    Failed,
+    Resumed,
+    Saved,
+    SaveFailed,
+    Skipped,
+    Spent,
+    WorkerExited,
+)
+from shoal.report.prints import clean
+from shoal.report.tally import Tally, WorkerTally
+
+BAR_WIDTH = 37
+SPLIT_WIDTH = 40
+HELD_UP_SHARE = 0.6  # of the recent steps that one worker came last to: less could be chance among two
+HELD_UP_WAIT = 0.03  # of a step that workers wait on average: less is not worth a word
+
+# name, mark, style, the parts of Spent that it stands for
+_SPLIT = (
+    ("compute", "█", "green", ("compute",)),
+    ("merge", "▓", "blue", ("merge",)),
+    ("wait", "░", "yellow", ("wait",)),
+    ("data", "·", "cyan", ("data",)),
+    ("rest", "─", "dim", ("apply", "other")),
+)
+
+
+def live_lines(tally: Tally, *, now: float, width: int, height: int, color: bool = True) -> list[Text]:
+    """The live area, top to bottom, no taller than the terminal."""
+    lines = [
+        Text(header(tally), style="bold"),
+        _progress_line(tally, now=now, width=width, color=color),
+        Text(loss_line(tally, sparks=True)),
+    ]
+    workers = tally.ranks
+    if any(worker.steps for worker in workers):
+        rows = max(1, height - len(lines) - 5)  # blank, legend, held up by, "more", the cursor's own line
+        lines += [Text(), *_worker_table(workers, rows=rows, width=width)]
+    held_up = held_up_by(tally)
+    if held_up:
+        lines.append(Text(f" {held_up}"))
+    for line in lines:
+        line.no_wrap = True
+        line.overflow = "ellipsis"
+    return lines
+
+
+def header(tally: Tally) -> str:
+    started = tally.started
+    if started is None:
+        return "shoal: starting"
+    hosts = len({worker.host for worker in tally.ranks if worker.host})
+    on_hosts = f", {hosts} hosts" if hosts > 1 else ""
+    return (
+        f"shoal train {started.job}   run {started.run}   {figures.plural(started.workers, 'worker')}{on_hosts}"
+        f"   {started.layout}, {figures.plural(started.lanes, 'lane')}   {'exact' if started.exact else 'not exact'}"
+    )
+
+
+def loss_line(tally: Tally, *, sparks: bool = False) -> str:
+    if not any(worker.steps for worker in tally.ranks):
+        return f"starting {figures.plural(tally.num_workers, 'worker')}"
+    parts = [f"loss {figures.value(tally.loss)}"]
+    if sparks and len(tally.losses.points) > 1:
+        parts[0] += f" {sparkline([loss for _, loss in tally.losses.points])}"
+    parts += [f"{measured(name)} {figures.value(number)}" for name, number in tally.metrics.items()]
+    speed = tally.recent_samples_per_second
+    if speed is not None:
+        parts.append(f"{figures.rate(speed)} samples/s")
+    return "    ".join(parts)
+
+
+def progress_text(tally: Tally, *, now: float) -> str:
+    """The plain line: step, share, loss, speed, time."""
+    started = tally.started
+    parts = [f"step {tally.step:,}"]
+    if started and started.steps:
+        parts = [f"step {tally.step:,} / {started.steps:,}", figures.percent(min(1.0, tally.step / started.steps))]
+    parts += [loss_line(tally), *_times(tally, now=now), f"epoch {tally.epoch}"]
+    return "    ".join(parts)
+
+
+def event_line(event: AnyEvent, *, routine: bool) -> str | None:
+    """One line for what is worth one; evaluations and checkpoints that went well only if `routine` is asked for."""
+    text = _event_text(event, routine=routine)
+    return None if text is None else f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {clean(text)}"
+
+
+def measured(name: str) -> str:
+    """The name of an evaluation's metric, told apart from the training loss."""
+    return figures.spoken(name if name.startswith(("val", "eval", "test")) else f"val {name}")
+
+
+def sparkline(losses: list[float], width: int = 12) -> str:
+    """The course of the whole run in a few characters: means of equal stretches between the least and the largest."""
+    cuts = [round(index * len(losses) / width) for index in range(width + 1)]
+    stretches = [losses[a:b] for a, b in itertools.pairwise(cuts) if b > a]
+    means = [sum(stretch) / len(stretch) for stretch in stretches]
+    low, high = min(means), max(means)
+    scale = (high - low) or 1.0
+    return "".join("▁▂▃▄▅▆▇"[round(6 * (mean - low) / scale)] for mean in means)
+
+
+def held_up_by(tally: Tally) -> str | None:
+    if tally.num_workers < 2 or 0 not in tally.workers:
+        return None
+    recent = tally.workers[0].recent
+    slowest = recent.slowest.most_common(1)
+    spent = sum((worker.recent.spent for worker in tally.ranks), Spent())
+    if not slowest or slowest[0][1] < HELD_UP_SHARE * recent.steps or spent.wait < HELD_UP_WAIT * spent.total:
+        return None
+    rank, count = slowest[0]
+    cause = _cause(tally, rank)
+    return f"held up by worker {rank}{cause}, in {count} of the last {figures.plural(recent.steps, 'step')}"
+
+
+def _cause(tally: Tally, rank: int) -> str:
+    """Whether the worker spends more than the others on data or on compute."""
+    own = tally.workers.get(rank)
+    others = [worker for worker in tally.ranks if worker.rank != rank and worker.recent.steps]
+    if own is None or not own.recent.steps or not others:
+        return ""
+
+    def excess(part: str) -> float:
+        mean = sum(getattr(each.recent.spent, part) / each.recent.steps for each in others) / len(others)
+        return float(getattr(own.recent.spent, part) / own.recent.steps - mean)
+
+    return f", {max(('compute', 'data'), key=excess)}"
+
+
+def _progress_line(tally: Tally, *, now: float, width: int, color: bool) -> Text:
+    started = tally.started
+    tail = "    ".join([", ".join(_times(tally, now=now)), f"epoch {tally.epoch}"])
+    if started is None or not started.steps:
+        return Text(f"step {tally.step:,}    {tail}")
+    share = min(1.0, tally.step / started.steps)
+    line = Text(f"step {tally.step:,} / {started.steps:,}  ")
+    end = f"  {figures.percent(share):>5}    {tail}"
+    room = max(5, min(BAR_WIDTH, width - len(line) - len(end)))
+    filled = int(share * room)
+    line.append("━" * filled, style="green")
+    if filled < room:
+        line.append("╸", style="green")
+        line.append(("━" if color else "─") * (room - filled - 1), style="dim")
+    return line.append(end)
+
+
+def _times(tally: Tally, *, now: float) -> list[str]:
+    gone = f"{figures.clock(now - tally.started.time)} gone" if tally.started else "0:00 gone"
+    left = tally.seconds_left
+    return [gone] if left is None else [gone, f"{figures.clock(left)} left"]
+
+
+def _worker_table(workers: list[WorkerTally], *, rows: int, width: int) -> list[Text]:
+    slow = dict.fromkeys((worker.rank for worker in workers), 0.0) | slowness(workers, recent=True)
+    shown = workers
+    if len(workers) > rows:  # the slowest are the ones to look at
+        keep = set(sorted(slow, key=lambda rank: -slow[rank])[:rows])
+        shown = [worker for worker in workers if worker.rank in keep]
+    names = {worker.rank: f"{worker.rank} {worker.host}".strip() for worker in shown}
+    held = {worker.rank: figures.lanes(worker.lanes) for worker in shown}
+    name_width = max(6, *(len(name) for name in names.values()))
+    lane_width = max(5, *(len(text) for text in held.values()))
+    split_width = max(10, min(SPLIT_WIDTH, width - name_width - lane_width - 30))
+    legend = Text(f" {'worker':<{name_width}}   {'lanes':<{lane_width}}   ")
+    for name, mark, style, _ in _SPLIT:
+        legend.append(mark, style=style).append(f" {name}  ")
+    before_ms = name_width + lane_width + split_width + 7
+    legend.pad_right(max(0, before_ms - len(legend)))
+    legend.append("      ms   memory")
+    longest = max(_step_seconds(worker) for worker in workers) or 1.0
+    lines = [legend]
+    for worker in shown:
+        seconds = _step_seconds(worker)
+        line = Text(f" {names[worker.rank]:<{name_width}}   {held[worker.rank]:<{lane_width}}   ")
+        lines.append(line)
+        if not worker.recent.steps:
+            line.append("no step yet", style="dim")
+            continue
+        line.append_text(_split_bar(worker, round(split_width * seconds / longest)))
+        line.pad_right(max(0, max(before_ms, len(legend) - 17) - len(line)))
+        line.append(f"{figures.milliseconds(1000 * seconds):>8}   {figures.size(worker.memory)}")
+        if slow[worker.rank] >= SLOW:
+            line.append(f"   {figures.times(slow[worker.rank])} slow", style="yellow")
+    if len(shown) < len(workers):
+        lines.append(Text(f" and {len(workers) - len(shown)} more that are faster", style="dim"))
+    return lines
+
+
+def _step_seconds(worker: WorkerTally) -> float:
+    return worker.recent.spent.total / worker.recent.steps if worker.recent.steps else 0.0
+
+
+def _split_bar(worker: WorkerTally, width: int) -> Text:
+    spent = worker.recent.spent
+    bar = Text()
+    reached = 0.0
+    for _, mark, style, parts in _SPLIT:
+        start = round(width * reached)
+        reached += sum(getattr(spent, part) for part in parts) / (spent.total or 1.0)
+        bar.append(mark * (round(width * reached) - start), style=style)
+    return bar
+
+
+def _event_text(event: AnyEvent, *, routine: bool) -> str | None:
+    match event:
+        case Evaluated():
+            text = "  ".join(f"{measured(name)} {figures.value(number)}" for name, number in event.metrics.items())
+            if event.target_reached:
+                return f"step {event.step:,}: {text}: target reached"
+            return f"step {event.step:,}: {text}" if routine else None
+        case Saved():
+            what = "final checkpoint" if event.final else "checkpoint"
+            text = f"step {event.step:,}: {what}, {figures.size(event.num_bytes)} in {figures.duration(event.seconds)}"
+            return text if routine else None
+        case SaveFailed():
+            return f"step {event.step:,}: checkpoint not written: {event.reason}; training goes on"
+        case Dealt():
+            deal = "  ".join(f"worker {rank}: {figures.lanes(lanes)}" for rank, lanes in enumerate(event.deal))
+            return f"step {event.step:,}: lanes dealt anew ({event.reason}): {deal}"
+        case Resumed():
+            skipped = "".join(f"; not usable: {each}" for each in event.skipped)
+            return f"resumed from step {event.step:,} ({event.path}){skipped}"
+        case Skipped():
+            where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in event.where)
+            return f"step {event.step:,} skipped: loss not finite{f' ({where})' if where else ''}"
+        case Failed():
+            at = f" at step {event.step:,}" if event.step is not None else ""
+            return f"worker {event.rank} failed{at}: {(event.message.splitlines() or [event.kind])[0]}"
+        case WorkerExited():
+            return f"worker {event.rank} {exit_text(event.code)}" if event.code else None
+    return None

@@ -1,0 +1,252 @@
+"""The closing report, from `report.json` alone, so that `shoal report RUN` prints what the run printed at its end."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from shoal.report import figures
+from shoal.report.folder import DEFAULT_ROOT, RunLine
+from shoal.report.prints import clean
+from shoal.report.screen import measured
+
+_PARTS_IN_ORDER = ("compute", "merge", "wait", "data", "apply", "other")
+_MARKS = {"done": ("✔", "bold green"), "stopped": ("■", "bold yellow"), "failed": ("✘", "bold red")}
+Report = Mapping[str, Any]
+Row = tuple[str, str]
+
+
+def closing(report: Report) -> RenderableType:
+    """Only lines whose facts exist; each is a label and a text that wraps beside it."""
+    return _Closing(_title(report), rows(report))
+
+
+class _Closing:
+    """Drawn for the width and the alphabet of the console that it is printed on, with no blanks at line ends."""
+
+    def __init__(self, title: Text, rows: list[Row]) -> None:
+        self._title, self._rows = title, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _encodable(self._title, options)
+        label_width = max([9, *(len(label) for label, _ in self._rows)])
+        room = max(20, options.max_width - label_width - 5)
+        for label, text in self._rows:
+            for line in Text(clean(text)).wrap(console, room, overflow="fold"):
+                line.rstrip()
+                whole = Text.assemble((f"  {label:<{label_width}}   ", "dim"), line)
+                yield _encodable(whole, options)
+                label = ""
+
+
+def _encodable(line: Text, options: ConsoleOptions) -> Text:
+    if not options.ascii_only:
+        return line
+    plain = line.plain
+    for sign, spelled in (("×", "x"), ("…", "..."), ("–", "-"), ("✔", "ok"), ("✘", "failed"), ("■", "stopped")):
+        plain = plain.replace(sign, spelled)
+    return Text(plain.encode("ascii", "replace").decode())
+
+
+def rows(report: Report) -> list[Row]:
+    parts = (_failure, _weights, _results, _speed, _step, _lanes, _faults, _most_gain, _files, _next)
+    return [row for part in parts for row in part(report)]
+
+
+def runs_table(lines: Iterable[RunLine]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("run", "job", "workers", "outcome", "steps", "loss", "measured", "when"):
+        table.add_column(name, justify="right" if name in ("workers", "steps", "loss") else "left", overflow="fold")
+    for line in lines:
+        table.add_row(
+            line.id,
+            Text(line.job),
+            "?" if line.workers is None else str(line.workers),
+            Text(line.outcome, style=_MARKS.get(line.outcome, ("", "dim"))[1]),
+            f"{line.steps:,}",
+            figures.value(line.loss) if line.loss is not None else "",
+            Text("  ".join(f"{measured(name)} {figures.value(number)}" for name, number in line.metrics.items())),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(line.when)),
+        )
+    return table
+
+
+def _title(report: Report) -> Text:
+    mark, style = _MARKS.get(report["outcome"], ("?", "bold"))
+    steps, samples = report["steps"], report["samples"]
+    job = report["job"] or "run"
+    if report["outcome"] == "done":
+        what = f"{figures.plural(steps, 'step')}, {figures.plural(samples, 'sample')} in {_took(report)}"
+        if report["resumed_from"] is not None:
+            what += f" (since step {report['resumed_from']:,})"
+    else:
+        planned = f" of {report['steps_planned']:,}" if report["steps_planned"] else ""
+        what = f"{report['outcome']} after step {steps:,}{planned} ({_took(report)})"
+        if report["stopped"]:
+            what += f": {report['stopped']}"
+    title = Text.assemble((f"{mark} ", style), (clean(f"{job}  {what}"), "bold"), "   ")
+    if report["run"]:
+        title.append(f"run {report['run']}", style="dim")
+    return title
+
+
+def _took(report: Report) -> str:
+    return figures.duration(report["seconds"])
+
+
+def _failure(report: Report) -> Iterator[Row]:
+    failure = report["failure"]
+    if failure is None:
+        return
+    at = [f"worker {failure['rank']}"]
+    if failure["step"] is not None:
+        at.append(f"step {failure['step']:,}")
+    if failure["lane"] is not None:
+        at.append(f"lane {failure['lane']}")
+    yield "error", f"{', '.join(at)}: {failure['message']}"
+    for line in failure["where"]:
+        yield "", line
+    if failure["fix"]:
+        yield "fix", failure["fix"]
+    if failure["log"]:
+        yield "log", failure["log"]
+
+
+def _weights(report: Report) -> Iterator[Row]:
+    sha256 = report["weights_sha256"]
+    if report["exact"]:
+        exact = "exact: the same on any number of workers"
+    else:
+        exact = "not exact: other workers, or another run, can give other weights"
+    if sha256:
+        check = f"    check: shoal verify {report['job']}" if report["exact"] and report["outcome"] == "done" else ""
+        yield "weights", f"sha256 {sha256[:8]}…{sha256[-3:]}    {exact}{check}"
+    elif report["exact"] is False:
+        yield "weights", exact
+
+
+def _results(report: Report) -> Iterator[Row]:
+    if report["steps"]:
+        yield "loss", figures.value(report["final_loss"])
+    target = _target_text(report)
+    aim = (report["target"] or {}).get("text") or ""
+    for name, number in report["metrics"].items():
+        text = figures.value(number)
+        if target and (aim.startswith(name) or len(report["metrics"]) == 1):
+            text, target = f"{text}, {target}", None
+        yield measured(name), text
+    if target:
+        yield "target", target.removeprefix("target ")
+
+
+def _target_text(report: Report) -> str | None:
+    target = report["target"]
+    if target is None:
+        return None
+    words = f"target {target['text']}" if target["text"] else "target"
+    if not target["reached"]:
+        return f"{words} not reached"
+    after = f" after {figures.duration(target['seconds'])}" if target["seconds"] is not None else ""
+    return f"{words} reached{after} (step {target['step']:,})"
+
+
+def _speed(report: Report) -> Iterator[Row]:
+    speed, speedup = report["samples_per_second"], report["speedup"]
+    if speed is None:
+        return
+    text = f"{figures.rate(speed)} samples/s"
+    if report["workers"] == 1:
+        yield "speed", f"{text} on 1 worker"
+        return
+    if speedup["over_one_worker"] is not None:
+        text += f": {figures.times(speedup['over_one_worker'])} worker 0 alone"
+        if speedup["possible"] is not None:
+            text += f"; these {report['workers']} workers could give {figures.times(speedup['possible'])}"
+    yield "speed", text
+    parallel = speedup["parallel_fraction"]
+    if parallel is not None:
+        limit = f"limit {figures.times(speedup['amdahl_limit'])}" if speedup["amdahl_limit"] else "law sets no limit"
+        yield (
+            "",
+            f"parallel part {figures.percent(parallel)}: Amdahl's {limit}, Gustafson at {report['workers']} workers "
+            f"{figures.times(speedup['gustafson'])} ({speedup['basis']})",
+        )
+
+
+def _step(report: Report) -> Iterator[Row]:
+    step_ms = report["step_ms"]
+    if step_ms is None:
+        return
+    total, parts = figures.parts_that_add_up(
+        {part: step_ms[part] for part in _PARTS_IN_ORDER}, figures.decimals(step_ms["total"])
+    )
+    yield "a step", f"{total} ms = " + " + ".join(f"{name} {ms}" for name, ms in parts.items() if float(ms))
+
+
+def _lanes(report: Report) -> Iterator[Row]:
+    cost = report["lane_cost"]
+    if cost is None or cost["share_of_step"] is None:
+        return
+    held = figures.plural(report["lanes"], "lane")
+    apart, together = (figures.milliseconds(1000 * cost[key]) for key in ("apart_seconds", "together_seconds"))
+    yield (
+        "lanes",
+        f"{held} on {figures.plural(report['workers'], 'worker')} cost {figures.percent(cost['share_of_step'])} "
+        f"of the step ({cost['lanes']} one by one {apart} ms, at once {together} ms)",
+    )
+
+
+def _faults(report: Report) -> Iterator[Row]:
+    faults = []
+    skipped = report["skipped_steps"]
+    if skipped:
+        faults.append(
+            f"{figures.plural(len(skipped), 'step')} skipped, loss not finite (first: {skipped[0]['step']:,})"
+        )
+    failed = report["checkpoints_failed"]
+    if failed:
+        faults.append(f"{figures.plural(len(failed), 'checkpoint')} not written ({failed[-1]['reason']})")
+    if faults:
+        yield "faults", "; ".join(faults)
+
+
+def _most_gain(report: Report) -> Iterator[Row]:
+    gain = report["most_gain"]
+    if gain is None:
+        return
+    rest = "worker 0" if report["workers"] == 2 and gain["worker"] == 1 else "the rest"
+    yield (
+        "most gain",
+        f"worker {gain['worker']} is {figures.times(gain['times_slower'])} slower than {rest}; "
+        f"one like the others would make a step {figures.milliseconds(gain['step_ms'])} ms",
+    )
+
+
+def _files(report: Report) -> Iterator[Row]:
+    if report["folder"]:
+        yield "files", f"{report['folder'].rstrip('/')}/   {'  '.join(report['files'])}"
+
+
+def _next(report: Report) -> Iterator[Row]:
+    if report["outcome"] == "done":
+        return
+    saved = report["checkpoints"]
+    if saved:
+        yield "saved", f"step {saved[-1]['step']:,}: {saved[-1]['path']}"
+    elif report["resumed_from"] is None:
+        yield "saved", "nothing yet: no checkpoint was written"
+        return
+    if report["job"] and report["run"]:
+        yield "next", f"shoal train {report['job']} --resume {_handle(report)}"
+
+
+def _handle(report: Report) -> str:
+    """What names this run on a command line: its id where `shoal` looks for runs, else its folder."""
+    folder = report["folder"]
+    if folder is None or Path(folder) == DEFAULT_ROOT / report["run"]:
+        return str(report["run"])
+    return str(folder)

@@ -1,0 +1,81 @@
+"""Gradients packed into flat buckets of one dtype, so that a merge moves few large tensors.
+
+A place that is empty (no gradient in this worker's lanes) is filled with minus zero: x + (-0.0) is x for every x, to
+the bit, so "absent" needs no code of its own in the merge.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 16 << 20
+PAD = 64  # bytes: every tensor of a bucket is aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    index: int  # which tensor of the list
+    offset: int
+    like: Tensor  # shape, strides and dtype
+
+    def view(self, flat: Tensor) -> Tensor:
+        piece = flat[self.offset : self.offset + self.like.numel()]
+        if self.like.dtype == torch.bool:
+            piece = piece.view(torch.bool)
+        if self.like.is_contiguous():
+            return piece.view(self.like.shape)
+        dense = self.like.dim() == 4 and self.like.is_contiguous(memory_format=torch.channels_last)
+        return piece.as_strided(self.like.shape, self.like.stride()) if dense else piece.view(self.like.shape)
+
+
+class Bucket:
+    """One flat tensor per partial sum, reused in every step."""
+
+    def __init__(self, slots: list[Slot], dtype: torch.dtype, length: int) -> None:
+        self.slots = slots
+        self.dtype = dtype
+        self.length = length
+        self._flats: list[Tensor] = []
+
+    def flat(self, number: int) -> Tensor:
+        while len(self._flats) <= number:
+            self._flats.append(torch.zeros(self.length, dtype=self.dtype))
+        return self._flats[number]
+
+    def fill(self, number: int, tensors: Sequence[Tensor | None]) -> Tensor:
+        flat = self.flat(number)
+        with torch.no_grad():
+            for slot in self.slots:
+                tensor = tensors[slot.index]
+                place = slot.view(flat)
+                if tensor is None:
+                    place.fill_(-0.0 if place.is_floating_point() or place.is_complex() else 0)
+                else:
+                    place.copy_(tensor)
+        return flat
+
+
+def pack(tensors: Sequence[tuple[int, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Buckets for tensors like these (with their numbers), from the last to the first: backward fills those first."""
+    buckets: list[Bucket] = []
+    open_slots: dict[torch.dtype, tuple[list[Slot], int]] = {}
+
+    def close(dtype: torch.dtype) -> None:
+        slots, length = open_slots.pop(dtype)
+        buckets.append(Bucket(slots, dtype, length))
+
+    for index, tensor in reversed(tensors):
+        like = tensor.detach()
+        dtype = torch.uint8 if like.dtype == torch.bool else like.dtype
+        slots, length = open_slots.setdefault(dtype, ([], 0))
+        slots.append(Slot(index=index, offset=length, like=like))
+        pad = max(1, PAD // like.element_size())
+        length += -(-like.numel() // pad) * pad
+        open_slots[dtype] = (slots, length)
+        if length * like.element_size() >= bucket_bytes:
+            close(dtype)
+    for dtype in list(open_slots):
+        close(dtype)
+    return [bucket for bucket in buckets if bucket.length]

@@ -1,0 +1,302 @@
+"""Data parallelism that gives the same bits on any number of workers.
+
+    batch ──► lanes ──► this worker's lanes, one after the other ──► partial sums ──► merge ──► .grad
+
+A step changes nothing but `.grad` and buffers, and those only when every worker has finished its lanes with a finite
+loss. The caller applies the optimizer.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.group import Group
+from shoal.errors import JobError
+from shoal.partition.lanes import Span, cut, fold, split, subtrees
+from shoal.strategies.buckets import Bucket, pack
+from shoal.strategies.replica import Replica
+
+Closure = Callable[[Any], Any]  # a microbatch -> its loss: a scalar mean, or (sum, count)
+Values = list[Tensor | None]  # one per parameter, then one per buffer
+BITS = 48  # flags packed into one fp64 number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One step: which samples, and how to get some of them."""
+
+    step: int
+    indices: Sequence[int]
+    batch: int  # of a full step
+    fetch: Callable[[Sequence[int]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    loss: float
+    samples: int
+    not_finite: list[tuple[int, int]]  # (worker, lane); when there are any, nothing was merged
+    asked: list[int]  # what each worker asked for in this step (see Run)
+    compute: list[float]  # seconds, by worker
+    slowest: int
+    data_seconds: float
+    compute_seconds: float
+    wait_seconds: float
+    merge_seconds: float
+
+
+class DataParallel:
+    def __init__(self, replica: Replica, group: Group, *, lanes: int, microbatches: int, deal: Sequence[Span]) -> None:
+        self.replica = replica
+        self.group = group
+        self.lanes = lanes
+        self.microbatches = microbatches
+        self.deal = tuple(deal)
+        self.gradient_count = len(replica.parameters)
+        self.lane_now: int | None = None  # the lane at work, for whoever reports an error
+        self._gradient_buckets: list[Bucket] | None = None
+        self._buffer_buckets: list[Bucket] | None = None
+
+    @property
+    def held(self) -> Span:
+        return self.deal[self.group.rank]
+
+    def backward(self, work: Work, closure: Closure, ask: int = 0) -> Outcome:
+        """Runs this worker's lanes, merges everyone's gradients into `.grad`, and says what came of it."""
+        lap = _Lap(self, work, closure)
+        began = time.perf_counter()
+        self.replica.clear_gradients()
+        self.replica.buffers.begin_step()
+        try:
+            parts = {span: lap.subtree(span) for span in subtrees(self.lanes, self.held)}
+        finally:
+            self.replica.nowhere()
+        self.lane_now = None
+        compute_seconds = time.perf_counter() - began - lap.data_seconds
+
+        arrived = time.perf_counter()
+        row = lap.row(ask, compute_seconds)
+        rows = self.group.gather(row)
+        wait_seconds = time.perf_counter() - arrived
+        sizes = [sum(map(len, pieces)) for pieces in lap.cuts]
+        told = _Told(rows, sizes, self.deal, self.gradient_count, len(self.replica.buffers.names))
+
+        began = time.perf_counter()
+        loss, scale = told.loss(work)
+        if told.not_finite:
+            self.replica.buffers.drop()
+        else:
+            self._merge(parts, told, scale)
+        return Outcome(
+            loss=loss,
+            samples=len(work.indices),
+            not_finite=told.not_finite,
+            asked=told.asked,
+            compute=told.compute,
+            slowest=told.slowest,
+            data_seconds=lap.data_seconds,
+            compute_seconds=compute_seconds,
+            wait_seconds=wait_seconds,
+            merge_seconds=time.perf_counter() - began,
+        )
+
+    def _merge(self, parts: dict[Span, Values], told: "_Told", scale: float) -> None:
+        count = self.gradient_count
+        if self.group.size == 1:
+            (values,) = parts.values()
+            merged = list(values)
+        else:
+            merged = [None] * (count + len(told.buffer_weights))
+            self._exchange(parts, told, merged)
+        with torch.no_grad():
+            for (_, parameter), gradient in zip(self.replica.parameters, merged[:count], strict=True):
+                if gradient is not None and scale != 1.0:
+                    gradient.mul_(scale)
+                parameter.grad = gradient
+        self.replica.buffers.commit(merged[count:], told.buffer_weights)
+
+    def _exchange(self, parts: dict[Span, Values], told: "_Told", merged: Values) -> None:
+        """Sums buckets over the workers, the next one packed while the last one travels."""
+        pending = []
+        for bucket, first in self._buckets(told):
+            flats = {
+                span: bucket.fill(number, values[first:] if first else values)
+                for number, (span, values) in enumerate(parts.items())
+            }
+            pending.append((bucket, first, self.group.merge(self.lanes, self.deal, flats)))
+        for bucket, first, merge in pending:
+            flat = merge.wait()
+            for slot in bucket.slots:
+                index = first + slot.index
+                if told.present[index]:
+                    merged[index] = slot.view(flat)
+
+    def _buckets(self, told: "_Told") -> list[tuple[Bucket, int]]:
+        count = self.gradient_count
+        if self._gradient_buckets is None:
+            trained = [(i, p) for i, (_, p) in enumerate(self.replica.parameters) if p.requires_grad]
+            self._gradient_buckets = pack(trained)
+        chosen = [(bucket, 0) for bucket in self._gradient_buckets]
+        if any(told.present[count:]):
+            if self._buffer_buckets is None:
+                self._buffer_buckets = pack(list(enumerate(self.replica.buffers.starts())))
+            chosen += [(bucket, count) for bucket in self._buffer_buckets]
+        # A bucket in which nobody has anything does not travel.
+        return [(bucket, first) for bucket, first in chosen if any(told.present[first + s.index] for s in bucket.slots)]
+
+
+class _Lap:
+    """This worker's part of one step."""
+
+    def __init__(self, strategy: DataParallel, work: Work, closure: Closure) -> None:
+        self.strategy = strategy
+        self.work = work
+        self.closure = closure
+        self.cuts = cut(len(work.indices), work.batch, strategy.lanes, strategy.microbatches)
+        self.data_seconds = 0.0
+        self.counted = False
+        self.sums: dict[int, tuple[float, float, bool]] = {}  # lane -> loss, count, finite
+        self.present = [False] * (strategy.gradient_count + len(strategy.replica.buffers.names))
+        self.lane_buffers: dict[int, list[bool]] = {}
+
+    def subtree(self, span: Span) -> Values:
+        """The sum over a subtree's lanes, added in the tree's order; holds log2(lanes) + 1 gradients at the most."""
+        if span[1] - span[0] == 1:
+            return self.lane(span[0])
+        middle = split(span)
+        left = self.subtree((span[0], middle))
+        right = self.subtree((middle, span[1]))
+        return [_plus(a, b) for a, b in zip(left, right, strict=True)]
+
+    def lane(self, lane: int) -> Values:
+        replica, pieces = self.strategy.replica, self.cuts[lane]
+        if not pieces:
+            return [None] * len(self.present)
+        self.strategy.lane_now = lane
+        replica.buffers.begin_lane()
+        total, count, finite = 0.0, 0.0, True
+        for number, positions in enumerate(pieces):
+            began = time.perf_counter()
+            batch = self.work.fetch([self.work.indices[position] for position in positions])
+            self.data_seconds += time.perf_counter() - began
+            replica.at(self.work.step, lane, number)
+            loss, size = read_loss(self.closure(batch), self.work.step, lane)
+            # Weighted before the backward pass: scaling gradients afterwards rounds differently. A loss with a count
+            # of its own is weighted by the batch here and by the count that all lanes have together after the merge.
+            weight = (len(positions) if size is None else 1) / len(self.work.indices)
+            value = float(loss.detach())
+            finite = finite and math.isfinite(value)
+            self.counted = self.counted or size is not None
+            total += value * weight if size is None else value
+            count += len(positions) if size is None else size
+            (loss * weight).backward()
+        self.sums[lane] = (total, count, finite)
+        samples = sum(len(piece) for piece in pieces)
+        shares = replica.buffers.end_lane(samples / len(self.work.indices), lane)
+        values = replica.take_gradients() + shares
+        self.lane_buffers[lane] = [share is not None for share in shares]
+        for index, value_or_none in enumerate(values):
+            self.present[index] |= value_or_none is not None
+        return values
+
+    def row(self, ask: int, compute_seconds: float) -> Tensor:
+        """What the others need to know of this worker's part, as one row of numbers."""
+        lanes = self.strategy.lanes
+        head = [float(ask), compute_seconds, time.monotonic(), float(self.counted)]
+        sums = [number for lane in range(lanes) for number in self._lane_numbers(lane)]
+        buffers = [bit for lane in range(lanes) for bit in self._lane_bits(lane)]
+        return torch.tensor(head + sums + _pack_bits(self.present) + _pack_bits(buffers), dtype=torch.float64)
+
+    def _lane_numbers(self, lane: int) -> tuple[float, float, float]:
+        if lane not in self.sums:
+            return 0.0, 0.0, 0.0
+        total, count, finite = self.sums[lane]
+        return total if finite else 0.0, count, 1.0 if finite else 2.0
+
+    def _lane_bits(self, lane: int) -> list[bool]:
+        return self.lane_buffers.get(lane, [False] * len(self.strategy.replica.buffers.names))
+
+
+class _Told:
+    """Everyone's rows, read. The same on every worker, so whatever follows from it is agreed without a word."""
+
+    def __init__(self, rows: Tensor, sizes: Sequence[int], deal: Sequence[Span], parameters: int, buffers: int) -> None:
+        lanes = self.lanes = len(sizes)
+        table = rows.tolist()
+        self.asked = [int(row[0]) for row in table]
+        self.compute = [row[1] for row in table]
+        self.slowest = max(range(len(table)), key=lambda rank: table[rank][2])
+        self.counted = any(row[3] for row in table)
+        self.sums: dict[int, tuple[float, float]] = {}
+        self.not_finite: list[tuple[int, int]] = []
+        for rank, (start, stop) in enumerate(deal):
+            for lane in range(start, stop):
+                total, count, state = table[rank][4 + 3 * lane : 7 + 3 * lane]
+                if state == 2.0:
+                    self.not_finite.append((rank, lane))
+                elif state == 1.0:
+                    self.sums[lane] = (total, count)
+        at = 4 + 3 * lanes
+        width = parameters + buffers
+        words = -(-width // BITS)
+        flags = [_unpack_bits(row[at : at + words], width) for row in table]
+        self.present = [any(bits) for bits in zip(*flags, strict=True)]
+        lane_flags = [_unpack_bits(row[at + words :], lanes * buffers) for row in table]
+        changed = [any(bits) for bits in zip(*lane_flags, strict=True)]
+        self.buffer_weights = [
+            sum(size for lane, size in enumerate(sizes) if not changed[lane * buffers + index]) / sum(sizes)
+            for index in range(buffers)
+        ]
+
+    def loss(self, work: Work) -> tuple[float, float]:
+        """The merged loss, and what merged gradients must still be multiplied by."""
+
+        def total(which: int) -> float:
+            parts = {
+                (lane, lane + 1): self.sums[lane][which] if lane in self.sums else None for lane in range(self.lanes)
+            }
+            return fold(self.lanes, parts, lambda a, b: a + b) or 0.0
+
+        if self.not_finite:
+            return math.nan, 1.0
+        if not self.counted:
+            return total(0), 1.0
+        count = total(1)
+        return (total(0) / count, len(work.indices) / count) if count else (math.nan, 1.0)
+
+
+def read_loss(value: Any, step: int, lane: int) -> tuple[Tensor, float | None]:
+    """A loss as the user's code returned it: (scalar, None) for a mean, (sum, count) where it brings its own count."""
+    count: float | None = None
+    if isinstance(value, tuple) and len(value) == 2:
+        value, given = value
+        count = float(given)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise JobError(
+            f"step {step}, lane {lane}: the loss is {got}; it must be a scalar mean, or (sum, count)",
+            fix='reduction="mean", or return (losses.sum(), losses.numel())',
+        )
+    return value.reshape(()), count
+
+
+def _plus(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left.add_(right)
+
+
+def _pack_bits(bits: Sequence[bool]) -> list[float]:
+    return [
+        float(sum(1 << place for place, bit in enumerate(bits[start : start + BITS]) if bit))
+        for start in range(0, len(bits), BITS)
+    ]
+
+
+def _unpack_bits(words: Sequence[float], width: int) -> list[bool]:
+    return [bool(int(words[place // BITS]) >> (place % BITS) & 1) for place in range(width)]

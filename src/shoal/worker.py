@@ -1,0 +1,240 @@
+"""What one worker process does: a job's loop, or the user's script; and how it tells of a failure."""
+
+import dataclasses
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.collectives.group import PeerLost
+from shoal.errors import JobError, ShoalError
+from shoal.exact import kernels
+from shoal.exact.seeds import MODULE_LOAD, initialise, seed_everything
+from shoal.feed import Source
+from shoal.job import Job
+from shoal.join import finish_joined, joined, share_weights
+from shoal.lanecost import lane_cost
+from shoal.partition.blocks import find_blocks
+from shoal.report.events import Evaluated, Failed
+from shoal.run import Run
+from shoal.seat import Seat, take
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenJob:
+    """A job with its data opened and checked, ready to be trained by any number of workers."""
+
+    job: Job
+    source: Source
+    held_out: Source | None
+    steps: int
+
+
+def train_job(opened: OpenJob, seat: Seat) -> None:
+    """The loop of a job: the same that users write with `shoal.join`."""
+    job = opened.job
+    kernels.settle(threads=job.threads, exact=seat.settings.exact)
+    assert seat.plan is not None
+    group = seat.group()
+    model = build_model(job)
+    if isinstance(job.model, nn.Module):
+        share_weights(model, group)
+    optimizer = job.optimizer(list(model.named_parameters()))
+    scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
+    schedule = job.schedule(opened.source.samples, opened.source.last)
+    run = Run(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        state={},
+        source=opened.source,
+        schedule=schedule,
+        blocks=find_blocks(model, job.blocks),
+        microbatches=job.microbatches,
+        seed=job.seed,
+        plan=seat.plan,
+        seat=seat,
+        group=group,
+        arithmetic=job.arithmetic() | {"samples": opened.source.samples},
+        steps=opened.steps,
+        checkpoint_every=job.checkpoint_every,
+    )
+    _current.append(run)
+    if job.compile:
+        compile_blocks(model, run.replica.blocks.names)
+    closure = loss_closure(job, model)
+    for _ in run.epochs(-(-opened.steps // schedule.steps_per_epoch)):
+        for batch in run.batches():
+            run.backward(batch, closure)
+            if job.clip_norm is not None:
+                run.clip(job.clip_norm)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+            if opened.held_out is not None and _evaluation_due(
+                job, batch.step + 1, schedule.steps_per_epoch, opened.steps
+            ):
+                evaluate(run, opened, batch.step + 1)
+    cost = lane_cost(run, closure) if run.leader and run.stopped is None and run.step else None
+    if cost is not None:
+        seat.wire.send(cost)
+    group.close()
+
+
+def _evaluation_due(job: Job, step: int, steps_per_epoch: int, steps: int) -> bool:
+    return step % (job.evaluate_every or steps_per_epoch) == 0 or step == steps
+
+
+def evaluate(run: Run, opened: OpenJob, step: int) -> None:
+    job = opened.job
+    assert opened.held_out is not None
+    run.metrics = run.evaluate(opened.held_out, metrics_closure(job, run.model))
+    reached = job.target is not None and job.target.reached(run.metrics)
+    if reached:
+        run.stopped = f"target {job.target} reached"
+    if run.leader:
+        event = Evaluated(
+            time=time.time(),
+            step=step,
+            epoch=run.epoch,
+            metrics=run.metrics,
+            seconds=run.evaluation_seconds,
+            target_reached=reached,
+        )
+        run.seat.wire.send(event)
+
+
+def build_model(job: Job) -> nn.Module:
+    if isinstance(job.model, nn.Module):
+        return job.model
+    model = initialise(job.model, job.seed)
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def split_sample(batch: Any) -> tuple[tuple[Any, ...], Any]:
+    """(inputs, target) of a batch: the last of a tuple is the target; anything else is both."""
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        return tuple(batch[:-1]), batch[-1]
+    if isinstance(batch, tuple | list) and len(batch) == 1:
+        batch = batch[0]
+    return (batch,), batch
+
+
+def _precision(job: Job) -> Any:
+    # The weights' cast is not cached: whether it is would depend on what ran before.
+    autocast = job.precision == "bf16-autocast"
+    return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
+
+
+def loss_closure(job: Job, model: nn.Module) -> Callable[[Any], Any]:
+    def closure(batch: Any) -> Any:
+        inputs, target = split_sample(batch)
+        with _precision(job):
+            return job.loss(model(*inputs), target)
+
+    return closure
+
+
+def metrics_closure(job: Job, model: nn.Module) -> Callable[[Any], dict[str, Any]]:
+    def closure(batch: Any) -> dict[str, Any]:
+        inputs, target = split_sample(batch)
+        with _precision(job):
+            output = model(*inputs)
+            return {"loss": job.loss(output, target)} | {
+                name: metric(output, target) for name, metric in job.metrics.items()
+            }
+
+    return closure
+
+
+def compile_blocks(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Compiles each block by itself, so that seeding a block's randomness stays outside."""
+    for name in names:
+        block = model.get_submodule(name)
+        block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def run_script(script: Path, arguments: list[str], seat: Seat) -> None:
+    """Runs any script as `__main__`. One that joins finds its seat; another finds what torchrun would have set."""
+    take(seat)
+    seed_everything(0, MODULE_LOAD)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as leave:
+        if leave.code not in (None, 0):
+            raise
+    finish_joined()
+    run = joined()
+    if run is not None:
+        run.group.close()
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+_current: list[Run] = []
+
+
+@contextmanager
+def told(seat: Seat, log: str) -> Iterator[list[int]]:
+    """Whatever goes wrong inside becomes one plain message to the driver and a traceback in the log."""
+    code = [0]
+    try:
+        yield code
+    except SystemExit as leave:
+        code[0] = leave.code if isinstance(leave.code, int) else 1
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+    except BaseException as error:
+        traceback.print_exc()
+        run = joined() or (_current[0] if _current else None)
+        code[0] = error.exit_code if isinstance(error, ShoalError) else 1
+        seat.wire.send(failure(error, seat.rank, run, log))
+
+
+def failure(error: BaseException, rank: int, run: Run | None, log: str) -> Failed:
+    step = None if run is None else run.step
+    lane = None if run is None else run.strategy.lane_now
+    if isinstance(error, ShoalError):
+        kind = "PeerLost" if isinstance(error, PeerLost) else type(error).__name__
+        message, where, fix, code = error.message, list(error.where), error.fix, error.exit_code
+    else:
+        kind, fix, code = type(error).__name__, None, 1
+        text = str(error).split("\n")[0]
+        message = f"{kind}: {text}" if text else kind
+        where = own_line(error)
+    if run is not None and run.seat.folder is not None and run._saved_step > 0:
+        where.append(f"nothing of step {step} was applied; checkpoint: step {run._saved_step}")
+    return Failed(
+        time=time.time(), rank=rank, kind=kind, message=message, exit_code=code, step=step, lane=lane, where=where,
+        fix=fix, log=log,
+    )  # fmt: skip
+
+
+def own_line(error: BaseException) -> list[str]:
+    """The innermost line of the user's own code: neither Shoal's nor a library's."""
+    ours = str(Path(__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith((ours, "<frozen"))
+        and "site-packages" not in frame.filename
+        and not frame.filename.startswith(sys.base_prefix + "/lib/python")
+    ]
+    if not own:
+        return []
+    last = own[-1]
+    name = Path(last.filename).name
+    return [f"{name}:{last.lineno}  in {last.name}:  {last.line or ''}".rstrip()]
