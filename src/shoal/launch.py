@@ -38,7 +38,7 @@ from shoal.report.tally import Tally
 from shoal.report.tensorboard import TensorBoard
 from shoal.result import Report
 from shoal.seat import Seat, Settings, Wire, environment_store
-from shoal.worker import OpenJob, run_script, told, train_job
+from shoal.worker import TRACEBACK_FOLLOWS, OpenJob, run_script, told, train_job
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # after a first failure: how long the others may still tell theirs
@@ -118,10 +118,15 @@ def plan_for(job: Job, options: Options) -> Plan:
     return plan
 
 
-def train_with(job: Job, options: Options, *, name: str | None = None, progress: Progress | None = None) -> Report:
+def train_with(job: Job, options: Options, *, name: str | None = None) -> Report:
     check_isa(job)
+    plan_for(job, options)  # a placement that does not fit is said before any data is read
+    return train_opened(open_job(job), options, name=name)
+
+
+def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) -> Report:
+    job = opened.job
     plan = plan_for(job, options)
-    opened = open_job(job)
     folder, settings = open_folder(options)
     schedule = job.schedule(opened.source.samples, opened.source.last)
     started = RunStarted(
@@ -152,7 +157,6 @@ def train_with(job: Job, options: Options, *, name: str | None = None, progress:
             started=started,
             threads=job.threads,
             target=None if job.target is None else str(job.target),
-            progress=progress,
         )
         value = driver.run()
     return Report(folder.path, value, job=job)
@@ -221,7 +225,6 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
             started=started,
             threads=1,
             target=None,
-            progress=None,
         )
         value = driver.run()
     return Report(folder.path, value, job=None)
@@ -243,14 +246,13 @@ class _Driver:
         started: RunStarted,
         threads: int,
         target: str | None,
-        progress: Progress | None,
     ) -> None:
         self.work, self.plan, self.size, self.folder = work, plan, size, folder
         self.settings, self.options, self.started = settings, options, started
         self.threads, self.target = threads, target
         self.tally = Tally()
         self.board = TensorBoard(folder) if options.tensorboard else None
-        self.progress = progress or choose(Console(stderr=True), quiet=options.quiet, plain=options.plain)
+        self.progress: Progress = choose(Console(stderr=True), quiet=options.quiet, plain=options.plain)
         self.tails = {rank: _Tail(folder.log(rank)) for rank in range(size)}
         self.interrupts = 0
         self.failed_at: float | None = None
@@ -491,18 +493,18 @@ def _store() -> Iterator[int]:
 
 
 class _Tail:
-    """Lines that a worker has added to its log since the last look. Tracebacks stay in the log: the error has its own
-    message."""
+    """Lines that a worker has added to its log since the last look, up to a traceback: that stays in the log."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = path.stat().st_size if path.exists() else 0
         self.partial = ""
+        self.ended = False
 
     def lines(self) -> list[str]:
         try:
             size = self.path.stat().st_size
-            if size <= self.offset:
+            if self.ended or size <= self.offset:
                 return []
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
@@ -511,4 +513,7 @@ class _Tail:
             return []
         self.offset += len(found)
         *whole, self.partial = (self.partial + found.decode(errors="replace")).split("\n")
+        if TRACEBACK_FOLLOWS in whole:
+            self.ended = True
+            whole = whole[: whole.index(TRACEBACK_FOLLOWS)]
         return whole

@@ -26,6 +26,8 @@ from shoal.report.events import Evaluated, Failed
 from shoal.run import Run
 from shoal.seat import Seat, take
 
+TRACEBACK_FOLLOWS = "--- traceback ---"  # the driver shows nothing of a log from here on: the error has its own message
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenJob:
@@ -197,6 +199,7 @@ def told(seat: Seat, log: str) -> Iterator[list[int]]:
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
     except BaseException as error:
+        print(TRACEBACK_FOLLOWS, file=sys.stderr)
         traceback.print_exc()
         run = joined() or (_current[0] if _current else None)
         code[0] = error.exit_code if isinstance(error, ShoalError) else 1

@@ -1,0 +1,346 @@
+"""The command `shoal`: parses, calls, prints. No logic lives here.
+
+Exit codes: 0 good, 1 the run failed or verify differs, 2 the user's input, 3 stopped but resumable.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import shoal
+from shoal.errors import InputError, ShoalError
+from shoal.exact.kernels import ISA_IN_FORCE
+from shoal.job import Job
+from shoal.launch import Interrupted, Options, RunFailed, isa_environment, open_job, plan_for, run_with, train_with
+from shoal.load import load_job
+from shoal.plan.placement import read_plan
+from shoal.report.folder import find_run, list_runs
+from shoal.report.summary import closing, runs_table
+from shoal.seat import Settings
+from shoal.verify import PLAIN_TOLERANCE, Row, against_plain, check_workers, placements, verify
+
+HELP = """\
+Distributed PyTorch training with the same bits on any number of workers.
+
+Run      train FILE[:job]      train a job
+         run SCRIPT -- ARGS    start any torch.distributed script, or a loop with shoal.join
+         verify FILE           prove that every placement gives one sha256
+After    report [RUN]          the closing report of a run
+         runs                  the runs in this folder
+"""
+VERIFY_STEPS = 20
+
+
+class Parser(argparse.ArgumentParser):
+    """One plain line for a mistake, with the nearest name."""
+
+    def __init__(self, **more: Any) -> None:
+        more |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**more)
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message[0].lower()}{message[1:]}", fix=f"{self.prog} --help")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise self.unknown(unknown[0], found)
+        return found
+
+    def unknown(self, name: str, found: argparse.Namespace) -> InputError:
+        command = getattr(found, "parser", self)
+        options = [option for action in command._actions for option in action.option_strings]
+        near = get_close_matches(name.partition("=")[0], options, n=1)
+        kind = "option" if name.startswith("-") else "argument"
+        fix = f"did you mean {near[0]}?" if near else f"{command.prog} --help shows what there is"
+        return InputError(f"unknown {kind} {name}", fix=fix)
+
+
+class HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
+        for action in parser._actions:
+            if action.help == argparse.SUPPRESS:
+                action.help = getattr(action, "full_help", None)
+        parser.print_help()
+        parser.exit(0)
+
+
+def rare(parser: argparse.ArgumentParser, *names: str, help: str, **more: Any) -> None:
+    """An option that `--help` leaves out and `--help-all` shows."""
+    action = parser.add_argument(*names, help=argparse.SUPPRESS, **more)
+    action.full_help = help  # type: ignore[attr-defined]
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="shoal", description=HELP, epilog="example: shoal train examples/digits.py --workers 2")
+    parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
+
+    train = _command(commands, "train", "train a job", _train, "shoal train digits.py --workers 2 --set steps=50")
+    train.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
+    _job_options(train)
+    train.add_argument("--dry-run", action="store_true", help="print the job and the plan, and start nothing")
+    _run_options(train)
+
+    run = _command(
+        commands, "run", "start any torch.distributed script", _run, "shoal run train.py --workers 2 -- --lr 0.1"
+    )
+    run.add_argument("script", help="a Python script; what follows -- is its own")
+    _run_options(run)
+
+    check = _command(
+        commands, "verify", "prove that placements agree", _verify, "shoal verify digits.py --workers 1,2,4 --steps 20"
+    )
+    check.add_argument("file", metavar="FILE[:job]")
+    check.add_argument("--workers", default="1,2", metavar="LIST", help="numbers of workers to compare (1,2)")
+    check.add_argument(
+        "--steps", type=int, metavar="N", help=f"steps to compare ({VERIFY_STEPS}, or the job's if fewer)"
+    )
+    check.add_argument(
+        "--shares", action="append", default=[], metavar="LIST", help="uneven shares, such as 3,1; repeats"
+    )
+    check.add_argument("--resume", action="store_true", help="also stop half way and resume with fewer workers")
+    check.add_argument(
+        "--against", choices=["plain"], help="plain: also compare with an ordinary PyTorch loop, in fp64"
+    )
+    check.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="change the job"
+    )
+    check.add_argument("--json", action="store_true", help="print the result as JSON")
+
+    report = _command(commands, "report", "the closing report of a run", _report, "shoal report 7f3a")
+    report.add_argument("run", nargs="?", help="a folder or the beginning of an id (the newest)")
+    report.add_argument("--json", action="store_true", help="print report.json")
+
+    runs = _command(commands, "runs", "the runs in this folder", _runs, "shoal runs")
+    runs.add_argument("--root", type=Path, default=Path("runs"), metavar="DIR", help="where to look (runs)")
+    runs.add_argument("--json", action="store_true", help="print them as JSON")
+    return parser
+
+
+def _command(commands: Any, name: str, text: str, call: Any, example: str) -> Parser:
+    parser: Parser = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
+    parser.set_defaults(call=call, parser=parser)
+    return parser
+
+
+def _job_options(parser: Parser) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings",
+                        help="change the job: --set steps=50 (repeats)")  # fmt: skip
+
+
+def _run_options(parser: Parser) -> None:
+    parser.add_argument("--workers", type=int, metavar="N", help="processes in all (1)")
+    parser.add_argument("--shares", metavar="LIST", help="uneven shares of the lanes: 3,1; or auto: by measured speed")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="replay a saved plan.json")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (a fresh one under runs/)")
+    parser.add_argument("--resume", nargs="?", const=True, default=False, metavar="RUN",
+                        help="go on with a run (folder, id, or nothing: the newest) on any number of workers")  # fmt: skip
+    parser.add_argument("--tensorboard", action="store_true", help="write TensorBoard files into the run's folder")
+    parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
+    rare(
+        parser,
+        "--nonfinite",
+        choices=["stop", "skip"],
+        default="stop",
+        help="a loss that is not finite: stop (default) or skip the step",
+    )
+    rare(parser, "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (one pass over the data)")
+    rare(parser, "--stop-after", type=int, metavar="N", help="stop after this step, resumable")
+    rare(parser, "--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait for other workers (1800)")
+    rare(parser, "--pin", action="store_true", help="give each worker cores of its own")
+    rare(
+        parser,
+        "--inexact",
+        action="store_true",
+        help="without deterministic kernels: not the same bits, said in the report",
+    )
+    rare(parser, "--json", action="store_true", help="print the report as JSON")
+    rare(parser, "--plain", action="store_true", help="lines instead of the live view")
+    rare(parser, "-q", "--quiet", action="store_true", help="only the closing report")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _main(given)
+    except ShoalError as error:
+        if isinstance(error, RunFailed | Interrupted) and "--json" in given:
+            print(msgspec.json.encode(error.report).decode())
+        print(f"{'stopped' if error.exit_code == 3 else 'error'}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped: interrupted before the run began", file=sys.stderr)
+        return 3
+    except BrokenPipeError:  # `shoal report | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _main(given: list[str]) -> int:
+    own, script = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    parser = build_parser()
+    options = parser.parse_args(own)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    options.given, options.script_arguments = given, script
+    if script and options.command != "run":
+        raise InputError(f"arguments after -- belong to a script, and {options.command} runs none")
+    # The driver computes nothing, and an OpenMP pool of its own would not survive the fork of its workers.
+    torch.set_num_threads(1)
+    result: int = options.call(options)
+    return result
+
+
+def _train(given: argparse.Namespace) -> int:
+    if given.file is None and isinstance(given.resume, str) and ".py" in given.resume:
+        given.file, given.resume = given.resume, True  # `--resume digits.py`: a bare --resume, then the file
+    if given.file is None:
+        raise InputError("which job? a file is missing", fix="shoal train digits.py")
+    job = load_job(given.file, given.settings)
+    _pin_isa(job, given.given)
+    options = _options(given)
+    if given.dry_run:
+        opened, plan = open_job(job), plan_for(job, options)
+        if given.json:
+            value = {"job": job.resolved(), "plan": plan, "samples": opened.source.samples, "steps": opened.steps}
+            print(msgspec.json.encode(value).decode())
+            return 0
+        for name, value in job.resolved().items():
+            print(f"{name:17} {value}")
+        print(f"{'samples':17} {opened.source.samples}, {opened.steps} steps in all")
+        print("\n".join(plan.lines()))
+        return 0
+    report = train_with(job, options, name=Path(given.file.partition(":")[0]).name)
+    _print_report(report.value, given.json)
+    return 0
+
+
+def _pin_isa(job: Job, given: list[str]) -> None:
+    """Starts over with the instruction set pinned: it is chosen before a process's first kernel."""
+    if job.isa is not None and os.environ.get(ISA_IN_FORCE) != job.isa:
+        os.execve(sys.executable, [sys.executable, "-m", "shoal", *given], os.environ | isa_environment(job.isa))
+
+
+def _options(given: argparse.Namespace) -> Options:
+    for name in ("stop_after", "checkpoint_every"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(given, name)}: a number from 1 up")
+    if not given.timeout > 0:
+        raise InputError(f"--timeout {given.timeout}: seconds above 0")
+    settings = Settings(
+        stop_after=given.stop_after,
+        checkpoint_every=given.checkpoint_every,
+        nonfinite=given.nonfinite,
+        shares=given.shares,
+        exact=not given.inexact,
+        timeout=timedelta(seconds=given.timeout),
+    )
+    return Options(
+        workers=given.workers,
+        shares=given.shares,
+        plan=read_plan(given.plan) if given.plan is not None else None,
+        run_dir=given.run_dir,
+        resume=given.resume,
+        quiet=given.quiet or given.json,
+        plain=given.plain,
+        tensorboard=given.tensorboard,
+        pin=given.pin,
+        settings=settings,
+    )
+
+
+def _print_report(value: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(value).decode())
+    else:
+        Console().print(closing(value))
+
+
+def _run(given: argparse.Namespace) -> int:
+    report = run_with(Path(given.script), given.script_arguments, _options(given))
+    if report.value["weights_sha256"] or given.json:
+        _print_report(report.value, given.json)
+    return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    job = load_job(given.file, given.settings)
+    _pin_isa(job, given.given)
+    if given.steps is not None and given.steps < 1:
+        raise InputError(f"--steps {given.steps}: at least 1")
+    steps = given.steps or min(VERIFY_STEPS, open_job(job).steps)
+    wanted = placements(job, check_workers(given.workers), given.shares, given.resume, steps)
+    name = Path(given.file.partition(":")[0]).name
+    for placement in wanted:  # a placement that does not fit is said before the first run
+        plan_for(job, Options(workers=placement.workers, shares=placement.shares))
+    console = Console(stderr=True)
+    rows: list[Row] = []
+    with console.status(f"{name}: {steps} steps on one worker, the reference"):
+        for row in verify(job, wanted, steps, name=name):
+            rows.append(row)
+    plain = None
+    if given.against and not rows[-1].difference:
+        with console.status("an ordinary PyTorch loop in fp64"):
+            plain = against_plain(job, wanted[0].workers, steps, name=name)
+    failed = rows[-1].difference is not None or (plain is not None and not plain.good)
+    if given.json:
+        print(msgspec.json.encode({"equal": not failed, "rows": rows, "plain": plain}).decode())
+        return int(failed)
+    _print_rows(name, rows, steps)
+    if plain is not None:
+        verdict = "agrees" if plain.good else "DIFFERS"
+        print(
+            f"plain PyTorch loop, fp64, dropout off, batch norm frozen: {verdict} after {plain.steps} steps:"
+            f" {plain.difference:.2g} of the weights' norm (bound {PLAIN_TOLERANCE:g});"
+            f" worst tensor {plain.worst}: {plain.worst_difference:.2g}"
+        )
+    if rows[-1].difference is not None:
+        print(f"error: {rows[-1].label}: {rows[-1].difference}", file=sys.stderr)
+    return int(failed)
+
+
+def _print_rows(name: str, rows: list[Row], steps: int) -> None:
+    table = Table(box=None, pad_edge=False, title=f"{name}: {steps} steps", title_justify="left")
+    for heading in ("placement", "sha256 of the weights", ""):
+        table.add_column(heading, no_wrap=True)
+    for row in rows:
+        verdict = "" if row.label == "reference" else "differs" if row.difference else "equal"
+        table.add_row(row.label, row.weights_sha256, verdict)
+    # Whole hashes, also where the terminal is narrow or there is none: they are there to be copied.
+    Console(width=max(120, Console().width)).print(table)
+
+
+def _report(given: argparse.Namespace) -> int:
+    folder = find_run(given.run)
+    try:
+        value = msgspec.json.decode(folder.report.read_bytes())
+    except FileNotFoundError:
+        raise InputError(
+            f"{folder.path} has no report yet: the run goes on, or was killed",
+            fix=f"--resume {folder.path} goes on with it",
+        ) from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(f"{folder.report} cannot be read: {error}") from None
+    _print_report(value, given.json)
+    return 0
+
+
+def _runs(given: argparse.Namespace) -> int:
+    lines = list_runs(given.root)
+    if given.json:
+        print(msgspec.json.encode(lines).decode())
+    else:
+        Console().print(runs_table(lines))
+    return 0
