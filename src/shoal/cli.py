@@ -145,7 +145,7 @@ def _run_options(parser: Parser) -> None:
     parser.add_argument("--plan", type=Path, metavar="FILE", help="replay a saved plan.json")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (a fresh one under runs/)")
     parser.add_argument("--resume", nargs="?", const=True, default=False, metavar="RUN",
-                        help="go on with a run (folder, id, or nothing: the newest) on any number of workers")  # fmt: skip
+                        help="go on with a run (folder, id, or nothing: the newest), on any workers")  # fmt: skip
     parser.add_argument("--tensorboard", action="store_true", help="write TensorBoard files into the run's folder")
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
     rare(

@@ -3,6 +3,7 @@
 Its only loop is `_Driver.watch`; everything it learns arrives as events.
 """
 
+import importlib
 import os
 import signal
 import socket
@@ -258,6 +259,8 @@ class _Driver:
         self.failed_at: float | None = None
 
     def run(self) -> dict[str, Any]:
+        # Every torch optimizer imports this when it is made, which takes a second: once here, not in each worker.
+        importlib.import_module("torch._dynamo")
         engine = LocalEngine(self._worker, fresh_thread=self.threads > 1)
         try:
             # After the fork: the store has a thread, and the server must have none.
