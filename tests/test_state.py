@@ -106,7 +106,7 @@ class Run:
             def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
                 self.optimizer.zero_grad()
                 loss = nn.functional.mse_loss(self.model(inputs), targets)
-                loss.backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(loss)
                 return loss
 
             self.optimizer.step(closure)  # type: ignore[arg-type]
@@ -195,6 +195,14 @@ def test_a_tensor_as_learning_rate_stays_the_same_tensor(tmp_path: Path, schedul
     run.restore(snapshot)
     assert run.optimizer.param_groups[0]["lr"] is held
     assert held.item() == 0.5
+
+
+def test_a_checkpoint_from_before_the_first_step_takes_state_away() -> None:
+    run = Run(mlp, OPTIMIZERS["AdamW"], SCHEDULERS["StepLR"])
+    start = run.capture(0)
+    run.train(0, 2)
+    run.restore(start)
+    assert dict(run.optimizer.state) == {}
 
 
 # ---- shapes that models come in

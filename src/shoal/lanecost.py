@@ -28,7 +28,7 @@ def lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | None:
         batches = [run.source.fetch([order[position] for position in piece], 0) for piece in pieces]
         began = time.perf_counter()
         for batch in batches:
-            loss, _ = read_loss(closure(batch), run.step, first)
+            loss, _ = read_loss(closure(batch), "measuring lanes")
             loss.backward()
         passed = time.perf_counter() - began
         run.replica.clear_gradients()

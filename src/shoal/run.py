@@ -11,54 +11,30 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.agreement import agree_on_kernels, agree_on_weights
 from shoal.collectives.group import Group
-from shoal.errors import CheckpointError, JobError, MismatchError, NonFiniteError
+from shoal.errors import JobError, NonFiniteError
+from shoal.evaluation import evaluate
 from shoal.exact import kernels
 from shoal.exact.digest import combine, digests
 from shoal.exact.norm import clip
-from shoal.exact.seeds import untouched_generators
-from shoal.feed import Source
+from shoal.feed import Source, open_source
+from shoal.journal import Journal
+from shoal.keeper import Keeper, Live
 from shoal.partition.blocks import Blocks
-from shoal.partition.lanes import Span, cut, fold, redeal
+from shoal.partition.lanes import redeal
 from shoal.partition.samples import Schedule
 from shoal.plan.placement import Plan
-from shoal.recovery.checkpoint import Checkpoints, Snapshot, Written
-from shoal.recovery.export import export_weights
-from shoal.recovery.saver import Saver
-from shoal.recovery.state import (
-    capture_extra,
-    capture_optimizer,
-    capture_scheduler,
-    capture_weights,
-    restore_extra,
-    restore_optimizer,
-    restore_scheduler,
-    restore_weights,
-)
-from shoal.report.events import (
-    Dealt,
-    Finished,
-    Resumed,
-    Saved,
-    SaveFailed,
-    Skipped,
-    Spent,
-    StepDigest,
-    Steps,
-    WorkerStarted,
-)
+from shoal.report.events import Dealt, Finished, Resumed, Skipped, StepDigest, WorkerStarted
 from shoal.seat import Seat
-from shoal.strategies.data import Closure, DataParallel, Outcome, Work, read_loss
+from shoal.strategies.data import Closure, DataParallel, Outcome, Work
 from shoal.strategies.replica import Replica
 
-TELL_SECONDS = 0.2  # workers speak to the driver this often at most
 REDEAL_STEPS = 10  # how many steps are watched before lanes are dealt anew
 
 
@@ -94,35 +70,40 @@ class Run:
         steps: int | None = None,
         checkpoint_every: int | None = None,
     ) -> None:
-        self.model, self.optimizer, self.scheduler, self.state = model, optimizer, scheduler, state
+        self.model, self.optimizer = model, optimizer
         self.source, self.schedule, self.plan, self.seat, self.group = source, schedule, plan, seat, group
-        self.arithmetic = arithmetic
         self.limit = steps
         self.replica = Replica(model, blocks, seed)
         self.strategy = DataParallel(self.replica, group, lanes=plan.lanes, microbatches=microbatches, deal=plan.deal)
-        self.step = 0
+        self.step = 0  # committed so far
         self.epoch = 0
         self.loss: float | None = None
         self.metrics: dict[str, float | None] = {}
+        self.evaluation_seconds = 0.0
         self.stopped: str | None = None  # why the run ends before its last step
         self.resumable = False
         self.finished = False
-        self.traits = kernels.traits()
-        self._agree_on_kernels()
-        self._open: tuple[Batch, Outcome] | None = None
-        self._journal = _Journal(self)
+        self._merged: tuple[Batch, Outcome] | None = None  # a step whose optimizer is being applied
         self._watched: list[list[float]] = []  # compute seconds of every worker, by step
-        self._saver: Saver | None = None
-        self._saved_step = -1
+        self._journal = Journal(seat.wire, group.rank)
         self._every = seat.settings.checkpoint_every or checkpoint_every or schedule.steps_per_epoch
+        traits = kernels.traits()
+        agree_on_kernels(group, traits)
+        self._say_hello(kernels.fingerprint(traits))
+        self._keeper: Keeper | None = None
         if seat.folder is not None:
-            checkpoints = Checkpoints(seat.folder / "checkpoints")
+            live = Live(
+                model=model,
+                parameters=dict(self.replica.parameters),
+                optimizer=optimizer,
+                scheduler=scheduler,
+                state=state,
+                arithmetic=arithmetic,
+                traits=traits,
+            )
+            self._keeper = Keeper(seat.folder, live, seat.wire.send, writes=self.leader)
             if seat.settings.resume:
-                self._resume(checkpoints)
-            if self.leader:
-                self._saver = Saver(checkpoints, self._on_saved, self._on_save_failed)
-
-    # -- who and where ------------------------------------------------------------------------------------------
+                self._resume(self._keeper)
 
     @property
     def leader(self) -> bool:
@@ -136,6 +117,11 @@ class Run:
     @property
     def workers(self) -> int:
         return self.group.size
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint that this worker knows of; -1 before the first."""
+        return -1 if self._keeper is None else self._keeper.saved_step
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -157,10 +143,9 @@ class Run:
                 return
             indices = order[within * size : (within + 1) * size]
             yield Batch(step=self.step, epoch=self.epoch, indices=indices)
-            if self._open is None:
-                raise JobError(
-                    "a batch was taken but run.backward was not called for it", fix="run.backward(batch, closure)"
-                )
+            if self._merged is None:
+                message = "a batch was taken but run.backward was not called for it"
+                raise JobError(message, fix="run.backward(batch, closure)")
             self._commit()
 
     def backward(self, batch: Batch, closure: Closure) -> float:
@@ -168,10 +153,9 @@ class Run:
 
         The closure gets microbatches and must be repeatable: it may be called any number of times.
         """
-        if self._open is not None:
-            raise JobError(
-                "run.backward was called twice for one batch", fix="one run.backward per item of run.batches()"
-            )
+        if self._merged is not None:
+            message = "run.backward was called twice for one batch"
+            raise JobError(message, fix="one run.backward per item of run.batches()")
         self._journal.begin()
         work = Work(
             step=batch.step,
@@ -182,7 +166,7 @@ class Run:
         outcome = self.strategy.backward(work, closure, ask=int(self.seat.wire.asked_to_stop()))
         if outcome.not_finite:
             self._not_finite(batch, outcome)
-        self._open = (batch, outcome)
+        self._merged = (batch, outcome)
         self._journal.merged(outcome)
         return outcome.loss
 
@@ -190,6 +174,20 @@ class Run:
         """Scales `.grad` so that the global norm is at most this; the same bits on any placement."""
         gradients = [parameter.grad for _, parameter in self.replica.parameters if parameter.grad is not None]
         return clip(gradients, max_norm)
+
+    def evaluate(self, data: Any, closure: Callable[[Any], Any]) -> Any:
+        """The mean of what the closure returns (a mean, (sum, count), or a dict of these) over held-out data.
+
+        Each sample counts once, whatever the number of workers. Touches no generator, buffer or mode.
+        """
+        began = time.perf_counter()
+        self._journal.aside()
+        source = data if isinstance(data, Source) else open_source(data, seed=0, shuffle=False)
+        deal, size = self.strategy.deal, self.schedule.batch
+        result = evaluate(source, closure, replica=self.replica, group=self.group, deal=deal, batch=size)
+        self.evaluation_seconds = time.perf_counter() - began
+        self._journal.begin()
+        return result
 
     def _not_finite(self, batch: Batch, outcome: Outcome) -> None:
         where = ", ".join(f"worker {rank} lane {lane}" for rank, lane in outcome.not_finite)
@@ -205,27 +203,33 @@ class Run:
     def _at_limit(self) -> bool:
         return self.limit is not None and self.step >= self.limit
 
+    # -- after each step ----------------------------------------------------------------------------------------
+
     def _commit(self) -> None:
         """The step is done: the optimizer has been applied on every worker."""
-        assert self._open is not None
-        batch, outcome = self._open
-        self._open = None
+        assert self._merged is not None
+        (batch, outcome), self._merged = self._merged, None
         self.step = batch.step + 1
         self.loss = None if math.isnan(outcome.loss) else outcome.loss
-        self._journal.committed(batch, outcome)
-        settings = self.seat.settings
-        if settings.digests and self.leader:
-            tensors = digests(self.named_tensors())
-            self.seat.wire.send(StepDigest(time=time.time(), step=self.step, tensors=tensors))
+        self._journal.committed(outcome)
+        if self._journal.due:
+            self._tell()
+        if self.seat.settings.digests and self.leader:
+            self.seat.wire.send(StepDigest(time=time.time(), step=self.step, tensors=digests(self.named_tensors())))
         if self.stopped is None and not self._at_limit():
-            if any(outcome.asked):
-                self.stopped, self.resumable = "asked to stop", True
-            elif settings.stop_after is not None and self.step >= settings.stop_after:
-                self.stopped, self.resumable = f"stop after step {settings.stop_after}", True
+            self._stop_if_asked(outcome)
         if self.plan.shares == "auto":
             self._watch(outcome.compute)
-        if self._saver is not None and self.step % self._every == 0:
+        if self.step % self._every == 0:
             self.save()
+
+    def _stop_if_asked(self, outcome: Outcome) -> None:
+        """Any worker's wish to stop came to all of them with the step, so all stop after the same one."""
+        after = self.seat.settings.stop_after
+        if any(outcome.asked):
+            self.stopped, self.resumable = "asked to stop", True
+        elif after is not None and self.step >= after:
+            self.stopped, self.resumable = f"stop after step {after}", True
 
     def _watch(self, seconds: list[float]) -> None:
         """Deals the lanes anew when the workers' speeds have drifted. Everyone has the same numbers, so everyone
@@ -242,222 +246,57 @@ class Run:
                 deal = list(self.strategy.deal)
                 self.seat.wire.send(Dealt(time=time.time(), step=self.step, deal=deal, reason=reason))
 
-    # -- evaluation ---------------------------------------------------------------------------------------------
+    # -- telling ------------------------------------------------------------------------------------------------
 
-    def evaluate(self, source: Source | Any, closure: Callable[[Any], Any]) -> Any:
-        """The mean of what the closure returns (a mean, (sum, count), or a dict of these) over held-out data.
-
-        Each sample counts once, whatever the number of workers. Touches no generator, buffer or mode.
-        """
-        from shoal.feed import open_source
-
-        if not isinstance(source, Source):
-            source = open_source(source, seed=0, shuffle=False)
-        began = time.perf_counter()
-        self._journal.aside()
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.replica.buffers.begin_step()
-        try:
-            self.model.eval()
-            with torch.no_grad(), untouched_generators():
-                result = self._evaluate(source, closure)
-        finally:
-            for module, training in modes:
-                module.training = training
-            self.replica.buffers.drop()
-        self.evaluation_seconds = time.perf_counter() - began
-        self._journal.begin()
-        return result
-
-    def _evaluate(self, source: Source, closure: Callable[[Any], Any]) -> Any:
-        size, lanes = self.schedule.batch, self.plan.lanes
-        first, stop = self.strategy.held
-        named: list[str] | None = None
-        plain = False
-        found: list[tuple[int, int, list[tuple[float, float]]]] = []  # batch, lane, (sum, count) of each metric
-        count = -(-source.samples // size)
-        for number in range(count):
-            samples = range(number * size, min((number + 1) * size, source.samples))
-            for lane, pieces in enumerate(cut(len(samples), size, lanes, 1)):
-                if not first <= lane < stop or not pieces:
-                    continue
-                batch = source.fetch([samples[position] for position in pieces[0]], 0)
-                values = closure(batch)
-                plain = not isinstance(values, dict)
-                values = {"value": values} if plain else values
-                named = list(values)
-                found.append((number, lane, [_sum_count(value, len(pieces[0])) for value in values.values()]))
-        width = self._agree_on_width(len(named or ()))
-        table = torch.zeros(count, lanes, width, 2, dtype=torch.float64)
-        for number, lane, pairs in found:
-            table[number, lane] = torch.tensor(pairs, dtype=torch.float64)
-        rows = self.group.gather(table.reshape(-1)).reshape(self.group.size, count, lanes, width, 2)
-        names = self._agree_on_names(named, width)
-        totals = [_fold_metric(rows[..., index, :], self.strategy.deal, lanes) for index in range(width)]
-        means = {
-            name: total / number if number else math.nan for name, (total, number) in zip(names, totals, strict=True)
-        }
-        plain = names == ["value"]
-        return means["value"] if plain else means
-
-    def _agree_on_width(self, width: int) -> int:
-        return int(self.group.gather(torch.tensor([float(width)], dtype=torch.float64)).max())
-
-    def _agree_on_names(self, names: list[str] | None, width: int) -> list[str]:
-        """A worker whose lanes were all empty has not seen the metrics' names: worker 0 never has."""
-        text = "\n".join(names or ()).encode()
-        row = torch.zeros(1024, dtype=torch.uint8)
-        if len(text) > len(row):
-            raise JobError("the metrics' names are longer than 1,024 bytes together")
-        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else row[:0]
-        told = bytes(self.group.gather(row)[0].tolist()).rstrip(b"\0").decode()
-        return told.split("\n") if width else []
-
-    # -- agreement ----------------------------------------------------------------------------------------------
-
-    def _agree_on_kernels(self) -> None:
-        """Refuses a member whose kernels compute other bits."""
-        mine = kernels.fingerprint(self.traits)
-        row = torch.zeros(2048, dtype=torch.uint8)
-        text = "\n".join(f"{name}: {value}" for name, value in self.traits.items()).encode()[: len(row)]
-        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = [bytes(told.tolist()).rstrip(b"\0").decode() for told in self.group.gather(row)]
-        for rank, told in enumerate(rows):
-            if told != rows[0]:
-                pairs = zip(rows[0].split("\n"), told.split("\n"), strict=False)
-                where = [f"worker 0 has {ours}; worker {rank} has {theirs}" for ours, theirs in pairs if ours != theirs]
-                raise MismatchError(
-                    f"worker {rank} computes other bits than worker 0: their fingerprints differ",
-                    where=where,
-                    fix="give every worker the same torch, threads and flags; for unlike CPUs pin them: isa='avx2'",
-                )
-        event = WorkerStarted(
-            time=time.time(), rank=self.rank, pid=os.getpid(), host=os.uname().nodename, fingerprint=mine
-        )
+    def _say_hello(self, fingerprint: str) -> None:
+        host = os.uname().nodename
+        event = WorkerStarted(time=time.time(), rank=self.rank, pid=os.getpid(), host=host, fingerprint=fingerprint)
         self.seat.wire.send(event)
 
-    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+    def _tell(self) -> None:
+        groups = self.optimizer.param_groups
+        rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+        held = self.strategy.held
+        self._journal.tell(step=self.step, epoch=self.epoch, loss=self.loss, lanes=held, rate=rate)
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Parameters and persistent buffers, a tied weight once."""
-        return list(_weights(self.model, self.replica))
+        kept = self.model.state_dict(keep_vars=True)
+        buffers = [(name, buffer) for name, buffer in self.model.named_buffers() if name in kept]
+        return [*self.replica.parameters, *buffers]
 
-    def _agree_on_weights(self) -> dict[str, str]:
-        """Digests of the weights; an error that names the tensor if workers hold different ones."""
-        tensors = digests(self.named_tensors())
-        row = torch.tensor([int(digest[:15], 16) for digest in tensors.values()], dtype=torch.int64)
-        if not len(row):
-            return tensors
-        for rank, told in enumerate(self.group.gather(row)):
-            differs = (told != row).nonzero().flatten().tolist()
-            if differs:
-                name = list(tensors)[differs[0]]
-                raise MismatchError(
-                    f"step {self.step}: worker {rank} and worker {self.rank} hold different weights, first in {name}",
-                    where=f"{len(differs)} of {len(tensors)} tensors differ, though all had the same merged gradient",
-                    fix="something outside run.backward depends on the worker; look at what follows it in the loop",
-                )
-        return tensors
-
-    # -- saving and coming back ---------------------------------------------------------------------------------
-
-    def snapshot(self) -> Snapshot:
-        weights, aliases = capture_weights(self.model)
-        names = {id(parameter): name for name, parameter in self.replica.parameters}
-        optimizer, optimizer_values = capture_optimizer(self.optimizer, names)
-        extra, extra_values = capture_extra(self.state)
-        values = {
-            "optimizer": optimizer_values,
-            "scheduler": capture_scheduler(self.scheduler) if self.scheduler is not None else None,
-            "extra": extra_values,
-            "loss": self.loss,
-            "metrics": self.metrics,
-            "traits": {name: str(value) for name, value in self.traits.items()},
-        }
-        return Snapshot(
-            step=self.step,
-            weights=weights,
-            aliases=aliases,
-            optimizer=optimizer,
-            extra=extra,
-            values=values,
-            arithmetic=self.arithmetic,
-            fingerprint=kernels.fingerprint(self.traits),
-        )
+    # -- saving, coming back, ending ------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Writes a checkpoint of the last committed step while training goes on."""
-        if self._saver is not None and self._saved_step != self.step:
-            self._saver.save(self.snapshot())
-            self._saved_step = self.step
+        if self._keeper is not None:
+            self._keeper.save(self.step, {"loss": self.loss, "metrics": self.metrics})
 
-    def _on_saved(self, written: Written, snapshot: Snapshot) -> None:
-        event = Saved(
-            time=time.time(),
-            step=snapshot.step,
-            path=str(written.path),
-            num_bytes=written.num_bytes,
-            seconds=written.seconds,
-        )
-        self.seat.wire.send(event)
-
-    def _on_save_failed(self, step: int, error: Exception) -> None:
-        self._saved_step = -1
-        self.seat.wire.send(SaveFailed(time=time.time(), step=step, reason=str(error)))
-
-    def _resume(self, checkpoints: Checkpoints) -> None:
-        found = checkpoints.newest()
-        steps = self.group.gather(torch.tensor([float(found.snapshot.step if found else -1)], dtype=torch.float64))
-        if steps.min() != steps.max():
-            raise CheckpointError(
-                f"workers found different newest checkpoints: steps {[int(s) for s in steps.flatten()]}"
-            )
-        if found is None:
-            raise CheckpointError(
-                f"{checkpoints.folder} holds no checkpoint to resume from", fix="start without --resume"
-            )
-        snapshot = found.snapshot
-        check_arithmetic(snapshot.arithmetic, self.arithmetic)
-        self._check_traits(snapshot)
-        named = dict(self.replica.parameters)
-        restore_weights(self.model, snapshot.weights, snapshot.aliases)
-        restore_optimizer(self.optimizer, named, snapshot.optimizer, snapshot.values["optimizer"])
-        if self.scheduler is not None:
-            restore_scheduler(self.scheduler, snapshot.values["scheduler"])
-        restore_extra(self.state, snapshot.extra, snapshot.values["extra"])
-        self.step = self._saved_step = snapshot.step
+    def _resume(self, keeper: Keeper) -> None:
+        found = keeper.resume(self.group)
+        told = found.snapshot.values["told"]
+        self.step = found.snapshot.step
         self.epoch = self.step // self.schedule.steps_per_epoch
-        self.loss, self.metrics = snapshot.values["loss"], snapshot.values["metrics"]
+        self.loss, self.metrics = told["loss"], told["metrics"]
         if self.leader:
-            resumed = Resumed(time=time.time(), step=self.step, path=str(found.path), skipped=list(found.skipped))
-            self.seat.wire.send(resumed)
-
-    def _check_traits(self, snapshot: Snapshot) -> None:
-        if snapshot.fingerprint != kernels.fingerprint(self.traits):
-            stored = snapshot.values["traits"]
-            where = [
-                f"{name}: {stored.get(name)} then, {value} now"
-                for name, value in self.traits.items()
-                if stored.get(name) != str(value)
-            ]
-            raise CheckpointError(
-                "the checkpoint was made by kernels that compute other bits than this machine's",
-                where=where,
-                fix="resume on a machine of equal fingerprint, or pin both: isa='avx2'",
-            )
+            event = Resumed(time=time.time(), step=self.step, path=str(found.path), skipped=list(found.skipped))
+            self.seat.wire.send(event)
 
     def finish(self) -> None:
         """Ends the run: the last checkpoint, and the sha256 that says what was trained."""
         if self.finished:
             return
         self.finished = True
-        if self._open is not None:  # the loop was left after its last update
+        if self._merged is not None:  # the loop was left after its last update
             self._commit()
-        self._journal.tell()
-        tensors = self._agree_on_weights()
+        self._tell()
+        tensors = digests(self.named_tensors())
+        agree_on_weights(self.group, tensors, self.step)
         self.save()
-        if self._saver is not None:
-            self._export()
-            self._saver.close()
-        finished = Finished(
+        if self._keeper is not None:
+            self._keeper.export()
+            self._keeper.close()
+        event = Finished(
             time=time.time(),
             rank=self.rank,
             step=self.step,
@@ -469,128 +308,10 @@ class Run:
             resumable=self.resumable,
             tensors=tensors if self.leader else {},
         )
-        self.seat.wire.send(finished)
+        self.seat.wire.send(event)
         self.replica.close()
-
-    def _export(self) -> None:
-        assert self.seat.folder is not None
-        try:
-            export_weights(self.seat.folder / "model.safetensors", *capture_weights(self.model))
-        except OSError as error:
-            self._on_save_failed(self.step, error)
 
     def close(self) -> None:
         """Gives everything back after a failure: no checkpoint is written."""
-        if self._saver is not None:
-            self._saver.close()
-
-
-def check_arithmetic(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """A run goes on only with the arithmetic it began with; the error names the field."""
-    for name in [*mine, *(name for name in stored if name not in mine)]:
-        if stored.get(name) != mine.get(name):
-            then, now = repr(stored.get(name)), repr(mine.get(name))
-            raise CheckpointError(
-                f"the job's arithmetic changed: {name} was {then} in the checkpoint and is {now} now",
-                fix=f"set {name} back, or start a new run without --resume",
-            )
-
-
-def _weights(model: nn.Module, replica: Replica) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from replica.parameters
-    state = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if name in state:
-            yield name, buffer
-
-
-def _sum_count(value: Any, samples: int) -> tuple[float, float]:
-    if isinstance(value, tuple):
-        total, count = value
-        return float(total), float(count)
-    if not isinstance(value, torch.Tensor):
-        return float(value) * samples, float(samples)
-    mean, _ = read_loss(value, -1, -1)
-    return float(mean) * samples, float(samples)
-
-
-def _fold_metric(rows: torch.Tensor, deal: Sequence[Span], lanes: int) -> tuple[float, float]:
-    """Sum and count of one metric over all batches: lanes in the tree, batches in order."""
-    owner = {lane: rank for rank, (start, stop) in enumerate(deal) for lane in range(start, stop)}
-    table = rows.tolist()
-    total = count = 0.0
-    for number in range(len(table[0])):
-        pairs = {lane: table[owner[lane]][number][lane] for lane in range(lanes)}
-        parts = {(lane, lane + 1): (a, b) if b else None for lane, (a, b) in pairs.items()}
-        folded = fold(lanes, parts, lambda left, right: (left[0] + right[0], left[1] + right[1]))
-        if folded is not None:
-            total, count = total + folded[0], count + folded[1]
-    return total, count
-
-
-class _Journal:
-    """Where this worker's time goes, told to the driver a few times a second. The parts sum to the whole."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.mark = self.last_told = time.perf_counter()
-        self.spent = Spent()
-        self.count = self.samples = 0
-        self.slowest: dict[int, int] = {}
-
-    def _lap(self) -> float:
-        now = time.perf_counter()
-        passed, self.mark = now - self.mark, now
-        return passed
-
-    def begin(self) -> None:
-        self.spent += Spent(other=self._lap())
-
-    def aside(self) -> None:
-        """What follows, up to `begin`, is no part of the update."""
-        if self.run._open is not None:
-            self.spent += Spent(apply=self._lap())
-
-    def merged(self, outcome: Outcome) -> None:
-        whole = self._lap()
-        data, wait, merge = outcome.data_seconds, outcome.wait_seconds, outcome.merge_seconds
-        self.spent += Spent(data=data, wait=wait, merge=merge, compute=max(0.0, whole - data - wait - merge))
-
-    def committed(self, batch: Batch, outcome: Outcome) -> None:
-        self.spent += Spent(apply=self._lap())
-        self.count += 1
-        self.samples += len(batch)
-        if self.run.leader:
-            self.slowest[outcome.slowest] = self.slowest.get(outcome.slowest, 0) + 1
-        if self.mark - self.last_told >= TELL_SECONDS:
-            self.tell()
-
-    def tell(self) -> None:
-        if not self.count:
-            return
-        run = self.run
-        groups = run.optimizer.param_groups
-        event = Steps(
-            time=time.time(),
-            rank=run.rank,
-            step=run.step,
-            count=self.count,
-            samples=self.samples,
-            epoch=run.epoch,
-            loss=run.loss,
-            lanes=run.strategy.held,
-            spent=self.spent,
-            rate=float(groups[0]["lr"]) if groups and "lr" in groups[0] else None,
-            memory=_resident_bytes(),
-            slowest=self.slowest,
-        )
-        run.seat.wire.send(event)
-        self.spent, self.count, self.samples, self.slowest = Spent(), 0, 0, {}
-        self.last_told = time.perf_counter()
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+        if self._keeper is not None:
+            self._keeper.close()

@@ -217,8 +217,8 @@ def failure(error: BaseException, rank: int, run: Run | None, log: str) -> Faile
         text = str(error).split("\n")[0]
         message = f"{kind}: {text}" if text else kind
         where = own_line(error)
-    if run is not None and run.seat.folder is not None and run._saved_step > 0:
-        where.append(f"nothing of step {step} was applied; checkpoint: step {run._saved_step}")
+    if run is not None and run.seat.folder is not None and run.saved_step > 0:
+        where.append(f"nothing of step {step} was applied; checkpoint: step {run.saved_step}")
     return Failed(
         time=time.time(), rank=rank, kind=kind, message=message, exit_code=code, step=step, lane=lane, where=where,
         fix=fix, log=log,

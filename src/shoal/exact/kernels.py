@@ -27,15 +27,12 @@ ISA_ENVIRONMENT = {
 ISA_IN_FORCE = "SHOAL_ISA"  # tells a re-executed driver, and the fingerprint, which level was pinned
 
 
-def settle(*, threads: int, exact: bool = True, compiled: bool = False) -> None:
+def settle(*, threads: int, exact: bool = True) -> None:
     """Fixes everything about this process's kernels that can be fixed after it has started."""
     torch.set_num_threads(threads)
     # Filling uninitialised memory makes a large `empty` a hundred times slower and changes no result of correct code.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if compiled:
-        torch.use_deterministic_algorithms(exact)
-    else:  # the public function loads the compiler, only to tell it too: over a second in every worker
-        torch._C._set_deterministic_algorithms(exact, warn_only=False)
+    torch.use_deterministic_algorithms(exact)
     keep_large_allocations()
 
 

@@ -185,7 +185,7 @@ class _Lap:
             batch = self.work.fetch([self.work.indices[position] for position in positions])
             self.data_seconds += time.perf_counter() - began
             replica.at(self.work.step, lane, number)
-            loss, size = read_loss(self.closure(batch), self.work.step, lane)
+            loss, size = read_loss(self.closure(batch), f"step {self.work.step}, lane {lane}")
             # Weighted before the backward pass: scaling gradients afterwards rounds differently. A loss with a count
             # of its own is weighted by the batch here and by the count that all lanes have together after the merge.
             weight = (len(positions) if size is None else 1) / len(self.work.indices)
@@ -270,7 +270,7 @@ class _Told:
         return (total(0) / count, len(work.indices) / count) if count else (math.nan, 1.0)
 
 
-def read_loss(value: Any, step: int, lane: int) -> tuple[Tensor, float | None]:
+def read_loss(value: Any, place: str) -> tuple[Tensor, float | None]:
     """A loss as the user's code returned it: (scalar, None) for a mean, (sum, count) where it brings its own count."""
     count: float | None = None
     if isinstance(value, tuple) and len(value) == 2:
@@ -279,7 +279,7 @@ def read_loss(value: Any, step: int, lane: int) -> tuple[Tensor, float | None]:
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise JobError(
-            f"step {step}, lane {lane}: the loss is {got}; it must be a scalar mean, or (sum, count)",
+            f"{place}: the loss is {got}; it must be a scalar mean, or (sum, count)",
             fix='reduction="mean", or return (losses.sum(), losses.numel())',
         )
     return value.reshape(()), count

@@ -1,0 +1,49 @@
+"""What workers must agree on, and the error that names who and what differs when they do not."""
+
+from typing import Any
+
+import torch
+
+from shoal.collectives.group import Group
+from shoal.errors import MismatchError
+
+TRAITS_BYTES = 2048
+
+
+def gather_text(group: Group, text: str, size: int) -> list[str]:
+    """Every worker's text, by rank; longer ones are cut."""
+    row = torch.zeros(size, dtype=torch.uint8)
+    data = text.encode()[:size]
+    if data:
+        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return [bytes(told.tolist()).rstrip(b"\0").decode(errors="replace") for told in group.gather(row)]
+
+
+def agree_on_kernels(group: Group, traits: dict[str, Any]) -> None:
+    """Refuses a member whose kernels compute other bits (EXACT rule 8)."""
+    lines = gather_text(group, "\n".join(f"{name}: {value}" for name, value in traits.items()), TRAITS_BYTES)
+    for rank, told in enumerate(lines):
+        if told != lines[0]:
+            pairs = zip(lines[0].split("\n"), told.split("\n"), strict=False)
+            where = [f"worker 0 has {ours}; worker {rank} has {theirs}" for ours, theirs in pairs if ours != theirs]
+            raise MismatchError(
+                f"worker {rank} computes other bits than worker 0: their fingerprints differ",
+                where=where,
+                fix="give every worker the same torch, threads and flags; for unlike CPUs pin them: isa='avx2'",
+            )
+
+
+def agree_on_weights(group: Group, tensors: dict[str, str], step: int) -> None:
+    """All workers hold the same weights, given as digests by name; else the first tensor that differs is named."""
+    if not tensors:
+        return
+    row = torch.tensor([int(digest[:15], 16) for digest in tensors.values()], dtype=torch.int64)
+    rows = group.gather(row)
+    for rank, told in enumerate(rows):
+        differs = (told != rows[0]).nonzero().flatten().tolist()
+        if differs:
+            raise MismatchError(
+                f"step {step}: worker {rank} and worker 0 hold different weights, first in {list(tensors)[differs[0]]}",
+                where=f"{len(differs)} of {len(tensors)} tensors differ, though all had the same merged gradient",
+                fix="something outside run.backward depends on the worker; look at what follows it in the loop",
+            )

@@ -1,0 +1,100 @@
+"""Means over held-out data: by lanes, merged in the tree, each sample once (EXACT rule 18)."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.agreement import gather_text
+from shoal.collectives.group import Group
+from shoal.exact.seeds import untouched_generators
+from shoal.feed import Source
+from shoal.partition.lanes import Span, cut, fold
+from shoal.strategies.data import read_loss
+from shoal.strategies.replica import Replica
+
+NAMES_BYTES = 4096
+UNNAMED = "value"  # of a closure that returns no dict
+Pair = tuple[float, float]  # sum and count
+
+
+def evaluate(
+    source: Source,
+    closure: Callable[[Any], Any],
+    *,
+    replica: Replica,
+    group: Group,
+    deal: Sequence[Span],
+    batch: int,
+) -> Any:
+    """The mean of what the closure returns (a mean, (sum, count), or a dict of these), on every worker alike."""
+    with undisturbed(replica):
+        names, found = _own_lanes(source, closure, deal[group.rank], deal[-1][1], batch)
+    # A worker whose lanes were all empty has not seen the names; worker 0 always has: lane 0 is never empty.
+    names = gather_text(group, "\n".join(names), NAMES_BYTES)[0].split("\n")
+    lanes, batches = deal[-1][1], -(-source.samples // batch)
+    table = torch.zeros(batches, lanes, len(names), 2, dtype=torch.float64)
+    for (number, lane), pairs in found.items():
+        table[number, lane] = torch.tensor(pairs, dtype=torch.float64)
+    rows = group.gather(table.reshape(-1)).reshape(group.size, *table.shape)
+    owners = [rank for rank, (start, stop) in enumerate(deal) for _ in range(start, stop)]
+    whole = torch.stack([rows[owner, :, lane] for lane, owner in enumerate(owners)], dim=1)
+    means = {name: _mean(whole[:, :, index], lanes) for index, name in enumerate(names)}
+    return means[UNNAMED] if list(means) == [UNNAMED] else means
+
+
+def _own_lanes(
+    source: Source, closure: Callable[[Any], Any], held: Span, lanes: int, batch: int
+) -> tuple[list[str], dict[tuple[int, int], list[Pair]]]:
+    names: list[str] = []
+    found: dict[tuple[int, int], list[Pair]] = {}
+    for number, first in enumerate(range(0, source.samples, batch)):
+        count = min(batch, source.samples - first)
+        for lane, pieces in enumerate(cut(count, batch, lanes, 1)):
+            if not held[0] <= lane < held[1] or not pieces:
+                continue
+            values = closure(source.fetch([first + position for position in pieces[0]], 0))
+            values = values if isinstance(values, dict) else {UNNAMED: values}
+            names = list(values)
+            found[number, lane] = [_sum_count(value, len(pieces[0])) for value in values.values()]
+    return names, found
+
+
+def _sum_count(value: Any, samples: int) -> Pair:
+    if isinstance(value, tuple):
+        total, count = value
+        return float(total), float(count)
+    mean = float(read_loss(value, "an evaluation")[0]) if isinstance(value, Tensor) else float(value)
+    return mean * samples, float(samples)
+
+
+def _mean(table: Tensor, lanes: int) -> float:
+    """Sums and counts by batch and lane become one mean: lanes in the tree, batches in order."""
+
+    def add(left: Pair, right: Pair) -> Pair:
+        return left[0] + right[0], left[1] + right[1]
+
+    total: Pair = (0.0, 0.0)
+    for row in table.tolist():
+        parts = {(lane, lane + 1): (pair[0], pair[1]) if pair[1] else None for lane, pair in enumerate(row)}
+        folded = fold(lanes, parts, add)
+        total = total if folded is None else add(total, folded)
+    return total[0] / total[1] if total[1] else math.nan
+
+
+@contextmanager
+def undisturbed(replica: Replica) -> Iterator[None]:
+    """Evaluation mode without gradients; modes, buffers and generators are as before when it is over."""
+    modes = [(module, module.training) for module in replica.model.modules()]
+    replica.buffers.begin_step()
+    try:
+        replica.model.eval()
+        with torch.no_grad(), untouched_generators():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        replica.buffers.drop()

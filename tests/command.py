@@ -1,0 +1,159 @@
+"""The command `shoal` as a user meets it: job files to give it, and ways to call it. Used by the tests."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import pytest
+
+from shoal.cli import main
+from shoal.exact.digest import combine, digests
+from shoal.recovery.checkpoint import Checkpoints, Found
+
+HASH = r"\b[0-9a-f]{64}\b"
+
+# Samples come in order and each target says which sample it is, so the loss knows the step (0 to 9) and the lane.
+TEMPLATE = """\
+import os
+import sys
+
+import shoal
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+{top}
+
+generator = torch.Generator().manual_seed(1)
+x = torch.randn(160, 8, generator=generator)
+labels = torch.randint(3, (160,), generator=generator)
+rank = os.environ.get("RANK")
+
+
+def loss(output, target):
+    label, number = target.unbind(1)
+    step, lane = int(number[0]) // 16, int(number[0]) % 16 // 4
+    value = F.cross_entropy(output, label)
+    {loss}
+    return value
+
+
+job = shoal.Job(
+    model=lambda: nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)),
+    data=(x, torch.stack([labels, torch.arange(160)], 1)),
+    loss=loss,
+    optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+    **(dict(batch=16, steps=8, lanes=4, shuffle=False) | dict({fields})),
+)
+"""
+
+
+def write_job(folder: Path, *, loss: str = "pass", fields: str = "", top: str = "", name: str = "job.py") -> Path:
+    """A job file; `loss` is what its loss does beside its work, knowing `step`, `lane` and `rank`."""
+    path = folder / name
+    path.write_text(TEMPLATE.format(loss=loss.replace("\n", "\n    "), fields=fields, top=top))
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def value(self) -> Any:
+        return msgspec.json.decode(self.out)
+
+    @property
+    def sha256(self) -> str:
+        return str(self.value["weights_sha256"])
+
+
+class Caller:
+    """The command in this process: an import of torch less."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str | Path) -> Result:
+        self._capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = self._capsys.readouterr()
+        return Result(code=code, out=out, err=err)
+
+    def good(self, *arguments: str | Path) -> Result:
+        result = self(*arguments)
+        assert result.code == 0, result.err
+        return result
+
+    def train(self, *arguments: str | Path) -> Result:
+        return self.good("train", *arguments, "--json")
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "shoal", *map(str, arguments)]
+
+
+def shoal(*arguments: str | Path, **more: Any) -> Result:
+    """The command in a process of its own."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False, **more)
+    return Result(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+class Running:
+    """The command in a process of its own, at work. What it writes on stderr is read line by line."""
+
+    def __init__(self, *arguments: str | Path, **more: Any) -> None:
+        # A session of its own, so that a signal to its group is a Ctrl-C in its terminal.
+        self.process = subprocess.Popen(
+            command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **more
+        )
+        self.seen = ""
+
+    @property
+    def stderr(self) -> IO[str]:
+        assert self.process.stderr is not None
+        return self.process.stderr
+
+    def wait_for(self, text: str) -> None:
+        for line in self.stderr:
+            self.seen += line
+            if text in line:
+                return
+        raise AssertionError(f"ended without saying {text!r}:\n{self.seen}")
+
+    def end(self) -> Result:
+        self.seen += self.stderr.read()
+        assert self.process.stdout is not None
+        out = self.process.stdout.read()
+        return Result(code=self.process.wait(), out=out, err=self.seen)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # the kernel ends its workers with it
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def newest(run: Path) -> Found:
+    found = Checkpoints(run / "checkpoints").newest()
+    assert found is not None
+    return found
+
+
+def checkpoint_sha256(run: Path) -> str:
+    return combine(digests(newest(run).snapshot.weights.items()))
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(msgspec.json.decode, (run / "events.jsonl").read_bytes().splitlines())
+    return [line for line in lines if line["event"] == kind]

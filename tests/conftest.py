@@ -1,0 +1,47 @@
+"""What holds for every test: a folder of its own to work in, and nothing left behind when it ends."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from shoal.testing import leftovers
+
+torch.set_num_threads(1)  # before anything forks: the threads of a larger pool would not survive it
+
+# No time limits, the same examples in every run, and no folder of examples in the repository.
+hypothesis.settings.register_profile("shoal", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("shoal")
+
+# What torch's compiler sets once in a process and keeps.
+KEPT_BY_TORCH = ("TORCH", "TRITON", "KINETO")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than 20 seconds on two cores")
+
+
+# Not `monkeypatch`: this fixture must be the first that is made, so that it looks when all others have been undone.
+@pytest.fixture(autouse=True)
+def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
+    """Fails a test that leaves a process, thread, port, shared memory or environment variable; works in `tmp_path`."""
+    folder, environment = Path.cwd(), dict(os.environ)
+    kernels = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    os.chdir(tmp_path)
+    try:
+        with leftovers() as left:
+            yield
+    finally:
+        os.chdir(folder)
+        torch.set_num_threads(kernels[0])
+        if torch.are_deterministic_algorithms_enabled() != kernels[1]:
+            torch.use_deterministic_algorithms(kernels[1])
+    changed = [
+        f"environment variable {name} was changed"
+        for name in sorted(environment.keys() ^ os.environ.keys())
+        if not name.startswith(KEPT_BY_TORCH)
+    ]
+    assert not left + changed, "the test left something behind"

@@ -1,0 +1,503 @@
+"""The disk side: what is written comes back bit for bit, what is damaged is found, and nothing good is ever lost."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.errors import CheckpointError, InputError, RunFolderError
+from shoal.exact.digest import digests
+from shoal.recovery import checkpoint, manifest
+from shoal.recovery.checkpoint import Checkpoints, Snapshot, Written
+from shoal.recovery.plain import STORABLE_DTYPES
+from shoal.recovery.saver import Saver
+
+FILES = ("state.json", "model.safetensors", "optimizer.safetensors", "extra.safetensors", "manifest.json")
+
+
+def snapshot(step: int, *, weights: dict[str, Tensor] | None = None) -> Snapshot:
+    generator = torch.Generator().manual_seed(step)
+    return Snapshot(
+        step=step,
+        weights=weights or {"z.weight": torch.randn(4, 3, generator=generator), "a.bias": torch.ones(3)},
+        aliases={"tied.weight": next(iter(weights))} if weights else {"tied.weight": "z.weight"},
+        optimizer={"z.weight/exp_avg": torch.randn(4, 3, generator=generator), "z.weight/step": torch.tensor(3.0)},
+        extra={"ema/shadow": torch.arange(5)},
+        values={"scheduler": {"last_epoch": step, "lr": 0.1 + 0.2}, "big": 1 << 127},
+        arithmetic={"lanes": 4, "dtype": "float32"},
+        fingerprint="f1",
+    )
+
+
+def assert_same(left: Snapshot, right: Snapshot) -> None:
+    for part in ("weights", "optimizer", "extra"):
+        assert list(getattr(left, part)) == list(getattr(right, part)), "order is part of a digest"
+        assert digests(getattr(left, part).items()) == digests(getattr(right, part).items())
+    for part in ("step", "aliases", "values", "arithmetic", "fingerprint"):
+        assert getattr(left, part) == getattr(right, part)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def found(checkpoints: Checkpoints) -> tuple[int, list[str]]:
+    newest = checkpoints.newest()
+    assert newest is not None
+    return newest.snapshot.step, newest.skipped
+
+
+# ---- round trip
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "deep" / "checkpoints")
+    assert checkpoints.newest() is None
+    written = checkpoints.write(snapshot(100))
+    assert written.path.name == "step-00000100"
+    assert names(written.path) == sorted(FILES)
+    assert written.num_bytes == sum((written.path / name).stat().st_size for name in FILES)
+    assert len({(written.path / name).stat().st_mode for name in FILES}) == 1, "all readable by the same people"
+    newest = Checkpoints(tmp_path / "deep" / "checkpoints").newest()
+    assert newest is not None
+    assert (newest.path, newest.skipped) == (written.path, [])
+    assert_same(newest.snapshot, snapshot(100))
+
+
+def test_every_bit_of_every_dtype_and_layout_comes_back(tmp_path: Path) -> None:
+    raw = torch.randint(0, 256, (3 * 5 * 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    weights: dict[str, Tensor] = {}
+    for name, dtype in STORABLE_DTYPES.items():
+        # Any bit pattern, not-a-number included; a bool has only two.
+        full = raw % 2 == 0 if dtype == torch.bool else raw.view(dtype)
+        weights[f"{name} matrix"] = full[:15].reshape(3, 5).clone()
+        weights[f"{name} transposed"] = full[:15].reshape(3, 5).clone().t()
+        weights[f"{name} scalar"] = full[0].clone()
+        weights[f"{name} empty"] = full[:0].reshape(0, 4).clone()
+    flat = torch.randn(12)
+    weights |= {"view 1": flat[:6], "view 2": flat[3:9], "ß / “name”": torch.ones(1), "": torch.zeros(1)}
+    weights["conjugated"] = torch.randn(3, dtype=torch.complex64).conj()
+    saved = snapshot(1, weights=weights)
+    loaded = Checkpoints(tmp_path).read(Checkpoints(tmp_path).write(saved).path)
+    resolved = {name: tensor.resolve_conj() for name, tensor in weights.items()}
+    assert_same(loaded, Snapshot(**{**vars(saved), "weights": resolved}))
+    for part in (loaded.weights, loaded.optimizer, loaded.extra):
+        for name, tensor in part.items():
+            assert tensor.is_contiguous(), name
+            assert tensor.data_ptr() % 64 == 0, name
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, f"{name} is a view of something larger"
+
+
+def test_values_that_json_would_change_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for values in ({"betas": (0.9, 0.99)}, {"milestones": {30: 1}}, {"best": float("inf")}, {"f": print}):
+        with pytest.raises(CheckpointError, match="the snapshot's values"):
+            Checkpoints(tmp_path).write(Snapshot(**{**vars(snapshot(1)), "values": values}))
+    for tensor in (torch.zeros(2, dtype=torch.complex128), torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")):
+        with pytest.raises(CheckpointError, match=r"odd\.weight is a tensor that a checkpoint cannot hold"):
+            Checkpoints(tmp_path).write(snapshot(1, weights={"odd.weight": tensor}))
+    with pytest.raises(CheckpointError, match="__metadata__"):
+        Checkpoints(tmp_path).write(snapshot(1, weights={"__metadata__": torch.ones(1)}))
+    assert names(tmp_path) == []
+
+
+# ---- damage
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.write(snapshot(10))
+    checkpoints.write(snapshot(20))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_byte_anywhere_is_found_and_the_older_one_loads(two: Path, name: str) -> None:
+    path = two / "step-00000020" / name
+    good = path.read_bytes()
+    ends_and_middle = {0, 7, 8, 9, len(good) // 2, len(good) - 2, len(good) - 1}
+    for offset in range(len(good)) if name == "manifest.json" else ends_and_middle:
+        for mask in (0x01, 0x20, 0x80):
+            bad = bytearray(good)
+            bad[offset] ^= mask
+            path.write_bytes(bad)
+            with pytest.raises(CheckpointError, match=r"step-00000020: "):
+                Checkpoints(two).read(path.parent)
+        step, skipped = found(Checkpoints(two))
+        assert step == 10
+        assert len(skipped) == 1
+        assert skipped[0].startswith(f"step-00000020: {name}: ")
+    path.write_bytes(good)
+    assert found(Checkpoints(two)) == (20, [])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_cut_or_lengthened_or_missing_is_found(two: Path, name: str) -> None:
+    path = two / "step-00000020" / name
+    good = path.read_bytes()
+    for length in {0, 1, 8, len(good) // 3, len(good) // 2, len(good) - 1}:
+        path.write_bytes(good[:length])
+        assert found(Checkpoints(two))[0] == 10, length
+    path.write_bytes(good + b"\n")
+    assert found(Checkpoints(two))[0] == 10
+    path.unlink()
+    step, skipped = found(Checkpoints(two))
+    assert step == 10
+    assert name in skipped[0]
+    path.mkdir()
+    assert found(Checkpoints(two))[0] == 10
+
+
+def test_sizes_are_checked_before_anything_is_read(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (two / "step-00000020" / "extra.safetensors").open("ab") as file:
+        file.truncate(1 << 40)  # a sparse terabyte: reading or allocating it would not end well
+    monkeypatch.setattr(manifest, "file_sha256", lambda path: pytest.fail(f"read {path}"))
+    with pytest.raises(CheckpointError, match=r"extra\.safetensors: 1,099,511,627,776 bytes, the manifest says \d+"):
+        Checkpoints(two).read(two / "step-00000020")
+
+
+def test_if_none_verifies_each_is_listed_with_its_defect(two: Path) -> None:
+    (two / "step-00000010" / "state.json").unlink()
+    (two / "step-00000020" / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints") as caught:
+        Checkpoints(two).newest()
+    assert [line.split(": ")[:2] for line in caught.value.where] == [
+        ["step-00000020", "manifest.json"],
+        ["step-00000010", "state.json"],
+    ]
+
+
+def reseal(path: Path, change: Callable[[dict[str, object]], None]) -> None:
+    """A manifest with a right sha256 over wrong content: what another program, or another version, would write."""
+    content = json.loads((path / "manifest.json").read_bytes())
+    change(content)
+    sealed = msgspec.convert(content, manifest.Manifest)
+    (path / "manifest.json").write_bytes(sealed.encode())
+
+
+def test_what_is_not_ours_is_refused_by_name(two: Path) -> None:
+    newest = two / "step-00000020"
+    reseal(newest, lambda content: content.update(version=2))
+    with pytest.raises(CheckpointError, match=r"step-00000020: .*version 2, this Shoal reads 1") as caught:
+        Checkpoints(two).read(newest)
+    assert "newer Shoal" in (caught.value.fix or "")
+    reseal(newest, lambda content: content.update(version=1, format="other-checkpoint"))
+    with pytest.raises(CheckpointError, match="format 'other-checkpoint', not 'shoal-checkpoint'"):
+        Checkpoints(two).read(newest)
+    reseal(newest, lambda content: content.update(format="shoal-checkpoint", files={}))
+    with pytest.raises(CheckpointError, match=r"lists \[\]"):
+        Checkpoints(two).read(newest)
+    foreign = two / "step-00000030"
+    foreign.mkdir()
+    with pytest.raises(CheckpointError, match=r"step-00000030: no manifest\.json: not a Shoal checkpoint"):
+        Checkpoints(two).read(foreign)
+    (two / "model.pt").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"model\.pt: is a file"):
+        Checkpoints(two).read(two / "model.pt")
+    with pytest.raises(CheckpointError, match="nowhere: does not exist"):
+        Checkpoints(two).read(two / "nowhere")
+    shutil.copytree(two / "step-00000010", two / "step-00000040")
+    with pytest.raises(CheckpointError, match="step-00000040: its manifest says step 10"):
+        Checkpoints(two).read(two / "step-00000040")
+    shutil.copytree(two / "step-00000010", two / "best")
+    assert Checkpoints(two).read(two / "best").step == 10
+    assert found(Checkpoints(two))[0] == 10
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_a_defect(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = manifest.verify
+
+    def verify_while_the_run_moves_on(path: Path, sealed: manifest.Manifest, files: tuple[str, ...]) -> None:
+        monkeypatch.setattr(checkpoint, "verify", real)
+        Checkpoints(two, keep=1).write(snapshot(30))
+        real(path, sealed, files)
+
+    monkeypatch.setattr(checkpoint, "verify", verify_while_the_run_moves_on)
+    assert found(Checkpoints(two)) == (30, [])
+    assert names(two) == ["step-00000030"]
+
+
+# ---- keeping, replacing, sweeping
+
+
+def test_keeps_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (5, 10, 15, 100_000_000):
+        checkpoints.write(snapshot(step))
+    assert names(tmp_path) == ["step-00000015", "step-100000000"]
+    assert found(checkpoints) == (100_000_000, [])
+    Checkpoints(tmp_path, keep=1).write(snapshot(100_000_001))
+    assert names(tmp_path) == ["step-100000001"]
+    with pytest.raises(InputError, match="keep=0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_after_a_return_to_an_older_one_the_good_ones_stay(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        Checkpoints(tmp_path, keep=3).write(snapshot(step))
+    for step in (20, 30):
+        (tmp_path / f"step-{step:08d}" / "model.safetensors").write_bytes(b"")
+    Checkpoints(tmp_path, keep=2).write(snapshot(15))
+    assert names(tmp_path) == ["step-00000010", "step-00000015"]
+
+
+def test_nothing_foreign_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "thesis.tex").write_text("unique")
+    (tmp_path / "step-00000002").write_text("a file")
+    for name in ("notes", ".hidden", ".step-00000001.mine"):
+        (tmp_path / name).mkdir()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        checkpoints.write(snapshot(step))
+    assert {"notes", ".hidden", ".step-00000001.mine", "step-00000003"} <= set(names(tmp_path))
+    assert [path.read_text() for path in tmp_path.glob("step-00000001.unreadable-*/thesis.tex")] == ["unique"]
+    assert [path.read_text() for path in tmp_path.glob("step-00000002.unreadable-*")] == ["a file"]
+    assert len(names(tmp_path)) == 6
+
+
+def test_writing_a_step_again_replaces_it(two: Path) -> None:
+    again = snapshot(20, weights={"w": torch.full((2,), 7.0)})
+    Checkpoints(two).write(again)
+    assert names(two) == ["step-00000010", "step-00000020"]
+    assert_same(Checkpoints(two).read(two / "step-00000020"), again)
+
+
+def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = snapshot(20)
+    Checkpoints(tmp_path).write(first)
+    rename = Path.rename
+
+    def crash(self: Path, target: Path) -> Path:
+        if self.name.startswith(".step-"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", crash)
+        with pytest.raises(KeyboardInterrupt):
+            Checkpoints(tmp_path).write(snapshot(20, weights={"w": torch.ones(1)}))
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None
+    assert newest.path.name.startswith("step-00000020.replaced-")
+    assert_same(newest.snapshot, first)
+    Checkpoints(tmp_path).write(snapshot(20))
+    assert names(tmp_path) == ["step-00000020"]
+
+
+def test_leftovers_of_dead_writers_are_swept_and_of_living_ones_are_not(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    me = os.getpid()
+    leftovers = {
+        f".step-00000001.{dead.pid}-77.ab12": False,
+        f".step-00000001.{me}-1.ab12": False,  # our number, but of a process that began at another time
+        f".step-00000001.{me}-{checkpoint._began(me)}.ab12": True,
+        ".removed.ab12": False,
+    }
+    for name in leftovers:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    assert Checkpoints(tmp_path).newest() is None
+    Checkpoints(tmp_path).write(snapshot(2))
+    assert names(tmp_path) == sorted([*(name for name, stays in leftovers.items() if stays), "step-00000002"])
+
+
+def test_a_writer_that_is_killed_leaves_the_older_checkpoint_and_a_leftover_that_goes(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).write(snapshot(10))
+    program = (
+        "import os, signal, sys, pathlib, torch\n"
+        "from shoal.recovery import checkpoint\n"
+        "checkpoint.seal = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "s = checkpoint.Snapshot(step=20, weights={'w': torch.ones(2)}, aliases={}, optimizer={}, extra={}, values={},"
+        " arithmetic={}, fingerprint='f')\n"
+        "checkpoint.Checkpoints(pathlib.Path(sys.argv[1])).write(s)\n"
+    )
+    source = str(Path(checkpoint.__file__).parents[2])
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env={**os.environ, "PYTHONPATH": source}, check=False
+    )
+    assert ended.returncode == -9
+    assert len(names(tmp_path)) == 2
+    assert found(Checkpoints(tmp_path)) == (10, [])
+    Checkpoints(tmp_path).write(snapshot(20))
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
+
+
+def test_files_are_durable_before_the_rename_and_the_manifest_is_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        told.append("rename")
+        return real_rename(self, target)
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        told.append("folder" if path.name.startswith(".step") else "parent" if path == tmp_path else path.name)
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    Checkpoints(tmp_path).write(snapshot(1))
+    assert told == [*FILES, "folder", "rename", "parent"]
+
+
+# ---- disk full, unwritable
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failed_write_says_what_is_wrong_and_leaves_no_trace(
+    two: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(RunFolderError) as caught:
+        Checkpoints(two).write(snapshot(30))
+    message = str(caught.value)
+    assert f"the checkpoint of step 30 was not written: {os.strerror(code)}" in message
+    assert str(two) in message
+    assert re.search(r"needs [\d,]+ bytes, [\d,]+ are free", message)
+    assert "still intact: step-00000020, step-00000010" in message
+    assert ("free some space" in message) == (code == errno.ENOSPC)
+    assert names(two) == ["step-00000010", "step-00000020"]
+
+
+def test_a_folder_that_cannot_be_made_or_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="step 1 was not written: Not a directory"):
+        Checkpoints(tmp_path / "file" / "checkpoints").write(snapshot(1))
+    with pytest.raises(RunFolderError, match=r"cannot look for checkpoints in .*file: Not a directory"):
+        Checkpoints(tmp_path / "file").newest()
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if not mounted or mounted.returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("part", ["weights", "values"])
+def test_a_disk_that_is_really_full(tiny_disk: Path, part: str) -> None:
+    checkpoints = Checkpoints(tiny_disk)
+    checkpoints.write(snapshot(10))
+    large = {"weights": {"z.weight": torch.zeros(100_000)}, "values": {"text": "x" * 400_000}}
+    with pytest.raises(RunFolderError, match="step 20 was not written: No space left on device") as caught:
+        checkpoints.write(Snapshot(**{**vars(snapshot(20)), part: large[part]}))
+    assert caught.value.where[0].startswith(f"{tiny_disk} needs 40")
+    assert caught.value.where[1] == "still intact: step-00000010"
+    assert names(tiny_disk) == ["step-00000010"]
+    checkpoints.write(snapshot(30))
+    assert found(checkpoints) == (30, [])
+
+
+# ---- saving beside training
+
+
+class Told:
+    def __init__(self) -> None:
+        self.saved: list[tuple[Written, Snapshot]] = []
+        self.failed: list[tuple[int, Exception]] = []
+
+    def saver(self, checkpoints: Checkpoints) -> Saver:
+        return Saver(
+            checkpoints,
+            on_saved=lambda written, saved: self.saved.append((written, saved)),
+            on_failed=lambda step, error: self.failed.append((step, error)),
+        )
+
+
+class Blocked(Checkpoints):
+    """A disk that takes as long as the test wants."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.begun = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
+
+    def write(self, snapshot: Snapshot) -> Written:
+        self.begun.release()
+        assert self.go.acquire(timeout=60)
+        return super().write(snapshot)
+
+
+def test_saving_overlaps_training_and_never_runs_twice_at_once(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    told, slow = Told(), Blocked(tmp_path)
+    saver = told.saver(slow)
+    saver.save(snapshot(1))  # returns, though the write cannot end
+    assert slow.begun.acquire(timeout=60)
+    assert told.saved == []
+    assert names(tmp_path) == []
+    second = threading.Thread(target=saver.save, args=(snapshot(2),))
+    second.start()
+    second.join(timeout=0.2)  # cannot end early if right, and does if wrong
+    assert second.is_alive(), "the second save has to wait for the first"
+    assert not slow.begun.acquire(blocking=False)
+    slow.go.release()
+    second.join(timeout=60)
+    assert [saved.step for _, saved in told.saved] == [1]
+    slow.go.release()
+    saver.close()
+    saver.close()
+    assert [(written.path.name, saved.step) for written, saved in told.saved] == [
+        ("step-00000001", 1),
+        ("step-00000002", 2),
+    ]
+    assert told.failed == []
+    assert threading.active_count() == threads
+
+
+def test_a_failed_write_is_told_and_the_next_one_works(tmp_path: Path) -> None:
+    obstacle = tmp_path / "checkpoints"
+    obstacle.write_text("in the way")
+    saved: list[int] = []
+    failed: list[tuple[int, type[Exception]]] = []
+
+    def on_failed(step: int, error: Exception) -> None:
+        failed.append((step, type(error)))
+        if step == 2:
+            obstacle.unlink()
+
+    saver = Saver(Checkpoints(obstacle), lambda written, snapshot: saved.append(snapshot.step), on_failed)
+    for step in (1, 2, 3):
+        saver.save(snapshot(step))
+    saver.close()
+    assert failed == [(1, RunFolderError), (2, RunFolderError)]
+    assert saved == [3]
+
+
+def test_a_callback_that_raises_is_not_swallowed(tmp_path: Path) -> None:
+    def raises(*_: object) -> None:
+        raise ZeroDivisionError
+
+    saver = Saver(Checkpoints(tmp_path), on_saved=raises, on_failed=raises)
+    saver.save(snapshot(1))
+    with pytest.raises(ZeroDivisionError):
+        saver.close()
