@@ -20,9 +20,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from shoal.ahead import Ahead
 from shoal.errors import JobError
-from shoal.exact.kernels import aligned, map_tensors
-from shoal.exact.seeds import ORDER, SAMPLE, seed_everything, untouched_generators
+from shoal.exact.seeds import ORDER, seed_everything, untouched_generators
 from shoal.partition.samples import Order, in_order, shuffled
 
 Fetch = Callable[[Sequence[int], int], Any]  # (sample numbers, pass over the data) -> a batch, aligned
@@ -35,6 +35,7 @@ class Source:
     fetch: Fetch
     batch: int | None = None  # what a DataLoader says; None elsewhere
     last: str | None = None
+    ahead: Ahead | None = None  # where samples are loaded by processes of their own
 
 
 def open_source(data: Any, *, seed: int, shuffle: bool = True) -> Source:
@@ -49,7 +50,7 @@ def open_source(data: Any, *, seed: int, shuffle: bool = True) -> Source:
     if isinstance(data, IterableDataset):
         raise _refused("an IterableDataset has no sample numbers, so no exact order")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return _from_dataset(data, default_collate, _order(len(data), seed, shuffle), seed)
+        return _from_dataset(data, _order(len(data), seed, shuffle), seed)
     raise _refused(f"{type(data).__name__} is none of the forms that data can have")
 
 
@@ -78,16 +79,8 @@ def _from_tensors(tensors: tuple[Tensor, ...], shape: Any, seed: int, shuffle: b
     return Source(samples=lengths[0], order=_order(lengths[0], seed, shuffle), fetch=fetch)
 
 
-def _from_dataset(data: Any, collate: Callable[[list[Any]], Any], order: Order, seed: int, **more: Any) -> Source:
-    def fetch(indices: Sequence[int], epoch: int) -> Any:
-        items = []
-        for index in indices:
-            # Augmentation draws from (seed, pass, sample): the same picture wherever it is loaded.
-            seed_everything(seed, SAMPLE, epoch, index)
-            items.append(data[index])
-        return map_tensors(collate(items), aligned)
-
-    return Source(samples=len(data), order=order, fetch=fetch, **more)
+def _from_dataset(data: Any, order: Order, seed: int) -> Source:
+    return Source(samples=len(data), order=order, fetch=Ahead(data, default_collate, seed).load)
 
 
 def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
@@ -108,8 +101,15 @@ def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
         order = _sampled(sampler, seed)
         samples = len(sampler)  # type: ignore[arg-type]
     last = "drop" if loader.drop_last else "short"
-    source = _from_dataset(loader.dataset, loader.collate_fn, order, seed, batch=loader.batch_size, last=last)
-    return Source(samples=samples, order=order, fetch=source.fetch, batch=source.batch, last=last)
+    loading = Ahead(loader.dataset, loader.collate_fn, seed, loader)
+    return Source(
+        samples=samples,
+        order=order,
+        fetch=loading.fetch,
+        batch=loader.batch_size,
+        last=last,
+        ahead=loading if loader.num_workers else None,
+    )
 
 
 def _sampled(sampler: Any, seed: int) -> Order:

@@ -84,6 +84,7 @@ class Run:
         self.resumable = False
         self.finished = False
         self._merged: tuple[Batch, Outcome] | None = None  # a step whose optimizer is being applied
+        self._order: Sequence[int] = ()  # of the samples in this pass
         self._watched: list[list[float]] = []  # compute seconds of every worker, by step
         self._journal = Journal(seat.wire, group.rank)
         self._every = seat.settings.checkpoint_every or checkpoint_every or schedule.steps_per_epoch
@@ -138,6 +139,8 @@ class Run:
         """The batches of this pass that have not been committed yet, in the job's order."""
         per_epoch, size = self.schedule.steps_per_epoch, self.schedule.batch
         order = self.source.order(self.epoch)
+        self._order = order
+        self._announce()
         for within in range(self.step - self.epoch * per_epoch, per_epoch):
             if self.stopped is not None or self._at_limit():
                 return
@@ -242,9 +245,25 @@ class Run:
         decision = redeal(self.strategy.deal, typical)
         if decision is not None:
             self.strategy.deal, reason = decision
+            self._announce()
             if self.leader:
                 deal = list(self.strategy.deal)
                 self.seat.wire.send(Dealt(time=time.time(), step=self.step, deal=deal, reason=reason))
+
+    def _announce(self) -> None:
+        """Tells processes that load samples ahead which ones this worker's lanes need for the rest of the pass."""
+        if self.source.ahead is None or self.plan.threads > 1:  # several kernel threads do not survive their fork
+            return
+        first = self.schedule.steps_per_epoch * self.epoch
+        batches = [
+            self._order[within * self.schedule.batch : (within + 1) * self.schedule.batch]
+            for within in range(self.step - first, self.schedule.steps_per_epoch)
+        ]
+        limit = None if self.limit is None else self.limit - self.step
+        requests = [
+            request for batch in batches[:limit] for request in self.strategy.requests(batch, self.schedule.batch)
+        ]
+        self.source.ahead.announce([(tuple(request), self.epoch) for request in requests])
 
     # -- telling ------------------------------------------------------------------------------------------------
 

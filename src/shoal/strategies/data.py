@@ -105,6 +105,12 @@ class DataParallel:
             merge_seconds=time.perf_counter() - began,
         )
 
+    def requests(self, indices: Sequence[int], batch: int) -> list[list[int]]:
+        """The microbatches that this worker would fetch for a batch, in order."""
+        first, stop = self.held
+        pieces = cut(len(indices), batch, self.lanes, self.microbatches)[first:stop]
+        return [[indices[position] for position in piece] for lane in pieces for piece in lane]
+
     def _merge(self, parts: dict[Span, Values], told: "_Told", scale: float) -> None:
         count = self.gradient_count
         if self.group.size == 1:

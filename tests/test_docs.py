@@ -1,0 +1,53 @@
+"""The README and the docs are run: each Python block that names its file is saved, each console line is executed."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "docs/tutorial.md", "docs/howto.md"]
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+MADE_ELSEWHERE = ("make ", "pip ", "git ")  # the test suite itself runs under `make test`
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.timeout(180)
+def test_what_a_page_shows_works(page: str, tmp_path: Path) -> None:
+    if not (ROOT / "examples").exists():
+        pytest.skip("not in a checkout")
+    os.symlink(ROOT / "examples", tmp_path / "examples")
+    ran = 0
+    for kind, text in BLOCK.findall((ROOT / page).read_text()):
+        named = re.match(r"# (\S+\.py)\n", text)
+        if kind == "python":
+            compile(text, page, "exec")
+            if named:
+                (tmp_path / named[1]).write_text(text)
+            continue
+        for line in text.splitlines():
+            if line.startswith("$ ") and not line[2:].startswith(MADE_ELSEWHERE):
+                execute(line[2:], tmp_path)
+                ran += 1
+    assert ran > 0
+
+
+def execute(line: str, folder: Path) -> None:
+    command, _, remark = line.partition("#")
+    expected = re.search(r"exits with (\d)", remark)
+    words = shlex.split(command)
+    program = {"shoal": [sys.executable, "-m", "shoal"], "python": [sys.executable]}[words[0]]
+    done = subprocess.run(
+        [*program, *words[1:]], cwd=folder, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == (int(expected[1]) if expected else 0), f"$ {line}\n{done.stdout}\n{done.stderr}"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
