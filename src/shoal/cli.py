@@ -5,6 +5,7 @@ Exit codes: 0 good, 1 the run failed or verify differs, 2 the user's input, 3 st
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -49,6 +50,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**more)
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if unknown:
+            names = re.findall(r"\w+", unknown[2])
+            near = get_close_matches(unknown[1], names, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}"
+            raise InputError(f"unknown command {unknown[1]}", fix=fix)
         raise InputError(f"{message[0].lower()}{message[1:]}", fix=f"{self.prog} --help")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    TensorDataset,
     default_collate,
 )
 
@@ -101,6 +102,17 @@ def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
         order = _sampled(sampler, seed)
         samples = len(sampler)  # type: ignore[arg-type]
     last = "drop" if loader.drop_last else "short"
+    if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
+        # Nothing draws random numbers here, so samples need not be taken one by one.
+        plain = _from_tensors(loader.dataset.tensors, None, seed, shuffle=False)
+        fetch = plain.fetch
+        return Source(
+            samples=samples,
+            order=order,
+            fetch=lambda *request: list(fetch(*request)),
+            batch=loader.batch_size,
+            last=last,
+        )
     loading = Ahead(loader.dataset, loader.collate_fn, seed, loader)
     return Source(
         samples=samples,

@@ -1,7 +1,6 @@
 """A job: what to train, and with it the whole arithmetic. Nothing here depends on how many workers there will be."""
 
 import dataclasses
-import hashlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.describe import describe
 from shoal.errors import JobError
 from shoal.exact.kernels import ISA_ENVIRONMENT
 from shoal.partition.samples import Schedule
@@ -183,54 +183,6 @@ def _default_lanes(batch: int) -> int:
 def _whole(name: str, value: Any, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise JobError(f"{name}={value!r} must be a whole number from {least} up")
-
-
-def describe(value: Any) -> Any:
-    """A value as JSON that is equal in two processes exactly when the value is: code by the digest of its bytecode."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): describe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [describe(item) for item in value]
-    if isinstance(value, nn.Module):
-        shapes = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in value.state_dict().items()]
-        return f"instance of {type(value).__qualname__} {_short(str(value) + ' '.join(shapes))}"
-    if isinstance(value, types.FunctionType):
-        name = f"{value.__module__}.{value.__qualname__}"
-        if value.__module__.partition(".")[0] == "torch":
-            return name
-        cells = [_cell(cell) for cell in value.__closure__ or ()]
-        parts = [_code(value.__code__), describe_plain(value.__defaults__), describe_plain(cells)]
-        return f"{value.__qualname__.rpartition('.')[2]} {_short(repr(parts))}"
-    if hasattr(value, "func") and hasattr(value, "args"):  # functools.partial
-        return [describe(value.func), describe_plain(value.args), describe_plain(value.keywords)]
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-
-
-def describe_plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [describe_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): describe_plain(item) for key, item in value.items()}
-    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__qualname__
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _code(code: types.CodeType) -> list[Any]:
-    """What a function does, without where it stands: no file names, no line numbers."""
-    constants = [_code(item) if isinstance(item, types.CodeType) else repr(item) for item in code.co_consts]
-    return [code.co_code.hex(), code.co_names, code.co_varnames, constants]
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def readable(value: Any) -> Any:

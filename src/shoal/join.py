@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 
 from shoal import seat as seats
 from shoal.collectives.group import Group
+from shoal.describe import describe
 from shoal.errors import JobError
 from shoal.exact import kernels
 from shoal.feed import open_source
-from shoal.job import Job, describe
+from shoal.job import Job
 from shoal.partition.blocks import find_blocks
 from shoal.plan.placement import make_plan
 from shoal.report.disk import write_json

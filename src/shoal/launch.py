@@ -7,10 +7,11 @@ import importlib
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,24 @@ from rich.console import Console
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.engines.local import Exit, LocalEngine, Post
-from shoal.errors import InputError, MismatchError, PlanError, ShoalError, Stopped, WorkerError
+from shoal.errors import InputError, MismatchError, PlanError, RunFolderError, ShoalError, Stopped, WorkerError
 from shoal.exact.kernels import ISA_ENVIRONMENT, ISA_IN_FORCE
 from shoal.feed import open_source
 from shoal.job import Job
 from shoal.plan.placement import Plan, make_plan
 from shoal.report.account import exit_text, report
+from shoal.report.disk import try_to_write
 from shoal.report.events import (
     Failed,
     Printed,
+    Resumed,
     RunFinished,
     RunStarted,
     SaveFailed,
     WorkerExited,
     decode,
 )
-from shoal.report.folder import RunFolder, find_run
+from shoal.report.folder import DEFAULT_ROOT, RunFolder, find_run
 from shoal.report.progress import Progress, choose
 from shoal.report.tally import Tally
 from shoal.report.tensorboard import TensorBoard
@@ -106,7 +109,7 @@ def plan_for(job: Job, options: Options) -> Plan:
     if options.plan is None:
         return make_plan(
             lanes=job.lane_count,
-            workers=options.workers or 1,
+            workers=1 if options.workers is None else options.workers,
             shares=options.shares,
             threads=job.threads,
             exact=options.settings.exact,
@@ -141,9 +144,8 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
         steps=opened.steps,
         steps_per_epoch=schedule.steps_per_epoch,
     )
+    config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job}
     with folder:
-        folder.write_json(folder.config, {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job})
-        folder.write_json(folder.plan, plan)
 
         def work(seat: Seat) -> None:
             train_job(opened, seat)
@@ -158,6 +160,7 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
             started=started,
             threads=job.threads,
             target=None if job.target is None else str(job.target),
+            files={folder.config: config, folder.plan: plan},
         )
         value = driver.run()
     return Report(folder.path, value, job=job)
@@ -179,14 +182,19 @@ def isa_environment(isa: str) -> dict[str, str]:
 
 def open_folder(options: Options) -> tuple[RunFolder, Settings]:
     """A fresh folder, or the one to go on with."""
-    from dataclasses import replace
-
+    if options.tensorboard:  # a missing package is said before there is a folder
+        TensorBoard(RunFolder(DEFAULT_ROOT))
     if options.resume is False:
         return RunFolder.create(options.run_dir), options.settings
     if options.resume is True:
         folder = RunFolder.open(options.run_dir) if options.run_dir is not None else find_run(None)
     else:
         folder = find_run(str(options.resume))
+    try:
+        try_to_write(folder.path)
+    except OSError as error:
+        fix = "free some space there or make it writable; the run's checkpoints are as they were"
+        raise RunFolderError(f"cannot write to {folder.path}: {error.strerror}", fix=fix) from None
     return folder, replace(options.settings, resume=True)
 
 
@@ -197,7 +205,7 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
     """Starts any script on a number of workers, with what torchrun would have set; one that joins is watched."""
     if not script.is_file():
         raise InputError(f"there is no script {script}")
-    size = options.workers or (options.plan.workers if options.plan else 1)
+    size = options.workers if options.workers is not None else options.plan.workers if options.plan else 1
     if size < 1:
         raise InputError(f"{size} workers: at least 1 is needed", fix="--workers 1")
     if options.plan is not None and options.plan.workers != size:
@@ -207,6 +215,7 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
         time=time.time(),
         run=folder.id,
         job=script.name,
+        command="run",
         workers=size,
         layout=f"data={size}",
         lanes=0,
@@ -215,7 +224,6 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
         steps_per_epoch=None,
     )
     with folder:
-        folder.write_json(folder.config, {"script": str(script), "arguments": arguments, "workers": size})
         driver = _Driver(
             work=lambda seat: run_script(script, arguments, seat),
             plan=options.plan,
@@ -226,6 +234,7 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
             started=started,
             threads=1,
             target=None,
+            files={folder.config: {"script": str(script), "arguments": arguments, "workers": size}},
         )
         value = driver.run()
     return Report(folder.path, value, job=None)
@@ -247,18 +256,22 @@ class _Driver:
         started: RunStarted,
         threads: int,
         target: str | None,
+        files: dict[Path, Any],
     ) -> None:
         self.work, self.plan, self.size, self.folder = work, plan, size, folder
         self.settings, self.options, self.started = settings, options, started
-        self.threads, self.target = threads, target
+        self.threads, self.target, self.files = threads, target, files
         self.tally = Tally()
         self.board = TensorBoard(folder) if options.tensorboard else None
         self.progress: Progress = choose(Console(stderr=True), quiet=options.quiet, plain=options.plain)
         self.tails = {rank: _Tail(folder.log(rank)) for rank in range(size)}
         self.interrupts = 0
+        self.said_stopping = False
         self.failed_at: float | None = None
 
     def run(self) -> dict[str, Any]:
+        if not self.settings.resume:  # else they are an older run's until its checkpoint has been accepted
+            self._write_files()
         # Every torch optimizer imports this when it is made, which takes a second: once here, not in each worker.
         importlib.import_module("torch._dynamo")
         engine = LocalEngine(self._worker, fresh_thread=self.threads > 1)
@@ -291,8 +304,15 @@ class _Driver:
                     self._tell(decode(heard.text))
             self._hear_prints()
             self.progress.tick(self.tally)
+            self._say_stopping()
             if self.failed_at is not None and time.monotonic() - self.failed_at > GRACE_SECONDS:
                 return  # the rest wait for someone who will not come; closing the engine ends them
+
+    def _say_stopping(self) -> None:
+        if self.interrupts and not self.said_stopping:
+            self.said_stopping = True
+            if not self.options.quiet:
+                print("stopping: the step at work is finished and saved; Ctrl-C again ends at once", file=sys.stderr)
 
     def _tell(self, event: Any) -> None:
         self.tally.add(event)
@@ -300,6 +320,12 @@ class _Driver:
         if self.board is not None:
             self.board.add(event)
         self.progress.show(event, self.tally)
+        if isinstance(event, Resumed):
+            self._write_files()
+
+    def _write_files(self) -> None:
+        for path, value in self.files.items():
+            self.folder.write_json(path, value)
 
     def _hear_prints(self) -> None:
         for rank, tail in self.tails.items():
@@ -310,7 +336,6 @@ class _Driver:
 
     def _worker(self, post: Post) -> int:
         """Runs in the forked process; everything the driver had loaded is there."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         seat = Seat(
             rank=post.rank,
             size=self.size,
@@ -409,7 +434,8 @@ class _Driver:
                     rank=leave.rank,
                     kind="WorkerError",
                     message=f"the process was {exit_text(leave.code)}" if leave.code < 0 else exit_text(leave.code),
-                    step=self.tally.step,
+                    # Steps are told of a few times a second, so the one it died in is not known.
+                    where=[f"last heard of after step {self.tally.step}"] if self.tally.step else [],
                     log=str(self.folder.log(leave.rank)),
                 )
         return told_of[0] if told_of else None
@@ -424,7 +450,11 @@ class _Driver:
             folder=str(self.folder.path),
             files=self.folder.files(),
         )
+        # A joined script's lanes are known from what its workers hold.
+        value["lanes"] = value["lanes"] or max((stop for _, stop in value["deal"]), default=0)
         self._tell(RunFinished(time=time.time(), outcome=outcome))
+        if outcome == "failed" and self.settings.resume and self.tally.resumed is None:
+            return value  # nothing was trained: the report of what was trained before stays
         try:
             self.folder.write_json(self.folder.report, value)
         except (OSError, ShoalError) as error:
@@ -434,8 +464,9 @@ class _Driver:
     def _raise(self, outcome: str, value: dict[str, Any]) -> None:
         if outcome == "done":
             self._check_equal()
+            self._check_saved(value)
             return
-        saved = [event.step for event in self.tally.saved]
+        saved = self._saved_steps()
         at = f"checkpoint: step {max(saved)}" if saved else "no checkpoint was written"
         if outcome == "stopped":
             raise Interrupted(
@@ -456,9 +487,7 @@ class _Driver:
         message = failure.message if own else f"{', '.join(place)}: {failure.message}"
         where = [*failure.where]
         if not own or failure.kind == "NonFiniteError":
-            if not any("checkpoint" in line for line in where):
-                where.append(at)
-            where.append(f"log: {failure.log}")
+            where += [at, f"log: {failure.log}"]
         error = RunFailed(message, where=where, fix=failure.fix, report=value)
         error.exit_code = failure.exit_code
         raise error
@@ -467,6 +496,16 @@ class _Driver:
         hashes = {each.weights_sha256 for each in self.tally.finished.values()}
         if len(hashes) > 1:
             raise MismatchError(f"workers ended with different weights: {', '.join(sorted(hashes))}")
+
+    def _check_saved(self, value: dict[str, Any]) -> None:
+        """Whoever goes on with the weights after a good end must find them."""
+        lost = [event.reason for event in self.tally.save_failed if event.step == self.tally.step]
+        if lost and self.tally.step not in self._saved_steps():
+            reason, *where = (line.strip() for line in lost[0].split("\n"))
+            raise RunFailed(f"trained to step {self.tally.step}, but not saved: {reason}", where=where, report=value)
+
+    def _saved_steps(self) -> list[int]:
+        return [event.step for event in (*self.tally.saved, self.tally.resumed) if event is not None]
 
 
 class RunFailed(WorkerError):

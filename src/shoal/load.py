@@ -51,7 +51,7 @@ def _load(path: Path) -> Any:
     except SyntaxError as error:
         where = f"{path}:{error.lineno}  {(error.text or '').strip()}"
         raise InputError(f"{path} is not valid Python: {error.msg}", where=where) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = _line_in(path, error)
         message = f"{path} could not be loaded: {type(error).__name__}: {error}"
         raise InputError(message, where=[line] if line else []) from error

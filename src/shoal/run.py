@@ -35,6 +35,7 @@ from shoal.seat import Seat
 from shoal.strategies.data import Closure, DataParallel, Outcome, Work
 from shoal.strategies.replica import Replica
 
+SAVE_SECONDS = 10.0  # between checkpoints that nobody asked for
 REDEAL_STEPS = 10  # how many steps are watched before lanes are dealt anew
 
 
@@ -87,7 +88,8 @@ class Run:
         self._order: Sequence[int] = ()  # of the samples in this pass
         self._watched: list[list[float]] = []  # compute seconds of every worker, by step
         self._journal = Journal(seat.wire, group.rank)
-        self._every = seat.settings.checkpoint_every or checkpoint_every or schedule.steps_per_epoch
+        self._every = seat.settings.checkpoint_every or checkpoint_every
+        self._saved_at = time.monotonic()
         traits = kernels.traits()
         agree_on_kernels(group, traits)
         self._say_hello(kernels.fingerprint(traits))
@@ -223,8 +225,15 @@ class Run:
             self._stop_if_asked(outcome)
         if self.plan.shares == "auto":
             self._watch(outcome.compute)
-        if self.step % self._every == 0:
+        if self._save_due():
             self.save()
+
+    def _save_due(self) -> bool:
+        """As often as asked; unasked once per pass, but not again within seconds: a short pass would drown in files."""
+        if self._every is not None:
+            return self.step % self._every == 0
+        rested = time.monotonic() - self._saved_at >= SAVE_SECONDS
+        return self.step % self.schedule.steps_per_epoch == 0 and rested
 
     def _stop_if_asked(self, outcome: Outcome) -> None:
         """Any worker's wish to stop came to all of them with the step, so all stop after the same one."""
@@ -288,6 +297,7 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint of the last committed step while training goes on."""
+        self._saved_at = time.monotonic()
         if self._keeper is not None:
             self._keeper.save(self.step, {"loss": self.loss, "metrics": self.metrics})
 

@@ -15,9 +15,10 @@ from typing import Literal
 from torch._C._distributed_c10d import Store, TCPStore
 
 from shoal.collectives.group import Alone, GlooGroup, Group
-from shoal.errors import InputError
+from shoal.errors import InputError, RunFolderError
 from shoal.plan.placement import Plan
 from shoal.report.events import Event, encode
+from shoal.report.folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +91,26 @@ def current(folder: Path | None = None, resume: bool = False) -> Seat:
     if _taken is not None:
         return _taken
     settings = Settings(resume=resume)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else (0, 1)
+    if folder is not None and rank == 0:
+        _open_folder(folder, resume)
+    if launched:
         return Seat(rank=rank, size=size, folder=folder, settings=settings, store=environment_store)
     return Seat(folder=folder, settings=settings)
+
+
+def _open_folder(folder: Path, resume: bool) -> None:
+    """What the driver does for the workers it starts."""
+    if resume:
+        RunFolder.open(folder)
+    elif (folder / "checkpoints").exists():
+        raise RunFolderError(
+            f"{folder} already holds a run, and a new run needs a folder of its own",
+            fix="resume=True to go on with it, or another run_dir",
+        )
+    else:
+        RunFolder.create(folder)
 
 
 def environment_store() -> Store:

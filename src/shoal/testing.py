@@ -197,6 +197,7 @@ def _decode(message: bytes) -> _Answer:
 # -- what is left behind --------------------------------------------------------------------------------------------
 
 SETTLE_SECONDS = 2.0  # how long something that is already ending may take
+MEMORY_NAMES = ("shoal", "torch_", "psm_", "sem.")  # ours, torch's, Python's; others on this machine use /dev/shm too
 
 
 @contextmanager
@@ -303,9 +304,9 @@ def _listening() -> dict[str, str]:
 
 
 def _shared_memory(table: dict[int, _Process], mine: set[int]) -> set[str]:
-    """Entries of /dev/shm, without those that a process which is not ours has mapped."""
+    """Entries of /dev/shm that may be ours, without those that a process which is not ours has mapped."""
     try:
-        names = set(os.listdir("/dev/shm"))
+        names = {name for name in os.listdir("/dev/shm") if name.startswith(MEMORY_NAMES)}
     except OSError:
         return set()
     for pid in table if names else ():

@@ -1,12 +1,13 @@
 """What one worker process does: a job's loop, or the user's script; and how it tells of a failure."""
 
 import dataclasses
+import io
 import runpy
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,17 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
                 job, batch.step + 1, schedule.steps_per_epoch, opened.steps
             ):
                 evaluate(run, opened, batch.step + 1)
-    cost = lane_cost(run, closure) if run.leader and run.stopped is None and run.step else None
-    if cost is not None:
-        seat.wire.send(cost)
+    if run.leader and run.stopped is None and run.step:
+        _measure_lanes(run, closure)
     group.close()
+
+
+def _measure_lanes(run: Run, closure: Callable[[Any], Any]) -> None:
+    """The user's code runs a few times more than was asked for: it prints nothing, and can fail without harm."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(Exception):
+        cost = lane_cost(run, closure)
+        if cost is not None:
+            run.seat.wire.send(cost)
 
 
 def _evaluation_due(job: Job, step: int, steps_per_epoch: int, steps: int) -> bool:
@@ -198,12 +206,21 @@ def told(seat: Seat, log: str) -> Iterator[list[int]]:
         code[0] = leave.code if isinstance(leave.code, int) else 1
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
+        _finish_saving()
     except BaseException as error:
-        print(TRACEBACK_FOLLOWS, file=sys.stderr)
-        traceback.print_exc()
         run = joined() or (_current[0] if _current else None)
         code[0] = error.exit_code if isinstance(error, ShoalError) else 1
         seat.wire.send(failure(error, seat.rank, run, log))
+        print(TRACEBACK_FOLLOWS, file=sys.stderr)
+        traceback.print_exc()
+        _finish_saving()
+
+
+def _finish_saving() -> None:
+    """A checkpoint that is being written is worth waiting for: the user is told that it is there."""
+    run = joined() or (_current[0] if _current else None)
+    if run is not None:
+        run.close()
 
 
 def failure(error: BaseException, rank: int, run: Run | None, log: str) -> Failed:
@@ -217,8 +234,8 @@ def failure(error: BaseException, rank: int, run: Run | None, log: str) -> Faile
         text = str(error).split("\n")[0]
         message = f"{kind}: {text}" if text else kind
         where = own_line(error)
-    if run is not None and run.seat.folder is not None and run.saved_step > 0:
-        where.append(f"nothing of step {step} was applied; checkpoint: step {run.saved_step}")
+        if run is not None:
+            where.append(f"nothing of step {step} was applied")
     return Failed(
         time=time.time(), rank=rank, kind=kind, message=message, exit_code=code, step=step, lane=lane, where=where,
         fix=fix, log=log,

@@ -99,10 +99,10 @@ class GlooGroup:
             raise RunError(f"worker {rank} could not join the group of {size}: {error}") from error
 
     def gather(self, row: Tensor) -> Tensor:
-        rows = [torch.empty_like(row) for _ in range(self.size)]
+        rows = torch.empty(self.size, *row.shape, dtype=row.dtype)
         with _peers(self.rank, "gather"):
-            dist.all_gather(rows, row)
-        return torch.stack(rows)
+            dist.all_gather(list(rows.unbind(0)), row)
+        return rows
 
     def merge(self, lanes: int, deal: Sequence[Span], parts: Mapping[Span, Tensor]) -> Pending:
         with _peers(self.rank, "merge"):

@@ -7,6 +7,7 @@ kill -9 (parent-death signals). A worker's wire is a socket pair, its output goe
 """
 
 import ctypes
+import io
 import os
 import selectors
 import signal
@@ -274,5 +275,19 @@ def _own_output(log: str) -> None:
     os.dup2(output, 2)
     os.close(output)
     sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = _log_stream(1), _log_stream(2)
+
+
+class _LogFile(io.FileIO):
+    """A full disk costs lines of the log, not the run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
+
+
+def _log_stream(descriptor: int) -> io.TextIOWrapper:
+    file = io.BufferedWriter(_LogFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)

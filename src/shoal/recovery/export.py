@@ -23,8 +23,10 @@ def export_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, st
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, SafetensorError):  # says "I/O error: No space left on device (os error 28)"
+            raise CheckpointError(f"the weights {path} could not be written: {error}") from error
         raise
 
 

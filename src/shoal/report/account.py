@@ -31,9 +31,11 @@ def report(
     return {
         "run": started.run if started else None,
         "job": started.job if started else None,
+        "command": started.command if started else None,
         "outcome": outcome,
         "stopped": lowest.stopped if lowest else None,
-        "exact": started.exact if started else None,
+        # A script that never joined has an arithmetic of its own.
+        "exact": started.exact and any(worker.fingerprint for worker in tally.ranks) if started else None,
         "weights_sha256": lowest.weights_sha256 if lowest else None,
         "steps": tally.step,
         "steps_planned": started.steps if started else None,

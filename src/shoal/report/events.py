@@ -16,6 +16,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_d
 class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     run: str
     job: str
+    command: str = "train"
     workers: int
     layout: str
     lanes: int

@@ -63,10 +63,12 @@ def header(tally: Tally) -> str:
         return "shoal: starting"
     hosts = len({worker.host for worker in tally.ranks if worker.host})
     on_hosts = f", {hosts} hosts" if hosts > 1 else ""
-    return (
-        f"shoal train {started.job}   run {started.run}   {figures.plural(started.workers, 'worker')}{on_hosts}"
-        f"   {started.layout}, {figures.plural(started.lanes, 'lane')}   {'exact' if started.exact else 'not exact'}"
-    )
+    workers = figures.plural(started.workers, "worker")
+    line = f"shoal {started.command} {started.job}   run {started.run}   {workers}{on_hosts}"
+    if not started.lanes:  # a script says what it does only when it joins, if it does
+        return line
+    exact = "exact" if started.exact else "not exact"
+    return f"{line}   {started.layout}, {figures.plural(started.lanes, 'lane')}   {exact}"
 
 
 def loss_line(tally: Tally, *, sparks: bool = False) -> str:

@@ -241,7 +241,7 @@ def _next(report: Report) -> Iterator[Row]:
         yield "saved", "nothing yet: no checkpoint was written"
         return
     if report["job"] and report["run"]:
-        yield "next", f"shoal train {report['job']} --resume {_handle(report)}"
+        yield "next", f"shoal {report.get('command') or 'train'} {report['job']} --resume {_handle(report)}"
 
 
 def _handle(report: Report) -> str:

@@ -1,4 +1,4 @@
-"""Gradients packed into flat buckets of one dtype, so that a merge moves few large tensors.
+"""Tensors packed into flat buckets of one dtype, so that a merge moves few large tensors.
 
 A place that is empty (no gradient in this worker's lanes) is filled with minus zero: x + (-0.0) is x for every x, to
 the bit, so "absent" needs no code of its own in the merge.
@@ -30,22 +30,23 @@ class Slot:
         return piece.as_strided(self.like.shape, self.like.stride()) if dense else piece.view(self.like.shape)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """One flat tensor per partial sum, reused in every step."""
+    """A layout: which tensors lie where in a flat one."""
 
-    def __init__(self, slots: list[Slot], dtype: torch.dtype, length: int) -> None:
-        self.slots = slots
-        self.dtype = dtype
-        self.length = length
-        self._flats: list[Tensor] = []
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+    length: int
 
-    def flat(self, number: int) -> Tensor:
-        while len(self._flats) <= number:
-            self._flats.append(torch.zeros(self.length, dtype=self.dtype))
-        return self._flats[number]
+    @property
+    def num_bytes(self) -> int:
+        return self.length * self.dtype.itemsize
 
-    def fill(self, number: int, tensors: Sequence[Tensor | None]) -> Tensor:
-        flat = self.flat(number)
+    def holds(self, present: Sequence[bool]) -> bool:
+        """Whether any of its tensors is there."""
+        return any(present[slot.index] for slot in self.slots)
+
+    def fill(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
         with torch.no_grad():
             for slot in self.slots:
                 tensor = tensors[slot.index]
@@ -54,7 +55,6 @@ class Bucket:
                     place.fill_(-0.0 if place.is_floating_point() or place.is_complex() else 0)
                 else:
                     place.copy_(tensor)
-        return flat
 
 
 def pack(tensors: Sequence[tuple[int, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
@@ -64,7 +64,8 @@ def pack(tensors: Sequence[tuple[int, Tensor]], bucket_bytes: int = BUCKET_BYTES
 
     def close(dtype: torch.dtype) -> None:
         slots, length = open_slots.pop(dtype)
-        buckets.append(Bucket(slots, dtype, length))
+        if length:
+            buckets.append(Bucket(slots=tuple(slots), dtype=dtype, length=length))
 
     for index, tensor in reversed(tensors):
         like = tensor.detach()
@@ -78,4 +79,4 @@ def pack(tensors: Sequence[tuple[int, Tensor]], bucket_bytes: int = BUCKET_BYTES
             close(dtype)
     for dtype in list(open_slots):
         close(dtype)
-    return [bucket for bucket in buckets if bucket.length]
+    return buckets

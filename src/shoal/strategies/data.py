@@ -18,11 +18,10 @@ from torch import Tensor
 from shoal.collectives.group import Group
 from shoal.errors import JobError
 from shoal.partition.lanes import Span, cut, fold, split, subtrees
-from shoal.strategies.buckets import Bucket, pack
+from shoal.strategies.exchange import Exchange, Values, open_exchange
 from shoal.strategies.replica import Replica
 
 Closure = Callable[[Any], Any]  # a microbatch -> its loss: a scalar mean, or (sum, count)
-Values = list[Tensor | None]  # one per parameter, then one per buffer
 BITS = 48  # flags packed into one fp64 number
 
 
@@ -59,8 +58,7 @@ class DataParallel:
         self.deal = tuple(deal)
         self.gradient_count = len(replica.parameters)
         self.lane_now: int | None = None  # the lane at work, for whoever reports an error
-        self._gradient_buckets: list[Bucket] | None = None
-        self._buffer_buckets: list[Bucket] | None = None
+        self._exchange: Exchange | None = None
 
     @property
     def held(self) -> Span:
@@ -79,6 +77,13 @@ class DataParallel:
         self.lane_now = None
         compute_seconds = time.perf_counter() - began - lap.data_seconds
 
+        began = time.perf_counter()
+        if self._exchange is None:
+            self._exchange = self._open_exchange()
+        self._exchange.offer(parts, self.deal)
+        del parts
+        merge_seconds = time.perf_counter() - began
+
         arrived = time.perf_counter()
         row = lap.row(ask, compute_seconds)
         rows = self.group.gather(row)
@@ -91,7 +96,7 @@ class DataParallel:
         if told.not_finite:
             self.replica.buffers.drop()
         else:
-            self._merge(parts, told, scale)
+            self._apply(self._exchange.take(told.present), told, scale)
         return Outcome(
             loss=loss,
             samples=len(work.indices),
@@ -102,7 +107,7 @@ class DataParallel:
             data_seconds=lap.data_seconds,
             compute_seconds=compute_seconds,
             wait_seconds=wait_seconds,
-            merge_seconds=time.perf_counter() - began,
+            merge_seconds=merge_seconds + time.perf_counter() - began,
         )
 
     def requests(self, indices: Sequence[int], batch: int) -> list[list[int]]:
@@ -111,14 +116,8 @@ class DataParallel:
         pieces = cut(len(indices), batch, self.lanes, self.microbatches)[first:stop]
         return [[indices[position] for position in piece] for lane in pieces for piece in lane]
 
-    def _merge(self, parts: dict[Span, Values], told: "_Told", scale: float) -> None:
+    def _apply(self, merged: Values, told: "_Told", scale: float) -> None:
         count = self.gradient_count
-        if self.group.size == 1:
-            (values,) = parts.values()
-            merged = list(values)
-        else:
-            merged = [None] * (count + len(told.buffer_weights))
-            self._exchange(parts, told, merged)
         with torch.no_grad():
             for (_, parameter), gradient in zip(self.replica.parameters, merged[:count], strict=True):
                 if gradient is not None and scale != 1.0:
@@ -126,34 +125,11 @@ class DataParallel:
                 parameter.grad = gradient
         self.replica.buffers.commit(merged[count:], told.buffer_weights)
 
-    def _exchange(self, parts: dict[Span, Values], told: "_Told", merged: Values) -> None:
-        """Sums buckets over the workers, the next one packed while the last one travels."""
-        pending = []
-        for bucket, first in self._buckets(told):
-            flats = {
-                span: bucket.fill(number, values[first:] if first else values)
-                for number, (span, values) in enumerate(parts.items())
-            }
-            pending.append((bucket, first, self.group.merge(self.lanes, self.deal, flats)))
-        for bucket, first, merge in pending:
-            flat = merge.wait()
-            for slot in bucket.slots:
-                index = first + slot.index
-                if told.present[index]:
-                    merged[index] = slot.view(flat)
-
-    def _buckets(self, told: "_Told") -> list[tuple[Bucket, int]]:
-        count = self.gradient_count
-        if self._gradient_buckets is None:
-            trained = [(i, p) for i, (_, p) in enumerate(self.replica.parameters) if p.requires_grad]
-            self._gradient_buckets = pack(trained)
-        chosen = [(bucket, 0) for bucket in self._gradient_buckets]
-        if any(told.present[count:]):
-            if self._buffer_buckets is None:
-                self._buffer_buckets = pack(list(enumerate(self.replica.buffers.starts())))
-            chosen += [(bucket, count) for bucket in self._buffer_buckets]
-        # A bucket in which nobody has anything does not travel.
-        return [(bucket, first) for bucket, first in chosen if any(told.present[first + s.index] for s in bucket.slots)]
+    def _open_exchange(self) -> Exchange:
+        count, starts = self.gradient_count, self.replica.buffers.starts()
+        trained = [(i, p) for i, (_, p) in enumerate(self.replica.parameters) if p.requires_grad]
+        tensors = [*trained, *((count + i, start) for i, start in enumerate(starts))]
+        return open_exchange(self.group, self.lanes, self.deal, tensors, count + len(starts))
 
 
 class _Lap:
@@ -250,8 +226,7 @@ class _Told:
         at = 4 + 3 * lanes
         width = parameters + buffers
         words = -(-width // BITS)
-        flags = [_unpack_bits(row[at : at + words], width) for row in table]
-        self.present = [any(bits) for bits in zip(*flags, strict=True)]
+        self.present = [_unpack_bits(row[at : at + words], width) for row in table]  # by worker, then by tensor
         lane_flags = [_unpack_bits(row[at + words :], lanes * buffers) for row in table]
         changed = [any(bits) for bits in zip(*lane_flags, strict=True)]
         self.buffer_weights = [

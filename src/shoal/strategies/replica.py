@@ -22,7 +22,7 @@ class Replica:
         self.parameters: list[tuple[str, nn.Parameter]] = list(model.named_parameters())
         for _, parameter in self.parameters:
             _align(parameter)
-        self.twins = _untie(model, blocks)
+        self.shared = _untie(model, blocks)
         self.buffers = Buffers(model)
         self._position: tuple[int, int, int] | None = None  # step, lane, microbatch
         self._calls: dict[int, int] = {}
@@ -51,18 +51,16 @@ class Replica:
         self._position = None
 
     def clear_gradients(self) -> None:
-        for _, parameter in self.parameters:
-            parameter.grad = None
-        for leaves in self.twins.values():
-            for leaf in leaves:
+        for name, parameter in self.parameters:
+            for leaf in self.shared.get(name, (parameter,)):
                 leaf.grad = None
 
     def take_gradients(self) -> list[Tensor | None]:
         """What a lane's backward passes left, one per parameter; None where it got no gradient."""
         taken: list[Tensor | None] = []
         for name, parameter in self.parameters:
-            gradient, parameter.grad = parameter.grad, None
-            for leaf in self.twins.get(name, ()):
+            gradient: Tensor | None = None
+            for leaf in self.shared.get(name, (parameter,)):
                 more, leaf.grad = leaf.grad, None
                 if gradient is None:
                     gradient = more
@@ -75,7 +73,7 @@ class Replica:
         """Ties the weights again and takes the hooks off: the model is the user's as it was."""
         for hook in self._hooks:
             hook.remove()
-        _tie(self.model, dict(self.parameters), self.twins)
+        _tie(self.model, dict(self.parameters), self.shared)
 
 
 def _align(parameter: nn.Parameter) -> None:
@@ -93,7 +91,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[nn.Parameter]]:
     """Gives each further block that uses a parameter a leaf of its own on the same memory, so that each has its own
-    accumulator. Returns those leaves by the parameter's first name, in block order."""
+    accumulator. Returns all leaves of such a parameter, its own among them, by its first name and in block order."""
     first: dict[int, str] = {}
     leaves: dict[str, dict[int, nn.Parameter]] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -107,16 +105,13 @@ def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[nn.Parameter]]:
             by_block[block] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         module, leaf = _owner(model, name)
         module._parameters[leaf] = by_block[block]
-    twins = {}
-    for name, by_block in leaves.items():
-        own = blocks.of(name)
-        if len(by_block) > 1:
-            twins[name] = [leaf for block, leaf in sorted(by_block.items()) if block != own]
-    return twins
+    return {
+        name: [by_block[block] for block in sorted(by_block)] for name, by_block in leaves.items() if len(by_block) > 1
+    }
 
 
-def _tie(model: nn.Module, parameters: dict[str, nn.Parameter], twins: dict[str, list[nn.Parameter]]) -> None:
-    original = {id(leaf): parameters[name] for name, leaves in twins.items() for leaf in leaves}
+def _tie(model: nn.Module, parameters: dict[str, nn.Parameter], shared: dict[str, list[nn.Parameter]]) -> None:
+    original = {id(leaf): parameters[name] for name, leaves in shared.items() for leaf in leaves}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) in original:
             module, leaf = _owner(model, name)
@@ -124,14 +119,16 @@ def _tie(model: nn.Module, parameters: dict[str, nn.Parameter], twins: dict[str,
 
 
 LARGE_BUFFER_BYTES = 1 << 18
+LOOKED_AT = 1 << 10  # elements
 
 
 @dataclass(kw_only=True)
 class _Kept:
     """One buffer and what it was when the step began.
 
-    A large one (a mask, a table) is compared by its version, which costs nothing; a small one by its values, because
-    the batch-norm kernels write running statistics without raising the version.
+    Compared by its version, which costs nothing, and by its values, because the batch-norm kernels write running
+    statistics without raising the version. They write all of them, so of a large one (a mask, a table) the beginning
+    is enough.
     """
 
     module: nn.Module
@@ -150,7 +147,9 @@ class _Kept:
         now = self.now()
         if now is not self.tensor or now._version != self.version:
             return False
-        return now.nbytes > LARGE_BUFFER_BYTES or torch.equal(now, self.start)
+        if now.nbytes > LARGE_BUFFER_BYTES and now.is_contiguous() and self.start.is_contiguous():
+            return torch.equal(now.view(-1)[:LOOKED_AT], self.start.view(-1)[:LOOKED_AT])
+        return torch.equal(now, self.start)
 
     def begin(self) -> None:
         if not self.untouched:

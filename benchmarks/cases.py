@@ -1,0 +1,159 @@
+"""What is trained in the benchmark: one model bound by compute, one transformer, one bound by traffic.
+
+A case is the same for every contender: the same initial weights, the same batches in the same order, the same
+optimizer. Sizes are for one core; `quick` ones are for tests and say nothing about speed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    model: nn.Module  # an instance: everyone begins with its weights
+    data: tuple[Tensor, Tensor]  # whole batches, taken in order, again and again
+    loss: Loss
+    optimizer: Callable[[Any], Optimizer]
+    batch: int
+    warm_up: int  # steps before the clock starts
+    steps: int  # steps on the clock
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def total_steps(self) -> int:
+        return self.warm_up + self.steps
+
+    def positions(self, step: int) -> range:
+        """Which samples a step sees."""
+        batches = len(self.data[0]) // self.batch
+        start = step % batches * self.batch
+        return range(start, start + self.batch)
+
+
+BATCHES = 8  # of data in memory
+
+
+def conv(quick: bool) -> Case:
+    """Bound by compute: a convolutional net with batch norm on 32 x 32 pictures, few parameters."""
+    width, size, batch = (8, 8, 8) if quick else (32, 32, 32)
+
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    model = nn.Sequential(
+        *block(3, width),
+        *block(width, width),
+        nn.MaxPool2d(2),
+        *block(width, 2 * width),
+        *block(2 * width, 2 * width),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * width, 10),
+    )
+    return Case(
+        name="conv",
+        model=model,
+        data=(torch.randn(BATCHES * batch, 3, size, size), torch.randint(10, (BATCHES * batch,))),
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        batch=batch,
+        warm_up=2 if quick else 5,
+        steps=6 if quick else 40,
+    )
+
+
+class _Transformer(nn.Module):
+    def __init__(self, characters: int, width: int, depth: int, context: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(characters, width)
+        self.place = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, characters)
+
+    def forward(self, text: Tensor) -> Tensor:
+        length = text.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        x = self.embed(text) + self.place(torch.arange(length))
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def transformer(quick: bool) -> Case:
+    """A character transformer with AdamW: compute and traffic in the usual proportion."""
+    characters, width, depth, context, batch = (32, 16, 1, 8, 8) if quick else (128, 192, 4, 64, 16)
+    text = torch.randint(characters, (BATCHES * batch, context + 1))
+    return Case(
+        name="transformer",
+        model=_Transformer(characters, width, depth, context),
+        data=(text[:, :-1].contiguous(), text[:, 1:].contiguous()),
+        loss=_token_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        batch=batch,
+        warm_up=2 if quick else 5,
+        steps=6 if quick else 24,
+    )
+
+
+def mlp(quick: bool) -> Case:
+    """Bound by traffic: 23 million parameters (92 MB of gradients a step) and a small batch."""
+    width, batch = (32, 8) if quick else (2400, 32)
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return Case(
+        name="mlp",
+        model=nn.Sequential(*layers, nn.Linear(width, 10)),
+        data=(torch.randn(BATCHES * batch, width), torch.randint(10, (BATCHES * batch,))),
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        batch=batch,
+        warm_up=2 if quick else 4,
+        steps=6 if quick else 12,
+    )
+
+
+def short(quick: bool) -> Case:
+    """Steps of about 20 ms on two workers: here whatever the driver and its progress cost would show."""
+    width, batch = (32, 8) if quick else (768, 192)
+    return Case(
+        name="short",
+        model=nn.Sequential(
+            nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10)
+        ),
+        data=(torch.randn(BATCHES * batch, width), torch.randint(10, (BATCHES * batch,))),
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        batch=batch,
+        warm_up=2 if quick else 20,
+        steps=6 if quick else 200,
+    )
+
+
+CASES: dict[str, Callable[[bool], Case]] = {"conv": conv, "transformer": transformer, "mlp": mlp}
+
+
+def make(name: str, quick: bool) -> Case:
+    torch.manual_seed(0)
+    return short(quick) if name == "short" else CASES[name](quick)

@@ -1,0 +1,146 @@
+"""The examples do what their first lines promise, through the real thing: forked workers, run folders, the command."""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sklearn.datasets  # noqa: F401  (here, because it sets environment variables once, when it is loaded)
+import torch
+from torch import nn
+
+import command
+import shoal
+from shoal.load import load_job
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def characters(job: shoal.Job) -> int:
+    """How many characters the model of text.py tells apart."""
+    assert not isinstance(job.model, nn.Module)
+    return len(job.model().get_parameter("embed.weight"))
+
+
+def example(name: str) -> shoal.Job:
+    return load_job(str(EXAMPLES / name))
+
+
+# -- digits ---------------------------------------------------------------------------------------------------------
+
+
+def test_digits_reaches_its_target_before_its_last_step() -> None:
+    job = example("digits.py")
+    report = shoal.train(job, workers=2, quiet=True)
+    assert report.value["target"]["reached"]
+    assert report.metrics["accuracy"] >= 0.97
+    assert report.steps < 12 * 23  # 12 passes over 1,437 samples in batches of 64
+
+
+def test_digits_never_trains_on_what_it_is_tested_on() -> None:
+    job = example("digits.py")
+    (images, labels), (held_out, targets) = job.data, job.evaluate
+    assert (len(images), len(labels), len(held_out), len(targets)) == (1437, 1437, 360, 360)
+    trained = {image.numpy().tobytes() for image in images}
+    assert not any(image.numpy().tobytes() in trained for image in held_out)
+
+
+def test_digits_gives_the_same_weights_on_one_and_two_workers() -> None:
+    job = example("digits.py").changed(steps=5)
+    one, two = (shoal.train(job, workers=workers, quiet=True) for workers in (1, 2))
+    assert one.weights_sha256 == two.weights_sha256
+    assert one.metrics == two.metrics
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STEPS": 24, "BATCH": 16, "CONTEXT": 32, "WIDTH": 32, "DEPTH": 2, "HEADS": 2}.items():
+        monkeypatch.setenv(f"SHOAL_{name}", str(value))
+    monkeypatch.delenv("SHOAL_DATA", raising=False)
+
+
+@pytest.mark.usefixtures("small_text")
+def test_text_learns_and_gives_the_same_weights_on_one_and_two_workers() -> None:
+    job = example("text.py")
+    one, two = (shoal.train(job, workers=workers, quiet=True) for workers in (1, 2))
+    assert one.weights_sha256 == two.weights_sha256
+    assert two.metrics["loss"] < 0.9 * math.log(characters(job))  # what guessing costs
+
+
+@pytest.mark.usefixtures("small_text")
+def test_text_ties_its_head_to_its_embedding() -> None:
+    job = example("text.py").changed(steps=2)
+    model = shoal.train(job, workers=2, quiet=True).model()
+    assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
+
+
+@pytest.mark.usefixtures("small_text")
+def test_text_reads_the_text_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "b.txt").write_text("the shoal turns as one\n" * 60)
+    (folder / "a.txt").write_text("0123456789" * 30)
+    (folder / "c.md").write_text("~" * 1000)  # not a text file
+    monkeypatch.setenv("SHOAL_DATA", str(folder))
+    job = example("text.py").changed(steps=3)
+    letters = sorted(set("the shoal turns as one\n0123456789"))
+    assert characters(job) == len(letters)
+    first, _ = job.data[0]
+    assert "".join(letters[number] for number in first) == ("0123456789" * 4)[:32]  # a.txt comes first
+    report = shoal.train(job, workers=2, quiet=True)
+    assert report.steps == 3
+    assert report.metrics["loss"] > 0
+
+
+@pytest.mark.usefixtures("small_text")
+def test_text_says_how_much_text_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "little.txt").write_text("a fish")
+    monkeypatch.setenv("SHOAL_DATA", str(tmp_path))
+    with pytest.raises(shoal.InputError, match="1 files with 6 characters; at least 660 are needed"):
+        example("text.py")
+
+
+def test_text_warms_up_and_then_falls_to_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_STEPS", "100")
+    job = example("text.py")
+    assert job.scheduler is not None
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = job.scheduler(optimizer)
+    rates = []
+    for _ in range(101):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9]
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
+
+
+# -- a loop of one's own --------------------------------------------------------------------------------------------
+
+
+def final_loss(text: str) -> float:
+    (found,) = re.findall(r"final loss (\S+)", text)
+    return float(found)
+
+
+def test_own_loop_prints_the_same_loss_alone_and_on_two_workers() -> None:
+    script = EXAMPLES / "own_loop.py"
+    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert final_loss(alone.stdout) < 0.2
+    together = command.shoal("run", script, "--workers", "2", "--plain")
+    assert together.code == 0, together.err
+    assert final_loss(together.out + together.err) == final_loss(alone.stdout)
+
+
+def test_own_loop_is_an_ordinary_loop_with_five_marked_lines() -> None:
+    lines = (EXAMPLES / "own_loop.py").read_text().splitlines()
+    marked = [line for line in lines if "◄" in line]
+    assert len(marked) == 5
+    assert all(("shoal" in line or "run." in line) for line in marked)
