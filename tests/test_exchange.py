@@ -1,0 +1,137 @@
+"""Partial sums reach everybody by shared memory or by wire, with the bits of one process."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.collectives.group import Group
+from shoal.collectives.shared import open_segments
+from shoal.partition.lanes import deal, fold, subtrees
+from shoal.strategies.buckets import pack
+from shoal.strategies.exchange import Exchange, Shared, Wire, add_up
+from shoal.testing import ranks
+
+LANES = 5
+SHAPES = [(30, 50), (1000,), (2, 3, 4, 4), (7,)]
+DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.int64]
+
+
+def lane_values(lane: int, step: int) -> list[Tensor | None]:
+    """Different in every lane and step; the second tensor is absent in lane 2, the last comes from lane 0 alone."""
+    generator = torch.Generator().manual_seed(100 * step + lane)
+    values: list[Tensor | None] = []
+    for shape, dtype in zip(SHAPES, DTYPES, strict=True):
+        numbers = torch.randn(shape, generator=generator) * 10 ** (lane - 2)
+        values.append((numbers * 1000).to(dtype) if dtype == torch.int64 else numbers.to(dtype))
+    if lane == 2:
+        values[1] = None
+    if lane > 0:
+        values[3] = None
+    return values
+
+
+def added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+    return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
+
+
+def expected(step: int) -> list[Tensor | None]:
+    total = fold(LANES, {(lane, lane + 1): lane_values(lane, step) for lane in range(LANES)}, added)
+    assert total is not None
+    return total
+
+
+def merged(group: Group, kind: str, steps: int) -> list[list[Any]]:
+    like = [
+        (index, torch.zeros(shape, dtype=dtype))
+        for index, (shape, dtype) in enumerate(zip(SHAPES, DTYPES, strict=True))
+    ]
+    buckets = pack(like, bucket_bytes=2048)
+    exchange: Exchange = {"shared": Shared, "wire": Wire}[kind](group, LANES, buckets, len(SHAPES))
+    found = []
+    for step in range(steps):
+        # Lanes are dealt anew half way, so that a worker hands on another number of partial sums.
+        shares = [1.0] * group.size if step < steps // 2 else [3.0] + [1.0] * (group.size - 1)
+        spans = deal(LANES, shares)
+        parts = {}
+        for span in subtrees(LANES, spans[group.rank]):
+            lanes = {(lane, lane + 1): lane_values(lane, step) for lane in range(*span)}
+            offset = {(a - span[0], b - span[0]): value for (a, b), value in lanes.items()}
+            parts[span] = fold(span[1] - span[0], offset, added) or []
+        exchange.offer(parts, spans)
+        present = [any(values[index] is not None for values in parts.values()) for index in range(len(SHAPES))]
+        rows = group.gather(torch.tensor(present))
+        values = exchange.take(rows.tolist())
+        found.append([None if value is None else value.clone() for value in values])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["shared", "wire"])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_same_bits_as_one_process(kind: str, workers: int) -> None:
+    steps = 6
+    for rank, found in enumerate(ranks(workers, lambda group: merged(group, kind, steps))):
+        for step in range(steps):
+            for index, (got, want) in enumerate(zip(found[step], expected(step), strict=True)):
+                assert want is not None
+                assert torch.equal(got, want), f"worker {rank}, step {step}, tensor {index}"
+
+
+def test_another_order_of_adding_gives_other_bits() -> None:
+    """The values above are such that the order matters: otherwise the test before would show nothing."""
+    total = lane_values(0, 0)
+    for lane in range(1, LANES):
+        total = added(total, lane_values(lane, 0))
+    first, want = total[0], expected(0)[0]
+    assert first is not None
+    assert want is not None
+    assert not torch.equal(first, want)
+
+
+def test_a_sum_in_pieces_is_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: dict[tuple[int, int], Tensor | None] = {(lane, lane + 1): torch.randn(999) for lane in range(3)}
+    whole, pieces = torch.empty(999), torch.empty(999)
+    add_up(3, parts, whole)
+    monkeypatch.setattr("shoal.strategies.exchange.CHUNK_BYTES", 64)
+    add_up(3, parts, pieces)
+    assert torch.equal(whole, pieces)
+    parts[1, 2] = None
+    add_up(3, parts, pieces)
+    assert parts[0, 1] is not None
+    assert torch.equal(pieces, parts[0, 1] + parts[2, 3])
+
+
+def shared_bytes(group: Group) -> list[int]:
+    segments = open_segments(group, 128)
+    assert segments is not None
+    assert all(segment.data_ptr() % 64 == 0 for segment in segments)
+    segments[group.rank].fill_(group.rank + 1)
+    group.gather(torch.zeros(1))
+    return [int(segment[100]) for segment in segments] + [len(list(Path("/dev/shm").iterdir()))]
+
+
+def test_everyone_reads_everyones_segment_and_no_file_is_made() -> None:
+    files = len(list(Path("/dev/shm").iterdir()))
+    assert ranks(3, shared_bytes) == [[1, 2, 3, files]] * 3
+
+
+class Elsewhere:
+    """A group whose second member claims a process id that is somebody else's, as on another host."""
+
+    rank, size = 0, 2
+
+    def gather(self, row: Tensor) -> Tensor:
+        other = row.clone()
+        if len(row) > 1:
+            other[1] = os.getpid()
+            other[3:] = 7  # not the token that lies there
+        else:
+            other[0] = 0
+        return torch.stack([row, other])
+
+
+def test_a_segment_that_is_not_the_peers_own_is_refused() -> None:
+    assert open_segments(Elsewhere(), 64) is None  # type: ignore[arg-type]
