@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 import shoal
 from cases import Case
-from shoal.launch import Options, train_with
+from shoal.driver import Options
+from shoal.launch import train_with
 from shoal.seat import Settings
 
 

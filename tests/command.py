@@ -30,24 +30,28 @@ from torch import nn
 generator = torch.Generator().manual_seed(1)
 x = torch.randn(160, 8, generator=generator)
 labels = torch.randint(3, (160,), generator=generator)
-rank = os.environ.get("RANK")
 
 
 def loss(output, target):
     label, number = target.unbind(1)
     step, lane = int(number[0]) // 16, int(number[0]) % 16 // 4
+    rank = os.environ.get("RANK")
     value = F.cross_entropy(output, label)
     {loss}
     return value
 
 
-job = shoal.Job(
+usual = dict(
     model=lambda: nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)),
     data=(x, torch.stack([labels, torch.arange(160)], 1)),
     loss=loss,
     optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
-    **(dict(batch=16, steps=8, lanes=4, shuffle=False) | dict({fields})),
+    batch=16,
+    steps=8,
+    lanes=4,
+    shuffle=False,
 )
+job = shoal.Job(**usual | dict({fields}))
 """
 
 
@@ -110,7 +114,12 @@ class Running:
     def __init__(self, *arguments: str | Path, **more: Any) -> None:
         # A session of its own, so that a signal to its group is a Ctrl-C in its terminal.
         self.process = subprocess.Popen(
-            command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **more
+            command(*arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            **more,
         )
         self.seen = ""
 

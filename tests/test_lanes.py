@@ -172,13 +172,13 @@ def test_a_cut_has_every_position_once_and_no_empty_piece(
     [
         (4, [1], "0-4"),
         (4, [1, 1], "0-2 2-4"),
-        (4, [1, 1, 1], "0-2 2-3 3-4"),  # one of the two ways to deal 2,1,1 leaves 3 partial sums, not 4
+        (4, [1, 1, 1], "0-1 1-2 2-4"),  # not 0-1 1-3 3-4, which would hand on 4 partial sums instead of 3
         (4, [1, 1, 1, 1], "0-1 1-2 2-3 3-4"),
         (8, [1, 1, 1], "0-2 2-5 5-8"),
         (8, [3, 1], "0-6 6-8"),
         (8, [1, 3], "0-2 2-8"),
         (4, [3, 1], "0-3 3-4"),
-        (6, [1, 1, 1, 1], "0-2 2-4 4-5 5-6"),
+        (6, [1, 1, 1, 1], "0-1 1-2 2-4 4-6"),
         (4, [100, 1, 1], "0-2 2-3 3-4"),  # each has at least one
         (6, [2, 1], "0-4 4-6"),
     ],
@@ -307,7 +307,8 @@ def test_passes_and_seeds_have_orders_of_their_own() -> None:
 
 def test_the_order_of_a_seed_never_changes() -> None:
     """Part of the arithmetic: another order would be another job."""
-    assert list(shuffled(10, 0)(0)) == [3, 9, 8, 2, 5, 7, 0, 1, 6, 4]
+    assert list(shuffled(10, 0)(0)) == [5, 4, 0, 6, 7, 1, 9, 2, 8, 3]
+    assert list(shuffled(10, 7)(3)) == [7, 0, 5, 2, 8, 3, 9, 4, 6, 1]
 
 
 def test_without_shuffling_the_order_is_the_data_s_own() -> None:

@@ -285,7 +285,7 @@ def test_list_of_runs_reads_reports_and_events(three_runs: Path) -> None:
 
 def test_run_that_was_taken_up_again_is_unfinished_in_spite_of_its_old_report(three_runs: Path) -> None:
     with find_run("7f3a", three_runs) as folder:
-        folder.append_event(started(4, time=200.0, resumed_from=40))
+        folder.append_event(started(4, time=200.0))
         folder.append_event(steps(0, 50, FIRST, time=201.0, loss=0.9))
     line = next(line for line in list_runs(three_runs) if line.id == "7f3a")
     assert (line.outcome, line.workers, line.steps, line.loss) == ("unfinished", 4, 50, 0.9)

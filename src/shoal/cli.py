@@ -19,15 +19,17 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
+from shoal.driver import Options
 from shoal.errors import InputError, ShoalError
 from shoal.exact.kernels import ISA_IN_FORCE
 from shoal.job import Job
-from shoal.launch import Interrupted, Options, RunFailed, isa_environment, open_job, plan_for, run_with, train_with
+from shoal.launch import isa_environment, open_job, plan_for, run_with, train_with
 from shoal.load import load_job
 from shoal.plan.placement import read_plan
 from shoal.report.folder import find_run, list_runs
 from shoal.report.summary import closing, runs_table
 from shoal.seat import Settings
+from shoal.verdict import Interrupted, RunFailed
 from shoal.verify import PLAIN_TOLERANCE, Row, against_plain, check_workers, placements, verify
 
 HELP = """\

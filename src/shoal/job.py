@@ -57,6 +57,7 @@ class Job:
     evaluate_every: int | None = None  # steps; once per pass over the data
     checkpoint_every: int | None = None  # steps; once per pass over the data
     name: str = "job"
+    _lanes_given: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         loader_batch = getattr(self.data, "batch_size", None)
@@ -74,6 +75,7 @@ class Job:
         if (self.steps is None) == (self.epochs is None):
             given = "neither" if self.steps is None else "both"
             raise JobError(f"a job has steps or epochs; this one has {given}", fix="steps=1000, or epochs=10")
+        object.__setattr__(self, "_lanes_given", self.lanes is not None)
         if self.lanes is None:
             object.__setattr__(self, "lanes", _default_lanes(self.batch))
         self._check_cut()
@@ -161,7 +163,7 @@ class Job:
 
     def resolved(self) -> dict[str, Any]:
         """Every field as a reader would want to see it."""
-        return {item.name: readable(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        return {item.name: readable(getattr(self, item.name)) for item in dataclasses.fields(self) if item.init}
 
     def changed(self, **changes: Any) -> "Job":
         # A length given anew replaces the old one, whichever of the two it was.
@@ -170,7 +172,7 @@ class Job:
         elif "epochs" in changes and "steps" not in changes:
             changes["steps"] = None
         # Lanes that were only a default follow a new batch.
-        if "batch" in changes and "lanes" not in changes and self.lanes == _default_lanes(self.batch_size):
+        if "lanes" not in changes and not self._lanes_given:
             changes["lanes"] = None
         return dataclasses.replace(self, **changes)
 

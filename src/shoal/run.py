@@ -23,6 +23,7 @@ from shoal.evaluation import evaluate
 from shoal.exact import kernels
 from shoal.exact.digest import combine, digests
 from shoal.exact.norm import clip
+from shoal.exact.seeds import LOOP, seed_everything
 from shoal.feed import Source, open_source
 from shoal.journal import Journal
 from shoal.keeper import Keeper, Live
@@ -36,6 +37,7 @@ from shoal.strategies.data import Closure, DataParallel, Outcome, Work
 from shoal.strategies.replica import Replica
 
 SAVE_SECONDS = 10.0  # between checkpoints that nobody asked for
+STOP, SAVE = 1, 2  # what a worker can ask of all
 REDEAL_STEPS = 10  # how many steps are watched before lanes are dealt anew
 
 
@@ -168,10 +170,12 @@ class Run:
             batch=self.schedule.batch,
             fetch=lambda indices: self.source.fetch(indices, batch.epoch),
         )
-        outcome = self.strategy.backward(work, closure, ask=int(self.seat.wire.asked_to_stop()))
+        outcome = self.strategy.backward(work, closure, ask=self._wishes(batch.step + 1))
         if outcome.not_finite:
             self._not_finite(batch, outcome)
         self._merged = (batch, outcome)
+        # What the loop draws from here on (noise on gradients, a coin) is the same on every worker.
+        seed_everything(self.replica.seed, LOOP, batch.step)
         self._journal.merged(outcome)
         return outcome.loss
 
@@ -225,20 +229,34 @@ class Run:
             self._stop_if_asked(outcome)
         if self.plan.shares == "auto":
             self._watch(outcome.compute)
-        if self._save_due():
+        if any(ask & SAVE for ask in outcome.asked):
+            self._agree_on_weights()
             self.save()
 
-    def _save_due(self) -> bool:
+    def _wishes(self, step: int) -> int:
+        """What this worker asks of all for the end of this step. It travels with the step, so all act on it alike."""
+        wishes = STOP if self.seat.wire.asked_to_stop() else 0
+        if self.leader and self._save_due(step):
+            wishes |= SAVE
+        return wishes
+
+    def _save_due(self, step: int) -> bool:
         """As often as asked; unasked once per pass, but not again within seconds: a short pass would drown in files."""
+        if self._keeper is None:
+            return False
         if self._every is not None:
-            return self.step % self._every == 0
+            return step % self._every == 0
         rested = time.monotonic() - self._saved_at >= SAVE_SECONDS
-        return self.step % self.schedule.steps_per_epoch == 0 and rested
+        return step % self.schedule.steps_per_epoch == 0 and rested
+
+    def _agree_on_weights(self) -> dict[str, str]:
+        tensors = digests(self.named_tensors())
+        agree_on_weights(self.group, tensors, self.step)
+        return tensors
 
     def _stop_if_asked(self, outcome: Outcome) -> None:
-        """Any worker's wish to stop came to all of them with the step, so all stop after the same one."""
         after = self.seat.settings.stop_after
-        if any(outcome.asked):
+        if any(ask & STOP for ask in outcome.asked):
             self.stopped, self.resumable = "asked to stop", True
         elif after is not None and self.step >= after:
             self.stopped, self.resumable = f"stop after step {after}", True
@@ -319,8 +337,7 @@ class Run:
         if self._merged is not None:  # the loop was left after its last update
             self._commit()
         self._tell()
-        tensors = digests(self.named_tensors())
-        agree_on_weights(self.group, tensors, self.step)
+        tensors = self._agree_on_weights()
         self.save()
         if self._keeper is not None:
             self._keeper.export()

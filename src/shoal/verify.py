@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.driver import Options
 from shoal.errors import InputError, Stopped
 from shoal.exact import kernels
 from shoal.exact.kernels import map_tensors
 from shoal.job import Job
-from shoal.launch import Options, open_job, train_opened
+from shoal.launch import open_job, train_opened
 from shoal.recovery.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.seat import Settings

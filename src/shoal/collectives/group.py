@@ -164,8 +164,8 @@ class _Direct:
                     self.received[span] = torch.empty(mine[1] - mine[0], dtype=first.dtype)
                     self.work.append(dist.irecv(self.received[span], other, tag=base + tag))
             if stop > start:
-                for tag, part in enumerate(parts.values()):
-                    self.work.append(dist.isend(part[start:stop], other, tag=base + tag))
+                for tag, span in enumerate(subtrees(lanes, deal[group.rank])):
+                    self.work.append(dist.isend(parts[span][start:stop], other, tag=base + tag))
 
     def wait(self) -> Tensor:
         with _peers(self.group.rank, "merge"):

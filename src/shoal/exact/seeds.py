@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 T = TypeVar("T")
 
 # What a stream is drawn for. Part of the arithmetic: changing a number changes every hash.
-ORDER, INITIAL, DROPOUT, SAMPLE, MODULE_LOAD = range(5)
+ORDER, INITIAL, DROPOUT, SAMPLE, MODULE_LOAD, LOOP = range(6)
 
 
 def derive(*path: int) -> int:

@@ -64,7 +64,7 @@ def report(
         "deals": [{"step": d.step, "deal": [list(lanes) for lanes in d.deal], "reason": d.reason} for d in tally.deals],
         "skipped_steps": [{"step": each.step, "where": [list(at) for at in each.where]} for each in tally.skipped],
         "failure": _failure(tally, failure) if outcome == "failed" else None,
-        "resumed_from": started.resumed_from if started else None,
+        "resumed_from": tally.resumed.step if tally.resumed else None,
         "fingerprint": next((worker.fingerprint for worker in tally.ranks if worker.fingerprint), None),
         "folder": folder,
         "files": ["report.json", *(name for name in files if name != "report.json")] if folder else list(files),

@@ -23,7 +23,6 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     exact: bool
     steps: int | None
     steps_per_epoch: int | None
-    resumed_from: int | None = None
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True, tag="worker-started"):

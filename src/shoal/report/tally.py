@@ -137,7 +137,6 @@ class Tally:
         match event:
             case RunStarted():
                 self.started = event
-                self.step = max(self.step, event.resumed_from or 0)
             case WorkerStarted():
                 worker = self._worker(event.rank)
                 worker.host, worker.pid, worker.fingerprint = event.host, event.pid, event.fingerprint

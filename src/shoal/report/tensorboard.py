@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import InputError
 from shoal.report.account import PARTS
-from shoal.report.events import AnyEvent, Evaluated, RunStarted, Steps
+from shoal.report.events import AnyEvent, Evaluated, Resumed, Steps
 from shoal.report.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class TensorBoard:
             return
         try:
             match event:
-                case RunStarted(resumed_from=step) if self._writer is None:
-                    self._open(purge_step=None if step is None else step + 1)
+                case Resumed(step=step) if self._writer is None:
+                    self._open(purge_step=step + 1)
                 case Steps(rank=0):
                     self._add_steps(event)
                 case Evaluated():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import JobError
 from shoal.exact.kernels import is_aligned
 from shoal.exact.seeds import DROPOUT, seed_torch
 from shoal.partition.blocks import Blocks
@@ -66,6 +67,8 @@ class Replica:
                     gradient = more
                 elif more is not None:
                     gradient.add_(more)
+            if gradient is not None and gradient.is_sparse:
+                raise JobError(f"{name} has a sparse gradient, which lanes cannot merge", fix="sparse=False")
             taken.append(gradient)
         return taken
 

@@ -1,0 +1,105 @@
+"""How a run ended: done, stopped or failed; the first cause of a failure; and the error that says so. Pure."""
+
+from typing import Any
+
+from shoal.errors import MismatchError, ShoalError, Stopped, WorkerError
+from shoal.report.account import exit_text
+from shoal.report.events import Failed, WorkerExited
+from shoal.report.tally import Tally
+
+SELF_EXPLAINING = ("CheckpointError", "JobError", "MismatchError", "NonFiniteError")  # their message names the place
+
+
+class RunFailed(WorkerError):
+    def __init__(self, message: str, *, report: dict[str, Any], **more: Any) -> None:
+        super().__init__(message, **more)
+        self.report = report
+
+
+class Interrupted(Stopped):
+    def __init__(self, message: str, *, report: dict[str, Any], **more: Any) -> None:
+        super().__init__(message, **more)
+        self.report = report
+
+
+def outcome(tally: Tally, *, size: int, interrupted: bool) -> str:
+    finished = tally.finished
+    if len(finished) == size and not tally.failures:
+        return "stopped" if any(each.resumable for each in finished.values()) else "done"
+    if interrupted:
+        return "stopped"
+    joined = any(worker.fingerprint for worker in tally.ranks)
+    if not joined and len(tally.exits) == size and all(each.code == 0 for each in tally.exits):
+        return "done"  # a script that never joined
+    return "failed"
+
+
+def cause(tally: Tally) -> Failed | None:
+    """The first cause: an error of somebody's own before a death by signal, and that before a lost peer."""
+    told = sorted(tally.failures, key=lambda failure: (failure.kind == "PeerLost", failure.time))
+    if told and told[0].kind != "PeerLost":
+        return told[0]
+    silent = [leave for leave in tally.exits if leave.code != 0 and all(each.rank != leave.rank for each in told)]
+    if silent:
+        return _silent_death(silent[0], tally.step)
+    return told[0] if told else None
+
+
+def _silent_death(leave: WorkerExited, step: int) -> Failed:
+    return Failed(
+        time=leave.time,
+        rank=leave.rank,
+        kind="WorkerError",
+        message=f"the process was {exit_text(leave.code)}" if leave.code < 0 else exit_text(leave.code),
+        # Steps are told of a few times a second, so the one it died in is not known.
+        where=[f"last heard of after step {step}"] if step else [],
+    )
+
+
+def error(tally: Tally, ended: str, report: dict[str, Any]) -> ShoalError | None:
+    """What to raise at the end of a run; None for a good end."""
+    if ended == "done":
+        return _unequal(tally) or _unsaved(tally, report)
+    saved = _saved_steps(tally)
+    at = f"checkpoint: step {max(saved)}" if saved else "no checkpoint was written"
+    if ended == "stopped":
+        return Interrupted(
+            f"stopped after step {tally.step}: {report['stopped'] or 'interrupted'}",
+            where=at,
+            fix=f"go on with --resume {report['folder']}" if saved else None,
+            report=report,
+        )
+    failure = cause(tally)
+    if failure is None:
+        return RunFailed("the run ended before it was done", where=at, report=report)
+    message, where = failure.message, list(failure.where)
+    if failure.kind not in SELF_EXPLAINING:
+        place = [f"worker {failure.rank}"]
+        place += [] if failure.step is None else [f"step {failure.step}"]
+        place += [] if failure.lane is None else [f"lane {failure.lane}"]
+        message = f"{', '.join(place)}: {message}"
+    if failure.kind not in SELF_EXPLAINING or failure.kind == "NonFiniteError":
+        where += [at, f"log: {report['folder']}/worker-{failure.rank}.log"]
+    found = RunFailed(message, where=where, fix=failure.fix, report=report)
+    found.exit_code = failure.exit_code
+    return found
+
+
+def _unequal(tally: Tally) -> ShoalError | None:
+    hashes = {each.weights_sha256 for each in tally.finished.values()}
+    if len(hashes) < 2:
+        return None
+    return MismatchError(f"workers ended with different weights: {', '.join(sorted(hashes))}")
+
+
+def _unsaved(tally: Tally, report: dict[str, Any]) -> ShoalError | None:
+    """Whoever goes on with the weights after a good end must find them."""
+    lost = [event.reason for event in tally.save_failed if event.step == tally.step]
+    if not lost or tally.step in _saved_steps(tally):
+        return None
+    reason, *where = (line.strip() for line in lost[0].split("\n"))
+    return RunFailed(f"trained to step {tally.step}, but not saved: {reason}", where=where, report=report)
+
+
+def _saved_steps(tally: Tally) -> list[int]:
+    return [event.step for event in (*tally.saved, tally.resumed) if event is not None]

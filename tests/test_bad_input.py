@@ -1,0 +1,524 @@
+"""Mistakes a user makes: one plain message with both sides and what to change, and nothing lost or left behind."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+import shoal
+from command import Caller, Result, checkpoint_sha256, events, newest, write_job
+from shoal.errors import JobError
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a job file may import its neighbours
+    return Caller(capsys)
+
+
+def assert_plain(result: Result, *texts: str, code: int = 2) -> None:
+    assert result.code == code, result.err
+    assert "Traceback" not in result.out + result.err
+    assert [line.startswith("error: ") for line in result.err.splitlines()].count(True) == 1, result.err
+    for text in texts:
+        assert text in result.err
+
+
+# -- refused before anything begins -----------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[list[str], list[str]]] = {
+    "missing file": (["jop.py"], ["no file jop.py", "did you mean job.py?"]),
+    "missing file, nothing near": (["elsewhere/x.py"], ["no file elsewhere/x.py", "shoal train path/to/file.py"]),
+    "no file at all": ([], ["a file is missing", "shoal train digits.py"]),
+    "wrong name in it": (["job.py:jop"], ["job.py has no job named 'jop'; it has job", "fix: job.py:job"]),
+    "uneven cut": (
+        ["job.py", "--set", "batch=18", "--set", "lanes=4"],
+        ["a batch of 18 cannot be cut into 4 lanes", "batch=16 or 20, or lanes=1 or 2 or 3 or 6"],
+    ),
+    "uneven cut, with microbatches": (
+        ["job.py", "--set", "microbatches=3"],
+        ["a batch of 16 cannot be cut into 4 lanes of 3 microbatches (12 pieces)", "batch=12 or 24"],
+    ),
+    "more workers than lanes": (["job.py", "--workers", "5"], ["5 workers but 4 lanes", "--workers 4, or lanes=8"]),
+    "no workers": (["job.py", "--workers", "0"], ["0 workers: at least 1", "--workers 1"]),
+    "workers in words": (["job.py", "--workers", "two"], ["--workers", "'two'", "shoal train --help"]),
+    "data smaller than a batch": (
+        ["job.py", "--set", "batch=512"],
+        ["the data has 160 samples, fewer than one batch of 512", "a smaller batch"],
+    ),
+    "steps and epochs": (
+        ["job.py", "--set", "steps=3", "--set", "epochs=1"],
+        ["steps or epochs; this one has both", "steps=1000, or epochs=10"],
+    ),
+    "neither steps nor epochs": (["job.py", "--set", "steps=none"], ["steps or epochs; this one has neither"]),
+    "unknown metric": (
+        ["job.py", "--set", "target=recall >= 0.9"],
+        ["target 'recall >= 0.9' names the metric 'recall', but the job measures loss"],
+    ),
+    "target that is no target": (
+        ["job.py", "--set", "target=good"],
+        ["'good' is not understood", 'target="accuracy >= 0.97"'],
+    ),
+    "target without held-out data": (
+        ["job.py", "--set", "target=loss <= 1"],
+        ["target 'loss <= 1' without evaluate", "evaluate=held_out_data"],
+    ),
+    "unknown option": (["job.py", "--wrokers", "2"], ["unknown option --wrokers", "did you mean --workers?"]),
+    "unknown option, nothing near": (["job.py", "--zzz"], ["unknown option --zzz", "shoal train --help"]),
+    "an argument too many": (["job.py", "other.py"], ["unknown argument other.py"]),
+    "unknown setting": (["job.py", "--set", "stepz=5"], ["--set stepz", "did you mean --set steps=5?"]),
+    "a setting that is no name": (["job.py", "--set", "model=x"], ["--set model", "one of batch, steps"]),
+    "bad value": (["job.py", "--set", "steps=many"], ["--set steps=many", "'many' is not a whole number"]),
+    "bad switch": (["job.py", "--set", "shuffle=2"], ["--set shuffle=2", "true or false"]),
+    "no value": (["job.py", "--set", "steps"], ["--set steps: a name and a value", "--set steps=50"]),
+    "value out of range": (["job.py", "--set", "steps=0"], ["steps=0 must be a whole number from 1 up"]),
+    "unknown precision": (["job.py", "--set", "precision=fp8"], ["precision='fp8'", "one of 'fp32'"]),
+    "shares in words": (["job.py", "--workers", "2", "--shares", "big,small"], ["'big,small' are not numbers", "3,1"]),
+    "shares of others": (
+        ["job.py", "--workers", "2", "--shares", "1,2,1"],
+        ["3 shares for 2 workers", "--workers 3"],
+    ),
+    "shares of nothing": (["job.py", "--workers", "2", "--shares", "1,0"], ["'1,0': each must be above 0"]),
+    "stop before the first step": (["job.py", "--stop-after", "0"], ["--stop-after 0: a number from 1 up"]),
+    "no time at all": (["job.py", "--timeout", "0"], ["--timeout 0.0: seconds above 0"]),
+    "a missing plan": (["job.py", "--plan", "no.json"], ["plan no.json cannot be read: No such file"]),
+    "a plan that is not JSON": (["job.py", "--plan", "job.py"], ["job.py is not JSON"]),
+    "a plan that is something else": (["job.py", "--plan", "other.json"], ["other.json is not a plan", "answer"]),
+    "a plan of other lanes": (["job.py", "--plan", "eight.json"], ["the plan has 8 lanes, the job 4"]),
+    "a plan of other workers": (
+        ["job.py", "--plan", "good.json", "--workers", "3"],
+        ["--workers 3, but the plan has 2", "leave --workers out"],
+    ),
+    "a plan with a hole": (["job.py", "--plan", "hole.json"], ["lanes 3 to 4 to worker 1; they must begin at 2"]),
+    "nothing to resume": (["job.py", "--resume"], ["no runs in runs", "shoal train FILE starts one"]),
+    "no such run": (["job.py", "--resume", "ab12"], ["no run 'ab12'", "no runs in runs"]),
+    "a folder without a run": (["job.py", "--resume", "--run-dir", "."], ["holds no run", "shoal runs"]),
+    "a folder below a file": (
+        ["job.py", "--run-dir", "job.py/below"],
+        ["cannot write to job.py/below: Not a directory", "--run-dir DIR"],
+    ),
+    "arguments for a script": (["job.py", "--", "--lr", "1"], ["after --", "train runs none"]),
+}
+
+
+def write_plans(folder: Path) -> None:
+    good = {"workers": 2, "lanes": 4, "deal": [[0, 2], [2, 4]]}
+    plans = {
+        "good": good,
+        "eight": good | {"lanes": 8, "deal": [[0, 4], [4, 8]]},
+        "hole": good | {"deal": [[0, 2], [3, 4]]},
+        "other": {"answer": 42},
+    }
+    for name, value in plans.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_begins(name: str, call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path)
+    write_plans(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    arguments, texts = REFUSED[name]
+    assert_plain(call("train", *arguments), *texts)
+    assert [path for path in sorted(tmp_path.iterdir()) if path.name != "__pycache__"] == before
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ("import shoal\njob = shoal.Job(\n", ["job.py is not valid Python", "job.py:2  job = shoal.Job("]),
+        ("def f():\n    return 1 / 0\nf()\n", ["ZeroDivisionError: division by zero", "job.py:2  return 1 / 0"]),
+        ("import no_such_module\n", ["ModuleNotFoundError", "no_such_module", "job.py:1  import no_such_module"]),
+        ("a = 1\n", ["job.py has no shoal.Job", "job = shoal.Job(model=…"]),
+        ("import sys\nsys.exit('gone')\n", ["job.py could not be loaded", "job.py:2  sys.exit('gone')"]),
+    ],
+)
+def test_a_file_that_cannot_be_loaded(content: str, texts: list[str], call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(content)
+    assert_plain(call("train", "job.py"), *texts)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_that_is_refused_names_its_line(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path, fields="lanes=3")
+    result = call("train", "job.py")
+    assert_plain(result, "a batch of 16 cannot be cut into 3 lanes", "job.py:", "job = shoal.Job(")
+
+
+def test_several_jobs_and_none_named(call: Caller, tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    path.write_text(path.read_text().replace("job = ", "small = ") + "large = small\n")
+    assert_plain(call("train", "job.py"), "job.py has several jobs: small, large", "job.py:small")
+    assert call("train", "job.py:large", "--dry-run").code == 0
+
+
+def test_unknown_command_gets_the_nearest(call: Caller) -> None:
+    assert_plain(call("trian", "job.py"), "trian", "did you mean train?")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (["run", "missing.py"], ["no script missing.py"]),
+        (["run", "job.py", "--workers", "0"], ["0 workers: at least 1", "--workers 1"]),
+        (["verify", "missing.py"], ["no file missing.py"]),
+        (["verify", "job.py", "--workers", "1,x"], ["--workers 1,x: numbers are needed", "--workers 1,2,4"]),
+        (["verify", "job.py", "--workers", "0"], ["--workers 0: at least 1 worker"]),
+        (["verify", "job.py", "--workers", "1,5"], ["5 workers but 4 lanes"]),
+        (["verify", "job.py", "--steps", "0"], ["--steps 0: at least 1"]),
+        (["verify", "job.py", "--shares", "1,x"], ["'1,x' are not numbers"]),
+        (["verify", "job.py", "--against", "fancy"], ["--against", "fancy", "plain"]),
+        (["report"], ["no runs in runs"]),
+        (["report", "ab12"], ["no run 'ab12'"]),
+    ],
+)
+def test_other_commands_refuse_as_plainly(arguments: list[str], texts: list[str], call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path)
+    assert_plain(call(*arguments), *texts)
+    assert not (tmp_path / "runs").exists()
+
+
+# -- data that has no exact order -------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.zeros(4, 2))
+
+
+class Rows(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(2)
+
+
+def sharded_loader() -> DataLoader[Tensor]:
+    return DataLoader(Rows(), batch_size=4, sampler=DistributedSampler(Rows(), num_replicas=2, rank=0))
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (Stream(), "an IterableDataset has no sample numbers"),
+        (DataLoader(Stream(), batch_size=4), "a DataLoader over an IterableDataset"),
+        (sharded_loader(), "a DataLoader with a DistributedSampler is already cut"),
+        (42, "int is none of the forms that data can have"),
+        ((torch.zeros(3), torch.zeros(4)), "tensors of different lengths: 3, 4"),
+    ],
+)
+def test_data_that_cannot_be_ordered(data: object, text: str, tmp_path: Path) -> None:
+    job = shoal.Job(
+        model=lambda: nn.Linear(2, 1),
+        data=data,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=4,
+        steps=1,
+    )
+    with pytest.raises(JobError) as caught:
+        shoal.train(job, quiet=True)
+    assert text in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_tensorboard_that_is_not_installed(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    write_job(tmp_path)
+    result = call("train", "job.py", "--tensorboard")
+    assert_plain(result, "tensorboard is not there", "pip install 'shoal[tensorboard]'")
+    assert not (tmp_path / "runs").exists()
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        ("return F.cross_entropy(output, label, reduction='none')", "a tensor of shape (4,)"),
+        ("return value.item()", "float"),
+        ("return None", "NoneType"),
+    ],
+)
+def test_a_loss_that_is_not_a_scalar(loss: str, got: str, call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path, loss=loss)
+    result = call("train", "job.py", "--workers", "2", "--run-dir", "run")
+    assert_plain(result, f"step 0, lane 0: the loss is {got}; it must be a scalar mean, or (sum, count)", "reduction=")
+
+
+NOT_FINITE = "if step == 5 and lane == 2 and os.environ.get('FAULT'):\n    value = value * float('nan')"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loss_that_is_not_finite_changes_nothing(
+    workers: int, call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(tmp_path, loss=NOT_FINITE)
+    undisturbed = call.train("job.py").sha256
+    stopped = call("train", "job.py", "--stop-after", "5", "--json")
+    assert stopped.code == 3
+
+    monkeypatch.setenv("FAULT", "1")
+    result = call("train", "job.py", "--workers", str(workers), "--run-dir", "run", "--checkpoint-every", "1")
+    worker = 0 if workers == 1 else 1
+    assert_plain(
+        result,
+        f"step 5: the loss is not finite (worker {worker} lane 2)",
+        "nothing of step 5 was applied",
+        "checkpoint: step 5",
+        "--nonfinite skip",
+        code=1,
+    )
+    assert newest(Path("run")).snapshot.step == 5
+    assert checkpoint_sha256(Path("run")) == stopped.sha256
+
+    monkeypatch.delenv("FAULT")
+    assert call.train("job.py", "--resume", "run").sha256 == undisturbed
+
+
+def test_a_step_that_is_skipped_is_recorded_and_the_same_on_any_workers(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(tmp_path, loss=NOT_FINITE)
+    undisturbed = call.train("job.py").sha256
+    monkeypatch.setenv("FAULT", "1")
+    found = []
+    for workers in (1, 2):
+        result = call.train("job.py", "--workers", str(workers), "--nonfinite", "skip")
+        assert result.value["steps"] == 8
+        assert result.value["skipped_steps"] == [{"step": 5, "where": [[workers - 1, 2]]}]
+        assert [event["step"] for event in events(Path(result.value["folder"]), "skipped")] == [5]
+        found.append(result.sha256)
+    assert found[0] == found[1] != undisturbed
+
+
+# -- members that do not fit together ---------------------------------------------------------------------------------
+
+UNLIKE = """\
+import os
+import shoal
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+if os.environ["RANK"] == "1":
+    torch.backends.mkldnn.enabled = False
+model = nn.Linear(2, 1)
+loader = DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=4)
+shoal.join(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+print("joined")
+"""
+
+
+def test_a_member_that_computes_other_bits_is_refused_by_name(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "unlike.py").write_text(UNLIKE)
+    result = call("run", "unlike.py", "--workers", "2")
+    assert_plain(
+        result,
+        "worker 1 computes other bits than worker 0",
+        "worker 0 has oneDNN: True; worker 1 has oneDNN: False",
+        "fix: give every worker the same",
+        code=1,
+    )
+    assert "joined" not in result.err
+
+
+# -- folders and checkpoints ------------------------------------------------------------------------------------------
+
+
+def stopped_run(call: Caller, folder: Path, **job: str) -> Path:
+    """A run that stopped after step 4 of 8, with checkpoints of steps 2 and 4."""
+    write_job(folder, **job)
+    result = call("train", "job.py", "--run-dir", "run", "--checkpoint-every", "2", "--stop-after", "4")
+    assert result.code == 3
+    assert result.err.splitlines()[-3:] == [
+        "stopped: stopped after step 4: stop after step 4",
+        "  checkpoint: step 4",
+        "  fix: go on with --resume run",
+    ]
+    return Path("run")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What a run is worth; its logs grow with each try."""
+    kept = [folder / "config.json", folder / "plan.json", folder / "report.json", *(folder / "checkpoints").rglob("*")]
+    return {str(path): path.read_bytes() for path in kept if path.is_file()}
+
+
+def flip(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(checkpoint: Path) -> None:
+    path = checkpoint / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def make_foreign(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text('{"format": "something else"}')
+
+
+DAMAGES: dict[Callable[[Path], None], str] = {
+    flip: "sha256 differs",
+    truncate: "bytes, the manifest says",
+    make_foreign: "not a Shoal checkpoint",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_left_for_the_older_one(
+    damage: Callable[[Path], None], call: Caller, tmp_path: Path
+) -> None:
+    run = stopped_run(call, tmp_path)
+    undisturbed = call.train("job.py").sha256
+    damage(run / "checkpoints" / "step-00000004")
+    result = call("train", "job.py", "--resume", "run", "--workers", "2")
+    assert result.code == 0
+    assert "step-00000004" in result.err
+    assert DAMAGES[damage] in result.err
+    report = json.loads((run / "report.json").read_text())
+    assert (report["weights_sha256"], events(run, "resumed")[0]["step"]) == (undisturbed, 2)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_only_damaged_checkpoints_are_refused_and_left_alone(
+    damage: Callable[[Path], None], call: Caller, tmp_path: Path
+) -> None:
+    run = stopped_run(call, tmp_path)
+    for checkpoint in (run / "checkpoints").iterdir():
+        damage(checkpoint)
+    before = contents(run)
+    result = call("train", "job.py", "--resume", "run", "--workers", "2")
+    assert_plain(result, "none of the 2 checkpoints in run/checkpoints can be used", DAMAGES[damage], "fix: ")
+    assert contents(run) == before
+
+
+CHANGES: dict[str, tuple[list[str], dict[str, str], str]] = {
+    "seed": (["--set", "seed=7"], {}, "seed was 0 in the checkpoint and is 7 now"),
+    "lanes": (["--set", "lanes=8"], {}, "lanes was 4 in the checkpoint and is 8 now"),
+    "batch": (["--set", "batch=32"], {}, "batch was 16 in the checkpoint and is 32 now"),
+    "loss": ([], {"loss": "value = value * 2"}, "loss was 'loss "),
+    "optimizer": ([], {"fields": "optimizer=lambda named: torch.optim.Adam(named)"}, "optimizer was '"),
+    "model": ([], {"fields": "model=lambda: nn.Linear(8, 3)"}, "model was '"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_does_not_go_on_with_other_arithmetic(name: str, call: Caller, tmp_path: Path) -> None:
+    run = stopped_run(call, tmp_path)
+    before = contents(run)
+    arguments, changes, text = CHANGES[name]
+    write_job(tmp_path, **changes)
+    result = call("train", "job.py", "--resume", "run", *arguments)
+    assert_plain(result, "the job's arithmetic changed", text, f"set {name} back, or start a new run")
+    assert contents(run) == before
+
+    write_job(tmp_path)
+    assert call.train("job.py", "--resume", "run").sha256 == call.train("job.py").sha256
+
+
+def test_a_longer_run_of_the_same_arithmetic_does_go_on(call: Caller, tmp_path: Path) -> None:
+    stopped_run(call, tmp_path)
+    longer = call.train("job.py", "--resume", "run", "--set", "steps=12")
+    assert longer.sha256 == call.train("job.py", "--set", "steps=12").sha256
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed(call: Caller, tmp_path: Path) -> None:
+    run = stopped_run(call, tmp_path)
+    shutil.rmtree(run / "checkpoints")
+    before = contents(run)
+    result = call("train", "job.py", "--resume", "run")
+    assert_plain(result, "run/checkpoints holds no checkpoint to resume from", "start without --resume")
+    assert contents(run) == before
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(call: Caller, tmp_path: Path) -> None:
+    run = stopped_run(call, tmp_path)
+    before = contents(run)
+    result = call("train", "job.py", "--run-dir", "run")
+    assert_plain(result, "run already holds a run (report.json, events.jsonl)", "--resume run to go on with it")
+    assert contents(run) == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a small disk can only be mounted by root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(path: Path) -> Path:
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 1024)
+        except OSError:
+            return path
+
+
+# Prints go to a log on the same disk. In step 7 the checkpoint of step 6 may be on its way; that of step 4 is not.
+FILLS_UP = """\
+print("step", step)
+if step == 7 and lane == 3 and os.environ.get("FILL"):
+    try:
+        with open(os.environ["FILL"], "wb", buffering=0) as file:
+            while True:
+                file.write(b"0" * 1024)
+    except OSError:
+        pass
+print("step", step, "is done")"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_disk_that_fills_up_is_said_and_costs_no_checkpoint(
+    workers: str, call: Caller, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(tmp_path, loss=FILLS_UP)
+    undisturbed = call.train("job.py").sha256
+    run = small_disk / "run"
+    monkeypatch.setenv("FILL", str(small_disk / "fill"))
+    result = call("train", "job.py", "--run-dir", run, "--checkpoint-every", "2", "--workers", workers)
+    assert_plain(
+        result,
+        "the checkpoint of step 8 was not written: No space left on device",
+        "error: trained to step 8, but not saved",
+        "still intact: step-0000000",
+        "fix: free some space there",
+        code=1,
+    )
+    assert newest(run).snapshot.step in (4, 6)
+
+    more = fill(small_disk / "more")  # what a failed write had taken is free again
+    refused = call("train", "job.py", "--resume", run)
+    assert_plain(refused, f"cannot write to {run}: No space left on device", "free some space there")
+
+    more.unlink()
+    (small_disk / "fill").unlink()
+    monkeypatch.delenv("FILL")
+    assert call.train("job.py", "--resume", run).sha256 == undisturbed
+
+
+def test_a_disk_that_is_full_from_the_start(call: Caller, tmp_path: Path, small_disk: Path) -> None:
+    write_job(tmp_path)
+    filler = fill(small_disk / "fill")
+    result = call("train", "job.py", "--run-dir", small_disk / "run")
+    assert_plain(result, "cannot write to", "No space left on device", "--run-dir DIR")
+    assert list(small_disk.iterdir()) == [filler]

@@ -1,0 +1,386 @@
+"""Processes: how workers start, stop, fail and die, and that nothing of them outlives the run."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from command import Caller, Running, events, newest, write_job
+from shoal.engines.local import Exit, Line, LocalEngine, Post
+from shoal.testing import dropout_net, job_for
+
+DEADLINE_SECONDS = 30.0
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return Caller(capsys)
+
+
+# -- the engine alone -------------------------------------------------------------------------------------------------
+
+
+def hear(engine: LocalEngine) -> list[Line | Exit]:
+    """Everything until the last worker has ended."""
+    heard: list[Line | Exit] = []
+    while engine.running:
+        heard += engine.wait(DEADLINE_SECONDS)
+    return heard
+
+
+@contextmanager
+def started(work: object, workers: int = 1, **environment: str) -> Iterator[LocalEngine]:
+    with closing(LocalEngine(work)) as engine:  # type: ignore[arg-type]
+        for rank in range(workers):
+            engine.start(rank, environment | {"RANK": str(rank)}, Path(f"worker-{rank}.log"))
+        yield engine
+
+
+def test_workers_speak_and_end(tmp_path: Path) -> None:
+    def work(post: Post) -> int:
+        post.wire.sendall(f"worker {os.environ['RANK']}\nis here".encode())
+        post.wire.sendall(b"\nand gone\nwithout an end")
+        return post.rank
+
+    with started(work, workers=2) as engine:
+        heard = hear(engine)
+    for rank in (0, 1):
+        own = [each for each in heard if each.rank == rank]
+        said = [f"worker {rank}".encode(), b"is here", b"and gone"]  # the last line was never finished
+        assert own == [*(Line(rank=rank, text=text) for text in said), Exit(rank=rank, code=rank)]
+
+
+def test_a_worker_hears_the_driver() -> None:
+    def work(post: Post) -> int:
+        post.wire.sendall(post.wire.recv(100) + b"\n")
+        return 0
+
+    with started(work) as engine:
+        engine.tell(0, b"stop")
+        assert hear(engine) == [Line(rank=0, text=b"stop"), Exit(rank=0, code=0)]
+        engine.tell(0, b"nobody there")
+
+
+def test_a_worker_has_its_own_environment_log_and_input(capfd: pytest.CaptureFixture[str]) -> None:
+    def work(post: Post) -> int:
+        print("printed", os.environ["WORD"], repr(sys.stdin.read()))
+        print("complained", file=sys.stderr)
+        os.write(1, b"written below Python\n")
+        return 0
+
+    with started(work, WORD="given") as engine:
+        hear(engine)
+    assert Path("worker-0.log").read_text() == "printed given ''\ncomplained\nwritten below Python\n"
+    assert capfd.readouterr() == ("", "")
+    assert "WORD" not in os.environ
+
+
+def test_a_worker_begins_with_everything_loaded() -> None:
+    """Forked: the very module objects of the driver, so nothing is imported a second time."""
+
+    def work(post: Post) -> int:
+        post.wire.sendall(f"{id(sys.modules['torch'])} {os.getppid()}\n".encode())
+        return 0
+
+    with started(work) as engine:
+        line, _ = hear(engine)
+        assert isinstance(line, Line)
+        identity, parent = map(int, line.text.split())
+        assert identity == id(torch)
+        assert parent != os.getpid()
+
+
+def test_how_a_worker_ended_is_told() -> None:
+    def work(post: Post) -> int:
+        if post.rank == 0:
+            raise ValueError("no good")
+        if post.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if post.rank == 2:
+            os._exit(7)
+        return 5
+
+    with started(work, workers=4) as engine:
+        codes = {each.rank: each.code for each in hear(engine) if isinstance(each, Exit)}
+    assert codes == {0: 1, 1: -signal.SIGKILL, 2: 7, 3: 5}
+    assert "worker 0: ValueError('no good')" in Path("worker-0.log").read_text()
+
+
+def test_closing_ends_whatever_runs() -> None:
+    def work(post: Post) -> int:
+        post.wire.sendall(b"here\n")
+        signal.pause()
+        return 0
+
+    with started(work, workers=2) as engine:
+        while len(engine.pids) < 2:
+            engine.wait(DEADLINE_SECONDS)
+        watched = [os.pidfd_open(pid) for pid in engine.pids.values()]
+    assert all_ended(watched)
+
+
+def test_a_signal_reaches_the_worker_it_is_meant_for() -> None:
+    def work(post: Post) -> int:
+        post.wire.sendall(b"here\n")
+        if post.rank == 1:
+            signal.pause()
+        return 0
+
+    with started(work, workers=2) as engine:
+        heard: list[Line | Exit] = []
+        while not any(each.rank == 1 for each in heard) or 1 not in engine.pids:
+            heard += engine.wait(DEADLINE_SECONDS)
+        engine.signal(1, signal.SIGTERM)
+        heard += hear(engine)
+        engine.signal(1, signal.SIGTERM)  # it is gone: nobody is hit
+    assert {each.rank: each.code for each in heard if isinstance(each, Exit)} == {0: 0, 1: -signal.SIGTERM}
+
+
+def all_ended(descriptors: list[int]) -> bool:
+    """Whether every process ends before the deadline; takes the descriptors over."""
+    ended = []
+    for descriptor in descriptors:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        ended.append(bool(poll.poll(DEADLINE_SECONDS * 1000)))
+        os.close(descriptor)
+    return all(ended)
+
+
+# -- runs in this process ---------------------------------------------------------------------------------------------
+
+
+def test_a_job_file_is_loaded_once_for_all_workers(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path, top="with open('loads', 'a') as file:\n    file.write('loaded\\n')")
+    call.train("job.py", "--workers", "3")
+    assert Path("loads").read_text() == "loaded\n"
+
+
+def test_two_runs_in_one_process() -> None:
+    first = shoal.train(job_for(dropout_net), workers=2, quiet=True)
+    second = shoal.train(job_for(dropout_net), workers=1, quiet=True)
+    assert first.weights_sha256 == second.weights_sha256
+    assert first.folder != second.folder
+
+
+def test_a_run_in_a_thread() -> None:
+    expected = shoal.train(job_for(dropout_net), quiet=True).weights_sha256
+    found: list[str] = []
+
+    def train() -> None:
+        found.append(shoal.train(job_for(dropout_net), workers=2, quiet=True).weights_sha256)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert found == [expected]
+
+
+def test_a_run_leaves_the_process_as_it_was() -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    shoal.train(job_for(dropout_net), workers=2, quiet=True)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+THREADS = """
+import torch
+torch.set_num_threads(2)
+torch.randn(400, 400).matmul(torch.randn(400, 400)).exp().sum()  # the driver has a pool of its own now
+import shoal
+from shoal.testing import dropout_net, job_for
+job = job_for(dropout_net, threads=2, data=(torch.randn(2048, 8), torch.zeros(2048, dtype=torch.int64)), batch=1024)
+found = {shoal.train(job, workers=workers, quiet=True).weights_sha256 for workers in (1, 2)}
+assert len(found) == 1, found
+"""
+
+
+def test_several_threads_after_the_driver_used_some() -> None:
+    subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=100)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lane", "workers", "rank"),
+    [(2, 1, 0), (2, 2, 1), (0, 2, 0), (3, 3, 2)],
+)
+def test_an_error_names_worker_step_lane_and_the_users_line(
+    lane: int, workers: int, rank: int, call: Caller, tmp_path: Path
+) -> None:
+    top = "def check(step, lane):\n    if (step, lane) == (5, LANE):\n        raise ValueError('bad label 7')"
+    path = write_job(tmp_path, loss="check(step, lane)", top=top.replace("LANE", str(lane)))
+    line = path.read_text().splitlines().index("        raise ValueError('bad label 7')") + 1
+    result = call("train", "job.py", "--workers", str(workers), "--run-dir", "run", "--checkpoint-every", "2")
+    assert result.code == 1
+    said = result.err[result.err.index("error: ") :].splitlines()
+    assert said == [
+        f"error: worker {rank}, step 5, lane {lane}: ValueError: bad label 7",
+        f"  job.py:{line}  in check:  raise ValueError('bad label 7')",
+        "  nothing of step 5 was applied",
+        "  checkpoint: step 4",
+        f"  log: run/worker-{rank}.log",
+    ]
+    assert "Traceback" not in result.err
+    assert "Traceback" in (tmp_path / "run" / f"worker-{rank}.log").read_text()
+    assert newest(tmp_path / "run").snapshot.step == 4
+
+
+def test_an_error_without_words(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path, loss="assert step < 2")
+    result = call("train", "job.py")
+    assert result.code == 1
+    assert "error: worker 0, step 2, lane 0: AssertionError\n" in result.err
+    assert "in loss:  assert step < 2" in result.err
+
+
+@pytest.mark.parametrize(
+    ("ending", "text"),
+    [
+        ("os.kill(os.getpid(), 9)", "killed (SIGKILL"),
+        ("os.kill(os.getpid(), 11)", "killed (SIGSEGV"),
+        ("os._exit(4)", "ended with code 4"),
+        ("sys.exit(3)", "ended with code 3"),
+        ("sys.exit('enough')", "ended with code 1"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_ends_is_named_and_not_its_peers(
+    rank: int, ending: str, text: str, call: Caller, tmp_path: Path
+) -> None:
+    write_job(tmp_path, loss=f"if step == 5 and lane == {2 * rank}:\n    {ending}")
+    result = call("train", "job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2")
+    assert result.code == 1
+    said = result.err[result.err.index("error: ") :].splitlines()
+    assert said[0].startswith(f"error: worker {rank}: ")
+    assert text in said[0]
+    # Worker 0 writes the checkpoints: one that it was writing when it was killed is gone with it.
+    killed = rank == 0 and "sys.exit" not in ending
+    assert {"  checkpoint: step 4", "  checkpoint: step 2" if killed else ""} & set(said)
+    assert f"  log: run/worker-{rank}.log" in said
+    assert "Traceback" not in result.err
+
+
+def test_the_death_of_the_server_ends_the_run(call: Caller, tmp_path: Path) -> None:
+    loss = "if step == 5:\n    print('server', os.getppid())\n    if lane == 2:\n        os.kill(os.getppid(), 9)"
+    write_job(tmp_path, loss=loss)
+    result = call("train", "job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2")
+    assert result.code == 1
+    assert "SIGKILL" in result.err[result.err.index("error: ") :]
+    assert "Traceback" not in result.err
+    assert all_gone([event["pid"] for event in events(Path("run"), "worker-started")])
+
+
+def all_gone(pids: list[int]) -> bool:
+    watched = []
+    for pid in pids:
+        try:
+            watched.append(os.pidfd_open(pid))
+        except ProcessLookupError:
+            continue
+    return all_ended(watched)
+
+
+# -- the driver, in a process of its own ------------------------------------------------------------------------------
+
+KILL_DRIVER = """\
+if step == 5 and lane == 2 and "KILL" in os.environ:
+    driver = int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
+    listening = [line.split()[9] for line in open("/proc/net/tcp").readlines()[1:] if line.split()[3] == "0A"]
+    held = {os.readlink(f"/proc/{driver}/fd/{name}") for name in os.listdir(f"/proc/{driver}/fd")}
+    with open("seen", "w") as file:
+        print(os.getppid(), *(inode for inode in listening if f"socket:[{inode}]" in held), file=file)
+    os.kill(driver, 9)"""
+
+
+def test_nothing_outlives_a_killed_driver(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path, loss=KILL_DRIVER)
+    shared = set(os.listdir("/dev/shm"))
+    arguments = ["job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2"]
+    with Running("train", *arguments, env=os.environ | {"KILL": "driver"}) as running:
+        assert running.end().code == -signal.SIGKILL
+    server, *ports = Path("seen").read_text().split()
+    workers = [event["pid"] for event in events(Path("run"), "worker-started")]
+    assert len(workers) == 2
+    assert all_gone([int(server), *workers])
+    assert len(ports) == 1, "the store listened on one port"
+    assert not {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]} & set(ports)
+    assert set(os.listdir("/dev/shm")) <= shared
+
+    assert call.train("job.py", "--resume", "run").sha256 == call.train("job.py").sha256
+
+
+# Worker 0 waits at the gate, worker 1 for worker 0; both have said so.
+GATE = """\
+if step == 5 and lane in (0, 2) and "GATE" in os.environ:
+    print("at the gate")
+    if lane == 0:
+        open(os.environ["GATE"]).read()"""
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+def at_the_gate(gate: Path) -> Running:
+    arguments = ["job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2"]
+    running = Running("train", *arguments, env=os.environ | {"GATE": str(gate)})
+    running.wait_for("at the gate")
+    return running
+
+
+def interrupt(running: Running) -> None:
+    os.killpg(running.process.pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_run_finishes_its_step_and_can_be_resumed(
+    how: str, call: Caller, tmp_path: Path, gate: Path
+) -> None:
+    write_job(tmp_path, loss=GATE)
+    with at_the_gate(gate) as running:
+        if how == "Ctrl-C":
+            interrupt(running)
+        else:
+            running.process.terminate()
+        running.wait_for("stopping: the step at work is finished and saved; Ctrl-C again ends at once")
+        gate.write_text("")  # opens it
+        result = running.end()
+    assert result.code == 3
+    assert result.err.endswith(
+        "stopped: stopped after step 7: asked to stop\n  checkpoint: step 7\n  fix: go on with --resume run\n"
+    )
+    assert "Traceback" not in result.err
+    resumed = call.train("job.py", "--resume", "run", "--workers", "1")
+    assert resumed.sha256 == call.train("job.py").sha256
+
+
+def test_a_second_interrupt_ends_at_once_and_loses_no_checkpoint(call: Caller, tmp_path: Path, gate: Path) -> None:
+    write_job(tmp_path, loss=GATE)
+    with at_the_gate(gate) as running:
+        interrupt(running)
+        running.wait_for("stopping")
+        interrupt(running)
+        result = running.end()
+    assert result.code == 3
+    assert "Traceback" not in result.err
+    assert "stopped: stopped after step " in result.err
+    assert all_gone([event["pid"] for event in events(Path("run"), "worker-started")])
+    assert call.train("job.py", "--resume", "run").sha256 == call.train("job.py").sha256

@@ -1,0 +1,212 @@
+"""Real processes: what a group gathers, sends and merges is, bit for bit, what one process would have computed."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.collectives.group import Alone, Group, PeerLost, slice_bounds
+from shoal.exact.digest import tensor_sha256
+from shoal.partition.lanes import Span, fold, split, subtrees
+from shoal.testing import RanksFailed, ranks
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+SIZES = (1, 63, 64, 1000)
+
+# Even and uneven deals, with one partial sum per worker and with several.
+DEALS: dict[str, tuple[int, tuple[Span, ...]]] = {
+    "2 even": (4, ((0, 2), (2, 4))),
+    "2 uneven": (4, ((0, 3), (3, 4))),
+    "2 of 7": (7, ((0, 1), (1, 7))),
+    "3 of 4": (4, ((0, 2), (2, 3), (3, 4))),
+    "3 of 8": (8, ((0, 3), (3, 6), (6, 8))),
+    "4 even": (4, ((0, 1), (1, 2), (2, 3), (3, 4))),
+    "4 of 6": (6, ((0, 1), (1, 3), (3, 4), (4, 6))),
+    "4 of 11": (11, ((0, 5), (5, 6), (6, 9), (9, 11))),
+}
+
+
+def lane(number: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of very different magnitude: another order of sums would round otherwise."""
+    generator = torch.Generator().manual_seed(1000 * number + size)
+    if dtype == torch.int64:
+        return torch.randint(-(2**40), 2**40, (size,), generator=generator)
+    scale = 10.0 ** torch.randint(-3, 4, (size,), generator=generator).double()
+    return (torch.randn(size, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def add(left: Tensor, right: Tensor) -> Tensor:
+    return left + right
+
+
+def expected(lanes: int, size: int, dtype: torch.dtype) -> Tensor:
+    total = fold(lanes, {(number, number + 1): lane(number, size, dtype) for number in range(lanes)}, add)
+    assert total is not None
+    return total
+
+
+def held_parts(lanes: int, held: Span, size: int, dtype: torch.dtype) -> dict[Span, Tensor]:
+    def value(node: Span) -> Tensor:
+        if node[1] - node[0] == 1:
+            return lane(node[0], size, dtype)
+        middle = split(node)
+        return value((node[0], middle)) + value((middle, node[1]))
+
+    return {node: value(node) for node in subtrees(lanes, held)}
+
+
+@pytest.mark.parametrize("name", DEALS)
+def test_a_merge_has_the_bits_of_one_process(name: str) -> None:
+    lanes, deal = DEALS[name]
+
+    def work(group: Group) -> list[str]:
+        # All merges are begun before the first is waited for, as a step with many buckets does.
+        pending = [
+            group.merge(lanes, deal, held_parts(lanes, deal[group.rank], size, dtype))
+            for dtype in DTYPES
+            for size in SIZES
+        ]
+        return [tensor_sha256(merge.wait()) for merge in pending]
+
+    wanted = [tensor_sha256(expected(lanes, size, dtype)) for dtype in DTYPES for size in SIZES]
+    assert ranks(len(deal), work) == [wanted] * len(deal)
+
+
+def test_the_merged_numbers_tell_one_order_from_another() -> None:
+    """Else the test above would prove nothing."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        in_sequence = lane(0, 1000, dtype)
+        for number in range(1, 4):
+            in_sequence = in_sequence + lane(number, 1000, dtype)
+        assert not torch.equal(in_sequence, expected(4, 1000, dtype))
+
+
+def test_alone_merges_the_same() -> None:
+    parts = held_parts(6, (0, 6), 1000, torch.float32)
+    assert torch.equal(Alone().merge(6, [(0, 6)], parts).wait(), expected(6, 1000, torch.float32))
+    by_lane = {(number, number + 1): lane(number, 1000, torch.float32) for number in range(6)}
+    assert torch.equal(Alone().merge(6, [(0, 6)], by_lane).wait(), expected(6, 1000, torch.float32))
+
+
+@pytest.mark.parametrize("name", ["2 even", "2 uneven", "3 of 4"])
+def test_zeros_keep_their_sign_and_what_is_not_finite_stays(name: str) -> None:
+    lanes, deal = DEALS[name]
+    special = torch.tensor([-0.0, 0.0, float("inf"), float("nan"), 1e-45, -3.5])
+
+    def work(group: Group) -> Tensor:
+        first = group.rank == 0
+        parts = {
+            node: special.clone() if first and number == 0 else torch.full((6,), -0.0)
+            for number, node in enumerate(subtrees(lanes, deal[group.rank]))
+        }
+        return group.merge(lanes, deal, parts).wait()
+
+    for merged in ranks(len(deal), work):
+        assert merged.view(torch.int32).tolist() == special.view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gather_and_broadcast(size: int) -> None:
+    def work(group: Group) -> dict[str, Any]:
+        mine = torch.tensor([group.rank + 0.5, -group.rank], dtype=torch.float64)
+        from_each = []
+        for source in range(group.size):
+            sent = torch.full((5,), float(group.rank)).to(torch.bfloat16)
+            group.broadcast(sent, source)
+            from_each.append(sent)
+        return {"rank": group.rank, "size": group.size, "rows": group.gather(mine), "sent": torch.stack(from_each)}
+
+    rows = torch.tensor([[rank + 0.5, -rank] for rank in range(size)], dtype=torch.float64)
+    for rank, found in enumerate(ranks(size, work)):
+        assert (found["rank"], found["size"]) == (rank, size)
+        assert torch.equal(found["rows"], rows)
+        assert found["sent"][:, 0].tolist() == list(range(size))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 64 * 7])
+@pytest.mark.parametrize("owners", [1, 2, 3, 4])
+def test_slices_cover_a_tensor_at_multiples_of_64(length: int, owners: int) -> None:
+    bounds = slice_bounds(length, owners)
+    assert len(bounds) == owners
+    assert [position for start, stop in bounds for position in range(start, stop)] == list(range(length))
+    assert all(start % 64 == 0 for start, stop in bounds if stop > start)
+    sizes = [stop - start for start, stop in bounds]
+    assert max(sizes) <= -(-length // 64 // owners) * 64 + 64, "nobody has much more to add than the others"
+
+
+@pytest.mark.parametrize("operation", ["gather", "broadcast", "merge"])
+def test_a_killed_peer_is_an_error_on_all_others(operation: str) -> None:
+    deal = ((0, 1), (1, 2), (2, 4))
+
+    def work(group: Group) -> str:
+        group.gather(torch.zeros(1))  # everybody is connected
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if operation == "gather":
+                group.gather(torch.zeros(1))
+            elif operation == "broadcast":
+                group.broadcast(torch.zeros(1), 1)
+            else:
+                group.merge(4, deal, {node: torch.ones(300) for node in subtrees(4, deal[group.rank])}).wait()
+        except PeerLost as error:
+            return str(error)
+        return "nothing was noticed"
+
+    with pytest.raises(RanksFailed, match="rank 1 ended with code -9") as caught:
+        ranks(3, work)
+    assert list(caught.value.failures) == [1]
+    for rank, told in caught.value.results.items():
+        assert told.startswith(f"worker {rank} lost touch with another worker in {operation}: ")
+
+
+# -- the harness itself -----------------------------------------------------------------------------------------------
+
+
+def test_ranks_return_what_they_computed() -> None:
+    def work(group: Group) -> dict[str, Any]:
+        return {
+            "plain": [None, True, 1, -2.5, "text", [group.rank]],
+            "bf16": torch.tensor([1.5, -0.0]).to(torch.bfloat16),
+            "empty": torch.empty(0, 3),
+            "scalar": torch.tensor(7),
+            "flags": torch.tensor([True, False]),
+            "slanted": torch.arange(6).reshape(2, 3).t(),
+        }
+
+    for rank, found in enumerate(ranks(2, work)):
+        assert found["plain"] == [None, True, 1, -2.5, "text", [rank]]
+        assert found["bf16"].dtype == torch.bfloat16 and found["bf16"].signbit().tolist() == [False, True]
+        assert found["empty"].shape == (0, 3)
+        assert found["scalar"].shape == () and found["scalar"].item() == 7
+        assert found["flags"].tolist() == [True, False]
+        assert found["slanted"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
+    def work(group: Group) -> None:
+        if group.rank == 1:
+            raise ValueError("out of fish")
+        group.gather(torch.zeros(1))  # this one loses a peer, which is not the cause
+
+    with pytest.raises(RanksFailed, match=r"(?s)^rank 1 raised.*test_group.py.*ValueError: out of fish"):
+        ranks(2, work)
+
+
+def test_a_rank_that_hangs_is_killed() -> None:
+    def work(group: Group) -> str:
+        if group.rank == 0:
+            signal.pause()
+        return "done"
+
+    with pytest.raises(RanksFailed, match=r"rank 0 did not answer within 0.5 s and was killed") as caught:
+        ranks(2, work, timeout=0.5)
+    assert caught.value.results == {1: "done"}
+
+
+def test_what_cannot_be_sent_back_is_an_error_that_says_so() -> None:
+    with pytest.raises(RanksFailed, match="a rank returned object; it can return numbers, strings and tensors"):
+        ranks(1, lambda group: object())

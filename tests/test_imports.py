@@ -1,0 +1,140 @@
+"""Imports point one way (DESIGN.md, section 4), and nothing in the package can run code that arrived as data."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+SOURCE = Path(shoal.__file__).parent
+
+# A room and what it may import of Shoal. Whoever is not listed stands above the rooms and may use any of them.
+ROOMS = {
+    "errors": set(),
+    "exact": {"exact", "errors"},
+    "partition": {"exact", "errors", "partition"},
+    "plan": {"partition", "errors", "plan"},
+    "collectives": {"partition", "errors", "exact", "collectives"},
+    "engines": {"errors", "engines"},
+    "report": {"report", "plan", "errors"},
+    "recovery": {"exact", "errors", "recovery"},
+    "strategies": {"collectives", "partition", "exact", "errors", "strategies"},
+}
+PROCESSES = {"collectives", "engines", "report", "launch", "strategies", "recovery", "seat", "run", "worker", "cli"}
+DRIVER_SIDE = {"launch", "cli", "verify", "load", "engines", "testing"}
+ABOVE_THE_DRIVER = {"__init__", "__main__", "launch", "cli", "verify", "load", "testing"}
+
+
+def files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Full names of everything that a module imports, wherever in it the import stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_rooms(path: Path) -> set[str]:
+    names = [name.split(".") for name in imported(ast.parse(path.read_text()))]
+    return {name[1] for name in names if name[0] == "shoal" and len(name) > 1}
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_imports_only_what_lies_below_it(name: str) -> None:
+    found = {str(path.relative_to(SOURCE)): imported_rooms(path) for path in files() if room(path) == name}
+    assert found, f"there is no room {name}"
+    assert {file: sorted(rooms - ROOMS[name]) for file, rooms in found.items() if rooms - ROOMS[name]} == {}
+
+
+def test_every_folder_is_a_listed_room() -> None:
+    folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= set(ROOMS), "a new room says in ROOMS what it may import"
+
+
+@pytest.mark.parametrize("name", ["job", "target", "feed", "ahead"])
+def test_what_a_job_is_knows_no_process(name: str) -> None:
+    assert imported_rooms(SOURCE / f"{name}.py") & PROCESSES == set()
+
+
+def test_a_worker_knows_nothing_of_the_driver() -> None:
+    below = [path for path in files() if room(path) not in ABOVE_THE_DRIVER | {"engines"}]
+    found = {str(path.relative_to(SOURCE)): imported_rooms(path) & DRIVER_SIDE for path in below}
+    assert {file: sorted(rooms) for file, rooms in found.items() if rooms} == {}
+
+
+def test_only_the_command_line_knows_its_library() -> None:
+    users = {
+        room(path) for path in files() if any(n.split(".")[0] == "typer" for n in imported(ast.parse(path.read_text())))
+    }
+    assert users <= {"cli"}
+
+
+def test_there_are_no_import_cycles() -> None:
+    """Among modules that are imported when theirs is: an import inside a function is a known exception."""
+    graph: dict[str, set[str]] = {}
+    for path in files():
+        module = ".".join(["shoal", *path.relative_to(SOURCE).with_suffix("").parts])
+        graph[module] = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    graph[module] |= {node.module, f"{node.module}.{alias.name}"}
+    graph = {module: {other for other in others if other in graph} for module, others in graph.items()}
+    while leaves := [module for module, others in graph.items() if not others]:
+        for leaf in leaves:
+            del graph[leaf]
+        for others in graph.values():
+            others.difference_update(leaves)
+    assert graph == {}
+
+
+def test_public_names_exist() -> None:
+    assert [name for name in shoal.__all__ if not hasattr(shoal, name)] == []
+    assert len(set(shoal.__all__)) == len(shoal.__all__)
+
+
+def dangerous(tree: ast.AST) -> Iterator[str]:
+    for name in imported(tree):
+        if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
+            yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save", "os.system"):
+            yield ast.unparse(node)
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+                yield node.func.id
+            for keyword in node.keywords:
+                if keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value):
+                    yield "shell=True"
+                if keyword.arg == "allow_pickle" or (keyword.arg == "weights_only"):
+                    yield keyword.arg
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "eval('1')",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+    ],
+)
+def test_the_watch_for_dangerous_code_sees_it(code: str) -> None:
+    assert list(dangerous(ast.parse(code)))
+
+
+def test_nothing_in_the_package_runs_code_that_arrived_as_data() -> None:
+    found = {str(path.relative_to(SOURCE)): list(dangerous(ast.parse(path.read_text()))) for path in files()}
+    assert {file: names for file, names in found.items() if names} == {}

@@ -1,0 +1,198 @@
+"""`shoal verify`: equal placements are shown to be equal, and a difference is found, named and measured."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from command import HASH, Caller, write_job
+from shoal.strategies import data
+from shoal.verify import PLAIN_TOLERANCE, Placement, against_plain, placements
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return Caller(capsys)
+
+
+def test_equal_placements_have_one_hash(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path)
+    result = call.good("verify", "job.py", "--workers", "1,2,3", "--shares", "3,1", "--shares", "1,2,1", "--resume")
+    rows = [line for line in result.out.splitlines() if re.search(HASH, line)]
+    labels = [re.split(r"\s{2,}", row)[0] for row in rows]
+    assert labels == [
+        "reference",
+        "1 worker",
+        "2 workers",
+        "3 workers",
+        "2 workers, shares 3,1",
+        "3 workers, shares 1,2,1",
+        "3 workers, stopped at step 4, resumed on 2",
+    ]
+    assert {re.findall(HASH, row)[0] for row in rows} == {call.train("job.py").sha256}
+    assert [row.split()[-1] for row in rows[1:]] == ["equal"] * 6
+    assert "job.py: 8 steps" in result.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.py", "runs"], "only train made a folder"
+
+
+def test_the_result_as_json(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path)
+    value = call.good("verify", "job.py", "--steps", "3", "--set", "seed=5", "--json").value
+    expected = call.train("job.py", "--set", "seed=5", "--set", "steps=3").sha256
+    assert value["equal"] is True
+    assert value["plain"] is None
+    assert [(row["label"], row["weights_sha256"], row["steps"], row["difference"]) for row in value["rows"]] == [
+        (label, expected, 3, None) for label in ("reference", "1 worker", "2 workers")
+    ]
+
+
+DEPENDS_ON_WORKER = "if step >= 4 and rank == '1':\n    value = value + output.sum() / 1000"
+
+
+def test_a_job_that_depends_on_the_worker_is_found_out(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path, loss=DEPENDS_ON_WORKER)
+    result = call("verify", "job.py", "--workers", "1,2,3")
+    assert result.code == 1
+    assert "Traceback" not in result.err
+    found = re.search(
+        r"error: 2 workers: first difference: step 5, 0.weight \(12×8\): (\d+) of 96 elements differ,"
+        r" largest absolute (\S+), relative (\S+?), and 3 more tensors",
+        result.err,
+    )
+    assert found, result.err
+    assert 0 < int(found[1]) <= 96
+    # A term of output.sum() / 1000 for half the samples, at learning rate 0.1.
+    assert 0 < float(found[2]) < 0.01
+    assert float(found[3]) > float(found[2]), "weights are below 1"
+    rows = [line for line in result.out.splitlines() if re.search(HASH, line)]
+    assert [row.split()[-1] for row in rows[1:]] == ["equal", "differs"], "what follows the first difference is not run"
+
+
+def test_a_difference_as_json(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path, loss=DEPENDS_ON_WORKER.replace("4", "0"))
+    result = call("verify", "job.py", "--workers", "2", "--json")
+    assert result.code == 1
+    assert result.value["equal"] is False
+    reference, row = result.value["rows"]
+    assert reference["weights_sha256"] != row["weights_sha256"]
+    difference = row["difference"]
+    assert difference["step"] == 1
+    assert (difference["tensor"], difference["shape"], difference["elements"]) == ("0.weight", [12, 8], 96)
+    assert (difference["others"], difference["largest_absolute"] > 0) == (3, True)
+
+
+def test_a_job_that_fails_is_not_called_equal(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path, loss="if step == 2:\n    raise ValueError('broken')")
+    result = call("verify", "job.py")
+    assert result.code == 1
+    assert "worker 0, step 2, lane 0: ValueError: broken" in result.err
+    assert "equal" not in result.out
+
+
+def test_placements() -> None:
+    job = plain_job()
+    assert placements(job, [1, 4], ["3,1"], True, 9) == [
+        Placement(workers=1),
+        Placement(workers=4),
+        Placement(workers=2, shares="3,1"),
+        Placement(workers=4, stop_after=4, then=3),
+    ]
+    assert placements(job, [1], [], True, 1)[-1] == Placement(workers=1, stop_after=1, then=1)
+
+
+# -- against an ordinary loop -----------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
+def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A mean over the samples that have a label; how many that are differs between lanes."""
+    return F.cross_entropy(output, target, ignore_index=3, reduction="sum"), (target != 3).sum()
+
+
+def plain_job(**changes: Any) -> shoal.Job:
+    generator = torch.Generator().manual_seed(3)
+    samples = torch.randn(72, 8, generator=generator), torch.randint(4, (72,), generator=generator)
+    fields: dict[str, Any] = {
+        "model": net,
+        "data": samples,
+        "loss": counted,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+        "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5),
+        "clip_norm": 0.05,
+        "batch": 16,
+        "microbatches": 2,
+        "steps": 12,
+    }
+    return shoal.Job(**fields | changes)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_an_ordinary_loop_agrees(workers: int) -> None:
+    result = against_plain(plain_job(), workers, 12, name="job")
+    assert result.good
+    assert result.difference < 1e-12
+    assert result.steps == 12
+
+
+def test_an_ordinary_loop_agrees_on_a_plain_mean_too() -> None:
+    # 72 samples and a batch of 16: the last batch of each pass is a short one, and some of its lanes are empty.
+    assert against_plain(plain_job(loss=F.cross_entropy, clip_norm=None), 2, 12, name="job").difference < 1e-12
+
+
+def double_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = data.read_loss
+
+    def wrong(*arguments: Any) -> Any:
+        loss, count = right(*arguments)
+        return loss * 2, count
+
+    monkeypatch.setattr(data, "read_loss", wrong)
+
+
+def forget_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_plus", lambda left, right: left)
+
+
+def forget_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal.Run, "clip", lambda run, norm: norm)
+
+
+# The workers are forked from this process, so what is wrong here is wrong in them.
+@pytest.mark.parametrize("spoil", [double_the_loss, forget_a_lane, forget_the_clip])
+def test_wrong_arithmetic_is_found_by_an_ordinary_loop(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch)
+    job = plain_job(optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    if spoil is not forget_the_clip:
+        job = job.changed(clip_norm=None)  # clipping hides a wrong scale
+    result = against_plain(job, 1, 5, name="job")
+    assert not result.good
+    assert result.difference > 1e-4
+    assert result.worst in dict(net().named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "verdict"), [("", 0, "agrees"), ("loss=lambda o, t: loss(o, t) * len(o)", 1, "DIFFERS")]
+)
+def test_the_verdict_is_printed(fields: str, code: int, verdict: str, call: Caller, tmp_path: Path) -> None:
+    """A loss that depends on how many samples it sees is the same on all placements, but not what a loop computes."""
+    write_job(tmp_path, fields=fields)
+    result = call("verify", "job.py", "--against", "plain", "--steps", "4")
+    assert result.code == code
+    assert f"plain PyTorch loop, fp64, dropout off, batch norm frozen: {verdict} after 4 steps" in result.out
+    assert f"(bound {PLAIN_TOLERANCE:g})" in result.out
+    as_json = call("verify", "job.py", "--against", "plain", "--steps", "4", "--json")
+    assert as_json.code == code
+    assert as_json.value["equal"] is (code == 0)
+    assert (as_json.value["plain"]["difference"] <= PLAIN_TOLERANCE) is (code == 0)
