@@ -15,6 +15,7 @@ from typing import Literal
 from torch._C._distributed_c10d import Store, TCPStore
 
 from shoal.collectives.group import Alone, GlooGroup, Group
+from shoal.collectives.host import on_one_host
 from shoal.errors import InputError, RunFolderError
 from shoal.plan.placement import Plan
 from shoal.report.events import Event, encode
@@ -75,7 +76,8 @@ class Seat:
             return Alone()
         if self.store is None:
             raise InputError(f"worker {self.rank} of {self.size} has no store to meet the others at")
-        return GlooGroup(self.store(), rank=self.rank, size=self.size, timeout=self.settings.timeout)
+        timeout = self.settings.timeout
+        return on_one_host(GlooGroup(self.store(), rank=self.rank, size=self.size, timeout=timeout), timeout)
 
 
 _taken: Seat | None = None  # set once, by the engine, in a worker process

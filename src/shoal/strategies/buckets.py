@@ -46,15 +46,22 @@ class Bucket:
         """Whether any of its tensors is there."""
         return any(present[slot.index] for slot in self.slots)
 
-    def fill(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The places of its tensors in a flat one, in the order of the slots."""
+        return [slot.view(flat) for slot in self.slots]
+
+    def fill(self, views: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> None:
+        places, sources = [], []
         with torch.no_grad():
-            for slot in self.slots:
+            for slot, place in zip(self.slots, views, strict=True):
                 tensor = tensors[slot.index]
-                place = slot.view(flat)
                 if tensor is None:
                     place.fill_(-0.0 if place.is_floating_point() or place.is_complex() else 0)
                 else:
-                    place.copy_(tensor)
+                    places.append(place)
+                    sources.append(tensor)
+            if places:
+                torch._foreach_copy_(places, sources)
 
 
 def pack(tensors: Sequence[tuple[int, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:

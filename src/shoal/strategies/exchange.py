@@ -63,18 +63,23 @@ class Wire:
 
     def take(self, present: Sequence[Sequence[bool]]) -> Values:
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
+        sums: Values = [None] * self.count
         under_way = []
         for number, bucket in enumerate(self.buckets):
             if not bucket.holds(anywhere):
                 continue  # nobody has anything in it: it does not travel
             flats = {}
             for place, (span, values) in enumerate(self.parts.items()):
-                flats[span] = self._flats.setdefault((number, place), torch.zeros(bucket.length, dtype=bucket.dtype))
-                bucket.fill(flats[span], values)
+                if (number, place) not in self._flats:
+                    self._flats[number, place] = torch.zeros(bucket.length, dtype=bucket.dtype)
+                flats[span] = self._flats[number, place]
+                bucket.fill(bucket.views(flats[span]), values)
             # The next bucket is packed while this one travels.
             under_way.append((bucket, self.group.merge(self.lanes, self.deal, flats)))
         self.parts = {}
-        return spread([(bucket, merge.wait()) for bucket, merge in under_way], anywhere, self.count)
+        for bucket, merge in under_way:
+            spread(bucket, bucket.views(merge.wait()), anywhere, sums)
+        return sums
 
 
 class Shared:
@@ -83,20 +88,8 @@ class Shared:
         self.turn = 0
         self.places = 0  # partial sums per worker that there is room for
         self._segments: list[list[Tensor]] = []  # by turn, then by rank
-        self._results: dict[int, Tensor] = {}
-
-    def offer(self, parts: Parts, deal: Sequence[Span]) -> None:
-        self.deal = deal
-        self.turn = 1 - self.turn
-        if not self.make_room(deal):
-            raise RunError(f"worker {self.group.rank}: no room for the shared memory that the new deal of lanes needs")
-        present = [
-            any(bits) for bits in zip(*([v is not None for v in values] for values in parts.values()), strict=True)
-        ]
-        for number, bucket in enumerate(self.buckets):
-            if bucket.holds(present):
-                for place, values in enumerate(parts.values()):
-                    bucket.fill(self._flat(self.group.rank, number, place), values)
+        self._views: dict[tuple[int, int, int, int], list[Tensor]] = {}  # turn, rank, place, bucket
+        self._results: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def make_room(self, deal: Sequence[Span]) -> bool:
         """False where the workers share no host, or it has no memory left. All know the deal, so all ask together."""
@@ -105,31 +98,75 @@ class Shared:
             num_bytes = places * sum(bucket.num_bytes for bucket in self.buckets)
             segments = [open_segments(self.group, num_bytes) for _ in range(2)]
             self._segments = [each for each in segments if each is not None]
+            self._views.clear()
             self.places = places
         return len(self._segments) == 2
 
-    def _flat(self, rank: int, number: int, place: int) -> Tensor:
+    def _flat(self, rank: int, place: int, number: int) -> Tensor:
         """Where a worker's partial sum of a bucket lies in this turn."""
-        bucket = self.buckets[number]
         start = place * sum(each.num_bytes for each in self.buckets)
         start += sum(each.num_bytes for each in self.buckets[:number])
+        bucket = self.buckets[number]
         return self._segments[self.turn][rank][start : start + bucket.num_bytes].view(bucket.dtype)
 
-    def take(self, present: Sequence[Sequence[bool]]) -> Values:
-        anywhere = [any(bits) for bits in zip(*present, strict=True)]
-        sums = []
+    def _seen(self, rank: int, place: int, number: int) -> list[Tensor]:
+        key = (self.turn, rank, place, number)
+        if key not in self._views:
+            self._views[key] = self.buckets[number].views(self._flat(rank, place, number))
+        return self._views[key]
+
+    def offer(self, parts: Parts, deal: Sequence[Span]) -> None:
+        if not self.make_room(deal):
+            raise RunError(f"worker {self.group.rank}: no room for the shared memory that the new deal of lanes needs")
+        self.deal, self.own = deal, list(parts.values())
+        self.turn = 1 - self.turn
+        present = [any(value is not None for value in column) for column in zip(*self.own, strict=True)]
         for number, bucket in enumerate(self.buckets):
+            if bucket.holds(present):
+                for place, values in enumerate(self.own):
+                    bucket.fill(self._seen(self.group.rank, place, number), values)
+
+    def take(self, present: Sequence[Sequence[bool]]) -> Values:
+        own, self.own = self.own, []
+        anywhere = [any(bits) for bits in zip(*present, strict=True)]
+        if sum(len(subtrees(self.lanes, held)) for held in self.deal) == 2:
+            return self._pair(own[0], present[1 - self.group.rank])
+        values: Values = [None] * self.count
+        for number, bucket in enumerate(self.buckets):
+            if not bucket.holds(anywhere):
+                continue
             parts: dict[Span, Tensor | None] = {}
             for rank, held in enumerate(self.deal):
                 offered = bucket.holds(present[rank])
                 for place, span in enumerate(subtrees(self.lanes, held)):
-                    parts[span] = self._flat(rank, number, place) if offered else None
-            if bucket.holds(anywhere):
-                if number not in self._results:
-                    self._results[number] = torch.empty(bucket.length, dtype=bucket.dtype)
-                add_up(self.lanes, parts, self._results[number])
-                sums.append((bucket, self._results[number]))
-        return spread(sums, anywhere, self.count)
+                    parts[span] = self._flat(rank, place, number) if offered else None
+            if number not in self._results:
+                flat = torch.empty(bucket.length, dtype=bucket.dtype)
+                self._results[number] = flat, bucket.views(flat)
+            result, views = self._results[number]
+            add_up(self.lanes, parts, result)
+            spread(bucket, views, anywhere, values)
+        return values
+
+    def _pair(self, values: Values, theirs: Sequence[bool]) -> Values:
+        """Two partial sums in all: the other's is added to one's own where it lies, since a + b is b + a."""
+        left, right = [], []
+        for number, bucket in enumerate(self.buckets):
+            if not bucket.holds(theirs):
+                continue
+            for slot, view in zip(bucket.slots, self._seen(1 - self.group.rank, 0, number), strict=True):
+                mine = values[slot.index]
+                if not theirs[slot.index]:
+                    continue
+                if mine is None:
+                    values[slot.index] = view.clone()
+                else:
+                    left.append(mine)
+                    right.append(view)
+        if left:
+            with torch.no_grad():
+                torch._foreach_add_(left, right)
+        return values
 
 
 def add_up(lanes: int, parts: dict[Span, Tensor | None], result: Tensor) -> None:
@@ -138,21 +175,13 @@ def add_up(lanes: int, parts: dict[Span, Tensor | None], result: Tensor) -> None
     with torch.no_grad():
         for start in range(0, len(result), step):
             pieces = {span: None if part is None else part[start : start + step] for span, part in parts.items()}
-            place = result[start : start + step]
-            given = [piece for piece in pieces.values() if piece is not None]
-            if len(given) == 2:  # the only sum there is, whatever the tree looks like; spares a copy
-                torch.add(given[0], given[1], out=place)
-            else:
-                total = fold(lanes, pieces, torch.add)
-                assert total is not None
-                place.copy_(total)
+            total = fold(lanes, pieces, torch.add)
+            assert total is not None
+            result[start : start + step].copy_(total)
 
 
-def spread(sums: Sequence[tuple[Bucket, Tensor]], present: Sequence[bool], count: int) -> Values:
-    """Flat sums as tensors again; None where no worker had anything."""
-    values: Values = [None] * count
-    for bucket, flat in sums:
-        for slot in bucket.slots:
-            if present[slot.index]:
-                values[slot.index] = slot.view(flat)
-    return values
+def spread(bucket: Bucket, views: Sequence[Tensor], present: Sequence[bool], values: Values) -> None:
+    """A bucket's sums into the list they belong to; None stays where no worker had anything."""
+    for slot, view in zip(bucket.slots, views, strict=True):
+        if present[slot.index]:
+            values[slot.index] = view
