@@ -47,7 +47,7 @@ BATCHES = 8  # of data in memory
 
 def conv(quick: bool) -> Case:
     """Bound by compute: a convolutional net with batch norm on 32 x 32 pictures, few parameters."""
-    width, size, batch = (8, 8, 8) if quick else (32, 32, 32)
+    width, size, batch = (8, 8, 8) if quick else (32, 32, 64)
 
     def block(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]

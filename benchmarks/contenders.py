@@ -84,7 +84,20 @@ def ddp(case: Case) -> Measured:
         return _read(case, folder / "note")
 
 
-def _loop(case: Case, model: nn.Module, note: Path, *, rank: int, size: int) -> None:
+def apart(case: Case) -> Measured:
+    """Two processes that know nothing of each other, each with half of every batch: as fast as this machine can be."""
+    with scratch_folder() as folder:
+
+        def work(rank: int) -> None:
+            _loop(case, case.model, folder / str(rank), rank=rank, size=2, joined=False)
+
+        forked(2, work)
+        notes = [msgspec.json.decode((folder / str(rank)).read_bytes(), type=Note) for rank in range(2)]
+        slower = min(speed(case, note.stamps) for note in notes)
+        return Measured(samples_per_second=slower, final_loss=sum(note.loss for note in notes) / 2)
+
+
+def _loop(case: Case, model: nn.Module, note: Path, *, rank: int, size: int, joined: bool = True) -> None:
     found: list[float] = []
     optimizer = stamped(case.optimizer(model.parameters()), found.extend, case.total_steps)
     share = case.batch // size
@@ -97,10 +110,11 @@ def _loop(case: Case, model: nn.Module, note: Path, *, rank: int, size: int) -> 
         optimizer.step()
         optimizer.zero_grad()
         last = loss.detach()
-    if size > 1:
+    if size > 1 and joined:
         dist.all_reduce(last)
-    if rank == 0:
-        note.write_bytes(msgspec.json.encode(Note(found, last.item() / size)))
+        last /= size
+    if rank == 0 or not joined:
+        note.write_bytes(msgspec.json.encode(Note(found, last.item())))
 
 
 def forked(count: int, work: Callable[[int], None]) -> None:
@@ -171,6 +185,7 @@ def scratch_folder() -> Iterator[Path]:
 
 CONTENDERS: dict[str, Callable[[Case], Measured]] = {
     "plain": plain,
+    "apart": apart,
     "ddp": ddp,
     "shoal": lambda case: shoal_with(case, workers=2, lanes=2),
     "shoal 4 lanes": lambda case: shoal_with(case, workers=2, lanes=4),

@@ -31,6 +31,8 @@ RATIOS = {
     "shoal / plain": ("shoal", "plain"),
     "ddp / plain": ("ddp", "plain"),
     "2 workers / 1 worker": ("shoal", "shoal 1 worker"),
+    "apart / plain": ("apart", "plain"),
+    "shoal / apart": ("shoal", "apart"),
     "exact / inexact": ("shoal", "shoal inexact"),
     "4 lanes / 2 lanes": ("shoal 4 lanes", "shoal"),
 }

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.driver import Options
 from shoal.exact.digest import combine, digests
 from shoal.exact.seeds import initialise
-from shoal.driver import Options
 from shoal.launch import run_with
 from shoal.report.events import AnyEvent, Dealt, Steps, decode
 from shoal.seat import Settings

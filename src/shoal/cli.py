@@ -231,7 +231,7 @@ def _train(given: argparse.Namespace) -> int:
         print(f"{'samples':17} {opened.source.samples}, {opened.steps} steps in all")
         print("\n".join(plan.lines()))
         return 0
-    report = train_with(job, options, name=Path(given.file.partition(":")[0]).name)
+    report = train_with(job, options, name=given.file)
     _print_report(report.value, given.json)
     return 0
 
@@ -291,7 +291,7 @@ def _verify(given: argparse.Namespace) -> int:
         raise InputError(f"--steps {given.steps}: at least 1")
     steps = given.steps or min(VERIFY_STEPS, open_job(job).steps)
     wanted = placements(job, check_workers(given.workers), given.shares, given.resume, steps)
-    name = Path(given.file.partition(":")[0]).name
+    name = given.file
     for placement in wanted:  # a placement that does not fit is said before the first run
         plan_for(job, Options(workers=placement.workers, shares=placement.shares))
     console = Console(stderr=True)

@@ -17,8 +17,8 @@ ROUNDS = 3
 def lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | None:
     """Times this worker's lanes one by one against all of them at once, best of a few; None if it would take long."""
     first, stop = run.strategy.held
-    if stop - first < 2:
-        return LaneCost(time=time.time(), lanes=run.plan.lanes, apart=0.0, together=0.0)
+    if stop - first < 2:  # one lane: nothing could be joined, so it costs nothing
+        return LaneCost(time=time.time(), lanes=1, apart=0.0, together=0.0)
     cuts = cut(run.schedule.batch, run.schedule.batch, run.plan.lanes, run.strategy.microbatches)
     apart = [list(piece) for lane in range(first, stop) for piece in cuts[lane]]
     together = [[position for piece in column for position in piece] for column in zip(*cuts[first:stop], strict=True)]
@@ -45,4 +45,4 @@ def lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | None:
             if time.perf_counter() - began > BUDGET_SECONDS:
                 break
         buffers.drop()
-    return LaneCost(time=time.time(), lanes=run.plan.lanes, apart=best_apart, together=best_together)
+    return LaneCost(time=time.time(), lanes=stop - first, apart=best_apart, together=best_together)

@@ -86,7 +86,7 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
                 job, batch.step + 1, schedule.steps_per_epoch, opened.steps
             ):
                 evaluate(run, opened, batch.step + 1)
-    if run.leader and run.stopped is None and run.step:
+    if run.leader and not run.resumable and run.step:
         _measure_lanes(run, closure)
     group.close()
 

@@ -123,7 +123,7 @@ class StepDigest(Event, frozen=True, kw_only=True, tag="step-digest"):
 
 
 class LaneCost(Event, frozen=True, kw_only=True, tag="lane-cost"):
-    """What cutting a worker's share into lanes costs: seconds for its lanes one by one, and for all of them at once."""
+    """What cutting worker 0's share into lanes costs: seconds for its lanes one by one, and for all of them at once."""
 
     lanes: int
     apart: float

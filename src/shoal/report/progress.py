@@ -18,7 +18,7 @@ from shoal.report.events import AnyEvent, Printed, RunStarted
 from shoal.report.prints import Prints
 from shoal.report.tally import Tally
 
-REFRESH_SECONDS = 0.25
+REFRESH_SECONDS = 0.4
 PLAIN_SECONDS = 10.0
 
 

@@ -196,7 +196,8 @@ def _lanes(report: Report) -> Iterator[Row]:
     yield (
         "lanes",
         f"{held} on {figures.plural(report['workers'], 'worker')} cost {figures.percent(cost['share_of_step'])} "
-        f"of the step ({cost['lanes']} one by one {apart} ms, at once {together} ms)",
+        f"of the step"
+        + (f" ({cost['lanes']} one by one {apart} ms, at once {together} ms)" if cost["lanes"] > 1 else ""),
     )
 
 
