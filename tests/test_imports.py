@@ -23,8 +23,8 @@ ROOMS = {
     "strategies": {"collectives", "partition", "exact", "errors", "strategies"},
 }
 PROCESSES = {"collectives", "engines", "report", "launch", "strategies", "recovery", "seat", "run", "worker", "cli"}
-DRIVER_SIDE = {"launch", "cli", "verify", "load", "engines", "testing"}
-ABOVE_THE_DRIVER = {"__init__", "__main__", "launch", "cli", "verify", "load", "testing"}
+DRIVER_SIDE = {"launch", "driver", "verdict", "cli", "verify", "load", "engines", "testing"}
+ABOVE_THE_DRIVER = {"__init__", "__main__", "launch", "driver", "verdict", "cli", "verify", "load", "testing"}
 
 
 def files() -> list[Path]:

@@ -308,7 +308,7 @@ def test_3_absent_in_some_workers_is_absent_in_the_sum(asking: Sequence[int]) ->
 def test_3_the_filler_for_what_is_absent_is_minus_zero() -> None:
     (bucket,) = pack([(0, torch.empty(3)), (1, torch.empty(2, 2))])
     flat = torch.zeros(bucket.length)
-    bucket.fill(flat, [None, torch.ones(2, 2)])
+    bucket.fill(bucket.views(flat), [None, torch.ones(2, 2)])
     (filled,) = (slot.view(flat) for slot in bucket.slots if slot.index == 0)
     special = torch.tensor([-0.0, 0.0, 1e-45])
     assert (filled + special).view(torch.int32).tolist() == special.view(torch.int32).tolist()

@@ -1,6 +1,7 @@
 """The door for people who keep their own loop: `run = shoal.join(model, optimizer, loader)`."""
 
 import atexit
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from shoal.plan.placement import make_plan
 from shoal.report.disk import write_json
 from shoal.run import Run
 
-_joined: Run | None = None
+_joined: tuple[int, Run] | None = None  # the process that joined, and its run: a forked worker inherits neither
 
 
 def join(
@@ -111,22 +112,24 @@ def join(
     )
     if run.leader and seat.folder is not None:
         write_json(seat.folder / "plan.json", plan)
-    _joined = run
+    _joined = os.getpid(), run
     atexit.register(finish_joined)
     return run
 
 
 def finish_joined() -> None:
     """Ends a run whose loop was left early, unless an error ended it."""
-    if _joined is not None and not _joined.finished:
+    run = joined()
+    if run is not None and not run.finished:
         if getattr(sys, "last_value", None) is None:
-            _joined.finish()
+            run.finish()
         else:
-            _joined.close()
+            run.close()
 
 
 def joined() -> Run | None:
-    return _joined
+    """The run that this process has joined."""
+    return _joined[1] if _joined is not None and _joined[0] == os.getpid() else None
 
 
 def share_weights(model: nn.Module, group: Group) -> None:
