@@ -279,3 +279,30 @@ def test_a_job_can_be_stopped_again_and_again(hard_hash: str) -> None:
         with pytest.raises(shoal.Stopped):
             train(hard_job(), workers, run_dir="run", resume=turn > 1, stop_after=3 * turn)
     assert train(hard_job(), 3, run_dir="run", resume=True).weights_sha256 == hard_hash
+
+
+def test_parameters_frozen_and_freed_on_the_way_are_merged(tmp_path: Path) -> None:
+    """What travels between workers follows what is trained, step by step."""
+    script = tmp_path / "freeze.py"
+    script.write_text(
+        "import torch, shoal\n"
+        "from torch import nn\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "torch.manual_seed(1)\n"
+        "x = torch.randn(64, 8)\n"
+        "model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "loader = DataLoader(TensorDataset(x, x.argmax(1) % 3), batch_size=16)\n"
+        "run = shoal.join(model, optimizer, loader)\n"
+        "for epoch in run.epochs(3):\n"
+        "    model[0].requires_grad_(epoch != 1)\n"
+        "    for batch in run.batches():\n"
+        "        run.backward(batch, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]))\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+    )
+    hashes = [
+        run_with(script, [], Options(workers=workers, run_dir=tmp_path / str(workers), quiet=True)).weights_sha256
+        for workers in (1, 2, 3)
+    ]
+    assert len(set(hashes)) == 1

@@ -51,12 +51,13 @@ def _own_lanes(
 ) -> tuple[list[str], dict[tuple[int, int], list[Pair]]]:
     names: list[str] = []
     found: dict[tuple[int, int], list[Pair]] = {}
+    order = source.order(0)
     for number, first in enumerate(range(0, source.samples, batch)):
         count = min(batch, source.samples - first)
         for lane, pieces in enumerate(cut(count, batch, lanes, 1)):
             if not held[0] <= lane < held[1] or not pieces:
                 continue
-            values = closure(source.fetch([first + position for position in pieces[0]], 0))
+            values = closure(source.fetch([order[first + position] for position in pieces[0]], 0))
             values = values if isinstance(values, dict) else {UNNAMED: values}
             names = list(values)
             found[number, lane] = [_sum_count(value, len(pieces[0])) for value in values.values()]

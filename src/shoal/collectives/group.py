@@ -93,15 +93,20 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self.merges = 0
+        self.owned = not dist.is_initialized()
         try:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+            if self.owned:
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+                self.group = None  # the default one
+            else:  # a script that has one of its own keeps it
+                self.group = dist.new_group(backend="gloo", timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise RunError(f"worker {rank} could not join the group of {size}: {error}") from error
 
     def gather(self, row: Tensor) -> Tensor:
         rows = torch.empty(self.size, *row.shape, dtype=row.dtype)
         with _peers(self.rank, "gather"):
-            dist.all_gather(list(rows.unbind(0)), row)
+            dist.all_gather(list(rows.unbind(0)), row, group=self.group)
         return rows
 
     def merge(self, lanes: int, deal: Sequence[Span], parts: Mapping[Span, Tensor]) -> Pending:
@@ -116,11 +121,11 @@ class GlooGroup:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         with _peers(self.rank, "broadcast"):
-            dist.broadcast(tensor, source)
+            dist.broadcast(tensor, source, group=self.group)
 
     def close(self) -> None:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(None if self.owned else self.group)
 
 
 @contextmanager
@@ -135,7 +140,7 @@ def _peers(rank: int, operation: str) -> Iterator[None]:
 class _Pair:
     def __init__(self, group: GlooGroup, part: Tensor) -> None:
         self.group, self.part = group, part
-        self.work = dist.all_reduce(part, async_op=True)
+        self.work = dist.all_reduce(part, group=group.group, async_op=True)
 
     def wait(self) -> Tensor:
         with _peers(self.group.rank, "merge"):
@@ -162,10 +167,10 @@ class _Direct:
                 if mine[1] > mine[0]:
                     first = next(iter(parts.values()))
                     self.received[span] = torch.empty(mine[1] - mine[0], dtype=first.dtype)
-                    self.work.append(dist.irecv(self.received[span], other, tag=base + tag))
+                    self.work.append(dist.irecv(self.received[span], other, group=group.group, tag=base + tag))
             if stop > start:
                 for tag, span in enumerate(subtrees(lanes, deal[group.rank])):
-                    self.work.append(dist.isend(parts[span][start:stop], other, tag=base + tag))
+                    self.work.append(dist.isend(parts[span][start:stop], other, group=group.group, tag=base + tag))
 
     def wait(self) -> Tensor:
         with _peers(self.group.rank, "merge"):
@@ -183,7 +188,7 @@ class _Direct:
             if total.data_ptr() != result[start:stop].data_ptr():
                 result[start:stop].copy_(total)
         gathering = [
-            dist.broadcast(result[begin:end], owner, async_op=True)
+            dist.broadcast(result[begin:end], owner, group=group.group, async_op=True)
             for owner, (begin, end) in enumerate(self.bounds)
             if end > begin
         ]

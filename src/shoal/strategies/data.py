@@ -59,6 +59,7 @@ class DataParallel:
         self.gradient_count = len(replica.parameters)
         self.lane_now: int | None = None  # the lane at work, for whoever reports an error
         self._exchange: Exchange | None = None
+        self._trained: list[int] = []
 
     @property
     def held(self) -> Span:
@@ -78,9 +79,8 @@ class DataParallel:
         compute_seconds = time.perf_counter() - began - lap.data_seconds
 
         began = time.perf_counter()
-        if self._exchange is None:
-            self._exchange = self._open_exchange()
-        self._exchange.offer(parts, self.deal)
+        exchange = self._open_exchange()
+        exchange.offer(parts, self.deal)
         del parts
         merge_seconds = time.perf_counter() - began
 
@@ -96,7 +96,7 @@ class DataParallel:
         if told.not_finite:
             self.replica.buffers.drop()
         else:
-            self._apply(self._exchange.take(told.present), told, scale)
+            self._apply(exchange.take(told.present), told, scale)
         return Outcome(
             loss=loss,
             samples=len(work.indices),
@@ -126,10 +126,15 @@ class DataParallel:
         self.replica.buffers.commit(merged[count:], told.buffer_weights)
 
     def _open_exchange(self) -> Exchange:
-        count, starts = self.gradient_count, self.replica.buffers.starts()
-        trained = [(i, p) for i, (_, p) in enumerate(self.replica.parameters) if p.requires_grad]
-        tensors = [*trained, *((count + i, start) for i, start in enumerate(starts))]
-        return open_exchange(self.group, self.lanes, self.deal, tensors, count + len(starts))
+        """Opened once, and again when a loop freezes or frees parameters: all workers do that in the same step."""
+        trained = [index for index, (_, parameter) in enumerate(self.replica.parameters) if parameter.requires_grad]
+        if self._exchange is None or trained != self._trained:
+            self._trained = trained
+            count, starts = self.gradient_count, self.replica.buffers.starts()
+            tensors: list[tuple[int, Tensor]] = [(index, self.replica.parameters[index][1]) for index in trained]
+            tensors += [(count + index, start) for index, start in enumerate(starts)]
+            self._exchange = open_exchange(self.group, self.lanes, self.deal, tensors, count + len(starts))
+        return self._exchange
 
 
 class _Lap:
@@ -216,13 +221,13 @@ class _Told:
         self.counted = any(row[3] for row in table)
         self.sums: dict[int, tuple[float, float]] = {}
         self.not_finite: list[tuple[int, int]] = []
-        for rank, (start, stop) in enumerate(deal):
-            for lane in range(start, stop):
-                total, count, state = table[rank][4 + 3 * lane : 7 + 3 * lane]
-                if state == 2.0:
-                    self.not_finite.append((rank, lane))
-                elif state == 1.0:
-                    self.sums[lane] = (total, count)
+        self.owners = {lane: rank for rank, held in enumerate(deal) for lane in range(*held)}
+        for lane, rank in self.owners.items():
+            total, count, state = table[rank][4 + 3 * lane : 7 + 3 * lane]
+            if state == 2.0:
+                self.not_finite.append((rank, lane))
+            elif state == 1.0:
+                self.sums[lane] = (total, count)
         at = 4 + 3 * lanes
         width = parameters + buffers
         words = -(-width // BITS)
@@ -248,7 +253,10 @@ class _Told:
         if not self.counted:
             return total(0), 1.0
         count = total(1)
-        return (total(0) / count, len(work.indices) / count) if count else (math.nan, 1.0)
+        if not count:  # the mean of nothing
+            self.not_finite = [(rank, lane) for lane, rank in self.owners.items() if lane in self.sums]
+            return math.nan, 1.0
+        return total(0) / count, len(work.indices) / count
 
 
 def read_loss(value: Any, place: str) -> tuple[Tensor, float | None]:
