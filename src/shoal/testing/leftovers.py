@@ -1,0 +1,130 @@
+"""What a block of code began and did not end: processes, threads, ports, shared memory."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SETTLE_SECONDS = 2.0  # how long something that is already ending may take
+MEMORY_NAMES = ("shoal", "torch_", "psm_", "sem.")  # ours, torch's, Python's; others on this machine use /dev/shm too
+
+
+@contextmanager
+def leftovers() -> Iterator[list[str]]:
+    """Yields a list that holds, after the block, a line for each thing that the block began and did not end:
+    processes (also orphans), threads that keep the interpreter from ending, listening ports, shared memory."""
+    left: list[str] = []
+    before = _held()
+    began = time.clock_gettime(time.CLOCK_BOOTTIME)
+    yield left
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        left[:] = [text for key, text in _held(began).items() if key not in before]
+        if not left or time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+
+
+def _held(orphans_since: float | None = None) -> dict[tuple[str, Any], str]:
+    held: dict[tuple[str, Any], str] = {}
+    table = _processes()
+    mine = _descendants(table, os.getpid())
+    if orphans_since is not None:
+        mine |= _orphans(table, orphans_since)
+    for pid in mine:
+        one = table[pid]
+        state = "ended, but nobody waited for it" if one.state == "Z" else "still runs"
+        held["process", (pid, one.started)] = f"process {pid} ({one.name}) {state}"
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            held["thread", thread.ident] = f"thread {thread.name} still runs"
+    for inode, address in _listening().items():
+        held["port", inode] = f"{address} is still listened on"
+    for name in _shared_memory(table, mine):
+        held["memory", name] = f"/dev/shm/{name} is still there"
+    return held
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Process:
+    name: str
+    state: str
+    parent: int
+    session: int
+    started: float  # seconds since boot
+
+
+def _processes() -> dict[int, _Process]:
+    found: dict[int, _Process] = {}
+    ticks = os.sysconf("SC_CLK_TCK")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it ended meanwhile
+                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(") ")
+                fields = rest.split()
+                found[int(entry.name)] = _Process(
+                    name=name,
+                    state=fields[0],
+                    parent=int(fields[1]),
+                    session=int(fields[3]),
+                    started=int(fields[19]) / ticks,
+                )
+    return found
+
+
+def _descendants(table: dict[int, _Process], root: int) -> set[int]:
+    found: set[int] = set()
+    while more := {pid for pid, one in table.items() if one.parent in found | {root}} - found:
+        found |= more
+    return found
+
+
+def _orphans(table: dict[int, _Process], since: float) -> set[int]:
+    """Processes of our session whose parent is of another one: their own parent died before them."""
+    session = os.getsid(0)
+    return {
+        pid
+        for pid, one in table.items()
+        if one.session == session
+        and pid != session
+        and one.state != "Z"
+        and one.started >= since - 0.02  # the kernel counts in hundredths
+        and one.parent in table
+        and table[one.parent].session != session
+    }
+
+
+def _listening() -> dict[str, str]:
+    """The TCP ports that this process listens on, by the socket's inode."""
+    own: set[str] = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            target = os.readlink(entry)
+            if target.startswith("socket:["):
+                own.add(target[len("socket:[") : -1])
+    found: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (Path("/proc/self/net") / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in own:
+                    found[fields[9]] = f"port {int(fields[1].rpartition(':')[2], 16)}"
+    return found
+
+
+def _shared_memory(table: dict[int, _Process], mine: set[int]) -> set[str]:
+    """Entries of /dev/shm that may be ours, without those that a process which is not ours has mapped."""
+    try:
+        names = {name for name in os.listdir("/dev/shm") if name.startswith(MEMORY_NAMES)}
+    except OSError:
+        return set()
+    for pid in table if names else ():
+        if pid != os.getpid() and pid not in mine:
+            with suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                names -= {name for name in names if f"/dev/shm/{name}" in maps}
+    return names

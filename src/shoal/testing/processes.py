@@ -1,0 +1,182 @@
+"""Ranks as real processes: each with a group, the result of each in one list."""
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from shoal.collectives.group import GlooGroup, Group, PeerLost
+from shoal.engines.local import PR_SET_PDEATHSIG
+from shoal.errors import InputError, WorkerError
+from shoal.exact.digest import tensor_bytes
+
+GRACE_SECONDS = 10.0  # after a first failure: how long the other ranks may still answer
+_TENSOR = 1  # code of a tensor in a message
+
+
+class RanksFailed(WorkerError):
+    """At least one rank raised, died or did not answer. Carries what the others returned."""
+
+    def __init__(self, message: str, *, results: dict[int, Any], failures: dict[int, str]) -> None:
+        super().__init__(message)
+        self.results = results
+        self.failures = failures
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    value: Any = None
+    error: str | None = None  # the traceback
+    lost_peer: bool = False  # a consequence of somebody else's failure, most likely
+
+
+def ranks(size: int, function: Callable[[Group], Any], *, timeout: float = 60.0) -> list[Any]:
+    """Calls `function(group)` in that many forked processes that meet on loopback; returns their results by rank.
+
+    A result may be None, a number, a string, a tensor, or lists and dicts of these; tuples come back as lists. The
+    processes are gone when this returns, however it returns.
+    """
+    if size < 1:
+        raise InputError(f"{size} ranks: at least 1 is needed")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # else a child would write what is still in the buffer a second time
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
+    port = listener.getsockname()[1]
+    children: dict[int, int] = {}  # rank -> process id
+    pipes: dict[int, int] = {}  # rank -> where its answer comes out
+    try:
+        for rank in range(size):
+            pipes[rank], theirs = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                for pipe in pipes.values():
+                    os.close(pipe)
+                listener.close()
+                _be_rank(rank, size, port, theirs, function, timeout)
+            os.close(theirs)
+            children[rank] = pid
+        # Only now: the store has a thread, which a fork would not copy. Ranks that came first wait in the backlog.
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        try:
+            found = _collect(pipes, timeout)
+        finally:
+            del store
+    finally:
+        listener.close()
+        for pipe in pipes.values():
+            os.close(pipe)
+        codes = {rank: _end(pid) for rank, pid in children.items()}
+    return _results(size, found, codes, timeout)
+
+
+def _be_rank(
+    rank: int, size: int, port: int, answer: int, function: Callable[[Group], Any], timeout: float
+) -> NoReturn:
+    """The whole life of a forked rank."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)  # the parent's OpenMP threads did not survive the fork; with one, none is asked for
+        try:
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
+            group = GlooGroup(store, rank=rank, size=size, timeout=timedelta(seconds=timeout))
+            value = function(group)
+            message = _encode(_Answer(value=value))
+            group.close()
+        except BaseException as error:
+            message = _encode(_Answer(error=traceback.format_exc(), lost_peer=isinstance(error, PeerLost)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with open(answer, "wb") as pipe:
+            pipe.write(message)  # the last word: the parent may end this process as soon as it has it
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _collect(pipes: dict[int, int], timeout: float) -> dict[int, _Answer | None]:
+    """What each rank answered until the deadline; None from one that ended without a word."""
+    deadline = time.monotonic() + timeout
+    found: dict[int, _Answer | None] = {}
+    parts: dict[int, list[bytes]] = {rank: [] for rank in pipes}
+    with selectors.DefaultSelector() as selector:
+        for rank, pipe in pipes.items():
+            selector.register(pipe, selectors.EVENT_READ, rank)
+        while len(found) < len(pipes) and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                part = os.read(key.fd, 1 << 20)
+                if part:
+                    parts[key.data].append(part)
+                    continue
+                selector.unregister(key.fd)
+                message = b"".join(parts[key.data])
+                answer = found[key.data] = _decode(message) if message else None
+                if answer is None or answer.error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return found
+
+
+def _results(size: int, found: dict[int, _Answer | None], codes: dict[int, int], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    for rank in range(size):
+        answer = found.get(rank)
+        if rank not in found:
+            failures[rank] = f"rank {rank} did not answer within {timeout:g} s and was killed"
+        elif answer is None:
+            failures[rank] = f"rank {rank} ended with code {codes[rank]} before it answered"
+        elif answer.error is not None:
+            failures[rank] = f"rank {rank} raised\n{answer.error}"
+        else:
+            results[rank] = answer.value
+    if failures:
+        # Who lost a peer, or was still waiting for one, is seldom the cause.
+        def blame(rank: int) -> tuple[bool, bool, int]:
+            answer = found.get(rank)
+            return answer is not None and answer.lost_peer, rank not in found, rank
+
+        raise RanksFailed(failures[min(failures, key=blame)], results=results, failures=failures)
+    return [results[rank] for rank in range(size)]
+
+
+def _end(pid: int) -> int:
+    with suppress(ProcessLookupError):
+        # Whoever has answered was about to leave, whoever has not has had its time. Unreaped, the id is its own.
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _encode(answer: _Answer) -> bytes:
+    def tensor(value: Any) -> msgspec.msgpack.Ext:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"a rank returned {type(value).__qualname__}; it can return numbers, strings and tensors")
+        kind = str(value.dtype).removeprefix("torch.")
+        return msgspec.msgpack.Ext(
+            _TENSOR, msgspec.msgpack.encode((kind, list(value.shape), bytes(tensor_bytes(value))))
+        )
+
+    return msgspec.msgpack.encode(answer, enc_hook=tensor)
+
+
+def _decode(message: bytes) -> _Answer:
+    def tensor(code: int, data: memoryview) -> Tensor:
+        kind, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, list[int], bytes])
+        dtype = getattr(torch, kind)
+        if not raw:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).clone().view(dtype).reshape(shape)
+
+    return msgspec.msgpack.decode(message, type=_Answer, ext_hook=tensor)
