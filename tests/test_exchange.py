@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.collectives import shared
 from shoal.collectives.group import Group
 from shoal.collectives.shared import open_segments
 from shoal.partition.lanes import deal, fold, subtrees
 from shoal.strategies.buckets import pack
-from shoal.strategies.exchange import Exchange, Shared, Wire, add_up
+from shoal.strategies.exchange import Exchange, Shared, Wire, add_up, open_exchange
 from shoal.testing import ranks
 
 LANES = 5
@@ -135,3 +136,20 @@ class Elsewhere:
 
 def test_a_segment_that_is_not_the_peers_own_is_refused() -> None:
     assert open_segments(Elsewhere(), 64) is None  # type: ignore[arg-type]
+
+
+def little_memory(group: Group) -> list[bool]:
+    """Worker 1 believes that its host has next to no memory left."""
+    if group.rank == 1:
+        shared.free_memory = lambda: 1000  # in this process alone
+    like = [(0, torch.zeros(1000))]
+    exchange = open_exchange(group, 2, [(0, 1), (1, 2)], like, 1)
+    exchange.offer({(group.rank, group.rank + 1): [torch.full((1000,), 1.5)]}, [(0, 1), (1, 2)])
+    group.gather(torch.zeros(1))
+    (total,) = exchange.take([[True], [True]])
+    assert total is not None
+    return [isinstance(exchange, Wire), bool((total == 3.0).all())]
+
+
+def test_without_memory_for_it_sums_go_over_the_wire() -> None:
+    assert ranks(2, little_memory) == [[True, True]] * 2

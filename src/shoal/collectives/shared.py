@@ -7,12 +7,14 @@ import contextlib
 import mmap
 import os
 import secrets
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shoal.collectives.group import Group
 
+MOST_OF_FREE = 0.5  # of the host's free memory that segments may take: asking for more could get a process killed
 TOKEN_BYTES = 64  # a secret at the start of each segment shows that it is the right one; keeps the rest aligned
 
 
@@ -25,12 +27,13 @@ def open_segments(group: Group, num_bytes: int) -> list[Tensor] | None:
     token = secrets.token_bytes(16)
     own = os.memfd_create("shoal", os.MFD_CLOEXEC)
     try:
-        try:
-            os.posix_fallocate(own, 0, TOKEN_BYTES + num_bytes)  # reserved now: touching it later cannot fail
-            os.pwrite(own, token, 0)
-            offered = True
-        except OSError:
-            offered = False
+        offered = (TOKEN_BYTES + num_bytes) * group.size <= MOST_OF_FREE * free_memory()
+        if offered:
+            try:
+                os.posix_fallocate(own, 0, TOKEN_BYTES + num_bytes)  # reserved now: touching it later cannot fail
+                os.pwrite(own, token, 0)
+            except OSError:
+                offered = False
         note = torch.tensor([int(offered), os.getpid(), own, *token], dtype=torch.int64)
         found = [_open(row.tolist(), num_bytes) for row in group.gather(note)]
         complete = all(segment is not None for segment in found)
@@ -39,6 +42,15 @@ def open_segments(group: Group, num_bytes: int) -> list[Tensor] | None:
     finally:
         os.close(own)
     return [segment for segment in found if segment is not None] if agreed else None
+
+
+def free_memory() -> int:
+    """Bytes that this host can still give out without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return 0
 
 
 def _open(note: list[int], num_bytes: int) -> Tensor | None:
