@@ -306,3 +306,23 @@ def test_parameters_frozen_and_freed_on_the_way_are_merged(tmp_path: Path) -> No
         for workers in (1, 2, 3)
     ]
     assert len(set(hashes)) == 1
+
+
+def test_an_instance_begins_where_it_began_after_its_trained_copy_was_used() -> None:
+    job = job_for(dropout_net).changed(model=initialise(dropout_net, 5), steps=3)
+    first = shoal.train(job, quiet=True)
+    trained = first.model()
+    assert combine(digests(trained.state_dict().items())) == first.weights_sha256
+    assert shoal.train(job, workers=2, quiet=True).weights_sha256 == first.weights_sha256
+
+
+def test_a_loader_with_another_order_is_another_arithmetic(tmp_path: Path) -> None:
+    data = TensorDataset(*samples_for(dropout_net))
+
+    def job(shuffle: bool) -> shoal.Job:
+        return job_for(dropout_net).changed(data=DataLoader(data, batch_size=16, shuffle=shuffle), batch=16, steps=6)
+
+    with pytest.raises(shoal.Stopped):
+        shoal.train(job(True), run_dir=tmp_path / "run", stop_after=2, quiet=True)
+    with pytest.raises(shoal.RunError, match="shuffle was 'shuffled' in the checkpoint and is 'in order' now"):
+        shoal.train(job(False), run_dir=tmp_path / "run", resume=True, quiet=True)

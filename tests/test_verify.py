@@ -97,14 +97,14 @@ def test_a_job_that_fails_is_not_called_equal(call: Caller, tmp_path: Path) -> N
 
 
 def test_placements() -> None:
-    job = plain_job()
-    assert placements(job, [1, 4], ["3,1"], True, 9) == [
+    assert placements([1, 4], ["3,1"], True, 9) == [
         Placement(workers=1),
         Placement(workers=4),
         Placement(workers=2, shares="3,1"),
         Placement(workers=4, stop_after=4, then=3),
     ]
-    assert placements(job, [1], [], True, 1)[-1] == Placement(workers=1, stop_after=1, then=1)
+    assert placements([1, 2], ["auto"], False, 5)[-1] == Placement(workers=2, shares="auto")
+    assert placements([1], [], True, 1)[-1] == Placement(workers=1, stop_after=1, then=1)
 
 
 # -- against an ordinary loop -----------------------------------------------------------------------------------------

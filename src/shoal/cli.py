@@ -290,15 +290,16 @@ def _verify(given: argparse.Namespace) -> int:
     if given.steps is not None and given.steps < 1:
         raise InputError(f"--steps {given.steps}: at least 1")
     steps = given.steps or min(VERIFY_STEPS, open_job(job).steps)
-    wanted = placements(job, check_workers(given.workers), given.shares, given.resume, steps)
+    wanted = placements(check_workers(given.workers), given.shares, given.resume, steps)
     name = given.file
     for placement in wanted:  # a placement that does not fit is said before the first run
         plan_for(job, Options(workers=placement.workers, shares=placement.shares))
     console = Console(stderr=True)
     rows: list[Row] = []
-    with console.status(f"{name}: {steps} steps on one worker, the reference"):
+    with console.status(f"{name}: {steps} steps on one worker, the reference") as status:
         for row in verify(job, wanted, steps, name=name):
             rows.append(row)
+            status.update(f"{name}: {len(rows)} of {len(wanted) + 1} runs of {steps} steps done")
     plain = None
     if given.against and not rows[-1].difference:
         with console.status("an ordinary PyTorch loop in fp64"):

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from shoal.ahead import Ahead
 from shoal.errors import JobError
 from shoal.exact.seeds import ORDER, seed_everything, untouched_generators
-from shoal.partition.samples import Order, in_order, shuffled
+from shoal.partition.samples import Order, Schedule, in_order, shuffled
 
 Fetch = Callable[[Sequence[int], int], Any]  # (sample numbers, pass over the data) -> a batch, aligned
 
@@ -33,10 +33,15 @@ Fetch = Callable[[Sequence[int], int], Any]  # (sample numbers, pass over the da
 class Source:
     samples: int
     order: Order
+    ordering: str  # what that order is, for a resumed run to compare
     fetch: Fetch
     batch: int | None = None  # what a DataLoader says; None elsewhere
     last: str | None = None
     ahead: Ahead | None = None  # where samples are loaded by processes of their own
+
+    def arithmetic(self, schedule: Schedule) -> dict[str, Any]:
+        """What of the data decides the bits, as it turned out; a DataLoader's word counts over the job's."""
+        return {"samples": self.samples, "shuffle": self.ordering, "last": schedule.last}
 
 
 def open_source(data: Any, *, seed: int, shuffle: bool = True) -> Source:
@@ -51,7 +56,9 @@ def open_source(data: Any, *, seed: int, shuffle: bool = True) -> Source:
     if isinstance(data, IterableDataset):
         raise _refused("an IterableDataset has no sample numbers, so no exact order")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return _from_dataset(data, _order(len(data), seed, shuffle), seed)
+        order, ordering = _order(len(data), seed, shuffle)
+        fetch = Ahead(data, default_collate, seed).load
+        return Source(samples=len(data), order=order, ordering=ordering, fetch=fetch)
     raise _refused(f"{type(data).__name__} is none of the forms that data can have")
 
 
@@ -62,8 +69,8 @@ def _refused(why: str) -> JobError:
     )
 
 
-def _order(samples: int, seed: int, shuffle: bool) -> Order:
-    return shuffled(samples, seed) if shuffle else in_order(samples)
+def _order(samples: int, seed: int, shuffle: bool) -> tuple[Order, str]:
+    return (shuffled(samples, seed), "shuffled") if shuffle else (in_order(samples), "in order")
 
 
 def _from_tensors(tensors: tuple[Tensor, ...], shape: Any, seed: int, shuffle: bool) -> Source:
@@ -77,11 +84,8 @@ def _from_tensors(tensors: tuple[Tensor, ...], shape: Any, seed: int, shuffle: b
         parts = tuple(tensor.index_select(0, chosen) for tensor in tensors)
         return parts if not isinstance(shape, Tensor) else parts[0]
 
-    return Source(samples=lengths[0], order=_order(lengths[0], seed, shuffle), fetch=fetch)
-
-
-def _from_dataset(data: Any, order: Order, seed: int) -> Source:
-    return Source(samples=len(data), order=order, fetch=Ahead(data, default_collate, seed).load)
+    order, ordering = _order(lengths[0], seed, shuffle)
+    return Source(samples=lengths[0], order=order, ordering=ordering, fetch=fetch)
 
 
 def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
@@ -93,13 +97,11 @@ def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
     if isinstance(sampler, DistributedSampler):
         raise _refused("a DataLoader with a DistributedSampler is already cut; give it without (Shoal cuts exactly)")
     samples = len(loader.dataset)  # type: ignore[arg-type]
-    order: Order
-    if isinstance(sampler, SequentialSampler):
-        order = in_order(samples)
-    elif isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == samples:
-        order = shuffled(samples, seed)
+    whole = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == samples
+    if whole or isinstance(sampler, SequentialSampler):
+        order, ordering = _order(samples, seed, shuffle=whole)
     else:
-        order = _sampled(sampler, seed)
+        order, ordering = _sampled(sampler, seed), type(sampler).__qualname__
         samples = len(sampler)  # type: ignore[arg-type]
     last = "drop" if loader.drop_last else "short"
     if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
@@ -109,6 +111,7 @@ def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
         return Source(
             samples=samples,
             order=order,
+            ordering=ordering,
             fetch=lambda *request: list(fetch(*request)),
             batch=loader.batch_size,
             last=last,
@@ -117,6 +120,7 @@ def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
     return Source(
         samples=samples,
         order=order,
+        ordering=ordering,
         fetch=loading.fetch,
         batch=loader.batch_size,
         last=last,

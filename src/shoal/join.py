@@ -91,8 +91,8 @@ def join(
         "scheduler": None if scheduler is None else type(scheduler).__qualname__,
         "loss": None,
         "model": describe(model),
-        "samples": source.samples,
     }
+    arithmetic |= source.arithmetic(schedule)
     run = Run(
         model=model,
         optimizer=optimizer,

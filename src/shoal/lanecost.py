@@ -17,6 +17,8 @@ ROUNDS = 3
 def lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | None:
     """Times this worker's lanes one by one against all of them at once, best of a few; None if it would take long."""
     first, stop = run.strategy.held
+    if run.compute_seconds > BUDGET_SECONDS:
+        return None
     if stop - first < 2:  # one lane: nothing could be joined, so it costs nothing
         return LaneCost(time=time.time(), lanes=1, apart=0.0, together=0.0)
     cuts = cut(run.schedule.batch, run.schedule.batch, run.plan.lanes, run.strategy.microbatches)

@@ -1,5 +1,6 @@
 """What a run leaves to its caller."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ class Report:
         """The trained model, on this process's CPU."""
         if self._job is None:
             raise InputError("this run had no job to build its model from", fix="load model.safetensors yourself")
-        model = (
-            self._job.model if isinstance(self._job.model, nn.Module) else initialise(self._job.model, self._job.seed)
-        )
+        given = self._job.model
+        # A copy of an instance: the job must still begin where it began.
+        model = copy.deepcopy(given) if isinstance(given, nn.Module) else initialise(given, self._job.seed)
         weights, aliases = load_weights(self.folder / "model.safetensors")
         restore_weights(model, weights, aliases)
         return model

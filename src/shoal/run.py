@@ -83,6 +83,7 @@ class Run:
         self.loss: float | None = None
         self.metrics: dict[str, float | None] = {}
         self.evaluation_seconds = 0.0
+        self.compute_seconds = 0.0  # of this worker's lanes in the last step
         self.stopped: str | None = None  # why the run ends before its last step
         self.resumable = False
         self.finished = False
@@ -220,6 +221,7 @@ class Run:
         (batch, outcome), self._merged = self._merged, None
         self.step = batch.step + 1
         self.loss = None if math.isnan(outcome.loss) else outcome.loss
+        self.compute_seconds = outcome.compute_seconds
         self._journal.committed(outcome)
         if self._journal.due:
             self._tell()

@@ -72,11 +72,11 @@ class Row:
     difference: Difference | None = None
 
 
-def placements(job: Job, workers: list[int], shares: list[str], resume: bool, steps: int) -> list[Placement]:
+def placements(workers: list[int], shares: list[str], resume: bool, steps: int) -> list[Placement]:
+    most = max(workers)
     found = [Placement(workers=count) for count in workers]
-    found += [Placement(workers=text.count(",") + 1, shares=text) for text in shares]
+    found += [Placement(workers=most if text == "auto" else text.count(",") + 1, shares=text) for text in shares]
     if resume:
-        most = max(workers)
         found.append(Placement(workers=most, stop_after=max(1, steps // 2), then=max(1, most - 1)))
     return found
 

@@ -65,7 +65,7 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
         plan=seat.plan,
         seat=seat,
         group=group,
-        arithmetic=job.arithmetic() | {"samples": opened.source.samples},
+        arithmetic=job.arithmetic() | opened.source.arithmetic(schedule),
         steps=opened.steps,
         checkpoint_every=job.checkpoint_every,
     )
