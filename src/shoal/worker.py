@@ -2,12 +2,13 @@
 
 import dataclasses
 import io
-import runpy
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +181,14 @@ def run_script(script: Path, arguments: list[str], seat: Seat) -> None:
     seed_everything(0, MODULE_LOAD)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
+    loader = SourceFileLoader("__main__", str(script))
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script)
+    # It stays until the process ends: torch can deadlock when a DDP model is freed while its gloo thread still runs
+    # (freeing joins that thread under the interpreter's lock, which the thread waits for).
+    sys.modules["__main__"] = module
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        loader.exec_module(module)
     except SystemExit as leave:
         if leave.code not in (None, 0):
             raise
