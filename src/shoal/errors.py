@@ -8,6 +8,8 @@
     │   └── CheckpointError         a checkpoint that is corrupt, foreign, or of another arithmetic
     ├── RunError                1   a run that failed after it began
     │   ├── WorkerError             a worker raised or died
+    │   ├── CollectiveError         a collective that cannot end: a peer died, left, is late, or does something else
+    │   │   └── PeerLost            another rank is gone or has not come in time
     │   ├── NonFiniteError          a loss that is not finite
     │   └── MismatchError           workers that should agree do not
     └── Stopped                 3   ended early on request; can be resumed
@@ -59,6 +61,14 @@ class RunError(ShoalError):
 
 
 class WorkerError(RunError):
+    pass
+
+
+class CollectiveError(RunError, RuntimeError):  # torch's own collectives raise RuntimeError
+    pass
+
+
+class PeerLost(CollectiveError):
     pass
 
 

@@ -1,0 +1,128 @@
+"""How values of several ranks become one: which operations there are, for which types, in which order they are applied.
+
+The order is always that of the tree over the rank number (partition/lanes.py): whoever computes where, the same numbers
+are combined in the same order, so the bits depend on nothing else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import CollectiveError
+from shoal.partition.lanes import Span, split
+
+Combine = Callable[..., Tensor]  # (left, right, *, out)
+
+_COMBINE: dict[str, Combine] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "premul_sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+_BITWISE = ("band", "bor", "bxor")
+# Types that torch's CPU kernels do not add, by a type whose addition has the same bits.
+_SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    name: str
+    combine: Combine
+    factor: Any = None  # every operand is multiplied by it first
+    dtype: torch.dtype | None = None  # the type to compute in: same size, same bits
+
+    def before(self, flat: Tensor) -> Tensor:
+        """An operand as it is combined; a copy where it changes."""
+        if self.factor is not None:
+            flat = torch.mul(flat, self.factor).to(flat.dtype)
+        return flat if self.dtype is None else flat.view(self.dtype)
+
+    def after(self, flat: Tensor, size: int) -> None:
+        """What the combined value still needs."""
+        if self.name == "avg":
+            flat.div_(size)
+
+    def fold(self, parts: Sequence[Tensor], out: Tensor, scratch: "Scratch") -> None:
+        """Combines one value per rank in the order of the tree. `out` may be one of the parts."""
+        if len(parts) == 2:
+            self.combine(parts[0], parts[1], out=out)
+        else:
+            fold_pieces(len(parts), {(rank, rank + 1): part for rank, part in enumerate(parts)}, out, self, scratch)
+
+
+class Scratch:
+    """Room for values in between, kept from one fold to the next so that it stays in cache."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def like(self, tensor: Tensor, number: int) -> Tensor:
+        room = self._rooms.get((number, tensor.dtype))
+        if room is None or room.numel() < tensor.numel():
+            room = self._rooms[number, tensor.dtype] = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        return room[: tensor.numel()]
+
+
+SUM = Reduction("sum", torch.add)
+
+
+def fold_pieces(lanes: int, parts: Mapping[Span, Tensor | None], out: Tensor, how: Reduction, scratch: Scratch) -> None:
+    """Combines partial sums in the order of the lanes' tree. `out` may be one of them. An absent one is no operand."""
+    used = 0
+
+    def value(node: Span, target: Tensor | None) -> Tensor | None:
+        nonlocal used
+        if node in parts:
+            return parts[node]
+        middle = split(node)
+        left = value((node[0], middle), None)
+        right = value((middle, node[1]), None)
+        if left is None or right is None:
+            return right if left is None else left
+        if target is None:
+            target = scratch.like(out, used)
+            used += 1
+        return how.combine(left, right, out=target)
+
+    total = value((0, lanes), out)
+    assert total is not None, "a sum of nothing"
+    if total.data_ptr() != out.data_ptr():
+        out.copy_(total)
+
+
+def read_reduction(op: Any, dtype: torch.dtype, name: str) -> Reduction:
+    """A torch.distributed ReduceOp for tensors of one type; where it does not fit, an error that names what would."""
+    word = str(getattr(op, "op", op)).rsplit(".", 1)[-1].lower()
+    if word == "sum" and dtype in _PLAIN:
+        return SUM
+    if word not in _COMBINE:
+        raise CollectiveError(f"{name} does not know the operation {word}; known are {', '.join(_COMBINE)}")
+    supported = _supported(dtype)
+    if word not in supported:
+        dtype_name = str(dtype).removeprefix("torch.")
+        known = ", ".join(supported) or "none: cast to another type first"
+        raise CollectiveError(f"{name} has no {word} for {dtype_name}; it has {known}")
+    factor = op.factor if word == "premul_sum" else None
+    return Reduction(word, _COMBINE[word], factor, None if word in _BITWISE else _SAME_BITS.get(dtype))
+
+
+def _supported(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype in _EIGHT_BITS:
+        return ()
+    if dtype.is_complex:
+        return ("sum", "avg", "premul_sum", "product")
+    if dtype.is_floating_point:
+        return ("sum", "avg", "premul_sum", "product", "min", "max")
+    if dtype in _SAME_BITS:
+        return ("sum", "product", *_BITWISE)
+    return ("sum", "product", "min", "max", *_BITWISE)

@@ -1,0 +1,444 @@
+"""Routes played: by threads over a mail that does its worst, and by real processes over gloo. One sum, bit for bit."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.collectives.choose import candidates
+from shoal.collectives.cost import Wire, cost, wires
+from shoal.collectives.relay import Pool, Relay, Tally, all_reduce, pieces_of
+from shoal.collectives.routes import Route, direct, hierarchical, towards, tree
+from shoal.collectives.topology import Place
+from shoal.exact.digest import tensor_sha256
+from shoal.partition.lanes import Span, fold, subtrees
+from shoal.testing import ranks
+from test_routes import LINKS, any_deal, any_places, at
+
+PATIENCE_SECONDS = 30.0
+
+
+class Office:
+    """Where the threads' messages meet. Each is copied once, at the worst possible time, and no tag is used twice.
+
+    early    as soon as both ends are posted: a result may overwrite what is still to be read
+    late     when the receiver waits: a sender may have changed what it sent
+    """
+
+    def __init__(self, when: str, places: tuple[Place, ...] | None = None) -> None:
+        self.when, self.places = when, places
+        self.changed = threading.Condition()
+        self.sent: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.asked: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.moved: set[tuple[int, int, int]] = set()
+        self.carried: Counter[Wire] = Counter()
+        self.failed = False
+
+    def post(
+        self, box: dict[tuple[int, int, int], torch.Tensor], key: tuple[int, int, int], flat: torch.Tensor
+    ) -> None:
+        assert flat.dim() == 1 and flat.is_contiguous() and flat.numel()
+        with self.changed:
+            assert key not in box, f"{key} was used before"
+            box[key] = flat
+            if box is self.sent and self.places is not None:
+                for wire in wires(self.places, *key[:2]):
+                    self.carried[wire] += flat.nbytes
+            if self.when == "early":
+                self.move(key)
+            self.changed.notify_all()
+
+    def move(self, key: tuple[int, int, int]) -> bool:
+        if key not in self.moved and key in self.sent and key in self.asked:
+            self.asked[key].copy_(self.sent[key])
+            self.moved.add(key)
+            self.changed.notify_all()
+        return key in self.moved
+
+    def wait(self, key: tuple[int, int, int], receiving: bool) -> None:
+        def done() -> bool:
+            return self.failed or (self.move(key) if receiving else key in self.moved)
+
+        with self.changed:
+            assert self.changed.wait_for(done, PATIENCE_SECONDS), f"{key} never came"
+            assert not self.failed, "another rank failed"
+
+
+class Errand:
+    def __init__(self, office: Office, key: tuple[int, int, int], receiving: bool) -> None:
+        self.office, self.key, self.receiving = office, key, receiving
+
+    def wait(self) -> None:
+        self.office.wait(self.key, self.receiving)
+
+
+class ThreadMail:
+    def __init__(self, office: Office, rank: int, size: int) -> None:
+        self.office, self.rank, self.size = office, rank, size
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Errand:
+        self.office.post(self.office.sent, (self.rank, to, tag), tensor)
+        return Errand(self.office, (self.rank, to, tag), False)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Errand:
+        self.office.post(self.office.asked, (source, self.rank, tag), tensor)
+        return Errand(self.office, (source, self.rank, tag), True)
+
+
+def in_threads(office: Office, size: int, work: Callable[[ThreadMail], Any]) -> list[Any]:
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadMail(office, rank, size))
+        except BaseException as error:
+            errors.append(error)
+            with office.changed:
+                office.failed = True
+                office.changed.notify_all()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def lane(number: int, length: int) -> torch.Tensor:
+    """Numbers of very different magnitude: another order of sums would round otherwise."""
+    generator = torch.Generator().manual_seed(1000 * number + length)
+    scale = 10.0 ** torch.randint(-3, 4, (length,), generator=generator).float()
+    return torch.randn(length, generator=generator) * scale
+
+
+def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left + right
+
+
+def summed(
+    span: Span, length: int, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = add
+) -> torch.Tensor:
+    count = span[1] - span[0]
+    found = fold(count, {(each, each + 1): lane(span[0] + each, length) for each in range(count)}, combine)
+    assert found is not None
+    return found
+
+
+def held(lanes: int, span: Span, length: int) -> dict[Span, torch.Tensor]:
+    return {node: summed(node, length) for node in subtrees(lanes, span)}
+
+
+def singles(size: int) -> tuple[Span, ...]:
+    return tuple((rank, rank + 1) for rank in range(size))
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+@given(any_places(), st.data())
+@settings(max_examples=120)
+def test_every_route_gives_the_bits_of_one_process(places: tuple[Place, ...], data: st.DataObject) -> None:
+    size = len(places)
+    lanes, deal = data.draw(any_deal(size))
+    route = data.draw(st.sampled_from([*candidates(places, exact=False)[0].values()]))
+    length = data.draw(st.sampled_from([1, 64, 65, 500, 3000]))
+    keep, elsewhere = data.draw(st.booleans()), data.draw(st.booleans())
+    office = Office(data.draw(st.sampled_from(["early", "late"])), places)
+
+    def work(mail: ThreadMail) -> torch.Tensor:
+        parts = held(lanes, deal[mail.rank], length)
+        before = {span: part.clone() for span, part in parts.items()}
+        out = torch.full((length,), 7.0) if elsewhere else None
+        # Chunks of 64 elements: many turns, many messages under way.
+        found = all_reduce(mail, route, parts, lanes=lanes, deal=deal, out=out, keep=keep, chunk_bytes=256)
+        if keep and elsewhere:
+            assert all(torch.equal(before[span], part) for span, part in parts.items())
+        return found
+
+    expected = summed((0, lanes), length)
+    for found in in_threads(office, size, work):
+        assert torch.equal(found, expected)
+    assert office.carried == cost(route, places, LINKS, 4 * length, lanes=lanes, deal=deal).traffic
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("text", ["a0 b0 a1 b1", "a0 a0 a1 b0 b0", "a0 a0 a0"])
+def test_sums_that_need_not_be_exact_are_still_the_same_everywhere(text: str, when: str) -> None:
+    places = at(text)
+    size, length = len(places), 2000
+    for route in candidates(places, exact=False)[0].values():
+        office = Office(when, places)
+
+        def work(mail: ThreadMail, route: Route = route) -> torch.Tensor:
+            return all_reduce(mail, route, {(mail.rank, mail.rank + 1): lane(mail.rank, length)}, ordered=False)
+
+        first, *others = in_threads(office, size, work)
+        assert all(torch.equal(first, other) for other in others)
+        exact = sum(lane(rank, length).double() for rank in range(size))
+        torch.testing.assert_close(first.double(), exact, rtol=1e-4, atol=1e-2)
+        assert office.carried == cost(route, places, LINKS, 4 * length, ordered=False).traffic
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_the_combination_is_called_in_the_order_of_the_lanes(size: int) -> None:
+    """A difference tells left from right."""
+
+    def work(mail: ThreadMail) -> torch.Tensor:
+        return all_reduce(mail, direct(size), {(mail.rank, mail.rank + 1): lane(mail.rank, 300)}, combine=torch.sub)
+
+    expected = summed((0, size), 300, lambda left, right: left - right)
+    assert all(torch.equal(found, expected) for found in in_threads(Office("early"), size, work))
+
+
+@pytest.mark.parametrize("combine", [torch.mul, torch.minimum, torch.maximum, torch.bitwise_xor])
+def test_other_combinations_and_types(combine: Any) -> None:
+    dtype = torch.int64 if combine is torch.bitwise_xor else torch.bfloat16
+
+    def work(mail: ThreadMail) -> torch.Tensor:
+        return all_reduce(mail, tree(3), {(mail.rank, mail.rank + 1): lane(mail.rank, 100).to(dtype)}, combine=combine)
+
+    values = [lane(rank, 100).to(dtype) for rank in range(3)]
+    expected = combine(combine(values[0], values[1]), values[2])
+    assert all(torch.equal(found, expected) for found in in_threads(Office("late"), 3, work))
+
+
+def test_up_only_is_a_reduce_scatter() -> None:
+    """Pieces of any length, each in a tensor of its own; other ranks' pieces need no room."""
+    places = at("a0 b0 a0 b1 a1")
+    size, lengths = 5, [70, 0, 200, 1, 64]
+    route = hierarchical(places, roots=range(size))
+
+    def work(mail: ThreadMail) -> torch.Tensor:
+        parts = {(mail.rank, mail.rank + 1): [lane(10 * mail.rank, length) for length in lengths]}
+        out = [torch.empty(length) if piece == mail.rank else None for piece, length in enumerate(lengths)]
+        found = Relay(mail, route, parts, out, down=False, keep=True, chunk_bytes=256).wait()[mail.rank]
+        assert found is not None
+        assert all(torch.equal(part, lane(10 * mail.rank, part.numel())) for part in next(iter(parts.values())))
+        return found
+
+    for rank, found in enumerate(in_threads(Office("late"), size, work)):
+        parts = {(each, each + 1): lane(10 * each, lengths[rank]) for each in range(size)}
+        assert torch.equal(found, fold(size, parts, add))
+
+
+def test_down_only_is_an_all_gather_or_a_broadcast() -> None:
+    places = at("a0 b0 a0 b1 a1")
+    own = hierarchical(places, roots=range(5))
+    from_three = towards(hierarchical(places), 3)
+
+    def work(mail: ThreadMail) -> list[torch.Tensor]:
+        gathered = [lane(piece, 100) if piece == mail.rank else torch.empty(100) for piece in range(5)]
+        relay = Relay(mail, own, {}, gathered, up=False, chunk_bytes=256)
+        flat = lane(9, 1000) if mail.rank == 3 else torch.empty(1000)
+        Relay(mail, from_three, {}, pieces_of(from_three, flat), up=False, chunk_bytes=256, base=relay.tags).wait()
+        relay.wait()
+        return [*gathered, flat]
+
+    for *gathered, flat in in_threads(Office("early"), 5, work):
+        assert all(torch.equal(found, lane(piece, 100)) for piece, found in enumerate(gathered))
+        assert torch.equal(flat, lane(9, 1000))
+
+
+def test_relays_that_are_under_way_together_do_not_mix() -> None:
+    lanes, deal = 7, ((0, 1), (1, 4), (4, 6), (6, 7))
+    routes = [*candidates(at("a0 b0 a0 b0"), exact=False)[0].values()]
+
+    def work(mail: ThreadMail) -> list[torch.Tensor]:
+        base, started, found = 0, [], []
+        for number, route in enumerate(routes):
+            parts = held(lanes, deal[mail.rank], 500 + number)
+            flat = next(iter(parts.values()))
+            pieces = {span: pieces_of(route, part) for span, part in parts.items()}
+            relay = Relay(
+                mail, route, pieces, pieces_of(route, flat), lanes=lanes, deal=deal, base=base, chunk_bytes=256
+            )
+            base += relay.tags
+            started.append(relay)
+            found.append(flat)
+        for relay in started:
+            relay.wait()
+        return found
+
+    for results in in_threads(Office("late"), 4, work):
+        assert all(torch.equal(found, summed((0, lanes), 500 + number)) for number, found in enumerate(results))
+
+
+class Counted(Pool):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        self.made += not self._free.get((count, dtype))
+        return super().take(count, dtype)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_memory_on_the_way_is_used_again(keep: bool) -> None:
+    """Fresh memory for each of 200 chunks would cost more than adding it."""
+
+    def work(mail: ThreadMail) -> int:
+        pool, part = Counted(), lane(mail.rank, 64 * 200)
+        parts = {(mail.rank, mail.rank + 1): part}
+        all_reduce(mail, tree(4), parts, out=torch.empty_like(part), keep=keep, chunk_bytes=256, pool=pool)
+        return pool.made
+
+    made = in_threads(Office("late"), 4, work)
+    assert 0 < max(made) <= 40
+
+
+class Halves:
+    """The simplest compressor. Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.keys: list[Hashable] = []
+
+    def payload_bytes(self, count: int) -> int:
+        return 2 * count
+
+    def encode(self, flat: torch.Tensor, key: Hashable) -> torch.Tensor:
+        self.keys.append(key)
+        return flat.half().view(torch.uint8)
+
+    def decode(self, payload: torch.Tensor, count: int) -> torch.Tensor:
+        assert payload.numel() == 2 * count
+        return payload.view(torch.float16).float()
+
+
+@pytest.mark.parametrize("levels", [("host",), ("rack",), ("host", "rack")])
+@pytest.mark.parametrize("text", ["a0 b0 a1 b1", "a0 a0 a1 b0 b0", "a0 a0"])
+def test_compressed_ways_leave_the_same_bits_on_all_ranks(text: str, levels: tuple[str, ...]) -> None:
+    places = at(text)
+    size, length = len(places), 1200
+    for route in candidates(places, exact=False)[0].values():
+        office = Office("late", places)
+
+        def work(mail: ThreadMail, route: Route = route) -> tuple[torch.Tensor, list[Hashable], Tally]:
+            codec, tally = Halves(), Tally()
+            parts = {(mail.rank, mail.rank + 1): lane(mail.rank, length).clamp(-100, 100)}
+            compress = dict.fromkeys(levels, codec)
+            found = all_reduce(
+                mail,
+                route,
+                parts,
+                ordered=False,
+                places=places,
+                compress=compress,
+                key="w",
+                tally=tally,
+                chunk_bytes=512,
+            )
+            return found, codec.keys, tally
+
+        results = in_threads(office, size, work)
+        assert all(torch.equal(found, results[0][0]) for found, _, _ in results)
+        exact = sum(lane(rank, length).clamp(-100, 100).double() for rank in range(size))
+        torch.testing.assert_close(results[0][0].double(), exact, rtol=0.01, atol=0.5)
+        for _, keys, _ in results:
+            assert len(set(keys)) == len(keys), "what a compressor remembers has a slot for each message"
+        if len(set(places)) == 1:
+            assert not any(keys for _, keys, _ in results), "memory is not compressed"
+        predicted = cost(
+            route, places, LINKS, 4 * length, ordered=False, compress=dict.fromkeys(levels, Halves())
+        ).traffic
+        assert office.carried == predicted
+        if len({place.rack for place in places}) > 1:
+            tallies = [tally for _, _, tally in results]
+            sent = sum(tally.sent["rack"] for tally in tallies)
+            assert sent * 2 == sum(tally.plain["rack"] for tally in tallies)
+            assert sent == sum(num for wire, num in predicted.items() if wire.level == "rack" and wire.way == "out")
+
+
+def test_integers_are_never_compressed_and_exact_sums_refuse() -> None:
+    places = at("a0 b0")
+
+    def work(mail: ThreadMail) -> torch.Tensor:
+        parts = {(mail.rank, mail.rank + 1): torch.full((100,), mail.rank + 1)}
+        return all_reduce(mail, direct(2), parts, ordered=False, places=places, compress={"host": Halves()})
+
+    assert all(found.tolist() == [3] * 100 for found in in_threads(Office("late"), 2, work))
+
+    def refused(mail: ThreadMail) -> None:
+        with pytest.raises(ValueError, match="compressed sums are not exact"):
+            all_reduce(mail, direct(2), {(mail.rank, mail.rank + 1): torch.ones(9)}, compress={"host": Halves()})
+
+    in_threads(Office("late"), 2, refused)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+class GlooMail:
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        return self.group.send([tensor], to, tag)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        return self.group.recv([tensor], source, tag)
+
+
+def gloo_mail(path: Path, rank: int, size: int) -> GlooMail:
+    store = dist.FileStore(str(path), size)
+    return GlooMail(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)), rank, size)
+
+
+@pytest.mark.parametrize("text", ["a0 b0", "a0 a0 b0", "a0 b0 a1 b0"])
+def test_real_processes_have_one_hash_for_all_routes(text: str, tmp_path: Path) -> None:
+    places = at(text)
+    size, length = len(places), 300_000
+    lanes, ragged = size + 2, (*singles(size - 1), (size - 1, size + 2))
+    exact_routes, _ = candidates(places, exact=True)
+    all_routes, _ = candidates(places, exact=False)
+
+    def work(group: Any) -> list[dict[str, str]]:
+        mail = gloo_mail(tmp_path / "store", group.rank, size)
+        pool, base = Pool(), 0
+        found: list[dict[str, str]] = [{}, {}, {}]
+        for name, route in all_routes.items():
+            for number, (options, count, deal) in enumerate(
+                [
+                    ({"ordered": name in exact_routes}, size, singles(size)),
+                    ({"ordered": name in exact_routes}, lanes, ragged),
+                    ({"ordered": False, "compress": {"host": Halves()}}, size, singles(size)),
+                ]
+            ):
+                parts = held(count, deal[mail.rank], length)
+                pieces = {span: pieces_of(route, part) for span, part in parts.items()}
+                result = next(iter(parts.values()))
+                relay = Relay(
+                    mail,
+                    route,
+                    pieces,
+                    pieces_of(route, result),
+                    lanes=count,
+                    deal=deal,
+                    places=places,
+                    base=base,
+                    pool=pool,
+                    chunk_bytes=1 << 16,
+                    **options,
+                )
+                base += relay.tags
+                relay.wait()
+                found[number][name] = tensor_sha256(result)
+        return found
+
+    first, *others = ranks(size, work)
+    assert all(other == first for other in others), "the same bits on every rank"
+    for number, count in ((0, size), (1, lanes)):
+        expected = tensor_sha256(summed((0, count), length))
+        assert {name: first[number][name] for name in exact_routes} == dict.fromkeys(exact_routes, expected)
