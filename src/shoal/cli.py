@@ -19,7 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
+from shoal.cluster import ORDERS, Cluster, even_cluster, read_cluster
 from shoal.driver import Options
+from shoal.engines.lab import Lab
+from shoal.engines.programs import check_program, run_program
+from shoal.engines.remains import clean
+from shoal.engines.wiring import picture, summary
 from shoal.errors import InputError, ShoalError
 from shoal.exact.kernels import ISA_IN_FORCE
 from shoal.job import Job
@@ -40,7 +45,19 @@ Run      train FILE[:job]      train a job
          verify FILE           prove that every placement gives one sha256
 After    report [RUN]          the closing report of a run
          runs                  the runs in this folder
+Prove    lab -- COMMAND        a cluster in a box: run a command on hosts with slow links between them
 """
+IN_A_LAB = ("train", "run", "verify")  # commands whose workers can be on its hosts
+LAB_EXAMPLES = """\
+examples:
+  shoal lab --racks 2 --hosts 2 --link "1 Gbit/s" --oversubscription 4
+        the picture: racks, hosts, addresses, links
+  shoal lab -- verify digits.py --workers 1,2,4
+        one sha256 on any number of hosts? (train and run work the same way; --workers: all of the lab's)
+  shoal lab --hosts 4 --racks 1 -- python train_ddp.py --epochs 3
+        any other program: once per worker, with what torchrun sets; the first failure ends the others
+  shoal lab clean
+        removes what a lab left that was killed"""
 VERIFY_STEPS = 20
 
 
@@ -111,7 +128,7 @@ def build_parser() -> Parser:
         commands, "verify", "prove that placements agree", _verify, "shoal verify digits.py --workers 1,2,4 --steps 20"
     )
     check.add_argument("file", metavar="FILE[:job]")
-    check.add_argument("--workers", default="1,2", metavar="LIST", help="numbers of workers to compare (1,2)")
+    check.add_argument("--workers", metavar="LIST", help="numbers of workers to compare (1,2)")
     check.add_argument(
         "--steps", type=int, metavar="N", help=f"steps to compare ({VERIFY_STEPS}, or the job's if fewer)"
     )
@@ -134,6 +151,20 @@ def build_parser() -> Parser:
     runs = _command(commands, "runs", "the runs in this folder", _runs, "shoal runs")
     runs.add_argument("--root", type=Path, default=Path("runs"), metavar="DIR", help="where to look (runs)")
     runs.add_argument("--json", action="store_true", help="print them as JSON")
+
+    lab = _command(commands, "lab", "a cluster in a box: hosts with slow links between them", _lab, "")
+    lab.usage, lab.epilog = "shoal lab [options] [-- COMMAND …] | shoal lab clean", LAB_EXAMPLES
+    lab.add_argument("words", nargs="*", metavar="clean", help="remove what a lab left that was killed")
+    lab.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster file (TOML), instead of the next five")
+    lab.add_argument("--racks", type=int, metavar="N", help="racks (2)")
+    lab.add_argument("--hosts", type=int, metavar="N", help="hosts in each rack (2)")
+    lab.add_argument("--link", metavar="RATE", help="a host's link to its rack (1 Gbit/s)")
+    lab.add_argument("--uplink", metavar="RATE", help="a rack's link to the others (as much as its hosts have)")
+    lab.add_argument("--oversubscription", type=float, metavar="X", help="or: its hosts' links together over it")
+    lab.add_argument("--workers-per-host", type=int, metavar="N", help="processes on each host (1)")
+    lab.add_argument(
+        "--order", choices=ORDERS, default="blocks", help="ranks host by host (blocks), or each on another rack"
+    )
     return parser
 
 
@@ -196,20 +227,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _main(given: list[str]) -> int:
-    own, script = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    parser = build_parser()
-    options = parser.parse_args(own)
+def _main(given: list[str], lab: Lab | None = None, whole: list[str] | None = None) -> int:
+    """`lab`: where the command's workers run; `whole`: the command that made it."""
+    options = _parse(given)
     if options.command is None:
-        parser.print_help()
+        build_parser().print_help()
         return 0
-    options.given, options.script_arguments = given, script
-    if script and options.command != "run":
-        raise InputError(f"arguments after -- belong to a script, and {options.command} runs none")
+    options.given, options.lab = whole or given, lab
     # The driver computes nothing, and an OpenMP pool of its own would not survive the fork of its workers.
     torch.set_num_threads(1)
     result: int = options.call(options)
     return result
+
+
+def _parse(given: list[str]) -> argparse.Namespace:
+    own, script = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    options: argparse.Namespace = build_parser().parse_args(own)
+    options.script_arguments = script
+    if script and options.command not in ("run", "lab"):
+        raise InputError(f"arguments after -- belong to a script, and {options.command} runs none")
+    return options
 
 
 def _train(given: argparse.Namespace) -> int:
@@ -218,7 +255,7 @@ def _train(given: argparse.Namespace) -> int:
     if given.file is None:
         raise InputError("which job? a file is missing", fix="shoal train digits.py")
     job = load_job(given.file, given.settings)
-    _pin_isa(job, given.given)
+    _pin_isa(job, given)
     options = _options(given)
     if given.dry_run:
         opened, plan = open_job(job), plan_for(job, options)
@@ -236,10 +273,12 @@ def _train(given: argparse.Namespace) -> int:
     return 0
 
 
-def _pin_isa(job: Job, given: list[str]) -> None:
+def _pin_isa(job: Job, given: argparse.Namespace) -> None:
     """Starts over with the instruction set pinned: it is chosen before a process's first kernel."""
     if job.isa is not None and os.environ.get(ISA_IN_FORCE) != job.isa:
-        os.execve(sys.executable, [sys.executable, "-m", "shoal", *given], os.environ | isa_environment(job.isa))
+        if given.lab is not None:
+            given.lab.close()  # it comes up again
+        os.execve(sys.executable, [sys.executable, "-m", "shoal", *given.given], os.environ | isa_environment(job.isa))
 
 
 def _options(given: argparse.Namespace) -> Options:
@@ -256,8 +295,11 @@ def _options(given: argparse.Namespace) -> Options:
         exact=not given.inexact,
         timeout=timedelta(seconds=given.timeout),
     )
+    workers = given.workers
+    if workers is None and given.plan is None and given.lab is not None:
+        workers = given.lab.cluster.workers
     return Options(
-        workers=given.workers,
+        workers=workers,
         shares=given.shares,
         plan=read_plan(given.plan) if given.plan is not None else None,
         run_dir=given.run_dir,
@@ -266,6 +308,7 @@ def _options(given: argparse.Namespace) -> Options:
         plain=given.plain,
         tensorboard=given.tensorboard,
         pin=given.pin,
+        lab=given.lab,
         settings=settings,
     )
 
@@ -286,11 +329,12 @@ def _run(given: argparse.Namespace) -> int:
 
 def _verify(given: argparse.Namespace) -> int:
     job = load_job(given.file, given.settings)
-    _pin_isa(job, given.given)
+    _pin_isa(job, given)
     if given.steps is not None and given.steps < 1:
         raise InputError(f"--steps {given.steps}: at least 1")
     steps = given.steps or min(VERIFY_STEPS, open_job(job).steps)
-    wanted = placements(check_workers(given.workers), given.shares, given.resume, steps)
+    workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
+    wanted = placements(check_workers(workers), given.shares, given.resume, steps, given.lab)
     name = given.file
     for placement in wanted:  # a placement that does not fit is said before the first run
         plan_for(job, Options(workers=placement.workers, shares=placement.shares))
@@ -354,3 +398,53 @@ def _runs(given: argparse.Namespace) -> int:
     else:
         Console().print(runs_table(lines))
     return 0
+
+
+def _lab(given: argparse.Namespace) -> int:
+    if given.words == ["clean"]:
+        found = clean()
+        print(f"removed what was left of {', '.join(found)}" if found else "nothing was left")
+        return 0
+    if given.words:
+        fix = f"shoal lab -- {' '.join(given.words)} …"
+        raise InputError(f"what is to run in the lab comes after --, and {given.words[0]} comes before", fix=fix)
+    cluster = _cluster(given)
+    command: list[str] = given.script_arguments
+    if not command:
+        print(picture(cluster))
+        return 0
+    ours = command[0] == "shoal" or command[0] in IN_A_LAB
+    command = command[1:] if command[0] == "shoal" else command
+    if not ours:
+        check_program(command[0])
+    elif _parse(command).command not in IN_A_LAB:
+        raise InputError(f"shoal {' '.join(command[:1])} has no workers to run in a lab", fix=", ".join(IN_A_LAB))
+    with Lab(cluster, order=given.order) as lab:
+        print(summary(cluster), file=sys.stderr)
+        return _main(command, lab, given.given) if ours else _program(lab, command)
+
+
+def _cluster(given: argparse.Namespace) -> Cluster:
+    names = ("racks", "hosts", "link", "uplink", "oversubscription")
+    flags = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    workers = given.workers_per_host
+    if given.cluster is None:
+        return even_cluster(**flags, **({} if workers is None else {"workers": workers}))
+    if flags:
+        raise InputError(f"--cluster {given.cluster} and --{next(iter(flags))}: both say what the cluster is like")
+    cluster = read_cluster(given.cluster)
+    if workers is not None and workers < 1:
+        raise InputError(f"--workers-per-host {workers}: at least 1 is needed")
+    return cluster if workers is None else cluster.with_workers(workers)
+
+
+def _program(lab: Lab, command: list[str]) -> int:
+    try:
+        failure = run_program(lab, command)
+    except KeyboardInterrupt:
+        print("stopped: interrupted; nothing of it still runs", file=sys.stderr)
+        return 130
+    if failure is None:
+        return 0
+    print(f"error: {failure}; the others were ended", file=sys.stderr)
+    return failure.exit_code

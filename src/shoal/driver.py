@@ -19,7 +19,9 @@ from rich.console import Console
 from torch._C._distributed_c10d import TCPStore
 
 from shoal import verdict
+from shoal.engines.lab import Lab
 from shoal.engines.local import Exit, LocalEngine, Post
+from shoal.engines.namespaces import LabHost, call_on
 from shoal.errors import ShoalError
 from shoal.plan.placement import Plan
 from shoal.report.account import report
@@ -48,6 +50,7 @@ class Options:
     plain: bool = False
     tensorboard: bool = False
     pin: bool = False  # give each worker cores of its own
+    lab: Lab | None = None  # whose hosts the workers run on
     settings: Settings = field(default_factory=Settings)
 
 
@@ -71,6 +74,7 @@ class Driver:
         self.board = TensorBoard(folder) if options.tensorboard else None
         self.progress: Progress = choose(Console(stderr=True), quiet=options.quiet, plain=options.plain)
         self.tails = {rank: _Tail(folder.log(rank)) for rank in range(launch.size)}
+        self.slots = () if options.lab is None else options.lab.slots(launch.size)
         self.interrupts = 0
         self.said_stopping = False
         self.failed_at: float | None = None
@@ -83,10 +87,11 @@ class Driver:
         engine = LocalEngine(self._worker, fresh_thread=self.launch.threads > 1)
         try:
             # After the fork: the store has a thread, and the server must have none.
-            with _store() as port, self._interrupts(engine):
+            with self._store() as port, self._interrupts(engine):
                 self._tell(self.launch.started)
                 for rank in range(self.launch.size):
-                    engine.start(rank, self._environment(rank, port), self.folder.log(rank), self._cores(rank))
+                    environment, host = self._environment(rank, port), self._host(rank)
+                    engine.start(rank, environment, self.folder.log(rank), self._cores(rank), host)
                 self.watch(engine)
         finally:
             engine.close()
@@ -158,8 +163,8 @@ class Driver:
         return code[0]
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun sets, so that any torch.distributed script finds its group; on loopback only."""
-        return {
+        """What torchrun sets, so that any torch.distributed script finds its group; on loopback, or in the lab."""
+        found = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "GROUP_RANK": "0",
@@ -179,6 +184,31 @@ class Driver:
             "OMP_NUM_THREADS": str(self.launch.threads),
             "PYTHONUNBUFFERED": "1",
         }
+        lab = self.options.lab
+        return found if lab is None else found | lab.variables(self.slots[rank], self.slots[0])
+
+    def _host(self, rank: int) -> LabHost | None:
+        return None if self.options.lab is None else self.options.lab.at(self.slots[rank])
+
+    @contextmanager
+    def _store(self) -> Iterator[int]:
+        """A key-value store where the workers of this run meet: on loopback, or on the first worker's host."""
+        host = self._host(0)
+
+        def open_store() -> tuple[TCPStore, int]:
+            # A lab's host is reached by the lab alone, so there it may listen on every address.
+            listener = socket.create_server(("127.0.0.1" if host is None else "0.0.0.0", 0), backlog=128)
+            port = listener.getsockname()[1]
+            descriptor = listener.detach()
+            return TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+            ), port
+
+        store, port = call_on(host, open_store)
+        try:
+            yield port
+        finally:
+            del store
 
     def _cores(self, rank: int) -> set[int] | None:
         cores = sorted(os.sched_getaffinity(0))
@@ -231,20 +261,6 @@ class Driver:
         except (OSError, ShoalError) as error:
             self._tell(SaveFailed(time=time.time(), step=self.tally.step, reason=f"report.json: {error}"))
         return value
-
-
-@contextmanager
-def _store() -> Iterator[int]:
-    """A key-value store where the workers of this run meet, on loopback, at a port of the kernel's choice."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    try:
-        yield port
-    finally:
-        del store
 
 
 class _Tail:

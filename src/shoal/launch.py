@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shoal.driver import Driver, Launch, Options
 from shoal.errors import InputError, PlanError, RunFolderError
@@ -99,7 +100,7 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
         steps=opened.steps,
         steps_per_epoch=schedule.steps_per_epoch,
     )
-    config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job}
+    config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job} | hosts(options, plan.workers)
     with folder:
 
         def work(seat: Seat) -> None:
@@ -116,6 +117,11 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
         )
         value = Driver(launch, folder, settings, options).run()
     return Report(folder.path, value, job=job)
+
+
+def hosts(options: Options, workers: int) -> dict[str, Any]:
+    """Which host of a lab each worker ran on, for the run's folder."""
+    return {} if options.lab is None else {"hosts": [slot.host.name for slot in options.lab.slots(workers)]}
 
 
 def check_isa(job: Job) -> None:
@@ -175,6 +181,7 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
         steps=None,
         steps_per_epoch=None,
     )
+    config = {"script": str(script), "arguments": arguments, "workers": size} | hosts(options, size)
     with folder:
         launch = Launch(
             work=lambda seat: run_script(script, arguments, seat),
@@ -183,7 +190,7 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
             started=started,
             threads=1,
             target=None,
-            files={folder.config: {"script": str(script), "arguments": arguments, "workers": size}},
+            files={folder.config: config},
         )
         value = Driver(launch, folder, settings, options).run()
     return Report(folder.path, value, job=None)

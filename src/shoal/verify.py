@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.driver import Options
+from shoal.engines.lab import Lab
 from shoal.errors import InputError, Stopped
 from shoal.exact import kernels
 from shoal.exact.kernels import map_tensors
@@ -30,10 +31,14 @@ class Placement:
     shares: str | None = None
     stop_after: int | None = None  # then resumed, on `then` workers
     then: int | None = None
+    lab: Lab | None = None  # whose hosts its workers run on; the reference runs on this machine
 
     @property
     def label(self) -> str:
         text = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        if self.lab is not None:
+            hosts = self.lab.slots(self.workers)[0].host_count
+            text += f", {hosts} lab host{'s' if hosts > 1 else ''}"
         if self.shares:
             text += f", shares {self.shares}"
         if self.stop_after is not None:
@@ -72,13 +77,15 @@ class Row:
     difference: Difference | None = None
 
 
-def placements(workers: list[int], shares: list[str], resume: bool, steps: int) -> list[Placement]:
+def placements(
+    workers: list[int], shares: list[str], resume: bool, steps: int, lab: Lab | None = None
+) -> list[Placement]:
     most = max(workers)
     found = [Placement(workers=count) for count in workers]
     found += [Placement(workers=most if text == "auto" else text.count(",") + 1, shares=text) for text in shares]
     if resume:
         found.append(Placement(workers=most, stop_after=max(1, steps // 2), then=max(1, most - 1)))
-    return found
+    return [replace(placement, lab=lab) for placement in found]
 
 
 def verify(job: Job, wanted: list[Placement], steps: int, *, name: str) -> Iterator[Row]:
@@ -102,7 +109,14 @@ def verify(job: Job, wanted: list[Placement], steps: int, *, name: str) -> Itera
 
 def _trace(opened: OpenJob, placement: Placement, folder: Path, name: str) -> tuple[Row, dict[int, dict[str, str]]]:
     settings = Settings(digests=True, stop_after=placement.stop_after, checkpoint_every=opened.steps + 1)
-    options = Options(workers=placement.workers, shares=placement.shares, run_dir=folder, quiet=True, settings=settings)
+    options = Options(
+        workers=placement.workers,
+        shares=placement.shares,
+        run_dir=folder,
+        quiet=True,
+        lab=placement.lab,
+        settings=settings,
+    )
     if placement.stop_after is None:
         report = train_opened(opened, options, name=name)
     else:

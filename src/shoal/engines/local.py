@@ -16,12 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from shoal.engines.namespaces import LabHost, enter
 from shoal.errors import RunError
 
 PR_SET_PDEATHSIG = 1
@@ -72,9 +73,18 @@ class LocalEngine:
         self.pids: dict[int, int] = {}
         self.running: set[int] = set()
 
-    def start(self, rank: int, environment: dict[str, str], log: Path, cores: set[int] | None = None) -> None:
+    def start(
+        self,
+        rank: int,
+        environment: dict[str, str],
+        log: Path,
+        cores: set[int] | None = None,
+        host: LabHost | None = None,
+    ) -> None:
+        """`host`: of a lab; else the worker is on this machine like any other process."""
         ours, theirs = socket.socketpair()
         order = {"rank": rank, "environment": environment, "log": str(log), "cores": sorted(cores or ())}
+        order["host"] = None if host is None else asdict(host)
         try:
             socket.send_fds(self._control, [msgspec.json.encode(order)], [theirs.fileno()])
         except OSError as error:
@@ -166,7 +176,7 @@ class LocalEngine:
 # -- in the server ----------------------------------------------------------------------------------------------------
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -176,7 +186,7 @@ def _serve(control: socket.socket, work: Callable[[Post], int], fresh_thread: bo
     """The server's whole life. Runs no kernel and no thread, so that each fork is clean."""
     code = 1
     try:
-        _die_with_parent(os.getppid())
+        die_with_parent(os.getppid())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the driver decides
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         selector = selectors.DefaultSelector()
@@ -239,8 +249,10 @@ def _reply(control: socket.socket, message: dict[str, int]) -> None:
 def _become_worker(order: Any, wire: socket.socket, work: Callable[[Post], int], fresh_thread: bool) -> None:
     codes = [1]
     try:
-        _die_with_parent(os.getppid())
+        die_with_parent(os.getppid())
         _own_output(order["log"])
+        if order["host"]:  # before anything opens a socket
+            enter(LabHost(**order["host"]))
         os.environ.update(order["environment"])
         if order["cores"]:
             os.sched_setaffinity(0, order["cores"])
