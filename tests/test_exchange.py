@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.collectives import shared
+from shoal.collectives import arena
+from shoal.collectives.arena import map_segment, new_segment
 from shoal.collectives.group import Group
-from shoal.collectives.shared import open_segments
 from shoal.partition.lanes import deal, fold, subtrees
 from shoal.strategies.buckets import pack
-from shoal.strategies.exchange import Exchange, Shared, Wire, add_up, open_exchange
+from shoal.strategies.exchange import Exchange, Shared, Wire, open_exchange
 from shoal.testing import ranks
 
 LANES = 5
@@ -92,56 +92,53 @@ def test_another_order_of_adding_gives_other_bits() -> None:
     assert not torch.equal(first, want)
 
 
-def test_a_sum_in_pieces_is_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: dict[tuple[int, int], Tensor | None] = {(lane, lane + 1): torch.randn(999) for lane in range(3)}
-    whole, pieces = torch.empty(999), torch.empty(999)
-    add_up(3, parts, whole)
-    monkeypatch.setattr("shoal.strategies.exchange.CHUNK_BYTES", 64)
-    add_up(3, parts, pieces)
-    assert torch.equal(whole, pieces)
-    parts[1, 2] = None
-    add_up(3, parts, pieces)
-    assert parts[0, 1] is not None
-    assert torch.equal(pieces, parts[0, 1] + parts[2, 3])
+def test_sums_are_made_in_the_room_for_them_and_fill_nothing_else() -> None:
+    def work(group: Group) -> list[bool]:
+        exchange = open_exchange(group, 4, [(0, 2), (2, 4)], [(0, torch.zeros(100)), (1, torch.zeros(7))], 2)
+        assert isinstance(exchange, Shared)
+        room = exchange.room(0, [(0, 2), (2, 4)])
+        assert room[0] is not None
+        room[0].fill_(group.rank + 1.0)
+        held = (2 * group.rank, 2 * group.rank + 2)
+        exchange.offer({held: [room[0], None]}, [(0, 2), (2, 4)])
+        group.gather(torch.zeros(1))
+        total, nothing = exchange.take([[True, False]] * 2)
+        assert total is not None
+        return [total.data_ptr() == room[0].data_ptr(), nothing is None, bool((total == 3.0).all())]
+
+    assert ranks(2, work) == [[True] * 3] * 2
 
 
 def shared_bytes(group: Group) -> list[int]:
-    segments = open_segments(group, 128)
-    assert segments is not None
-    assert all(segment.data_ptr() % 64 == 0 for segment in segments)
-    segments[group.rank].fill_(group.rank + 1)
+    commons = group.commons(128)
+    assert commons is not None
+    assert all(flat.data_ptr() % 64 == 0 for flat in commons.flats)
+    commons.own.fill_(group.rank + 1)
     group.gather(torch.zeros(1))
-    return [int(segment[100]) for segment in segments] + [len(list(Path("/dev/shm").iterdir()))]
+    return [int(flat[100]) for flat in commons.flats] + [len(list(Path("/dev/shm").iterdir()))]
 
 
-def test_everyone_reads_everyones_segment_and_no_file_is_made() -> None:
+def test_everyone_reads_everyones_memory_and_no_file_is_made() -> None:
     files = len(list(Path("/dev/shm").iterdir()))
     assert ranks(3, shared_bytes) == [[1, 2, 3, files]] * 3
 
 
-class Elsewhere:
-    """A group whose second member claims a process id that is somebody else's, as on another host."""
-
-    rank, size = 0, 2
-
-    def gather(self, row: Tensor) -> Tensor:
-        other = row.clone()
-        if len(row) > 1:
-            other[1] = os.getpid()
-            other[3:] = 7  # not the token that lies there
-        else:
-            other[0] = 0
-        return torch.stack([row, other])
-
-
-def test_a_segment_that_is_not_the_peers_own_is_refused() -> None:
-    assert open_segments(Elsewhere(), 64) is None  # type: ignore[arg-type]
+def test_memory_that_is_not_the_peers_own_is_refused() -> None:
+    """As on another host that has the same process id: the token is not the one that was told."""
+    token = "0" * 32
+    descriptor = new_segment(4096, token)
+    try:
+        assert map_segment(os.getpid(), descriptor, token, 4096) is not None
+        assert map_segment(os.getpid(), descriptor, "1" * 32, 4096) is None
+        assert map_segment(os.getpid(), descriptor, token, 8192) is None
+    finally:
+        os.close(descriptor)
 
 
 def little_memory(group: Group) -> list[bool]:
     """Worker 1 believes that its host has next to no memory left."""
     if group.rank == 1:
-        shared.free_memory = lambda: 1000  # in this process alone
+        arena.free_memory = lambda: 1000  # in this process alone
     like = [(0, torch.zeros(1000))]
     exchange = open_exchange(group, 2, [(0, 1), (1, 2)], like, 1)
     exchange.offer({(group.rank, group.rank + 1): [torch.full((1000,), 1.5)]}, [(0, 1), (1, 2)])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import Alone, Group, PeerLost, slice_bounds
+from shoal.collectives.group import Alone, Group
+from shoal.errors import PeerLost
 from shoal.exact.digest import tensor_sha256
 from shoal.partition.lanes import Span, fold, split, subtrees
 from shoal.testing import RanksFailed, ranks
@@ -126,17 +127,6 @@ def test_gather_and_broadcast(size: int) -> None:
         assert found["sent"][:, 0].tolist() == list(range(size))
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 64 * 7])
-@pytest.mark.parametrize("owners", [1, 2, 3, 4])
-def test_slices_cover_a_tensor_at_multiples_of_64(length: int, owners: int) -> None:
-    bounds = slice_bounds(length, owners)
-    assert len(bounds) == owners
-    assert [position for start, stop in bounds for position in range(start, stop)] == list(range(length))
-    assert all(start % 64 == 0 for start, stop in bounds if stop > start)
-    sizes = [stop - start for start, stop in bounds]
-    assert max(sizes) <= -(-length // 64 // owners) * 64 + 64, "nobody has much more to add than the others"
-
-
 @pytest.mark.parametrize("operation", ["gather", "broadcast", "merge"])
 def test_a_killed_peer_is_an_error_on_all_others(operation: str) -> None:
     deal = ((0, 1), (1, 2), (2, 4))
@@ -160,7 +150,8 @@ def test_a_killed_peer_is_an_error_on_all_others(operation: str) -> None:
         ranks(3, work)
     assert list(caught.value.failures) == [1]
     for rank, told in caught.value.results.items():
-        assert told.startswith(f"worker {rank} lost touch with another worker in {operation}: ")
+        # Whoever notices first passes it on: the other may hear it from there.
+        assert "lost rank 1 on " in told and "its process has ended" in told, f"rank {rank}: {told}"
 
 
 # -- the harness itself -----------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def double_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_plus", lambda left, right: left)
+    monkeypatch.setattr(data, "_plus", lambda left, right, out: left)
 
 
 def forget_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 # Before torch runs its first kernel: after one matrix product it has no effect (EXACT rule 7).
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
+from shoal.collectives import backend
 from shoal.errors import InputError, RunError, ShoalError, Stopped
 from shoal.job import Job
 from shoal.join import join
@@ -17,6 +18,8 @@ from shoal.result import Report
 from shoal.run import Batch, Run
 
 __version__ = "0.1.0"
+
+backend.register()  # torch.distributed now knows backend="shoal"
 
 __all__ = [
     "Batch",

@@ -14,8 +14,7 @@ from typing import Literal
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from shoal.collectives.group import Alone, GlooGroup, Group
-from shoal.collectives.host import on_one_host
+from shoal.collectives.group import Alone, Group, Workers
 from shoal.errors import InputError, RunFolderError
 from shoal.plan.placement import Plan
 from shoal.report.events import Event, encode
@@ -76,8 +75,7 @@ class Seat:
             return Alone()
         if self.store is None:
             raise InputError(f"worker {self.rank} of {self.size} has no store to meet the others at")
-        timeout = self.settings.timeout
-        return on_one_host(GlooGroup(self.store(), rank=self.rank, size=self.size, timeout=timeout), timeout)
+        return Workers(self.store(), rank=self.rank, size=self.size, timeout=self.settings.timeout)
 
 
 _taken: Seat | None = None  # set once, by the engine, in a worker process

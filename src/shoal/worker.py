@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.collectives.group import PeerLost
-from shoal.errors import JobError, ShoalError
+from shoal.errors import JobError, PeerLost, ShoalError
 from shoal.exact import kernels
 from shoal.exact.seeds import MODULE_LOAD, initialise, seed_everything
 from shoal.feed import Source

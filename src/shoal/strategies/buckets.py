@@ -57,7 +57,7 @@ class Bucket:
                 tensor = tensors[slot.index]
                 if tensor is None:
                     place.fill_(-0.0 if place.is_floating_point() or place.is_complex() else 0)
-                else:
+                elif tensor is not place:  # made in its place
                     places.append(place)
                     sources.append(tensor)
             if places:

@@ -71,15 +71,18 @@ class DataParallel:
         began = time.perf_counter()
         self.replica.clear_gradients()
         self.replica.buffers.begin_step()
+        exchange = self._open_exchange()
         try:
-            parts = {span: lap.subtree(span) for span in subtrees(self.lanes, self.held)}
+            parts = {
+                span: lap.subtree(span, exchange.room(place, self.deal))
+                for place, span in enumerate(subtrees(self.lanes, self.held))
+            }
         finally:
             self.replica.nowhere()
         self.lane_now = None
         compute_seconds = time.perf_counter() - began - lap.data_seconds
 
         began = time.perf_counter()
-        exchange = self._open_exchange()
         exchange.offer(parts, self.deal)
         del parts
         merge_seconds = time.perf_counter() - began
@@ -151,14 +154,18 @@ class _Lap:
         self.present = [False] * (strategy.gradient_count + len(strategy.replica.buffers.names))
         self.lane_buffers: dict[int, list[bool]] = {}
 
-    def subtree(self, span: Span) -> Values:
-        """The sum over a subtree's lanes, added in the tree's order; holds log2(lanes) + 1 gradients at the most."""
+    def subtree(self, span: Span, room: Values) -> Values:
+        """The sum over a subtree's lanes, added in the tree's order; holds log2(lanes) + 1 gradients at the most.
+
+        The last addition writes to `room`, where there is any.
+        """
         if span[1] - span[0] == 1:
             return self.lane(span[0])
         middle = split(span)
-        left = self.subtree((span[0], middle))
-        right = self.subtree((middle, span[1]))
-        return [_plus(a, b) for a, b in zip(left, right, strict=True)]
+        left = self.subtree((span[0], middle), [])
+        right = self.subtree((middle, span[1]), [])
+        room = room or [None] * len(left)
+        return [_plus(a, b, out) for a, b, out in zip(left, right, room, strict=True)]
 
     def lane(self, lane: int) -> Values:
         replica, pieces = self.strategy.replica, self.cuts[lane]
@@ -274,10 +281,13 @@ def read_loss(value: Any, place: str) -> tuple[Tensor, float | None]:
     return value.reshape(()), count
 
 
-def _plus(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+def _plus(left: Tensor | None, right: Tensor | None, out: Tensor | None) -> Tensor | None:
     if left is None or right is None:
         return right if left is None else left
-    return left.add_(right)
+    if out is None:
+        return left.add_(right)
+    torch.add(left, right, out=out)
+    return out
 
 
 def _pack_bits(bits: Sequence[bool]) -> list[float]:

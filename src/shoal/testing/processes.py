@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from shoal.collectives.group import GlooGroup, Group, PeerLost
+from shoal.collectives.group import Group, Workers
 from shoal.engines.local import PR_SET_PDEATHSIG
-from shoal.errors import InputError, WorkerError
+from shoal.engines.namespaces import LabHost, call_on, enter
+from shoal.errors import InputError, PeerLost, WorkerError
 from shoal.exact.digest import tensor_bytes
 
 GRACE_SECONDS = 10.0  # after a first failure: how long the other ranks may still answer
@@ -42,17 +43,30 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     lost_peer: bool = False  # a consequence of somebody else's failure, most likely
 
 
-def ranks(size: int, function: Callable[[Group], Any], *, timeout: float = 60.0) -> list[Any]:
+def ranks(
+    size: int,
+    function: Callable[[Group], Any],
+    *,
+    timeout: float = 60.0,
+    places: Sequence[LabHost] | None = None,
+) -> list[Any]:
     """Calls `function(group)` in that many forked processes that meet on loopback; returns their results by rank.
 
     A result may be None, a number, a string, a tensor, or lists and dicts of these; tuples come back as lists. The
-    processes are gone when this returns, however it returns.
+    processes are gone when this returns, however it returns. With `places` (`lab.places(size)`) each rank is on that
+    host of a lab, and they meet on the first one's.
     """
     if size < 1:
         raise InputError(f"{size} ranks: at least 1 is needed")
+    if places is not None and len(places) != size:
+        raise InputError(f"{size} ranks, but {len(places)} places")
+    first = None if places is None else places[0]
+    address = "127.0.0.1" if first is None else first.address
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else a child would write what is still in the buffer a second time
-    listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
+    # A lab's host is reached by the lab alone, so there it may listen on every address.
+    own = "127.0.0.1" if first is None else "0.0.0.0"
+    listener = call_on(first, lambda: socket.create_server((own, 0), backlog=max(128, size)))
     port = listener.getsockname()[1]
     children: dict[int, int] = {}  # rank -> process id
     pipes: dict[int, int] = {}  # rank -> where its answer comes out
@@ -64,11 +78,16 @@ def ranks(size: int, function: Callable[[Group], Any], *, timeout: float = 60.0)
                 for pipe in pipes.values():
                     os.close(pipe)
                 listener.close()
-                _be_rank(rank, size, port, theirs, function, timeout)
+                place = None if places is None else places[rank]
+                _be_rank(rank, size, address, port, theirs, function, timeout, place)
             os.close(theirs)
             children[rank] = pid
         # Only now: the store has a thread, which a fork would not copy. Ranks that came first wait in the backlog.
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        listening = listener.detach()
+        store = call_on(
+            first,
+            lambda: TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening),
+        )
         try:
             found = _collect(pipes, timeout)
         finally:
@@ -82,7 +101,14 @@ def ranks(size: int, function: Callable[[Group], Any], *, timeout: float = 60.0)
 
 
 def _be_rank(
-    rank: int, size: int, port: int, answer: int, function: Callable[[Group], Any], timeout: float
+    rank: int,
+    size: int,
+    address: str,
+    port: int,
+    answer: int,
+    function: Callable[[Group], Any],
+    timeout: float,
+    place: LabHost | None,
 ) -> NoReturn:
     """The whole life of a forked rank."""
     code = 1
@@ -91,8 +117,11 @@ def _be_rank(
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)  # the parent's OpenMP threads did not survive the fork; with one, none is asked for
         try:
-            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
-            group = GlooGroup(store, rank=rank, size=size, timeout=timedelta(seconds=timeout))
+            if place is not None:
+                enter(place)
+                os.environ.update(place.variables)
+            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+            group = Workers(store, rank=rank, size=size, timeout=timedelta(seconds=timeout))
             value = function(group)
             message = _encode(_Answer(value=value))
             group.close()

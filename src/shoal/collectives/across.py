@@ -1,0 +1,439 @@
+"""Collectives of ranks on several hosts: routes (routes.py) played over messages, gloo between hosts, memory inside.
+
+Every collective has tags of its own, made from its number and from what it is: ranks that do different things never
+read each other's bytes. They wait, and the watch finds out why.
+"""
+
+import socket
+import zlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shoal.collectives.arena import Arena
+from shoal.collectives.choose import Choice, choose
+from shoal.collectives.mail import ANYONE, Mail
+from shoal.collectives.members import Member, share
+from shoal.collectives.onhost import check_lengths
+from shoal.collectives.operation import Operation
+from shoal.collectives.reduction import SUM, Reduction, Scratch
+from shoal.collectives.relay import Pool, Relay, Tally, pieces_of
+from shoal.collectives.traffic import Traffic
+from shoal.collectives.travel import Error, Travel, places_of, travel
+from shoal.collectives.watch import Watch
+from shoal.errors import CollectiveError, PeerLost
+from shoal.partition.lanes import Span
+
+FIRST_TAG = 1 << 30  # above those of users' own messages
+TAG_BITS, TAGS_EACH = 16, 1 << 14
+REACH_SECONDS = 5.0
+
+
+class Letter:
+    """A message through gloo."""
+
+    error: CollectiveError | None = None
+
+    def __init__(self, post: "Post", work: Any, peer: int) -> None:
+        self._post, self._work, self.source = post, work, peer
+        self.done = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self.done:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self.error = self._post.lost(self.source, error)
+            self.done = True
+            raise self.error from None
+        if self.source == ANYONE:
+            self.source = self._work._source_rank()
+        self.done = True
+
+
+class Post:
+    """Messages to any rank: through shared memory to those of this host, through gloo to others."""
+
+    def __init__(self, gloo: Any, members: Sequence[Member], rank: int, mail: Mail | None) -> None:
+        self.rank, self.size = rank, len(members)
+        self.gloo, self.mail = gloo, mail
+        self.watch: Watch | None = None
+        local = mail.arena.members if mail is not None else []
+        self._inside = {member.rank: place for place, member in enumerate(local)}
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
+        if self.mail is not None and to in self._inside:
+            what = Operation("send", tensor.dtype, tensor.numel(), peer=to)
+            return self.mail.send(tensor.view(torch.uint8), self._inside[to], tag, what)
+        return self._gloo(lambda: self.gloo.send([tensor], to, tag), to)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
+        if self.mail is not None and source in self._inside:
+            what = Operation("recv", tensor.dtype, tensor.numel(), peer=source)
+            return self.mail.receive(tensor.view(torch.uint8), self._inside[source], tag, what)
+        return self._gloo(lambda: self.gloo.recv([tensor], source, tag), source)
+
+    def _gloo(self, begin: Any, peer: int) -> Letter:
+        try:
+            return Letter(self, begin(), peer)
+        except RuntimeError as error:
+            raise self.lost(peer, error) from None
+
+    def lost(self, peer: int, error: Exception) -> CollectiveError:
+        assert self.watch is not None
+        return self.watch.explain(peer, _in_words(error))
+
+    def trip(self) -> None:
+        """Ends every wait of this rank: gloo closes all connections when one wait runs out of time."""
+        other = 1 if self.rank == 0 else 0
+        try:
+            self.gloo.recv([torch.empty(1)], other, FIRST_TAG - 1).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return
+
+
+class Across:
+    def __init__(
+        self, store: Store, members: list[Member], rank: int, arena: Arena | None, timeout: timedelta, traffic: Traffic
+    ) -> None:
+        self.members, self.rank, self.size = members, rank, len(members)
+        self.places = places_of(members)
+        self.sequence = 0
+        self.traffic = traffic.between(self.places)
+        self.tally, self.sums = Tally(), Tally()  # of moves, and of all-reduce and merge
+        self._largest: tuple[int, Choice] | None = None  # of all sums: its bytes, and how it travelled last
+        _check_reach(store, members, rank, timeout)
+        self._gloo = _open_gloo(PrefixStore("gloo/", store), members, rank, timeout)
+        # Ranks that share no memory (there is no arena) are hosts of their own, as far as routes go.
+        self._arena = arena if arena is not None and arena.size > 1 else None
+        self.post = Post(self._gloo, members, rank, Mail(self._arena) if self._arena is not None else None)
+        self.watch = self.post.watch = Watch(store, members, rank, self.post.trip)
+        self._pool, self._scratch = Pool(), Scratch()
+        self._choices: dict[Any, Choice] = {}
+
+    # -- order ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _doing(self, what: Operation) -> Iterator[int]:
+        """One collective. Gives the first of its tags."""
+        self.sequence += 1
+        self.watch.begin(what, self.sequence)
+        try:
+            yield self._tag(what)
+        except CollectiveError as error:
+            found = self.watch.report(error)
+            self.post.trip()
+            raise found from None
+        self.watch.end()
+
+    def _tag(self, what: Operation) -> int:
+        mark = zlib.crc32(what.record(), self.sequence) & ((1 << TAG_BITS) - 1)
+        return FIRST_TAG + mark * TAGS_EACH
+
+    def _choose(self, num_bytes: int, itemsize: int, compressed: bool = False, **shape: Any) -> Choice:
+        key = (num_bytes, itemsize, compressed, tuple(shape.items()))
+        if key not in self._choices:
+            exact = not compressed
+            self._choices[key] = choose(
+                self.places,
+                self.traffic.links,
+                num_bytes,
+                element_bytes=itemsize,
+                exact=exact and not self.traffic.inexact,
+                algorithm=self.traffic.fitting(self.size, **shape),
+                compress=self.traffic.compress if compressed else None,
+                **shape,
+            )
+        return self._choices[key]
+
+    # -- reductions -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, flat: Tensor, how: Reduction, what: Operation) -> None:
+        with self._doing(what) as base:
+            work = how.before(flat)
+            self._sum({(self.rank, self.rank + 1): work}, work, how, base, (what.dtype, what.count))
+            how.after(work, self.size)
+            if work.data_ptr() != flat.data_ptr():
+                flat.copy_(work.view(flat.dtype))
+
+    def merge(
+        self, lanes: int, deal: Sequence[Span], parts: Mapping[Span, Tensor], key: Hashable, what: Operation
+    ) -> Tensor:
+        """The sum of partial sums, by lanes, in the memory of this rank's first part. `key` names the tensor."""
+        with self._doing(what) as base:
+            result = next(iter(parts.values()))
+            self._sum(parts, result, SUM, base, key, lanes=lanes, deal=tuple(deal))
+        return result
+
+    def _sum(
+        self,
+        parts: Mapping[Span, Tensor],
+        result: Tensor,
+        how: Reduction,
+        base: int,
+        key: Hashable,
+        **lanes: Any,
+    ) -> None:
+        if not result.numel():
+            return self._meet(base)
+        compressed = bool(self.traffic.compress) and result.is_floating_point() and how.combine is torch.add
+        choice = self._choose(result.nbytes, result.element_size(), compressed, **lanes)
+        if self._largest is None or result.nbytes >= self._largest[0]:
+            self._largest = result.nbytes, choice
+        Relay(
+            self.post,
+            choice.route,
+            {span: pieces_of(choice.route, part) for span, part in parts.items()},
+            pieces_of(choice.route, result),
+            base=base,
+            combine=how.combine,
+            ordered=choice.ordered,
+            places=self.places,
+            compress=self.traffic.compress if compressed else None,
+            key=key,
+            tally=self.sums,
+            pool=self._pool,
+            **lanes,
+        ).wait()
+        return None
+
+    def _meet(self, base: int) -> None:
+        """Everybody is here."""
+        token = torch.zeros(1, dtype=torch.uint8)
+        route = self._choose(1, 1).route
+        pieces = pieces_of(route, token)
+        Relay(self.post, route, {(self.rank, self.rank + 1): pieces}, pieces, base=base, pool=self._pool).wait()
+
+    def barrier(self, name: str = "barrier") -> None:
+        with self._doing(Operation(name)) as base:
+            self._meet(base)
+
+    def reduce(self, flat: Tensor, root: int, how: Reduction, what: Operation) -> None:
+        with self._doing(what) as base:
+            work = how.before(flat)
+            if not work.numel():
+                return self._meet(base)
+            choice = self._choose(work.nbytes, work.element_size(), root=root, down=False)
+            pieces = pieces_of(choice.route, work)
+            Relay(
+                self.post,
+                choice.route,
+                {(self.rank, self.rank + 1): pieces},
+                pieces if self.rank == root else [None] * len(pieces),
+                base=base,
+                down=False,
+                combine=how.combine,
+                ordered=choice.ordered,
+                keep=self.rank != root,
+                places=self.places,
+                tally=self.tally,
+                pool=self._pool,
+            ).wait()
+            if self.rank == root:
+                how.after(work, self.size)
+                if work.data_ptr() != flat.data_ptr():
+                    flat.copy_(work.view(flat.dtype))
+        return None
+
+    def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, how: Reduction, what: Operation) -> None:
+        with self._doing(what) as base:
+            work = [how.before(each) for each in inputs]
+            target = output if how.dtype is None else output.view(how.dtype)
+            total = sum(each.nbytes for each in work)
+            if not total:
+                return self._meet(base)
+            choice = self._choose(total, target.element_size(), own_pieces=True, down=False)
+            Relay(
+                self.post,
+                choice.route,
+                {(self.rank, self.rank + 1): work},
+                [target if rank == self.rank else None for rank in range(self.size)],
+                base=base,
+                down=False,
+                combine=how.combine,
+                ordered=choice.ordered,
+                keep=True,
+                places=self.places,
+                tally=self.tally,
+                pool=self._pool,
+            ).wait()
+            how.after(target, self.size)
+        return None
+
+    def prefix_sum(self, flat: Tensor, how: Reduction, what: Operation, exclusive: bool) -> Tensor:
+        everyone = torch.empty(self.size, flat.numel(), dtype=flat.dtype)
+        self.all_gather(list(everyone.view(torch.uint8).unbind(0)), flat.view(torch.uint8), what)
+        result = torch.zeros_like(flat)
+        counted = self.rank if exclusive else self.rank + 1
+        if counted:
+            how.fold(list(everyone[:counted].unbind(0)), result, self._scratch)
+        return result
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+
+    def broadcast(self, flat: Tensor, root: int, what: Operation) -> None:
+        with self._doing(what) as base:
+            if not flat.numel():
+                return self._meet(base)
+            route = self._choose(flat.nbytes, 1, root=root, up=False).route
+            self._down(route, pieces_of(route, flat), base)
+        return None
+
+    def all_gather(self, outputs: Sequence[Tensor], source: Tensor, what: Operation) -> None:
+        with self._doing(what) as base:
+            if not source.numel():
+                return self._meet(base)
+            if outputs[self.rank].data_ptr() != source.data_ptr():
+                outputs[self.rank].copy_(source)
+            route = self._choose(source.nbytes * self.size, 1, own_pieces=True, up=False).route
+            self._down(route, list(outputs), base)
+        return None
+
+    def _down(self, route: Any, pieces: list[Tensor], base: int) -> None:
+        Relay(
+            self.post, route, {}, pieces, base=base, up=False, places=self.places, tally=self.tally, pool=self._pool
+        ).wait()
+
+    def gather(self, outputs: Sequence[Tensor] | None, source: Tensor, root: int, what: Operation) -> None:
+        with self._doing(what) as base:
+            if not source.numel():
+                return self._meet(base)
+            if outputs is None:
+                self.post.send(source, root, base).wait()
+            else:
+                others = [rank for rank in range(self.size) if rank != root]
+                coming = [self.post.receive(outputs[rank], rank, base) for rank in others]
+                outputs[root].copy_(source)
+                for letter in coming:
+                    letter.wait()
+        return None
+
+    def scatter(self, sources: Sequence[Tensor] | None, output: Tensor, root: int, what: Operation) -> None:
+        with self._doing(what) as base:
+            if not output.numel():
+                return self._meet(base)
+            if sources is None:
+                self.post.receive(output, root, base).wait()
+            else:
+                others = [rank for rank in range(self.size) if rank != root]
+                going = [self.post.send(sources[rank], rank, base) for rank in others]
+                output.copy_(sources[root])
+                for letter in going:
+                    letter.wait()
+        return None
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: Operation) -> None:
+        lengths = torch.tensor([*[each.numel() for each in inputs], *[each.numel() for each in outputs]])
+        table = torch.empty(self.size, 2 * self.size, dtype=torch.int64)
+        self.all_gather(list(table.view(torch.uint8).unbind(0)), lengths.view(torch.uint8), what)
+        check_lengths(table.tolist(), self.members, self.sequence)
+        with self._doing(what) as base:
+            others = [(self.rank + step) % self.size for step in range(1, self.size)]
+            letters = [self.post.receive(outputs[rank], rank, base) for rank in others if outputs[rank].numel()]
+            letters += [self.post.send(inputs[rank], rank, base) for rank in others if inputs[rank].numel()]
+            if outputs[self.rank].numel():
+                outputs[self.rank].copy_(inputs[self.rank])
+            for letter in letters:
+                letter.wait()
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def send(self, flat: Tensor, to: int, tag: int, what: Operation) -> Letter:
+        """Users' own messages all go through gloo: a receive from anyone must see those of every host."""
+        return self.post._gloo(lambda: self._gloo.send([flat], to, tag), to)
+
+    def receive(self, flat: Tensor, source: int, tag: int, what: Operation) -> Letter:
+        if source == ANYONE:
+            return self.post._gloo(lambda: self._gloo.recv_anysource([flat], tag), source)
+        return self.post._gloo(lambda: self._gloo.recv([flat], source, tag), source)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def how(self) -> Travel:
+        """How the largest sum travelled, and what all of them came to on this rank."""
+        way, reason, asked = "", "no sum has travelled yet", self.traffic.algorithm
+        if self._largest is not None:
+            choice = self._largest[1]
+            way, reason = choice.name, choice.reason
+            if asked in choice.refused:
+                reason = f"{choice.refused[asked]}; {reason}"
+        return travel(
+            way,
+            self.places,
+            self.members[0].wish,
+            reason=reason,
+            exact=self.traffic.exact,
+            sent=dict(self.sums.sent),
+            plain=dict(self.sums.plain),
+            errors={
+                where: Error(each.meter.squared_error, each.meter.squared_values)
+                for where, each in self.traffic.compress.items()
+            },
+        )
+
+    def set_timeout(self, seconds: float) -> None:
+        self._gloo._set_default_timeout(timedelta(seconds=seconds))
+        if self._arena is not None:
+            self._arena.timeout = seconds
+
+    def close(self) -> None:
+        self.watch.close()
+        if self.post.mail is not None:
+            self.post.mail.close()
+        if self._arena is not None:
+            self._arena.leave()
+        self._gloo.shutdown()
+
+
+def _in_words(error: Exception) -> str:
+    text = str(error).split("] ", 1)[-1].splitlines()[0]
+    if "Connection closed" in text or "Connection reset" in text or "pair closure" in text or "Broken pipe" in text:
+        return "the connection to it was closed"
+    if "imed out" in text:
+        return "no sign of it until the deadline"
+    return text
+
+
+def _check_reach(store: Store, members: Sequence[Member], rank: int, timeout: timedelta) -> None:
+    """Every host must be reachable from every other: found out here, by name, rather than by a time-out later."""
+    own = members[rank]
+    why = ""
+    with socket.socket() as door:
+        try:
+            door.bind((own.address, 0))
+            door.listen(len(members))
+        except OSError as error:
+            why = f"{own} cannot listen on {own.address}: {error.strerror}"
+        port = "0" if why else str(door.getsockname()[1])
+        ports = share(store, rank, len(members), "door", port, timeout)
+        first = {member.host: member for member in reversed(members)}
+        for member in first.values():
+            if why or member.host == own.host or ports[member.rank] == "0":
+                continue
+            limit = min(REACH_SECONDS, timeout.total_seconds())
+            try:
+                socket.create_connection((member.address, int(ports[member.rank])), limit).close()
+            except OSError as error:
+                reason = error.strerror or str(error)
+                why = f"{own} ({own.address}) cannot reach {member} at {member.address}: {reason}"
+        troubles = [trouble for trouble in share(store, rank, len(members), "reach", why, timeout) if trouble]
+    if troubles:
+        raise PeerLost(troubles[0], fix="SHOAL_ADDRESS on each host: an address that the other hosts can reach")
+
+
+def _open_gloo(store: Store, members: Sequence[Member], rank: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=members[rank].address)]
+    options._timeout = timeout
+    options._threads = 2
+    try:
+        return dist.ProcessGroupGloo(store, rank, len(members), options)
+    except RuntimeError as error:
+        raise PeerLost(f"{members[rank]} could not connect to the others: {_in_words(error)}") from None

@@ -1,0 +1,783 @@
+"""The torch.distributed backend "shoal": torch's calls, turned into those of a team.
+
+    dist.all_reduce(t) ──► ShoalProcessGroup.allreduce ──► Line (order) ──► Way (shared memory, or messages)
+
+A `ProcessGroup` written in Python: `Backend` itself cannot be subclassed. Tensors on a GPU go to NCCL, which is opened
+when the first one comes. Registered by `import shoal`.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shoal.collectives.line import Line, Work
+from shoal.collectives.mail import ANYONE
+from shoal.collectives.members import Member
+from shoal.collectives.operation import DTYPES, Operation
+from shoal.collectives.reduction import read_reduction
+from shoal.collectives.team import Message, Way, assemble
+from shoal.collectives.traffic import Wish
+from shoal.errors import CollectiveError, InputError, PeerLost
+from shoal.partition.lanes import Span
+
+NAME = "shoal"
+
+
+def register() -> None:
+    """Makes `backend="shoal"` known to torch.distributed. Does nothing the second time."""
+    if not dist.is_available() or NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    _teach_monitored_barrier()
+
+
+def _create(options: Any, wish: Any) -> "ShoalProcessGroup":
+    if wish is not None and not isinstance(wish, Wish):
+        raise InputError(f"pg_options of the backend {NAME} are a shoal.collectives.Wish, not {type(wish).__name__}")
+    return ShoalProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, wish)
+
+
+def _teach_monitored_barrier() -> None:
+    """torch's function refuses every backend but gloo by name; a group of ours has a barrier of its own."""
+    original = dist.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        chosen = dist.group.WORLD if group is None else group
+        if isinstance(chosen, ShoalProcessGroup):
+            return chosen.monitored_barrier(timeout, wait_all_ranks)
+        return original(group, timeout, wait_all_ranks)
+
+    dist.monitored_barrier = monitored_barrier
+    dist.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def _devices(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Sends a call whose tensors are on a GPU to that device's own backend."""
+
+    @functools.wraps(method)
+    def call(self: "ShoalProcessGroup", *arguments: Any, **named: Any) -> Any:
+        tensor = _first(arguments)
+        if tensor is not None and tensor.device.type != "cpu":
+            return getattr(self.on_device(tensor.device), method.__name__)(*arguments, **named)
+        return method(self, *arguments, **named)
+
+    return call
+
+
+def _first(arguments: Any) -> Tensor | None:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            return argument
+        if isinstance(argument, (list, tuple)):
+            found = _first(argument)
+            if found is not None:
+                return found
+    return None
+
+
+class ShoalProcessGroup(dist.ProcessGroup):
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, wish: Wish | None = None) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a subclass may use
+        # A store may have served a group of the same name before: each has its own corner.
+        store = PrefixStore(f"{(store.add('joined', 1) - 1) // size}/", store)
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self.members: list[Member]
+        self.way: Way
+        self.members, self.way = assemble(store, rank, size, timeout, wish)
+        self._line = Line("shoal collectives", self._limit)
+        self._together: list[Any] | None = None  # works issued since _start_coalescing
+        self._name = self._description = ""
+        self._barriers = 0
+        self._on_device: dict[str, Any] = {}
+        self._closed = False
+
+    # -- who and what ---------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return NAME
+
+    getBackendName = _get_backend_name = name  # torch asks under three names
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._size
+
+    # Torch's own keepers of these two ask the backends that a group of its own kind has registered.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *(torch.device(kind) for kind in self._on_device)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if torch.device(device).type == "cpu" else self.on_device(torch.device(device))
+
+    supports_coalescing = False
+    supports_splitting = False
+    supports_shrinking = False
+    supports_time_estimate = False
+    supports_tensor_alloc = False
+
+    def on_device(self, device: torch.device) -> Any:
+        """The backend for a GPU's tensors: NCCL, opened by all ranks with their first such tensor. Not run here."""
+        if device.type not in self._on_device:
+            if device.type != "cuda" or not dist.is_nccl_available():
+                raise CollectiveError(
+                    f"the backend {NAME} moves CPU tensors, and CUDA ones through NCCL; this one is on {device}",
+                )
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            prefixed = PrefixStore(f"{device.type}/", self._store)
+            self._on_device[device.type] = dist.ProcessGroupNCCL(prefixed, self._rank, self._size, options)
+        return self._on_device[device.type]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self.way.set_timeout(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
+
+    def _limit(self, limit: timedelta | None) -> None:
+        self.way.set_timeout((self._timeout if limit is None else limit).total_seconds())
+
+    def _set_sequence_number_for_group(self) -> None:
+        return
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.way.sequence
+
+    # -- issuing --------------------------------------------------------------------------------------------------
+
+    def _issue(self, action: Callable[[], None], value: Any, options: Any) -> Work:
+        limit = getattr(options, "timeout", None)
+        if limit is not None and limit.total_seconds() > 0 and limit != self._timeout:
+            action = self._within(limit, action)
+        coalescing = self._together is not None
+        work = self._line.run(action, value, coalescing or getattr(options, "asyncOp", True))
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def in_turn(self, action: Callable[[], None]) -> None:
+        """Runs something of the caller's in the order of the group's collectives."""
+        self._line.run(action, None, asynchronous=False)
+
+    def _within(self, limit: timedelta, action: Callable[[], None]) -> Callable[[], None]:
+        def timed() -> None:
+            self._limit(limit)
+            try:
+                action()
+            finally:
+                self._limit(None)
+
+        return timed
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: Any = None) -> "Several":
+        works, self._together = self._together or [], None
+
+        return Several(works)
+
+    # -- reductions -----------------------------------------------------------------------------------------------
+
+    @_devices
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        tensors, op = _listed(tensors), _op(opts)
+        if not tensors:
+            raise ValueError("all_reduce was given no tensor")
+        if len(tensors) == 1 and not tensors[0].is_sparse:
+            tensor = tensors[0]
+            what, how = _reduced("all_reduce", tensor, op)
+            return self._issue(lambda: self._all_reduce(tensor, how, what), tensors, opts)
+        _same("all_reduce", "a tensor", tensors, "another", tensors, counts=False)
+        plans = [(tensor, *reversed(_reduced("all_reduce", tensor, op))) for tensor in tensors]
+        for tensor, how, _ in plans:
+            if tensor.is_sparse and how.name != "sum":
+                raise CollectiveError(f"all_reduce of sparse tensors has no {how.name}; it has sum")
+
+        def action() -> None:
+            for tensor, how, what in plans:
+                if tensor.is_sparse:
+                    self._sparse_all_reduce(tensor, how)
+                else:
+                    self._all_reduce(tensor, how, what)
+
+        return self._issue(action, tensors, opts)
+
+    def _all_reduce(self, tensor: Tensor, how: Any, what: Operation) -> None:
+        with _Flat(tensor, write=True) as flat:
+            self.way.all_reduce(flat, how, what)
+
+    def _sparse_all_reduce(self, tensor: Tensor, how: Any) -> None:
+        """The sum of sparse tensors, added in rank order like all else; each rank may hold other places."""
+        own = tensor.coalesce()
+        parts = [torch.empty(0)] * self._size
+        counts = torch.empty(self._size, dtype=torch.int64)
+        what = Operation("all_gather", torch.int64, 1)
+        count = torch.tensor([own._nnz()])
+        self.way.all_gather(list(counts.view(self._size, 1).view(torch.uint8).unbind(0)), _bytes(count), what)
+        most = int(counts.max())
+        indices = torch.zeros(own.sparse_dim(), most, dtype=torch.int64)
+        indices[:, : own._nnz()] = own.indices()
+        values = torch.zeros(most, *own.values().shape[1:], dtype=own.dtype)
+        values[: own._nnz()] = own.values()
+        all_indices = [torch.empty_like(indices) for _ in range(self._size)]
+        all_values = [torch.empty_like(values) for _ in range(self._size)]
+        for outputs, source in ((all_indices, indices), (all_values, values)):
+            what = Operation("all_gather", source.dtype, source.numel(), tuple(source.shape))
+            self.way.all_gather([_bytes(output) for output in outputs], _bytes(source), what)
+        for rank in range(self._size):
+            length = int(counts[rank])
+            parts[rank] = torch.sparse_coo_tensor(
+                all_indices[rank][:, :length], all_values[rank][:length], own.shape, check_invariants=False
+            )
+        total = functools.reduce(torch.add, parts).coalesce()
+        tensor.copy_(total)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        return self.allreduce(list(tensors), opts)  # type: ignore[no-any-return]
+
+    @_devices
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = dist.ReduceOp.SUM, root: int = 0) -> Work:
+        tensors = _listed(tensors)
+        root = _root(opts, root)
+        self._check_rank(root, "reduce")
+        (tensor,) = tensors
+        what, how = _reduced("reduce", tensor, getattr(opts, "reduceOp", op), root)
+
+        def action() -> None:
+            with _Flat(tensor, write=self._rank == root) as flat:
+                self.way.reduce(flat, root, how, what)
+
+        return self._issue(action, tensors, opts)
+
+    @_devices
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        op = _op(opts)
+
+        def action() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                self._reduce_scatter(output, parts, op)
+
+        for output, parts in zip(outputs, inputs, strict=True):
+            self._check_scattered(output, parts)
+            _reduced("reduce_scatter", output, op)
+        return self._issue(action, outputs, opts)
+
+    def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any) -> None:
+        _, how = _reduced("reduce_scatter", output, op)
+        what = Operation("reduce_scatter", output.dtype, sum(part.numel() for part in parts), (), how.name)
+        with _Flat(output, write=True) as flat:
+            self.way.reduce_scatter([_flat(part) for part in parts], flat, how, what)
+
+    def _check_scattered(self, output: Tensor, parts: Sequence[Tensor]) -> None:
+        if len(parts) != self._size:
+            raise ValueError(
+                f"reduce_scatter needs an input for each of {self._size} ranks, and was given {len(parts)}"
+            )
+        _same("reduce_scatter", "the output", [output], "this rank's input", [parts[self._rank]])
+        _same("reduce_scatter", "the output", [output], "an input", parts, counts=False)
+
+    @_devices
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [source], opts)  # type: ignore[no-any-return]
+
+    _reduce_scatter_base = reduce_scatter_tensor = reduce_scatter_single
+
+    @_devices
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], sources: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        op = _op(opts)
+        for output, source in zip(outputs, sources, strict=True):
+            if output.numel() * self._size != source.numel():
+                raise ValueError(
+                    f"reduce_scatter of {self._size} ranks: the input has {source.numel()} elements,"
+                    f" and the output {output.numel()}; the input must be {self._size} times the output"
+                )
+            _same("reduce_scatter", "the output", [output], "the input", [source], counts=False)
+            _reduced("reduce_scatter", output, op)
+
+        def action() -> None:
+            for output, source in zip(outputs, sources, strict=True):
+                parts = _flat(source).view(self._size, -1).unbind(0) if source.numel() else [_flat(source)] * self._size
+                self._reduce_scatter(output, parts, op)
+
+        return self._issue(action, list(outputs), opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def merge(self, lanes: int, deal: Sequence[Span], parts: Mapping[Span, Tensor], key: Hashable = None) -> Work:
+        """The sum over all ranks of partial sums, each rank's by subtree of the lanes' tree, added in its order.
+
+        The sum ends up in the memory of each rank's first part. Flat contiguous tensors of one length.
+        """
+        first = next(iter(parts.values()))
+        # Not the parts: ranks may hold different numbers of them.
+        what = Operation("merge", first.dtype, first.numel(), tuple(lane for span in deal for lane in span))
+
+        def action() -> None:
+            self.way.merge(lanes, deal, parts, key, what)
+
+        return self._issue(action, [first], None)
+
+    def prefix_sum(self, tensor: Tensor, exclusive: bool = False) -> Tensor:
+        """What an all-reduce of the ranks up to this one would give; `exclusive`: of the ranks below it."""
+        what, how = _reduced("prefix_sum", tensor, dist.ReduceOp.SUM)
+        found: list[Tensor] = []
+        self.in_turn(lambda: found.append(self.way.prefix_sum(_flat(tensor), how, what, exclusive)))
+        return found[0].view(tensor.shape)
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+
+    @_devices
+    def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> Work:
+        tensors = _listed(tensors)
+        root = _root(opts, root)
+        self._check_rank(root, "broadcast")
+        plans = [(tensor, _moved("broadcast", tensor, root)) for tensor in tensors]
+
+        def action() -> None:
+            for tensor, what in plans:
+                with _Flat(tensor, write=self._rank != root) as flat:
+                    self.way.broadcast(_bytes(flat), root, what)
+
+        return self._issue(action, tensors, opts)
+
+    @_devices
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        return self._gather_lists(outputs, inputs, opts)
+
+    @_devices
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """`outputs`: by rank, then by tensor."""
+        return self._gather_lists([list(row) for row in zip(*outputs, strict=True)], inputs, opts)
+
+    def _gather_lists(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> Work:
+        for row, source in zip(outputs, inputs, strict=True):
+            if len(row) != self._size:
+                raise ValueError(f"all_gather needs an output for each of {self._size} ranks, and was given {len(row)}")
+            _same("all_gather", "the input", [source], "an output", row)
+
+        def action() -> None:
+            for row, source in zip(outputs, inputs, strict=True):
+                flats = [_Flat(output, write=True) for output in row]
+                whats = _moved("all_gather", source)
+                self.way.all_gather([_bytes(flat.flat) for flat in flats], _bytes(_flat(source)), whats)
+                for flat in flats:
+                    flat.close()
+
+        return self._issue(action, outputs, opts)
+
+    @_devices
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [source], opts)  # type: ignore[no-any-return]
+
+    _allgather_base = all_gather_into_tensor = all_gather_single
+
+    @_devices
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], sources: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        for output, source in zip(outputs, sources, strict=True):
+            if source.numel() * self._size != output.numel():
+                raise ValueError(
+                    f"all_gather of {self._size} ranks: the output has {output.numel()} elements,"
+                    f" and the input {source.numel()}; the output must be {self._size} times the input"
+                )
+            _same("all_gather", "the input", [source], "the output", [output], counts=False)
+
+        def action() -> None:
+            for output, source in zip(outputs, sources, strict=True):
+                with _Flat(output, write=True) as flat:
+                    width = source.numel() * source.element_size()
+                    rows = _bytes(flat).split(width) if width else [_bytes(flat)] * self._size
+                    self.way.all_gather(list(rows), _bytes(_flat(source)), _moved("all_gather", source))
+
+        return self._issue(action, list(outputs), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        """Every rank's row, one below the other: the quickest way to agree on something small."""
+        rows = torch.empty(self._size, *row.shape, dtype=row.dtype)
+        flats = list(_bytes(rows).view(self._size, -1).unbind(0))
+        what = Operation("all_gather", row.dtype, row.numel())
+        self.in_turn(lambda: self.way.all_gather(flats, _bytes(_flat(row)), what))
+        return rows
+
+    @_devices
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> Work:
+        inputs = _listed(inputs)
+        root = _root(opts, root)
+        self._check_rank(root, "gather")
+        (source,) = inputs
+        row = _row(outputs)
+        self._check_root_list("gather", "outputs", row, source, root)
+        what = _moved("gather", source, root)
+
+        def action() -> None:
+            flats = [_Flat(output, write=True) for output in row]
+            targets = [_bytes(flat.flat) for flat in flats] if self._rank == root else None
+            self.way.gather(targets, _bytes(_flat(source)), root, what)
+            for flat in flats:
+                flat.close()
+
+        return self._issue(action, [row], opts)
+
+    @_devices
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> Work:
+        outputs = _listed(outputs)
+        root = _root(opts, root)
+        self._check_rank(root, "scatter")
+        (output,) = outputs
+        row = _row(inputs)
+        self._check_root_list("scatter", "inputs", row, output, root)
+        what = _moved("scatter", output, root)
+
+        def action() -> None:
+            with _Flat(output, write=True) as flat:
+                sources = [_bytes(_flat(each)) for each in row] if self._rank == root else None
+                self.way.scatter(sources, _bytes(flat), root, what)
+
+        return self._issue(action, outputs, opts)
+
+    def _check_root_list(self, name: str, side: str, row: Sequence[Tensor], other: Tensor, root: int) -> None:
+        if self._rank != root:
+            if row:
+                raise ValueError(f"{name}: rank {self._rank} is not the root ({root}) and gives no {side}")
+        elif len(row) != self._size:
+            raise ValueError(f"{name}: the root gives {self._size} {side}, one per rank, and gave {len(row)}")
+        else:
+            _same(name, f"one of the {side}", row, "the other side", [other])
+
+    @_devices
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> Work:
+        _same("all_to_all", "the input", [source], "the output", [output], counts=False)
+        rows_out = self._splits(output, output_sizes, "output")
+        rows_in = self._splits(source, input_sizes, "input")
+        what = Operation("all_to_all", source.dtype)
+
+        def action() -> None:
+            with _Flat(output, write=True) as flat:
+                inputs = [_bytes(part) for part in _flat(source).split(rows_in)]
+                self.way.all_to_all([_bytes(part) for part in flat.split(rows_out)], inputs, what)
+
+        return self._issue(action, [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def _splits(self, tensor: Tensor, sizes: Sequence[int], side: str) -> list[int]:
+        """Elements for each rank. Sizes count rows, the first dimension."""
+        if not sizes:
+            if tensor.numel() and (not tensor.dim() or tensor.shape[0] % self._size):
+                raise ValueError(
+                    f"all_to_all: the {side} has shape {list(tensor.shape)},"
+                    f" and its first dimension must divide by {self._size} ranks"
+                )
+            return [tensor.numel() // self._size] * self._size
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if len(sizes) != self._size or sum(sizes) != rows:
+            raise ValueError(
+                f"all_to_all: the {side} split sizes {list(sizes)} must be {self._size} and add up to"
+                f" the {side}'s first dimension, {rows}"
+            )
+        width = tensor.numel() // rows if rows else 0
+        return [size * width for size in sizes]
+
+    @_devices
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        for side, row in (("outputs", outputs), ("inputs", inputs)):
+            if len(row) != self._size:
+                raise ValueError(f"all_to_all needs {self._size} {side}, one per rank, and was given {len(row)}")
+        _same("all_to_all", "an input", inputs, "an output", outputs, counts=False)
+        what = Operation("all_to_all", inputs[0].dtype)
+
+        def action() -> None:
+            flats = [_Flat(output, write=True) for output in outputs]
+            sources = [_bytes(_flat(each)) for each in inputs]
+            self.way.all_to_all([_bytes(flat.flat) for flat in flats], sources, what)
+            for flat in flats:
+                flat.close()
+
+        return self._issue(action, list(outputs), opts)
+
+    @_devices
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        return self._issue(self.way.barrier, [], opts)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names whoever did not come. Goes through the store, so the group stays usable."""
+        if isinstance(timeout, float):
+            timeout = timedelta(seconds=timeout)
+        timeout = timeout or self._timeout
+        self._barriers += 1
+        key = f"monitored/{self._barriers}"
+        self._store.set(f"{key}/{self._rank}", "")
+        if self._rank == 0:
+            missing = self._missing(key, timeout, wait_all_ranks)
+            who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+            where = ", ".join(str(self.members[rank]) for rank in missing)
+            limit = int(timeout.total_seconds() * 1000)
+            verdict = f"{who} failed to pass monitoredBarrier in {limit} ms ({where})" if missing else ""
+            self._store.set(f"{key}/verdict", verdict)
+        else:
+            try:
+                self._store.wait([f"{key}/verdict"], timeout + timedelta(seconds=1))
+            except RuntimeError:
+                raise PeerLost(
+                    f"Rank {self._rank} successfully reached monitoredBarrier, but heard nothing from rank 0"
+                ) from None
+            verdict = bytes(self._store.get(f"{key}/verdict")).decode()
+        if verdict:
+            raise PeerLost(verdict)
+
+    def _missing(self, key: str, timeout: timedelta, all_of_them: bool) -> list[int]:
+        keys = [f"{key}/{rank}" for rank in range(self._size)]
+        try:
+            self._store.wait(keys, timeout)
+        except RuntimeError:
+            late = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
+            return late if all_of_them else late[:1]
+        return []
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    @_devices
+    def send(self, tensors: Any, to: int, tag: int = 0) -> "MessageWork":
+        (tensor,) = _listed(tensors)
+        self._check_rank(to, "send")
+        flat = _flat(tensor)
+        return self._message(self.way.send(_bytes(flat), to, tag, _moved("send", tensor, to)), [tensor], None)
+
+    @_devices
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> "MessageWork":
+        self._check_rank(source, "recv")
+        return self._receive(tensors, source, tag)
+
+    @_devices
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> "MessageWork":
+        return self._receive(tensors, ANYONE, tag)
+
+    def _receive(self, tensors: Any, source: int, tag: int) -> "MessageWork":
+        (tensor,) = _listed(tensors)
+        flat = _Flat(tensor, write=True)
+        return self._message(
+            self.way.receive(_bytes(flat.flat), source, tag, _moved("recv", tensor, source)), [tensor], flat
+        )
+
+    def _message(self, message: Message, tensors: list[Tensor], flat: "_Flat | None") -> "MessageWork":
+        work = MessageWork(message, tensors, flat, self._timeout.total_seconds())
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _check_rank(self, rank: int, name: str) -> None:
+        if not 0 <= rank < self._size:
+            raise ValueError(f"{name}: there is no rank {rank} in a group of {self._size}")
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.way.close()
+            self._line.close()
+            del self._store  # it may be the last one: whoever meets at the same port next finds a fresh one
+            for backend in self._on_device.values():
+                backend.shutdown()
+
+    abort = shutdown
+
+
+class MessageWork(dist.Work):
+    """A send or receive that has been issued."""
+
+    def __init__(self, message: Message, tensors: list[Tensor], flat: "_Flat | None", timeout: float) -> None:
+        super().__init__()
+        self._message, self._tensors, self._flat, self._timeout = message, tensors, flat, timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        limit = timeout.total_seconds() if timeout else 0.0
+        self._message.wait(limit if limit > 0 else self._timeout)
+        if self._flat is not None:
+            self._flat.close()
+            self._flat = None
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._message.done
+
+    def is_success(self) -> bool:
+        return self._message.done and self._message.error is None
+
+    def exception(self) -> Any:
+        return self._message.error
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._tensors
+
+    def _source_rank(self) -> int:
+        return self._message.source
+
+    source_rank = _source_rank
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class Several(dist.Work):
+    """Works that were issued together."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class _Flat:
+    """A tensor as a flat contiguous one. Where that is a copy, `close` writes it back."""
+
+    def __init__(self, tensor: Tensor, write: bool) -> None:
+        self.tensor = tensor.detach()
+        self.flat = _flat(self.tensor)
+        self._write = write
+
+    def close(self) -> None:
+        if self._write and self.flat.data_ptr() != self.tensor.data_ptr():
+            self.tensor.copy_(self.flat.view(self.tensor.shape))
+
+    def __enter__(self) -> Tensor:
+        return self.flat
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.close()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    flat = tensor.contiguous().view(-1)
+    # A single element counts as contiguous whatever its stride says; a view as bytes wants it right.
+    return flat.as_strided((1,), (1,)) if flat.numel() == 1 and flat.stride(0) != 1 else flat
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return flat.view(-1).view(torch.uint8)
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _root(options: Any, root: int) -> int:
+    """Torch gives it as options, as a number in their place, or by name."""
+    if isinstance(options, int):
+        return options
+    return int(getattr(options, "rootRank", root))
+
+
+def _row(tensors: Any) -> list[Tensor]:
+    """The list of one tensor per rank, which torch wraps in another list; empty where this rank has none."""
+    nested = bool(tensors) and isinstance(tensors[0], (list, tuple))
+    return list(tensors[0] if nested else tensors or [])
+
+
+def _op(options: Any) -> Any:
+    if options is None:
+        return dist.ReduceOp.SUM
+    return getattr(options, "reduceOp", options)
+
+
+def _reduced(name: str, tensor: Tensor, op: Any, root: int = -1) -> tuple[Operation, Any]:
+    _check_type(name, tensor)
+    how = read_reduction(op, tensor.dtype, name)
+    shape = tuple(tensor.shape) if name != "reduce_scatter" else ()
+    return Operation(name, tensor.dtype, tensor.numel(), shape, how.name, root), how
+
+
+def _moved(name: str, tensor: Tensor, root: int = -1) -> Operation:
+    _check_type(name, tensor)
+    return Operation(name, tensor.dtype, tensor.numel(), (), "", root)
+
+
+def _check_type(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise CollectiveError(f"{name} does not move {str(tensor.dtype).removeprefix('torch.')}; it moves {known}")
+
+
+def _same(
+    name: str, side: str, left: Sequence[Tensor], other: str, right: Sequence[Tensor], counts: bool = True
+) -> None:
+    first = left[0]
+    for tensor in (*left, *right):
+        if tensor.dtype != first.dtype:
+            raise ValueError(
+                f"{name}: {side} is {str(first.dtype).removeprefix('torch.')},"
+                f" {other} {str(tensor.dtype).removeprefix('torch.')}: they must be of one type"
+            )
+        if counts and tensor.numel() != first.numel():
+            raise ValueError(f"{name}: {side} has shape {list(first.shape)}, {other} {list(tensor.shape)}")

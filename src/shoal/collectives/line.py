@@ -1,0 +1,147 @@
+"""The order in which a group's collectives run: as they were issued, one at a time, on whichever thread needs them.
+
+A blocking call runs on the caller's thread, at once. An asynchronous one stands in the line; a thread of the line's own
+works it off, and so does whoever waits for it, so that waiting costs no switch of threads.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Work(dist.Work):
+    """A collective that has been issued. The same face as torch's own."""
+
+    def __init__(self, line: "Line | None", action: Callable[[], None] | None, value: Any) -> None:
+        super().__init__()
+        self._line, self._action, self._value = line, action, value
+        self._done = action is None
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._guard = threading.Lock()
+
+    def run(self) -> None:
+        """Under the line's lock. Whoever ran it tells afterwards, without the lock: a callback may issue more."""
+        assert self._action is not None
+        try:
+            self._action()
+        except BaseException as error:
+            self._error = error
+        self._action = None
+        with self._guard:
+            self._done = True
+
+    def tell(self) -> None:
+        if self._future is not None:
+            if self._error is None:
+                self._future.set_result(self._value)
+            else:
+                self._future.set_exception(self._error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._done and self._line is not None:
+            self._line.work_off(self, timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def result(self) -> Any:
+        self.wait()
+        return self._value
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        with self._guard:
+            fresh = self._future is None
+            if fresh:
+                self._future = torch.futures.Future()
+            done = self._done
+        if fresh and done:
+            self.tell()
+        assert self._future is not None
+        return self._future
+
+
+class Line:
+    def __init__(self, name: str, limit: Callable[[timedelta | None], None]) -> None:
+        self.name = name
+        self._limit = limit  # sets how long the collective that runs now may take; None: as always
+        self._waiting: deque[Work] = deque()
+        self._turn = threading.Lock()  # held by whoever runs a collective
+        self._some = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._telling = 0  # threads that are in somebody's callback, which may wait for a collective behind it
+        self._closed = False
+
+    def run(self, action: Callable[[], None], value: Any, asynchronous: bool) -> Work:
+        if asynchronous:
+            work = Work(self, action, value)
+            self._waiting.append(work)
+            if self._telling >= len(self._threads):
+                self._threads.append(threading.Thread(target=self._serve, name=self.name, daemon=True))
+                self._threads[-1].start()
+            self._some.release()
+            return work
+        while True:
+            with self._turn:
+                earlier = self._waiting.popleft() if self._waiting else None
+                if earlier is None:
+                    action()
+                    return Work(None, None, value)
+                earlier.run()
+            earlier.tell()
+
+    def work_off(self, work: Work, limit: timedelta | None) -> None:
+        """Runs what stands in the line until this one is done."""
+        if limit is not None and limit.total_seconds() > 0:
+            self._limit(limit)
+        try:
+            while not work.is_completed():
+                with self._turn:
+                    ran = self._waiting.popleft() if self._waiting and not work.is_completed() else None
+                    if ran is not None:
+                        ran.run()
+                if ran is not None:
+                    ran.tell()
+        finally:
+            if limit is not None:
+                self._limit(None)
+
+    def _serve(self) -> None:
+        while True:
+            self._some.acquire()
+            if self._closed:
+                return
+            with self._turn:
+                work = self._waiting.popleft() if self._waiting else None
+                if work is not None:
+                    work.run()
+            if work is not None:
+                self._telling += 1
+                work.tell()
+                self._telling -= 1
+
+    def close(self) -> None:
+        self._closed = True
+        self._limit = lambda limit: None  # lets go of the group
+        for _ in self._threads:
+            self._some.release()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()

@@ -1,0 +1,107 @@
+"""What a rank is doing, as a record of fixed size: compared between ranks, and told when something goes wrong."""
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+NAMES = (
+    "none",
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+    "prefix_sum",
+    "merge",
+    "send",
+    "recv",
+    "all_reduce of shared memory",
+    "monitored_barrier",
+)
+DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+NO_DTYPE = len(DTYPES)
+MOST_DIMENSIONS = 6
+_LAYOUT = struct.Struct(f"<6q{MOST_DIMENSIONS}q")
+RECORD_BYTES = _LAYOUT.size
+_REDUCTIONS = ("", "sum", "product", "min", "max", "band", "bor", "bxor", "avg", "premul_sum")
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective as a rank sees it. Two ranks do the same thing when their records are equal."""
+
+    name: str
+    dtype: torch.dtype | None = None
+    count: int = 0
+    shape: tuple[int, ...] = ()
+    reduction: str = ""
+    peer: int = -1  # the root of a broadcast, the other side of a message
+
+    def record(self) -> bytes:
+        return _record(self)
+
+    def __str__(self) -> str:
+        words = [self.name]
+        if self.peer >= 0:
+            words.append({"send": "to", "recv": "from"}.get(self.name, "with root") + f" rank {self.peer}")
+        if self.dtype is not None:
+            dtype = str(self.dtype).removeprefix("torch.")
+            shape = list(self.shape) if self.shape else self.count
+            of = f"{self.reduction} of " if self.reduction else ""
+            words.append(f"({of}{dtype} {shape})")
+        return " ".join(words)
+
+
+@lru_cache(maxsize=4096)
+def _record(what: Operation) -> bytes:
+    dims = what.shape[:MOST_DIMENSIONS]
+    return _LAYOUT.pack(
+        NAMES.index(what.name),
+        _REDUCTIONS.index(what.reduction),
+        NO_DTYPE if what.dtype is None else _CODES[what.dtype],
+        what.peer,
+        what.count,
+        len(dims),
+        *dims,
+        *[0] * (MOST_DIMENSIONS - len(dims)),
+    )
+
+
+def read_record(record: bytes) -> Operation:
+    name, reduction, dtype, peer, count, dimensions, *shape = _LAYOUT.unpack(record)
+    return Operation(
+        name=NAMES[name],
+        reduction=_REDUCTIONS[reduction],
+        dtype=None if dtype == NO_DTYPE else DTYPES[dtype],
+        peer=peer,
+        count=count,
+        shape=tuple(shape[:dimensions]),
+    )
