@@ -70,13 +70,13 @@ def plain(case: Case) -> Measured:
         return _read(case, folder / "note")
 
 
-def ddp(case: Case) -> Measured:
-    """torch's DistributedDataParallel over Gloo with its defaults, two processes, each with half of every batch."""
+def ddp(case: Case, backend: str = "gloo") -> Measured:
+    """torch's DistributedDataParallel with its defaults, two processes, each with half of every batch."""
     with scratch_folder() as folder:
 
         def work(rank: int) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+            dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
             _loop(case, DistributedDataParallel(case.model), folder / "note", rank=rank, size=2)
             dist.destroy_process_group()
 
@@ -187,6 +187,7 @@ CONTENDERS: dict[str, Callable[[Case], Measured]] = {
     "plain": plain,
     "apart": apart,
     "ddp": ddp,
+    "ddp on shoal": lambda case: ddp(case, "shoal"),
     "shoal": lambda case: shoal_with(case, workers=2, lanes=2),
     "shoal 4 lanes": lambda case: shoal_with(case, workers=2, lanes=4),
     "shoal 1 worker": lambda case: shoal_with(case, workers=1, lanes=2),

@@ -28,6 +28,7 @@ RESULTS = Path(__file__).parent / "results" / "train.json"
 # what each ratio is called, and which two contenders it is of
 RATIOS = {
     "shoal / ddp": ("shoal", "ddp"),
+    "ddp on shoal / ddp": ("ddp on shoal", "ddp"),
     "shoal / plain": ("shoal", "plain"),
     "ddp / plain": ("ddp", "plain"),
     "2 workers / 1 worker": ("shoal", "shoal 1 worker"),

@@ -141,7 +141,7 @@ class Arena:
         if self.broken is not None:
             raise self.broken
         self.sequence += 1
-        self._record = what.record()
+        self._record = what.record
         at = RECORDS + self.sequence % 2 * _RECORD_STEP
         own = self._control[self.rank]
         own[at + 8 : at + 8 + RECORD_BYTES] = self._record
@@ -231,7 +231,7 @@ class Arena:
 
     def note(self, what: Operation) -> None:
         """For whoever asks later what this rank was doing: a message it waits for."""
-        self._control[self.rank][MESSAGE : MESSAGE + RECORD_BYTES] = what.record()
+        self._control[self.rank][MESSAGE : MESSAGE + RECORD_BYTES] = what.record
 
     def _lost(self, rank: int, doing: str) -> str:
         return f"rank {self.members[self.rank].rank} in {doing} lost {self.members[rank]}"

@@ -27,6 +27,7 @@ from shoal.errors import CollectiveError, InputError, PeerLost
 from shoal.partition.lanes import Span
 
 NAME = "shoal"
+_NO_LIMIT = timedelta(0)
 
 
 def register() -> None:
@@ -93,6 +94,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self.members, self.way = assemble(store, rank, size, timeout, wish)
         self._line = Line("shoal collectives", self._limit)
         self._together: list[Any] | None = None  # works issued since _start_coalescing
+        self._plans: dict[Any, tuple[Operation, Any]] = {}  # all-reduces seen before
         self._name = self._description = ""
         self._barriers = 0
         self._on_device: dict[str, Any] = {}
@@ -188,12 +190,12 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     def _issue(self, action: Callable[[], None], value: Any, options: Any) -> Work:
         limit = getattr(options, "timeout", None)
-        if limit is not None and limit.total_seconds() > 0 and limit != self._timeout:
+        if limit is not None and limit > _NO_LIMIT and limit != self._timeout:
             action = self._within(limit, action)
-        coalescing = self._together is not None
-        work = self._line.run(action, value, coalescing or getattr(options, "asyncOp", True))
-        if self._together is not None:
-            self._together.append(work)
+        if self._together is None:
+            return self._line.run(action, value, options is None or getattr(options, "asyncOp", True))
+        work = self._line.run(action, value, asynchronous=True)
+        self._together.append(work)
         return work
 
     def in_turn(self, action: Callable[[], None]) -> None:
@@ -220,14 +222,21 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
-    @_devices
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
         tensors, op = _listed(tensors), _op(opts)
         if not tensors:
             raise ValueError("all_reduce was given no tensor")
-        if len(tensors) == 1 and not tensors[0].is_sparse:
+        if not tensors[0].is_cpu:
+            return self.on_device(tensors[0].device).allreduce(tensors, opts)  # type: ignore[no-any-return]
+        if len(tensors) == 1 and tensors[0].layout is torch.strided:
             tensor = tensors[0]
-            what, how = _reduced("all_reduce", tensor, op)
+            key = (getattr(op, "op", op), tensor.dtype, tensor.shape)
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = _reduced("all_reduce", tensor, op)
+                if plan[1].factor is None:
+                    self._plans[key] = plan
+            what, how = plan
             return self._issue(lambda: self._all_reduce(tensor, how, what), tensors, opts)
         _same("all_reduce", "a tensor", tensors, "another", tensors, counts=False)
         plans = [(tensor, *reversed(_reduced("all_reduce", tensor, op))) for tensor in tensors]
@@ -245,8 +254,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return self._issue(action, tensors, opts)
 
     def _all_reduce(self, tensor: Tensor, how: Any, what: Operation) -> None:
-        with _Flat(tensor, write=True) as flat:
-            self.way.all_reduce(flat, how, what)
+        flat = _flat(tensor)
+        self.way.all_reduce(flat, how, what)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.shape))
 
     def _sparse_all_reduce(self, tensor: Tensor, how: Any) -> None:
         """The sum of sparse tensors, added in rank order like all else; each rank may hold other places."""
@@ -275,7 +286,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         tensor.copy_(total)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        return self.allreduce(list(tensors), opts)  # type: ignore[no-any-return]
+        return self.allreduce(list(tensors), opts)
 
     @_devices
     def reduce(self, tensors: Any, opts: Any = None, op: Any = dist.ReduceOp.SUM, root: int = 0) -> Work:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_NOBODY = threading.Lock()  # for works that were done when they were made: nobody else changes them
+
 
 class Work(dist.Work):
     """A collective that has been issued. The same face as torch's own."""
@@ -23,7 +25,7 @@ class Work(dist.Work):
         self._done = action is None
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self._guard = threading.Lock()
+        self._guard = threading.Lock() if action is not None else _NOBODY
 
     def run(self) -> None:
         """Under the line's lock. Whoever ran it tells afterwards, without the lock: a callback may issue more."""

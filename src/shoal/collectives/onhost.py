@@ -76,13 +76,32 @@ class OnHost:
 
     def all_reduce(self, flat: Tensor, how: Reduction, what: Operation) -> None:
         """In place, on a contiguous flat tensor."""
-        work = how.before(flat)
-        if self.size > 2 and work.nbytes >= SPREAD_BYTES:
+        work = flat if how.plain else how.before(flat)
+        if work.nbytes < SPREAD_BYTES:
+            self._at_once(work, how, what)
+        elif self.size > 2:
             self._spread(work, how, what, everybody=True)
         else:
             self._fold_all(work, how, what, everybody=True)
-        how.after(work, self.size)
-        _put_back(flat, work)
+        if not how.plain:
+            how.after(work, self.size)
+            _put_back(flat, work)
+
+    def _at_once(self, flat: Tensor, how: Reduction, what: Operation) -> None:
+        """A small tensor: one turn, and few words about it, since here it is the words that take the time."""
+        arena, rank, dtype, count = self.arena, self.rank, flat.dtype, flat.numel()
+        arena.begin(what)
+        turn = arena.turn + 1
+        if count:
+            arena.slot(rank, turn, dtype)[:count].copy_(flat)
+        arena.meet(arena.post(), compare=True)
+        if count and self.size == 2:
+            other = arena.slot(1 - rank, turn, dtype)[:count]
+            how.combine(flat if rank == 0 else other, other if rank == 0 else flat, out=flat)
+        elif count:
+            parts = [flat if each == rank else arena.slot(each, turn, dtype)[:count] for each in range(self.size)]
+            how.fold(parts, flat, self.scratch)
+        arena.end()
 
     def reduce(self, flat: Tensor, root: int, how: Reduction, what: Operation) -> None:
         """Like all_reduce, but only the root's tensor changes."""

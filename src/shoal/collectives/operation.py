@@ -2,7 +2,7 @@
 
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 
@@ -65,8 +65,19 @@ class Operation:
     reduction: str = ""
     peer: int = -1  # the root of a broadcast, the other side of a message
 
+    @cached_property
     def record(self) -> bytes:
-        return _record(self)
+        dims = self.shape[:MOST_DIMENSIONS]
+        return _LAYOUT.pack(
+            NAMES.index(self.name),
+            _REDUCTIONS.index(self.reduction),
+            NO_DTYPE if self.dtype is None else _CODES[self.dtype],
+            self.peer,
+            self.count,
+            len(dims),
+            *dims,
+            *[0] * (MOST_DIMENSIONS - len(dims)),
+        )
 
     def __str__(self) -> str:
         words = [self.name]
@@ -78,21 +89,6 @@ class Operation:
             of = f"{self.reduction} of " if self.reduction else ""
             words.append(f"({of}{dtype} {shape})")
         return " ".join(words)
-
-
-@lru_cache(maxsize=4096)
-def _record(what: Operation) -> bytes:
-    dims = what.shape[:MOST_DIMENSIONS]
-    return _LAYOUT.pack(
-        NAMES.index(what.name),
-        _REDUCTIONS.index(what.reduction),
-        NO_DTYPE if what.dtype is None else _CODES[what.dtype],
-        what.peer,
-        what.count,
-        len(dims),
-        *dims,
-        *[0] * (MOST_DIMENSIONS - len(dims)),
-    )
 
 
 def read_record(record: bytes) -> Operation:

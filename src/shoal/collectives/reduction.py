@@ -6,6 +6,7 @@ are combined in the same order, so the bits depend on nothing else.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ class Reduction:
     combine: Combine
     factor: Any = None  # every operand is multiplied by it first
     dtype: torch.dtype | None = None  # the type to compute in: same size, same bits
+
+    @cached_property
+    def plain(self) -> bool:
+        """Nothing to do before or after."""
+        return self.factor is None and self.dtype is None and self.name != "avg"
 
     def before(self, flat: Tensor) -> Tensor:
         """An operand as it is combined; a copy where it changes."""
