@@ -356,8 +356,7 @@ def gather_and_scatter_at_every_root(rank: int, size: int) -> None:
 
 
 @check(2, 3)
-def uneven_all_gather(rank: int, size: int) -> None:
-    """Lists of unequal shapes are refused by gloo; what DTensor needs is padding, done above. Here: equal but many."""
+def all_gather_of_small_and_large_halves(rank: int, size: int) -> None:
     for count in (1, 3, 1000, 40_001):
         gathered = [torch.zeros(count, dtype=torch.float16) for _ in range(size)]
         dist.all_gather(gathered, values(rank, (count,), torch.float16))

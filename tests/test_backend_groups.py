@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -41,7 +42,7 @@ def nobody_leaves_a_barrier_before_the_last_has_come(rank: int, size: int) -> No
 
 
 @check(2)
-def a_barrier_of_a_group_given_by_name_and_with_device_ids(rank: int, size: int) -> None:
+def a_barrier_of_the_world_and_of_a_group(rank: int, size: int) -> None:
     dist.barrier(group=dist.group.WORLD)
     dist.barrier(dist.new_group([0, 1]))
 
@@ -304,14 +305,13 @@ def a_device_mesh(rank: int, size: int) -> None:
 def what_a_group_says_of_itself(rank: int, size: int) -> None:
     group = dist.group.WORLD
     assert dist.is_initialized() and dist.get_backend() == BACKEND
-    assert (group.rank(), group.size(), group.name()) == (rank, size, group.name())
+    assert (group.rank(), group.size()) == (rank, size)
     assert isinstance(group.group_name, str) and dist.distributed_c10d._resolve_process_group(group.group_name) is group
     assert group.group_desc
     assert dist.distributed_c10d._get_pg_default_device(group) == torch.device("cpu")
     assert dist.distributed_c10d._device_capability(group) == ["cpu"] or ON_GLOO
     assert BACKEND in dist.get_backend_config()
     assert group._get_backend(torch.device("cpu")) is not None
-    assert BACKEND in repr(dist.distributed_c10d._get_pg_config(group)["backend_config"]) or True
     before = group._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(1))
     dist.barrier()
@@ -585,6 +585,18 @@ def init_five_times_in_one_process(rank: int, size: int) -> None:
 
 
 @check(2)
+def init_leaves_nothing_of_a_destroyed_group(rank: int, size: int) -> None:
+    """A group that lives on keeps its store, and rank 0's is the server: the next group would read old keys."""
+    dist.init_process_group(BACKEND, store=backend_ranks.own_store, rank=rank, world_size=size)
+    _works(rank, size)
+    dist.all_reduce(torch.ones(10), async_op=True).wait()
+    groups = [weakref.ref(dist.group.WORLD), weakref.ref(dist.new_group([0, 1]))]
+    dist.barrier()
+    dist.destroy_process_group()
+    assert [group() for group in groups] == [None, None]
+
+
+@check(2)
 def init_with_ranks_in_another_order(rank: int, size: int) -> None:
     dist.init_process_group(BACKEND, store=backend_ranks.own_store, rank=1 - rank, world_size=size)
     _works(1 - rank, size)
@@ -629,7 +641,8 @@ def init_from_a_file(rank: int, size: int) -> None:
 
 @check(2)
 def init_for_two_devices(rank: int, size: int) -> None:
-    """As on a machine with GPUs: the CPU's part works, and where there is no CUDA nothing else is asked of it."""
+    """As on a machine with GPUs. gloo's like is refused by a torch without NCCL; ours opens NCCL with the first CUDA
+    tensor, so the CPU's part works there too."""
     config = f"cpu:{BACKEND},cuda:{'gloo' if ON_GLOO else 'nccl'}"
     dist.init_process_group(config, store=backend_ranks.own_store, rank=rank, world_size=size)
     tensor = torch.ones(3)

@@ -338,10 +338,12 @@ def messages_while_a_collective_is_under_way(rank: int, size: int) -> None:
 
 @check(2)
 def sending_to_oneself_is_refused(rank: int, size: int) -> None:
+    began = time.monotonic()
     with pytest.raises((ValueError, RuntimeError)):
         dist.send(torch.ones(1), rank)
     with pytest.raises((ValueError, RuntimeError)):
         dist.recv(torch.ones(1), rank)
+    assert time.monotonic() - began < 5  # at once, not when the group's patience is over
 
 
 # -- coalesced ------------------------------------------------------------------------------------------------------
