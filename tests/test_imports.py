@@ -25,8 +25,8 @@ ROOMS = {
     "testing": {"collectives", "engines", "exact", "errors", "job", "testing"},
 }
 PROCESSES = {"collectives", "engines", "report", "launch", "strategies", "recovery", "seat", "run", "worker", "cli"}
-DRIVER_SIDE = {"launch", "driver", "verdict", "cli", "verify", "load", "engines", "testing"}
-ABOVE_THE_DRIVER = {"__init__", "__main__", "launch", "driver", "verdict", "cli", "verify", "load", "testing"}
+DRIVER_SIDE = {"launch", "driver", "verdict", "cli", "verify", "load", "bench", "engines", "testing"}
+ABOVE_THE_DRIVER = {"__init__", "__main__", "launch", "driver", "verdict", "cli", "verify", "load", "bench", "testing"}
 
 
 def files() -> list[Path]:

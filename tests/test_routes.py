@@ -280,7 +280,7 @@ def test_direct_costs_what_its_formula_says(size: int) -> None:
 
 
 def test_tree_and_halving_cost_what_their_formulas_say() -> None:
-    assert cost(tree(8), alone(8), LINKS, MB).seconds == pytest.approx(6 * 5e-5 + 6 * MB / 1e9)
+    assert cost(tree(8), alone(8), LINKS, MB, chunk_bytes=MB).seconds == pytest.approx(6 * 5e-5 + 6 * MB / 1e9)
     assert cost(halving(8), alone(8), LINKS, MB).seconds == pytest.approx(14 * 5e-5 + 2 * 7 / 8 * MB / 1e9)
 
 
@@ -310,8 +310,8 @@ def test_clear_cases(places: tuple[Place, ...], num_bytes: int, expected: str, e
 
 def test_the_reason_is_a_sentence_with_figures() -> None:
     assert choose(IN_ORDER, LINKS, 64 * MB).reason == (
-        "hierarchical: 67.1 MB over 4 ranks on 4 hosts in 2 racks take 273 ms, "
-        "mostly on the uplink of rack a with 67.1 MB in; tree would take 275 ms"
+        "hierarchical: 67.1 MB over 4 ranks on 4 hosts in 2 racks take 276 ms, "
+        "mostly on the uplink of rack a with 67.1 MB in; tree would take 279 ms"
     )
     assert choose(alone(8), LINKS, 256).reason == (
         "tree: 256 B over 8 ranks on 8 hosts in 1 rack take 302 µs, 300 µs of it for messages; "

@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
+from shoal.bench import bench_collectives, text
 from shoal.cluster import ORDERS, Cluster, even_cluster, read_cluster
+from shoal.collectives.traffic import Wish
 from shoal.driver import Options
 from shoal.engines.lab import Lab
 from shoal.engines.programs import check_program, run_program
@@ -35,7 +37,7 @@ from shoal.report.folder import find_run, list_runs
 from shoal.report.summary import closing, runs_table
 from shoal.seat import Settings
 from shoal.verdict import Interrupted, RunFailed
-from shoal.verify import PLAIN_TOLERANCE, Row, against_plain, check_workers, placements, verify
+from shoal.verify import PLAIN_TOLERANCE, Row, against_plain, check_workers, exact_wish, placements, verify
 
 HELP = """\
 Distributed PyTorch training with the same bits on any number of workers.
@@ -46,14 +48,17 @@ Run      train FILE[:job]      train a job
 After    report [RUN]          the closing report of a run
          runs                  the runs in this folder
 Prove    lab -- COMMAND        a cluster in a box: run a command on hosts with slow links between them
+         bench collectives     measure the links between workers, and hold predictions against the clock
 """
-IN_A_LAB = ("train", "run", "verify")  # commands whose workers can be on its hosts
+IN_A_LAB = ("train", "run", "verify", "bench")  # commands whose workers can be on its hosts
 LAB_EXAMPLES = """\
 examples:
   shoal lab --racks 2 --hosts 2 --link "1 Gbit/s" --oversubscription 4
         the picture: racks, hosts, addresses, links
   shoal lab -- verify digits.py --workers 1,2,4
         one sha256 on any number of hosts? (train and run work the same way; --workers: all of the lab's)
+  shoal lab --oversubscription 4 -- bench collectives
+        how fast the links are, and which algorithm for which size
   shoal lab --hosts 4 --racks 1 -- python train_ddp.py --epochs 3
         any other program: once per worker, with what torchrun sets; the first failure ends the others
   shoal lab clean
@@ -143,6 +148,7 @@ def build_parser() -> Parser:
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="change the job"
     )
     check.add_argument("--json", action="store_true", help="print the result as JSON")
+    _travel_options(check)
 
     report = _command(commands, "report", "the closing report of a run", _report, "shoal report 7f3a")
     report.add_argument("run", nargs="?", help="a folder or the beginning of an id (the newest)")
@@ -151,6 +157,18 @@ def build_parser() -> Parser:
     runs = _command(commands, "runs", "the runs in this folder", _runs, "shoal runs")
     runs.add_argument("--root", type=Path, default=Path("runs"), metavar="DIR", help="where to look (runs)")
     runs.add_argument("--json", action="store_true", help="print them as JSON")
+
+    bench = _command(
+        commands,
+        "bench",
+        "predicted against measured, on this machine",
+        _bench,
+        "shoal bench collectives --workers 2,4",
+    )
+    bench.add_argument("what", choices=["collectives"], help="the links between workers, and all-reduce over them")
+    bench.add_argument("--workers", metavar="LIST", help="numbers of workers (2,4; in a lab, all of its)")
+    bench.add_argument("--quick", action="store_true", help="two small sizes, in seconds; rough")
+    bench.add_argument("--json", action="store_true", help="print the figures as JSON")
 
     lab = _command(commands, "lab", "a cluster in a box: hosts with slow links between them", _lab, "")
     lab.usage, lab.epilog = "shoal lab [options] [-- COMMAND …] | shoal lab clean", LAB_EXAMPLES
@@ -195,6 +213,7 @@ def _run_options(parser: Parser) -> None:
         default="stop",
         help="a loss that is not finite: stop (default) or skip the step",
     )
+    _travel_options(parser)
     rare(parser, "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (one pass over the data)")
     rare(parser, "--stop-after", type=int, metavar="N", help="stop after this step, resumable")
     rare(parser, "--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait for other workers (1800)")
@@ -208,6 +227,14 @@ def _run_options(parser: Parser) -> None:
     rare(parser, "--json", action="store_true", help="print the report as JSON")
     rare(parser, "--plain", action="store_true", help="lines instead of the live view")
     rare(parser, "-q", "--quiet", action="store_true", help="only the closing report")
+
+
+def _travel_options(parser: Parser) -> None:
+    rare(parser, "--compress", default="", metavar="LIST",
+         help="gradients in fewer bytes between hosts or racks: int8@host,powersgd:4@rack; not exact")  # fmt: skip
+    rare(parser, "--algorithm", default="", metavar="NAME",
+         help="how they travel between hosts: direct, tree, halving, hierarchical, or ring, which is not exact"
+         " (the cost model chooses)")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -294,6 +321,7 @@ def _options(given: argparse.Namespace) -> Options:
         shares=given.shares,
         exact=not given.inexact,
         timeout=timedelta(seconds=given.timeout),
+        wish=Wish(algorithm=given.algorithm, compress=given.compress, inexact=given.inexact),
     )
     workers = given.workers
     if workers is None and given.plan is None and given.lab is not None:
@@ -328,13 +356,14 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _verify(given: argparse.Namespace) -> int:
+    wish = exact_wish(Wish(algorithm=given.algorithm, compress=given.compress))
     job = load_job(given.file, given.settings)
     _pin_isa(job, given)
     if given.steps is not None and given.steps < 1:
         raise InputError(f"--steps {given.steps}: at least 1")
     steps = given.steps or min(VERIFY_STEPS, open_job(job).steps)
     workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
-    wanted = placements(check_workers(workers), given.shares, given.resume, steps, given.lab)
+    wanted = placements(check_workers(workers), given.shares, given.resume, steps, given.lab, wish)
     name = given.file
     for placement in wanted:  # a placement that does not fit is said before the first run
         plan_for(job, Options(workers=placement.workers, shares=placement.shares))
@@ -374,6 +403,16 @@ def _print_rows(name: str, rows: list[Row], steps: int) -> None:
         table.add_row(row.label, row.weights_sha256, verdict)
     # Whole hashes, also where the terminal is narrow or there is none: they are there to be copied.
     Console(width=max(120, Console().width)).print(table)
+
+
+def _bench(given: argparse.Namespace) -> int:
+    workers = given.workers or ("2,4" if given.lab is None else f"{given.lab.cluster.workers}")
+    found = bench_collectives(check_workers(workers), quick=given.quick, lab=given.lab)
+    if given.json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        print("\n\n".join(text(each) for each in found))
+    return 0
 
 
 def _report(given: argparse.Namespace) -> int:

@@ -184,6 +184,7 @@ class Driver:
             "OMP_NUM_THREADS": str(self.launch.threads),
             "PYTHONUNBUFFERED": "1",
         }
+        found |= self.settings.wish.variables  # also for groups that a script makes itself
         lab = self.options.lab
         return found if lab is None else found | lab.variables(self.slots[rank], self.slots[0])
 

@@ -2,6 +2,7 @@
 
     ShoalError                  exit code 1
     ├── InputError              2   the user's mistake; nothing was changed
+    │   ├── CallError               arguments of a collective that do not fit, told before anything moves
     │   ├── JobError                a job that cannot be trained as written
     │   ├── PlanError               a placement that does not fit the job
     │   ├── RunFolderError          a run folder that is missing, unwritable or full
@@ -38,6 +39,10 @@ class ShoalError(Exception):
 
 class InputError(ShoalError):
     exit_code = 2
+
+
+class CallError(InputError, ValueError, RuntimeError):  # gloo raises the one here and the other there
+    pass
 
 
 class JobError(InputError):

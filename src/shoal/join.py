@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -77,6 +78,8 @@ def join(
         shares=seat.settings.shares,
         threads=threads,
         exact=seat.settings.exact,
+        algorithm=seat.settings.wish.algorithm,
+        compress=seat.settings.wish.compress,
     )
     if (plan.lanes, plan.workers) != (checked.lane_count, seat.size):
         raise JobError(
@@ -84,6 +87,7 @@ def join(
             f" the script has {checked.lane_count} on {seat.size}"
         )
     group = seat.group()
+    plan = structs.replace(plan, exact=plan.exact and group.how().exact)
     if not seat.settings.resume:
         share_weights(model, group)
     arithmetic = checked.arithmetic() | {

@@ -6,6 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
+from shoal.collectives.topology import Place
+from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
 from shoal.driver import Driver, Launch, Options
 from shoal.errors import InputError, PlanError, RunFolderError
 from shoal.exact.kernels import ISA_ENVIRONMENT, ISA_IN_FORCE
@@ -35,11 +39,14 @@ def train(
     nonfinite: str = "stop",
     quiet: bool = False,
     tensorboard: bool = False,
+    compress: str = "",
+    algorithm: str = "",
 ) -> Report:
     """Trains a job on workers of this machine and returns the report. Works in scripts and notebooks."""
     if nonfinite not in ("stop", "skip"):
         raise InputError(f"nonfinite={nonfinite!r} is not known", fix="'stop' or 'skip'")
-    settings = Settings(stop_after=stop_after, nonfinite=nonfinite)  # type: ignore[arg-type]
+    wish = Wish(algorithm=algorithm, compress=compress)
+    settings = Settings(stop_after=stop_after, nonfinite=nonfinite, wish=wish)  # type: ignore[arg-type]
     options = Options(
         workers=workers,
         shares=shares,
@@ -62,20 +69,42 @@ def open_job(job: Job) -> OpenJob:
 
 
 def plan_for(job: Job, options: Options) -> Plan:
+    wish = wish_of(options)
     if options.plan is None:
-        return make_plan(
+        workers = 1 if options.workers is None else options.workers
+        plan = make_plan(
             lanes=job.lane_count,
-            workers=1 if options.workers is None else options.workers,
+            workers=workers,
             shares=options.shares,
             threads=job.threads,
             exact=options.settings.exact,
+            algorithm=wish.algorithm,
+            compress=wish.compress,
         )
+        return plan if stays_exact(options, workers) else structs.replace(plan, exact=False)
     plan = options.plan
     if plan.lanes != job.lane_count:
         raise PlanError(f"the plan has {plan.lanes} lanes, the job {job.lane_count}", fix="a plan made for this job")
     if options.workers not in (None, plan.workers):
         raise PlanError(f"--workers {options.workers}, but the plan has {plan.workers}", fix="leave --workers out")
-    return plan
+    exact = plan.exact and stays_exact(options, plan.workers)
+    return structs.replace(plan, algorithm=wish.algorithm, compress=wish.compress, exact=exact)
+
+
+def wish_of(options: Options) -> Wish:
+    """How gradients are to travel: as asked now, else as the plan has it, else as the environment says."""
+    asked, plan = options.settings.wish, options.plan
+    algorithm = asked.algorithm or (plan.algorithm if plan is not None else "")
+    compress = asked.compress or (plan.compress if plan is not None else "")
+    return wish_of_environment(structs.replace(asked, algorithm=algorithm, compress=compress))
+
+
+def stays_exact(options: Options, workers: int) -> bool:
+    """False where gradients lose something on their way: on this machine alone nothing goes between hosts."""
+    places = [Place("here")]
+    if options.lab is not None:
+        places = [Place(slot.host.name, slot.host.rack) for slot in options.lab.slots(workers)]
+    return Traffic.of(wish_of(options)).between(places).exact
 
 
 def train_with(job: Job, options: Options, *, name: str | None = None) -> Report:
@@ -87,6 +116,7 @@ def train_with(job: Job, options: Options, *, name: str | None = None) -> Report
 def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) -> Report:
     job = opened.job
     plan = plan_for(job, options)
+    options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
     folder, settings = open_folder(options)
     schedule = job.schedule(opened.source.samples, opened.source.last)
     started = RunStarted(
@@ -100,7 +130,7 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
         steps=opened.steps,
         steps_per_epoch=schedule.steps_per_epoch,
     )
-    config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job} | hosts(options, plan.workers)
+    config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job} | where(options, plan.workers)
     with folder:
 
         def work(seat: Seat) -> None:
@@ -119,9 +149,10 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
     return Report(folder.path, value, job=job)
 
 
-def hosts(options: Options, workers: int) -> dict[str, Any]:
-    """Which host of a lab each worker ran on, for the run's folder."""
-    return {} if options.lab is None else {"hosts": [slot.host.name for slot in options.lab.slots(workers)]}
+def where(options: Options, workers: int) -> dict[str, Any]:
+    """For the run's folder: which host of a lab each worker ran on, and what was asked for the way between hosts."""
+    found = {name: value for name in ("algorithm", "compress") if (value := getattr(options.settings.wish, name))}
+    return found if options.lab is None else found | {"hosts": [s.host.name for s in options.lab.slots(workers)]}
 
 
 def check_isa(job: Job) -> None:
@@ -168,6 +199,7 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
         raise InputError(f"{size} workers: at least 1 is needed", fix="--workers 1")
     if options.plan is not None and options.plan.workers != size:
         raise PlanError(f"--workers {size}, but the plan has {options.plan.workers}", fix="leave --workers out")
+    options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
     folder, settings = open_folder(options)
     started = RunStarted(
         time=time.time(),
@@ -181,7 +213,7 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
         steps=None,
         steps_per_epoch=None,
     )
-    config = {"script": str(script), "arguments": arguments, "workers": size} | hosts(options, size)
+    config = {"script": str(script), "arguments": arguments, "workers": size} | where(options, size)
     with folder:
         launch = Launch(
             work=lambda seat: run_script(script, arguments, seat),

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.agreement import agree_on_kernels, agree_on_weights
 from shoal.collectives.group import Group
+from shoal.collectives.travel import Travel
 from shoal.errors import JobError, NonFiniteError
 from shoal.evaluation import evaluate
 from shoal.exact import kernels
@@ -31,7 +33,7 @@ from shoal.partition.blocks import Blocks
 from shoal.partition.lanes import redeal
 from shoal.partition.samples import Schedule
 from shoal.plan.placement import Plan
-from shoal.report.events import Dealt, Finished, Resumed, Skipped, StepDigest, WorkerStarted
+from shoal.report.events import Dealt, Finished, Resumed, Skipped, StepDigest, Travelled, WorkerStarted
 from shoal.seat import Seat
 from shoal.strategies.data import Closure, DataParallel, Outcome, Work
 from shoal.strategies.replica import Replica
@@ -89,6 +91,7 @@ class Run:
         self.finished = False
         self._merged: tuple[Batch, Outcome] | None = None  # a step whose optimizer is being applied
         self._order: Sequence[int] = ()  # of the samples in this pass
+        self._travel_told = False
         self._watched: list[list[float]] = []  # compute seconds of every worker, by step
         self._journal = Journal(seat.wire, group.rank)
         self._every = seat.settings.checkpoint_every or checkpoint_every
@@ -123,6 +126,11 @@ class Run:
     @property
     def workers(self) -> int:
         return self.group.size
+
+    @property
+    def travel(self) -> Travel:
+        """How gradients have travelled so far, as this worker saw it."""
+        return self.group.how()
 
     @property
     def saved_step(self) -> int:
@@ -225,6 +233,8 @@ class Run:
         self._journal.committed(outcome)
         if self._journal.due:
             self._tell()
+        if self.leader and not self._travel_told:
+            self._tell_travel()
         if self.seat.settings.digests and self.leader:
             self.seat.wire.send(StepDigest(time=time.time(), step=self.step, tensors=digests(self.named_tensors())))
         if self.stopped is None and not self._at_limit():
@@ -307,6 +317,13 @@ class Run:
         held = self.strategy.held
         self._journal.tell(step=self.step, epoch=self.epoch, loss=self.loss, lanes=held, rate=rate)
 
+    def _tell_travel(self, final: bool = False) -> None:
+        """How gradients travel: once the first have, and at the end with what it came to."""
+        self._travel_told = True
+        travel = self.travel
+        if self.workers > 1 or travel.compress or travel.reason:
+            self.seat.wire.send(Travelled(time=time.time(), rank=self.rank, final=final, **structs.asdict(travel)))
+
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Parameters and persistent buffers, a tied weight once."""
         kept = self.model.state_dict(keep_vars=True)
@@ -339,6 +356,7 @@ class Run:
         if self._merged is not None:  # the loop was left after its last update
             self._commit()
         self._tell()
+        self._tell_travel(final=True)
         tensors = self._agree_on_weights()
         self.save()
         if self._keeper is not None:

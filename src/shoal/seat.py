@@ -15,6 +15,7 @@ from typing import Literal
 from torch._C._distributed_c10d import Store, TCPStore
 
 from shoal.collectives.group import Alone, Group, Workers
+from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
 from shoal.errors import InputError, RunFolderError
 from shoal.plan.placement import Plan
 from shoal.report.events import Event, encode
@@ -23,7 +24,7 @@ from shoal.report.folder import RunFolder
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a run is carried out. Nothing here changes a bit of the result."""
+    """How a run is carried out. Only what gives up exactness by name (`exact`, `wish`) changes a bit of the result."""
 
     resume: bool = False
     stop_after: int | None = None  # steps; the run can be resumed from there
@@ -33,6 +34,10 @@ class Settings:
     shares: str | None = None
     exact: bool = True
     timeout: timedelta = timedelta(minutes=30)  # how long a worker waits for the others before it gives up
+    wish: Wish = field(default_factory=Wish)  # how gradients travel between hosts
+
+    def __post_init__(self) -> None:
+        Traffic.of(self.wish)  # a wrong word is told before any worker starts
 
 
 class Wire:
@@ -71,11 +76,12 @@ class Seat:
     store: Callable[[], Store] | None = None
 
     def group(self) -> Group:
+        wish = self.settings.wish
         if self.size == 1:
-            return Alone()
+            return Alone(wish)
         if self.store is None:
             raise InputError(f"worker {self.rank} of {self.size} has no store to meet the others at")
-        return Workers(self.store(), rank=self.rank, size=self.size, timeout=self.settings.timeout)
+        return Workers(self.store(), rank=self.rank, size=self.size, timeout=self.settings.timeout, wish=wish)
 
 
 _taken: Seat | None = None  # set once, by the engine, in a worker process
@@ -90,7 +96,7 @@ def current(folder: Path | None = None, resume: bool = False) -> Seat:
     """The seat the engine gave this process; else torchrun's; else a run of its own with one worker."""
     if _taken is not None:
         return _taken
-    settings = Settings(resume=resume)
+    settings = Settings(resume=resume, wish=wish_of_environment())
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else (0, 1)
     if folder is not None and rank == 0:

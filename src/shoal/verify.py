@@ -3,13 +3,14 @@
 import copy
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
 from shoal.driver import Options
 from shoal.engines.lab import Lab
 from shoal.errors import InputError, Stopped
@@ -32,6 +33,7 @@ class Placement:
     stop_after: int | None = None  # then resumed, on `then` workers
     then: int | None = None
     lab: Lab | None = None  # whose hosts its workers run on; the reference runs on this machine
+    wish: Wish = field(default_factory=Wish)  # how gradients travel between them
 
     @property
     def label(self) -> str:
@@ -39,6 +41,7 @@ class Placement:
         if self.lab is not None:
             hosts = self.lab.slots(self.workers)[0].host_count
             text += f", {hosts} lab host{'s' if hosts > 1 else ''}"
+            text += f", {self.wish.algorithm}" if self.wish.algorithm and hosts > 1 else ""
         if self.shares:
             text += f", shares {self.shares}"
         if self.stop_after is not None:
@@ -78,14 +81,38 @@ class Row:
 
 
 def placements(
-    workers: list[int], shares: list[str], resume: bool, steps: int, lab: Lab | None = None
+    workers: list[int],
+    shares: list[str],
+    resume: bool,
+    steps: int,
+    lab: Lab | None = None,
+    wish: Wish | None = None,
 ) -> list[Placement]:
     most = max(workers)
     found = [Placement(workers=count) for count in workers]
     found += [Placement(workers=most if text == "auto" else text.count(",") + 1, shares=text) for text in shares]
     if resume:
         found.append(Placement(workers=most, stop_after=max(1, steps // 2), then=max(1, most - 1)))
-    return [replace(placement, lab=lab) for placement in found]
+    return [replace(placement, lab=lab, wish=wish or Wish()) for placement in found]
+
+
+def exact_wish(asked: Wish) -> Wish:
+    """How gradients are to travel; refused where that gives up exactness, which is what is verified."""
+    wish = wish_of_environment(asked)
+    Traffic.of(wish)
+    if wish.compress:
+        given = f"--compress {asked.compress}" if asked.compress else f"SHOAL_COMPRESS={wish.compress}"
+        raise InputError(
+            f"compression gives up exactness, and verify compares bits: {given}",
+            fix="leave it out; shoal train --compress … reports the error that it makes",
+        )
+    if wish.algorithm == "ring":
+        given = "--algorithm ring" if asked.algorithm else "SHOAL_ALGORITHM=ring"
+        raise InputError(
+            f"a ring adds in an order of its own, and verify compares bits: {given}",
+            fix="one of direct, tree, halving, hierarchical, which give the same bits",
+        )
+    return wish
 
 
 def verify(job: Job, wanted: list[Placement], steps: int, *, name: str) -> Iterator[Row]:
@@ -108,7 +135,9 @@ def verify(job: Job, wanted: list[Placement], steps: int, *, name: str) -> Itera
 
 
 def _trace(opened: OpenJob, placement: Placement, folder: Path, name: str) -> tuple[Row, dict[int, dict[str, str]]]:
-    settings = Settings(digests=True, stop_after=placement.stop_after, checkpoint_every=opened.steps + 1)
+    settings = Settings(
+        digests=True, stop_after=placement.stop_after, checkpoint_every=opened.steps + 1, wish=placement.wish
+    )
     options = Options(
         workers=placement.workers,
         shares=placement.shares,

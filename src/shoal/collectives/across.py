@@ -4,10 +4,9 @@ Every collective has tags of its own, made from its number and from what it is: 
 read each other's bytes. They wait, and the watch finds out why.
 """
 
-import socket
 import zlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,87 +15,110 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.collectives.anyone import Anyone, Receive
 from shoal.collectives.arena import Arena
 from shoal.collectives.choose import Choice, choose
 from shoal.collectives.mail import ANYONE, Mail
-from shoal.collectives.members import Member, share
+from shoal.collectives.members import Member, stumbled
 from shoal.collectives.onhost import check_lengths
 from shoal.collectives.operation import Operation
 from shoal.collectives.reduction import SUM, Reduction, Scratch
 from shoal.collectives.relay import Pool, Relay, Tally, pieces_of
 from shoal.collectives.traffic import Traffic
-from shoal.collectives.travel import Error, Travel, places_of, travel
+from shoal.collectives.travel import Travel, places_of, travel
 from shoal.collectives.watch import Watch
+from shoal.collectives.wires import open_wires
 from shoal.errors import CollectiveError, PeerLost
 from shoal.partition.lanes import Span
 
+USERS_TAG_BITS, SIZE_BITS = 15, 14
+LARGE_TAGS = 1 << (USERS_TAG_BITS + SIZE_BITS)
 FIRST_TAG = 1 << 30  # above those of users' own messages
 TAG_BITS, TAGS_EACH = 16, 1 << 14
-REACH_SECONDS = 5.0
+BACKSTOP_SECONDS = 5.0  # after the deadline, which the watch keeps
 
 
 class Letter:
-    """A message through gloo."""
+    """A message through gloo. `what` and `tag` where it is a user's own: it may be waited for at any time."""
 
     error: CollectiveError | None = None
 
-    def __init__(self, post: "Post", work: Any, peer: int) -> None:
+    def __init__(self, post: "Post", work: Any, peer: int, what: Operation | None = None, tag: int = 0) -> None:
         self._post, self._work, self.source = post, work, peer
+        self._what, self._tag = what, tag
         self.done = False
 
     def wait(self, timeout: float | None = None) -> None:
+        if self.error is not None:
+            raise self.error
         if self.done:
             return
+        if self._what is None:
+            self._await(self._post.limit)
+            return
         try:
-            self._work.wait()
+            with self._post.watching.message(self._what, self._tag, timeout):
+                self._await(timeout or self._post.limit)
+        except CollectiveError as error:
+            self.error, self.done = error, True
+            raise
+
+    def _await(self, limit: float) -> None:
+        try:
+            self._work.wait(timedelta(seconds=limit + BACKSTOP_SECONDS))
         except RuntimeError as error:
-            self.error = self._post.lost(self.source, error)
-            self.done = True
-            raise self.error from None
-        if self.source == ANYONE:
-            self.source = self._work._source_rank()
+            raise self._post.lost(self.source, error) from None
         self.done = True
+        self._post.moved += 1
 
 
 class Post:
     """Messages to any rank: through shared memory to those of this host, through gloo to others."""
 
-    def __init__(self, gloo: Any, members: Sequence[Member], rank: int, mail: Mail | None) -> None:
+    def __init__(self, gloo: Any, members: Sequence[Member], rank: int, mail: Mail | None, limit: float) -> None:
         self.rank, self.size = rank, len(members)
-        self.gloo, self.mail = gloo, mail
+        self.gloo, self.mail, self.limit = gloo, mail, limit
+        self.moved = 0  # letters that have arrived
+        self.what, self.number = Operation("none"), 0  # the collective that the letters belong to
         self.watch: Watch | None = None
         local = mail.arena.members if mail is not None else []
         self._inside = {member.rank: place for place, member in enumerate(local)}
 
+    @property
+    def watching(self) -> Watch:
+        assert self.watch is not None
+        return self.watch
+
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:
         if self.mail is not None and to in self._inside:
-            what = Operation("send", tensor.dtype, tensor.numel(), peer=to)
-            return self.mail.send(tensor.view(torch.uint8), self._inside[to], tag, what)
-        return self._gloo(lambda: self.gloo.send([tensor], to, tag), to)
+            return self.mail.send(tensor.view(torch.uint8), self._inside[to], tag, self.what, self.number)
+        return self.begin(lambda: self.gloo.send([tensor], to, tag), to)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         if self.mail is not None and source in self._inside:
-            what = Operation("recv", tensor.dtype, tensor.numel(), peer=source)
-            return self.mail.receive(tensor.view(torch.uint8), self._inside[source], tag, what)
-        return self._gloo(lambda: self.gloo.recv([tensor], source, tag), source)
+            return self.mail.receive(tensor.view(torch.uint8), self._inside[source], tag, self.what, self.number)
+        return self.begin(lambda: self.gloo.recv([tensor], source, tag), source)
 
-    def _gloo(self, begin: Any, peer: int) -> Letter:
+    def begin(self, start: Callable[[], Any], peer: int, what: Operation | None = None, tag: int = 0) -> Letter:
         try:
-            return Letter(self, begin(), peer)
+            return Letter(self, start(), peer, what, tag)
         except RuntimeError as error:
             raise self.lost(peer, error) from None
 
-    def lost(self, peer: int, error: Exception) -> CollectiveError:
-        assert self.watch is not None
-        return self.watch.explain(peer, _in_words(error))
+    def progress(self) -> int:
+        return self.moved + (self.mail.moved if self.mail is not None else 0)
 
-    def trip(self) -> None:
+    def lost(self, peer: int, error: Exception) -> CollectiveError:
+        return self.watching.explain(peer, _in_words(error))
+
+    def trip(self, error: CollectiveError) -> None:
         """Ends every wait of this rank: gloo closes all connections when one wait runs out of time."""
-        other = 1 if self.rank == 0 else 0
-        try:
-            self.gloo.recv([torch.empty(1)], other, FIRST_TAG - 1).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return
+        if self.mail is not None:
+            self.mail.arena.fail(error)
+        for other in range(self.size):
+            if other != self.rank:
+                with suppress(RuntimeError):  # closed already, or closed now
+                    self.gloo.recv([torch.empty(1)], other, FIRST_TAG - 1).wait(timedelta(milliseconds=1))
 
 
 class Across:
@@ -109,12 +131,22 @@ class Across:
         self.traffic = traffic.between(self.places)
         self.tally, self.sums = Tally(), Tally()  # of moves, and of all-reduce and merge
         self._largest: tuple[int, Choice] | None = None  # of all sums: its bytes, and how it travelled last
-        _check_reach(store, members, rank, timeout)
-        self._gloo = _open_gloo(PrefixStore("gloo/", store), members, rank, timeout)
+        wires = open_wires(store, members, rank, timeout)
+        try:
+            self._gloo = _open_gloo(PrefixStore("gloo/", store), members, rank, timeout)
+        except BaseException:
+            for wire in wires.values():
+                wire.close()
+            raise
         # Ranks that share no memory (there is no arena) are hosts of their own, as far as routes go.
         self._arena = arena if arena is not None and arena.size > 1 else None
-        self.post = Post(self._gloo, members, rank, Mail(self._arena) if self._arena is not None else None)
-        self.watch = self.post.watch = Watch(store, members, rank, self.post.trip)
+        limit = timeout.total_seconds()
+        mail = Mail(self._arena) if self._arena is not None else None
+        self.post = Post(self._gloo, members, rank, mail, limit)
+        self.watch = Watch(members, rank, wires, limit, self.post.progress, self.post.trip)
+        self.post.watch = self.watch
+        self._anyone = Anyone(self.watch)
+        self.set_timeout(limit)
         self._pool, self._scratch = Pool(), Scratch()
         self._choices: dict[Any, Choice] = {}
 
@@ -125,16 +157,22 @@ class Across:
         """One collective. Gives the first of its tags."""
         self.sequence += 1
         self.watch.begin(what, self.sequence)
+        self.post.what, self.post.number = what, self.sequence
         try:
+            if self._arena is not None:
+                self._arena.begin(what)
             yield self._tag(what)
         except CollectiveError as error:
-            found = self.watch.report(error)
-            self.post.trip()
-            raise found from None
+            raise self.watch.fail(error) from None
+        except BaseException as error:
+            self.watch.fail(stumbled(self.members[self.rank], what, self.sequence, error))
+            raise
         self.watch.end()
+        if self._arena is not None:
+            self._arena.end()
 
     def _tag(self, what: Operation) -> int:
-        mark = zlib.crc32(what.record(), self.sequence) & ((1 << TAG_BITS) - 1)
+        mark = zlib.crc32(what.record, self.sequence) & ((1 << TAG_BITS) - 1)
         return FIRST_TAG + mark * TAGS_EACH
 
     def _choose(self, num_bytes: int, itemsize: int, compressed: bool = False, **shape: Any) -> Choice:
@@ -166,7 +204,8 @@ class Across:
     def merge(
         self, lanes: int, deal: Sequence[Span], parts: Mapping[Span, Tensor], key: Hashable, what: Operation
     ) -> Tensor:
-        """The sum of partial sums, by lanes, in the memory of this rank's first part. `key` names the tensor."""
+        """The sum of partial sums, by lanes, in the memory of this rank's first part. `key` names the tensor; without
+        a name it is not compressed."""
         with self._doing(what) as base:
             result = next(iter(parts.values()))
             self._sum(parts, result, SUM, base, key, lanes=lanes, deal=tuple(deal))
@@ -183,7 +222,8 @@ class Across:
     ) -> None:
         if not result.numel():
             return self._meet(base)
-        compressed = bool(self.traffic.compress) and result.is_floating_point() and how.combine is torch.add
+        adding = result.is_floating_point() and how.combine is torch.add
+        compressed = bool(self.traffic.compress) and adding and key is not None
         choice = self._choose(result.nbytes, result.element_size(), compressed, **lanes)
         if self._largest is None or result.nbytes >= self._largest[0]:
             self._largest = result.nbytes, choice
@@ -347,18 +387,29 @@ class Across:
 
     def send(self, flat: Tensor, to: int, tag: int, what: Operation) -> Letter:
         """Users' own messages all go through gloo: a receive from anyone must see those of every host."""
-        return self.post._gloo(lambda: self._gloo.send([flat], to, tag), to)
+        kind = (tag, flat.numel())
+        letter = self.post.begin(lambda: self._gloo.send([flat], to, users_tag(*kind)), to, what, tag)
+        self._anyone.send(to, kind)
+        return letter
 
-    def receive(self, flat: Tensor, source: int, tag: int, what: Operation) -> Letter:
-        if source == ANYONE:
-            return self.post._gloo(lambda: self._gloo.recv_anysource([flat], tag), source)
-        return self.post._gloo(lambda: self._gloo.recv([flat], source, tag), source)
+    def receive(self, flat: Tensor, source: int, tag: int, what: Operation) -> Letter | Receive:
+        kind = (tag, flat.numel())
+
+        def begin(source: int) -> Letter:
+            return self.post.begin(lambda: self._gloo.recv([flat], source, users_tag(*kind)), source, what, tag)
+
+        if source != ANYONE:
+            self._anyone.take(source, kind)
+            return begin(source)
+        receive = Receive(self._anyone, what, kind, begin)
+        self._anyone.receive(receive)
+        return receive
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def how(self) -> Travel:
         """How the largest sum travelled, and what all of them came to on this rank."""
-        way, reason, asked = "", "no sum has travelled yet", self.traffic.algorithm
+        way, reason, asked = "messages", "no sum has travelled yet", self.traffic.algorithm or ""
         if self._largest is not None:
             choice = self._largest[1]
             way, reason = choice.name, choice.reason
@@ -373,23 +424,39 @@ class Across:
             sent=dict(self.sums.sent),
             plain=dict(self.sums.plain),
             errors={
-                where: Error(each.meter.squared_error, each.meter.squared_values)
+                where: (each.meter.squared_error, each.meter.squared_values)
                 for where, each in self.traffic.compress.items()
             },
         )
 
     def set_timeout(self, seconds: float) -> None:
-        self._gloo._set_default_timeout(timedelta(seconds=seconds))
+        """The watch keeps the deadline, since it can say who is late; gloo and the arena only if it cannot."""
+        self.watch.limit = self.post.limit = seconds
         if self._arena is not None:
-            self._arena.timeout = seconds
+            self._arena.timeout = seconds + BACKSTOP_SECONDS
+
+    def abandon(self, error: BaseException) -> None:
+        return  # `_doing` has seen to it
+
+    def depart(self, cause: CollectiveError) -> None:
+        """This process is about to end, and the others are told why."""
+        self.watch.fail(cause)
 
     def close(self) -> None:
         self.watch.close()
-        if self.post.mail is not None:
-            self.post.mail.close()
         if self._arena is not None:
             self._arena.leave()
+        if self.post.mail is not None:
+            self.post.mail.close()
         self._gloo.shutdown()
+
+
+def users_tag(tag: int, num_bytes: int) -> int:
+    """The tag under which a user's message travels. Those of different sizes do not meet: gloo would end the process.
+    Tags that are too large for that travel as they are."""
+    if 0 <= tag < 1 << USERS_TAG_BITS:
+        return zlib.crc32(num_bytes.to_bytes(8, "little")) >> (32 - SIZE_BITS) << USERS_TAG_BITS | tag
+    return LARGE_TAGS | tag & (LARGE_TAGS - 1)
 
 
 def _in_words(error: Exception) -> str:
@@ -399,33 +466,6 @@ def _in_words(error: Exception) -> str:
     if "imed out" in text:
         return "no sign of it until the deadline"
     return text
-
-
-def _check_reach(store: Store, members: Sequence[Member], rank: int, timeout: timedelta) -> None:
-    """Every host must be reachable from every other: found out here, by name, rather than by a time-out later."""
-    own = members[rank]
-    why = ""
-    with socket.socket() as door:
-        try:
-            door.bind((own.address, 0))
-            door.listen(len(members))
-        except OSError as error:
-            why = f"{own} cannot listen on {own.address}: {error.strerror}"
-        port = "0" if why else str(door.getsockname()[1])
-        ports = share(store, rank, len(members), "door", port, timeout)
-        first = {member.host: member for member in reversed(members)}
-        for member in first.values():
-            if why or member.host == own.host or ports[member.rank] == "0":
-                continue
-            limit = min(REACH_SECONDS, timeout.total_seconds())
-            try:
-                socket.create_connection((member.address, int(ports[member.rank])), limit).close()
-            except OSError as error:
-                reason = error.strerror or str(error)
-                why = f"{own} ({own.address}) cannot reach {member} at {member.address}: {reason}"
-        troubles = [trouble for trouble in share(store, rank, len(members), "reach", why, timeout) if trouble]
-    if troubles:
-        raise PeerLost(troubles[0], fix="SHOAL_ADDRESS on each host: an address that the other hosts can reach")
 
 
 def _open_gloo(store: Store, members: Sequence[Member], rank: int, timeout: timedelta) -> Any:

@@ -13,11 +13,13 @@ becoming visible in the order in which they were made, which x86 promises; elsew
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import platform
 import select
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.collectives.members import Member
+from shoal.collectives import futex
+from shoal.collectives.members import Member, passed_on, stumbled
 from shoal.collectives.operation import RECORD_BYTES, Operation, read_record
 from shoal.errors import CollectiveError, PeerLost
 
@@ -38,15 +41,17 @@ MOST_OF_FREE = 0.5  # of the host's free memory that segments may take: asking f
 
 # The control page, in bytes from its start.
 TURN, STATE, FINISHED, RECORDS, MESSAGE, TEXT, HEADS, TAILS = 64, 128, 192, 256, 512, 640, 2048, 10240
+ASLEEP = 1984  # not 0 while this rank sleeps until somebody posts
 CONTROL_BYTES = 20480
 SEGMENT_BYTES = CONTROL_BYTES + SLOTS * SLOT_BYTES + MAIL_BYTES
-LIVE, LEFT, GAVE_UP = 0, 1, 2
+LIVE, LEFT, LOST, REFUSED = 0, 1, 2, 3  # the last two: gave up, since somebody is lost, or does something else
 _NUMBER = struct.Struct("<q")
 _RECORD_STEP = 128
 _TEXT_BYTES = 1024
 
 SPINS = 400  # looks in a row, about 20 microseconds; only where every rank has a core
-YIELDS = 300  # looks with the core offered to others in between
+YIELDS = 20  # looks with the core offered to others in between; then sleep until woken
+SLEEP_NANOSECONDS = 1_000_000  # at the most: a call to wake up can be missed in the moment of falling asleep
 NAP_SECONDS = 0.00005
 LONG_NAP_SECONDS = 0.001
 LONG_WAIT_SECONDS = 0.05
@@ -115,6 +120,8 @@ class Arena:
         self._turns = [control[TURN : TURN + 8].cast("q") for control in self._control]
         self._states = [control[STATE : STATE + 8].cast("q") for control in self._control]
         self._finished = [control[FINISHED : FINISHED + 8].cast("q") for control in self._control]
+        self._asleep = [control[ASLEEP : ASLEEP + 8].cast("q") for control in self._control]
+        self._addresses = [torch.frombuffer(segment, dtype=torch.uint8).data_ptr() + TURN for segment in segments]
         self._slots = [
             [
                 torch.frombuffer(segment, dtype=torch.uint8, offset=CONTROL_BYTES + slot * SLOT_BYTES, count=SLOT_BYTES)
@@ -124,12 +131,15 @@ class Arena:
         ]
         self._typed: dict[torch.dtype, list[list[Tensor]]] = {torch.uint8: self._slots}
         self._alive: dict[int, int] = {}  # descriptor of a process -> rank
+        self._ended: set[int] = set()
+        self._guard = threading.Lock()  # of the descriptors, and of the first error
         self._poll = select.poll()
         for each in self.others:
             try:
                 descriptor = os.pidfd_open(members[each].process)
             except OSError:
-                continue  # gone already: the first wait for it meets the deadline or a closed connection
+                self._ended.add(each)
+                continue
             self._alive[descriptor] = each
             self._poll.register(descriptor, select.POLLIN)
         self._record = b""
@@ -161,6 +171,10 @@ class Arena:
         """This rank has filled its slot of the next turn. Returns the turn."""
         self.turn += 1
         self._turns[self.rank][0] = self.turn
+        for rank in self.others:
+            if self._asleep[rank][0]:
+                futex.wake(self._addresses[self.rank])
+                break
         return self.turn
 
     def meet(self, turn: int, compare: bool = False) -> None:
@@ -184,11 +198,14 @@ class Arena:
             if posted[0] >= turn:
                 return
         wait = Wait()
-        while posted[0] < turn:
-            wait.nap()
+        asleep, address = self._asleep[self.rank], self._addresses[rank]
+        while (seen := posted[0]) < turn:
+            asleep[0] = 1
+            futex.wait(address, seen, SLEEP_NANOSECONDS)
+            asleep[0] = 0
             if wait.due() and posted[0] < turn:
                 what = f"{read_record(self._record)}, number {self.sequence}"
-                self.look(rank, wait.began, what, lambda: bool(posted[0] >= turn))
+                self.look(lambda: [each for each in self.others if self._turns[each][0] < turn], wait.began, what)
 
     def give_way(self, tries: int) -> None:
         """Between two looks of a short wait."""
@@ -198,36 +215,72 @@ class Arena:
     # -- when something is wrong ----------------------------------------------------------------------------------
 
     def look(
-        self, rank: int, since: float, doing: str, arrived: Callable[[], bool], timeout: float | None = None
+        self,
+        missed: Callable[[], Sequence[int]],
+        since: float,
+        doing: str,
+        timeout: float | None = None,
+        any_of_them: bool = False,
     ) -> None:
-        """Raises if the rank that is waited for cannot come any more, or the deadline has passed."""
+        """Raises if one that is missed cannot come any more, or the deadline has passed.
+
+        With `any_of_them` one is enough to come: those that have left are not missed until all have.
+        """
+        with self._guard:
+            if self.broken is None:
+                self._ended |= {self._alive[descriptor] for descriptor, _ in self._poll.poll(0)}
+            ended, states = set(self._ended), [state[0] for state in self._states]
         if self.broken is not None:
             raise self.broken
-        gone = {self._alive[descriptor] for descriptor, _ in self._poll.poll(0)}
-        state = self._states[rank][0]
-        if arrived():
-            return  # it posted before it ended: only one that is missed can be lost
-        if rank in gone:
-            self.give_up(PeerLost(f"{self._lost(rank, doing)}: its process has ended{self._last(rank)}"))
-        if state == LEFT:
-            self.give_up(PeerLost(f"{self._lost(rank, doing)}: it has left the group{self._last(rank)}"))
+        absent = missed()  # after the states: whoever came before it ended is not missed
+        if not absent:
+            return
+        left = [rank for rank in absent if states[rank] == LEFT]
+        for rank in absent:
+            if states[rank] == LEFT and (not any_of_them or len(left) == len(absent)):
+                self.give_up(PeerLost(f"{self._lost(rank, doing)}: it has left the group{self._last(rank)}"))
+            if rank in ended and states[rank] == LIVE:
+                self.give_up(PeerLost(f"{self._lost(rank, doing)}: its process has ended{self._last(rank)}"))
         for other in self.others:  # somebody in trouble stops coming: pass on why
-            if self._states[other][0] == GAVE_UP and not arrived():
-                self.give_up(PeerLost(self._told(other)))
+            if states[other] in (LOST, REFUSED):
+                self.give_up((PeerLost if states[other] == LOST else CollectiveError)(self._told(other)))
         limit = self.timeout if timeout is None else timeout
-        waited = time.monotonic() - since
-        if waited > limit:
-            self.give_up(PeerLost(f"{self._lost(rank, doing)}: no sign of it for {limit:g} s{self._last(rank)}"))
+        if time.monotonic() - since > limit:
+            rest = "".join(f", nor of rank {self.members[rank].rank}" for rank in absent[1:] if not any_of_them)
+            text = f"{self._lost(absent[0], doing)}: no sign of it for {limit:g} s{rest}{self._last(absent[0])}"
+            self.give_up(PeerLost(text))
 
     def give_up(self, error: CollectiveError) -> None:
+        self.fail(error)
+        assert self.broken is not None
+        raise self.broken
+
+    def fail(self, error: CollectiveError) -> None:
         """This rank takes no further part. The others are told why, since they may be waiting for it."""
-        self.broken = error
-        text = str(error).encode()[: _TEXT_BYTES - 8]
-        own = self._control[self.rank]
-        own[TEXT + 8 : TEXT + 8 + len(text)] = text
-        own[TEXT : TEXT + 8] = _NUMBER.pack(len(text))
-        self._states[self.rank][0] = GAVE_UP
-        raise error
+        with self._guard:
+            if self.broken is not None:
+                return
+            self.broken = error
+            text = str(error).encode()[: _TEXT_BYTES - 8]
+            own = self._control[self.rank]
+            own[TEXT + 8 : TEXT + 8 + len(text)] = text
+            own[TEXT : TEXT + 8] = _NUMBER.pack(len(text))
+            self._states[self.rank][0] = LOST if isinstance(error, PeerLost) else REFUSED
+
+    def abandon(self, error: BaseException) -> None:
+        """Something other than the collective itself went wrong in the midst of it: it cannot be taken up again."""
+        if self._finished[self.rank][0] < self.sequence:
+            self.fail(stumbled(self.members[self.rank], read_record(self._record), self.sequence, error))
+
+    def lose(self, rank: int, error: OSError) -> None:
+        """Another rank's memory cannot be reached in the middle of an operation."""
+        why = (
+            "its process has ended"
+            if error.errno == errno.ESRCH
+            else f"its memory cannot be reached ({error.strerror})"
+        )
+        doing = f"{read_record(self._record)}, number {self.sequence}"
+        self.give_up(PeerLost(f"{self._lost(rank, doing)}: {why}{self._last(rank)}"))
 
     def note(self, what: Operation) -> None:
         """For whoever asks later what this rank was doing: a message it waits for."""
@@ -240,7 +293,7 @@ class Arena:
         control = self._control[rank]
         (length,) = _NUMBER.unpack(control[TEXT : TEXT + 8])
         text = bytes(control[TEXT + 8 : TEXT + 8 + length]).decode(errors="replace")
-        return text if " gave up: " in text else f"{self.members[rank]} gave up: {text}"
+        return passed_on(self.members[rank], text)
 
     def _last(self, rank: int) -> str:
         """What a rank was doing last, as far as its segment tells."""
@@ -270,15 +323,16 @@ class Arena:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Tells the others that this rank will not come again, and lets go of the memory."""
-        if self._states and self._states[self.rank][0] == LIVE:
-            self._states[self.rank][0] = LEFT
-        for descriptor in self._alive:
-            os.close(descriptor)
-        self._alive.clear()
-        self._poll = select.poll()
-        if self.broken is None:
-            self.broken = PeerLost(f"rank {self.members[self.rank].rank} has left this group")
+        """Tells the others that this rank will not come again. Whatever still waits here ends."""
+        with self._guard:
+            if self._states[self.rank][0] == LIVE:
+                self._states[self.rank][0] = LEFT
+            if self.broken is None:
+                self.broken = PeerLost(f"{self.members[self.rank]} has left this group")
+            for descriptor in self._alive:
+                os.close(descriptor)
+            self._alive.clear()
+            self._poll = select.poll()
 
 
 class Wait:

@@ -7,8 +7,13 @@ when the first one comes. Registered by `import shoal`.
 """
 
 import functools
+import sys
+import traceback
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -18,16 +23,17 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.collectives.line import Line, Work
 from shoal.collectives.mail import ANYONE
-from shoal.collectives.members import Member
+from shoal.collectives.members import Member, fresh
 from shoal.collectives.operation import DTYPES, Operation
 from shoal.collectives.reduction import read_reduction
 from shoal.collectives.team import Message, Way, assemble
 from shoal.collectives.traffic import Wish
-from shoal.errors import CollectiveError, InputError, PeerLost
+from shoal.errors import CallError, CollectiveError, PeerLost
 from shoal.partition.lanes import Span
 
 NAME = "shoal"
 _NO_LIMIT = timedelta(0)
+_open: "weakref.WeakSet[ShoalProcessGroup]" = weakref.WeakSet()
 
 
 def register() -> None:
@@ -35,13 +41,25 @@ def register() -> None:
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    # Like atexit, and also in processes that multiprocessing starts, which end without it.
+    Finalize(None, _leave_all, exitpriority=100)
     _teach_monitored_barrier()
 
 
 def _create(options: Any, wish: Any) -> "ShoalProcessGroup":
-    if wish is not None and not isinstance(wish, Wish):
-        raise InputError(f"pg_options of the backend {NAME} are a shoal.collectives.Wish, not {type(wish).__name__}")
     return ShoalProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, wish)
+
+
+def _leave_all() -> None:
+    """At the end of the process: groups that were not destroyed are left. Threads that are still in torch when the
+    interpreter ends would crash it; and those who wait for this rank are told why it ended."""
+    cause = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    for group in list(_open):
+        with suppress(Exception):
+            if cause is not None and not isinstance(cause, SystemExit):
+                told = "".join(traceback.format_exception_only(cause)).strip().splitlines()[-1]
+                group.way.depart(PeerLost(f"{group.members[group.rank()]} ended with {told}"))
+            group.shutdown()
 
 
 def _teach_monitored_barrier() -> None:
@@ -86,13 +104,13 @@ def _first(arguments: Any) -> Tensor | None:
 class ShoalProcessGroup(dist.ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, wish: Wish | None = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a subclass may use
-        # A store may have served a group of the same name before: each has its own corner.
-        store = PrefixStore(f"{(store.add('joined', 1) - 1) // size}/", store)
+        store = fresh(store, rank)
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self.members: list[Member]
         self.way: Way
         self.members, self.way = assemble(store, rank, size, timeout, wish)
-        self._line = Line("shoal collectives", self._limit)
+        _open.add(self)
+        self._line = Line("shoal collectives", self._limit, self._broke)
         self._together: list[Any] | None = None  # works issued since _start_coalescing
         self._plans: dict[Any, tuple[Operation, Any]] = {}  # all-reduces seen before
         self._name = self._description = ""
@@ -180,6 +198,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def _limit(self, limit: timedelta | None) -> None:
         self.way.set_timeout((self._timeout if limit is None else limit).total_seconds())
 
+    def _broke(self, error: BaseException) -> None:
+        if not isinstance(error, CollectiveError):
+            self.way.abandon(error)
+
     def _set_sequence_number_for_group(self) -> None:
         return
 
@@ -225,7 +247,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
         tensors, op = _listed(tensors), _op(opts)
         if not tensors:
-            raise ValueError("all_reduce was given no tensor")
+            raise CallError("all_reduce requires non-empty tensor list, and was given none")
         if not tensors[0].is_cpu:
             return self.on_device(tensors[0].device).allreduce(tensors, opts)  # type: ignore[no-any-return]
         if len(tensors) == 1 and tensors[0].layout is torch.strided:
@@ -238,18 +260,21 @@ class ShoalProcessGroup(dist.ProcessGroup):
                     self._plans[key] = plan
             what, how = plan
             return self._issue(lambda: self._all_reduce(tensor, how, what), tensors, opts)
-        _same("all_reduce", "a tensor", tensors, "another", tensors, counts=False)
-        plans = [(tensor, *reversed(_reduced("all_reduce", tensor, op))) for tensor in tensors]
-        for tensor, how, _ in plans:
-            if tensor.is_sparse and how.name != "sum":
-                raise CollectiveError(f"all_reduce of sparse tensors has no {how.name}; it has sum")
+        # Several: all of them, of all ranks, become one sum.
+        _same("all_reduce", "a tensor", tensors, "another", tensors)
+        what, how = _reduced("all_reduce", tensors[0], op)
+        if tensors[0].is_sparse and how.name != "sum":
+            raise CollectiveError(f"unsupported reduction operation: sparse tensors have no {how.name}; they have sum")
 
         def action() -> None:
-            for tensor, how, what in plans:
-                if tensor.is_sparse:
-                    self._sparse_all_reduce(tensor, how)
-                else:
-                    self._all_reduce(tensor, how, what)
+            total = functools.reduce(how.combine, tensors)
+            if total.is_sparse:
+                self._sparse_all_reduce(total)
+            else:
+                self._all_reduce(total, how, what)
+            for tensor in tensors:
+                if tensor is not total:
+                    tensor.detach().copy_(total)
 
         return self._issue(action, tensors, opts)
 
@@ -259,7 +284,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view(tensor.shape))
 
-    def _sparse_all_reduce(self, tensor: Tensor, how: Any) -> None:
+    def _sparse_all_reduce(self, tensor: Tensor) -> None:
         """The sum of sparse tensors, added in rank order like all else; each rank may hold other places."""
         own = tensor.coalesce()
         parts = [torch.empty(0)] * self._size
@@ -285,8 +310,25 @@ class ShoalProcessGroup(dist.ProcessGroup):
         total = functools.reduce(torch.add, parts).coalesce()
         tensor.copy_(total)
 
+    @_devices
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        return self.allreduce(list(tensors), opts)
+        """Each of them for itself, one after the other."""
+        op = _op(opts)
+        if not tensors:
+            raise CallError("all_reduce requires non-empty tensor list, and was given none")
+        if any(tensor.is_sparse for tensor in tensors):
+            raise CallError(
+                "all_reduce of several: unsupported layout or invalid tensor layout at index: one is sparse"
+            )
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise CallError("all_reduce of several: tensors must all have the same type")
+        plans = [(tensor, *_reduced("all_reduce", tensor, op)) for tensor in tensors]
+
+        def action() -> None:
+            for tensor, what, how in plans:
+                self._all_reduce(tensor, how, what)
+
+        return self._issue(action, list(tensors), opts)
 
     @_devices
     def reduce(self, tensors: Any, opts: Any = None, op: Any = dist.ReduceOp.SUM, root: int = 0) -> Work:
@@ -325,9 +367,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     def _check_scattered(self, output: Tensor, parts: Sequence[Tensor]) -> None:
         if len(parts) != self._size:
-            raise ValueError(
-                f"reduce_scatter needs an input for each of {self._size} ranks, and was given {len(parts)}"
-            )
+            raise CallError(f"reduce_scatter needs an input for each of {self._size} ranks, and was given {len(parts)}")
         _same("reduce_scatter", "the output", [output], "this rank's input", [parts[self._rank]])
         _same("reduce_scatter", "the output", [output], "an input", parts, counts=False)
 
@@ -344,7 +384,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         op = _op(opts)
         for output, source in zip(outputs, sources, strict=True):
             if output.numel() * self._size != source.numel():
-                raise ValueError(
+                raise CallError(
                     f"reduce_scatter of {self._size} ranks: the input has {source.numel()} elements,"
                     f" and the output {output.numel()}; the input must be {self._size} times the output"
                 )
@@ -388,20 +428,43 @@ class ShoalProcessGroup(dist.ProcessGroup):
         tensors = _listed(tensors)
         root = _root(opts, root)
         self._check_rank(root, "broadcast")
-        plans = [(tensor, _moved("broadcast", tensor, root)) for tensor in tensors]
+        first = getattr(opts, "rootTensor", 0)
+        if not 0 <= first < len(tensors):
+            raise CallError(f"broadcast: invalid root tensor: there is no number {first} among {len(tensors)}")
+        _same("broadcast", "a tensor", tensors, "another", tensors)
+        chosen = tensors[first]
+        what = _moved("broadcast", chosen, root)
 
         def action() -> None:
-            for tensor, what in plans:
-                with _Flat(tensor, write=self._rank != root) as flat:
-                    self.way.broadcast(_bytes(flat), root, what)
+            with _Flat(chosen, write=self._rank != root) as flat:
+                self.way.broadcast(_bytes(flat), root, what)
+            for tensor in tensors:
+                if tensor is not chosen:
+                    tensor.detach().copy_(chosen)
 
         return self._issue(action, tensors, opts)
 
     @_devices
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """One tensor per rank, or several: then every output list has all of them, rank by rank."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self._gather_lists(outputs, inputs, opts)
+        each = len(inputs)
+        if not inputs or len(outputs) != each:
+            raise CallError(
+                f"all_gather requires non-empty lists of equal length: {len(outputs)} outputs, {each} inputs"
+            )
+        if each == 1:
+            return self._gather_lists(outputs, inputs, opts)
+        if any(len(row) != each * self._size for row in outputs):
+            raise CallError(f"all_gather: invalid output tensor list: {each * self._size} tensors each are needed")
+        first = [[outputs[0][rank * each + number] for rank in range(self._size)] for number in range(each)]
+        work = self._gather_lists(first, inputs, opts)
+        work.wait()
+        for row in outputs[1:]:
+            for target, source in zip(row, outputs[0], strict=True):
+                target.detach().copy_(source)
+        return work
 
     @_devices
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -411,7 +474,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def _gather_lists(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> Work:
         for row, source in zip(outputs, inputs, strict=True):
             if len(row) != self._size:
-                raise ValueError(f"all_gather needs an output for each of {self._size} ranks, and was given {len(row)}")
+                raise CallError(f"all_gather needs an output for each of {self._size} ranks, and was given {len(row)}")
             _same("all_gather", "the input", [source], "an output", row)
 
         def action() -> None:
@@ -436,7 +499,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     ) -> Work:
         for output, source in zip(outputs, sources, strict=True):
             if source.numel() * self._size != output.numel():
-                raise ValueError(
+                raise CallError(
                     f"all_gather of {self._size} ranks: the output has {output.numel()} elements,"
                     f" and the input {source.numel()}; the output must be {self._size} times the input"
                 )
@@ -500,9 +563,9 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def _check_root_list(self, name: str, side: str, row: Sequence[Tensor], other: Tensor, root: int) -> None:
         if self._rank != root:
             if row:
-                raise ValueError(f"{name}: rank {self._rank} is not the root ({root}) and gives no {side}")
+                raise CallError(f"{name}: rank {self._rank} is not the root ({root}) and gives no {side}")
         elif len(row) != self._size:
-            raise ValueError(f"{name}: the root gives {self._size} {side}, one per rank, and gave {len(row)}")
+            raise CallError(f"{name}: the root gives {self._size} {side}, one per rank, and gave {len(row)}")
         else:
             _same(name, f"one of the {side}", row, "the other side", [other])
 
@@ -528,14 +591,14 @@ class ShoalProcessGroup(dist.ProcessGroup):
         """Elements for each rank. Sizes count rows, the first dimension."""
         if not sizes:
             if tensor.numel() and (not tensor.dim() or tensor.shape[0] % self._size):
-                raise ValueError(
+                raise CallError(
                     f"all_to_all: the {side} has shape {list(tensor.shape)},"
                     f" and its first dimension must divide by {self._size} ranks"
                 )
             return [tensor.numel() // self._size] * self._size
         rows = tensor.shape[0] if tensor.dim() else 1
         if len(sizes) != self._size or sum(sizes) != rows:
-            raise ValueError(
+            raise CallError(
                 f"all_to_all: the {side} split sizes {list(sizes)} must be {self._size} and add up to"
                 f" the {side}'s first dimension, {rows}"
             )
@@ -546,7 +609,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         for side, row in (("outputs", outputs), ("inputs", inputs)):
             if len(row) != self._size:
-                raise ValueError(f"all_to_all needs {self._size} {side}, one per rank, and was given {len(row)}")
+                raise CallError(f"all_to_all needs {self._size} {side}, one per rank, and was given {len(row)}")
         _same("all_to_all", "an input", inputs, "an output", outputs, counts=False)
         what = Operation("all_to_all", inputs[0].dtype)
 
@@ -567,7 +630,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
         """A barrier that names whoever did not come. Goes through the store, so the group stays usable."""
         if isinstance(timeout, float):
             timeout = timedelta(seconds=timeout)
-        timeout = timeout or self._timeout
+        timeout = self._timeout if timeout is None else timeout
+        limit = int(timeout.total_seconds() * 1000)
+        if limit <= 0 and self._rank == 0:
+            raise PeerLost(f"Rank 0 timed out in monitoredBarrier after {limit} ms")
         self._barriers += 1
         key = f"monitored/{self._barriers}"
         self._store.set(f"{key}/{self._rank}", "")
@@ -575,17 +641,19 @@ class ShoalProcessGroup(dist.ProcessGroup):
             missing = self._missing(key, timeout, wait_all_ranks)
             who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
             where = ", ".join(str(self.members[rank]) for rank in missing)
-            limit = int(timeout.total_seconds() * 1000)
             verdict = f"{who} failed to pass monitoredBarrier in {limit} ms ({where})" if missing else ""
             self._store.set(f"{key}/verdict", verdict)
         else:
             try:
                 self._store.wait([f"{key}/verdict"], timeout + timedelta(seconds=1))
+                verdict = bytes(self._store.get(f"{key}/verdict")).decode()
             except RuntimeError:
-                raise PeerLost(
-                    f"Rank {self._rank} successfully reached monitoredBarrier, but heard nothing from rank 0"
-                ) from None
-            verdict = bytes(self._store.get(f"{key}/verdict")).decode()
+                verdict = "it said nothing"
+            if verdict:
+                verdict = (
+                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting"
+                    f" for send/recv from rank 0. Please check rank 0 logs for faulty rank: {verdict}"
+                )
         if verdict:
             raise PeerLost(verdict)
 
@@ -603,13 +671,13 @@ class ShoalProcessGroup(dist.ProcessGroup):
     @_devices
     def send(self, tensors: Any, to: int, tag: int = 0) -> "MessageWork":
         (tensor,) = _listed(tensors)
-        self._check_rank(to, "send")
+        self._check_peer(to, "send")
         flat = _flat(tensor)
         return self._message(self.way.send(_bytes(flat), to, tag, _moved("send", tensor, to)), [tensor], None)
 
     @_devices
     def recv(self, tensors: Any, source: int, tag: int = 0) -> "MessageWork":
-        self._check_rank(source, "recv")
+        self._check_peer(source, "recv")
         return self._receive(tensors, source, tag)
 
     @_devices
@@ -629,15 +697,21 @@ class ShoalProcessGroup(dist.ProcessGroup):
             self._together.append(work)
         return work
 
+    def _check_peer(self, rank: int, name: str) -> None:
+        self._check_rank(rank, name)
+        if rank == self._rank:
+            raise CallError(f"{name}: rank {rank} is this rank itself, and a message needs two")
+
     def _check_rank(self, rank: int, name: str) -> None:
         if not 0 <= rank < self._size:
-            raise ValueError(f"{name}: there is no rank {rank} in a group of {self._size}")
+            raise CallError(f"{name}: invalid root rank or peer: there is no rank {rank} in a group of {self._size}")
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         if not self._closed:
             self._closed = True
+            _open.discard(self)
             self.way.close()
             self._line.close()
             del self._store  # it may be the last one: whoever meets at the same port next finds a fresh one
@@ -786,9 +860,11 @@ def _same(
     first = left[0]
     for tensor in (*left, *right):
         if tensor.dtype != first.dtype:
-            raise ValueError(
-                f"{name}: {side} is {str(first.dtype).removeprefix('torch.')},"
+            raise CallError(
+                f"{name}: invalid tensor type: {side} is {str(first.dtype).removeprefix('torch.')},"
                 f" {other} {str(tensor.dtype).removeprefix('torch.')}: they must be of one type"
             )
         if counts and tensor.numel() != first.numel():
-            raise ValueError(f"{name}: {side} has shape {list(first.shape)}, {other} {list(tensor.shape)}")
+            raise CallError(
+                f"{name}: invalid tensor size: {side} has shape {list(first.shape)}, {other} {list(tensor.shape)}"
+            )

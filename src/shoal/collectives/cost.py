@@ -3,7 +3,9 @@
 Messages of one rank follow one another, and each costs the latency of its level. Links carry bytes side by side, so a
 stage (a level of the trees, on the way up or down) lasts as long as its fullest link. The first chunk of each piece
 goes through one stage after the other; of the others, different stages are under way together, and what counts is the
-link that has most to carry over all stages. So a tensor of one chunk per piece costs the sum of its stages:
+link that has most to carry over all stages. A chunk crosses links of several levels, and where two of them are busy
+they hold each other up: a twentieth of the other levels' fullest links is added, which is about what the lab shows. So
+a tensor of one chunk per piece costs the sum of its stages:
 
                   one rack of n hosts, N bytes, one rank per host
     direct        2 (n-1) latency   +  2 (n-1)/n N / bandwidth
@@ -25,12 +27,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
-from shoal.collectives.routes import CHUNK_BYTES, GRAIN, Route, bounds, duties
+from shoal.collectives.routes import GRAIN, Route, bounds, chunk_size, duties
 from shoal.collectives.topology import LEVELS, Level, Place, level, setting
 from shoal.errors import InputError
 from shoal.partition.lanes import Span
 
 Way = Literal["in", "out"]
+HOLD_UP = 0.05  # of the time of other levels' fullest links
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Cost:
     traffic: Mapping[Wire, int]  # bytes over all stages
     messages: float  # seconds of latency in it
     fullest: Wire | None  # the link that is busy longest
+    load: float  # seconds of each level's fullest link, one after the other
 
 
 @lru_cache(maxsize=128)
@@ -147,7 +151,7 @@ def cost(
     up: bool = True,
     down: bool = True,
     element_bytes: int = 4,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     compress: Mapping[str, Priced] | None = None,
 ) -> Cost:
     """Predicted seconds, and the bytes on every link. Without a deal, rank r holds lane r."""
@@ -174,8 +178,13 @@ def cost(
     messages = sum(max(waits.values()) for waits in busy.values())
     one_by_one = sum(max(seconds(*each) for each in stage.items()) for stage in stages.values())
     fullest = min(traffic, key=lambda wire: (-seconds(wire, traffic[wire]), wire), default=None)
-    side_by_side = 0.0 if fullest is None else seconds(fullest, traffic[fullest])
-    chunks = max(1, -(-num_bytes // len(route.parents) // chunk_bytes))
+    by_level: dict[Level, float] = {}
+    for wire, num in traffic.items():
+        by_level[wire.level] = max(by_level.get(wire.level, 0.0), seconds(wire, num))
+    longest = max(by_level.values(), default=0.0)
+    side_by_side = longest + HOLD_UP * (sum(by_level.values()) - longest)
+    piece_bytes = -(-num_bytes // len(route.parents))
+    chunks = max(1, -(-piece_bytes // (chunk_bytes or chunk_size(piece_bytes, num_bytes, bool(compress)))))
     carrying = one_by_one / chunks + side_by_side * (chunks - 1) / chunks
     # Rounded: sums of the same figures in another order are the same cost.
     return Cost(
@@ -183,6 +192,7 @@ def cost(
         traffic=dict(sorted(traffic.items())),
         messages=messages,
         fullest=fullest,
+        load=sum(by_level.values()),
     )
 
 

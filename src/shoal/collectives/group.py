@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +21,9 @@ from shoal.collectives.traffic import Wish
 from shoal.collectives.travel import Travel, places_of, stay
 from shoal.errors import PeerLost, RunError
 from shoal.partition.lanes import Span, fold
+
+if TYPE_CHECKING:
+    from shoal.collectives.across import Across
 
 
 class Pending(Protocol):
@@ -41,7 +44,7 @@ class Group(Protocol):
         """Begins the sum over all workers of flat tensors of one length, this worker's given by subtree.
 
         The memory of `parts` belongs to the merge until it is done, and may hold the result afterwards. `key` names
-        the tensor, for what a compressor remembers of it.
+        the tensor, for what a compressor remembers of it; what has no name is not compressed.
         """
         ...
 
@@ -133,7 +136,7 @@ class Workers:
 
     def how(self) -> Travel:
         way, members = self.process_group.way, self.process_group.members
-        return stay(places_of(members), members[0].wish) if isinstance(way, OnHost) else way.how()
+        return stay(places_of(members), members[0].wish) if isinstance(way, OnHost) else cast("Across", way).how()
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+CLOSE_SECONDS = 5.0  # for a thread that is in somebody's callback
 _NOBODY = threading.Lock()  # for works that were done when they were made: nobody else changes them
 
 
@@ -24,26 +25,27 @@ class Work(dist.Work):
         self._line, self._action, self._value = line, action, value
         self._done = action is None
         self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] | None = None
+        self._promise: torch.futures.Future[None] | None = None
+        self._future: torch.futures.Future[Any] | None = None  # what comes of the promise
         self._guard = threading.Lock() if action is not None else _NOBODY
 
-    def run(self) -> None:
+    def run(self, broke: Callable[[BaseException], None]) -> None:
         """Under the line's lock. Whoever ran it tells afterwards, without the lock: a callback may issue more."""
         assert self._action is not None
         try:
             self._action()
         except BaseException as error:
+            broke(error)
             self._error = error
         self._action = None
         with self._guard:
             self._done = True
 
     def tell(self) -> None:
-        if self._future is not None:
-            if self._error is None:
-                self._future.set_result(self._value)
-            else:
-                self._future.set_exception(self._error)
+        with self._guard:
+            promise, self._promise = self._promise, None
+        if promise is not None:
+            promise.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._done and self._line is not None:
@@ -70,20 +72,32 @@ class Work(dist.Work):
 
     def get_future(self) -> "torch.futures.Future[Any]":
         with self._guard:
-            fresh = self._future is None
-            if fresh:
+            if self._future is None and self._done and self._error is None:
                 self._future = torch.futures.Future()
+                self._future.set_result(self._value)
+            elif self._future is None:
+                # Not `set_exception`: that makes the exception a value, which torch's own callbacks (those of
+                # DistributedDataParallel, in C++) take for tensors, and crash. What a callback raises is an error.
+                self._promise = torch.futures.Future()
+                self._future = self._promise.then(self._outcome)
             done = self._done
-        if fresh and done:
+        if done:
             self.tell()
-        assert self._future is not None
         return self._future
+
+    def _outcome(self, _: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
 
 
 class Line:
-    def __init__(self, name: str, limit: Callable[[timedelta | None], None]) -> None:
+    def __init__(
+        self, name: str, limit: Callable[[timedelta | None], None], broke: Callable[[BaseException], None]
+    ) -> None:
         self.name = name
         self._limit = limit  # sets how long the collective that runs now may take; None: as always
+        self._broke = broke  # is told when one ends with an exception
         self._waiting: deque[Work] = deque()
         self._turn = threading.Lock()  # held by whoever runs a collective
         self._some = threading.Semaphore(0)
@@ -104,9 +118,13 @@ class Line:
             with self._turn:
                 earlier = self._waiting.popleft() if self._waiting else None
                 if earlier is None:
-                    action()
+                    try:
+                        action()
+                    except BaseException as error:
+                        self._broke(error)
+                        raise
                     return Work(None, None, value)
-                earlier.run()
+                earlier.run(self._broke)
             earlier.tell()
 
     def work_off(self, work: Work, limit: timedelta | None) -> None:
@@ -118,7 +136,7 @@ class Line:
                 with self._turn:
                     ran = self._waiting.popleft() if self._waiting and not work.is_completed() else None
                     if ran is not None:
-                        ran.run()
+                        ran.run(self._broke)
                 if ran is not None:
                     ran.tell()
         finally:
@@ -133,17 +151,28 @@ class Line:
             with self._turn:
                 work = self._waiting.popleft() if self._waiting else None
                 if work is not None:
-                    work.run()
+                    work.run(self._broke)
             if work is not None:
                 self._telling += 1
-                work.tell()
-                self._telling -= 1
+                try:
+                    work.tell()
+                finally:
+                    self._telling -= 1
 
     def close(self) -> None:
+        """After the way was closed: what runs or stands in the line fails, and whoever waits for it is told."""
         self._closed = True
-        self._limit = lambda limit: None  # lets go of the group
         for _ in self._threads:
             self._some.release()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(CLOSE_SECONDS)
+        while self._waiting:
+            work = self._waiting.popleft()
+            work.run(self._broke)
+            work.tell()
+        self._limit = self._broke = _nothing  # lets go of the group
+
+
+def _nothing(_: Any) -> None:
+    return

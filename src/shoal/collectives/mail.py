@@ -10,7 +10,7 @@ the ring before `send` returns; the rest moves when either side waits, and by a 
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,13 +28,16 @@ ANYONE = -1
 class Parcel:
     """A message under way, from either side."""
 
-    def __init__(self, mail: "Mail", what: Operation, flat: Tensor, peer: int, tag: int) -> None:
-        self.mail, self.what, self.flat, self.peer, self.tag = mail, what, flat, peer, tag
+    def __init__(self, mail: "Mail", what: Operation, number: int, flat: Tensor, peer: int, tag: int) -> None:
+        self.mail, self.what, self.number, self.flat, self.peer, self.tag = mail, what, number, flat, peer, tag
         self.moved = 0
         self.done = False
         self.error: CollectiveError | None = None
         self.source = peer
         self.finished: Callable[[], None] | None = None  # told once, when it is done or has failed
+
+    def __str__(self) -> str:
+        return f"{self.what}, number {self.number}" if self.number else f"{self.what} with tag {self.tag}"
 
     def finish(self, error: CollectiveError | None = None) -> None:
         self.error = error
@@ -72,6 +75,7 @@ class Mail:
         self._mover: threading.Thread | None = None
         self._wanted = threading.Event()
         self._closed = False
+        self.moved = 0  # slots that this rank has filled and emptied
         page = [memoryview(segment)[:CONTROL_BYTES] for segment in arena.segments]
 
         def number(rank: int, at: int) -> memoryview:
@@ -98,8 +102,9 @@ class Mail:
 
     # -- the two ends ---------------------------------------------------------------------------------------------
 
-    def send(self, flat: Tensor, to: int, tag: int, what: Operation) -> Parcel:
-        parcel = Parcel(self, what, flat, to, tag)
+    def send(self, flat: Tensor, to: int, tag: int, what: Operation, number: int = 0) -> Parcel:
+        """`what`: the message; or the collective that it is a part of, with its number."""
+        parcel = Parcel(self, what, number, flat, to, tag)
         with self._lock:
             self._check()
             self._out[to].append(parcel)
@@ -107,9 +112,9 @@ class Mail:
         self._hand_over(parcel)
         return parcel
 
-    def receive(self, flat: Tensor, source: int, tag: int, what: Operation) -> Parcel:
+    def receive(self, flat: Tensor, source: int, tag: int, what: Operation, number: int = 0) -> Parcel:
         """From one rank, or from whoever sends first (ANYONE)."""
-        parcel = Parcel(self, what, flat, source, tag)
+        parcel = Parcel(self, what, number, flat, source, tag)
         with self._lock:
             self._check()
             self._asked[source].append(parcel)
@@ -136,7 +141,8 @@ class Mail:
                 continue
             if waiting is None:
                 waiting = Wait()
-                self.arena.note(parcel.what)
+                if not parcel.number:
+                    self.arena.note(parcel.what)
             waiting.nap()
             if waiting.due():
                 self._look(parcel, waiting.began, timeout)
@@ -145,21 +151,18 @@ class Mail:
 
     def _look(self, parcel: Parcel, began: float, timeout: float | None) -> None:
         peers = self.arena.others if parcel.peer == ANYONE else [parcel.peer]
+
+        def missed() -> Sequence[int]:
+            with self._lock:
+                self._progress()
+                return () if parcel.done else peers
+
         try:
-            for peer in peers:
-                self.arena.look(peer, began, str(parcel.what), self._arrived(parcel), timeout)
+            self.arena.look(missed, began, str(parcel), timeout, any_of_them=parcel.peer == ANYONE)
         except CollectiveError as error:
             with self._lock:
                 self._drop(error)
             raise
-
-    def _arrived(self, parcel: Parcel) -> Callable[[], bool]:
-        def arrived() -> bool:
-            with self._lock:
-                self._progress()
-                return parcel.done
-
-        return arrived
 
     def _check(self) -> None:
         if self.arena.broken is not None:
@@ -190,6 +193,7 @@ class Mail:
                 slot[:count].copy_(parcel.flat[parcel.moved : parcel.moved + count])
             _HEAD.pack_into(head, 0, parcel.tag, length, count)
             sent[0] += 1
+            self.moved += 1
             parcel.moved += count
             moved = True
             if parcel.moved == length:
@@ -210,6 +214,7 @@ class Mail:
                 message.flat[message.moved : message.moved + count].copy_(slot[:count])
                 message.moved += count
             emptied[0] += 1
+            self.moved += 1
             moved = True
             if message.moved == message.length:
                 del self._current[source]
@@ -292,6 +297,9 @@ class Mail:
                 with self._lock:
                     moved = self._progress()
                     idle = not any(self._out.values()) and not any(self._asked.values()) and not self._current
+                    if self.arena.broken is not None:
+                        self._drop(self.arena.broken)
+                        idle = True
                 if idle:
                     break
                 if moved:

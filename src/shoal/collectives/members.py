@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.collectives.traffic import Wish
-from shoal.errors import PeerLost
+from shoal.errors import InputError, PeerLost
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +27,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     why_none: str = ""  # why there is no shared memory
     wish: Wish = Wish()
+    trouble: str = ""  # why this rank cannot take part
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.name}"
@@ -63,27 +64,67 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
+def store_host(store: Any) -> str | None:
+    """The host of the store, where it has one."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+def fresh(store: Store, rank: int) -> Store:
+    """A store may outlive a group, and serve the same ranks again: they count how often, each for itself."""
+    try:
+        return PrefixStore(f"round {store.add(f'rounds/{rank}', 1)}/", store)
+    except RuntimeError as error:
+        raise _no_store(rank, error) from None
+
+
+def _no_store(rank: int, error: Exception) -> PeerLost:
+    return PeerLost(f"rank {rank} lost the store that the ranks meet at: {str(error).splitlines()[0]}")
+
+
 def share(store: Store, rank: int, size: int, key: str, note: str, timeout: timedelta) -> list[str]:
     """Every rank's note, by rank. Blocks until all have left theirs; says who did not come."""
-    store.set(f"{key}/{rank}", note)
     keys = [f"{key}/{each}" for each in range(size)]
     try:
-        store.wait(keys, timeout)
+        store.set(keys[rank], note)
+        try:
+            store.wait(keys, timeout)
+        except RuntimeError:
+            missing = [str(each) for each, name in enumerate(keys) if not store.check([name])]
+            if not missing:
+                raise
+            who = "rank" if len(missing) == 1 else "ranks"
+            raise PeerLost(
+                f"rank {rank} of {size} waited {timeout.total_seconds():g} s"
+                f" for {who} {', '.join(missing)} to join the group"
+            ) from None
+        return [bytes(found).decode() for found in store.multi_get(keys)]
+    except PeerLost:
+        raise
     except RuntimeError as error:
-        missing = [str(each) for each, name in enumerate(keys) if not store.check([name])]
-        if not missing:
-            raise PeerLost(f"rank {rank} lost the store that the ranks meet at: {str(error).splitlines()[0]}") from None
-        who = "rank" if len(missing) == 1 else "ranks"
-        raise PeerLost(
-            f"rank {rank} of {size} waited {timeout.total_seconds():g} s"
-            f" for {who} {', '.join(missing)} to join the group"
-        ) from None
-    return [bytes(found).decode() for found in store.multi_get(keys)]
+        raise _no_store(rank, error) from None
 
 
 def introduce(store: Store, own: Member, size: int, timeout: timedelta) -> list[Member]:
+    """All members. One that cannot take part is not waited for: all others hear why."""
     notes = share(store, own.rank, size, "member", msgspec.json.encode(own).decode(), timeout)
-    return [msgspec.json.decode(note, type=Member) for note in notes]
+    members = [msgspec.json.decode(note, type=Member) for note in notes]
+    for member in members:
+        if member.trouble and not own.trouble:
+            raise InputError(f"{member} cannot join the group: {member.trouble}")
+    return members
+
+
+def passed_on(member: Member, text: str) -> str:
+    """What a rank said when it gave up, in the words of one who heard it."""
+    return text if " gave up: " in text or text.startswith(str(member)) else f"{member} gave up: {text}"
+
+
+def stumbled(member: Member, what: object, number: int, error: BaseException) -> PeerLost:
+    """For the others: a rank left a collective in the middle, for a reason of its own."""
+    told = f": {error}" if str(error) else ""
+    return PeerLost(f"{member} broke off {what}, number {number}: {type(error).__name__}{told}")
 
 
 def mates(members: Sequence[Member], rank: int) -> list[Member]:

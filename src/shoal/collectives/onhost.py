@@ -14,11 +14,14 @@ from shoal.collectives.arena import SLOT_BYTES, Arena
 from shoal.collectives.mail import Mail, Parcel
 from shoal.collectives.members import Member
 from shoal.collectives.operation import Operation
+from shoal.collectives.reach import Proof, proven, read, write
 from shoal.collectives.reduction import SUM, Reduction, Scratch, fold_pieces
 from shoal.errors import CollectiveError
 from shoal.partition.lanes import Span, subtrees
 
 ALIGN = 64  # bytes: pieces begin at multiples of this
+REACH_BYTES = 1 << 18  # from here on tensors are read where they lie, if the system lets us
+REACH_PIECE_BYTES = 1 << 18  # of a sum at a time: everybody's pieces stay in cache
 SPREAD_BYTES = 1 << 15  # from here on, and with three ranks or more, each rank reduces its share and hands it round
 
 
@@ -27,6 +30,7 @@ class OnHost:
         self.arena = arena
         self.mail = mail
         self.rank, self.size = arena.rank, arena.size
+        self._reaches: bool | None = None  # whether all may read each other's memory; None: not tried yet
         self.scratch = Scratch()
 
     # -- turns ----------------------------------------------------------------------------------------------------
@@ -68,9 +72,97 @@ class OnHost:
     def set_timeout(self, seconds: float) -> None:
         self.arena.timeout = seconds
 
+    def abandon(self, error: BaseException) -> None:
+        self.arena.abandon(error)
+
+    def depart(self, cause: CollectiveError) -> None:
+        self.arena.fail(cause)
+
     def close(self) -> None:
-        self.mail.close()
         self.arena.leave()
+        self.mail.close()
+
+    # -- reading where it lies ----------------------------------------------------------------------------------------
+
+    def _reach(self, num_bytes: int) -> bool:
+        """Whether tensors of this size (the same on all ranks) are read from their owners' memory."""
+        if num_bytes < REACH_BYTES or self.size == 1:
+            return False
+        if self._reaches is None:
+            proof = Proof()
+            what = Operation("barrier")
+            rows = self._rows(what, proof.row())
+            processes = [member.process for member in self.arena.members]
+            mine = all(proven(processes[each], rows[each]) for each in self.arena.others)
+            self._reaches = all(row[0] for row in self._rows(what, [int(mine)]))  # also the end of the proof
+        return self._reaches
+
+    def _rows(self, what: Operation, row: list[int]) -> list[list[int]]:
+        """Everybody's few numbers."""
+        arena, count = self.arena, len(row)
+        arena.begin(what)
+        turn = arena.turn + 1
+        arena.slot(self.rank, turn, torch.int64)[:count] = torch.tensor(row)
+        arena.meet(arena.post(), compare=True)
+        rows = [arena.slot(each, turn, torch.int64)[:count].tolist() for each in range(self.size)]
+        arena.end()
+        return rows
+
+    def _fetch(self, rank: int, address: int, into: Tensor) -> None:
+        try:
+            read(self.arena.members[rank].process, address, into)
+        except OSError as error:
+            self.arena.lose(rank, error)
+
+    def _give(self, rank: int, address: int, source: Tensor) -> None:
+        try:
+            write(self.arena.members[rank].process, address, source)
+        except OSError as error:
+            self.arena.lose(rank, error)
+
+    def _meet(self) -> None:
+        self.arena.meet(self.arena.post())
+
+    def _add_where_it_lies(
+        self,
+        own: Tensor,
+        addresses: Sequence[int],
+        how: Reduction,
+        out: Tensor | None = None,
+        receivers: Sequence[int] = (),
+    ) -> None:
+        """Everybody's tensors of one length, each at its address, combined a cache-sized piece at a time.
+
+        The sum goes to `out`, if it is given, and over the tensors of the receivers: what was just read is still in
+        cache when it is written.
+        """
+        itemsize = own.element_size()
+        step = REACH_PIECE_BYTES // itemsize
+        for start in range(0, own.numel(), step):
+            piece = own[start : start + step]
+            parts = []
+            for each in range(self.size):
+                if each == self.rank:
+                    parts.append(piece)
+                else:
+                    room = self.scratch.like(piece, 100 + each)
+                    self._fetch(each, addresses[each] + start * itemsize, room)
+                    parts.append(room)
+            total = self.scratch.like(piece, 100 + self.rank) if out is None else out[start : start + step]
+            how.fold(parts, total, self.scratch)
+            for each in receivers:
+                self._give(each, addresses[each] + start * itemsize, total)
+
+    def _share_where_it_lies(self, flat: Tensor, how: Reduction, what: Operation, root: int | None) -> None:
+        """Each rank adds up one share, and writes the sum to all, or to the root."""
+        itemsize = flat.element_size()
+        start, stop = share_of(flat.numel(), self.rank, self.size, max(1, ALIGN // itemsize))
+        addresses = [row[0] + start * itemsize for row in self._rows(what, [flat.data_ptr()])]
+        own = flat[start:stop]
+        keep = root is None or root == self.rank
+        receivers = self.arena.others if root is None else [each for each in self.arena.others if each == root]
+        self._add_where_it_lies(own, addresses, how, own if keep else None, receivers)
+        self._meet()
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -79,6 +171,8 @@ class OnHost:
         work = flat if how.plain else how.before(flat)
         if work.nbytes < SPREAD_BYTES:
             self._at_once(work, how, what)
+        elif self._reach(work.nbytes):
+            self._share_where_it_lies(work, how, what, None)
         elif self.size > 2:
             self._spread(work, how, what, everybody=True)
         else:
@@ -107,7 +201,9 @@ class OnHost:
         """Like all_reduce, but only the root's tensor changes."""
         mine = self.rank == root
         work = how.before(flat)
-        if self.size > 2 and work.nbytes >= SPREAD_BYTES:
+        if self._reach(work.nbytes):
+            self._share_where_it_lies(work, how, what, root)
+        elif self.size > 2 and work.nbytes >= SPREAD_BYTES:
             self._spread(work, how, what, everybody=False, root=root)
         else:
             self._fold_all(work, how, what, everybody=False, root=root)
@@ -183,6 +279,11 @@ class OnHost:
         step = SLOT_BYTES // dtype.itemsize // self.size // align * align
         target = output if how.dtype is None else output.view(how.dtype)
         longest = max(each.numel() for each in work)
+        if self._reach(longest * dtype.itemsize * self.size):
+            table = self._rows(what, [each.data_ptr() for each in work])
+            self._add_where_it_lies(work[rank], [row[rank] for row in table], how, target)
+            how.after(target, self.size)
+            return self._meet()
 
         def stage(piece: int, turn: int) -> None:
             slot = arena.slot(rank, turn, dtype)
@@ -202,6 +303,7 @@ class OnHost:
 
         self._turns(what, -(-longest // step), stage, take)
         how.after(target, self.size)
+        return None
 
     def merge(
         self, lanes: int, deal: Sequence[Span], parts: Mapping[Span, Tensor], key: Hashable, what: Operation
@@ -260,6 +362,11 @@ class OnHost:
 
     def broadcast(self, flat: Tensor, root: int, what: Operation) -> None:
         arena, rank = self.arena, self.rank
+        if self._reach(flat.nbytes):
+            address = self._rows(what, [flat.data_ptr()])[root][0]
+            if rank != root:
+                self._fetch(root, address, flat)
+            return self._meet()
         pieces = flat.split(SLOT_BYTES) if flat.numel() else ()
 
         def stage(piece: int, turn: int) -> None:
@@ -271,6 +378,7 @@ class OnHost:
                 pieces[piece].copy_(arena.slot(root, turn, torch.uint8)[: len(pieces[piece])])
 
         self._turns(what, len(pieces), stage, take)
+        return None
 
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor, what: Operation) -> None:
         self._gather(outputs, source, what)
@@ -285,6 +393,12 @@ class OnHost:
         targets = [_split(output) for output in outputs] if outputs is not None else []
         if outputs is not None and outputs[rank].data_ptr() != source.data_ptr():
             outputs[rank].copy_(source)
+        if self._reach(source.nbytes):
+            addresses = [row[0] for row in self._rows(what, [source.data_ptr()])]
+            if outputs is not None:
+                for each in arena.others:
+                    self._fetch(each, addresses[each], outputs[each])
+            return self._meet()
 
         def stage(piece: int, turn: int) -> None:
             if rank != root:
@@ -297,6 +411,7 @@ class OnHost:
                     targets[each][piece].copy_(arena.slot(each, turn, torch.uint8)[:length])
 
         self._turns(what, len(pieces), stage, take)
+        return None
 
     def scatter(self, sources: Sequence[Tensor] | None, output: Tensor, root: int, what: Operation) -> None:
         arena, rank = self.arena, self.rank
@@ -304,6 +419,12 @@ class OnHost:
         length = output.numel()
         if sources is not None and output.data_ptr() != sources[rank].data_ptr():
             output.copy_(sources[rank])
+        if self._reach(output.nbytes):
+            row = [each.data_ptr() for each in sources] if sources is not None else [0] * self.size
+            addresses = self._rows(what, row)[root]
+            if rank != root:
+                self._fetch(root, addresses[rank], output)
+            return self._meet()
 
         def stage(piece: int, turn: int) -> None:
             if sources is not None:
@@ -319,6 +440,7 @@ class OnHost:
                 output[start:stop].copy_(arena.slot(root, turn, torch.uint8)[at : at + stop - start])
 
         self._turns(what, -(-length // step), stage, take)
+        return None
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: Operation) -> None:
         """One flat tensor of bytes from and to each rank. Lengths may differ: all tell theirs first."""
@@ -333,6 +455,11 @@ class OnHost:
             outputs[rank].copy_(inputs[rank])
         step = SLOT_BYTES // size // ALIGN * ALIGN
         longest = max(max(line[:size]) for line in lines)
+        if self._reach(longest):
+            places = self._rows(what, [each.data_ptr() for each in inputs])
+            for each in arena.others:
+                self._fetch(each, places[each][rank], outputs[each])
+            return self._meet()
 
         def stage(piece: int, turn: int) -> None:
             slot = arena.slot(rank, turn, torch.uint8)
@@ -348,6 +475,7 @@ class OnHost:
                     part.copy_(arena.slot(each, turn, torch.uint8)[rank * step : rank * step + len(part)])
 
         self._turns(what, -(-longest // step), stage, take)
+        return None
 
 
 def check_lengths(table: Sequence[Sequence[int]], members: Sequence[Member], sequence: int) -> None:

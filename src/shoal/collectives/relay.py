@@ -1,12 +1,16 @@
 """Plays a route over messages between pairs of ranks: sums up to the roots, results down again, or only one of both.
 
-    chunk 0   up ─ fold ─ hand on ─┐   down ─ forward           Pieces travel in chunks, so that one chunk is added
-    chunk 1        up ─ fold ─ hand on ─┐   down ─ forward      while the next is on its way. In each turn a rank first
-    chunk 2             up ─ fold ─ hand on   …                 posts what is due some turns later: receives, and sends
-                                                                that wait for nobody.
+    turn       0        1        2        3        4        5        6         SKEW = 2: chunks on their way from one
+    leaves     send 0   send 1   send 2   send 3   …                           stage to the next. A link has work while
+    parents                      add 0    add 1    add 2    add 3    …         ranks add, and nobody waits for a chunk
+    roots                                          add 0    add 1    add 2     that was sent only just now.
 
-All ranks take their duties in one order (turn; up before down; leaves before their parents on the way up, after them on
-the way down), so the first duty that is not done yet can always be done: nobody waits in a circle.
+Pieces travel in chunks. Leaves send a chunk in the turn of its number; each stage comes SKEW turns after the one below
+it, up to the root and down again. Receives are posted AHEAD of the turn in which the leaves send: a message that nobody
+has asked for yet would have to wait for the asking, behind whatever else is on the line.
+
+All ranks take their duties in one order (turn; up before down), and whatever a duty waits for was sent in an earlier
+turn, so the first duty that is not done yet can always be done: nobody waits in a circle.
 
 A result arrives where the operand of the same chunk has been; it cannot arrive before that operand was delivered.
 """
@@ -22,12 +26,12 @@ from torch import Tensor
 
 from shoal.collectives.cost import compressed_level, whole_deal
 from shoal.collectives.reduction import Combine
-from shoal.collectives.routes import CHUNK_BYTES, GRAIN, Duty, Route, bounds, duties
+from shoal.collectives.routes import GRAIN, Duty, Route, bounds, chunk_size, duties
 from shoal.collectives.topology import Level, Place, level, setting
 from shoal.partition.lanes import Span
 
-AHEAD = 4  # turns between posting a receive and waiting for it
-LAG = 1  # turns between adding a chunk and waiting for its result
+AHEAD = 8  # turns; also how long a send has before it is waited for
+SKEW = 2  # turns
 
 
 class Pending(Protocol):
@@ -117,7 +121,7 @@ class Relay:
         ordered: bool = True,
         combine: Combine = torch.add,
         keep: bool = False,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         places: Sequence[Place] | None = None,
         compress: Mapping[str, Codec] | None = None,
         key: Hashable = None,
@@ -132,11 +136,15 @@ class Relay:
         score = _score(route, *whole_deal(mail.size, lanes, deal), ordered)
         self._duties = score.duties[mail.rank]
         self._rising, self._falling = score.rising[mail.rank], score.falling[mail.rank]
+        self._heights = score.heights
 
-        self._chunk = max(1, chunk_bytes // self.dtype.itemsize // GRAIN) * GRAIN
         first = next(iter(parts.values()), None)
         shapes = (out[piece] if first is None else first[piece] for piece in range(len(route.parents)))
         self._lengths = [0 if tensor is None else tensor.numel() for tensor in shapes]
+        if chunk_bytes is None:
+            sizes = [length * self.dtype.itemsize for length in self._lengths]
+            chunk_bytes = chunk_size(max(sizes), sum(sizes), bool(compress))
+        self._chunk = max(1, chunk_bytes // self.dtype.itemsize // GRAIN) * GRAIN
         self._chunks = [-(-length // self._chunk) for length in self._lengths]
         self._turns = max(self._chunks)
         self._tags = self._number(base)
@@ -157,44 +165,56 @@ class Relay:
         self._arriving: dict[tuple[int, int], list[tuple[Pending, Tensor]]] = {}  # by piece and chunk, in slot order
         self._results: dict[tuple[int, int], tuple[Pending, Tensor]] = {}
         self._sends: deque[tuple[int, Pending, Tensor, bool]] = deque()  # by turn; whether the pool gets it back
+        self._skew = min(SKEW, self._turns)
         for turn in range(AHEAD):
-            self._post(turn)
+            self._ask(turn)
 
     def wait(self) -> list[Tensor | None]:
-        for turn in range(self._turns + LAG):
-            self._post(turn + AHEAD)
+        last = self._turns + self._skew * max(self._heights) * (self.up + self.down)
+        for turn in range(last):
+            self._ask(turn + AHEAD)
+            self._begin(turn)
             if self.up:
                 for duty in self._rising:
-                    if duty.children and turn < self._chunks[duty.piece]:
-                        self._add(duty, turn, turn)
+                    chunk = turn - self._skew * duty.height
+                    if duty.children and 0 <= chunk < self._chunks[duty.piece]:
+                        self._add(duty, chunk, turn)
             if self.down:
                 for duty in self._falling:
-                    if duty.parent is not None and 0 <= turn - LAG < self._chunks[duty.piece]:
-                        self._pass_on(duty, turn - LAG, turn)
+                    stage = duty.depth + (self._heights[duty.piece] if self.up else 0)
+                    chunk = turn - self._skew * stage
+                    if duty.parent is not None and 0 <= chunk < self._chunks[duty.piece]:
+                        self._pass_on(duty, chunk, turn)
             self._settle(turn - AHEAD)
-        self._settle(self._turns + LAG)
+        self._settle(last)
         return list(self.out)
 
     # -- one chunk of one piece ---------------------------------------------------------------------------------------
 
-    def _post(self, turn: int) -> None:
-        """Receives of a turn, and sends that wait for nobody."""
+    def _ask(self, chunk: int) -> None:
+        """Posts the receives of a chunk, of all stages."""
         for duty in self._rising:
-            if turn >= self._chunks[duty.piece]:
+            if chunk >= self._chunks[duty.piece]:
                 continue
-            at = (duty.piece, turn)
+            at = (duty.piece, chunk)
             count = self._count(*at)
             if self.up and duty.children:
                 self._arriving[at] = [
-                    self._receive(count, child, self._tag(child, duty.piece, "up", turn, number), self._codec(child))
+                    self._receive(count, child, self._tag(child, duty.piece, "up", chunk, number), self._codec(child))
                     for child, sums in duty.children
                     for number in range(sums)
                 ]
             if self.down and duty.parent is not None:
                 codec = self._down_codec[duty.piece]
                 place = self._result(*at) if codec is None else None
-                tag = self._tag(duty.parent, duty.piece, "down", turn)
+                tag = self._tag(duty.parent, duty.piece, "down", chunk)
                 self._results[at] = self._receive(count, duty.parent, tag, codec, place)
+
+    def _begin(self, turn: int) -> None:
+        """Sends that wait for nobody: of leaves on the way up, or of roots if there is only a way down."""
+        for duty in self._rising:
+            if turn >= self._chunks[duty.piece]:
+                continue
             if self.up and not duty.children:
                 self._add(duty, turn, turn)
             elif not self.up and duty.parent is None:
@@ -359,16 +379,19 @@ class _Score:
     rising: tuple[tuple[Duty, ...], ...]
     falling: tuple[tuple[Duty, ...], ...]
     widest: tuple[int, ...]  # by piece, the most sums that anybody hands on
+    heights: tuple[int, ...]  # by piece, stages from the farthest leaf to the root
 
 
 @lru_cache(maxsize=128)
 def _score(route: Route, lanes: int, deal: tuple[Span, ...], ordered: bool) -> _Score:
     everybody = duties(route, lanes, deal, ordered)
+    heights = tuple(max(mine[piece].height for mine in everybody) for piece in range(len(route.parents)))
     return _Score(
         duties=everybody,
         rising=tuple(tuple(sorted(mine, key=lambda duty: (duty.height, duty.piece))) for mine in everybody),
         falling=tuple(tuple(sorted(mine, key=lambda duty: (duty.depth, duty.piece))) for mine in everybody),
         widest=tuple(max(len(mine[piece].rest) for mine in everybody) for piece in range(len(route.parents))),
+        heights=heights,
     )
 
 

@@ -27,7 +27,9 @@ from shoal.errors import InputError
 from shoal.partition.lanes import Span, split, subtrees
 
 GRAIN = 64  # pieces begin at multiples of this many elements: fused kernels depend on where a slice begins
-CHUNK_BYTES = 1 << 20  # pieces travel in chunks: two of them and their sum stay in cache
+LEAST_CHUNK, MOST_CHUNK = 1 << 18, 1 << 19  # bytes of a piece that travel at a time: worth a message; stay in cache
+CHUNKS = 16  # of a piece, between these two: so that stages overlap
+MOST_CHUNKS = 4096  # of a tensor: each is a message with a tag of its own
 MOST_PIECES = 4  # per rank: more would balance uneven hosts better, and drown in messages
 
 
@@ -59,6 +61,12 @@ def bounds(length: int, pieces: int, grain: int = GRAIN) -> tuple[Span, ...]:
     each, more = divmod(-(-length // grain), pieces)
     cuts = [min(length, (piece * each + min(piece, more)) * grain) for piece in range(pieces + 1)]
     return tuple(pairwise(cuts))
+
+
+def chunk_size(piece_bytes: int, num_bytes: int, compressed: bool = False) -> int:
+    """How much of the largest piece travels at a time. What is compressed makes smaller messages of larger chunks."""
+    wanted = MOST_CHUNK if compressed else min(MOST_CHUNK, max(LEAST_CHUNK, piece_bytes // CHUNKS))
+    return max(wanted, num_bytes // MOST_CHUNKS)
 
 
 # -- the routes -------------------------------------------------------------------------------------------------------

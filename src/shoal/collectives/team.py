@@ -8,23 +8,37 @@ import logging
 import os
 import socket
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
+from msgspec import structs
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from shoal.collectives.arena import MOST_RANKS, SEGMENT_BYTES, Arena, map_segment, new_segment, supported
 from shoal.collectives.mail import Mail
-from shoal.collectives.members import Member, host_identity, introduce, mates, new_token, own_address, share
+from shoal.collectives.members import (
+    Member,
+    host_identity,
+    introduce,
+    mates,
+    new_token,
+    own_address,
+    share,
+    store_host,
+)
 from shoal.collectives.onhost import OnHost
 from shoal.collectives.operation import Operation
 from shoal.collectives.reduction import Reduction
 from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
-from shoal.errors import CollectiveError
+from shoal.errors import CollectiveError, InputError, PeerLost, ShoalError
 from shoal.partition.lanes import Span
 
 log = logging.getLogger("shoal.collectives")
+TROUBLE = timedelta(seconds=2)  # how long one that cannot take part waits for the others, to tell them
+_said: set[str] = set()
 
 
 class Message(Protocol):
@@ -59,17 +73,24 @@ class Way(Protocol):
     def send(self, flat: Tensor, to: int, tag: int, what: Operation) -> Message: ...
     def receive(self, flat: Tensor, source: int, tag: int, what: Operation) -> Message: ...
     def set_timeout(self, seconds: float) -> None: ...
+
+    def abandon(self, error: BaseException) -> None:
+        """A collective was broken off by something that is no failure of its own."""
+        ...
+
+    def depart(self, cause: CollectiveError) -> None:
+        """This process is about to end: tells the others why."""
+        ...
+
     def close(self) -> None: ...
 
 
-def assemble(
-    store: Store, rank: int, size: int, timeout: timedelta, wish: Wish | None = None
-) -> tuple[list[Member], Way]:
-    wish = wish_of_environment() if wish is None else wish
-    Traffic.of(wish)  # a wrong word is told here, at once
+def assemble(store: Store, rank: int, size: int, timeout: timedelta, wish: Any = None) -> tuple[list[Member], Way]:
+    """`wish`: a Wish; None: what the environment says."""
+    wish, trouble = _read_wish(wish)
     token, why = new_token(), supported()
     descriptor = -1
-    if not why:
+    if not why and trouble is None:
         try:
             descriptor = new_segment(SEGMENT_BYTES, token)
         except OSError as error:
@@ -80,14 +101,19 @@ def assemble(
             host=host_identity(),
             name=os.environ.get("SHOAL_HOST") or socket.gethostname(),
             rack=os.environ.get("SHOAL_RACK", ""),
-            address=own_address(store),
+            address=own_address(store_host(store)),
             process=os.getpid(),
             descriptor=descriptor,
             token=token,
             num_bytes=SEGMENT_BYTES,
             why_none=why,
             wish=wish,
+            trouble="" if trouble is None else str(trouble),
         )
+        if trouble is not None:
+            with suppress(PeerLost):  # the store may end with this process: the others get some time to read it
+                introduce(store, own, size, min(timeout, TROUBLE))
+            raise trouble
         members = introduce(store, own, size, timeout)
         arena = _open_arena(store, members, rank, size, timeout)
     finally:
@@ -98,6 +124,26 @@ def assemble(
     from shoal.collectives.across import Across  # only where hosts differ: it brings gloo with it
 
     return members, Across(store, members, rank, arena, timeout, Traffic.of(members[0].wish))
+
+
+def _read_wish(wish: Any) -> tuple[Wish, ShoalError | None]:
+    """What was wished for; or why that cannot be."""
+    try:
+        asked = wish_of_environment()
+        if wish is None:
+            wish = asked
+        if not isinstance(wish, Wish):
+            raise InputError(
+                f"pg_options of the backend shoal are a shoal.collectives.traffic.Wish, not {type(wish).__name__}"
+            )
+        wish = structs.replace(wish, links=wish.links or asked.links)
+        Traffic.of(wish)
+    except ShoalError as error:
+        return Wish(), error
+    except msgspec.MsgspecError as error:
+        fix = 'SHOAL_LINKS as {"host": [seconds, bytes per second], "rack": ...}'
+        return Wish(), InputError(f"SHOAL_LINKS cannot be read: {error}", fix=fix)
+    return wish, None
 
 
 def _open_arena(store: Store, members: list[Member], rank: int, size: int, timeout: timedelta) -> Arena | None:
@@ -118,7 +164,8 @@ def _open_arena(store: Store, members: list[Member], rank: int, size: int, timeo
     reasons = share(store, rank, size, "arena", why, timeout)
     reason = next((reasons[mate.rank] for mate in local if reasons[mate.rank]), "")
     if reason:
-        if rank == local[0].rank:
+        if rank == local[0].rank and reason not in _said:
+            _said.add(reason)
             log.warning("shoal: tensors go through sockets instead of shared memory (%s)", reason)
         return None
     place = next(index for index, mate in enumerate(local) if mate.rank == rank)

@@ -14,10 +14,11 @@ import msgspec
 from shoal.collectives.choose import ALGORITHMS, unknown_algorithm
 from shoal.collectives.compress import Metered, read_compression
 from shoal.collectives.cost import Link
-from shoal.collectives.topology import Level, Place, level, setting
+from shoal.collectives.topology import LEVELS, Level, Place, level, setting
+from shoal.errors import InputError
 
-# What the cost model assumes until it is told: a busy core's copies, and ten gigabits per second.
-USUAL_LINKS = {"memory": Link(2e-5, 4e9), "host": Link(1e-4, 1.1e9), "rack": Link(1e-4, 1.1e9)}
+# What the cost model assumes until it is told: a busy core's copies, and ten gigabits per second, also between racks.
+USUAL_LINKS = {"memory": Link(2e-5, 4e9), "host": Link(1e-4, 1.1e9)}
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +44,26 @@ def wish_of_environment(asked: Wish | None = None) -> Wish:
         algorithm=asked.algorithm or os.environ.get("SHOAL_ALGORITHM", ""),
         compress=asked.compress or os.environ.get("SHOAL_COMPRESS", ""),
         inexact=asked.inexact,
-        links=asked.links or (msgspec.json.decode(links, type=dict[str, tuple[float, float]]) if links else {}),
+        links=asked.links or read_links(links),
     )
+
+
+def read_links(text: str) -> dict[str, tuple[float, float]]:
+    """What SHOAL_LINKS says: by level the seconds of a message and bytes per second, as `shoal bench` prints it."""
+    if not text:
+        return {}
+    try:
+        found = msgspec.json.decode(text, type=dict[str, tuple[float, float]])
+        wrong = [where for where in found if where not in LEVELS]
+        why = f"there is no level {wrong[0]}; there are {', '.join(LEVELS)}" if wrong else ""
+        if any(latency < 0 or bandwidth <= 0 for latency, bandwidth in found.values()):
+            why = "a latency is 0 or more, a bandwidth above 0"
+    except msgspec.DecodeError as error:
+        why = str(error)
+    if why:
+        fix = """SHOAL_LINKS='{"host": [1e-4, 1.1e9]}', or what shoal bench collectives prints"""
+        raise InputError(f"SHOAL_LINKS is {text!r}: {why}", fix=fix)
+    return found
 
 
 @dataclass

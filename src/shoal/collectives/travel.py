@@ -6,29 +6,25 @@ import msgspec
 
 from shoal.collectives.compress import LEVELS, read_compression
 from shoal.collectives.members import Member
-from shoal.collectives.topology import Place
+from shoal.collectives.topology import Level, Place
 from shoal.collectives.traffic import Wish, crossings
 
 SHARED_MEMORY = "shared memory"
 
 
-class Error(msgspec.Struct, frozen=True):
-    """Of the messages that were looked at: squared lengths of what they left out, and of what they were to carry."""
-
-    left_out: float
-    values: float
+Error = tuple[float, float]  # of messages that were looked at: squared lengths of what they left out, and should carry
 
 
 class Travel(msgspec.Struct, frozen=True, kw_only=True):
-    way: str  # "shared memory", or the algorithm between hosts; empty: one worker, and nothing travels
+    way: str  # "shared memory", or the algorithm of messages; empty: one worker, and nothing travels
     reason: str = ""
     hosts: tuple[str, ...] = ()  # by rank
     racks: tuple[str, ...] = ()
     exact: bool = True
     compress: dict[str, str] = {}  # level -> the compressor that was asked for
     uncrossed: tuple[str, ...] = ()  # of these levels the ones that no message can cross
-    sent: dict[str, int] = {}  # level -> bytes of sums that this rank sent
-    plain: dict[str, int] = {}  # likewise, without compression
+    sent: dict[Level, int] = {}  # level -> bytes of sums that this rank sent
+    plain: dict[Level, int] = {}  # likewise, without compression
     errors: dict[str, Error] = {}  # level -> what its compressor did
 
 
@@ -59,8 +55,8 @@ def travel(
     *,
     reason: str = "",
     exact: bool = True,
-    sent: dict[str, int] | None = None,
-    plain: dict[str, int] | None = None,
+    sent: dict[Level, int] | None = None,
+    plain: dict[Level, int] | None = None,
     errors: dict[str, Error] | None = None,
 ) -> Travel:
     asked = {level: each.name for level, each in read_compression(wish.compress).items()} if wish.compress else {}

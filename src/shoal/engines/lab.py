@@ -5,6 +5,7 @@ and SIGTERM. The kernel itself does so when the owner is killed; the little that
 lab or `shoal lab clean` removes.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from typing import Any
 
 from shoal.cluster import Cluster, Order, Slot, deal
-from shoal.engines.namespaces import INTERFACE, LabHost, inside, new_namespace, set_kernel
+from shoal.engines.namespaces import INTERFACE, LINKS, LabHost, inside, new_namespace, set_kernel
 from shoal.engines.remains import (
     NAMES,
     Record,
@@ -27,7 +28,7 @@ from shoal.engines.remains import (
     write_names,
     write_record,
 )
-from shoal.engines.wiring import MOST_HOSTS, MOST_RACKS, addresses, fabric_links, fabric_rates, rate
+from shoal.engines.wiring import MOST_HOSTS, MOST_RACKS, addresses, fabric_links, fabric_rates, links, rate
 from shoal.errors import InputError, RunError
 
 # One protocol, one congestion control: a lab behaves alike on every machine.
@@ -116,9 +117,16 @@ class Lab:
             os.symlink(paths[-1], NAMES / name)
         known = addresses(self.cluster)
         names_file = write_names(self.id, known)
+        told = os.environ.get(LINKS) or json.dumps(links(self.cluster))  # what the user says they are like goes first
         self.hosts = tuple(
             LabHost(
-                name=host.name, rack=host.rack, lab=self.id, address=known[host.name], namespace=path, names=names_file
+                name=host.name,
+                rack=host.rack,
+                lab=self.id,
+                address=known[host.name],
+                namespace=path,
+                names=names_file,
+                links=told,
             )
             for host, path in zip(hosts, paths[:-1], strict=True)
         )

@@ -18,6 +18,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE = 1 << 12, 1 << 14, 1 << 19
 INTERFACE = "eth0"  # of a host
 MARK = "SHOAL_LAB"  # in the environment of every process of a lab
+LINKS = "SHOAL_LINKS"
 HERE = "/proc/thread-self/ns/net"
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class LabHost:
     address: str
     namespace: str  # a path that processes of this machine can enter while the lab is up
     names: str  # a file with the names and addresses of all hosts
+    links: str  # what the lab's links are like, as JSON: the collectives choose their algorithm by it
 
     @property
     def variables(self) -> dict[str, str]:
@@ -43,6 +45,7 @@ class LabHost:
             "SHOAL_HOST": self.name,
             "SHOAL_RACK": self.rack,
             "SHOAL_ADDRESS": self.address,
+            LINKS: self.links,
             "GLOO_SOCKET_IFNAME": INTERFACE,
             MARK: self.lab,
         }

@@ -15,8 +15,12 @@ from shoal.engines.namespaces import INTERFACE
 
 NETWORK = "10.77"  # 10.77.RACK.HOST, seen by nobody outside
 MOST_RACKS, MOST_HOSTS = 256, 254  # in such an address: racks, and hosts of a rack
-BURST_SECONDS, LEAST_BURST = 0.001, 16 << 10  # what a link lets through at once after a pause
+# What a link lets through at once after a pause. Above 64 KB, which links from 300 Mbit/s on have, the kernel passes on
+# what TCP hands over as one; below it cuts that into frames, and a fast lab would measure the processor.
+BURST_SECONDS, LEAST_BURST = 0.002, 16 << 10
 QUEUE_SECONDS, LEAST_QUEUE = 0.05, 512 << 10  # what a port holds before it drops
+PAYLOAD = 1448 / 1514  # of a full Ethernet frame: the rest is its header, IP's and TCP's
+USUAL_LATENCY = 1e-4  # seconds per message, where the cluster file has none
 
 
 def addresses(cluster: Cluster) -> dict[str, str]:
@@ -63,6 +67,20 @@ def rate(interface: str, bytes_per_second: float) -> str:
 
 def burst_bytes(bytes_per_second: float) -> int:
     return max(LEAST_BURST, round(bytes_per_second * BURST_SECONDS))
+
+
+def links(cluster: Cluster) -> dict[str, tuple[float, float]]:
+    """By level, what a message meets: seconds, and bytes of its own per second. Of unequal links, the slowest."""
+    found = {"host": [host.link for host in cluster.hosts]}
+    if len(cluster.racks) > 1:
+        found["rack"] = [rack.uplink for rack in cluster.racks]
+    return {
+        level: (
+            max(USUAL_LATENCY if link.latency_seconds is None else link.latency_seconds for link in those),
+            round(PAYLOAD * min(link.bytes_per_second for link in those)),
+        )
+        for level, those in found.items()
+    }
 
 
 def picture(cluster: Cluster) -> str:

@@ -16,6 +16,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     shares: str = "even"  # how the lanes were dealt: even, auto (dealt anew when speeds drift), or as given: 3,1
     threads: int = 1  # per worker; part of the job's arithmetic, repeated here for the reader
     exact: bool = True
+    algorithm: str = ""  # by which gradients travel between hosts; empty: the cost model chooses
+    compress: str = ""  # what they travel in, as --compress has it
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -45,10 +47,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def lines(self) -> list[str]:
         held = [f"worker {rank}: lanes {_range(span)}" for rank, span in enumerate(self.deal)]
         sums = f"{self.partial_sums} partial sums a step for {self.workers} workers"
-        return [f"layout {self.layout}, {self.lanes} lanes, shares {self.shares}", *held, sums]
+        travel = [f"{name} {value}" for name in ("algorithm", "compress") if (value := getattr(self, name))]
+        ways = [f"between hosts: {', '.join(travel)}"] if travel else []
+        ways += [] if self.exact else ["not exact: other workers, or another run, can give other weights"]
+        return [f"layout {self.layout}, {self.lanes} lanes, shares {self.shares}", *held, sums, *ways]
 
 
-def make_plan(*, lanes: int, workers: int, shares: str | None = None, threads: int = 1, exact: bool = True) -> Plan:
+def make_plan(
+    *,
+    lanes: int,
+    workers: int,
+    shares: str | None = None,
+    threads: int = 1,
+    exact: bool = True,
+    algorithm: str = "",
+    compress: str = "",
+) -> Plan:
     if workers < 1:
         raise PlanError(f"{workers} workers: at least 1 is needed", fix="--workers 1")
     if workers > lanes:
@@ -61,7 +75,16 @@ def make_plan(*, lanes: int, workers: int, shares: str | None = None, threads: i
     else:
         assert shares is not None
         spans = deal(lanes, read_shares(shares, workers))
-    return Plan(workers=workers, lanes=lanes, deal=spans, shares=shares or "even", threads=threads, exact=exact)
+    return Plan(
+        workers=workers,
+        lanes=lanes,
+        deal=spans,
+        shares=shares or "even",
+        threads=threads,
+        exact=exact,
+        algorithm=algorithm,
+        compress=compress,
+    )
 
 
 def read_shares(text: str, workers: int) -> Sequence[float]:

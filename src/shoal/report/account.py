@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.plan.laws import amdahl_limit, gustafson_speedup, parallel_fraction
-from shoal.report.events import Failed, Spent
+from shoal.report.events import Failed, Spent, Travelled
 from shoal.report.tally import Tally, WorkerTally
 
 PARTS = ("data", "compute", "wait", "merge", "apply", "other")
@@ -34,8 +34,7 @@ def report(
         "command": started.command if started else None,
         "outcome": outcome,
         "stopped": lowest.stopped if lowest else None,
-        # A script that never joined has an arithmetic of its own.
-        "exact": started.exact and any(worker.fingerprint for worker in tally.ranks) if started else None,
+        "exact": _exact(tally),
         "weights_sha256": lowest.weights_sha256 if lowest else None,
         "steps": tally.step,
         "steps_planned": started.steps if started else None,
@@ -56,6 +55,7 @@ def report(
         "speedup": _speedup(tally),
         "most_gain": _most_gain(tally),
         "lane_cost": _lane_cost(tally),
+        "travel": _travel(tally),
         "checkpoints": [
             {"step": s.step, "path": s.path, "num_bytes": s.num_bytes, "seconds": s.seconds, "final": s.final}
             for s in tally.saved
@@ -69,6 +69,14 @@ def report(
         "folder": folder,
         "files": ["report.json", *(name for name in files if name != "report.json")] if folder else list(files),
     }
+
+
+def _exact(tally: Tally) -> bool | None:
+    if tally.started is None:
+        return None
+    # A script that never joined has an arithmetic of its own.
+    joined = any(worker.fingerprint for worker in tally.ranks)
+    return tally.started.exact and joined and all(travel.exact for travel in tally.travelled.values())
 
 
 def first_failure(tally: Tally) -> Failed | None:
@@ -226,6 +234,40 @@ def _lane_cost(tally: Tally) -> dict[str, Any] | None:
         "apart_seconds": cost.apart,
         "together_seconds": cost.together,
         "share_of_step": _rounded(1000 * extra / step_ms["total"]) if step_ms and step_ms["total"] else None,
+    }
+
+
+def _travel(tally: Tally) -> dict[str, Any] | None:
+    """How gradients travelled; bytes and error over all workers, where the run came to its end."""
+    first = tally.travelled.get(0)
+    if first is None:
+        return None
+    told = list(tally.travelled.values()) if first.final and tally.steps else []
+    crossed = [level for level in ("memory", "host", "rack") if any(each.plain.get(level) for each in told)]
+    return {
+        "way": first.way,
+        "reason": first.reason,
+        "hosts": list(first.hosts),
+        "racks": list(first.racks),
+        "exact": first.exact,
+        "compress": first.compress,
+        "uncrossed": list(first.uncrossed),
+        "levels": {level: _level(told, level, tally.steps) for level in crossed},
+    }
+
+
+def _level(told: Sequence[Travelled], level: str, steps: int) -> dict[str, Any]:
+    """What crossed a level, and the error that its compressor made: that between hosts serves racks too."""
+    sent, plain = sum(each.sent.get(level, 0) for each in told), sum(each.plain.get(level, 0) for each in told)
+    where = "host" if level == "rack" and "rack" not in told[0].errors else level
+    left_out, values = (sum(each.errors.get(where, (0.0, 0.0))[part] for each in told) for part in (0, 1))
+    return {
+        "bytes": sent,
+        "bytes_saved": plain - sent,
+        "bytes_per_step": _rounded(sent / steps),
+        "compressor": told[0].compress.get(where),
+        # Length of what messages left out over length of what they should have carried.
+        "error": math.sqrt(left_out / values) if values else None,
     }
 
 

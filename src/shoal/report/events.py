@@ -122,6 +122,23 @@ class StepDigest(Event, frozen=True, kw_only=True, tag="step-digest"):
     tensors: dict[str, str]
 
 
+class Travelled(Event, frozen=True, kw_only=True, tag="travelled"):
+    """How gradients travel, as one worker saw it: from rank 0 once the first have, and from all at the end."""
+
+    rank: int
+    way: str  # "shared memory", or the algorithm of messages; empty: one worker, and nothing travels
+    reason: str = ""
+    hosts: tuple[str, ...] = ()  # by rank
+    racks: tuple[str, ...] = ()
+    exact: bool = True  # False: something is lost on the way
+    compress: dict[str, str] = {}  # level (host, rack) -> the compressor that was asked for
+    uncrossed: tuple[str, ...] = ()  # of these levels the ones that no message can cross
+    sent: dict[str, int] = {}  # level -> bytes of gradients that this worker sent
+    plain: dict[str, int] = {}  # likewise, without compression
+    errors: dict[str, tuple[float, float]] = {}  # level -> squared lengths: what was left out, what should be carried
+    final: bool = False
+
+
 class LaneCost(Event, frozen=True, kw_only=True, tag="lane-cost"):
     """What cutting worker 0's share into lanes costs: seconds for its lanes one by one, and for all of them at once."""
 
@@ -180,6 +197,7 @@ AnyEvent = (
     | Resumed
     | Skipped
     | StepDigest
+    | Travelled
     | LaneCost
     | Failed
     | Finished

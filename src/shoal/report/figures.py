@@ -55,7 +55,7 @@ def size(num_bytes: float) -> str:
         if num_bytes >= factor:
             amount = num_bytes / factor
             return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
-    return f"{num_bytes / 1e3:.0f} kB"
+    return f"{num_bytes / 1e3:.0f} kB" if num_bytes >= 1e3 else f"{num_bytes:,.0f} bytes"
 
 
 def plural(number: int, word: str) -> str:

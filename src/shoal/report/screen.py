@@ -17,6 +17,7 @@ from shoal.report.events import (
     SaveFailed,
     Skipped,
     Spent,
+    Travelled,
     WorkerExited,
 )
 from shoal.report.prints import clean
@@ -103,6 +104,10 @@ def event_line(event: AnyEvent, *, routine: bool) -> str | None:
 def measured(name: str) -> str:
     """The name of an evaluation's metric, told apart from the training loss."""
     return figures.spoken(name if name.startswith(("val", "eval", "test")) else f"val {name}")
+
+
+def uncrossed(compressor: str, level: str) -> str:
+    return f"{compressor}@{level} has nothing to do: no gradient crosses {level}s, and nothing is lost"
 
 
 def sparkline(losses: list[float], width: int = 12) -> str:
@@ -238,9 +243,22 @@ def _event_text(event: AnyEvent, *, routine: bool) -> str | None:
         case Skipped():
             where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in event.where)
             return f"step {event.step:,} skipped: loss not finite{f' ({where})' if where else ''}"
+        case Travelled(final=False):
+            return _travel_text(event, routine=routine)
         case Failed():
             at = f" at step {event.step:,}" if event.step is not None else ""
             return f"worker {event.rank} failed{at}: {(event.message.splitlines() or [event.kind])[0]}"
         case WorkerExited():
             return f"worker {event.rank} {exit_text(event.code)}" if event.code else None
     return None
+
+
+def _travel_text(event: Travelled, *, routine: bool) -> str | None:
+    shared = f"through {event.way}" if event.way == "shared memory" else ""
+    lossy = [f"{name} between {level}s" for level, name in event.compress.items() if level not in event.uncrossed]
+    told = [
+        *(part for part in (shared, event.reason) if part),
+        *([f"{', '.join(lossy)}: not exact"] if lossy else []),
+        *(uncrossed(event.compress[level], level) for level in event.uncrossed),
+    ]
+    return f"gradients: {'; '.join(told)}" if routine or told != [shared] else None

@@ -12,10 +12,11 @@ from rich.text import Text
 from shoal.report import figures
 from shoal.report.folder import DEFAULT_ROOT, RunLine
 from shoal.report.prints import clean
-from shoal.report.screen import measured
+from shoal.report.screen import measured, uncrossed
 
 _PARTS_IN_ORDER = ("compute", "merge", "wait", "data", "apply", "other")
 _MARKS = {"done": ("✔", "bold green"), "stopped": ("■", "bold yellow"), "failed": ("✘", "bold red")}
+_SPELLED = {"×": "x", "…": "...", "–": "-", "µ": "u", "✔": "ok", "✘": "failed", "■": "stopped"}
 Report = Mapping[str, Any]
 Row = tuple[str, str]
 
@@ -47,13 +48,13 @@ def _encodable(line: Text, options: ConsoleOptions) -> Text:
     if not options.ascii_only:
         return line
     plain = line.plain
-    for sign, spelled in (("×", "x"), ("…", "..."), ("–", "-"), ("✔", "ok"), ("✘", "failed"), ("■", "stopped")):
+    for sign, spelled in _SPELLED.items():
         plain = plain.replace(sign, spelled)
     return Text(plain.encode("ascii", "replace").decode())
 
 
 def rows(report: Report) -> list[Row]:
-    parts = (_failure, _weights, _results, _speed, _step, _lanes, _faults, _most_gain, _files, _next)
+    parts = (_failure, _weights, _results, _speed, _step, _lanes, _travel, _faults, _most_gain, _files, _next)
     return [row for part in parts for row in part(report)]
 
 
@@ -121,12 +122,23 @@ def _weights(report: Report) -> Iterator[Row]:
     if report["exact"]:
         exact = "exact: the same on any number of workers"
     else:
-        exact = "not exact: other workers, or another run, can give other weights"
+        exact = f"not exact: {_why_not_exact(report)}"
     if sha256:
         check = f"    check: shoal verify {report['job']}" if report["exact"] and report["outcome"] == "done" else ""
         yield "weights", f"sha256 {sha256[:8]}…{sha256[-3:]}    {exact}{check}"
     elif report["exact"] is False:
         yield "weights", exact
+
+
+def _why_not_exact(report: Report) -> str:
+    travel = report.get("travel") or {"exact": True}
+    if not travel["exact"]:
+        used = [name for level, name in travel["compress"].items() if level not in travel["uncrossed"]]
+        if used:
+            return f"gradients were compressed ({', '.join(used)}), and another placement can give other weights"
+        if travel["way"] == "ring":
+            return "a ring adds in an order of its own, and another placement can give other weights"
+    return "other workers, or another run, can give other weights"
 
 
 def _results(report: Report) -> Iterator[Row]:
@@ -199,6 +211,29 @@ def _lanes(report: Report) -> Iterator[Row]:
         f"of the step"
         + (f" ({cost['lanes']} one by one {apart} ms, at once {together} ms)" if cost["lanes"] > 1 else ""),
     )
+
+
+def _travel(report: Report) -> Iterator[Row]:
+    travel = report.get("travel")  # older reports have none
+    if not travel:
+        return
+    rows = {"shared memory": ["through shared memory"], "": ["one worker: they do not travel"]}.get(travel["way"], [])
+    if travel["reason"]:
+        rows.append(travel["reason"])
+    for level in ("host", "rack"):
+        if level in travel["levels"]:
+            rows.append(_level(level, travel["levels"][level]))
+    rows += [uncrossed(travel["compress"][level], level) for level in travel["uncrossed"]]
+    yield from zip(["gradients"] + [""] * len(rows), rows, strict=False)
+
+
+def _level(level: str, facts: Mapping[str, Any]) -> str:
+    text = f"{figures.size(facts['bytes_per_step'])} a step between {level}s"
+    if not facts["compressor"]:
+        return text
+    whole = facts["bytes"] + facts["bytes_saved"]
+    text += f": {facts['compressor']} saved {figures.percent(facts['bytes_saved'] / whole)} of {figures.size(whole)}"
+    return text if facts["error"] is None else f"{text}, with an error of {100 * facts['error']:.2g} %"
 
 
 def _faults(report: Report) -> Iterator[Row]:

@@ -20,6 +20,7 @@ from shoal.report.events import (
     Skipped,
     Spent,
     Steps,
+    Travelled,
     WorkerExited,
     WorkerStarted,
 )
@@ -124,6 +125,7 @@ class Tally:
         self.save_failed: list[SaveFailed] = []
         self.skipped: list[Skipped] = []
         self.resumed: Resumed | None = None
+        self.travelled: dict[int, Travelled] = {}  # by rank, the last word of each
         self.lane_cost: LaneCost | None = None
         self.failures: list[Failed] = []
         self.exits: list[WorkerExited] = []
@@ -159,6 +161,8 @@ class Tally:
                 self.step = max(self.step, event.step)
             case Skipped():
                 self.skipped.append(event)
+            case Travelled():
+                self.travelled[event.rank] = event
             case LaneCost():
                 self.lane_cost = event
             case Failed():

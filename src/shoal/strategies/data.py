@@ -135,8 +135,8 @@ class DataParallel:
             self._trained = trained
             count, starts = self.gradient_count, self.replica.buffers.starts()
             tensors: list[tuple[int, Tensor]] = [(index, self.replica.parameters[index][1]) for index in trained]
-            tensors += [(count + index, start) for index, start in enumerate(starts)]
-            self._exchange = open_exchange(self.group, self.lanes, self.deal, tensors, count + len(starts))
+            buffers = [(count + index, start) for index, start in enumerate(starts)]
+            self._exchange = open_exchange(self.group, self.lanes, self.deal, tensors, count + len(starts), buffers)
         return self._exchange
 
 

@@ -48,19 +48,29 @@ class Alone:
 
 
 def open_exchange(
-    group: Group, lanes: int, deal: Sequence[Span], tensors: Sequence[tuple[int, Tensor]], count: int
+    group: Group,
+    lanes: int,
+    deal: Sequence[Span],
+    tensors: Sequence[tuple[int, Tensor]],
+    count: int,
+    whole: Sequence[tuple[int, Tensor]] = (),
 ) -> Exchange:
-    """For values like these tensors (with their numbers, out of `count`). All workers open it together."""
+    """For values like these tensors (with their numbers, out of `count`). All workers open it together.
+
+    `whole` are more of them, of which nothing may be left out on the way: a buffer is a state, not a step, and what a
+    compressor keeps back of it no later message makes good. They have buckets of their own.
+    """
     if group.size == 1:
         return Alone()
-    buckets = pack(tensors)
-    shared = Shared(group, lanes, buckets, count)
-    return shared if shared.make_room(deal) else Wire(group, lanes, buckets, count)
+    lossy, kept = pack(tensors), pack(whole)
+    shared = Shared(group, lanes, lossy + kept, count)
+    return shared if shared.make_room(deal) else Wire(group, lanes, lossy + kept, count, len(lossy))
 
 
 class Wire:
-    def __init__(self, group: Group, lanes: int, buckets: list[Bucket], count: int) -> None:
+    def __init__(self, group: Group, lanes: int, buckets: list[Bucket], count: int, lossy: int | None = None) -> None:
         self.group, self.lanes, self.buckets, self.count = group, lanes, buckets, count
+        self.lossy = len(buckets) if lossy is None else lossy  # so many of the first may be compressed
         self._flats: dict[tuple[int, int], Tensor] = {}  # bucket and partial sum -> memory, kept from step to step
 
     def room(self, place: int, deal: Sequence[Span]) -> Values:
@@ -83,7 +93,8 @@ class Wire:
                 flats[span] = self._flats[number, place]
                 bucket.fill(bucket.views(flats[span]), values)
             # The next bucket is packed while this one travels.
-            under_way.append((bucket, self.group.merge(self.lanes, self.deal, flats, number)))
+            key = number if number < self.lossy else None
+            under_way.append((bucket, self.group.merge(self.lanes, self.deal, flats, key)))
         self.parts = {}
         for bucket, merge in under_way:
             spread(bucket, bucket.views(merge.wait()), anywhere, sums)
