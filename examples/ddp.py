@@ -1,7 +1,7 @@
 """An ordinary DistributedDataParallel script. Two words make it use Shoal's collectives: the import and the name.
 
-    torchrun --nproc-per-node 2 examples/ddp.py
-    shoal run examples/ddp.py --workers 2
+torchrun --nproc-per-node 2 examples/ddp.py
+shoal run examples/ddp.py --workers 2
 """
 
 import torch

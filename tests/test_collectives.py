@@ -1,4 +1,4 @@
-"""Beside the standard collectives: prefix sums, merges of partial sums, memory that is summed in place, a bound on it."""
+"""Beside the standard collectives: prefix sums, merges of partial sums, memory that is summed in place."""
 
 import re
 from pathlib import Path

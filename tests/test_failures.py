@@ -5,7 +5,10 @@ of its own, while one rank dies, leaves or is stopped. The times to notice are p
 is a failure: the groups' deadline is a minute.
 """
 
+import functools
+import gc
 import importlib
+import logging
 import mmap
 import os
 import resource
@@ -26,17 +29,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-import shoal
 from shoal.cluster import even_cluster
+from shoal.collectives import arena
 from shoal.collectives.backend import ShoalProcessGroup
 from shoal.collectives.commons import open_commons
-from shoal.collectives.group import Group, Workers
+from shoal.collectives.group import Group
+from shoal.collectives.team import assemble
 from shoal.engines.lab import Lab
 from shoal.engines.namespaces import LabHost
-from shoal.errors import CollectiveError, PeerLost
+from shoal.errors import CollectiveError, InputError, PeerLost
 from shoal.testing import RanksFailed, ranks
 
 root = pytest.mark.skipif(
@@ -61,13 +66,16 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-SPREADS = {  # ranks, and how many of them on each host
+SPREADS: dict[str, Any] = {  # ranks, and how many of them on each host
     "one host": (3, (3,)),
     "two hosts": pytest.param(2, (1, 1), marks=root),
     "three hosts": pytest.param(3, (1, 1, 1), marks=root),
     "two and two": pytest.param(4, (2, 2), marks=root),
 }
-spread = pytest.mark.parametrize(("size", "hosts"), SPREADS.values(), ids=SPREADS.keys())
+
+
+def over(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("size", "hosts"), [SPREADS[name] for name in names], ids=names)
 
 
 def places(request: pytest.FixtureRequest, hosts: tuple[int, ...]) -> Places:
@@ -115,7 +123,7 @@ def send(group: ShoalProcessGroup, rank: int) -> Callable[[], Any]:
 
 def waited_for_later(group: ShoalProcessGroup, rank: int) -> Callable[[], Any]:
     work = dist.all_reduce(torch.ones(100), group=group, async_op=True)
-    return work.wait
+    return lambda: work.wait()
 
 
 def future(group: ShoalProcessGroup, rank: int) -> Callable[[], Any]:
@@ -168,7 +176,8 @@ def scene(
         model = DistributedDataParallel(nn.Linear(4, 4), process_group=made["backward"])
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
-        group.gather(torch.ones(1))
+        for each in made.values():
+            dist.barrier(group=each)
         if group.rank == VICTIM:
             time.sleep(0.4)
             fact.happens()
@@ -211,7 +220,7 @@ def in_threads(waits: dict[str, Callable[[], Any]], fact: Fact) -> dict[str, Any
 def again(store: Any, rank: int, size: int) -> float:
     """A new group of the survivors, in the same processes."""
     left = [each for each in range(size) if each != VICTIM]
-    own = dist.PrefixStore("again", store)
+    own = PrefixStore("again", store)
     dist.init_process_group("shoal", store=own, rank=left.index(rank), world_size=len(left))
     total = torch.ones(1000)
     dist.all_reduce(total)
@@ -247,16 +256,14 @@ def check(said: dict[int, Any], host: str, fact: str, about: str) -> None:
             slowest[call] = max(slowest.get(call, 0.0), seconds)
     print(f"\n{about}: " + ", ".join(f"{call} {1000 * seconds:.0f} ms" for call, seconds in slowest.items()))
     rank, words = next(iter(said.items()))
-    print(
-        "\n".join(f"    {words[call][1].splitlines()[0]}" for call in ("all_reduce", "recv", "hear_from_another"))
-    )
+    print("\n".join(f"    {words[call][1].splitlines()[0]}" for call in ("all_reduce", "recv", "hear_from_another")))
 
 
 def host_of(where: Places, rank: int) -> str:
     return os.uname().nodename if where is None else where[rank].name
 
 
-@spread
+@over("one host", "two hosts", "three hosts", "two and two")
 def test_a_killed_rank_is_named_by_all_others(
     size: int, hosts: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
@@ -265,7 +272,7 @@ def test_a_killed_rank_is_named_by_all_others(
     check(said, host_of(where, VICTIM), "its process has ended", f"killed, {hosts}")
 
 
-@spread
+@over("one host", "three hosts", "two and two")
 def test_a_rank_that_left_is_named_by_all_others(
     size: int, hosts: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
@@ -276,7 +283,7 @@ def test_a_rank_that_left_is_named_by_all_others(
     check(said, host_of(where, VICTIM), "it has left the group", f"left, {hosts}")
 
 
-@spread
+@over("one host", "two hosts", "two and two")
 def test_a_stopped_rank_is_named_at_the_deadline(
     size: int, hosts: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
@@ -285,3 +292,423 @@ def test_a_stopped_rank_is_named_at_the_deadline(
     happens = scene(lambda: os.kill(os.getpid(), signal.SIGSTOP), fact, calls=calls, timeout=2.0)
     said = witnesses(size, happens, where, -signal.SIGKILL)
     check(said, host_of(where, VICTIM), "", f"stopped, deadline 2 s, {hosts}")
+
+
+def die(fact: Fact) -> None:
+    fact.happens()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@over("one host", "two and two")
+def test_a_rank_killed_in_the_middle_of_a_large_sum(
+    size: int, hosts: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    where, fact = places(request, hosts), Fact()
+
+    def play(group: Group) -> Any:
+        large = torch.ones(1 << 22)
+        dist.all_reduce(large)
+        if group.rank == VICTIM:
+            threading.Timer(0.2, die, [fact]).start()
+        try:
+            for _ in range(2000):
+                dist.all_reduce(large)
+        except PeerLost as error:
+            return [str(error), fact.since()]
+        return ["nothing", 0.0]
+
+    said = witnesses(size, play, where, -signal.SIGKILL)
+    print(f"\nkilled in the middle, {hosts}: {1000 * max(seconds for _, seconds in said.values()):.0f} ms")
+    for text, seconds in said.values():
+        assert f"lost rank {VICTIM} on {host_of(where, VICTIM)}" in text and "all_reduce (sum of float32" in text, text
+        assert 0 < seconds < GENEROUS_SECONDS
+
+
+@root
+def test_a_rank_killed_in_the_middle_of_a_message(lab: Lab) -> None:
+    """gloo itself would wait for the rest of it until the deadline; and so it would for room to send more."""
+    fact = Fact()
+
+    def play(group: Group) -> Any:
+        own = dist.new_group()
+        large = torch.ones(1 << 25)
+        dist.barrier()
+        if group.rank == VICTIM:
+            threading.Timer(0.03, die, [fact]).start()
+            dist.send(large, 0)
+            time.sleep(10)
+        return in_threads(
+            {"recv": lambda: dist.recv(large, VICTIM), "send": lambda: dist.send(large, VICTIM, own)}, fact
+        )
+
+    words = witnesses(2, play, list(lab.hosts[:2]), -signal.SIGKILL)[0]
+    for name, (kind, text, seconds) in words.items():
+        print(f"\nkilled in the middle of a message, {name}: {1000 * seconds:.0f} ms")
+        assert kind == "PeerLost" and "lost rank 1 on r0h1: its process has ended" in text, text
+        assert seconds < GENEROUS_SECONDS
+
+
+@over("one host", "three hosts")
+def test_a_rank_that_breaks_off_tells_why(size: int, hosts: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+    """An exception of its own (Ctrl-C, say) in the middle of a collective: the rank lives, but cannot go on in it."""
+
+    def play(group: Group) -> Any:
+        if group.rank == VICTIM:
+            signal.signal(signal.SIGALRM, interrupted)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(TimeoutError):
+                dist.all_reduce(torch.ones(7))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            time.sleep(1.0)  # it lives
+        else:
+            time.sleep(0.5)
+            dist.all_reduce(torch.ones(7))  # its part of the first was there already
+        with pytest.raises(PeerLost) as raised:
+            dist.all_reduce(torch.ones(7))
+        return str(raised.value)
+
+    where = places(request, hosts)
+    expected = f"rank {VICTIM} on {host_of(where, VICTIM)} broke off all_reduce (sum of float32 [7]), number 1"
+    for text in ranks(size, play, places=where):
+        assert expected in text and "TimeoutError: enough" in text
+
+
+def interrupted(number: int, frame: Any) -> None:
+    raise TimeoutError("enough")
+
+
+# -- ranks that do not do the same thing -------------------------------------------------------------------------------
+
+
+def different(name: str, rank: int, group: Any) -> Any:
+    """A call in which one rank does something else than the others."""
+    other = rank == VICTIM
+    if name == "collective" and other:
+        return dist.barrier(group=group)
+    if name == "root":
+        return dist.broadcast(torch.ones(4), VICTIM if other else 0, group=group)
+    if name == "message" and rank in (0, VICTIM):
+        message = torch.ones(5 if other else 4)
+        return dist.recv(message, 0, group=group) if other else dist.send(message, VICTIM, group=group)
+    shape = {"shape": [2, 3], "count": [7]}.get(name, [6]) if other else [6]
+    dtype = torch.float64 if name == "dtype" and other else torch.float32
+    op = dist.ReduceOp.MAX if name == "operation" and other else dist.ReduceOp.SUM
+    return dist.all_reduce(torch.ones(shape, dtype=dtype), op, group=group)
+
+
+DIFFERENCES = {
+    "collective": ("does all_reduce (sum of float32 [6])", "does barrier"),
+    "shape": ("[6]", "[2, 3]"),
+    "count": ("[6]", "[7]"),
+    "dtype": ("float32", "float64"),
+    "operation": ("sum of float32", "max of float32"),
+    "root": ("root rank 0", "root rank 1"),
+}
+
+
+@over("one host", "two hosts", "two and two")
+def test_ranks_that_do_different_things_say_which(
+    size: int, hosts: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    where = places(request, hosts)
+
+    def play(group: Group) -> Any:
+        made = {name: dist.new_group() for name in DIFFERENCES}
+        fact = Fact()
+        fact.happens()
+
+        def call(name: str) -> None:
+            different(name, group.rank, made[name])
+            while True:  # one whose part is done, the root of a broadcast, hears of it in a later collective
+                dist.barrier(group=made[name])
+                time.sleep(0.01)
+
+        words = in_threads({name: functools.partial(call, name) for name in made}, fact)
+        dist.destroy_process_group()
+        return words
+
+    said = ranks(size, play, places=where)
+    slowest = max(seconds for words in said for _, _, seconds in words.values())
+    print(f"\ndifferent things, {hosts}: {1000 * slowest:.0f} ms at the latest")
+    for rank, words in enumerate(said):
+        for name, (kind, text, seconds) in words.items():
+            about = f"rank {rank}, {name}: {kind}: {text}"
+            assert kind == "CollectiveError" and all(side in text for side in DIFFERENCES[name]), about
+            assert "number 1" in text and f"rank {VICTIM} on {host_of(where, VICTIM)}" in text, about
+            assert seconds < GENEROUS_SECONDS, about
+
+
+@over("one host", "two hosts")
+def test_a_message_of_another_size_is_refused(
+    size: int, hosts: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    where = places(request, hosts)
+
+    def play(group: Group) -> Any:
+        try:
+            if group.rank in (0, VICTIM):
+                different("message", group.rank, dist.group.WORLD)
+        except CollectiveError as error:
+            return str(error)
+        return ""
+
+    said = ranks(size, play, places=where)
+    sides = ("20 bytes", "16 bytes") if where is None else ("float32 4", "float32 5")
+    assert all(side.replace(" bytes", "") in said[VICTIM] for side in sides), said
+
+
+# -- beginning and end -------------------------------------------------------------------------------------------------
+
+
+def held() -> dict[str, int]:
+    """What a process has: threads of ours, descriptors, shared memory that it maps."""
+    maps = Path("/proc/self/maps").read_text()
+    return {
+        "threads": len([thread for thread in threading.enumerate() if thread.name.startswith("shoal")]),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "segments": maps.count("memfd:shoal"),
+        "system threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+@over("one host", "two and two")
+def test_groups_come_and_go_without_a_trace(size: int, hosts: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+    """Also those that are torn down while one of their collectives waits in vain."""
+
+    def play(group: Group) -> Any:
+        own = dist.distributed_c10d._get_default_store()
+        dist.destroy_process_group()
+        vars(group).pop("process_group")
+        found: list[dict[str, int]] = []
+        slowest = 0.0
+        for number in range(20):
+            limit = timedelta(seconds=60)
+            dist.init_process_group("shoal", store=own, rank=group.rank, world_size=group.size, timeout=limit)
+            dist.all_reduce(torch.ones(1 << 16))
+            pending: list[Any] = []
+            if number % 2 and group.rank != VICTIM:
+                pending.append(dist.all_reduce(torch.ones(100), async_op=True))
+                pending.append(dist.irecv(torch.ones(3), VICTIM))
+            time.sleep(0.05)
+            began = time.monotonic()
+            dist.destroy_process_group()
+            slowest = max(slowest, time.monotonic() - began)
+            while pending:
+                with pytest.raises(CollectiveError):
+                    pending.pop().wait()
+            if number in (1, 19):
+                gc.collect()
+                found.append(held())
+        return [*found, slowest]
+
+    for first, last, slowest in ranks(size, play, places=places(request, hosts)):
+        print(f"\n20 groups, {hosts}: {first} -> {last}, slowest to close {slowest:.2f} s")
+        assert last == first and last["threads"] == last["segments"] == 0
+        assert slowest < GENEROUS_SECONDS
+
+
+NEVER_DESTROYED = """
+    import resource, sys, time
+    from datetime import timedelta
+    import torch, torch.distributed as dist
+    from shoal.collectives.backend import register
+
+    rank = int(sys.argv[1])
+    register()
+    store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False)
+    dist.init_process_group("shoal", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    sockets = dist.new_group()
+    for group in (None, sockets):
+        dist.all_reduce(torch.ones(8), group=group)
+    pending = []
+    if rank == 1:
+        time.sleep(0.5)
+        raise ValueError("a bad batch")
+    for group in (None, sockets):
+        pending += [dist.all_reduce(torch.ones(8), group=group, async_op=True), dist.irecv(torch.ones(8), 1, group)]
+    if rank == 0:
+        for group in (None, sockets):
+            try:
+                dist.recv(torch.ones(8), 1, group=group, tag=3)
+            except RuntimeError as error:
+                print(error)
+"""
+
+
+def test_an_interpreter_ends_with_groups_that_were_never_destroyed(tmp_path: Path) -> None:
+    """One rank with an exception, one that waits for it, one that just ends; all in the middle of something."""
+    script = tmp_path / "never.py"
+    script.write_text(textwrap.dedent(NEVER_DESTROYED))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, str(script)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(store.port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    try:
+        said = [process.communicate(timeout=50) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 1, 0], said
+    lines = said[0][0].splitlines()
+    assert len(lines) == 2 and all("has left the group" in line or "a bad batch" in line for line in lines), said
+
+
+@root
+def test_the_store_dies_with_the_rank_that_has_it(lab: Lab) -> None:
+    fact = Fact()
+
+    def play(group: Group) -> Any:
+        outside = dist.distributed_c10d._get_default_store()
+        dist.destroy_process_group()
+        if group.rank == 0:
+            store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            outside.set("port", str(store.port))
+        else:
+            store = TCPStore(lab.hosts[0].address, int(outside.get("port")), is_master=False)
+        dist.init_process_group("shoal", store=store, rank=group.rank, world_size=group.size)
+        dist.barrier()
+        if group.rank == 0:
+            time.sleep(0.5)
+            fact.happens()
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if group.rank == 1:
+                dist.recv(torch.ones(3), 2)  # does not talk to rank 0 at all
+            dist.all_reduce(torch.ones(3))
+        except PeerLost as error:
+            seconds = fact.since()
+            dist.destroy_process_group()
+            return [str(error), seconds]
+        return ["nothing", 0.0]
+
+    with pytest.raises(RanksFailed) as failed:
+        ranks(3, play, places=[lab.hosts[0], lab.hosts[1], lab.hosts[2]])
+    assert set(failed.value.failures) == {0} and "code -9" in str(failed.value), failed.value.failures
+    for text, seconds in failed.value.results.values():
+        print(f"\nstore gone after {1000 * seconds:.0f} ms: {text}")
+        assert "lost rank 0 on r0h0: its process has ended" in text and seconds < GENEROUS_SECONDS
+
+
+def test_who_does_not_join_is_named() -> None:
+    with pytest.raises(PeerLost, match=r"rank 1 of 4 waited 0.2 s for ranks 0, 2, 3 to join the group"):
+        assemble(HashStore(), 1, 4, timedelta(seconds=0.2))
+
+
+@root
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("10.99.0.1", "rank 1 on r0h1 cannot listen on 10.99.0.1: Cannot assign requested address"),
+        ("127.0.0.1", "rank 0 on r0h0 (10.77.0.1) cannot reach rank 1 on r0h1 at 127.0.0.1: Connection refused"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_named(lab: Lab, address: str, sentence: str) -> None:
+    def play(group: Group) -> Any:
+        if group.rank == 1:
+            os.environ["SHOAL_ADDRESS"] = address
+        with pytest.raises(PeerLost) as raised:
+            dist.new_group()
+        return str(raised.value)
+
+    for text in ranks(2, play, places=lab.hosts[:2]):
+        assert text.startswith(sentence) and "fix: SHOAL_ADDRESS" in text
+
+
+def test_without_shared_memory_tensors_go_through_sockets_and_are_the_same() -> None:
+    def play(group: Group) -> Any:
+        said: list[str] = []
+        logging.getLogger("shoal.collectives").addHandler(Listener(said))
+        torch.manual_seed(group.rank)
+        own = torch.randn(100_000)
+        sums = [summed(own, None)]
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+        sums += [summed(own, dist.new_group()) for _ in range(2)]
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        if group.rank == 1:
+            arena.MOST_OF_FREE = 0.0
+        sums.append(summed(own, dist.new_group()))
+        alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
+        return [sums, said, torch.equal(summed(own, alone), own)]
+
+    found = ranks(3, play)
+    expected = found[0][0][0]
+    for sums, _, alone in found:
+        assert all(torch.equal(each, expected) for each in sums) and alone
+    notes = found[0][1]
+    assert len(notes) == 2 and not found[2][1], "each reason once, by the first rank of the host"
+    assert "through sockets" in notes[0] and "File too large" in notes[0] and "rank 0 on" in notes[0]
+    assert "rank 1 on" in notes[1] and "MB free" in notes[1]
+
+
+def summed(own: Tensor, group: Any) -> Tensor:
+    total = own.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class Listener(logging.Handler):
+    def __init__(self, said: list[str]) -> None:
+        super().__init__()
+        self.said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_supported_says_what_is() -> None:
+    def play(group: Group) -> Any:
+        said = []
+        calls: list[Callable[[], Any]] = [
+            lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND),
+            lambda: dist.all_reduce(torch.ones(3, dtype=torch.float8_e5m2)),
+            lambda: dist.broadcast(torch.empty(3, dtype=torch.bits8), 0),
+        ]
+        for call in calls:
+            with pytest.raises(CollectiveError) as raised:
+                call()
+            said.append(str(raised.value))
+        dist.barrier()  # nothing is broken by it
+        return said
+
+    band, eight, bits = ranks(2, play)[0]
+    assert band == "all_reduce has no band for float32; it has sum, avg, premul_sum, product, min, max"
+    assert "float8_e5m2" in eight and "cast" in eight
+    assert bits.startswith("broadcast does not move bits8; it moves uint8, int8,") and "bfloat16" in bits
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("SHOAL_ALGORITHM", "rng", "unknown algorithm 'rng'"),
+        ("SHOAL_COMPRESS", "int9", "int9"),
+        ("SHOAL_COMPRESS", "int8@planet", "planet"),
+        ("SHOAL_LINKS", "{1}", "SHOAL_LINKS is '{1}'"),
+        ("pg_options", "", "pg_options of the backend shoal are a shoal.collectives.traffic.Wish, not list"),
+    ],
+)
+def test_a_wrong_setting_on_one_rank_is_an_error_on_all(variable: str, value: str, sentence: str) -> None:
+    def play(group: Group) -> Any:
+        options = None
+        if group.rank == VICTIM:
+            if variable == "pg_options":
+                options = [1]
+            else:
+                os.environ[variable] = value
+        began = time.monotonic()
+        with pytest.raises(InputError) as raised:
+            dist.new_group(pg_options=options)
+        return [str(raised.value), time.monotonic() - began]
+
+    for rank, (text, seconds) in enumerate(ranks(3, play)):
+        assert sentence in text and seconds < GENEROUS_SECONDS
+        assert rank == VICTIM or text.startswith(f"rank {VICTIM} on {os.uname().nodename} cannot join the group: ")

@@ -4,6 +4,7 @@ Every collective has tags of its own, made from its number and from what it is: 
 read each other's bytes. They wait, and the watch finds out why.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from shoal.collectives.reduction import SUM, Reduction, Scratch
 from shoal.collectives.relay import Pool, Relay, Tally, pieces_of
 from shoal.collectives.traffic import Traffic
 from shoal.collectives.travel import Travel, places_of, travel
+from shoal.collectives.waiters import Waiters
 from shoal.collectives.watch import Watch
 from shoal.collectives.wires import open_wires
 from shoal.errors import CollectiveError, PeerLost
@@ -35,6 +37,7 @@ USERS_TAG_BITS, SIZE_BITS = 15, 14
 LARGE_TAGS = 1 << (USERS_TAG_BITS + SIZE_BITS)
 FIRST_TAG = 1 << 30  # above those of users' own messages
 TAG_BITS, TAGS_EACH = 16, 1 << 14
+WHOLE_BYTES = 1 << 16  # messages below this come whole or not at all
 BACKSTOP_SECONDS = 5.0  # after the deadline, which the watch keeps
 
 
@@ -43,8 +46,10 @@ class Letter:
 
     error: CollectiveError | None = None
 
-    def __init__(self, post: "Post", work: Any, peer: int, what: Operation | None = None, tag: int = 0) -> None:
-        self._post, self._work, self.source = post, work, peer
+    def __init__(
+        self, post: "Post", work: Any, peer: int, num_bytes: int, what: Operation | None = None, tag: int = 0
+    ) -> None:
+        self._post, self._work, self.source, self._num_bytes = post, work, peer, num_bytes
         self._what, self._tag = what, tag
         self.done = False
 
@@ -64,8 +69,15 @@ class Letter:
             raise
 
     def _await(self, limit: float) -> None:
+        work, timeout = self._work, timedelta(seconds=limit + BACKSTOP_SECONDS)
         try:
-            self._work.wait(timedelta(seconds=limit + BACKSTOP_SECONDS))
+            if self._num_bytes < WHOLE_BYTES:
+                work.wait(timeout)
+            elif not self._post.waiters.wait(lambda: work.wait(timeout)):
+                assert self._post.watching.error is not None
+                raise self._post.watching.error
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             raise self._post.lost(self.source, error) from None
         self.done = True
@@ -81,6 +93,7 @@ class Post:
         self.moved = 0  # letters that have arrived
         self.what, self.number = Operation("none"), 0  # the collective that the letters belong to
         self.watch: Watch | None = None
+        self.waiters = Waiters(lambda: self.watching.error is not None)
         local = mail.arena.members if mail is not None else []
         self._inside = {member.rank: place for place, member in enumerate(local)}
 
@@ -92,16 +105,18 @@ class Post:
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:
         if self.mail is not None and to in self._inside:
             return self.mail.send(tensor.view(torch.uint8), self._inside[to], tag, self.what, self.number)
-        return self.begin(lambda: self.gloo.send([tensor], to, tag), to)
+        return self.begin(lambda: self.gloo.send([tensor], to, tag), to, tensor.nbytes)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         if self.mail is not None and source in self._inside:
             return self.mail.receive(tensor.view(torch.uint8), self._inside[source], tag, self.what, self.number)
-        return self.begin(lambda: self.gloo.recv([tensor], source, tag), source)
+        return self.begin(lambda: self.gloo.recv([tensor], source, tag), source, tensor.nbytes)
 
-    def begin(self, start: Callable[[], Any], peer: int, what: Operation | None = None, tag: int = 0) -> Letter:
+    def begin(
+        self, start: Callable[[], Any], peer: int, num_bytes: int, what: Operation | None = None, tag: int = 0
+    ) -> Letter:
         try:
-            return Letter(self, start(), peer, what, tag)
+            return Letter(self, start(), peer, num_bytes, what, tag)
         except RuntimeError as error:
             raise self.lost(peer, error) from None
 
@@ -165,7 +180,7 @@ class Across:
         except CollectiveError as error:
             raise self.watch.fail(error) from None
         except BaseException as error:
-            self.watch.fail(stumbled(self.members[self.rank], what, self.sequence, error))
+            self.watch.fail(stumbled(self.members[self.rank], f"{what}, number {self.sequence}", error))
             raise
         self.watch.end()
         if self._arena is not None:
@@ -388,7 +403,7 @@ class Across:
     def send(self, flat: Tensor, to: int, tag: int, what: Operation) -> Letter:
         """Users' own messages all go through gloo: a receive from anyone must see those of every host."""
         kind = (tag, flat.numel())
-        letter = self.post.begin(lambda: self._gloo.send([flat], to, users_tag(*kind)), to, what, tag)
+        letter = self.post.begin(lambda: self._gloo.send([flat], to, users_tag(*kind)), to, flat.nbytes, what, tag)
         self._anyone.send(to, kind)
         return letter
 
@@ -396,7 +411,8 @@ class Across:
         kind = (tag, flat.numel())
 
         def begin(source: int) -> Letter:
-            return self.post.begin(lambda: self._gloo.recv([flat], source, users_tag(*kind)), source, what, tag)
+            start = functools.partial(self._gloo.recv, [flat], source, users_tag(*kind))
+            return self.post.begin(start, source, flat.nbytes, what, tag)
 
         if source != ANYONE:
             self._anyone.take(source, kind)
@@ -448,6 +464,7 @@ class Across:
             self._arena.leave()
         if self.post.mail is not None:
             self.post.mail.close()
+        self.post.waiters.close()
         self._gloo.shutdown()
 
 

@@ -13,7 +13,6 @@ becoming visible in the order in which they were made, which x86 promises; elsew
 """
 
 import contextlib
-import errno
 import mmap
 import os
 import platform
@@ -268,18 +267,18 @@ class Arena:
             self._states[self.rank][0] = LOST if isinstance(error, PeerLost) else REFUSED
 
     def abandon(self, error: BaseException) -> None:
-        """Something other than the collective itself went wrong in the midst of it: it cannot be taken up again."""
+        """A collective ended with an exception. Midway, it cannot be taken up again: the others are told."""
         if self._finished[self.rank][0] < self.sequence:
-            self.fail(stumbled(self.members[self.rank], read_record(self._record), self.sequence, error))
+            doing = f"{read_record(self._record)}, number {self.sequence}"
+            self.fail(stumbled(self.members[self.rank], doing, error))
 
     def lose(self, rank: int, error: OSError) -> None:
         """Another rank's memory cannot be reached in the middle of an operation."""
-        why = (
-            "its process has ended"
-            if error.errno == errno.ESRCH
-            else f"its memory cannot be reached ({error.strerror})"
-        )
         doing = f"{read_record(self._record)}, number {self.sequence}"
+        for _ in range(10):  # a process loses its memory some moments before it is known to have ended
+            self.look(lambda: [rank], time.monotonic(), doing)
+            time.sleep(0.01)
+        why = f"its memory cannot be reached ({error.strerror})"
         self.give_up(PeerLost(f"{self._lost(rank, doing)}: {why}{self._last(rank)}"))
 
     def note(self, what: Operation) -> None:

@@ -199,8 +199,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self.way.set_timeout((self._timeout if limit is None else limit).total_seconds())
 
     def _broke(self, error: BaseException) -> None:
-        if not isinstance(error, CollectiveError):
-            self.way.abandon(error)
+        self.way.abandon(error)
 
     def _set_sequence_number_for_group(self) -> None:
         return

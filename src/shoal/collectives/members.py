@@ -121,10 +121,10 @@ def passed_on(member: Member, text: str) -> str:
     return text if " gave up: " in text or text.startswith(str(member)) else f"{member} gave up: {text}"
 
 
-def stumbled(member: Member, what: object, number: int, error: BaseException) -> PeerLost:
+def stumbled(member: Member, doing: str, error: BaseException) -> PeerLost:
     """For the others: a rank left a collective in the middle, for a reason of its own."""
     told = f": {error}" if str(error) else ""
-    return PeerLost(f"{member} broke off {what}, number {number}: {type(error).__name__}{told}")
+    return PeerLost(f"{member} broke off {doing}: {type(error).__name__}{told}")
 
 
 def mates(members: Sequence[Member], rank: int) -> list[Member]:

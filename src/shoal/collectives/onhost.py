@@ -94,19 +94,19 @@ class OnHost:
             rows = self._rows(what, proof.row())
             processes = [member.process for member in self.arena.members]
             mine = all(proven(processes[each], rows[each]) for each in self.arena.others)
+            self.arena.end()
             self._reaches = all(row[0] for row in self._rows(what, [int(mine)]))  # also the end of the proof
+            self.arena.end()
         return self._reaches
 
     def _rows(self, what: Operation, row: list[int]) -> list[list[int]]:
-        """Everybody's few numbers."""
+        """Everybody's few numbers: the beginning of an operation, which `_meet` ends."""
         arena, count = self.arena, len(row)
         arena.begin(what)
         turn = arena.turn + 1
         arena.slot(self.rank, turn, torch.int64)[:count] = torch.tensor(row)
         arena.meet(arena.post(), compare=True)
-        rows = [arena.slot(each, turn, torch.int64)[:count].tolist() for each in range(self.size)]
-        arena.end()
-        return rows
+        return [arena.slot(each, turn, torch.int64)[:count].tolist() for each in range(self.size)]
 
     def _fetch(self, rank: int, address: int, into: Tensor) -> None:
         try:
@@ -122,6 +122,7 @@ class OnHost:
 
     def _meet(self) -> None:
         self.arena.meet(self.arena.post())
+        self.arena.end()
 
     def _add_where_it_lies(
         self,

@@ -12,7 +12,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
-import msgspec
 from msgspec import structs
 from torch import Tensor
 from torch._C._distributed_c10d import Store
@@ -75,7 +74,7 @@ class Way(Protocol):
     def set_timeout(self, seconds: float) -> None: ...
 
     def abandon(self, error: BaseException) -> None:
-        """A collective was broken off by something that is no failure of its own."""
+        """A collective ended with an exception: sees to it that the others hear of it."""
         ...
 
     def depart(self, cause: CollectiveError) -> None:
@@ -140,9 +139,6 @@ def _read_wish(wish: Any) -> tuple[Wish, ShoalError | None]:
         Traffic.of(wish)
     except ShoalError as error:
         return Wish(), error
-    except msgspec.MsgspecError as error:
-        fix = 'SHOAL_LINKS as {"host": [seconds, bytes per second], "rack": ...}'
-        return Wish(), InputError(f"SHOAL_LINKS cannot be read: {error}", fix=fix)
     return wish, None
 
 

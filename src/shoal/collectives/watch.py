@@ -9,6 +9,7 @@ import selectors
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
@@ -19,11 +20,14 @@ from shoal.errors import CollectiveError, PeerLost
 
 TICK_SECONDS = 0.1
 LONG_SECONDS = 0.3  # a wait that is worth a look around
-BEAT_SECONDS = 1.0  # between notes while all goes well
+ENDED_SECONDS = 0.15  # for what a rank still sent before it ended to come in
+NEWS_SECONDS = 0.4  # between notes while all goes well
+BEAT_SECONDS = 1.0  # between notes that say nothing new
 PATIENCE_SECONDS = 0.6  # for a better account of why a connection was closed
 SILENT_SECONDS = 2.5 * BEAT_SECONDS  # not heard of for that long: stopped, or cut off
 GOODBYE_SECONDS = 0.3  # for last words to get out
-KEPT = 8  # collectives whose records are remembered
+KEPT = 4  # collectives whose records a rank tells
+HISTORY = 1 << 13  # collectives that it remembers: more than there can be in the time that a note needs
 
 
 class _Doing:
@@ -60,7 +64,9 @@ class Watch:
         self._collective = _Doing(Operation("none"))
         self._collective.finished = True
         self._messages: list[_Doing] = []
-        self._records: tuple[tuple[int, bytes], ...] = ()
+        self._history = [(0, b"", 0)] * HISTORY  # of collectives: number, record, chain
+        self._chain = 0
+        self._compared = {peer: wire.note for peer, wire in wires.items()}
         self._told: tuple[object, ...] = ()
         self._told_at = 0.0
         self._guard = threading.Lock()  # of the wires, and of the first error
@@ -74,7 +80,8 @@ class Watch:
     def begin(self, what: Operation, number: int) -> None:
         if self.error is not None:
             raise self.error
-        self._records = (*self._records[1 - KEPT :], (number, what.record))
+        self._chain = zlib.crc32(what.record, self._chain)
+        self._history[number % HISTORY] = (number, what.record, self._chain)
         self._collective = _Doing(what, number)
 
     def end(self) -> None:
@@ -188,10 +195,39 @@ class Watch:
                 wire.note = words
         return rest
 
+    def _records(self, last: int) -> tuple[tuple[int, bytes], ...]:
+        found = (self._history[number % HISTORY] for number in range(max(1, last + 1 - KEPT), last + 1))
+        return tuple((number, record) for number, record, _ in found)
+
+    def _compare(self, peer: int, note: Note) -> CollectiveError | None:
+        """Whether a rank did what this one did. One whose part of a collective needed nobody's may be past it."""
+        mine = self._history[note.sequence % HISTORY]
+        if not note.sequence or mine[0] != note.sequence or mine[2] == note.chain:
+            return None
+        own = dict(self._records(note.sequence))
+        for number, record in note.records:
+            if own.get(number, record) != record:
+                return self._different(number, own[number], peer, record)
+        before = note.records[0][0] if note.records else note.sequence
+        return CollectiveError(
+            f"{self.members[self.rank]} and {self.members[peer]} did different things before number {before}"
+        )
+
+    def _different(self, number: int, own: bytes, peer: int, theirs: bytes) -> CollectiveError:
+        return CollectiveError(
+            f"the ranks are not doing the same thing in number {number}:"
+            f" {self.members[self.rank]} does {read_record(own)}, {self.members[peer]} does {read_record(theirs)}"
+        )
+
     def _heard(self) -> CollectiveError | None:
         if self.error is not None:
             return None
         for peer, wire in self._wires.items():
+            if wire.note is not self._compared[peer]:
+                self._compared[peer] = wire.note
+                found = self._compare(peer, wire.note)
+                if found is not None:
+                    return found
             if wire.note.failed:
                 told = passed_on(self.members[peer], wire.note.failed)
                 return PeerLost(told) if wire.note.lost else CollectiveError(told)
@@ -220,14 +256,11 @@ class Watch:
             note = wire.note
             theirs = dict(note.records).get(doing.number)
             if theirs is not None and theirs != doing.what.record:
-                return CollectiveError(
-                    f"the ranks are not doing the same thing in number {doing.number}:"
-                    f" {self.members[self.rank]} does {doing.what}, {self.members[peer]} does {read_record(theirs)}"
-                )
+                return self._different(doing.number, doing.what.record, peer, theirs)
             if note.left:  # one that has done its part may go; one that has not is missed
                 if note.sequence < doing.number or (note.sequence == doing.number and not note.finished):
                     return self._lost(doing, peer, "it has left the group")
-            elif wire.ended_at is not None and now - max(wire.ended_at, doing.since) > LONG_SECONDS:
+            elif wire.ended_at is not None and now - max(wire.ended_at, doing.since) > ENDED_SECONDS:
                 return self._lost(doing, peer, "its process has ended")
         if now - doing.moved_at > self.limit:
             return self._late(doing, now)
@@ -241,7 +274,7 @@ class Watch:
             wire = self._wires.get(peer)
             if wire is None:
                 continue
-            over = wire.ended_at is not None and now - max(wire.ended_at, doing.since) > LONG_SECONDS
+            over = wire.ended_at is not None and now - max(wire.ended_at, doing.since) > ENDED_SECONDS
             if over and (one >= 0 or not wire.note.left):
                 return self._lost(doing, peer, self._end_of(peer))
             if one >= 0 and self._do_not_fit(doing, wire.note):
@@ -250,7 +283,7 @@ class Watch:
                     f" and {self.members[peer]} in {read_record(wire.note.message)}: they do not fit each other"
                 )
         ended = [wire.ended_at for wire in self._wires.values() if wire.ended_at is not None]
-        if one < 0 and len(ended) == len(self._wires) and now - max(*ended, doing.since) > LONG_SECONDS:
+        if one < 0 and len(ended) == len(self._wires) and now - max(*ended, doing.since) > ENDED_SECONDS:
             last = max(self._wires, key=lambda peer: self._wires[peer].ended_at or 0.0)
             return self._lost(doing, last, "it has left the group, as the last one that could have sent")
         limit = self.limit if doing.limit is None else doing.limit
@@ -297,7 +330,8 @@ class Watch:
         return Note(
             sequence=doing.number,
             finished=doing.finished,
-            records=self._records,
+            records=self._records(doing.number),
+            chain=self._history[doing.number % HISTORY][2],
             message=messages[0].what.record if messages else b"",
             tag=messages[0].tag if messages else 0,
             left=left,
@@ -314,7 +348,8 @@ class Watch:
         doing, messages = self._collective, list(self._messages)
         waits = [each for each in (doing, *messages) if not each.finished and now - each.since > LONG_SECONDS]
         state = (doing, doing.finished, *messages)
-        if now - self._told_at > BEAT_SECONDS or (waits and state != self._told):
+        silence, news = now - self._told_at, state != self._told
+        if silence > BEAT_SECONDS or (news and (waits or silence > NEWS_SECONDS)):
             self._told, self._told_at = state, now
             note = self._note()
             for wire in self._wires.values():

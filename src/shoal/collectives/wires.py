@@ -58,6 +58,7 @@ class Note(msgspec.Struct, array_like=True, frozen=True, kw_only=True, tag=True)
     sequence: int = 0
     finished: bool = True
     records: tuple[tuple[int, bytes], ...] = ()  # its last collectives, by number
+    chain: int = 0  # a sum of all of its collectives' records: equal where all did the same
     message: bytes = b""  # one that it waits for: the operation's record
     tag: int = 0
     left: bool = False
