@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.collectives import arena
 from shoal.collectives.arena import map_segment, new_segment
-from shoal.collectives.group import Group
+from shoal.collectives.group import Alone, Done, Group, Pending
 from shoal.partition.lanes import deal, fold, subtrees
 from shoal.strategies.buckets import pack
 from shoal.strategies.exchange import Exchange, Shared, Wire, open_exchange
@@ -107,6 +107,26 @@ def test_sums_are_made_in_the_room_for_them_and_fill_nothing_else() -> None:
         return [total.data_ptr() == room[0].data_ptr(), nothing is None, bool((total == 3.0).all())]
 
     assert ranks(2, work) == [[True] * 3] * 2
+
+
+def test_what_a_compressor_leaves_between_tensors_is_not_added_again() -> None:
+    seen = []
+
+    class Leaky(Alone):
+        """A merge whose result has something between the tensors, as that of a lossy code has."""
+
+        def merge(self, lanes: int, deal: Any, parts: Any, key: Any = None) -> Pending:
+            (flat,) = parts.values()
+            seen.append(flat.clone())
+            return Done(flat.fill_(5.0))
+
+    exchange = Wire(Leaky(), 1, pack([(0, torch.zeros(3)), (1, torch.zeros(20))]), 2)
+    for _ in range(2):
+        exchange.offer({(0, 1): [torch.ones(3), torch.ones(20)]}, [(0, 1)])
+        exchange.take([[True, True]])
+    first, second = seen
+    assert torch.equal(first, second)
+    assert float(second.sum()) == 23
 
 
 def shared_bytes(group: Group) -> list[int]:

@@ -6,6 +6,7 @@ the bit, so "absent" needs no code of its own in the merge.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,6 +42,13 @@ class Bucket:
     @property
     def num_bytes(self) -> int:
         return self.length * self.dtype.itemsize
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """What lies between its tensors and belongs to none of them."""
+        ends = [slot.offset + slot.like.numel() for slot in self.slots]
+        starts = [*(slot.offset for slot in self.slots[1:]), self.length]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def holds(self, present: Sequence[bool]) -> bool:
         """Whether any of its tensors is there."""

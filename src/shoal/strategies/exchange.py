@@ -92,6 +92,11 @@ class Wire:
                     self._flats[number, place] = torch.zeros(bucket.length, dtype=bucket.dtype)
                 flats[span] = self._flats[number, place]
                 bucket.fill(bucket.views(flats[span]), values)
+                for (
+                    start,
+                    stop,
+                ) in bucket.gaps:  # a compressor leaks into them, and what stays there would be added again
+                    flats[span][start:stop].zero_()
             # The next bucket is packed while this one travels.
             key = number if number < self.lossy else None
             under_way.append((bucket, self.group.merge(self.lanes, self.deal, flats, key)))
