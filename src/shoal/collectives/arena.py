@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -246,8 +247,23 @@ class Arena:
         limit = self.timeout if timeout is None else timeout
         if time.monotonic() - since > limit:
             rest = "".join(f", nor of rank {self.members[rank].rank}" for rank in absent[1:] if not any_of_them)
-            text = f"{self._lost(absent[0], doing)}: no sign of it for {limit:g} s{rest}{self._last(absent[0])}"
-            self.give_up(PeerLost(text))
+            chain = self._chain_of(absent[0])
+            links = "".join(f"rank {here} waits for rank {there}, " for here, there in pairwise(chain))
+            fact = f"{links}no sign of it for {limit:g} s{rest}{self._last(chain[-1])}"
+            self.give_up(PeerLost(f"{self._lost(chain[-1], doing)}: {fact}"))
+
+    def _chain_of(self, rank: int) -> list[int]:
+        """A rank, the one whose message it waits for, and so on to one that waits for nobody."""
+        chain = [rank]
+        while (message := self._waits_in(chain[-1])).name != "none":
+            if message.peer in chain or message.peer not in self.others:
+                break
+            chain.append(message.peer)
+        return chain
+
+    def _waits_in(self, rank: int) -> Operation:
+        """The message that a rank waits for."""
+        return read_record(bytes(self._control[rank][MESSAGE : MESSAGE + RECORD_BYTES]))
 
     def give_up(self, error: CollectiveError) -> None:
         self.fail(error)
@@ -302,7 +318,7 @@ class Arena:
             (sequence,) = _NUMBER.unpack(control[at : at + 8])
             records.append((sequence, bytes(control[at + 8 : at + 8 + RECORD_BYTES])))
         sequence, record = max(records)
-        message = read_record(bytes(control[MESSAGE : MESSAGE + RECORD_BYTES]))
+        message = self._waits_in(rank)
         waiting = f"; it was waiting in {message}" if message.name != "none" else ""
         if not sequence:
             return waiting or "; it had done nothing in this group yet"

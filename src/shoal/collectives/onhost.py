@@ -14,7 +14,7 @@ from shoal.collectives.arena import SLOT_BYTES, Arena
 from shoal.collectives.mail import Mail, Parcel
 from shoal.collectives.members import Member
 from shoal.collectives.operation import Operation
-from shoal.collectives.reach import Proof, proven, read, write
+from shoal.collectives.reach import Proof, proven, read
 from shoal.collectives.reduction import SUM, Reduction, Scratch, fold_pieces
 from shoal.errors import CollectiveError
 from shoal.partition.lanes import Span, subtrees
@@ -84,13 +84,12 @@ class OnHost:
 
     # -- reading where it lies ----------------------------------------------------------------------------------------
 
-    def _reach(self, num_bytes: int) -> bool:
+    def _reach(self, num_bytes: int, what: Operation) -> bool:
         """Whether tensors of this size (the same on all ranks) are read from their owners' memory."""
         if num_bytes < REACH_BYTES or self.size == 1:
             return False
         if self._reaches is None:
             proof = Proof()
-            what = Operation("barrier")
             rows = self._rows(what, proof.row())
             processes = [member.process for member in self.arena.members]
             mine = all(proven(processes[each], rows[each]) for each in self.arena.others)
@@ -114,29 +113,12 @@ class OnHost:
         except OSError as error:
             self.arena.lose(rank, error)
 
-    def _give(self, rank: int, address: int, source: Tensor) -> None:
-        try:
-            write(self.arena.members[rank].process, address, source)
-        except OSError as error:
-            self.arena.lose(rank, error)
-
     def _meet(self) -> None:
         self.arena.meet(self.arena.post())
         self.arena.end()
 
-    def _add_where_it_lies(
-        self,
-        own: Tensor,
-        addresses: Sequence[int],
-        how: Reduction,
-        out: Tensor | None = None,
-        receivers: Sequence[int] = (),
-    ) -> None:
-        """Everybody's tensors of one length, each at its address, combined a cache-sized piece at a time.
-
-        The sum goes to `out`, if it is given, and over the tensors of the receivers: what was just read is still in
-        cache when it is written.
-        """
+    def _add_where_it_lies(self, own: Tensor, addresses: Sequence[int], out: Tensor, how: Reduction) -> None:
+        """Everybody's tensors of one length, each at its address, combined a cache-sized piece at a time."""
         itemsize = own.element_size()
         step = REACH_PIECE_BYTES // itemsize
         for start in range(0, own.numel(), step):
@@ -149,20 +131,21 @@ class OnHost:
                     room = self.scratch.like(piece, 100 + each)
                     self._fetch(each, addresses[each] + start * itemsize, room)
                     parts.append(room)
-            total = self.scratch.like(piece, 100 + self.rank) if out is None else out[start : start + step]
-            how.fold(parts, total, self.scratch)
-            for each in receivers:
-                self._give(each, addresses[each] + start * itemsize, total)
+            how.fold(parts, out[start : start + step], self.scratch)
 
     def _share_where_it_lies(self, flat: Tensor, how: Reduction, what: Operation, root: int | None) -> None:
-        """Each rank adds up one share, and writes the sum to all, or to the root."""
+        """Each rank adds up one share in its own memory; then all, or the root, fetch the others' shares."""
         itemsize = flat.element_size()
-        start, stop = share_of(flat.numel(), self.rank, self.size, max(1, ALIGN // itemsize))
-        addresses = [row[0] + start * itemsize for row in self._rows(what, [flat.data_ptr()])]
+        addresses = [row[0] for row in self._rows(what, [flat.data_ptr()])]
+        shares = [share_of(flat.numel(), each, self.size, max(1, ALIGN // itemsize)) for each in range(self.size)]
+        start, stop = shares[self.rank]
         own = flat[start:stop]
-        keep = root is None or root == self.rank
-        receivers = self.arena.others if root is None else [each for each in self.arena.others if each == root]
-        self._add_where_it_lies(own, addresses, how, own if keep else None, receivers)
+        self._add_where_it_lies(own, [address + start * itemsize for address in addresses], own, how)
+        self.arena.meet(self.arena.post())
+        if root is None or root == self.rank:
+            for each in self.arena.others:
+                start, stop = shares[each]
+                self._fetch(each, addresses[each] + start * itemsize, flat[start:stop])
         self._meet()
 
     # -- reductions -----------------------------------------------------------------------------------------------
@@ -172,7 +155,7 @@ class OnHost:
         work = flat if how.plain else how.before(flat)
         if work.nbytes < SPREAD_BYTES:
             self._at_once(work, how, what)
-        elif self._reach(work.nbytes):
+        elif self._reach(work.nbytes, what):
             self._share_where_it_lies(work, how, what, None)
         elif self.size > 2:
             self._spread(work, how, what, everybody=True)
@@ -202,8 +185,9 @@ class OnHost:
         """Like all_reduce, but only the root's tensor changes."""
         mine = self.rank == root
         work = how.before(flat)
-        if self._reach(work.nbytes):
-            self._share_where_it_lies(work, how, what, root)
+        if self._reach(work.nbytes, what):
+            kept = not mine and work.data_ptr() == flat.data_ptr()
+            self._share_where_it_lies(work.clone() if kept else work, how, what, root)  # shares are made in place
         elif self.size > 2 and work.nbytes >= SPREAD_BYTES:
             self._spread(work, how, what, everybody=False, root=root)
         else:
@@ -280,9 +264,9 @@ class OnHost:
         step = SLOT_BYTES // dtype.itemsize // self.size // align * align
         target = output if how.dtype is None else output.view(how.dtype)
         longest = max(each.numel() for each in work)
-        if self._reach(longest * dtype.itemsize * self.size):
+        if self._reach(longest * dtype.itemsize * self.size, what):
             table = self._rows(what, [each.data_ptr() for each in work])
-            self._add_where_it_lies(work[rank], [row[rank] for row in table], how, target)
+            self._add_where_it_lies(work[rank], [row[rank] for row in table], target, how)
             how.after(target, self.size)
             return self._meet()
 
@@ -363,7 +347,7 @@ class OnHost:
 
     def broadcast(self, flat: Tensor, root: int, what: Operation) -> None:
         arena, rank = self.arena, self.rank
-        if self._reach(flat.nbytes):
+        if self._reach(flat.nbytes, what):
             address = self._rows(what, [flat.data_ptr()])[root][0]
             if rank != root:
                 self._fetch(root, address, flat)
@@ -394,7 +378,7 @@ class OnHost:
         targets = [_split(output) for output in outputs] if outputs is not None else []
         if outputs is not None and outputs[rank].data_ptr() != source.data_ptr():
             outputs[rank].copy_(source)
-        if self._reach(source.nbytes):
+        if self._reach(source.nbytes, what):
             addresses = [row[0] for row in self._rows(what, [source.data_ptr()])]
             if outputs is not None:
                 for each in arena.others:
@@ -420,7 +404,7 @@ class OnHost:
         length = output.numel()
         if sources is not None and output.data_ptr() != sources[rank].data_ptr():
             output.copy_(sources[rank])
-        if self._reach(output.nbytes):
+        if self._reach(output.nbytes, what):
             row = [each.data_ptr() for each in sources] if sources is not None else [0] * self.size
             addresses = self._rows(what, row)[root]
             if rank != root:
@@ -456,7 +440,7 @@ class OnHost:
             outputs[rank].copy_(inputs[rank])
         step = SLOT_BYTES // size // ALIGN * ALIGN
         longest = max(max(line[:size]) for line in lines)
-        if self._reach(longest):
+        if self._reach(longest, what):
             places = self._rows(what, [each.data_ptr() for each in inputs])
             for each in arena.others:
                 self._fetch(each, places[each][rank], outputs[each])

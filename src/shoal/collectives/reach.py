@@ -1,13 +1,15 @@
-"""Reads and writes another process's memory directly, where the system lets us: one copy instead of two through a slot.
+"""Reads another process's memory directly, where the system lets us: one copy instead of two through a slot.
 
 Linux allows it between processes of one user unless a debugger policy (Yama, a container's seccomp) forbids it. Asked
 once per group, by trying; where anybody may not, everything goes through slots as before.
+
+Only reads. Writing would be faster still, but a process that was stopped past the deadline and wakes up would write
+into the memory of ranks that have long given up on it.
 """
 
 import ctypes
 import os
 import secrets
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,20 +26,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def read(process: int, address: int, into: Tensor) -> None:
     """Fills a flat contiguous tensor from another process's memory. OSError where it is gone or closed to us."""
-    _move(_libc.process_vm_readv, process, address, into)
-
-
-def write(process: int, address: int, source: Tensor) -> None:
-    """Copies a flat contiguous tensor into another process's memory."""
-    _move(_libc.process_vm_writev, process, address, source)
-
-
-def _move(call: Any, process: int, address: int, flat: Tensor) -> None:
-    done, total, own = 0, flat.nbytes, flat.data_ptr()
+    done, total, own = 0, into.nbytes, into.data_ptr()
     while done < total:
         count = min(MOST_BYTES, total - done)
         here, there = _Piece(own + done, count), _Piece(address + done, count)
-        moved = call(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        moved = _libc.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if moved <= 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 
 from shoal.collectives.members import Member, passed_on
 from shoal.collectives.operation import Operation, read_record
@@ -26,7 +27,7 @@ BEAT_SECONDS = 1.0  # between notes that say nothing new
 PATIENCE_SECONDS = 0.6  # for a better account of why a connection was closed
 SILENT_SECONDS = 2.5 * BEAT_SECONDS  # not heard of for that long: stopped, or cut off
 GOODBYE_SECONDS = 0.3  # for last words to get out
-KEPT = 4  # collectives whose records a rank tells
+KEPT = 8  # collectives whose records a rank tells
 HISTORY = 1 << 13  # collectives that it remembers: more than there can be in the time that a note needs
 
 
@@ -162,28 +163,33 @@ class Watch:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._bell, selectors.EVENT_READ)
-            for wire in self._wires.values():
-                selector.register(wire.socket, selectors.EVENT_READ, wire)
-            while not self._closed:
-                for key, _ in selector.select(TICK_SECONDS):
-                    if key.data is not None:
-                        with self._guard:
-                            rest = self._listen(key.data)
-                        for words in rest:
-                            self.hear(key.data.peer, words)
-                        if key.data.ended_at is not None:
-                            selector.unregister(key.fileobj)
-                heard = self._heard()
-                if heard is not None:
-                    self.fail(heard)
-                elif self.error is None:
-                    found = self._look()
-                    if found is not None:
-                        self.fail(found)
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._bell, selectors.EVENT_READ)
+                for wire in self._wires.values():
+                    selector.register(wire.socket, selectors.EVENT_READ, wire)
+                while not self._closed:
+                    self._turn(selector)
+        except Exception as error:  # nobody would notice anything any more
+            self.fail(CollectiveError(f"{self.members[self.rank]} cannot watch the others: {error!r}"))
+            raise
+
+    def _turn(self, selector: selectors.BaseSelector) -> None:
+        for key, _ in selector.select(TICK_SECONDS):
+            wire = key.data
+            if wire is not None:
                 with self._guard:
-                    self._tell()
+                    rest = self._listen(wire)
+                for words in rest:
+                    self.hear(wire.peer, words)
+                if wire.ended_at is not None:
+                    selector.unregister(key.fileobj)
+        if self.error is None:
+            found = self._heard() or self._look()
+            if found is not None:
+                self.fail(found)
+        with self._guard:
+            self._tell()
 
     def _listen(self, wire: Wire) -> list[Asked | Sent]:
         """Takes notes in; what is not one is for somebody else."""
@@ -220,8 +226,6 @@ class Watch:
         )
 
     def _heard(self) -> CollectiveError | None:
-        if self.error is not None:
-            return None
         for peer, wire in self._wires.items():
             if wire.note is not self._compared[peer]:
                 self._compared[peer] = wire.note
@@ -290,8 +294,21 @@ class Watch:
         if now - doing.since > limit:
             if one < 0:  # whoever has been silent for longest is the one to ask about
                 one = min(self._wires, key=lambda peer: self._wires[peer].heard_at)
-            return self._lost(doing, one, f"nothing came of it for {limit:g} s, and {self._heard_of(one, now)}")
+            chain = self._chain_of(one)
+            links = "".join(f"rank {here} waits for rank {there}, " for here, there in pairwise(chain))
+            fact = f"{links}nothing came of it for {limit:g} s, and {self._heard_of(chain[-1], now)}"
+            return self._lost(doing, chain[-1], fact)
         return None
+
+    def _chain_of(self, peer: int) -> list[int]:
+        """A rank, the one whose message it waits for, and so on to one that waits for nobody."""
+        chain = [peer]
+        while (note := self._wires[chain[-1]].note).message:
+            after = read_record(note.message).peer
+            if after in chain or after not in self._wires:
+                break
+            chain.append(after)
+        return chain
 
     def _heard_of(self, peer: int, now: float) -> str:
         return f"it was last heard of {now - self._wires[peer].heard_at:.1f} s ago"
