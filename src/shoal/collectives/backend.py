@@ -21,13 +21,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.collectives.arguments import (
+    Flat,
+    as_bytes,
+    check_same,
+    flatten,
+    listed,
+    moved,
+    read_op,
+    read_root,
+    read_row,
+    reduced,
+)
 from shoal.collectives.line import Line, Work
 from shoal.collectives.mail import ANYONE
 from shoal.collectives.members import Member, fresh
-from shoal.collectives.operation import DTYPES, Operation
-from shoal.collectives.reduction import read_reduction
+from shoal.collectives.operation import Operation
 from shoal.collectives.team import Message, Way, assemble
 from shoal.collectives.traffic import Wish
+from shoal.collectives.works import MessageWork, Several
 from shoal.errors import CallError, CollectiveError, PeerLost
 from shoal.partition.lanes import Span
 
@@ -244,7 +256,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     # -- reductions -----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        tensors, op = _listed(tensors), _op(opts)
+        tensors, op = listed(tensors), read_op(opts)
         if not tensors:
             raise CallError("all_reduce requires non-empty tensor list, and was given none")
         if not tensors[0].is_cpu:
@@ -254,14 +266,14 @@ class ShoalProcessGroup(dist.ProcessGroup):
             key = (getattr(op, "op", op), tensor.dtype, tensor.shape)
             plan = self._plans.get(key)
             if plan is None:
-                plan = _reduced("all_reduce", tensor, op)
+                plan = reduced("all_reduce", tensor, op)
                 if plan[1].factor is None:
                     self._plans[key] = plan
             what, how = plan
             return self._issue(lambda: self._all_reduce(tensor, how, what), tensors, opts)
         # Several: all of them, of all ranks, become one sum.
-        _same("all_reduce", "a tensor", tensors, "another", tensors)
-        what, how = _reduced("all_reduce", tensors[0], op)
+        check_same("all_reduce", "a tensor", tensors, "another", tensors)
+        what, how = reduced("all_reduce", tensors[0], op)
         if tensors[0].is_sparse and how.name != "sum":
             raise CollectiveError(f"unsupported reduction operation: sparse tensors have no {how.name}; they have sum")
 
@@ -278,7 +290,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return self._issue(action, tensors, opts)
 
     def _all_reduce(self, tensor: Tensor, how: Any, what: Operation) -> None:
-        flat = _flat(tensor)
+        flat = flatten(tensor)
         self.way.all_reduce(flat, how, what)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view(tensor.shape))
@@ -290,7 +302,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         counts = torch.empty(self._size, dtype=torch.int64)
         what = Operation("all_gather", torch.int64, 1)
         count = torch.tensor([own._nnz()])
-        self.way.all_gather(list(counts.view(self._size, 1).view(torch.uint8).unbind(0)), _bytes(count), what)
+        self.way.all_gather(list(counts.view(self._size, 1).view(torch.uint8).unbind(0)), as_bytes(count), what)
         most = int(counts.max())
         indices = torch.zeros(own.sparse_dim(), most, dtype=torch.int64)
         indices[:, : own._nnz()] = own.indices()
@@ -300,7 +312,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         all_values = [torch.empty_like(values) for _ in range(self._size)]
         for outputs, source in ((all_indices, indices), (all_values, values)):
             what = Operation("all_gather", source.dtype, source.numel(), tuple(source.shape))
-            self.way.all_gather([_bytes(output) for output in outputs], _bytes(source), what)
+            self.way.all_gather([as_bytes(output) for output in outputs], as_bytes(source), what)
         for rank in range(self._size):
             length = int(counts[rank])
             parts[rank] = torch.sparse_coo_tensor(
@@ -312,7 +324,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     @_devices
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Each of them for itself, one after the other."""
-        op = _op(opts)
+        op = read_op(opts)
         if not tensors:
             raise CallError("all_reduce requires non-empty tensor list, and was given none")
         if any(tensor.is_sparse for tensor in tensors):
@@ -321,7 +333,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
             )
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise CallError("all_reduce of several: tensors must all have the same type")
-        plans = [(tensor, *_reduced("all_reduce", tensor, op)) for tensor in tensors]
+        plans = [(tensor, *reduced("all_reduce", tensor, op)) for tensor in tensors]
 
         def action() -> None:
             for tensor, what, how in plans:
@@ -331,14 +343,14 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     @_devices
     def reduce(self, tensors: Any, opts: Any = None, op: Any = dist.ReduceOp.SUM, root: int = 0) -> Work:
-        tensors = _listed(tensors)
-        root = _root(opts, root)
+        tensors = listed(tensors)
+        root = read_root(opts, root)
         self._check_rank(root, "reduce")
         (tensor,) = tensors
-        what, how = _reduced("reduce", tensor, getattr(opts, "reduceOp", op), root)
+        what, how = reduced("reduce", tensor, getattr(opts, "reduceOp", op), root)
 
         def action() -> None:
-            with _Flat(tensor, write=self._rank == root) as flat:
+            with Flat(tensor, write=self._rank == root) as flat:
                 self.way.reduce(flat, root, how, what)
 
         return self._issue(action, tensors, opts)
@@ -347,7 +359,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        op = _op(opts)
+        op = read_op(opts)
 
         def action() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
@@ -355,20 +367,20 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
         for output, parts in zip(outputs, inputs, strict=True):
             self._check_scattered(output, parts)
-            _reduced("reduce_scatter", output, op)
+            reduced("reduce_scatter", output, op)
         return self._issue(action, outputs, opts)
 
     def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any) -> None:
-        _, how = _reduced("reduce_scatter", output, op)
+        _, how = reduced("reduce_scatter", output, op)
         what = Operation("reduce_scatter", output.dtype, sum(part.numel() for part in parts), (), how.name)
-        with _Flat(output, write=True) as flat:
-            self.way.reduce_scatter([_flat(part) for part in parts], flat, how, what)
+        with Flat(output, write=True) as flat:
+            self.way.reduce_scatter([flatten(part) for part in parts], flat, how, what)
 
     def _check_scattered(self, output: Tensor, parts: Sequence[Tensor]) -> None:
         if len(parts) != self._size:
             raise CallError(f"reduce_scatter needs an input for each of {self._size} ranks, and was given {len(parts)}")
-        _same("reduce_scatter", "the output", [output], "this rank's input", [parts[self._rank]])
-        _same("reduce_scatter", "the output", [output], "an input", parts, counts=False)
+        check_same("reduce_scatter", "the output", [output], "this rank's input", [parts[self._rank]])
+        check_same("reduce_scatter", "the output", [output], "an input", parts, counts=False)
 
     @_devices
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
@@ -380,19 +392,21 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], sources: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        op = _op(opts)
+        op = read_op(opts)
         for output, source in zip(outputs, sources, strict=True):
             if output.numel() * self._size != source.numel():
                 raise CallError(
                     f"reduce_scatter of {self._size} ranks: the input has {source.numel()} elements,"
                     f" and the output {output.numel()}; the input must be {self._size} times the output"
                 )
-            _same("reduce_scatter", "the output", [output], "the input", [source], counts=False)
-            _reduced("reduce_scatter", output, op)
+            check_same("reduce_scatter", "the output", [output], "the input", [source], counts=False)
+            reduced("reduce_scatter", output, op)
 
         def action() -> None:
             for output, source in zip(outputs, sources, strict=True):
-                parts = _flat(source).view(self._size, -1).unbind(0) if source.numel() else [_flat(source)] * self._size
+                parts = (
+                    flatten(source).view(self._size, -1).unbind(0) if source.numel() else [flatten(source)] * self._size
+                )
                 self._reduce_scatter(output, parts, op)
 
         return self._issue(action, list(outputs), opts)
@@ -415,28 +429,28 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     def prefix_sum(self, tensor: Tensor, exclusive: bool = False) -> Tensor:
         """What an all-reduce of the ranks up to this one would give; `exclusive`: of the ranks below it."""
-        what, how = _reduced("prefix_sum", tensor, dist.ReduceOp.SUM)
+        what, how = reduced("prefix_sum", tensor, dist.ReduceOp.SUM)
         found: list[Tensor] = []
-        self.in_turn(lambda: found.append(self.way.prefix_sum(_flat(tensor), how, what, exclusive)))
+        self.in_turn(lambda: found.append(self.way.prefix_sum(flatten(tensor), how, what, exclusive)))
         return found[0].view(tensor.shape)
 
     # -- moves ----------------------------------------------------------------------------------------------------
 
     @_devices
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> Work:
-        tensors = _listed(tensors)
-        root = _root(opts, root)
+        tensors = listed(tensors)
+        root = read_root(opts, root)
         self._check_rank(root, "broadcast")
         first = getattr(opts, "rootTensor", 0)
         if not 0 <= first < len(tensors):
             raise CallError(f"broadcast: invalid root tensor: there is no number {first} among {len(tensors)}")
-        _same("broadcast", "a tensor", tensors, "another", tensors)
+        check_same("broadcast", "a tensor", tensors, "another", tensors)
         chosen = tensors[first]
-        what = _moved("broadcast", chosen, root)
+        what = moved("broadcast", chosen, root)
 
         def action() -> None:
-            with _Flat(chosen, write=self._rank != root) as flat:
-                self.way.broadcast(_bytes(flat), root, what)
+            with Flat(chosen, write=self._rank != root) as flat:
+                self.way.broadcast(as_bytes(flat), root, what)
             for tensor in tensors:
                 if tensor is not chosen:
                     tensor.detach().copy_(chosen)
@@ -474,13 +488,13 @@ class ShoalProcessGroup(dist.ProcessGroup):
         for row, source in zip(outputs, inputs, strict=True):
             if len(row) != self._size:
                 raise CallError(f"all_gather needs an output for each of {self._size} ranks, and was given {len(row)}")
-            _same("all_gather", "the input", [source], "an output", row)
+            check_same("all_gather", "the input", [source], "an output", row)
 
         def action() -> None:
             for row, source in zip(outputs, inputs, strict=True):
-                flats = [_Flat(output, write=True) for output in row]
-                whats = _moved("all_gather", source)
-                self.way.all_gather([_bytes(flat.flat) for flat in flats], _bytes(_flat(source)), whats)
+                flats = [Flat(output, write=True) for output in row]
+                whats = moved("all_gather", source)
+                self.way.all_gather([as_bytes(flat.flat) for flat in flats], as_bytes(flatten(source)), whats)
                 for flat in flats:
                     flat.close()
 
@@ -502,14 +516,14 @@ class ShoalProcessGroup(dist.ProcessGroup):
                     f"all_gather of {self._size} ranks: the output has {output.numel()} elements,"
                     f" and the input {source.numel()}; the output must be {self._size} times the input"
                 )
-            _same("all_gather", "the input", [source], "the output", [output], counts=False)
+            check_same("all_gather", "the input", [source], "the output", [output], counts=False)
 
         def action() -> None:
             for output, source in zip(outputs, sources, strict=True):
-                with _Flat(output, write=True) as flat:
+                with Flat(output, write=True) as flat:
                     width = source.numel() * source.element_size()
-                    rows = _bytes(flat).split(width) if width else [_bytes(flat)] * self._size
-                    self.way.all_gather(list(rows), _bytes(_flat(source)), _moved("all_gather", source))
+                    rows = as_bytes(flat).split(width) if width else [as_bytes(flat)] * self._size
+                    self.way.all_gather(list(rows), as_bytes(flatten(source)), moved("all_gather", source))
 
         return self._issue(action, list(outputs), opts)
 
@@ -518,25 +532,25 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def gather_rows(self, row: Tensor) -> Tensor:
         """Every rank's row, one below the other: the quickest way to agree on something small."""
         rows = torch.empty(self._size, *row.shape, dtype=row.dtype)
-        flats = list(_bytes(rows).view(self._size, -1).unbind(0))
+        flats = list(as_bytes(rows).view(self._size, -1).unbind(0))
         what = Operation("all_gather", row.dtype, row.numel())
-        self.in_turn(lambda: self.way.all_gather(flats, _bytes(_flat(row)), what))
+        self.in_turn(lambda: self.way.all_gather(flats, as_bytes(flatten(row)), what))
         return rows
 
     @_devices
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> Work:
-        inputs = _listed(inputs)
-        root = _root(opts, root)
+        inputs = listed(inputs)
+        root = read_root(opts, root)
         self._check_rank(root, "gather")
         (source,) = inputs
-        row = _row(outputs)
+        row = read_row(outputs)
         self._check_root_list("gather", "outputs", row, source, root)
-        what = _moved("gather", source, root)
+        what = moved("gather", source, root)
 
         def action() -> None:
-            flats = [_Flat(output, write=True) for output in row]
-            targets = [_bytes(flat.flat) for flat in flats] if self._rank == root else None
-            self.way.gather(targets, _bytes(_flat(source)), root, what)
+            flats = [Flat(output, write=True) for output in row]
+            targets = [as_bytes(flat.flat) for flat in flats] if self._rank == root else None
+            self.way.gather(targets, as_bytes(flatten(source)), root, what)
             for flat in flats:
                 flat.close()
 
@@ -544,18 +558,18 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     @_devices
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> Work:
-        outputs = _listed(outputs)
-        root = _root(opts, root)
+        outputs = listed(outputs)
+        root = read_root(opts, root)
         self._check_rank(root, "scatter")
         (output,) = outputs
-        row = _row(inputs)
+        row = read_row(inputs)
         self._check_root_list("scatter", "inputs", row, output, root)
-        what = _moved("scatter", output, root)
+        what = moved("scatter", output, root)
 
         def action() -> None:
-            with _Flat(output, write=True) as flat:
-                sources = [_bytes(_flat(each)) for each in row] if self._rank == root else None
-                self.way.scatter(sources, _bytes(flat), root, what)
+            with Flat(output, write=True) as flat:
+                sources = [as_bytes(flatten(each)) for each in row] if self._rank == root else None
+                self.way.scatter(sources, as_bytes(flat), root, what)
 
         return self._issue(action, outputs, opts)
 
@@ -566,21 +580,21 @@ class ShoalProcessGroup(dist.ProcessGroup):
         elif len(row) != self._size:
             raise CallError(f"{name}: the root gives {self._size} {side}, one per rank, and gave {len(row)}")
         else:
-            _same(name, f"one of the {side}", row, "the other side", [other])
+            check_same(name, f"one of the {side}", row, "the other side", [other])
 
     @_devices
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> Work:
-        _same("all_to_all", "the input", [source], "the output", [output], counts=False)
+        check_same("all_to_all", "the input", [source], "the output", [output], counts=False)
         rows_out = self._splits(output, output_sizes, "output")
         rows_in = self._splits(source, input_sizes, "input")
         what = Operation("all_to_all", source.dtype)
 
         def action() -> None:
-            with _Flat(output, write=True) as flat:
-                inputs = [_bytes(part) for part in _flat(source).split(rows_in)]
-                self.way.all_to_all([_bytes(part) for part in flat.split(rows_out)], inputs, what)
+            with Flat(output, write=True) as flat:
+                inputs = [as_bytes(part) for part in flatten(source).split(rows_in)]
+                self.way.all_to_all([as_bytes(part) for part in flat.split(rows_out)], inputs, what)
 
         return self._issue(action, [output], opts)
 
@@ -609,13 +623,13 @@ class ShoalProcessGroup(dist.ProcessGroup):
         for side, row in (("outputs", outputs), ("inputs", inputs)):
             if len(row) != self._size:
                 raise CallError(f"all_to_all needs {self._size} {side}, one per rank, and was given {len(row)}")
-        _same("all_to_all", "an input", inputs, "an output", outputs, counts=False)
+        check_same("all_to_all", "an input", inputs, "an output", outputs, counts=False)
         what = Operation("all_to_all", inputs[0].dtype)
 
         def action() -> None:
-            flats = [_Flat(output, write=True) for output in outputs]
-            sources = [_bytes(_flat(each)) for each in inputs]
-            self.way.all_to_all([_bytes(flat.flat) for flat in flats], sources, what)
+            flats = [Flat(output, write=True) for output in outputs]
+            sources = [as_bytes(flatten(each)) for each in inputs]
+            self.way.all_to_all([as_bytes(flat.flat) for flat in flats], sources, what)
             for flat in flats:
                 flat.close()
 
@@ -669,10 +683,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     @_devices
     def send(self, tensors: Any, to: int, tag: int = 0) -> "MessageWork":
-        (tensor,) = _listed(tensors)
+        (tensor,) = listed(tensors)
         self._check_peer(to, "send")
-        flat = _flat(tensor)
-        return self._message(self.way.send(_bytes(flat), to, tag, _moved("send", tensor, to)), [tensor], None)
+        flat = flatten(tensor)
+        return self._message(self.way.send(as_bytes(flat), to, tag, moved("send", tensor, to)), [tensor], None)
 
     @_devices
     def recv(self, tensors: Any, source: int, tag: int = 0) -> "MessageWork":
@@ -684,13 +698,13 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return self._receive(tensors, ANYONE, tag)
 
     def _receive(self, tensors: Any, source: int, tag: int) -> "MessageWork":
-        (tensor,) = _listed(tensors)
-        flat = _Flat(tensor, write=True)
+        (tensor,) = listed(tensors)
+        flat = Flat(tensor, write=True)
         return self._message(
-            self.way.receive(_bytes(flat.flat), source, tag, _moved("recv", tensor, source)), [tensor], flat
+            self.way.receive(as_bytes(flat.flat), source, tag, moved("recv", tensor, source)), [tensor], flat
         )
 
-    def _message(self, message: Message, tensors: list[Tensor], flat: "_Flat | None") -> "MessageWork":
+    def _message(self, message: Message, tensors: list[Tensor], flat: "Flat | None") -> "MessageWork":
         work = MessageWork(message, tensors, flat, self._timeout.total_seconds())
         if self._together is not None:
             self._together.append(work)
@@ -718,152 +732,3 @@ class ShoalProcessGroup(dist.ProcessGroup):
                 backend.shutdown()
 
     abort = shutdown
-
-
-class MessageWork(dist.Work):
-    """A send or receive that has been issued."""
-
-    def __init__(self, message: Message, tensors: list[Tensor], flat: "_Flat | None", timeout: float) -> None:
-        super().__init__()
-        self._message, self._tensors, self._flat, self._timeout = message, tensors, flat, timeout
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        limit = timeout.total_seconds() if timeout else 0.0
-        self._message.wait(limit if limit > 0 else self._timeout)
-        if self._flat is not None:
-            self._flat.close()
-            self._flat = None
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._message.done
-
-    def is_success(self) -> bool:
-        return self._message.done and self._message.error is None
-
-    def exception(self) -> Any:
-        return self._message.error
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self._tensors
-
-    def _source_rank(self) -> int:
-        return self._message.source
-
-    source_rank = _source_rank
-
-    def get_future(self) -> "torch.futures.Future[Any]":
-        self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-class Several(dist.Work):
-    """Works that were issued together."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-class _Flat:
-    """A tensor as a flat contiguous one. Where that is a copy, `close` writes it back."""
-
-    def __init__(self, tensor: Tensor, write: bool) -> None:
-        self.tensor = tensor.detach()
-        self.flat = _flat(self.tensor)
-        self._write = write
-
-    def close(self) -> None:
-        if self._write and self.flat.data_ptr() != self.tensor.data_ptr():
-            self.tensor.copy_(self.flat.view(self.tensor.shape))
-
-    def __enter__(self) -> Tensor:
-        return self.flat
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self.close()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    flat = tensor.contiguous().view(-1)
-    # A single element counts as contiguous whatever its stride says; a view as bytes wants it right.
-    return flat.as_strided((1,), (1,)) if flat.numel() == 1 and flat.stride(0) != 1 else flat
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    return flat.view(-1).view(torch.uint8)
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _root(options: Any, root: int) -> int:
-    """Torch gives it as options, as a number in their place, or by name."""
-    if isinstance(options, int):
-        return options
-    return int(getattr(options, "rootRank", root))
-
-
-def _row(tensors: Any) -> list[Tensor]:
-    """The list of one tensor per rank, which torch wraps in another list; empty where this rank has none."""
-    nested = bool(tensors) and isinstance(tensors[0], (list, tuple))
-    return list(tensors[0] if nested else tensors or [])
-
-
-def _op(options: Any) -> Any:
-    if options is None:
-        return dist.ReduceOp.SUM
-    return getattr(options, "reduceOp", options)
-
-
-def _reduced(name: str, tensor: Tensor, op: Any, root: int = -1) -> tuple[Operation, Any]:
-    _check_type(name, tensor)
-    how = read_reduction(op, tensor.dtype, name)
-    shape = tuple(tensor.shape) if name != "reduce_scatter" else ()
-    return Operation(name, tensor.dtype, tensor.numel(), shape, how.name, root), how
-
-
-def _moved(name: str, tensor: Tensor, root: int = -1) -> Operation:
-    _check_type(name, tensor)
-    return Operation(name, tensor.dtype, tensor.numel(), (), "", root)
-
-
-def _check_type(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise CollectiveError(f"{name} does not move {str(tensor.dtype).removeprefix('torch.')}; it moves {known}")
-
-
-def _same(
-    name: str, side: str, left: Sequence[Tensor], other: str, right: Sequence[Tensor], counts: bool = True
-) -> None:
-    first = left[0]
-    for tensor in (*left, *right):
-        if tensor.dtype != first.dtype:
-            raise CallError(
-                f"{name}: invalid tensor type: {side} is {str(first.dtype).removeprefix('torch.')},"
-                f" {other} {str(tensor.dtype).removeprefix('torch.')}: they must be of one type"
-            )
-        if counts and tensor.numel() != first.numel():
-            raise CallError(
-                f"{name}: invalid tensor size: {side} has shape {list(first.shape)}, {other} {list(tensor.shape)}"
-            )
