@@ -155,12 +155,12 @@ class OnHost:
         work = flat if how.plain else how.before(flat)
         if work.nbytes < SPREAD_BYTES:
             self._at_once(work, how, what)
+        elif self.size == 2:  # the other's piece is added straight from its slot: no better way was found
+            self._fold_all(work, how, what, everybody=True)
         elif self._reach(work.nbytes, what):
             self._share_where_it_lies(work, how, what, None)
-        elif self.size > 2:
-            self._spread(work, how, what, everybody=True)
         else:
-            self._fold_all(work, how, what, everybody=True)
+            self._spread(work, how, what, everybody=True)
         if not how.plain:
             how.after(work, self.size)
             _put_back(flat, work)
