@@ -7,7 +7,8 @@ bytes on n ranks, each rank
     three or more          copies it into its slot, and sums out   2 N    adds up its share of them  (n + 1) / (2 n) N
 
 all ranks at the same time, so the speed that counts is the one that a rank has while all are copying. The call itself,
-and the first meeting in it, cost what a barrier does.
+and the first meeting in it, cost what a barrier does. The way through slots is what is counted: three ranks or more
+that may read each other's memory (reach.py) move a little less.
 """
 
 from dataclasses import dataclass

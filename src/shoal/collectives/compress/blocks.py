@@ -7,6 +7,7 @@ A value is its code times its block's scale. Where a block holds anything that i
 is everything decoded from it: the step's check for finite numbers sees it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 
 import numpy as np
@@ -21,7 +22,7 @@ CHUNK = 1 << 17  # elements at a time: 512 KB stay in the second-level cache fro
 TINY = 1e-35  # a block's largest counts as at least this: the inverse of a smaller scale could be infinite
 
 
-class Blockwise(Stateless):
+class Blockwise(Stateless, ABC):
     """What the three have in common: where the pieces lie, and how codes become values."""
 
     name: str
@@ -62,13 +63,13 @@ class Blockwise(Stateless):
         end = SCALE_BYTES * _blocks(count)
         return view_as(payload[:end], torch.float32), payload[end:]
 
+    @abstractmethod
     def quantise(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
         """Writes the scales and codes of some blocks, one per row. `scratch` has the shape of `rows`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unpack(self, packed: Tensor) -> Tensor:
         """The codes as int8, of every element in these bytes."""
-        raise NotImplementedError
 
 
 class Int8(Blockwise):
