@@ -26,10 +26,14 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True, tag="worker-started"):
+    """A worker has joined. In all events `rank` is the worker's number: its place in the run, which whoever replaces it
+    takes over; `life` counts the processes that have had it."""
+
     rank: int
     pid: int
     host: str
     fingerprint: str
+    life: int = 0
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +74,10 @@ class Steps(Event, frozen=True, kw_only=True, tag="steps"):
     spent: Spent
     rate: float | None = None  # learning rate
     memory: int = 0  # resident bytes
-    slowest: dict[int, int] = {}  # rank -> how many of these steps it came last to (from rank 0 only)
+    slowest: dict[int, int] = {}  # rank -> how many of these steps it came last to (from the leader only)
+    leader: bool = False  # the one member whose word counts for the whole run; another takes over when it is gone
+    consumed: list[str] = []  # from the leader: for each of these steps a digest of the samples it saw
+    indices: list[list[int]] = []  # likewise the samples themselves, where the user asked for them
 
 
 class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
@@ -87,6 +94,15 @@ class Dealt(Event, frozen=True, kw_only=True, tag="dealt"):
     step: int
     deal: list[tuple[int, int]]
     reason: str
+
+
+class Interval(Event, frozen=True, kw_only=True, tag="interval"):
+    """How often checkpoints are written with `--checkpoint auto`, and why. Told by the leader when it changes."""
+
+    step: int
+    every: int  # steps
+    save_seconds: float  # what one costs
+    failure_seconds: float  # mean time between failures that was assumed or seen
 
 
 class Saved(Event, frozen=True, kw_only=True, tag="saved"):
@@ -106,6 +122,7 @@ class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
     step: int
     path: str
     skipped: list[str] = []  # checkpoints that did not verify, with why
+    repeated: int = 0  # steps that had been committed after this checkpoint and are done again
 
 
 class Skipped(Event, frozen=True, kw_only=True, tag="skipped"):
@@ -173,7 +190,84 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
 
 class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
     rank: int
-    code: int  # negative: the signal that ended it
+    code: int | None  # negative: the signal that ended it; None: not known (it was another driver's child)
+    life: int = 0
+
+
+class WorkerLost(Event, frozen=True, kw_only=True, tag="worker-lost"):
+    """A worker is gone and the run goes on (or not) without it. Told by the driver."""
+
+    rank: int
+    life: int
+    host: str
+    pid: int | None
+    noticed: str  # how: "its process ended", "its lease ran out", "it was stopped", …
+    code: int | None  # as in WorkerExited; None while the process still exists or when nobody knows
+    out_of_memory: bool = False  # the kernel killed it for its memory
+    log: list[str] = []  # the last lines that it wrote
+    action: str = ""  # what the driver does about it: "replaced", "the others go on", "the run ends: …"
+
+
+class WorkerLeft(Event, frozen=True, kw_only=True, tag="worker-left"):
+    """A worker left between two steps, as asked: nothing is done again. Told by the worker."""
+
+    rank: int
+    life: int
+    step: int
+    reason: str  # "asked to by SIGTERM", "the run was scaled to 2 workers", "too slow"
+
+
+class Replaced(Event, frozen=True, kw_only=True, tag="replaced"):
+    """A process was started for a worker's place. Told by the driver."""
+
+    rank: int
+    life: int
+    reason: str  # "replacement", "scaled to 4 workers"
+
+
+class Changed(Event, frozen=True, kw_only=True, tag="changed"):
+    """The members of the run are others now. Told by the leader of the new epoch, when its group stands."""
+
+    epoch: int
+    members: list[int]  # numbers of the workers that take part
+    step: int  # committed; training goes on from here
+    reason: str
+    redone: int = 0  # steps that were under way and are done again: 0 at a boundary, else 1
+    seconds: float = 0.0  # since the leader noticed
+    term: int = 0  # rises when the state was lost with all who had it
+
+
+class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
+    """The first step that was committed after a change. Told by the leader."""
+
+    epoch: int
+    step: int
+    seconds: float  # since the leader noticed that something was wrong, or that a change was due
+
+
+class HandedOver(Event, frozen=True, kw_only=True, tag="handed-over"):
+    """A newcomer has weights, optimizer and buffers from a member. Told by the newcomer, after it checked the digest."""
+
+    rank: int
+    donor: int
+    step: int
+    num_bytes: int
+    seconds: float
+
+
+class StoreAwayFor(Event, frozen=True, kw_only=True, tag="store-away"):
+    """The store cannot be reached (seconds None), or can be again after that many seconds."""
+
+    rank: int | None  # None: the driver says so
+    address: str
+    seconds: float | None = None
+
+
+class DriverChanged(Event, frozen=True, kw_only=True, tag="driver-changed"):
+    """Another process watches over the run now: `shoal attach`."""
+
+    pid: int
+    host: str
 
 
 class Printed(Event, frozen=True, kw_only=True, tag="printed"):
@@ -202,6 +296,15 @@ AnyEvent = (
     | Failed
     | Finished
     | WorkerExited
+    | WorkerLost
+    | WorkerLeft
+    | Replaced
+    | Changed
+    | Recovered
+    | HandedOver
+    | StoreAwayFor
+    | DriverChanged
+    | Interval
     | Printed
     | RunFinished
 )
