@@ -3,13 +3,21 @@
 import errno
 import json
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import msgspec
 import pytest
@@ -159,6 +167,50 @@ def test_a_file_cut_or_lengthened_or_missing_is_found(two: Path, name: str) -> N
     assert found(Checkpoints(two))[0] == 10
 
 
+def damage(folder: Path, chance: random.Random) -> set[str]:
+    """Harms a checkpoint in one of the ways that disks and people do; returns the names of the files concerned."""
+    name = chance.choice(FILES)
+    path = folder / name
+    good = path.read_bytes()
+    kind = chance.choice(["cut", "flip", "remove", "swap", "zero", "garbage", "shift"])
+    if kind == "cut":
+        path.write_bytes(good[: chance.randrange(len(good))])
+    elif kind == "flip":
+        place = chance.randrange(len(good))
+        path.write_bytes(good[:place] + bytes([good[place] ^ (1 << chance.randrange(8))]) + good[place + 1 :])
+    elif kind == "remove":
+        path.unlink()
+    elif kind == "swap":
+        other = chance.choice([each for each in FILES if each != name])
+        path.write_bytes((folder / other).read_bytes())
+        (folder / other).write_bytes(good)
+        return {name, other}
+    elif kind == "zero":
+        place = chance.choice([index for index, byte in enumerate(good) if byte])
+        block = good[place : place + 512]
+        path.write_bytes(good[:place] + bytes(len(block)) + good[place + len(block) :])
+    elif kind == "garbage":
+        path.write_bytes(good + chance.randbytes(chance.randint(1, 5000)))
+    else:  # a block that was never written, of which the rest moved up; what follows fills the length
+        place = chance.randrange(len(good))
+        path.write_bytes((good[:place] + good[place + 1 :] + b"\1")[: len(good)])
+        return {name} if path.read_bytes() != good else damage(folder, chance)
+    return {name}
+
+
+def test_500_torn_or_flipped_checkpoints_are_all_found_and_the_older_one_loads(two: Path) -> None:
+    newer = two / "step-00000020"
+    good = {name: (newer / name).read_bytes() for name in FILES}
+    for seed in range(500):
+        harmed = damage(newer, random.Random(seed))
+        step, skipped = found(Checkpoints(two))
+        assert (step, len(skipped)) == (10, 1), f"seed {seed}: {harmed}"
+        assert skipped[0].startswith("step-00000020: ") and any(name in skipped[0] for name in harmed), skipped
+        for name in harmed:
+            (newer / name).write_bytes(good[name])
+    assert found(Checkpoints(two)) == (20, [])
+
+
 def test_sizes_are_checked_before_anything_is_read(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (two / "step-00000020" / "extra.safetensors").open("ab") as file:
         file.truncate(1 << 40)  # a sparse terabyte: reading or allocating it would not end well
@@ -302,39 +354,160 @@ def test_leftovers_of_dead_writers_are_swept_and_of_living_ones_are_not(tmp_path
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     me = os.getpid()
+    here, elsewhere = checkpoint._machine(), "0123abcd"
     leftovers = {
-        f".step-00000001.{dead.pid}-77.ab12": False,
-        f".step-00000001.{me}-1.ab12": False,  # our number, but of a process that began at another time
-        f".step-00000001.{me}-{checkpoint._began(me)}.ab12": True,
+        f".step-00000001.{here}-{dead.pid}-77.ab12": False,
+        f".step-00000001.{here}-{me}-1.ab12": False,  # our number, but of a process that began at another time
+        f".step-00000001.{here}-{me}-{checkpoint._began(me)}.ab12": True,
+        f".step-00000001.{elsewhere}-{dead.pid}-77.ab12": True,  # of a host that shares the folder: may well be alive
+        f".step-00000001.{elsewhere}-{dead.pid}-77.cd34": False,  # likewise, but untouched for two days
         ".removed.ab12": False,
     }
     for name in leftovers:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
+        if name.endswith("cd34"):
+            os.utime(tmp_path / name, (time.time() - 2 * 86400,) * 2)
     assert Checkpoints(tmp_path).newest() is None
     Checkpoints(tmp_path).write(snapshot(2))
     assert names(tmp_path) == sorted([*(name for name, stays in leftovers.items() if stays), "step-00000002"])
 
 
-def test_a_writer_that_is_killed_leaves_the_older_checkpoint_and_a_leftover_that_goes(tmp_path: Path) -> None:
+def forked(play: Callable[[], object]) -> int:
+    """A process that does this and ends with 0, or with 3 if another writer has overtaken it."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        play()
+        code = 0
+    except checkpoint.Overtaken:
+        code = 3
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def lines_of(play: Callable[[], object], at_line: Callable[[int], None]) -> None:
+    """Calls back before each line of the two files that write checkpoints."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename not in (checkpoint.__file__, manifest.__file__):
+            return None
+        if event == "line":
+            count += 1
+            at_line(count)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        play()
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_writer_killed_anywhere_leaves_nothing_that_looks_whole_and_is_not(tmp_path: Path, again: bool) -> None:
+    """kill -9 before any of its lines, drawn at random; with a checkpoint of the same step there before, or without."""
+    count = [0]
+    lines_of(lambda: Checkpoints(tmp_path / "whole").write(snapshot(20)), lambda line: count.append(line))
+    chance = random.Random(again)
+
+    def kill(line: int, last: int) -> None:
+        if line == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    steps_found = set()
+    for trial, last in enumerate(sorted(chance.sample(range(1, count[-1]), 12))):
+        folder = tmp_path / str(trial)
+        for step in (10, 20) if again else (10,):
+            Checkpoints(folder).write(snapshot(step))
+        writes = partial(Checkpoints(folder).write, snapshot(20))
+        pid = forked(lambda writes=writes, last=last: lines_of(writes, lambda line: kill(line, last)))  # type: ignore[misc]
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        newest = Checkpoints(folder).newest()
+        assert newest is not None and newest.skipped == []
+        assert_same(newest.snapshot, snapshot(newest.snapshot.step))
+        steps_found.add(newest.snapshot.step)
+        Checkpoints(folder).write(snapshot(20))
+        assert names(folder) == ["step-00000010", "step-00000020"], "what the dead writer left is swept"
+    assert steps_found == ({20} if again else {10, 20})
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "code", "standing"),
+    [
+        ((), 0, [10, 20]),
+        ((20,), 3, [10, 20]),
+        ((20, 30, 40), 3, [30, 40]),
+        ((12,), 0, [12, 20]),  # the others had gone back to 10: 20 is still a good checkpoint of the same run
+    ],
+)
+def test_a_writer_that_was_stopped_wakes_up_when_another_has_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: tuple[int, ...], code: int, standing: list[int]
+) -> None:
     Checkpoints(tmp_path).write(snapshot(10))
-    program = (
-        "import os, signal, sys, pathlib, torch\n"
-        "from shoal.recovery import checkpoint\n"
-        "checkpoint.seal = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "s = checkpoint.Snapshot(step=20, weights={'w': torch.ones(2)}, aliases={}, optimizer={}, extra={}, values={},"
-        " arithmetic={}, fingerprint='f')\n"
-        "checkpoint.Checkpoints(pathlib.Path(sys.argv[1])).write(s)\n"
-    )
-    source = str(Path(checkpoint.__file__).parents[2])
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], env={**os.environ, "PYTHONPATH": source}, check=False
-    )
-    assert ended.returncode == -9
+    real = manifest.seal
+
+    def seal_and_stop(folder: Path, *, step: int, names: tuple[str, ...]) -> None:
+        real(folder, step=step, names=names)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "seal", seal_and_stop)
+        pid = forked(lambda: Checkpoints(tmp_path).write(snapshot(20)))
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    successor = Checkpoints(tmp_path)
+    for step in meanwhile:
+        successor.write(snapshot(step))
+    inodes = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    os.kill(pid, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    assert names(tmp_path) == [f"step-{step:08d}" for step in standing]
+    if code == 3:
+        assert all((tmp_path / name).stat().st_ino == inodes[name] for name in names(tmp_path)), "nothing was touched"
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None and newest.skipped == []
+    assert_same(newest.snapshot, snapshot(standing[-1]))
+
+
+def test_two_writers_of_the_same_steps_at_once_do_no_harm(tmp_path: Path) -> None:
+    last = 25
+    Checkpoints(tmp_path).write(snapshot(1))
+
+    def write_all() -> None:
+        checkpoints = Checkpoints(tmp_path)
+        for step in range(1, last + 1):
+            with suppress(checkpoint.Overtaken):
+                checkpoints.write(snapshot(step))
+
+    writers = {forked(write_all), forked(write_all)}
+    seen = [1]
+    try:
+        while writers:
+            newest = Checkpoints(tmp_path).newest()
+            assert newest is not None and newest.skipped == [], "at every moment there is one, and it is whole"
+            seen.append(newest.snapshot.step)
+            for pid in list(writers):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    writers.remove(pid)
+                    assert os.waitstatus_to_exitcode(status) == 0
+    finally:
+        for pid in writers:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert seen == sorted(seen), "the newest never falls"
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None and newest.snapshot.step == last
+    assert_same(newest.snapshot, snapshot(last))
+    Checkpoints(tmp_path).write(snapshot(last + 1))
+    assert [name for name in names(tmp_path) if not name.startswith("step-000000")] == []
     assert len(names(tmp_path)) == 2
-    assert found(Checkpoints(tmp_path)) == (10, [])
-    Checkpoints(tmp_path).write(snapshot(20))
-    assert names(tmp_path) == ["step-00000010", "step-00000020"]
 
 
 def test_files_are_durable_before_the_rename_and_the_manifest_is_last(

@@ -66,6 +66,7 @@ def merged(group: Group, kind: str, steps: int) -> list[list[Any]]:
         present = [any(values[index] is not None for values in parts.values()) for index in range(len(SHAPES))]
         rows = group.gather(torch.tensor(present))
         values = exchange.take(rows.tolist())
+        exchange.meet()
         found.append([None if value is None else value.clone() for value in values])
     return found
 

@@ -77,6 +77,7 @@ def started(workers: int = 2, time: float = 1000.0) -> RunStarted:
 
 def steps(rank: int, step: int, spent: Spent, *, time: float = 1000.0, **more: Any) -> Steps:
     facts = {"count": 10, "samples": 2560, "epoch": 4, "lanes": (2 * rank, 2 * rank + 2), "loss": 1.61, **more}
+    facts.setdefault("leader", rank == 0)
     return Steps(time=time, rank=rank, step=step, spent=spent, memory=900_000_000, **facts)
 
 
@@ -155,6 +156,7 @@ def test_plain_lines_show_events_at_once() -> None:
             WorkerExited(time=1000.0, rank=0, code=0),
         ],
     )
+    view.close()
     said = [line[len("00:00:00  ") :] for line in stream.getvalue().splitlines()[1:]]
     assert said == [
         "step 1,240: val loss 1.66",

@@ -61,6 +61,7 @@ def started(workers: int = 2, *, time: float = 100.0, steps: int = 40, **more: A
 def steps(rank: int, step: int, spent: Spent, *, time: float = 0.0, loss: float | None = 0.5, **more: Any) -> Steps:
     lanes = {0: (0, 2), 1: (2, 4)}[rank]
     facts = {"count": 10, "samples": 640, "epoch": step // 20, "lanes": lanes, "memory": 900_000_000, **more}
+    facts.setdefault("leader", rank == 0)
     return Steps(time=time, rank=rank, step=step, loss=loss, spent=spent, **facts)
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as schedulers
 
 from shoal.errors import CheckpointError
-from shoal.exact.digest import digests, tensor_sha256
+from shoal.exact.digest import digests, quick, tensor_sha256
+from shoal.keeper import Live
 from shoal.recovery.checkpoint import Checkpoints, Snapshot
 from shoal.recovery.plain import decode, encode
 from shoal.recovery.state import (
@@ -60,6 +61,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD momentum": two_groups(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "AdamW": two_groups(optim.AdamW, lr=0.01, betas=(0.8, 0.95)),
     "AdamW fused": two_groups(optim.AdamW, lr=0.01, fused=True),
+    "AdamW foreach": two_groups(optim.AdamW, lr=0.01, foreach=True),
     "AdamW tensor rate": two_groups(optim.AdamW, lr=torch.tensor(0.01), foreach=False),
     "AdamW numpy rate": two_groups(optim.AdamW, lr=np.float64(0.01)),
     "Adam amsgrad": two_groups(optim.Adam, lr=0.01, amsgrad=True),
@@ -203,6 +205,136 @@ def test_a_checkpoint_from_before_the_first_step_takes_state_away() -> None:
     run.train(0, 2)
     run.restore(start)
     assert dict(run.optimizer.state) == {}
+
+
+# ---- handing over: from a run that goes on to one that has not begun
+
+
+def live(run: Run, **state: Any) -> Live:
+    parameters = dict(run.model.named_parameters())
+    return Live(
+        model=run.model,
+        parameters=parameters,
+        optimizer=run.optimizer,
+        scheduler=run.scheduler,
+        state=state,
+        arithmetic={"batch": 8},
+        traits={"isa": "any"},
+    )
+
+
+def carried(lent: Snapshot) -> Snapshot:
+    """What arrives at the other end of a wire: fresh tensors, and JSON."""
+    parts = {part: {name: tensor.clone() for name, tensor in getattr(lent, part).items()} for part in PARTS}
+    return Snapshot(**{**vars(lent), **parts, "values": json.loads(json.dumps(lent.values))})
+
+
+PARTS = ("weights", "optimizer", "extra")
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "SequentialLR"])
+@pytest.mark.parametrize(
+    "optimizer", ["SGD momentum", "Adam amsgrad", "AdamW", "AdamW fused", "AdamW foreach", "with names"]
+)
+def test_a_newcomer_whose_optimizer_never_stepped_goes_on_like_the_donor(
+    optimizer: str, scheduler: str, own: bool
+) -> None:
+    donor = Run(mlp, OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
+    donor.train(0, 4)
+    newcomer = Run(mlp, OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
+    assert not newcomer.optimizer.state
+    shadow, mine = torch.arange(3.0), torch.zeros(3)
+    lent = live(donor, shadow=shadow).lend(4, {"loss": 0.5})
+    arrived = carried(lent)
+    for part in PARTS:
+        sent, received = getattr(lent, part), getattr(arrived, part)
+        assert {name: quick(tensor) for name, tensor in sent.items()} == {n: quick(t) for n, t in received.items()}
+    live(newcomer, shadow=mine).restore(arrived, own=own)
+    assert mine.tolist() == [0.0, 1.0, 2.0]
+    for run in (donor, newcomer):
+        run.train(4, 9)
+    assert newcomer.state(9) == donor.state(9)
+    for state in newcomer.optimizer.state.values():
+        assert all(value.data_ptr() % 64 == 0 for value in state.values() if isinstance(value, Tensor))
+
+
+def test_what_is_lent_is_the_live_memory_and_what_is_captured_is_not() -> None:
+    run = Run(mlp, OPTIMIZERS["AdamW"], SCHEDULERS["StepLR"])
+    run.train(0, 2)
+    donor = live(run)
+    lent, captured = donor.lend(2, {}), donor.capture(2, {})
+    moments = {id(value): value for state in run.optimizer.state.values() for value in state.values()}
+    memory = {each.data_ptr() for each in (*run.model.state_dict().values(), *moments.values())}
+    assert {tensor.data_ptr() for part in PARTS for tensor in getattr(lent, part).values()} == memory
+    assert not {tensor.data_ptr() for part in PARTS for tensor in getattr(captured, part).values()} & memory
+    assert (lent.values, lent.aliases) == (captured.values, captured.aliases)
+    before = {part: digests(getattr(captured, part).items()) for part in PARTS}
+    assert {part: digests(getattr(lent, part).items()) for part in PARTS} == before
+    run.train(2, 3)
+    assert {part: digests(getattr(captured, part).items()) for part in PARTS} == before
+    assert digests(lent.weights.items()) != before["weights"]
+
+
+def test_restoring_never_ties_two_runs_together_unless_the_tensors_are_its_own() -> None:
+    run, other = (Run(mlp, OPTIMIZERS["AdamW"], SCHEDULERS["StepLR"]) for _ in range(2))
+    run.train(0, 2)
+    live(other).restore(live(run).lend(2, {}))
+    before = other.state(2)
+    run.train(2, 3)
+    assert other.state(2) == before
+    parts = torch.zeros(400)  # tensors cut from one buffer are not whole, so they are copied even so
+    lent = live(run).lend(3, {})
+    first = next(name for name in lent.optimizer if name.endswith("exp_avg"))
+    lent.optimizer[first] = parts[: lent.optimizer[first].numel()].view_as(lent.optimizer[first])
+    live(other).restore(lent, own=True)
+    assert all(
+        value.untyped_storage().data_ptr() != parts.data_ptr()
+        for state in other.optimizer.state.values()
+        for value in state.values()
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3, 511, 1024, 1025, 2048 * 300 + 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_quick_digest_sees_every_kind_of_damage(count: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(count)
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    tensor = raw.view(dtype)
+    right = quick(tensor)
+    assert -(1 << 63) <= right < 1 << 63
+    assert quick(tensor.clone()) == right
+    seen = {right}
+
+    def damaged(bad: Tensor) -> None:
+        assert quick(bad) not in seen
+        seen.add(quick(bad))
+
+    for offset in sorted({0, 1, raw.numel() // 2, raw.numel() - 1} & set(range(raw.numel()))):
+        for mask in (0x01, 0x80):
+            bad = raw.clone()
+            bad[offset] ^= mask
+            damaged(bad.view(dtype))
+    if count > 1:
+        half = count // 2
+        damaged(torch.cat([tensor[half:], tensor[:half]]))
+        damaged(tensor[:-1])
+        damaged(torch.cat([tensor[:-1], torch.zeros(1, dtype=dtype)]))
+        damaged(torch.cat([tensor, torch.zeros(1, dtype=dtype)]))
+        damaged(tensor.reshape(1, -1))
+        swapped = raw.clone()
+        swapped[0], swapped[-1] = raw[-1], raw[0]
+        damaged(swapped.view(dtype))
+    if dtype != torch.uint8:
+        damaged(raw)
+
+
+def test_the_quick_digest_goes_by_content_and_not_by_place() -> None:
+    tensor = torch.randn(64, 300, generator=torch.Generator().manual_seed(1))
+    shifted = torch.cat([torch.zeros(1), tensor.reshape(-1)])[1:].view_as(tensor)  # not at a multiple of 8 bytes
+    turned = tensor.t().contiguous().t()
+    assert quick(shifted) == quick(turned) == quick(tensor)
+    assert quick(torch.empty(0, 3)) == quick(torch.zeros(0, 3)) != quick(torch.empty(3, 0))
 
 
 # ---- shapes that models come in

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.collectives.group import Group
 from shoal.errors import MismatchError
@@ -47,3 +48,14 @@ def agree_on_weights(group: Group, tensors: dict[str, str], step: int) -> None:
                 where=f"{len(differs)} of {len(tensors)} tensors differ, though all had the same merged gradient",
                 fix="something outside run.backward depends on the worker; look at what follows it in the loop",
             )
+
+
+def share_weights(model: nn.Module, group: Group) -> None:
+    """Every worker begins with worker 0's weights, however its own were made."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if group.size > 1:
+                sent = tensor.detach().contiguous()
+                group.broadcast(sent)
+                if sent.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(sent)

@@ -1,6 +1,7 @@
-"""The driver of a run: starts the workers, watches them, tells the user, writes the report.
+"""The driver of a run: starts the workers, watches them, replaces those that are lost, tells the user, writes the report.
 
-Its only loop is `Driver.watch`; everything it learns arrives as events, and `verdict.py` says what they come to.
+Its only loop is `Driver.watch`; what it learns arrives as events and from the store (overseer.py); `roster.py` says which
+workers there should be, `verdict.py` what it all comes to. The run goes on without it: `Driver.attach` takes over.
 """
 
 import importlib
@@ -10,31 +11,55 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from torch._C._distributed_c10d import TCPStore
 
 from shoal import verdict
+from shoal.cluster import Slot
 from shoal.engines.lab import Lab
 from shoal.engines.local import Exit, LocalEngine, Post
 from shoal.engines.namespaces import LabHost, call_on
-from shoal.errors import ShoalError
+from shoal.errors import RunError, ShoalError
+from shoal.overseer import Overseer, open_records
 from shoal.plan.placement import Plan
+from shoal.recovery.protocol import Who
+from shoal.recovery.store import Store as Records
 from shoal.report.account import report
-from shoal.report.events import Printed, Resumed, RunFinished, RunStarted, SaveFailed, WorkerExited, decode
+from shoal.report.events import (
+    AnyEvent,
+    DriverChanged,
+    Printed,
+    Replaced,
+    Resumed,
+    RunFinished,
+    RunStarted,
+    SaveFailed,
+    WorkerExited,
+    WorkerLeft,
+    WorkerLost,
+    WorkerStarted,
+    decode,
+)
 from shoal.report.folder import RunFolder
+from shoal.report.oom import OomWatch
 from shoal.report.progress import Progress, choose
 from shoal.report.tally import Tally
 from shoal.report.tensorboard import TensorBoard
-from shoal.seat import Seat, Settings, Wire, environment_store
+from shoal.roster import Roster, Rules
+from shoal.seat import DRIVER_SOCKET, UNHEARD, Seat, Settings, Wire, environment_store
 from shoal.worker import TRACEBACK_FOLLOWS, told
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # after a first failure: how long the others may still tell theirs
+STANDING = "driver.json"  # in the run's folder: what another driver needs to take over
+ENGINE_SOCKET = "engine.sock"  # in the run's folder: where the server that starts workers listens
+LOG_LINES = 5  # of a lost worker that its story shows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +76,8 @@ class Options:
     tensorboard: bool = False
     pin: bool = False  # give each worker cores of its own
     lab: Lab | None = None  # whose hosts the workers run on
+    elastic: bool = True  # workers may come and go; else the first loss ends the run, and no store is kept
+    outlives: bool = False  # the run goes on when this process is gone
     settings: Settings = field(default_factory=Settings)
 
 
@@ -67,35 +94,111 @@ class Launch:
     files: dict[Path, Any]  # what the run's folder should say about it
 
 
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be known of a run to watch over it, beside its events."""
+
+    size: int
+    lanes: int
+    threads: int
+    target: str | None
+    settings: Settings
+    command: str
+    pin: bool = False
+
+
 class Driver:
     def __init__(self, launch: Launch, folder: RunFolder, settings: Settings, options: Options) -> None:
         self.launch, self.folder, self.settings, self.options = launch, folder, settings, options
         self.tally = Tally()
         self.board = TensorBoard(folder) if options.tensorboard else None
         self.progress: Progress = choose(Console(stderr=True), quiet=options.quiet, plain=options.plain)
-        self.tails = {rank: _Tail(folder.log(rank)) for rank in range(launch.size)}
+        self.tails: dict[int, _Tail] = {}
         self.slots = () if options.lab is None else options.lab.slots(launch.size)
         self.interrupts = 0
         self.said_stopping = False
         self.failed_at: float | None = None
+        self.roster = Roster(rules=rules_of(settings), wanted=launch.size, lanes=launch.started.lanes)
+        self.overseer: Overseer | None = None
+        self.took_part: set[Who] = set()
+        self.left: set[Who] = set()
+        self.noticed: dict[Who, str] = {}  # how it is known that a worker is lost whose process still exists
+        self.elastic = options.elastic and launch.started.command == "train"  # a script says so when it joins
+        self.ooms = OomWatch()
+        self.port = 0
+        self.listener: socket.socket | None = None
 
     def run(self) -> dict[str, Any]:
         if not self.settings.resume:  # else they are an older run's until its checkpoint has been accepted
             self._write_files()
         # Every torch optimizer imports this when it is made, which takes a second: once here, not in each worker.
         importlib.import_module("torch._dynamo")
-        engine = LocalEngine(self._worker, fresh_thread=self.launch.threads > 1)
+        first = self.roster.start()
+        if self.options.elastic:
+            self.overseer = Overseer(self.folder.path, self.folder.id, self.settings.store, host=self._host(0))
+            first = self.overseer.begin(first, resumed=self.settings.resume)
+            self.roster.serving, self.roster.lives = set(first), {who.worker: who.life for who in first}
+        address = self.folder.path / ENGINE_SOCKET if self.options.outlives else None
+        engine = LocalEngine(self._worker, fresh_thread=self.launch.threads > 1, address=address)
+        if address is not None:
+            standing = Standing(
+                size=self.launch.size,
+                lanes=self.launch.started.lanes,
+                threads=self.launch.threads,
+                target=self.launch.target,
+                settings=self.settings,
+                command=self.launch.started.command,
+                pin=self.options.pin,
+            )
+            self.folder.write_json(self.folder.path / STANDING, standing)
+        return self._drive(engine, lambda: self._begin(engine, first))
+
+    def _begin(self, engine: LocalEngine, first: list[Who]) -> None:
+        self._tell(self.launch.started)
+        for who in first:
+            self._start(engine, who)
+
+    @classmethod
+    def attach(cls, folder: RunFolder, options: Options) -> dict[str, Any]:
+        """Takes over a run whose driver is gone."""
+        standing = msgspec.json.decode((folder.path / STANDING).read_bytes(), type=Standing)
+        events = folder.read_events()
+        started = next(event for event in reversed(events) if isinstance(event, RunStarted))
+        launch = Launch(
+            work=_nobody, size=standing.size, plan=None, threads=standing.threads, target=standing.target,
+            started=started, files={},
+        )  # fmt: skip
+        driver = cls(launch, folder, standing.settings, options)
+        for event in events:
+            driver._learn(event)
+        driver.overseer = Overseer(folder.path, folder.id, standing.settings.store, host=None)
+        engine = None
+        with suppress(OSError):
+            engine = LocalEngine.attach(folder.path / ENGINE_SOCKET)
+        driver.overseer.take_over(workers_run=engine is not None)
+        return driver._drive(engine, lambda: driver._take_over(engine))
+
+    def _take_over(self, engine: LocalEngine | None) -> None:
+        self.listener = listen_at(self.folder.path / DRIVER_SOCKET)
+        self._hear_unheard()
+        if engine is not None:
+            present = {Who(rank, life) for rank, life in engine.pids}
+            self.roster.serving = present
+            self.roster.wanted = len(present)
+        self._tell(DriverChanged(time=time.time(), pid=os.getpid(), host=os.uname().nodename))
+
+    def _drive(self, engine: LocalEngine | None, begin: Callable[[], None]) -> dict[str, Any]:
         try:
             # After the fork: the store has a thread, and the server must have none.
-            with self._store() as port, self._interrupts(engine):
-                self._tell(self.launch.started)
-                for rank in range(self.launch.size):
-                    environment, host = self._environment(rank, port), self._host(rank)
-                    engine.start(rank, environment, self.folder.log(rank), self._cores(rank), host)
-                self.watch(engine)
+            with self._store() as self.port, self._interrupts(engine):
+                begin()
+                if engine is not None:
+                    self.watch(engine)
         finally:
-            engine.close()
+            if engine is not None:
+                engine.close()
+            self._hear_unheard()
             self._hear_prints()
+            self._close_store()
             ended = verdict.outcome(self.tally, size=self.launch.size, interrupted=self.interrupts > 0)
             value = self._report(ended)
             self.progress.close()
@@ -110,16 +213,142 @@ class Driver:
         while engine.running:
             for heard in engine.wait(TICK_SECONDS):
                 if isinstance(heard, Exit):
-                    self._tell(WorkerExited(time=time.time(), rank=heard.rank, code=heard.code))
-                    if heard.code != 0 and self.failed_at is None:
-                        self.failed_at = time.monotonic()
+                    self._exited(engine, heard)
                 else:
                     self._tell(decode(heard.text))
+            self._accept(engine)
             self._hear_prints()
+            self._oversee(engine)
             self.progress.tick(self.tally)
             self._say_stopping()
             if self.failed_at is not None and time.monotonic() - self.failed_at > GRACE_SECONDS:
                 return  # the rest wait for someone who will not come; closing the engine ends them
+
+    # -- workers that come and go -----------------------------------------------------------------------------------
+
+    def _start(self, engine: LocalEngine, who: Who) -> None:
+        log = self.folder.log(who.worker)
+        self.tails.setdefault(who.worker, _Tail(log)).more()
+        environment, host = self._environment(who.worker, self.port), self._host(who.worker)
+        engine.start(who.worker, environment, log, self._cores(who.worker), host, who.life)
+
+    def _exited(self, engine: LocalEngine, heard: Exit) -> None:
+        who = Who(heard.rank, heard.life)
+        self._tell(WorkerExited(time=time.time(), rank=who.worker, code=heard.code, life=who.life))
+        if heard.code == 0 and (who.worker in self.tally.finished or not self.elastic):
+            self.roster.serving.discard(who)
+        elif self._left(who):
+            self.roster.left(who)
+        elif not self.elastic or self._own_failure(who) or self.overseer is None:
+            self.roster.serving.discard(who)
+            if heard.code != 0 and self.failed_at is None:
+                self.failed_at = time.monotonic()
+        elif self.interrupts or self.tally.finished:
+            self.roster.serving.discard(who)  # the run is ending: nobody is needed in its place
+            self.overseer.remove(who, self._ending(heard.code))
+        else:
+            self._lost(engine, who, heard.code)
+
+    def _lost(self, engine: LocalEngine, who: Who, code: int) -> None:
+        assert self.overseer is not None
+        decision = self.roster.lost(who, who in self.took_part)
+        pid = engine.pids.get((who.worker, who.life))
+        known = self.tally.workers.get(who.worker)
+        event = WorkerLost(
+            time=time.time(),
+            rank=who.worker,
+            life=who.life,
+            host=known.host if known is not None and known.host else os.uname().nodename,
+            pid=pid,
+            noticed=self.noticed.get(who, "its process ended"),
+            code=code,
+            out_of_memory=code == -signal.SIGKILL and pid is not None and self.ooms.killed(pid),
+            log=self._last_lines(who.worker),
+            action=f"{decision.action}: {decision.ends}" if decision.ends else decision.action,
+        )
+        self._tell(event)
+        self.overseer.remove(who, self.noticed.get(who) or self._ending(code))
+        if decision.ends:
+            self.overseer.wish(stop=True)  # those who are left save what there is
+            self._ask_to_stop(engine)
+            if self.settings.on_failure == "stop" or not self.roster.serving:
+                self.failed_at = time.monotonic()
+            return
+        for fresh in self.roster.start():
+            self._tell(Replaced(time=time.time(), rank=fresh.worker, life=fresh.life, reason="replacement"))
+            self._start(engine, fresh)
+
+    def _oversee(self, engine: LocalEngine) -> None:
+        """What the store says: who was dropped by the others, and what the user asked for."""
+        if self.overseer is None:
+            return
+        for event in self.overseer.look():
+            self._tell(event)
+        for who, reason in self.overseer.dropped.items():
+            if engine.runs(who.worker, who.life) and not self._left(who) and who not in self.noticed:
+                self.noticed[who] = reason
+                engine.signal(who.worker, signal.SIGKILL, who.life)
+        wanted = self.overseer.wanted
+        if wanted is not None and self.roster.scale(wanted):
+            for fresh in self.roster.start():
+                reason = f"scaled to {wanted} workers"
+                self._tell(Replaced(time=time.time(), rank=fresh.worker, life=fresh.life, reason=reason))
+                self._start(engine, fresh)
+
+    def _left(self, who: Who) -> bool:
+        return who in self.left
+
+    def _own_failure(self, who: Who) -> bool:
+        """An error of the user's code, or of the job: whoever took over would meet it, too."""
+        return any(failure.rank == who.worker and failure.kind != "PeerLost" for failure in self.tally.failures)
+
+    def _ending(self, code: int) -> str:
+        return f"died: {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+    def _last_lines(self, worker: int) -> list[str]:
+        with suppress(OSError):
+            return self.folder.log(worker).read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return []
+
+    # -- wires of workers that another driver started -----------------------------------------------------------------
+
+    def _accept(self, engine: LocalEngine) -> None:
+        while self.listener is not None:
+            try:
+                wire, _ = self.listener.accept()
+            except BlockingIOError:
+                return
+            wire.settimeout(1.0)
+            with suppress(OSError, ValueError):
+                worker, _, life = _first_line(wire).partition(".")
+                wire.setblocking(True)
+                engine.adopt(int(worker), int(life), wire)
+                self._hear_unheard()
+
+    def _hear_unheard(self) -> None:
+        """What workers said while there was no driver."""
+        if not self.options.outlives:
+            return
+        found: list[AnyEvent] = []
+        for path in self.folder.path.glob(f"{UNHEARD}*.jsonl"):
+            taken = path.with_suffix(".taken")
+            with suppress(OSError):
+                path.rename(taken)
+                for line in taken.read_bytes().splitlines():
+                    with suppress(msgspec.MsgspecError):
+                        found.append(decode(line))
+                taken.unlink()
+        for event in sorted(found, key=lambda event: event.time):
+            self._tell(event)
+
+    def _close_store(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+        if self.overseer is not None:
+            self.overseer.close()
+        if self.options.outlives:
+            for name in (DRIVER_SOCKET, ENGINE_SOCKET, STANDING):
+                (self.folder.path / name).unlink(missing_ok=True)
 
     def _say_stopping(self) -> None:
         if self.interrupts and not self.said_stopping:
@@ -127,8 +356,19 @@ class Driver:
             if not self.options.quiet:
                 print("stopping: the step at work is finished and saved; Ctrl-C again ends at once", file=sys.stderr)
 
-    def _tell(self, event: Any) -> None:
+    def _learn(self, event: AnyEvent) -> None:
         self.tally.add(event)
+        if isinstance(event, WorkerStarted):
+            self.took_part.add(Who(event.rank, event.life))
+            self.elastic = self.elastic or (event.elastic and self.options.elastic)
+            self.roster.took_part()
+            self.roster.lives[event.rank] = max(event.life, self.roster.lives.get(event.rank, 0))
+
+        if isinstance(event, WorkerLeft):
+            self.left.add(Who(event.rank, event.life))
+
+    def _tell(self, event: AnyEvent) -> None:
+        self._learn(event)
         self.folder.append_event(event)
         if self.board is not None:
             self.board.add(event)
@@ -149,18 +389,25 @@ class Driver:
 
     def _worker(self, post: Post) -> int:
         """Runs in the forked process; everything the driver had loaded is there."""
+        name = f"{post.rank}.{post.life}"
         seat = Seat(
             rank=post.rank,
+            life=post.life,
             size=self.launch.size,
             folder=self.folder.path,
             settings=self.settings,
             plan=self.launch.plan,
-            wire=Wire(post.wire),
+            wire=Wire(post.wire, name, self.folder.path if self.options.outlives else None),
             store=environment_store,
+            records=self._records if self.options.elastic else None,
+            asked_to_leave=post.notice.claim,
         )
         with told(seat, str(self.folder.log(post.rank))) as code:
             self.launch.work(seat)
         return code[0]
+
+    def _records(self) -> Records:
+        return open_records(self.settings.store, self.folder.path, self.folder.id)
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """What torchrun sets, so that any torch.distributed script finds its group; on loopback, or in the lab."""
@@ -186,10 +433,13 @@ class Driver:
         }
         found |= self.settings.wish.variables  # also for groups that a script makes itself
         lab = self.options.lab
-        return found if lab is None else found | lab.variables(self.slots[rank], self.slots[0])
+        return found if lab is None else found | lab.variables(self._slot(rank), self.slots[0])
 
     def _host(self, rank: int) -> LabHost | None:
-        return None if self.options.lab is None else self.options.lab.at(self.slots[rank])
+        return None if self.options.lab is None else self.options.lab.at(self._slot(rank))
+
+    def _slot(self, rank: int) -> Slot:
+        return self.slots[rank % len(self.slots)]
 
     @contextmanager
     def _store(self) -> Iterator[int]:
@@ -220,15 +470,15 @@ class Driver:
     # -- Ctrl-C -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _interrupts(self, engine: LocalEngine) -> Iterator[None]:
+    def _interrupts(self, engine: LocalEngine | None) -> Iterator[None]:
         """Once: finish the step, save, stop. Twice: stop at once."""
 
         def handle(number: int, frame: Any) -> None:
             self.interrupts += 1
             if self.interrupts > 1:
                 raise KeyboardInterrupt
-            for rank in range(self.launch.size):
-                engine.tell(rank, b"stop\n")
+            if engine is not None:
+                self._ask_to_stop(engine)
 
         try:
             before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -242,6 +492,10 @@ class Driver:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _ask_to_stop(self, engine: LocalEngine) -> None:
+        for rank in engine.running:
+            engine.tell(rank, b"stop\n")
 
     def _report(self, ended: str) -> dict[str, Any]:
         value = report(
@@ -273,6 +527,10 @@ class _Tail:
         self.partial = ""
         self.ended = False
 
+    def more(self) -> None:
+        """Another process writes to it now."""
+        self.ended = False
+
     def lines(self) -> list[str]:
         try:
             size = self.path.stat().st_size
@@ -289,3 +547,42 @@ class _Tail:
             self.ended = True
             whole = whole[: whole.index(TRACEBACK_FOLLOWS)]
         return whole
+
+
+def rules_of(settings: Settings) -> Rules:
+    return Rules(
+        on_failure=settings.on_failure,
+        min_workers=settings.min_workers,
+        max_workers=settings.max_workers,
+        max_failures=settings.max_failures,
+    )
+
+
+def listen_at(address: Path) -> socket.socket:
+    """Where workers find a driver that did not start them. By way of the open folder: a socket's path must be short."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    address.unlink(missing_ok=True)
+    folder = os.open(address.parent, os.O_RDONLY | os.O_DIRECTORY)
+    before = os.umask(0o177)
+    try:
+        listener.bind(f"/proc/self/fd/{folder}/{address.name}")
+    finally:
+        os.umask(before)
+        os.close(folder)
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener
+
+
+def _first_line(wire: socket.socket) -> str:
+    found = b""
+    while not found.endswith(b"\n") and len(found) < 64:
+        more = wire.recv(1)
+        if not more:
+            break
+        found += more
+    return found.decode().strip()
+
+
+def _nobody(seat: Seat) -> None:
+    raise RunError("workers are started by the server of the first driver")

@@ -86,10 +86,7 @@ def join(
             f"the plan is for {plan.lanes} lanes on {plan.workers} workers;"
             f" the script has {checked.lane_count} on {seat.size}"
         )
-    group = seat.group()
-    plan = structs.replace(plan, exact=plan.exact and group.how().exact)
-    if not seat.settings.resume:
-        share_weights(model, group)
+    crew = seat.crew()
     arithmetic = checked.arithmetic() | {
         "optimizer": type(optimizer).__qualname__,
         "scheduler": None if scheduler is None else type(scheduler).__qualname__,
@@ -109,13 +106,15 @@ def join(
         seed=seed,
         plan=plan,
         seat=seat,
-        group=group,
+        crew=crew,
+        share=True,
         arithmetic=arithmetic,
         steps=steps,
         checkpoint_every=checkpoint_every,
     )
-    if run.leader and seat.folder is not None:
-        write_json(seat.folder / "plan.json", plan)
+    run.plan = structs.replace(plan, exact=plan.exact and run.group.how().exact)
+    if run.leader and seat.folder is not None and crew.epoch <= 1:
+        write_json(seat.folder / "plan.json", run.plan)
     _joined = os.getpid(), run
     atexit.register(finish_joined)
     return run
@@ -134,17 +133,6 @@ def finish_joined() -> None:
 def joined() -> Run | None:
     """The run that this process has joined."""
     return _joined[1] if _joined is not None and _joined[0] == os.getpid() else None
-
-
-def share_weights(model: nn.Module, group: Group) -> None:
-    """Every worker begins with worker 0's weights, however its own were made."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if group.size > 1:
-                sent = tensor.detach().contiguous()
-                group.broadcast(sent)
-                if sent.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(sent)
 
 
 def _never(*arguments: Any) -> Any:

@@ -2,8 +2,10 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from shoal.recovery.ledger import consumed
 from shoal.report.events import Spent, Steps
 from shoal.seat import Wire
 from shoal.strategies.data import Outcome
@@ -12,9 +14,11 @@ TELL_SECONDS = 0.2
 
 
 class Journal:
-    def __init__(self, wire: Wire, rank: int) -> None:
+    def __init__(self, wire: Wire, rank: int, samples: bool = False) -> None:
+        """`samples`: also tells which samples each step saw, not only a digest of them."""
         self.wire = wire
         self.rank = rank
+        self.samples_told = samples
         self.mark = self.told = time.perf_counter()
         self.inside = False  # between a merge and its commit
         self._clear()
@@ -23,6 +27,8 @@ class Journal:
         self.spent = Spent()
         self.count = self.samples = 0
         self.slowest: dict[int, int] = {}
+        self.consumed: list[str] = []
+        self.indices: list[list[int]] = []
 
     def _lap(self) -> float:
         now = time.perf_counter()
@@ -43,18 +49,33 @@ class Journal:
         self.spent += Spent(data=data, wait=wait, merge=merge, compute=max(0.0, whole - data - wait - merge))
         self.inside = True
 
-    def committed(self, outcome: Outcome) -> None:
+    def committed(self, outcome: Outcome, indices: Sequence[int], leader: bool, members: Sequence[int]) -> None:
+        """`members`: the workers' numbers, by rank."""
         self.spent += Spent(apply=self._lap())
         self.inside = False
         self.count += 1
         self.samples += outcome.samples
-        self.slowest[outcome.slowest] = self.slowest.get(outcome.slowest, 0) + 1
+        if leader:
+            slowest = members[outcome.slowest] if outcome.slowest < len(members) else self.rank
+            self.slowest[slowest] = self.slowest.get(slowest, 0) + 1
+            self.consumed.append(consumed(indices))
+            if self.samples_told:
+                self.indices.append(list(map(int, indices)))
 
     @property
     def due(self) -> bool:
         return self.count > 0 and self.mark - self.told >= TELL_SECONDS
 
-    def tell(self, *, step: int, epoch: int, loss: float | None, lanes: tuple[int, int], rate: float | None) -> None:
+    def tell(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        loss: float | None,
+        lanes: tuple[int, int],
+        rate: float | None,
+        leader: bool,
+    ) -> None:
         if not self.count:
             return
         event = Steps(
@@ -69,7 +90,10 @@ class Journal:
             spent=self.spent,
             rate=rate,
             memory=_resident_bytes(),
-            slowest=self.slowest if self.rank == 0 else {},
+            slowest=self.slowest,
+            leader=leader,
+            consumed=self.consumed,
+            indices=self.indices,
         )
         self.wire.send(event)
         self._clear()

@@ -17,30 +17,46 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.agreement import agree_on_kernels, agree_on_weights
-from shoal.collectives.group import Group
+from shoal.agreement import agree_on_kernels, agree_on_weights, share_weights
+from shoal.collectives.group import Alone, Group
 from shoal.collectives.travel import Travel
-from shoal.errors import JobError, NonFiniteError
+from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, Membership
+from shoal.errors import CheckpointError, JobError, NonFiniteError, PeerLost
 from shoal.evaluation import evaluate
 from shoal.exact import kernels
 from shoal.exact.digest import combine, digests
 from shoal.exact.norm import clip
 from shoal.exact.seeds import LOOP, seed_everything
 from shoal.feed import Source, open_source
+from shoal.handover import accept, give
 from shoal.journal import Journal
 from shoal.keeper import Keeper, Live
 from shoal.partition.blocks import Blocks
-from shoal.partition.lanes import redeal
+from shoal.partition.lanes import Span, deal, redeal, too_slow
 from shoal.partition.samples import Schedule
-from shoal.plan.placement import Plan
-from shoal.report.events import Dealt, Finished, Resumed, Skipped, StepDigest, Travelled, WorkerStarted
+from shoal.plan.placement import Plan, read_shares
+from shoal.recovery.checkpoint import Snapshot
+from shoal.recovery.protocol import Settlement
+from shoal.report.events import (
+    Changed,
+    Dealt,
+    Finished,
+    HandedOver,
+    Recovered,
+    Resumed,
+    Skipped,
+    StepDigest,
+    Travelled,
+    WorkerLeft,
+    WorkerStarted,
+)
 from shoal.seat import Seat
 from shoal.strategies.data import Closure, DataParallel, Outcome, Work
 from shoal.strategies.replica import Replica
 
 SAVE_SECONDS = 10.0  # between checkpoints that nobody asked for
-STOP, SAVE = 1, 2  # what a worker can ask of all
 REDEAL_STEPS = 10  # how many steps are watched before lanes are dealt anew
+SLOW = 0.3  # a slow worker is given fewer lanes when that makes steps this much shorter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +86,20 @@ class Run:
         seed: int,
         plan: Plan,
         seat: Seat,
-        group: Group,
+        crew: Membership,
         arithmetic: dict[str, Any],
+        share: bool = False,
         steps: int | None = None,
         checkpoint_every: int | None = None,
     ) -> None:
+        """`share`: the weights may differ from worker to worker, and all begin with the first one's."""
         self.model, self.optimizer = model, optimizer
-        self.source, self.schedule, self.plan, self.seat, self.group = source, schedule, plan, seat, group
+        self.source, self.schedule, self.plan, self.seat, self.crew = source, schedule, plan, seat, crew
         self.limit = steps
         self.replica = Replica(model, blocks, seed)
-        self.strategy = DataParallel(self.replica, group, lanes=plan.lanes, microbatches=microbatches, deal=plan.deal)
+        self.strategy = DataParallel(
+            self.replica, Alone(), lanes=plan.lanes, microbatches=microbatches, deal=[(0, plan.lanes)]
+        )
         self.step = 0  # committed so far
         self.epoch = 0
         self.loss: float | None = None
@@ -89,30 +109,176 @@ class Run:
         self.stopped: str | None = None  # why the run ends before its last step
         self.resumable = False
         self.finished = False
-        self._merged: tuple[Batch, Outcome] | None = None  # a step whose optimizer is being applied
+        self._merged: tuple[Batch, Outcome, int] | None = None  # a step whose optimizer is applied, and its crew's epoch
         self._order: Sequence[int] = ()  # of the samples in this pass
         self._travel_told = False
         self._watched: list[list[float]] = []  # compute seconds of every worker, by step
-        self._journal = Journal(seat.wire, group.rank)
+        self._met_in = -1  # the crew's epoch in which the last step was committed
+        self._evicted = False  # too slow: asks to leave
+        self._noticed: float | None = None  # when something was wrong with the crew, until the next commit
+        self._journal = Journal(seat.wire, crew.who.worker, samples=seat.settings.samples)
         self._every = seat.settings.checkpoint_every or checkpoint_every
         self._saved_at = time.monotonic()
-        traits = kernels.traits()
-        agree_on_kernels(group, traits)
-        self._say_hello(kernels.fingerprint(traits))
-        self._keeper: Keeper | None = None
-        if seat.folder is not None:
-            live = Live(
-                model=model,
-                parameters=dict(self.replica.parameters),
-                optimizer=optimizer,
-                scheduler=scheduler,
-                state=state,
-                arithmetic=arithmetic,
-                traits=traits,
+        self._traits = kernels.traits()
+        self._share = share
+        live = Live(
+            model=model,
+            parameters=dict(self.replica.parameters),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            state=state,
+            arithmetic=arithmetic,
+            traits=self._traits,
+        )
+        self._live = live
+        self._keeper = None if seat.folder is None else Keeper(seat.folder, live, seat.wire.send, writes=False)
+        self._enter()
+
+    @property
+    def group(self) -> Group:
+        return self.crew.group
+
+    # -- the crew -------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Takes this worker's place: with all others at the beginning, or among those that train already."""
+        settlement = self.crew.enter()
+        while True:
+            try:
+                self._take_state(settlement)
+                break
+            except PeerLost as error:
+                settlement = self.crew.recover(error)
+        fingerprint = kernels.fingerprint(self._traits)
+        host, who = os.environ.get("SHOAL_HOST") or os.uname().nodename, self.crew.who
+        event = WorkerStarted(
+            time=time.time(),
+            rank=who.worker,
+            pid=os.getpid(),
+            host=host,
+            fingerprint=fingerprint,
+            life=who.life,
+            elastic=self.crew.elastic,
+        )
+        self.seat.wire.send(event)
+        self._regroup(settlement, redone=0)
+
+    def _take_state(self, settlement: Settlement) -> None:
+        if settlement.begins:
+            agree_on_kernels(self.group, self._traits)
+            resumes = self.seat.settings.resume or settlement.view.term > 0
+            if self._share and not resumes:
+                share_weights(self.model, self.group)
+            if resumes:
+                self._resume()
+            self.crew.begun(self.step)
+            self._met_in = self.crew.epoch
+        else:
+            self._hand_over(settlement)
+
+    def _hand_over(self, settlement: Settlement) -> None:
+        """Those behind get the state from one that has it; the others go on."""
+        view = settlement.view
+        if not settlement.behind or settlement.donor is None:
+            return
+        if self.crew.who == settlement.donor:
+            told = {"loss": self.loss, "metrics": self.metrics}
+            give(self.group, [view.rank(who) for who in settlement.behind], self._live.lend(self.step, told))
+        elif self.crew.who in settlement.behind:
+            began = time.perf_counter()
+            snapshot, num_bytes = accept(self.group, view.rank(settlement.donor))
+            self._restore(snapshot)
+            self.crew.arrived(settlement)
+            event = HandedOver(
+                time=time.time(),
+                rank=self.crew.who.worker,
+                donor=settlement.donor.worker,
+                step=self.step,
+                num_bytes=num_bytes,
+                seconds=time.perf_counter() - began,
             )
-            self._keeper = Keeper(seat.folder, live, seat.wire.send, writes=self.leader)
-            if seat.settings.resume:
-                self._resume(self._keeper)
+            self.seat.wire.send(event)
+
+    def _recover(self, error: PeerLost, inside_step: bool = False) -> Settlement:
+        """A group that stands, and whoever was behind in it has the state."""
+        if not self.crew.elastic or self.seat.settings.on_failure == "stop":
+            raise error
+        if self._noticed is None:
+            self._noticed = time.monotonic()
+        while True:
+            try:
+                settlement = self.crew.recover(error)
+                if inside_step and self.crew.who not in settlement.finishing:
+                    self.strategy.drop()  # before the state is handed to anybody: lanes have touched buffers
+                self._hand_over(settlement)
+                return settlement
+            except PeerLost as again:
+                error = again
+
+    def _regroup(self, settlement: Settlement, redone: int) -> None:
+        """Lanes are dealt to whoever is there now."""
+        self._watched.clear()
+        self.strategy.regroup(self.group, self._deal())
+        self._travel_told = False
+        if self._keeper is not None:
+            self._keeper.writes = self.leader
+        view = settlement.view
+        if self.leader and self.crew.elastic and view.epoch > 1:
+            seconds = 0.0 if self._noticed is None else time.monotonic() - self._noticed
+            event = Changed(
+                time=time.time(),
+                epoch=view.epoch,
+                members=[who.worker for who in view.members],
+                step=settlement.step,
+                reason=view.reason,
+                redone=redone,
+                seconds=seconds,
+                term=view.term,
+            )
+            self.seat.wire.send(event)
+
+    def _deal(self) -> tuple[Span, ...]:
+        members = self.crew.view.members
+        if len(members) == self.plan.workers and [who.worker for who in members] == list(range(self.plan.workers)):
+            return self.plan.deal
+        speeds = [1.0] * len(members)
+        if self.plan.shares not in ("even", "auto"):
+            shares = read_shares(self.plan.shares, self.plan.workers)
+            speeds = [shares[who.worker] if who.worker < len(shares) else 1.0 for who in members]
+        return deal(self.plan.lanes, speeds)
+
+    def _boundary(self, asked: Sequence[int], epoch: int) -> None:
+        """Between two steps: whoever leaves, leaves, and whoever waits comes in. All know of it from the step."""
+        if epoch != self.crew.epoch or not self.crew.elastic or self.stopped is not None:
+            return
+        leaving = [rank for rank, ask in enumerate(asked) if ask & LEAVE]
+        if len(leaving) == self.workers:
+            self.stopped, self.resumable = "all workers were asked to leave", True
+            return
+        if not leaving and not any(ask & CHANGE for ask in asked):
+            return
+        if self.rank in leaving:
+            self._leave("too slow" if asked[self.rank] & EVICT else "asked to leave")
+        self._noticed = self._noticed or time.monotonic()
+        try:
+            settlement = self.crew.change(leaving)
+            self._hand_over(settlement)
+        except PeerLost as error:
+            settlement = self._recover(error)
+        self._regroup(settlement, redone=0)
+
+    def _leave(self, reason: str) -> None:
+        """This worker's part is over; the others go on."""
+        self.finished = True
+        self._tell()
+        self.crew.leave()
+        self.crew.close()
+        self.close()
+        who = self.crew.who
+        self.seat.wire.send(
+            WorkerLeft(time=time.time(), rank=who.worker, life=who.life, step=self.step, reason=reason)
+        )
+        raise SystemExit(0)
 
     @property
     def leader(self) -> bool:
@@ -121,6 +287,7 @@ class Run:
 
     @property
     def rank(self) -> int:
+        """This worker's place among those that take part now."""
         return self.group.rank
 
     @property
@@ -179,14 +346,37 @@ class Run:
             batch=self.schedule.batch,
             fetch=lambda indices: self.source.fetch(indices, batch.epoch),
         )
-        outcome = self.strategy.backward(work, closure, ask=self._wishes(batch.step + 1))
+        epoch, outcome = self._step(work, closure)
         if outcome.not_finite:
             self._not_finite(batch, outcome)
-        self._merged = (batch, outcome)
+        self._merged = (batch, outcome, epoch)
+        self._met_in = epoch
         # What the loop draws from here on (noise on gradients, a coin) is the same on every worker.
         seed_everything(self.replica.seed, LOOP, batch.step)
         self._journal.merged(outcome)
         return outcome.loss
+
+    def _step(self, work: Work, closure: Closure) -> tuple[int, Outcome]:
+        """Until it is committed: a step that lost a worker is done again by those that are left, with the same bits.
+
+        Returns what came of it and the crew's epoch in which everybody was asked what they want.
+        """
+        while True:
+            epoch = self.crew.epoch
+            try:
+                self.strategy.compute(work, closure, ask=self._wishes(work.step + 1))
+                self.crew.says()
+                seconds = self.strategy.meet()
+                self.crew.met()
+                return epoch, self.strategy.finish(seconds)
+            except PeerLost as error:
+                settlement = self._recover(error, inside_step=True)
+            if self.crew.who in settlement.finishing:  # the others have committed it, and all of it is here
+                outcome = self.strategy.finish()
+                self._regroup(settlement, redone=0)
+                return epoch, outcome
+            self.crew.dropped()
+            self._regroup(settlement, redone=1)
 
     def clip(self, max_norm: float) -> float:
         """Scales `.grad` so that the global norm is at most this; the same bits on any placement."""
@@ -201,11 +391,23 @@ class Run:
         began = time.perf_counter()
         self._journal.aside()
         source = data if isinstance(data, Source) else open_source(data, seed=0, shuffle=False)
-        deal, size = self.strategy.deal, self.schedule.batch
-        result = evaluate(source, closure, replica=self.replica, group=self.group, deal=deal, batch=size)
+        self.crew.busy(True)
+        try:
+            together = self._in_step_with_all
+            group, spans = (self.group, self.strategy.deal) if together else (Alone(), [(0, self.plan.lanes)])
+            result = self._evaluate(source, closure, group, spans)
+        except PeerLost as error:
+            # The others may have what this worker has not heard: alone it finds the same numbers, lane by lane.
+            self._regroup(self._recover(error), redone=0)
+            result = self._evaluate(source, closure, Alone(), [(0, self.plan.lanes)])
+        finally:
+            self.crew.busy(False)
         self.evaluation_seconds = time.perf_counter() - began
         self._journal.begin()
         return result
+
+    def _evaluate(self, source: Source, closure: Callable[[Any], Any], group: Group, deal: Sequence[Span]) -> Any:
+        return evaluate(source, closure, replica=self.replica, group=group, deal=deal, batch=self.schedule.batch)
 
     def _not_finite(self, batch: Batch, outcome: Outcome) -> None:
         where = ", ".join(f"worker {rank} lane {lane}" for rank, lane in outcome.not_finite)
@@ -226,11 +428,17 @@ class Run:
     def _commit(self) -> None:
         """The step is done: the optimizer has been applied on every worker."""
         assert self._merged is not None
-        (batch, outcome), self._merged = self._merged, None
+        (batch, outcome, epoch), self._merged = self._merged, None
         self.step = batch.step + 1
         self.loss = None if math.isnan(outcome.loss) else outcome.loss
         self.compute_seconds = outcome.compute_seconds
-        self._journal.committed(outcome)
+        self._journal.committed(outcome, batch.indices, self.leader, [who.worker for who in self.crew.view.members])
+        if self._noticed is not None and self.leader:
+            seconds = time.monotonic() - self._noticed
+            self.seat.wire.send(
+                Recovered(time=time.time(), epoch=self.crew.epoch, step=self.step, seconds=seconds)
+            )
+        self._noticed = None
         if self._journal.due:
             self._tell()
         if self.leader and not self._travel_told:
@@ -239,15 +447,18 @@ class Run:
             self.seat.wire.send(StepDigest(time=time.time(), step=self.step, tensors=digests(self.named_tensors())))
         if self.stopped is None and not self._at_limit():
             self._stop_if_asked(outcome)
-        if self.plan.shares == "auto":
+        if epoch == self.crew.epoch and (self.plan.shares == "auto" or self.seat.settings.slow != "ignore"):
             self._watch(outcome.compute)
         if any(ask & SAVE for ask in outcome.asked):
             self._agree_on_weights()
             self.save()
+        self._boundary(outcome.asked, epoch)
 
     def _wishes(self, step: int) -> int:
         """What this worker asks of all for the end of this step. It travels with the step, so all act on it alike."""
-        wishes = STOP if self.seat.wire.asked_to_stop() else 0
+        wishes = self.crew.asks()
+        if self._evicted:
+            wishes |= LEAVE | EVICT
         if self.leader and self._save_due(step):
             wishes |= SAVE
         return wishes
@@ -261,9 +472,22 @@ class Run:
         rested = time.monotonic() - self._saved_at >= SAVE_SECONDS
         return step % self.schedule.steps_per_epoch == 0 and rested
 
+    @property
+    def _in_step_with_all(self) -> bool:
+        """Whether all members have come here from the same step of the same epoch. After a change some may be past
+        what this worker is about to do: until the next step everybody does alone what all could do together."""
+        return self._met_in == self.crew.epoch
+
     def _agree_on_weights(self) -> dict[str, str]:
+        """Checked by all together, unless one of them is lost meanwhile: then the next time."""
         tensors = digests(self.named_tensors())
-        agree_on_weights(self.group, tensors, self.step)
+        if not self._in_step_with_all:
+            return tensors
+        try:
+            agree_on_weights(self.group, tensors, self.step)
+        except PeerLost as error:
+            if not self.finished:
+                self._regroup(self._recover(error), redone=0)
         return tensors
 
     def _stop_if_asked(self, outcome: Outcome) -> None:
@@ -275,19 +499,24 @@ class Run:
 
     def _watch(self, seconds: list[float]) -> None:
         """Deals the lanes anew when the workers' speeds have drifted. Everyone has the same numbers, so everyone
-        comes to the same deal."""
+        comes to the same deal; the slow one itself asks to leave where the user wants that."""
         self._watched.append(seconds)
         if len(self._watched) < REDEAL_STEPS:
             return
         typical = [sorted(times)[len(times) // 2] for times in zip(*self._watched, strict=True)]
         self._watched.clear()
-        decision = redeal(self.strategy.deal, typical)
+        if self.seat.settings.slow == "evict" and self.crew.elastic:
+            self._evicted = self.rank in too_slow(self.strategy.deal, typical, least=self.seat.settings.min_workers)
+            return
+        decision = redeal(self.strategy.deal, typical, worth=0.1 if self.plan.shares == "auto" else SLOW)
         if decision is not None:
             self.strategy.deal, reason = decision
             self._announce()
             if self.leader:
-                deal = list(self.strategy.deal)
-                self.seat.wire.send(Dealt(time=time.time(), step=self.step, deal=deal, reason=reason))
+                spans = list(self.strategy.deal)
+                members = [who.worker for who in self.crew.view.members]
+                event = Dealt(time=time.time(), step=self.step, deal=spans, reason=reason, members=members)
+                self.seat.wire.send(event)
 
     def _announce(self) -> None:
         """Tells processes that load samples ahead which ones this worker's lanes need for the rest of the pass."""
@@ -306,23 +535,21 @@ class Run:
 
     # -- telling ------------------------------------------------------------------------------------------------
 
-    def _say_hello(self, fingerprint: str) -> None:
-        host = os.uname().nodename
-        event = WorkerStarted(time=time.time(), rank=self.rank, pid=os.getpid(), host=host, fingerprint=fingerprint)
-        self.seat.wire.send(event)
-
     def _tell(self) -> None:
         groups = self.optimizer.param_groups
         rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
-        held = self.strategy.held
-        self._journal.tell(step=self.step, epoch=self.epoch, loss=self.loss, lanes=held, rate=rate)
+        held, leader = self.strategy.held, self.leader
+        self._journal.tell(
+            step=self.step, epoch=self.epoch, loss=self.loss, lanes=held, rate=rate, leader=leader
+        )
 
     def _tell_travel(self, final: bool = False) -> None:
         """How gradients travel: once the first have, and at the end with what it came to."""
         self._travel_told = True
         travel = self.travel
         if self.workers > 1 or travel.compress or travel.reason:
-            self.seat.wire.send(Travelled(time=time.time(), rank=self.rank, final=final, **structs.asdict(travel)))
+            rank = self.crew.who.worker
+            self.seat.wire.send(Travelled(time=time.time(), rank=rank, final=final, **structs.asdict(travel)))
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Parameters and persistent buffers, a tied weight once."""
@@ -338,15 +565,28 @@ class Run:
         if self._keeper is not None:
             self._keeper.save(self.step, {"loss": self.loss, "metrics": self.metrics})
 
-    def _resume(self, keeper: Keeper) -> None:
-        found = keeper.resume(self.group)
-        told = found.snapshot.values["told"]
-        self.step = found.snapshot.step
+    def _resume(self) -> None:
+        """All begin with the newest checkpoint that verifies."""
+        if self._keeper is None:
+            raise CheckpointError("all workers that had the state are gone, and without a run folder nothing is saved")
+        found = self._keeper.resume(self.group)
+        self._take(found.snapshot)
+        if self.leader:
+            repeated = max(0, max(self.crew.committed_before(), self.seat.settings.committed) - self.step)
+            event = Resumed(
+                time=time.time(), step=self.step, path=str(found.path), skipped=list(found.skipped), repeated=repeated
+            )
+            self.seat.wire.send(event)
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        self._live.restore(snapshot)
+        self._take(snapshot)
+
+    def _take(self, snapshot: Snapshot) -> None:
+        told = snapshot.values["told"]
+        self.step = snapshot.step
         self.epoch = self.step // self.schedule.steps_per_epoch
         self.loss, self.metrics = told["loss"], told["metrics"]
-        if self.leader:
-            event = Resumed(time=time.time(), step=self.step, path=str(found.path), skipped=list(found.skipped))
-            self.seat.wire.send(event)
 
     def finish(self) -> None:
         """Ends the run: the last checkpoint, and the sha256 that says what was trained."""
@@ -364,7 +604,7 @@ class Run:
             self._keeper.close()
         event = Finished(
             time=time.time(),
-            rank=self.rank,
+            rank=self.crew.who.worker,
             step=self.step,
             samples=self.schedule.consumed(self.step),
             weights_sha256=combine(tensors),
@@ -376,6 +616,7 @@ class Run:
         )
         self.seat.wire.send(event)
         self.replica.close()
+        self.crew.close()
 
     def close(self) -> None:
         """Gives everything back after a failure: no checkpoint is written."""

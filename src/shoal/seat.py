@@ -6,20 +6,31 @@ The engine fills it for workers it starts; a script started by torchrun or by pl
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from shoal.collectives.group import Alone, Group, Workers
 from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
+from shoal.crew import Crew, Fixed, Membership
 from shoal.errors import InputError, RunFolderError
 from shoal.plan.placement import Plan
+from shoal.recovery.protocol import Who
+from shoal.recovery.store import Store as Records
 from shoal.report.events import Event, encode
 from shoal.report.folder import RunFolder
+
+
+DRIVER_SOCKET = "driver.sock"  # in the run's folder: where a later driver listens
+UNHEARD = "unheard-"  # in the run's folder: what workers said while there was no driver
+LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +45,15 @@ class Settings:
     shares: str | None = None
     exact: bool = True
     timeout: timedelta = timedelta(minutes=30)  # how long a worker waits for the others before it gives up
+    on_failure: Literal["replace", "shrink", "stop"] = "replace"  # what becomes of a run that lost a worker
+    min_workers: int = 1  # with fewer it stops, saved
+    max_workers: int | None = None  # never more, whatever is asked for while it runs
+    max_failures: int = 100  # workers lost, after which it stops
+    slow: Literal["rebalance", "evict", "ignore"] = "rebalance"  # what becomes of a worker that falls behind
+    lease_seconds: float = 5.0  # a worker that is silent for so long is lost
+    store: str | None = None  # etcd://…; None: a process of the run's own
+    samples: bool = False  # tell which samples each step saw
+    committed: int = 0  # known to have been committed before this sitting
     wish: Wish = field(default_factory=Wish)  # how gradients travel between hosts
 
     def __post_init__(self) -> None:
@@ -41,20 +61,41 @@ class Settings:
 
 
 class Wire:
-    """To the driver, a line per event; from it, the word to stop."""
+    """To the driver, a line per event; from it, the word to stop.
 
-    def __init__(self, connection: socket.socket | None) -> None:
+    When the driver is gone, events go to a file in the run's folder, for the next driver to find; once that one
+    listens, they go there.
+    """
+
+    def __init__(self, connection: socket.socket | None, name: str = "", folder: Path | None = None) -> None:
+        """`name`: of the worker, for another driver. Without a folder there is only one."""
         self.connection = connection
         self.stop_asked = False
+        self._name, self._folder = name, folder
+        self._tried = 0.0
         self._lock = threading.Lock()  # checkpoints are told of from their own thread
 
     def send(self, event: Event) -> None:
-        if self.connection is not None:
-            try:
-                with self._lock:
-                    self.connection.sendall(encode(event) + b"\n")
-            except OSError:  # the driver is gone; the engine ends this process
-                self.connection = None
+        line = encode(event) + b"\n"
+        with self._lock:
+            if self.connection is None and self._folder is not None:
+                self._look_for_driver(self._folder)
+            if self.connection is not None:
+                try:
+                    self.connection.sendall(line)
+                    return
+                except OSError:  # the driver is gone
+                    self.connection = None
+            if self._folder is not None:
+                with suppress(OSError), open(self._folder / f"{UNHEARD}{self._name}.jsonl", "ab") as file:
+                    file.write(line)
+
+    def _look_for_driver(self, folder: Path) -> None:
+        if time.monotonic() - self._tried >= LOOK_SECONDS:
+            self._tried = time.monotonic()
+            with suppress(OSError):
+                self.connection = connect_stream(folder / DRIVER_SOCKET)
+                self.connection.sendall(f"{self._name}\n".encode())
 
     def asked_to_stop(self) -> bool:
         if self.connection is not None and not self.stop_asked:
@@ -67,13 +108,31 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    rank: int = 0
+    rank: int = 0  # the worker's number
     size: int = 1
+    life: int = 0  # how many processes had this number before
     folder: Path | None = None
     settings: Settings = field(default_factory=Settings)
     plan: Plan | None = None
     wire: Wire = field(default_factory=lambda: Wire(None))
-    store: Callable[[], Store] | None = None
+    store: Callable[[], Store] | None = None  # torch's, where a group that never changes meets
+    records: Callable[[], Records] | None = None  # the run's store, where workers that come and go meet
+    asked_to_leave: Callable[[], bool] = lambda: False
+
+    def crew(self) -> Membership:
+        """The workers of the run. Those of a script that has made torch's default group itself are there to stay."""
+        if self.records is None or dist.is_initialized():
+            return Fixed(self.group(), self.wire.asked_to_stop)
+        return Crew(
+            Who(self.rank, self.life),
+            open_store=self.records,
+            lease_seconds=self.settings.lease_seconds,
+            timeout=self.settings.timeout,
+            wish=self.settings.wish,
+            send=self.wire.send,
+            asked_to_stop=self.wire.asked_to_stop,
+            asked_to_leave=self.asked_to_leave,
+        )
 
     def group(self) -> Group:
         wish = self.settings.wish
@@ -129,3 +188,17 @@ def environment_store() -> Store:
         int(os.environ["WORLD_SIZE"]),
         is_master=rank == 0 and not hosted,
     )
+
+
+def connect_stream(address: Path) -> socket.socket:
+    """By way of the open folder: the path of a socket must be short, that of a folder need not."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    folder = os.open(address.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        connection.connect(f"/proc/self/fd/{folder}/{address.name}")
+    except OSError:
+        connection.close()
+        raise
+    finally:
+        os.close(folder)
+    return connection

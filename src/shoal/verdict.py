@@ -3,10 +3,12 @@
 from typing import Any
 
 from shoal.errors import MismatchError, ShoalError, Stopped, WorkerError
-from shoal.report.account import exit_text
 from shoal.report.events import Failed, WorkerExited
+from shoal.report.figures import plural
+from shoal.report.story import Fault, exit_text, how
 from shoal.report.tally import Tally
 
+LOG_LINES = 3  # of a lost worker's last words
 SELF_EXPLAINING = ("CheckpointError", "JobError", "MismatchError", "NonFiniteError")  # their message names the place
 
 
@@ -23,8 +25,9 @@ class Interrupted(Stopped):
 
 
 def outcome(tally: Tally, *, size: int, interrupted: bool) -> str:
+    """Good if all members came to the end, whoever was lost on the way. `size`: of a script that never joins."""
     finished = tally.finished
-    if len(finished) == size and not tally.failures:
+    if finished and not tally.unfinished and not tally.open_failures:
         return "stopped" if any(each.resumable for each in finished.values()) else "done"
     if interrupted:
         return "stopped"
@@ -36,13 +39,42 @@ def outcome(tally: Tally, *, size: int, interrupted: bool) -> str:
 
 def cause(tally: Tally) -> Failed | None:
     """The first cause: an error of somebody's own before a death by signal, and that before a lost peer."""
-    told = sorted(tally.failures, key=lambda failure: (failure.kind == "PeerLost", failure.time))
+    told = sorted(tally.open_failures, key=lambda failure: (failure.kind == "PeerLost", failure.time))
     if told and told[0].kind != "PeerLost":
         return told[0]
-    silent = [leave for leave in tally.exits if leave.code != 0 and all(each.rank != leave.rank for each in told)]
+    fatal = _fatal(tally)
+    if fatal is not None:
+        return _fatal_loss(fatal, tally)
+    silent = [leave for leave in tally.silent_exits if all(each.rank != leave.rank for each in told)]
     if silent:
         return _silent_death(silent[0], tally.step)
     return told[0] if told else None
+
+
+def _fatal(tally: Tally) -> Fault | None:
+    """The loss that ended the run: the one of which the driver said so, else the first after which nobody went on."""
+    lost = [fault for fault in tally.faults if fault.kind == "lost"]
+    ends = [fault for fault in lost if fault.ends_the_run]
+    stuck = [fault for fault in lost if fault.seconds is None and not fault.outside]
+    return next(iter(ends or stuck), None)
+
+
+def _fatal_loss(fault: Fault, tally: Tally) -> Failed:
+    rank, place = fault.worker or 0, ", ".join(part for part in (fault.host, f"pid {fault.pid}") if part)
+    before = sum(each.kind == "lost" for each in tally.faults) - 1
+    where = [f"on {place}" if fault.host else place] if fault.pid is not None else []
+    where += [f"noticed: {fault.noticed}"] if fault.noticed and fault.code is not None else []
+    where += [f"last heard of after step {tally.step}"] if tally.step else []
+    where += [f"lost before it: {plural(before, 'worker')}"] if before else []
+    where += [f"its log: {line}" for line in fault.log[-LOG_LINES:]]
+    return Failed(
+        time=fault.time,
+        rank=rank,
+        kind="WorkerLost",
+        message="; ".join([how(fault), *([fault.action] if fault.ends_the_run else [])]),
+        where=where,
+        fix="--on-failure replace starts another in its place, --on-failure shrink goes on without it",
+    )
 
 
 def _silent_death(leave: WorkerExited, step: int) -> Failed:
@@ -50,7 +82,7 @@ def _silent_death(leave: WorkerExited, step: int) -> Failed:
         time=leave.time,
         rank=leave.rank,
         kind="WorkerError",
-        message=f"the process was {exit_text(leave.code)}" if leave.code < 0 else exit_text(leave.code),
+        message=f"{'the process was ' if (leave.code or 0) < 0 else ''}{exit_text(leave.code, guess=True)}",
         # Steps are told of a few times a second, so the one it died in is not known.
         where=[f"last heard of after step {step}"] if step else [],
     )
@@ -80,13 +112,17 @@ def error(tally: Tally, ended: str, report: dict[str, Any]) -> ShoalError | None
         message = f"{', '.join(place)}: {message}"
     if failure.kind not in SELF_EXPLAINING or failure.kind == "NonFiniteError":
         where += [at, f"log: {report['folder']}/worker-{failure.rank}.log"]
-    found = RunFailed(message, where=where, fix=failure.fix, report=report)
+    fix = failure.fix
+    if failure.kind == "WorkerLost" and saved:
+        fix = f"go on with --resume {report['folder']}; {fix}"
+    found = RunFailed(message, where=where, fix=fix, report=report)
     found.exit_code = failure.exit_code
     return found
 
 
 def _unequal(tally: Tally) -> ShoalError | None:
-    hashes = {each.weights_sha256 for each in tally.finished.values()}
+    members = tally.membership.members
+    hashes = {each.weights_sha256 for rank, each in tally.finished.items() if rank in members or not members}
     if len(hashes) < 2:
         return None
     return MismatchError(f"workers ended with different weights: {', '.join(sorted(hashes))}")

@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.crew import Evicted
 from shoal.errors import JobError, PeerLost, ShoalError
 from shoal.exact import kernels
 from shoal.exact.seeds import MODULE_LOAD, initialise, seed_everything
 from shoal.feed import Source
 from shoal.job import Job
-from shoal.join import finish_joined, joined, share_weights
+from shoal.join import finish_joined, joined
 from shoal.lanecost import lane_cost
 from shoal.partition.blocks import find_blocks
 from shoal.report.events import Evaluated, Failed
 from shoal.run import Run
 from shoal.seat import Seat, take
+from shoal.stack import own_line
 
 TRACEBACK_FOLLOWS = "--- traceback ---"  # the driver shows nothing of a log from here on: the error has its own message
 
@@ -45,10 +47,8 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
     job = opened.job
     kernels.settle(threads=job.threads, exact=seat.settings.exact)
     assert seat.plan is not None
-    group = seat.group()
+    crew = seat.crew()
     model = build_model(job)
-    if isinstance(job.model, nn.Module):
-        share_weights(model, group)
     optimizer = job.optimizer(list(model.named_parameters()))
     scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
     schedule = job.schedule(opened.source.samples, opened.source.last)
@@ -64,7 +64,8 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
         seed=job.seed,
         plan=seat.plan,
         seat=seat,
-        group=group,
+        crew=crew,
+        share=isinstance(job.model, nn.Module),
         arithmetic=job.arithmetic() | opened.source.arithmetic(schedule),
         steps=opened.steps,
         checkpoint_every=job.checkpoint_every,
@@ -88,7 +89,7 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
                 evaluate(run, opened, batch.step + 1)
     if run.leader and not run.resumable and run.step:
         _measure_lanes(run, closure)
-    group.close()
+    run.group.close()
 
 
 def _measure_lanes(run: Run, closure: Callable[[Any], Any]) -> None:
@@ -213,6 +214,9 @@ def told(seat: Seat, log: str) -> Iterator[list[int]]:
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
         _finish_saving()
+    except Evicted as error:
+        print(error.message, file=sys.stderr)
+        code[0] = error.exit_code
     except BaseException as error:
         run = joined() or (_current[0] if _current else None)
         code[0] = error.exit_code if isinstance(error, ShoalError) else 1
@@ -246,21 +250,3 @@ def failure(error: BaseException, rank: int, run: Run | None, log: str) -> Faile
         time=time.time(), rank=rank, kind=kind, message=message, exit_code=code, step=step, lane=lane, where=where,
         fix=fix, log=log,
     )  # fmt: skip
-
-
-def own_line(error: BaseException) -> list[str]:
-    """The innermost line of the user's own code: neither Shoal's nor a library's."""
-    ours = str(Path(__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith((ours, "<frozen"))
-        and "site-packages" not in frame.filename
-        and not frame.filename.startswith(sys.base_prefix + "/lib/python")
-    ]
-    if not own:
-        return []
-    last = own[-1]
-    name = Path(last.filename).name
-    return [f"{name}:{last.lineno}  in {last.name}:  {last.line or ''}".rstrip()]

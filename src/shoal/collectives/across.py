@@ -458,6 +458,12 @@ class Across:
         """This process is about to end, and the others are told why."""
         self.watch.fail(cause)
 
+    def doing(self) -> tuple[str, list[int], float] | None:
+        return self.watch.doing()
+
+    def ended(self) -> list[int]:
+        return self.watch.ended()
+
     def close(self) -> None:
         self.watch.close()
         if self._arena is not None:

@@ -143,6 +143,7 @@ class Arena:
             self._alive[descriptor] = each
             self._poll.register(descriptor, select.POLLIN)
         self._record = b""
+        self._began = 0.0  # the operation under way
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
@@ -151,6 +152,7 @@ class Arena:
         if self.broken is not None:
             raise self.broken
         self.sequence += 1
+        self._began = time.monotonic()
         self._record = what.record
         at = RECORDS + self.sequence % 2 * _RECORD_STEP
         own = self._control[self.rank]
@@ -296,6 +298,19 @@ class Arena:
             time.sleep(0.01)
         why = f"its memory cannot be reached ({error.strerror})"
         self.give_up(PeerLost(f"{self._lost(rank, doing)}: {why}{self._last(rank)}"))
+
+    def ended(self) -> list[int]:
+        """Ranks of the group whose processes have ended."""
+        with self._guard:
+            self._ended |= {self._alive[descriptor] for descriptor, _ in self._poll.poll(0)}
+            return [self.members[rank].rank for rank in sorted(self._ended)]
+
+    def doing(self) -> tuple[str, list[int], float] | None:
+        """For another thread: the operation under way, the ranks of the group that it waits for, and for how long."""
+        if self._finished[self.rank][0] >= self.sequence:
+            return None
+        absent = [self.members[each].rank for each in self.others if self._turns[each][0] < self.turn]
+        return f"{read_record(self._record)}, number {self.sequence}", absent, time.monotonic() - self._began
 
     def note(self, what: Operation) -> None:
         """For whoever asks later what this rank was doing: a message it waits for."""

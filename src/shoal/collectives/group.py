@@ -6,6 +6,7 @@
 import os
 import socket
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -32,6 +33,15 @@ class Pending(Protocol):
     def wait(self) -> Tensor: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Doing:
+    """A collective under way, for whoever asks why nothing moves."""
+
+    what: str
+    waits_for: list[int]  # ranks that have not come to it
+    seconds: float
+
+
 class Group(Protocol):
     rank: int
     size: int
@@ -50,12 +60,28 @@ class Group(Protocol):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
 
+    def send(self, tensor: Tensor, to: int) -> None: ...
+
+    def receive(self, tensor: Tensor, source: int) -> None: ...
+
     def commons(self, num_bytes: int) -> Commons | None:
         """Memory of each worker that all can reach; None where they share no host, or it has none left."""
         ...
 
     def how(self) -> Travel:
         """How sums have travelled so far, as this worker saw it."""
+        ...
+
+    def abandon(self, reason: str) -> None:
+        """Called from another thread: every wait of this worker in the group ends with PeerLost, now and later."""
+        ...
+
+    def ended(self) -> list[int]:
+        """Ranks that are known to have ended without a word."""
+        ...
+
+    def doing(self) -> Doing | None:
+        """What this worker does in the group at this moment. Called from another thread; None: nothing."""
         ...
 
     def close(self) -> None: ...
@@ -91,7 +117,22 @@ class Alone:
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        raise RunError("one worker alone has nobody to send to")
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        raise RunError("one worker alone has nobody to receive from")
+
     def commons(self, num_bytes: int) -> Commons | None:
+        return None
+
+    def abandon(self, reason: str) -> None:
+        return
+
+    def ended(self) -> list[int]:
+        return []
+
+    def doing(self) -> Doing | None:
         return None
 
     def how(self) -> Travel:
@@ -104,23 +145,35 @@ class Alone:
 class Workers:
     """Torch's default group, so that a job's own code can use torch.distributed; a script that has one keeps it."""
 
-    def __init__(self, store: Store, *, rank: int, size: int, timeout: timedelta, wish: Wish | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        wish: Wish | None = None,
+        forming: timedelta | None = None,
+    ) -> None:
+        """`forming`: how long to wait for the others to come, where that differs from how long to wait in the group."""
         self.rank = rank
         self.size = size
         self.owned = not dist.is_initialized()
         register()
+        limit = timeout if forming is None else forming
         try:
             if self.owned:
-                dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=wish)
+                dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=limit, pg_options=wish)
                 found = dist.group.WORLD
             else:
-                found = dist.new_group(backend=NAME, timeout=timeout, pg_options=wish)
+                found = dist.new_group(backend=NAME, timeout=limit, pg_options=wish)
         except PeerLost:
             raise
         except (RuntimeError, ValueError) as error:
             raise RunError(f"worker {rank} could not join the group of {size}: {error}") from error
         assert isinstance(found, ShoalProcessGroup)
         self.process_group = found
+        found.set_timeout(timeout)
 
     def gather(self, row: Tensor) -> Tensor:
         return self.process_group.gather_rows(row)
@@ -131,8 +184,24 @@ class Workers:
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.process_group.broadcast([tensor], source).wait()
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        self.process_group.send([tensor], to).wait()
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        self.process_group.recv([tensor], source).wait()
+
     def commons(self, num_bytes: int) -> Commons | None:
         return open_commons(self.process_group, num_bytes)
+
+    def abandon(self, reason: str) -> None:
+        self.process_group.way.depart(PeerLost(reason))
+
+    def ended(self) -> list[int]:
+        return self.process_group.way.ended()
+
+    def doing(self) -> Doing | None:
+        found = self.process_group.way.doing()
+        return None if found is None else Doing(what=found[0], waits_for=found[1], seconds=found[2])
 
     def how(self) -> Travel:
         way, members = self.process_group.way, self.process_group.members

@@ -78,6 +78,12 @@ class OnHost:
     def depart(self, cause: CollectiveError) -> None:
         self.arena.fail(cause)
 
+    def doing(self) -> tuple[str, list[int], float] | None:
+        return self.arena.doing()
+
+    def ended(self) -> list[int]:
+        return self.arena.ended()
+
     def close(self) -> None:
         self.arena.leave()
         self.mail.close()

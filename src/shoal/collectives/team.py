@@ -81,6 +81,14 @@ class Way(Protocol):
         """This process is about to end: tells the others why."""
         ...
 
+    def doing(self) -> tuple[str, list[int], float] | None:
+        """For another thread: the collective under way, the ranks that have not come to it, and since how long."""
+        ...
+
+    def ended(self) -> list[int]:
+        """Ranks that are known to have ended without a word."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -135,6 +135,18 @@ class Watch:
             return self.error
         return self.fail(self._lost(waiting[0], peer, self._end_of(peer) or fact))
 
+    def doing(self) -> tuple[str, list[int], float] | None:
+        """For another thread: the collective under way, the ranks that have told of none as late, and for how long."""
+        doing = self._collective
+        if doing.finished:
+            return None
+        late = [peer for peer, wire in self._wires.items() if wire.note.sequence < doing.number]
+        return str(doing), late, time.monotonic() - doing.since
+
+    def ended(self) -> list[int]:
+        """Ranks whose connection is closed though they have not said that they leave."""
+        return [peer for peer, wire in self._wires.items() if wire.ended_at is not None and not wire.note.left]
+
     def _end_of(self, peer: int) -> str:
         wire = self._wires.get(peer)
         if wire is None:

@@ -120,3 +120,12 @@ def redeal(now: Sequence[Span], seconds: Sequence[float], *, worth: float = 0.1)
     relative = ", ".join(f"{speed / fastest:.2f}" for speed in speeds)
     reason = f"relative speeds {relative}: {max(seconds) * 1e3:.1f} ms a step becomes {expected * 1e3:.1f} ms"
     return better, reason
+
+
+def too_slow(now: Sequence[Span], seconds: Sequence[float], *, least: int = 1, times: float = 3.0) -> list[int]:
+    """Ranks that need several times as long for a lane as the middle one; the slowest first, and never so many that
+    fewer than `least` are left."""
+    paces = [second / (stop - start) for (start, stop), second in zip(now, seconds, strict=True)]
+    middle = sorted(paces)[(len(paces) - 1) // 2]
+    slow = sorted((rank for rank, pace in enumerate(paces) if pace > times * middle), key=lambda rank: -paces[rank])
+    return slow[: max(0, len(paces) - max(1, least))]

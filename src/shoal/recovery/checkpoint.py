@@ -3,13 +3,19 @@
     checkpoints/
       step-00000080/              model.safetensors optimizer.safetensors extra.safetensors state.json manifest.json
       step-00000100/
-      .step-00000120.4123-88123.5f0c/   being written by process 4123, which began at tick 88123; swept once it is gone
+      .step-00000120.9ab3-4123-88123.5f0c/   being written on machine 9ab3 by process 4123, which began at tick 88123;
+                                             swept once that is gone
 
 The worker that saves writes these (through saver.py); whoever resumes or exports reads them. Nothing is ever removed
 that does not carry an intact manifest of ours, and nothing at all before the new checkpoint stands.
+
+Two may write at once: a worker that was stopped, taken for dead and replaced goes on where it was when it wakes up.
+Each has a folder of its own until the last rename; whoever comes to that and finds that since it began another one was
+put there, of its step or a later one, throws its own away (Overtaken). By the promise of equal bits nothing is lost.
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -18,6 +24,7 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +42,14 @@ _STATE = "state.json"
 _TENSORS = {"weights": "model.safetensors", "optimizer": "optimizer.safetensors", "extra": "extra.safetensors"}
 _FILES = (_STATE, *_TENSORS.values())
 _STANDING = re.compile(r"step-(\d{8,})(\.replaced-[0-9a-f]+)?")
-_PARTIAL = re.compile(r"\.step-\d{8,}\.(\d+)-(\w+)\.[0-9a-f]+")
+_PARTIAL = re.compile(r"\.step-\d{8,}\.([0-9a-f]+)-(\d+)-(\w+)\.[0-9a-f]+")
 _REMOVED = re.compile(r"\.removed\.[0-9a-f]+")
+_FORGOTTEN_SECONDS = 24 * 3600.0  # after which what another machine was writing is swept too
+_ATTEMPTS = 10  # to put a checkpoint where somebody else puts one at the same moment
+
+
+class Overtaken(CheckpointError):
+    """While this was written, another worker put a checkpoint of this step or a later one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,8 +106,7 @@ class Checkpoints:
         state = _encode_state(snapshot)
         tensors = {part: _writable(getattr(snapshot, part)) for part in _TENSORS}
         try:
-            path = self._write(snapshot.step, state, tensors)
-            num_bytes = sum(file.stat().st_size for file in path.iterdir())
+            path, num_bytes = self._write(snapshot.step, state, tensors)
         except OSError as error:
             needed = len(state) + sum(tensor.nbytes for part in tensors.values() for tensor in part.values())
             raise self._not_written(snapshot.step, needed, error) from error
@@ -106,10 +118,11 @@ class Checkpoints:
         """The newest that verifies. None if there is no checkpoint at all; an error if there are only broken ones."""
         skipped: list[str] = []
         for path in self._standing():
+            inode = _inode(path)
             try:
                 return Found(snapshot=self.read(path), path=path, skipped=skipped)
             except CheckpointError as error:
-                if not os.path.lexists(path):  # the run is alive and has moved on while we read: look again
+                if inode is None or _inode(path) != inode:  # the run is alive and has moved on meanwhile: look again
                     return self.newest()
                 skipped.append(error.message)
         if not skipped:
@@ -121,6 +134,7 @@ class Checkpoints:
         )
 
     def read(self, path: Path) -> Snapshot:
+        inode = _inode(path)
         manifest = read_manifest(path)
         verify(path, manifest, _FILES)
         named = _STANDING.fullmatch(path.name)
@@ -131,7 +145,9 @@ class Checkpoints:
             tensors = {part: _load(path / file, state.names[part]) for part, file in _TENSORS.items()}
             if state.step != manifest.step or not set(state.aliases.values()) <= set(tensors["weights"]):
                 raise ValueError(f"{_STATE} does not fit the other files")
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            if _inode(path) != inode:
+                raise ValueError("another one was put there while it was read")
+        except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:  # RuntimeError: a file is gone
             raise CheckpointError(f"{path.name}: {error}", where=str(path), fix="use another checkpoint") from error
         self._verified.add(path)
         return Snapshot(
@@ -143,12 +159,15 @@ class Checkpoints:
             **tensors,
         )
 
-    def _write(self, step: int, state: bytes, tensors: dict[str, dict[str, Tensor]]) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _write(self, step: int, state: bytes, tensors: dict[str, dict[str, Tensor]]) -> tuple[Path, int]:
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            fsync(self.folder.parent)
         self._sweep()
+        before = self._inodes()
         name = f"step-{step:08d}"
         pid = os.getpid()
-        partial = self.folder / f".{name}.{pid}-{_began(pid)}.{secrets.token_hex(4)}"
+        partial = self.folder / f".{name}.{_machine()}-{pid}-{_began(pid)}.{secrets.token_hex(4)}"
         try:
             partial.mkdir()
             (partial / _STATE).write_bytes(state)
@@ -157,20 +176,41 @@ class Checkpoints:
                 # safetensors makes files that only their owner can read; take the mode of an ordinary one.
                 (partial / file).chmod((partial / _STATE).stat().st_mode)
             seal(partial, step=step, names=_FILES)
-            return self._put(partial, self.folder / name)
+            num_bytes = sum(file.stat().st_size for file in partial.iterdir())
+            return self._put(partial, self.folder / name, step, before), num_bytes
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _put(self, partial: Path, path: Path) -> Path:
+    def _put(self, partial: Path, path: Path, step: int, before: dict[str, int]) -> Path:
         """A full folder cannot be renamed over another, so the old one steps aside, to where newest() still sees it."""
         self._verified.discard(path)
-        if os.path.lexists(path):
-            why = "replaced" if _is_ours(path) else "unreadable"
-            path.rename(path.with_name(f"{path.name}.{why}-{secrets.token_hex(4)}"))
-        partial.rename(path)
+        for attempt in range(_ATTEMPTS):
+            self._check_not_overtaken(step, before)
+            try:
+                if os.path.lexists(path):
+                    why = "replaced" if _is_ours(path) else "unreadable"
+                    path.rename(path.with_name(f"{path.name}.{why}-{secrets.token_hex(4)}"))
+                partial.rename(path)
+                break
+            except OSError as error:  # somebody else was faster with one of the two: look again
+                met = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) and partial.is_dir()
+                if not met or attempt == _ATTEMPTS - 1:
+                    raise
         fsync(self.folder)
         return path
+
+    def _check_not_overtaken(self, step: int, before: dict[str, int]) -> None:
+        for name, inode in self._inodes().items():
+            if before.get(name) == inode or int(name[len("step-") :].partition(".")[0]) < step:
+                continue
+            if _is_ours(self.folder / name):
+                raise Overtaken(f"the checkpoint of step {step} is not needed: {name} was put there meanwhile")
+
+    def _inodes(self) -> dict[str, int]:
+        """What stands, and which folder it is: the same name may later be another one's."""
+        found = {path.name: _inode(path) for path in self._standing()}
+        return {name: inode for name, inode in found.items() if inode is not None}
 
     def _prune(self, newest: Path, step: int) -> None:
         """Keep what was just written and the newest others that verify; remove the rest.
@@ -179,7 +219,8 @@ class Checkpoints:
         alone would remove the good one.
         """
         kept = {step}
-        with suppress(OSError, RunFolderError):  # the new one stands; what stays too long is tried again next time
+        # The new one stands. What stays too long, or is another writer's business too, is tried again next time.
+        with suppress(OSError, RunFolderError, CheckpointError):
             for path in self._standing():
                 if path == newest or not _is_ours(path):
                     continue
@@ -208,8 +249,7 @@ class Checkpoints:
     def _sweep(self) -> None:
         for path in self.folder.iterdir():
             partial = _PARTIAL.fullmatch(path.name)
-            abandoned = partial and _began(int(partial[1])) != partial[2]
-            if abandoned or _REMOVED.fullmatch(path.name):
+            if _REMOVED.fullmatch(path.name) or (partial and _is_abandoned(path, *partial.groups())):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _standing(self) -> list[Path]:
@@ -241,12 +281,34 @@ class Checkpoints:
         )
 
 
+def _inode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return None
+
+
 def _is_ours(path: Path) -> bool:
     try:
         read_manifest(path)
     except CheckpointError:
         return False
     return not path.is_symlink()
+
+
+def _is_abandoned(path: Path, machine: str, pid: str, began: str) -> bool:
+    if machine == _machine():
+        return _began(int(pid)) != began
+    with suppress(OSError):
+        return time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS
+    return False
+
+
+@lru_cache(maxsize=1)
+def _machine() -> str:
+    """Where numbers of processes mean the same: this boot of this machine, within this container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.blake2b(f"{boot}{os.readlink('/proc/self/ns/pid')}".encode(), digest_size=4).hexdigest()
 
 
 def _began(pid: int) -> str | None:

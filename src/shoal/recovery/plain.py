@@ -11,7 +11,7 @@ infinities into nothing; each of these gets a tagged object instead:
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,11 @@ from torch import Tensor
 from shoal.errors import CheckpointError
 from shoal.exact.digest import tensor_bytes
 
+Take = Callable[[Tensor, str], Tensor]  # a tensor of the run and its name -> the plain one that a snapshot holds
+
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
 _TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
+ALIGNMENT = 64  # bytes, of what torch allocates
 _MAX_DEPTH = 100  # deeper is a structure that contains itself
 
 STORABLE_DTYPES: dict[str, torch.dtype] = {  # what safetensors can hold
@@ -57,8 +60,42 @@ def plain_copy(tensor: Tensor, name: str) -> Tensor:
     return copy.clone() if shares else copy
 
 
-def encode(value: Any, name: str, tensors: dict[str, Tensor] | None = None, *, depth: int = 0) -> Any:
-    """JSON for a value. Copies of its tensors go into `tensors`, or into the JSON itself if that is None."""
+def plain_view(tensor: Tensor, name: str) -> Tensor:
+    """The live tensor itself where it is plain already, else a copy."""
+    check_storable(tensor, name)
+    return plain(tensor)
+
+
+class Room:
+    """Memory for one snapshot, used again for the next: fresh memory costs several times what the copy itself does."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] = {}
+
+    def clear(self) -> None:
+        """For the next snapshot. What that one does not need is given back at the one after."""
+        self._held, self._before = {}, self._held
+
+    def take(self, part: str) -> Take:
+        """Copies of tensors whose names differ within a part of the snapshot."""
+
+        def copy(tensor: Tensor, name: str) -> Tensor:
+            check_storable(tensor, name)
+            place = f"{part} {name}"
+            held = self._before.pop(place, None)
+            if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                held = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._held[place] = held
+            return held.copy_(tensor.detach())
+
+        return copy
+
+
+def encode(
+    value: Any, name: str, tensors: dict[str, Tensor] | None = None, take: Take = plain_copy, *, depth: int = 0
+) -> Any:
+    """JSON for a value. What is taken of its tensors goes into `tensors`, or into the JSON itself if that is None."""
     kind = type(value)
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{name} is nested more than {_MAX_DEPTH} deep: does it contain itself?")
@@ -67,19 +104,19 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor] | None = None, *, d
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, Tensor):
-        return _encode_tensor(value, name, tensors)
+        return _encode_tensor(value, name, tensors, take)
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$numpy": [value.dtype.str, value.tobytes().hex()]}
     if kind in (list, tuple):
-        items = [encode(item, f"{name}/{index}", tensors, depth=depth + 1) for index, item in enumerate(value)]
+        items = [encode(item, f"{name}/{index}", tensors, take, depth=depth + 1) for index, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{name}/{key}", tensors, depth=depth + 1) for key, item in value.items()}
+        return {key: encode(item, f"{name}/{key}", tensors, take, depth=depth + 1) for key, item in value.items()}
     if kind in _TAGS:
         pairs = [
             [
-                encode(key, f"a key of {name}", tensors, depth=depth + 1),
-                encode(item, f"{name}/{key}", tensors, depth=depth + 1),
+                encode(key, f"a key of {name}", tensors, take, depth=depth + 1),
+                encode(item, f"{name}/{key}", tensors, take, depth=depth + 1),
             ]
             for key, item in value.items()
         ]
@@ -90,14 +127,13 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor] | None = None, *, d
     )
 
 
-def _encode_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor] | None) -> Any:
-    copy = plain_copy(tensor, name)
+def _encode_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor] | None, take: Take) -> Any:
     if tensors is None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return {"$inline": [dtype, list(tensor.shape), tensor_bytes(copy).hex()]}
+        return {"$inline": [dtype, list(tensor.shape), tensor_bytes(plain_view(tensor, name)).hex()]}
     while name in tensors:  # "a/b" with key "c", and "a" with key "b/c"
         name += "'"
-    tensors[name] = copy
+    tensors[name] = take(tensor, name)
     # A dense layout that is not row-major (channels last, a transpose) is part of the arithmetic: kernels take
     # other paths on other strides. empty_like keeps strides exactly if they are dense.
     if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
@@ -105,18 +141,21 @@ def _encode_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor] | None)
     return {"$tensor": name}
 
 
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What encode() was given. Every tensor is a fresh allocation, so it is aligned and shares memory with nothing."""
+def decode(value: Any, tensors: Mapping[str, Tensor], *, own: bool = False) -> Any:
+    """What encode() was given. Every tensor is a fresh allocation, so it is aligned and shares memory with nothing.
+
+    With `own` the tensors were made for this and nobody else holds them: those that are so are not copied again.
+    """
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [decode(item, tensors, own=own) for item in value]
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
     if not tag.startswith("$"):
-        return {key: decode(item, tensors) for key, item in value.items()}
+        return {key: decode(item, tensors, own=own) for key, item in value.items()}
     body = value[tag]
     if tag == "$tensor":
-        return _decode_tensor(body, value.get("stride"), tensors)
+        return _decode_tensor(body, value.get("stride"), tensors, own)
     if tag == "$inline":
         dtype, shape, data = body
         flat = torch.tensor(list(bytes.fromhex(data)), dtype=torch.uint8)
@@ -126,16 +165,24 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if tag == "$numpy":
         return np.frombuffer(bytes.fromhex(body[1]), dtype=np.dtype(body[0]))[0]
     if tag == "$tuple":
-        return tuple(decode(item, tensors) for item in body)
+        return tuple(decode(item, tensors, own=own) for item in body)
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag]({decode(key, tensors): decode(item, tensors) for key, item in body})
+        return _MAPPINGS[tag]({decode(key, tensors, own=own): decode(item, tensors, own=own) for key, item in body})
     raise CheckpointError(f"unknown tag {tag!r} in a checkpoint's values")
 
 
-def _decode_tensor(name: str, stride: list[int] | None, tensors: Mapping[str, Tensor]) -> Tensor:
+def _decode_tensor(name: str, stride: list[int] | None, tensors: Mapping[str, Tensor], own: bool) -> Tensor:
     if name not in tensors:
         raise CheckpointError(f"the checkpoint's values name a tensor {name!r} that it does not hold")
     stored = tensors[name]
+    if own and stride is None and _is_whole(stored):
+        return stored.detach()
     if stride is None:
         return stored.detach().clone(memory_format=torch.contiguous_format)
     return torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """As a fresh allocation would be: aligned, row-major, and all of its memory its own."""
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return whole and tensor.data_ptr() % ALIGNMENT == 0

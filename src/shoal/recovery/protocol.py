@@ -39,7 +39,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     term: int = 0  # rises when the state was lost with all who had it
     step: int = 0  # committed by somebody when this was written; never falls within a term
     reason: str = ""
-    changed: bool = True  # False: the members are the same, only their connections are made anew
+    boundary: bool = False  # made between two steps by members that all knew of it: nobody has to be interrupted
+    removed: dict[int, int] = {}  # worker -> its last life that was a member and is none any more: it never comes back
 
     def rank(self, who: Who) -> int:
         return self.members.index(who)
@@ -162,6 +163,10 @@ class Member:
     def position(self) -> Position:
         return Position(who=self.who, committed=self.committed, doubt=self.doubt, clean=self.clean)
 
+    def forms(self, settlement: Settlement) -> None:
+        """It begins to make the group of the settlement's epoch. If that fails, another epoch is needed."""
+        self.epoch, self.broken = settlement.view.epoch, True
+
     def formed(self, settlement: Settlement) -> None:
         """The group of the settlement's epoch stands. Those in doubt have committed; those behind have the state."""
         self.epoch, self.broken, self.doubt = settlement.view.epoch, False, False
@@ -180,11 +185,11 @@ class Member:
         missing = [who for who in view.members if who in gone and who != self.who]
         if missing:
             reason = "; ".join(f"{who} {gone[who]}" for who in missing)
-            return Propose(self._next(view, [who for who in view.members if who not in missing], reason))
+            return Propose(self._next(view, [who for who in view.members if who not in missing], reason, out=missing))
         if view.epoch <= self.epoch:
             if self.broken:
-                return Propose(self._next(view, view.members, "a connection failed", changed=False))
-            return Wait() if change is None else self._at_boundary(seen, change)
+                return Propose(self._next(view, view.members, "a connection failed"))
+            return Wait() if change is None else self._at_boundary(seen, gone, change)
         if seen.positions.get(self.who) != self.position():
             return Post(view.epoch, self.position())
         if any(who not in seen.positions for who in view.members):
@@ -199,37 +204,74 @@ class Member:
 
     def _outside(self, seen: Seen, gone: Mapping[Who, str]) -> Action:
         view = seen.view
-        if self.committed >= 0:
+        if self.committed >= 0 or not may_join(view, self.who):
             return Leave(view)
         if any(who.worker == self.who.worker and who.life > self.who.life for who in (*view.members, *seen.alive)):
             return Leave(view)  # replaced before it came in
-        present = sorted(who for who in seen.alive if who not in gone)
+        present = sorted(who for who in seen.alive if who not in gone and may_join(view, who))
         if any(who not in gone for who in view.members) or self.who != min(present, default=self.who):
             return Wait()
         # Nobody is left who could let anybody in: whoever waits begins a new epoch, from a checkpoint.
         return self._new_term(view, newest(present or [self.who]))
 
-    def _at_boundary(self, seen: Seen, change: Change) -> Action:
+    def _at_boundary(self, seen: Seen, gone: Mapping[Who, str], change: Change) -> Action:
         view = seen.view
         staying = [who for who in view.members if who not in change.leaving]
         if self.who != staying[0]:
             return Wait()
-        joining = [who for who in newest(seen.alive) if who.worker not in {each.worker for each in staying}]
-        parts = [f"{who} left" for who in view.members if who in change.leaving]
-        parts += [f"{who} joined" for who in joining]
-        return Propose(self._next(view, sorted([*staying, *joining]), "; ".join(parts), changed=bool(parts)))
+        joining = newcomers(view, seen.alive, gone)
+        leaving = [who for who in view.members if who in change.leaving]
+        reason = "; ".join([*(f"{who} left" for who in leaving), *(f"{who} joined" for who in joining)])
+        return Propose(self._next(view, sorted([*staying, *joining]), reason, out=leaving, boundary=True))
 
     def _new_term(self, view: View, members: Collection[Who]) -> Action:
         if self.who not in members:
             return Leave(view)  # what it has is behind what was committed
         reason = "nobody is left who has the state: back to the newest checkpoint"
-        return Propose(View(epoch=view.epoch + 1, members=tuple(members), term=view.term + 1, reason=reason))
+        out = [who for who in view.members if who not in members]
+        return Propose(structs.replace(self._next(view, members, reason, out=out), term=view.term + 1, step=0))
 
-    def _next(self, view: View, members: Collection[Who], reason: str, changed: bool = True) -> View:
-        step = max(view.step, self.committed)
+    def _next(
+        self, view: View, members: Collection[Who], reason: str, out: Collection[Who] = (), boundary: bool = False
+    ) -> View:
+        removed = dict(view.removed)
+        for who in out:
+            removed[who.worker] = max(who.life, removed.get(who.worker, -1))
         return structs.replace(
-            view, epoch=view.epoch + 1, members=tuple(members), step=step, reason=reason, changed=changed
+            view,
+            epoch=view.epoch + 1,
+            members=tuple(members),
+            step=max(view.step, self.committed),
+            reason=reason,
+            boundary=boundary,
+            removed=removed,
         )
+
+
+def may_join(view: View, who: Who) -> bool:
+    return who.life > view.removed.get(who.worker, -1)
+
+
+def newcomers(view: View, alive: Collection[Who], gone: Collection[Who] = ()) -> list[Who]:
+    """Whoever waits to be let in."""
+    present = {who.worker for who in view.members}
+    waiting = [who for who in alive if who.worker not in present and who not in gone and may_join(view, who)]
+    return newest(waiting)
+
+
+def remove(view: View, gone: Mapping[Who, str]) -> View:
+    """The next view, by somebody who is no member and knows who is dead: the driver. It may have no members at all."""
+    removed = dict(view.removed)
+    for who in gone:
+        removed[who.worker] = max(who.life, removed.get(who.worker, -1))
+    return structs.replace(
+        view,
+        epoch=view.epoch + 1,
+        members=tuple(who for who in view.members if who not in gone),
+        reason="; ".join(f"{who} {why}" for who, why in gone.items()),
+        boundary=False,
+        removed=removed,
+    )
 
 
 def newest(present: Collection[Who]) -> list[Who]:

@@ -1,7 +1,8 @@
 """Live objects as plain tensors and JSON, and back: model, optimizer, scheduler, and what the user adds.
 
 The worker captures a snapshot with these between two steps and restores one before the first. Capturing copies, since
-training goes on while the snapshot is written. Restoring checks everything it can before it changes anything, and
+training goes on while the snapshot is written; whoever needs the tensors only until the next step can take them as
+they are (`take=plain_view`). Restoring checks everything it can before it changes anything, and
 puts values into the objects that are there: build model, optimizer and scheduler first, as for a new run.
 """
 
@@ -16,16 +17,16 @@ from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError
 from shoal.exact.digest import tensor_sha256
-from shoal.recovery.plain import decode, encode, plain_copy
+from shoal.recovery.plain import Take, decode, encode, plain_copy
 
 # ---- weights
 
 
-def capture_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+def capture_weights(model: nn.Module, take: Take = plain_copy) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers by name; of those that are one tensor in memory, one, and aliases for it."""
     live = _live_tensors(model)
     aliases = _live_aliases(live)
-    return {name: plain_copy(tensor, name) for name, tensor in live.items() if name not in aliases}, aliases
+    return {name: take(tensor, name) for name, tensor in live.items() if name not in aliases}, aliases
 
 
 def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
@@ -86,14 +87,16 @@ def _live_aliases(live: Mapping[str, Tensor]) -> dict[str, str]:
 # ---- optimizer
 
 
-def capture_optimizer(optimizer: Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def capture_optimizer(
+    optimizer: Optimizer, names: dict[int, str], take: Take = plain_copy
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """`names` maps id(parameter) to its name. The JSON holds the groups, and the state with references to tensors."""
     tensors: dict[str, Tensor] = {}
-    return tensors, _capture_optimizer(optimizer, names, tensors, "optimizer")
+    return tensors, _capture_optimizer(optimizer, names, tensors, take, "optimizer")
 
 
 def _capture_optimizer(
-    optimizer: Optimizer, names: Mapping[int, str], tensors: dict[str, Tensor], label: str
+    optimizer: Optimizer, names: Mapping[int, str], tensors: dict[str, Tensor], take: Take, label: str
 ) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
@@ -108,17 +111,17 @@ def _capture_optimizer(
             name = names[id(parameter)]
             parameters.append([name, list(parameter.shape)])
             if parameter in optimizer.state:
-                state[name] = encode(dict(optimizer.state[parameter]), name, tensors)
+                state[name] = encode(dict(optimizer.state[parameter]), name, tensors, take)
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append(
-            {"parameters": parameters, "settings": encode(settings, f"{label}/param_groups/{index}", tensors)}
+            {"parameters": parameters, "settings": encode(settings, f"{label}/param_groups/{index}", tensors, take)}
         )
     common = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     return {
         "kind": type(optimizer).__name__,
         "groups": groups,
         "state": state,
-        "common": encode(common, f"{label}/state", tensors),
+        "common": encode(common, f"{label}/state", tensors, take),
     }
 
 
@@ -127,13 +130,18 @@ def restore_optimizer(
     named: Mapping[str, nn.Parameter],
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
+    *,
+    own: bool = False,
 ) -> None:
-    """Not by load_state_dict, which would cast fp32 state to the dtype of a bf16 parameter."""
+    """Not by load_state_dict, which would cast fp32 state to the dtype of a bf16 parameter.
+
+    State that the optimizer makes at its first step is put there if it is not; see decode() for `own`.
+    """
     _check_kind("the optimizer", values["kind"], type(optimizer).__name__)
     _check_groups(optimizer, named, values["groups"])
-    settings = [decode(group["settings"], tensors) for group in values["groups"]]
-    states = {name: decode(state, tensors) for name, state in values["state"].items()}
-    common = decode(values["common"], tensors)
+    settings = [decode(group["settings"], tensors, own=own) for group in values["groups"]]
+    states = {name: decode(state, tensors, own=own) for name, state in values["state"].items()}
+    common = decode(values["common"], tensors, own=own)
 
     optimizer.state.clear()
     optimizer.state.update(common)
@@ -196,20 +204,20 @@ def _scheduler_kind(scheduler: Any) -> str:
 # ---- what the user adds
 
 
-def capture_extra(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
+def capture_extra(state: Mapping[str, Any], take: Take = plain_copy) -> tuple[dict[str, Tensor], Any]:
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for name, item in state.items():
         kind = _extra_kind(name, item)
         if kind == "optimizer":
-            held = _capture_optimizer(item, _numbered(item, name)[0], tensors, name)
+            held = _capture_optimizer(item, _numbered(item, name)[0], tensors, take, name)
         else:
-            held = encode(item.state_dict() if kind == "object" else item, name, tensors)
+            held = encode(item.state_dict() if kind == "object" else item, name, tensors, take)
         values[name] = {"kind": kind, "type": type(item).__name__, "state": held}
     return tensors, values
 
 
-def restore_extra(state: Mapping[str, Any], tensors: Mapping[str, Tensor], values: Any) -> None:
+def restore_extra(state: Mapping[str, Any], tensors: Mapping[str, Tensor], values: Any, *, own: bool = False) -> None:
     _check_names("extra state", values, state)
     decoded: dict[str, Any] = {}
     for name, item in state.items():
@@ -218,13 +226,13 @@ def restore_extra(state: Mapping[str, Any], tensors: Mapping[str, Tensor], value
         if kind == "optimizer":
             _check_groups(item, _numbered(item, name)[1], values[name]["state"]["groups"])
         else:
-            decoded[name] = decode(values[name]["state"], tensors)
+            decoded[name] = decode(values[name]["state"], tensors, own=own)
         if kind == "tensor":
             _check_fits(name, decoded[name], item)
     for name, item in state.items():
         kind = values[name]["kind"]
         if kind == "optimizer":
-            restore_optimizer(item, _numbered(item, name)[1], tensors, values[name]["state"])
+            restore_optimizer(item, _numbered(item, name)[1], tensors, values[name]["state"], own=own)
         elif kind == "object":
             _load(item, decoded[name], f"extra state {name!r}")
         else:

@@ -40,6 +40,10 @@ class StoreAway(RunError):
     """The store cannot be reached now. Whoever can go on without it does."""
 
 
+class LeaseEnded(RunError):
+    """Nothing was written: the lease that the record was to go with has ended."""
+
+
 class Store(Protocol):
     """Every call either happens or raises StoreAway, after which it may have happened or not."""
 
@@ -50,7 +54,8 @@ class Store(Protocol):
     def swap(self, key: str, value: bytes | None, expected: int, lease: int | None = None) -> int | None:
         """Writes (None: removes) a record if its revision is still the expected one; 0: if there is none.
 
-        Returns the new revision, or None if somebody else was there before. With a lease the record goes with it.
+        Returns the new revision, or None if somebody else was there before. With a lease the record goes with it;
+        if that has ended, LeaseEnded is raised.
         """
         ...
 

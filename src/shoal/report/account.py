@@ -1,13 +1,15 @@
 """The account of a run: the value of `report.json`, worked out from a tally. Pure; used by the driver at the end."""
 
 import math
-import signal
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from shoal.plan.laws import amdahl_limit, gustafson_speedup, parallel_fraction
 from shoal.report.events import Failed, Spent, Travelled
+from shoal.report.story import exit_text
 from shoal.report.tally import Tally, WorkerTally
 
 PARTS = ("data", "compute", "wait", "merge", "apply", "other")
@@ -24,8 +26,8 @@ def report(
     files: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What `report.json` says. `outcome` and `failure` are read from the events unless the driver knows better."""
-    started, finished = tally.started, tally.finished.get(0)
-    lowest = finished or next(iter(tally.finished.values()), None)
+    started = tally.started
+    lowest = min(tally.finished.values(), key=lambda each: each.rank, default=None)
     outcome = outcome or _outcome(tally)
     step_ms = _step_ms(tally.ranks)
     return {
@@ -48,13 +50,22 @@ def report(
         "workers": tally.num_workers,
         "lanes": started.lanes if started else None,
         "layout": started.layout if started else None,
-        "deal": [list(worker.lanes) for worker in tally.ranks],
+        "deal": [list(worker.lanes) for worker in tally.present],
         "samples_per_second": _rounded(tally.samples_per_second),
         "step_ms": step_ms,
         "per_worker": [_worker(worker) for worker in tally.ranks],
         "speedup": _speedup(tally),
         "most_gain": _most_gain(tally),
         "lane_cost": _lane_cost(tally),
+        "alive": tally.alive,
+        "participating": tally.participating,
+        "participation": _rounded(tally.participation),
+        "goodput": _rounded(tally.commits.goodput),
+        "lost_seconds": _rounded(tally.commits.lost_seconds),
+        "committed": _committed(tally),
+        "faults": msgspec.to_builtins(tally.faults),
+        "membership": msgspec.to_builtins(tally.membership.segments) if tally.faults else [],
+        "training_began": tally.training_began,
         "travel": _travel(tally),
         "checkpoints": [
             {"step": s.step, "path": s.path, "num_bytes": s.num_bytes, "seconds": s.seconds, "final": s.final}
@@ -79,19 +90,22 @@ def _exact(tally: Tally) -> bool | None:
     return tally.started.exact and joined and all(travel.exact for travel in tally.travelled.values())
 
 
+def _committed(tally: Tally) -> dict[str, int]:
+    """Steps of this sitting, as they were told, not as they should be: what was lost or seen twice would show here."""
+    commits = tally.commits
+    return {
+        "steps": commits.steps,
+        "redone": tally.story.redone,  # under way when somebody was lost
+        "repeated": commits.repeated,  # committed, then lost with all who had them
+        "untold": commits.untold,  # nobody told of them
+        "samples_lost": commits.samples_lost,
+        "samples_doubled": commits.samples_doubled,
+    }
+
+
 def first_failure(tally: Tally) -> Failed | None:
     """The first cause: when one worker fails, the others soon fail for want of it."""
-    return min(tally.failures, key=lambda failure: failure.time, default=None)
-
-
-def exit_text(code: int) -> str:
-    if code >= 0:
-        return f"ended with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"killed ({name}{': often out of memory' if name == 'SIGKILL' else ''})"
+    return min(tally.open_failures, key=lambda failure: failure.time, default=None)
 
 
 def slowness(workers: Sequence[WorkerTally], *, recent: bool = False) -> dict[int, float]:
@@ -108,7 +122,7 @@ def slowness(workers: Sequence[WorkerTally], *, recent: bool = False) -> dict[in
 def _outcome(tally: Tally) -> str:
     if tally.outcome:
         return tally.outcome
-    if tally.failures or not tally.finished:
+    if tally.open_failures or not tally.finished:
         return "failed"
     return "stopped" if any(each.stopped and each.resumable for each in tally.finished.values()) else "done"
 
@@ -146,6 +160,7 @@ def _worker(worker: WorkerTally) -> dict[str, Any]:
     per_lane = worker.seconds_per_lane
     return {
         "rank": worker.rank,
+        "life": worker.life,
         "host": worker.host,
         "pid": worker.pid,
         "lanes": list(worker.lanes),
@@ -159,11 +174,12 @@ def _worker(worker: WorkerTally) -> dict[str, Any]:
 
 
 def _speedup(tally: Tally) -> dict[str, Any]:
-    """Against one worker that would do every lane itself. It is never run: its step is put together from worker 0's."""
+    """Against one worker that would do every lane itself. It is never run: its step is put together from that of one
+    member. Where the members changed, the step is what it was on average, so nothing more is concluded from it."""
     facts: dict[str, Any] = dict.fromkeys(
-        ("over_one_worker", "parallel_fraction", "amdahl_limit", "gustafson", "possible", "one_worker_step_ms")
+        ("over_one_worker", "parallel_fraction", "amdahl_limit", "gustafson", "possible", "one_worker_step_ms", "one")
     )
-    workers, step_ms = tally.ranks, _step_ms(tally.ranks)
+    workers, step_ms = tally.present, _step_ms(tally.ranks)
     if step_ms is None or tally.started is None or not step_ms["total"]:
         return {**facts, "basis": "no step was committed"}
     if tally.num_workers == 1:
@@ -173,15 +189,20 @@ def _speedup(tally: Tally) -> dict[str, Any]:
             "one_worker_step_ms": step_ms["total"],
             "basis": "this is the run of one worker",
         }
-    zero = tally.workers.get(0)
-    if zero is None or zero.seconds_per_lane is None or not zero.steps:
-        return {**facts, "basis": "worker 0 computed no lanes"}
+    measured = [(worker, worker.seconds_per_lane) for worker in workers if worker.steps]
+    one, one_per_lane = next(((each, seconds) for each, seconds in measured if seconds is not None), (None, 0.0))
+    if one is None:
+        return {**facts, "basis": "no member computed any lanes"}
+    facts["one"] = one.rank
     lanes = tally.started.lanes
-    around = (zero.spent.apply + zero.spent.other) / zero.steps
-    alone = zero.seconds_per_lane * lanes + around
+    around = (one.spent.apply + one.spent.other) / one.steps
+    alone = one_per_lane * lanes + around
     speedup = 1000 * alone / step_ms["total"]
     facts["one_worker_step_ms"] = _rounded(1000 * alone)
     facts["over_one_worker"] = _rounded(speedup)
+    basis = f"estimated from worker {one.rank}'s own time per lane"
+    if any(fault.kind in ("lost", "left", "joined") for fault in tally.faults):
+        return {**facts, "basis": basis}
     per_lane = [worker.seconds_per_lane for worker in workers]
     times = [time for time in per_lane if time]
     if times and len(times) == len(per_lane):
@@ -192,7 +213,7 @@ def _speedup(tally: Tally) -> dict[str, Any]:
         facts["parallel_fraction"] = _rounded(parallel)
         facts["amdahl_limit"] = _rounded(limit) if math.isfinite(limit) else None  # None: no limit
         facts["gustafson"] = _rounded(gustafson_speedup(parallel, tally.num_workers))
-    return {**facts, "basis": "estimated from worker 0's own time per lane"}
+    return {**facts, "basis": basis}
 
 
 def _best_share_seconds(seconds_per_lane: Sequence[float], lanes: int) -> float:
@@ -205,8 +226,8 @@ def _best_share_seconds(seconds_per_lane: Sequence[float], lanes: int) -> float:
 
 
 def _most_gain(tally: Tally) -> dict[str, Any] | None:
-    """The slowest worker, and what a step would take if it were like the others with the lanes as they are dealt."""
-    workers, step_ms = tally.ranks, _step_ms(tally.ranks)
+    """The slowest member, and what a step would take if it were like the others with the lanes as they are dealt."""
+    workers, step_ms = tally.present, _step_ms(tally.ranks)
     slow = slowness(workers)
     if step_ms is None or not slow:
         return None
@@ -239,10 +260,12 @@ def _lane_cost(tally: Tally) -> dict[str, Any] | None:
 
 def _travel(tally: Tally) -> dict[str, Any] | None:
     """How gradients travelled; bytes and error over all workers, where the run came to its end."""
-    first = tally.travelled.get(0)
+    # The leader's word, who may have changed; and at the end that of all who came so far.
+    final = [each for each in tally.travelled.values() if each.final]
+    first = min(final or tally.travelled.values(), key=lambda each: each.rank, default=None)
     if first is None:
         return None
-    told = list(tally.travelled.values()) if first.final and tally.steps else []
+    told = final if tally.steps else []
     crossed = [level for level in ("memory", "host", "rack") if any(each.plain.get(level) for each in told)]
     return {
         "way": first.way,
@@ -285,13 +308,13 @@ def _failure(tally: Tally, told: Failed | None) -> dict[str, Any] | None:
             "fix": failed.fix,
             "log": failed.log,
         }
-    died = min((each for each in tally.exits if each.code != 0), key=lambda each: each.time, default=None)
+    died = min((each for each in tally.silent_exits), key=lambda each: each.time, default=None)
     if died is None:
         return None
     return {
         "rank": died.rank,
         "kind": "WorkerError",
-        "message": exit_text(died.code),
+        "message": exit_text(died.code, guess=True),
         "exit_code": 1,
         "step": None,
         "lane": None,

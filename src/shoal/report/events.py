@@ -34,6 +34,7 @@ class WorkerStarted(Event, frozen=True, kw_only=True, tag="worker-started"):
     host: str
     fingerprint: str
     life: int = 0
+    elastic: bool = False  # it can go on when others are lost
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +73,7 @@ class Steps(Event, frozen=True, kw_only=True, tag="steps"):
     loss: float | None  # None: not finite
     lanes: tuple[int, int]  # the lanes this worker holds: first, past the last
     spent: Spent
+    lost: float = 0.0  # seconds, beside `spent`, that went into no step: a dropped one, a group made anew
     rate: float | None = None  # learning rate
     memory: int = 0  # resident bytes
     slowest: dict[int, int] = {}  # rank -> how many of these steps it came last to (from the leader only)
@@ -94,6 +96,7 @@ class Dealt(Event, frozen=True, kw_only=True, tag="dealt"):
     step: int
     deal: list[tuple[int, int]]
     reason: str
+    members: list[int] = []  # whose lanes these are, in the same order; empty: workers 0, 1, 2, …
 
 
 class Interval(Event, frozen=True, kw_only=True, tag="interval"):
@@ -230,11 +233,18 @@ class Changed(Event, frozen=True, kw_only=True, tag="changed"):
 
     epoch: int
     members: list[int]  # numbers of the workers that take part
+    lives: list[int] = []  # of the members, in the same order; empty: of each the one that was started last
     step: int  # committed; training goes on from here
     reason: str
     redone: int = 0  # steps that were under way and are done again: 0 at a boundary, else 1
     seconds: float = 0.0  # since the leader noticed
     term: int = 0  # rises when the state was lost with all who had it
+
+
+class Scaled(Event, frozen=True, kw_only=True, tag="scaled"):
+    """From now on the run should have this many workers. Told by the driver when somebody asked for it."""
+
+    workers: int
 
 
 class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
@@ -246,7 +256,7 @@ class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
 
 
 class HandedOver(Event, frozen=True, kw_only=True, tag="handed-over"):
-    """A newcomer has weights, optimizer and buffers from a member. Told by the newcomer, after it checked the digest."""
+    """A newcomer has weights, optimizer and buffers from a member. Told by the newcomer, when the digest is right."""
 
     rank: int
     donor: int
@@ -300,6 +310,7 @@ AnyEvent = (
     | WorkerLeft
     | Replaced
     | Changed
+    | Scaled
     | Recovered
     | HandedOver
     | StoreAwayFor

@@ -42,6 +42,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def share(part: float) -> str:
+    """A part of the whole of which the last percents matter: 98.8 %. Never rounded up to all of it."""
+    return "100 %" if part >= 1 else f"{min(99.9, 100 * part):.1f} %"
+
+
 def milliseconds(ms: float) -> str:
     return f"{ms:.{decimals(ms)}f}"
 

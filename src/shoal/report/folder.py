@@ -79,7 +79,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One line per Steps of rank 0 and per Evaluated."""
+        """One line per Steps of the leader and per Evaluated."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -114,6 +114,15 @@ class RunFolder:
         line = _metrics_line(event)
         if line is not None:
             self._append(self._metrics, msgspec.json.encode(line))
+
+    def read_events(self) -> list[AnyEvent]:
+        """All that was told so far; a torn line costs itself."""
+        found: list[AnyEvent] = []
+        with contextlib.suppress(OSError):
+            for line in self.events.read_bytes().splitlines():
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    found.append(decode(line))
+        return found
 
     def close(self) -> None:
         self._events.close()
@@ -206,7 +215,7 @@ def _with_event(line: RunLine, event: AnyEvent) -> RunLine:
         case RunStarted():
             return change(line, outcome="unfinished", when=event.time, job=event.job, workers=event.workers)
         case Steps():
-            loss = event.loss if event.rank == 0 else line.loss
+            loss = event.loss if event.leader else line.loss
             return change(line, outcome="unfinished", when=event.time, steps=max(line.steps, event.step), loss=loss)
         case Evaluated():
             return change(line, when=event.time, metrics=dict(event.metrics))
@@ -218,7 +227,7 @@ def _with_event(line: RunLine, event: AnyEvent) -> RunLine:
 
 
 def _metrics_line(event: AnyEvent) -> dict[str, Any] | None:
-    if isinstance(event, Steps) and event.rank == 0:
+    if isinstance(event, Steps) and event.leader:
         seconds = event.spent.total
         return {
             "step": event.step,

@@ -16,6 +16,7 @@ from rich.text import Text
 from shoal.report import screen
 from shoal.report.events import AnyEvent, Printed, RunStarted
 from shoal.report.prints import Prints
+from shoal.report.story import Telling
 from shoal.report.tally import Tally
 
 REFRESH_SECONDS = 0.4
@@ -50,12 +51,15 @@ class PlainLines:
         self._stream: IO[str] | None = stream
         self._clock = clock
         self._prints = Prints()
+        self._telling = Telling()
+        self._tally: Tally | None = None
         self._workers = 1
         self._last_line: float | None = None
         self._last_step = 0
 
     def show(self, event: AnyEvent, tally: Tally) -> None:
-        self._workers = tally.num_workers
+        self._follow(tally)
+        self._telling.heard(event, self._clock())
         if isinstance(event, RunStarted):
             self._write(screen.header(tally))
             self._last_line = self._clock()
@@ -66,11 +70,13 @@ class PlainLines:
             line = screen.event_line(event, routine=True)
             if line is not None:
                 self._write(line)
+        self._write_story(tally)
 
     def tick(self, tally: Tally) -> None:
         now = self._clock()
-        self._workers = tally.num_workers
+        self._follow(tally)
         self._write_ready()
+        self._write_story(tally)
         if self._last_line is None:
             self._last_line = now
         if tally.step > self._last_step and now - self._last_line >= PLAIN_SECONDS:
@@ -80,9 +86,19 @@ class PlainLines:
     def close(self) -> None:
         for line in self._prints.rest(self._workers):
             self._write(line)
+        if self._tally is not None:
+            for line in self._telling.rest(self._tally.story):
+                self._write(line)
+
+    def _follow(self, tally: Tally) -> None:
+        self._tally, self._workers = tally, printing(tally)
 
     def _write_ready(self) -> None:
         for line in self._prints.ready(self._clock(), self._workers):
+            self._write(line)
+
+    def _write_story(self, tally: Tally) -> None:
+        for line in self._telling.ready(tally.story, self._clock()):
             self._write(line)
 
     def _write(self, line: str) -> None:
@@ -110,6 +126,8 @@ class LiveView:
         self._clock = clock
         self._monotonic = monotonic
         self._prints = Prints()
+        self._telling = Telling()
+        self._tally: Tally | None = None
         self._workers = 1
         self._last_drawn: float | None = None
         self._live: Live | None = Live(
@@ -122,7 +140,8 @@ class LiveView:
         self._started = False
 
     def show(self, event: AnyEvent, tally: Tally) -> None:
-        self._workers = tally.num_workers
+        self._follow(tally)
+        self._telling.heard(event, self._monotonic())
         if isinstance(event, Printed):
             self._prints.add(event.rank, event.text, self._monotonic())
             self._print(self._prints.ready(self._monotonic(), self._workers))
@@ -130,11 +149,13 @@ class LiveView:
             line = screen.event_line(event, routine=False)
             if line is not None:
                 self._print([line])
+        self._print(self._telling.ready(tally.story, self._monotonic()))
 
     def tick(self, tally: Tally) -> None:
         now = self._monotonic()
-        self._workers = tally.num_workers
+        self._follow(tally)
         self._print(self._prints.ready(now, self._workers))
+        self._print(self._telling.ready(tally.story, now))
         if self._live is None or (self._last_drawn is not None and now - self._last_drawn < REFRESH_SECONDS):
             return
         self._last_drawn = now
@@ -155,6 +176,8 @@ class LiveView:
 
     def close(self) -> None:
         self._print(self._prints.rest(self._workers))
+        if self._tally is not None:
+            self._print(self._telling.rest(self._tally.story))
         if self._live is not None:
             live, self._live = self._live, None
             if self._started:
@@ -162,6 +185,9 @@ class LiveView:
                     live.stop()
                 except (OSError, ValueError):
                     self._console.quiet = True
+
+    def _follow(self, tally: Tally) -> None:
+        self._tally, self._workers = tally, printing(tally)
 
     def _print(self, lines: list[str]) -> None:
         if self._live is None:
@@ -178,6 +204,11 @@ class LiveView:
         live, self._live = self._live, None
         if live is not None and self._started:
             live.stop()  # gives stdout and stderr back
+
+
+def printing(tally: Tally) -> int:
+    """How many workers a line must come from to be everybody's."""
+    return tally.participating if tally.faults and tally.participating else tally.num_workers
 
 
 def choose(console: Console, *, quiet: bool = False, plain: bool = False) -> Progress:

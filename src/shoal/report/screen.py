@@ -6,20 +6,22 @@ import time
 from rich.text import Text
 
 from shoal.report import figures
-from shoal.report.account import SLOW, exit_text, slowness
+from shoal.report.account import SLOW, slowness
 from shoal.report.events import (
     AnyEvent,
     Dealt,
+    DriverChanged,
     Evaluated,
     Failed,
+    Interval,
     Resumed,
     Saved,
     SaveFailed,
     Skipped,
     Spent,
     Travelled,
-    WorkerExited,
 )
+from shoal.report.membership import ENDED, JOINING, LEFT, STARTING, TAKES_PART
 from shoal.report.prints import clean
 from shoal.report.tally import Tally, WorkerTally
 
@@ -45,10 +47,10 @@ def live_lines(tally: Tally, *, now: float, width: int, height: int, color: bool
         _progress_line(tally, now=now, width=width, color=color),
         Text(loss_line(tally, sparks=True)),
     ]
-    workers = tally.ranks
+    workers = _shown(tally)
     if any(worker.steps for worker in workers):
         rows = max(1, height - len(lines) - 5)  # blank, legend, held up by, "more", the cursor's own line
-        lines += [Text(), *_worker_table(workers, rows=rows, width=width)]
+        lines += [Text(), *_worker_table(workers, tally, rows=rows, width=width)]
     held_up = held_up_by(tally)
     if held_up:
         lines.append(Text(f" {held_up}"))
@@ -64,7 +66,9 @@ def header(tally: Tally) -> str:
         return "shoal: starting"
     hosts = len({worker.host for worker in tally.ranks if worker.host})
     on_hosts = f", {hosts} hosts" if hosts > 1 else ""
-    workers = figures.plural(started.workers, "worker")
+    workers = figures.plural(tally.num_workers, "worker")
+    if tally.faults and tally.participating and tally.participating != tally.num_workers:
+        workers = f"{tally.participating} of {workers}"
     line = f"shoal {started.command} {started.job}   run {started.run}   {workers}{on_hosts}"
     if not started.lanes:  # a script says what it does only when it joins, if it does
         return line
@@ -82,6 +86,8 @@ def loss_line(tally: Tally, *, sparks: bool = False) -> str:
     speed = tally.recent_samples_per_second
     if speed is not None:
         parts.append(f"{figures.rate(speed)} samples/s")
+    if tally.faults and tally.commits.goodput is not None:
+        parts.append(f"goodput {figures.share(tally.commits.goodput)}")
     return "    ".join(parts)
 
 
@@ -121,11 +127,11 @@ def sparkline(losses: list[float], width: int = 12) -> str:
 
 
 def held_up_by(tally: Tally) -> str | None:
-    if tally.num_workers < 2 or 0 not in tally.workers:
+    if tally.num_workers < 2:
         return None
-    recent = tally.workers[0].recent
+    recent = tally.recent
     slowest = recent.slowest.most_common(1)
-    spent = sum((worker.recent.spent for worker in tally.ranks), Spent())
+    spent = sum((worker.recent.spent for worker in tally.present), Spent())
     if not slowest or slowest[0][1] < HELD_UP_SHARE * recent.steps or spent.wait < HELD_UP_WAIT * spent.total:
         return None
     rank, count = slowest[0]
@@ -136,7 +142,7 @@ def held_up_by(tally: Tally) -> str | None:
 def _cause(tally: Tally, rank: int) -> str:
     """Whether the worker spends more than the others on data or on compute."""
     own = tally.workers.get(rank)
-    others = [worker for worker in tally.ranks if worker.rank != rank and worker.recent.steps]
+    others = [worker for worker in tally.present if worker.rank != rank and worker.recent.steps]
     if own is None or not own.recent.steps or not others:
         return ""
 
@@ -170,14 +176,28 @@ def _times(tally: Tally, *, now: float) -> list[str]:
     return [gone] if left is None else [gone, f"{figures.clock(left)} left"]
 
 
-def _worker_table(workers: list[WorkerTally], *, rows: int, width: int) -> list[Text]:
-    slow = dict.fromkeys((worker.rank for worker in workers), 0.0) | slowness(workers, recent=True)
+def _shown(tally: Tally) -> list[WorkerTally]:
+    """Those that take part, and those that should: dead, silent or on their way. Not whoever left or has ended."""
+    hidden = (LEFT, ENDED)
+    members = tally.membership.members
+    known = {*members, *tally.membership.states}
+    return [
+        tally.workers.get(rank) or WorkerTally(rank=rank)
+        for rank in sorted(known)
+        if rank in members or tally.state(rank) not in hidden
+    ]
+
+
+def _worker_table(workers: list[WorkerTally], tally: Tally, *, rows: int, width: int) -> list[Text]:
+    at_work = [worker for worker in workers if tally.state(worker.rank) in (TAKES_PART, ENDED)]
+    odd = {worker.rank: float("inf") for worker in workers if worker not in at_work}  # shown before anybody slow
+    slow = dict.fromkeys((worker.rank for worker in workers), 0.0) | slowness(at_work, recent=True) | odd
     shown = workers
     if len(workers) > rows:  # the slowest are the ones to look at
         keep = set(sorted(slow, key=lambda rank: -slow[rank])[:rows])
         shown = [worker for worker in workers if worker.rank in keep]
     names = {worker.rank: f"{worker.rank} {worker.host}".strip() for worker in shown}
-    held = {worker.rank: figures.lanes(worker.lanes) for worker in shown}
+    held = {worker.rank: figures.lanes(worker.lanes) if worker in at_work else "" for worker in shown}
     name_width = max(6, *(len(name) for name in names.values()))
     lane_width = max(5, *(len(text) for text in held.values()))
     split_width = max(10, min(SPLIT_WIDTH, width - name_width - lane_width - 30))
@@ -187,12 +207,15 @@ def _worker_table(workers: list[WorkerTally], *, rows: int, width: int) -> list[
     before_ms = name_width + lane_width + split_width + 7
     legend.pad_right(max(0, before_ms - len(legend)))
     legend.append("      ms   memory")
-    longest = max(_step_seconds(worker) for worker in workers) or 1.0
+    longest = max((_step_seconds(worker) for worker in at_work), default=0.0) or 1.0
     lines = [legend]
     for worker in shown:
-        seconds = _step_seconds(worker)
+        seconds, state = _step_seconds(worker), tally.state(worker.rank)
         line = Text(f" {names[worker.rank]:<{name_width}}   {held[worker.rank]:<{lane_width}}   ")
         lines.append(line)
+        if worker not in at_work:
+            line.append(state, style="yellow" if state in (STARTING, JOINING) else "red")
+            continue
         if not worker.recent.steps:
             line.append("no step yet", style="dim")
             continue
@@ -235,11 +258,13 @@ def _event_text(event: AnyEvent, *, routine: bool) -> str | None:
         case SaveFailed():
             return f"step {event.step:,}: checkpoint not written: {event.reason}; training goes on"
         case Dealt():
-            deal = "  ".join(f"worker {rank}: {figures.lanes(lanes)}" for rank, lanes in enumerate(event.deal))
+            dealt = zip(event.members or range(len(event.deal)), event.deal, strict=True)
+            deal = "  ".join(f"worker {rank}: {figures.lanes(lanes)}" for rank, lanes in dealt)
             return f"step {event.step:,}: lanes dealt anew ({event.reason}): {deal}"
         case Resumed():
             skipped = "".join(f"; not usable: {each}" for each in event.skipped)
-            return f"resumed from step {event.step:,} ({event.path}){skipped}"
+            again = f"; {figures.plural(event.repeated, 'step')} done again" if event.repeated else ""
+            return f"resumed from step {event.step:,} ({event.path}){again}{skipped}"
         case Skipped():
             where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in event.where)
             return f"step {event.step:,} skipped: loss not finite{f' ({where})' if where else ''}"
@@ -248,9 +273,17 @@ def _event_text(event: AnyEvent, *, routine: bool) -> str | None:
         case Failed():
             at = f" at step {event.step:,}" if event.step is not None else ""
             return f"worker {event.rank} failed{at}: {(event.message.splitlines() or [event.kind])[0]}"
-        case WorkerExited():
-            return f"worker {event.rank} {exit_text(event.code)}" if event.code else None
+        case DriverChanged():
+            return f"process {event.pid} on {event.host} watches over the run now"
+        case Interval():
+            return _interval_text(event) if routine else None
     return None
+
+
+def _interval_text(event: Interval) -> str:
+    cost, mean = figures.duration(event.save_seconds), figures.duration(event.failure_seconds)
+    every = figures.plural(event.every, "step")
+    return f"step {event.step:,}: a checkpoint every {every}: one costs {cost}, and a failure is due every {mean}"
 
 
 def _travel_text(event: Travelled, *, routine: bool) -> str | None:

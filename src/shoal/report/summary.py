@@ -1,46 +1,58 @@
 """The closing report, from `report.json` alone, so that `shoal report RUN` prints what the run printed at its end."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from shoal.report import figures
 from shoal.report.folder import DEFAULT_ROOT, RunLine
+from shoal.report.membership import Segment
 from shoal.report.prints import clean
 from shoal.report.screen import measured, uncrossed
+from shoal.report.story import Fault, stamp, whole
+from shoal.report.timeline import draw
 
 _PARTS_IN_ORDER = ("compute", "merge", "wait", "data", "apply", "other")
 _MARKS = {"done": ("✔", "bold green"), "stopped": ("■", "bold yellow"), "failed": ("✘", "bold red")}
 _SPELLED = {"×": "x", "…": "...", "–": "-", "µ": "u", "✔": "ok", "✘": "failed", "■": "stopped"}
+MEMBERS = "members"  # the row that is a drawing
+FAULTS_SHOWN = 8
 Report = Mapping[str, Any]
 Row = tuple[str, str]
 
 
 def closing(report: Report) -> RenderableType:
     """Only lines whose facts exist; each is a label and a text that wraps beside it."""
-    return _Closing(_title(report), rows(report))
+    return _Closing(report)
 
 
 class _Closing:
     """Drawn for the width and the alphabet of the console that it is printed on, with no blanks at line ends."""
 
-    def __init__(self, title: Text, rows: list[Row]) -> None:
-        self._title, self._rows = title, rows
+    def __init__(self, report: Report) -> None:
+        self._report = report
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield _encodable(self._title, options)
-        label_width = max([9, *(len(label) for label, _ in self._rows)])
+        yield _encodable(_title(self._report), options)
+        found = rows(self._report)
+        label_width = max([9, *(len(label) for label, _ in found)])
         room = max(20, options.max_width - label_width - 5)
-        for label, text in self._rows:
-            for line in Text(clean(text)).wrap(console, room, overflow="fold"):
+        for label, text in found:
+            if label == MEMBERS:
+                lines = [Text(line) for line in _timeline(self._report, room, not console.is_terminal)]
+            else:
+                lines = list(Text(clean(text)).wrap(console, room, overflow="fold"))
+            for line in lines:
                 line.rstrip()
-                whole = Text.assemble((f"  {label:<{label_width}}   ", "dim"), line)
-                yield _encodable(whole, options)
+                row = Text.assemble((f"  {label:<{label_width}}   ", "dim"), line)
+                yield _encodable(row, options)
                 label = ""
 
 
@@ -54,8 +66,9 @@ def _encodable(line: Text, options: ConsoleOptions) -> Text:
 
 
 def rows(report: Report) -> list[Row]:
-    parts = (_failure, _weights, _results, _speed, _step, _lanes, _travel, _faults, _most_gain, _files, _next)
-    return [row for part in parts for row in part(report)]
+    before = (_failure, _weights, _results, _speed, _step, _lanes, _travel)
+    after = (_faults, _members, _most_gain, _files, _next)
+    return [row for part in (*before, *after) for row in part(report)]
 
 
 def runs_table(lines: Iterable[RunLine]) -> RenderableType:
@@ -175,7 +188,7 @@ def _speed(report: Report) -> Iterator[Row]:
         yield "speed", f"{text} on 1 worker"
         return
     if speedup["over_one_worker"] is not None:
-        text += f": {figures.times(speedup['over_one_worker'])} worker 0 alone"
+        text += f": {figures.times(speedup['over_one_worker'])} worker {speedup.get('one') or 0} alone"
         if speedup["possible"] is not None:
             text += f"; these {report['workers']} workers could give {figures.times(speedup['possible'])}"
     yield "speed", text
@@ -237,7 +250,9 @@ def _level(level: str, facts: Mapping[str, Any]) -> str:
 
 
 def _faults(report: Report) -> Iterator[Row]:
-    faults = []
+    """What happened, added up; then one by one."""
+    happened = _happened(report)
+    faults = _members_lost(report, happened) if happened else []
     skipped = report["skipped_steps"]
     if skipped:
         faults.append(
@@ -248,6 +263,60 @@ def _faults(report: Report) -> Iterator[Row]:
         faults.append(f"{figures.plural(len(failed), 'checkpoint')} not written ({failed[-1]['reason']})")
     if faults:
         yield "faults", "; ".join(faults)
+    for fault in happened[:FAULTS_SHOWN]:
+        yield "", f"{stamp(fault.time)}  {whole(fault)}"
+        if fault.kind == "lost" and fault.log:
+            yield "", f"          its last line: {fault.log[-1].strip()}"
+    if len(happened) > FAULTS_SHOWN:
+        yield "", f"and {len(happened) - FAULTS_SHOWN} more in report.json"
+
+
+def _happened(report: Report) -> list[Fault]:
+    return msgspec.convert(report.get("faults") or [], list[Fault])  # older reports have none
+
+
+def _members_lost(report: Report, happened: list[Fault]) -> list[str]:
+    """In the words of one line: who was lost, what was done again, what it cost."""
+    number = Counter(fault.kind for fault in happened)
+    committed = report["committed"]
+    parts = [f"{figures.plural(number['lost'], 'worker')} lost"] if number["lost"] else []
+    parts += [f"{number[kind]} {kind}" for kind in ("left", "joined") if number[kind]]
+    if number["regrouped"]:
+        parts.append(f"connections made anew {_often(number['regrouped'])}")
+    parts.append(f"{figures.plural(committed['redone'], 'step')} done again")
+    if committed["repeated"]:
+        parts.append(f"{figures.plural(committed['repeated'], 'committed step')} repeated from a checkpoint")
+    if committed["untold"]:
+        parts.append(f"{figures.plural(committed['untold'], 'step')} of which nobody told")
+    parts.append(
+        f"{figures.plural(committed['samples_lost'], 'sample')} lost, {committed['samples_doubled']:,} doubled"
+    )
+    away = sum(fault.seconds or 0.0 for fault in happened if fault.kind == "store")
+    if number["store"]:
+        parts.append(f"store away {_often(number['store'])} ({figures.duration(away)})")
+    if number["driver"]:
+        parts.append(f"driver replaced {_often(number['driver'])}")
+    shares = [
+        f"{name} {figures.share(report[name])}" for name in ("goodput", "participation") if report[name] is not None
+    ]
+    return [", ".join(parts), *([", ".join(shares)] if shares else [])]
+
+
+def _often(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+def _members(report: Report) -> Iterator[Row]:
+    if _timeline(report, 80, ascii_only=True):
+        yield MEMBERS, ""
+
+
+def _timeline(report: Report, width: int, ascii_only: bool) -> list[str]:
+    began, ended = report.get("training_began"), report.get("ended")
+    if began is None or ended is None:
+        return []
+    segments = msgspec.convert(report.get("membership") or [], list[Segment])
+    return draw(segments, _happened(report), began=began, ended=ended, width=width, ascii_only=ascii_only)
 
 
 def _most_gain(report: Report) -> Iterator[Row]:

@@ -4,14 +4,18 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shoal.report.commits import Commits
 from shoal.report.events import (
     AnyEvent,
+    Changed,
     Dealt,
     Evaluated,
     Failed,
     Finished,
+    HandedOver,
     LaneCost,
     Printed,
+    Recovered,
     Resumed,
     RunFinished,
     RunStarted,
@@ -24,6 +28,8 @@ from shoal.report.events import (
     WorkerExited,
     WorkerStarted,
 )
+from shoal.report.membership import TAKES_PART, Membership
+from shoal.report.story import Fault, Story
 
 RECENT_STEPS = 100
 LOSSES_KEPT = 256
@@ -51,6 +57,11 @@ class Recent:
         return self._spent
 
     @property
+    def seconds(self) -> float:
+        """With what was lost."""
+        return self.spent.total + sum(message.lost for message in self._messages)
+
+    @property
     def samples(self) -> int:
         return sum(message.samples for message in self._messages)
 
@@ -74,6 +85,7 @@ class WorkerTally:
     host: str = ""
     pid: int | None = None
     fingerprint: str | None = None
+    life: int = 0
     lanes: tuple[int, int] = (0, 0)
     steps: int = 0
     lane_steps: int = 0  # lanes computed, over all steps; the deal may change on the way
@@ -107,13 +119,19 @@ class Losses:
 
 
 class Tally:
+    """The whole of a run, whoever spoke for it. Counted apart: who is alive, who takes part, what was committed."""
+
     def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self.started: RunStarted | None = None
         self.workers: dict[int, WorkerTally] = {}
-        self.step = 0
+        self.commits = Commits()
+        self.story = Story()
+        self.recent = Recent()  # of the leaders
+        self.leader: int | None = None  # the worker that spoke for the run last
         self.epoch = 0
-        self.steps = 0  # committed in this sitting, told by rank 0; a resumed run has more
-        self.samples = 0  # likewise
         self.loss: float | None = None
         self.losses = Losses()
         self.rate: float | None = None
@@ -135,13 +153,18 @@ class Tally:
         self.last_time: float | None = None
 
     def add(self, event: AnyEvent) -> None:
+        if isinstance(event, RunStarted) and self.started is not None:
+            self._clear()  # a run that was taken up again, read from its file: only the last sitting counts
         self.last_time = max(event.time, self.last_time or event.time)
+        self.story.add(event)
         match event:
             case RunStarted():
                 self.started = event
             case WorkerStarted():
                 worker = self._worker(event.rank)
                 worker.host, worker.pid, worker.fingerprint = event.host, event.pid, event.fingerprint
+                worker.life, worker.exit_code = event.life, None
+                self.commits.add(event)
             case Steps():
                 self._add_steps(event)
             case Evaluated():
@@ -150,7 +173,7 @@ class Tally:
                     self.target_reached = event
             case Dealt():
                 self.deals.append(event)
-                for rank, lanes in enumerate(event.deal):
+                for rank, lanes in zip(event.members or range(len(event.deal)), event.deal, strict=True):
                     self._worker(rank).lanes = lanes
             case Saved():
                 self.saved.append(event)
@@ -158,7 +181,7 @@ class Tally:
                 self.save_failed.append(event)
             case Resumed():
                 self.resumed = event
-                self.step = max(self.step, event.step)
+                self.commits.add(event)
             case Skipped():
                 self.skipped.append(event)
             case Travelled():
@@ -169,9 +192,15 @@ class Tally:
                 self.failures.append(event)
             case Finished():
                 self.finished[event.rank] = event
-                self.step = max(self.step, event.step)
+                self.commits.add(event)
+            case Changed() | HandedOver():
+                self.commits.add(event)
+            case Recovered():
+                self.commits.recovered(event.seconds)
             case WorkerExited():
-                self._worker(event.rank).exit_code = event.code
+                worker = self._worker(event.rank)
+                if event.life >= worker.life:
+                    worker.exit_code = event.code
                 self.exits.append(event)
             case Printed():
                 self.prints += 1
@@ -179,17 +208,97 @@ class Tally:
                 self.outcome = event.outcome
 
     @property
+    def step(self) -> int:
+        """Committed so far; falls only when the state was lost with all who had it."""
+        return self.commits.step
+
+    @property
+    def steps(self) -> int:
+        """Committed in this sitting; a resumed run has more."""
+        return self.commits.steps
+
+    @property
+    def samples(self) -> int:
+        """Of these steps."""
+        return self.commits.samples
+
+    @property
     def ranks(self) -> list[WorkerTally]:
+        """All that ever took part."""
         return [self.workers[rank] for rank in sorted(self.workers)]
 
     @property
+    def present(self) -> list[WorkerTally]:
+        """The members of the epoch: those that take part, or did at the end."""
+        members = self.story.membership.members
+        return [worker for worker in self.ranks if worker.rank in members]
+
+    @property
+    def membership(self) -> Membership:
+        return self.story.membership
+
+    @property
+    def faults(self) -> list[Fault]:
+        return self.story.faults
+
+    @property
     def num_workers(self) -> int:
-        return self.started.workers if self.started else len(self.workers)
+        """How many the run should have."""
+        return self.membership.wanted or len(self.workers)
+
+    @property
+    def alive(self) -> int:
+        return len(self.membership.alive)
+
+    @property
+    def participating(self) -> int:
+        return len(self.membership.participating)
+
+    @property
+    def participation(self) -> float | None:
+        if self.training_began is None or self.last_time is None:
+            return None
+        ended = max((each.time for each in self.finished.values()), default=self.last_time)
+        return self.membership.share(self.training_began, ended)
+
+    def state(self, rank: int) -> str:
+        return self.membership.states.get(rank, TAKES_PART)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Members of the last epoch that have not come to their end. Whoever was lost before is none of them."""
+        return [rank for rank in self.membership.members if rank not in self.finished]
+
+    @property
+    def open_failures(self) -> list[Failed]:
+        """Errors that nobody made good: not those of a worker that is a member no longer, or has finished since."""
+        members = self.membership.members
+
+        def settled(failure: Failed) -> bool:
+            finished = self.finished.get(failure.rank)
+            if finished is not None:
+                return finished.time >= failure.time
+            return failure.rank not in members and not self.unfinished and bool(self.finished)
+
+        return [failure for failure in self.failures if not settled(failure)]
+
+    @property
+    def silent_exits(self) -> list[WorkerExited]:
+        """Processes that ended badly and were members to the last: nobody came in their place."""
+        members = self.membership
+        return [
+            each
+            for each in self.exits
+            if each.code != 0
+            and each.life >= members.life(each.rank)
+            and (each.rank in members.members or not members.members)
+            and not (each.code is None and each.rank in self.finished)
+        ]
 
     @property
     def seconds(self) -> float:
-        """Time of training: what rank 0's steps took."""
-        return self.workers[0].spent.total if 0 in self.workers else 0.0
+        """Time of training: what the leaders' steps took, and what was lost between them."""
+        return self.commits.seconds
 
     @property
     def samples_per_second(self) -> float | None:
@@ -197,20 +306,14 @@ class Tally:
 
     @property
     def recent_samples_per_second(self) -> float | None:
-        if 0 not in self.workers:
-            return None
-        recent = self.workers[0].recent
-        seconds = recent.spent.total
-        return recent.samples / seconds if seconds else None
+        seconds = self.recent.seconds
+        return self.recent.samples / seconds if seconds else None
 
     @property
     def seconds_left(self) -> float | None:
-        if self.started is None or self.started.steps is None or 0 not in self.workers:
+        if self.started is None or self.started.steps is None or not self.recent.steps:
             return None
-        recent = self.workers[0].recent
-        if not recent.steps:
-            return None
-        return max(0, self.started.steps - self.step) * recent.spent.total / recent.steps
+        return max(0, self.started.steps - self.step) * self.recent.seconds / self.recent.steps
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
@@ -228,13 +331,13 @@ class Tally:
         worker.recent.add(event)
         worker.memory = event.memory
         worker.peak_memory = max(worker.peak_memory, event.memory)
-        self.step = max(self.step, event.step)
-        if event.rank != 0:
+        self.commits.add(event)
+        if not event.leader:
             return
         if self.training_began is None:
-            self.training_began = event.time - event.spent.total
-        self.steps += event.count
-        self.samples += event.samples
+            self.training_began = event.time - event.spent.total - event.lost
+        self.leader = event.rank
+        self.recent.add(event)
         self.epoch = event.epoch
         self.loss = event.loss
         self.rate = event.rate

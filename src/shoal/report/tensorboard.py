@@ -33,7 +33,7 @@ class TensorBoard:
             match event:
                 case Resumed(step=step) if self._writer is None:
                     self._open(purge_step=step + 1)
-                case Steps(rank=0):
+                case Steps(leader=True):
                     self._add_steps(event)
                 case Evaluated():
                     for name, number in event.metrics.items():

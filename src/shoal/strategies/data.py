@@ -9,7 +9,7 @@ loss. The caller applies the optimizer.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ class Outcome:
 
 
 class DataParallel:
+    """A step: compute, meet, finish. One that fails before `meet` has returned is dropped and done again, unless it
+    turns out that somebody else's meeting did return; then `finish` is all that is left to do."""
+
     def __init__(self, replica: Replica, group: Group, *, lanes: int, microbatches: int, deal: Sequence[Span]) -> None:
         self.replica = replica
         self.group = group
@@ -59,14 +62,16 @@ class DataParallel:
         self.gradient_count = len(replica.parameters)
         self.lane_now: int | None = None  # the lane at work, for whoever reports an error
         self._exchange: Exchange | None = None
+        self._ready: _Ready | None = None
         self._trained: list[int] = []
 
     @property
     def held(self) -> Span:
         return self.deal[self.group.rank]
 
-    def backward(self, work: Work, closure: Closure, ask: int = 0) -> Outcome:
-        """Runs this worker's lanes, merges everyone's gradients into `.grad`, and says what came of it."""
+    def compute(self, work: Work, closure: Closure, ask: int = 0) -> None:
+        """Runs this worker's lanes and hands its sums on. When it returns, this worker has what the step comes to."""
+        self._ready = None
         lap = _Lap(self, work, closure)
         began = time.perf_counter()
         self.replica.clear_gradients()
@@ -96,11 +101,8 @@ class DataParallel:
 
         began = time.perf_counter()
         loss, scale = told.loss(work)
-        if told.not_finite:
-            self.replica.buffers.drop()
-        else:
-            self._apply(exchange.take(told.present), told, scale)
-        return Outcome(
+        merged = None if told.not_finite else exchange.take(told.present)
+        outcome = Outcome(
             loss=loss,
             samples=len(work.indices),
             not_finite=told.not_finite,
@@ -112,6 +114,41 @@ class DataParallel:
             wait_seconds=wait_seconds,
             merge_seconds=merge_seconds + time.perf_counter() - began,
         )
+        self._ready = _Ready(merged, told, scale, outcome)
+
+    def meet(self) -> float:
+        """All workers have what the step comes to: it is committed. Returns the seconds it took."""
+        assert self._ready is not None and self._exchange is not None
+        began = time.perf_counter()
+        if self._ready.merged is not None:
+            self._exchange.meet()
+        elif self.group.size > 1:
+            self.group.gather(torch.zeros(1, dtype=torch.uint8))
+        return time.perf_counter() - began
+
+    def finish(self, meeting_seconds: float = 0.0) -> Outcome:
+        """Puts what the step comes to into `.grad` and buffers. The caller applies the optimizer."""
+        ready, self._ready = self._ready, None
+        assert ready is not None
+        began = time.perf_counter()
+        if ready.merged is None:
+            self.replica.buffers.drop()
+        else:
+            self._apply(ready.merged, ready.told, ready.scale)
+        seconds = ready.outcome.merge_seconds + meeting_seconds + time.perf_counter() - began
+        return replace(ready.outcome, merge_seconds=seconds)
+
+    def drop(self) -> None:
+        """Nothing of the step is kept."""
+        self._ready = None
+        self.lane_now = None
+        self.replica.clear_gradients()
+        self.replica.buffers.drop()
+
+    def regroup(self, group: Group, deal: Sequence[Span]) -> None:
+        """Other workers, or the same in another group: nothing of the old one is used again."""
+        self.group, self.deal = group, tuple(deal)
+        self._exchange = None
 
     def requests(self, indices: Sequence[int], batch: int) -> list[list[int]]:
         """The microbatches that this worker would fetch for a batch, in order."""
@@ -138,6 +175,16 @@ class DataParallel:
             buffers = [(count + index, start) for index, start in enumerate(starts)]
             self._exchange = open_exchange(self.group, self.lanes, self.deal, tensors, count + len(starts), buffers)
         return self._exchange
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a step comes to, before everybody is known to have it."""
+
+    merged: Values | None  # None: the loss is not finite, and nothing was merged
+    told: "_Told"
+    scale: float
+    outcome: Outcome
 
 
 class _Lap:

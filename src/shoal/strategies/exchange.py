@@ -4,8 +4,9 @@
     shared    all on one host: sums are made where all can reach them, and added up in place
     wire      through the group's merge, bucket by bucket
 
-`offer` comes before the step's gather, `take` after it. The gather is the barrier: when it returns, everybody has
-offered. When `take` returns, nobody touches this worker's memory any more.
+`offer` comes before the step's gather, `take` and `meet` after it. The gather is the barrier: when it returns,
+everybody has offered. `meet` returns when everybody has the sums, and says so to all: the step is committed. If it
+fails, somebody else may have heard that all have them; then what `take` returned is whole here, too.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,11 @@ class Exchange(Protocol):
     def offer(self, parts: Parts, deal: Sequence[Span]) -> None: ...
 
     def take(self, present: Sequence[Sequence[bool]]) -> Values:
-        """The sums over all workers; `present` says by rank which tensors a worker has."""
+        """The sums over all workers; `present` says by rank which tensors a worker has. Not to be read before `meet`."""
+        ...
+
+    def meet(self) -> None:
+        """All workers have the sums. Nobody touches this worker's memory any more."""
         ...
 
 
@@ -45,6 +50,9 @@ class Alone:
 
     def take(self, present: Sequence[Sequence[bool]]) -> Values:
         return self.values
+
+    def meet(self) -> None:
+        return
 
 
 def open_exchange(
@@ -105,6 +113,10 @@ class Wire:
             spread(bucket, bucket.views(merge.wait()), anywhere, sums)
         return sums
 
+    def meet(self) -> None:
+        """A merge ends on one worker before it ends on another: they tell each other."""
+        self.group.gather(torch.zeros(1, dtype=torch.uint8))
+
 
 class Shared:
     def __init__(self, group: Group, lanes: int, buckets: list[Bucket], count: int) -> None:
@@ -112,6 +124,7 @@ class Shared:
         self.places = 0  # partial sums per worker that there is room for
         self._commons: Commons | None = None
         self._rooms: dict[int, Values] = {}
+        self._sums: list[tuple[dict[Span, Tensor | None], list[Tensor]]] = []  # of this step
 
     def make_room(self, deal: Sequence[Span]) -> bool:
         """False where the workers share no host, or it has no memory left. All know the deal, so all ask together."""
@@ -154,9 +167,8 @@ class Shared:
                     bucket.fill([room[slot.index] for slot in bucket.slots], values)  # type: ignore[misc]
 
     def take(self, present: Sequence[Sequence[bool]]) -> Values:
-        assert self._commons is not None
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
-        sums = []
+        self._sums = []
         values: Values = [None] * self.count
         room = self.room(0, self.deal)
         for number, bucket in enumerate(self.buckets):
@@ -167,11 +179,15 @@ class Shared:
                 offered = bucket.holds(present[rank])
                 for place, span in enumerate(subtrees(self.lanes, held)):
                     parts[span] = self._flat(rank, place, number) if offered else None
-            sums.append((parts, [self._flat(rank, 0, number) for rank in range(self.group.size)]))
+            self._sums.append((parts, [self._flat(rank, 0, number) for rank in range(self.group.size)]))
             for slot in bucket.slots:
                 values[slot.index] = room[slot.index] if anywhere[slot.index] else None
-        self._commons.merge(self.lanes, sums)
         return values
+
+    def meet(self) -> None:
+        """Each adds up its share and writes it to all. Whoever has come to the meeting at the end has written."""
+        assert self._commons is not None
+        self._commons.merge(self.lanes, self._sums)
 
 
 def spread(bucket: Bucket, views: Sequence[Tensor], present: Sequence[bool], values: Values) -> None:

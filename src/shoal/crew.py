@@ -1,0 +1,450 @@
+"""The workers of a run, and this one's part among them: enters, recovers, lets others in, leaves.
+
+What to do is decided by recovery/protocol.py from what the store holds; here it is done. A step that fails is the
+run's business (run.py): it asks `recover` for a group that stands, and learns whether to do the step again.
+
+    Crew     workers come and go; they meet at the store
+    Fixed    as many as there were at the start (torchrun, a process alone): a loss ends the run
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Protocol
+
+import msgspec
+from torch._C._distributed_c10d import TCPStore
+
+from shoal.collectives.group import Alone, Group, Workers
+from shoal.collectives.members import host_identity
+from shoal.collectives.traffic import Wish as Travelling
+from shoal.errors import PeerLost, RunError
+from shoal.recovery.beat import Alive, Beat, News, key_of
+from shoal.recovery.process import began, end
+from shoal.recovery.protocol import (
+    Change,
+    Form,
+    Leave,
+    Member,
+    Post,
+    Propose,
+    Settlement,
+    View,
+    Wait,
+    Who,
+    may_join,
+    newcomers,
+)
+from shoal.recovery.store import LeaseEnded, Store, StoreAway
+from shoal.report.events import Event, StoreAwayFor
+from shoal.report.why import Where
+from shoal.stack import own_frames
+
+STOP, SAVE, CHANGE, LEAVE, EVICT = 1, 2, 4, 8, 16  # what a worker can ask of all; it travels with a step
+LOOK_SECONDS = 0.05  # between two looks at what the store does not tell: whether processes of this host live
+AWAY_SECONDS = 0.2  # between two tries to reach it
+FORMING_SECONDS = 5.0  # for all members to make their group; twice as long after each failure
+LEAVING_SECONDS = 5.0  # for the others to see that a worker has left
+
+
+class Evicted(RunError):
+    """The others went on without this worker."""
+
+    exit_code = 75
+
+
+class Membership(Protocol):
+    """What a run needs to know of its workers."""
+
+    who: Who
+    group: Group
+    view: View
+    elastic: bool  # False: a loss ends the run
+
+    @property
+    def epoch(self) -> int: ...
+    def enter(self) -> Settlement:
+        """Makes the first group that this worker is a member of."""
+        ...
+
+    def begun(self, step: int) -> None: ...
+    def arrived(self, settlement: Settlement) -> None:
+        """This worker was behind, and has the state now."""
+        ...
+
+    def says(self) -> None: ...
+    def met(self) -> None: ...
+    def dropped(self) -> None: ...
+    def busy(self, yes: bool) -> None:
+        """In the middle of the loop's own code: the state cannot be handed over."""
+        ...
+
+    def recover(self, error: PeerLost) -> Settlement:
+        """A group that stands, after one that failed. Raises what it was given where nothing can be done."""
+        ...
+
+    def change(self, leaving: Sequence[int]) -> Settlement:
+        """Between two steps: some ranks leave, whoever waits comes in."""
+        ...
+
+    def leave(self) -> None:
+        """The others know: waits until they go on without this worker."""
+        ...
+
+    def asks(self) -> int: ...
+    def committed_before(self) -> int:
+        """Steps that are known to have been committed, by anybody."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Crew:
+    elastic = True
+
+    def __init__(
+        self,
+        who: Who,
+        *,
+        open_store: Callable[[], Store],
+        lease_seconds: float,
+        timeout: timedelta,
+        wish: Travelling,
+        send: Callable[[Event], None],
+        asked_to_stop: Callable[[], bool],
+        asked_to_leave: Callable[[], bool],
+    ) -> None:
+        self.who, self.timeout, self.wish = who, timeout, wish
+        self.member = Member(who=who)
+        self.view = View(epoch=0, members=(who,))
+        self.group: Group = Alone(wish)
+        self.phase = "entering"  # for whoever asks what this worker is doing
+        self.since = time.monotonic()
+        self._send, self._asked_to_stop, self._asked_to_leave = send, asked_to_stop, asked_to_leave
+        self._current: tuple[int, tuple[Who, ...], Group] | None = None  # epoch, members, group: what the beat watches
+        self._meeting: TCPStore | None = None
+        self._formings = 0
+        self._answered = 0
+        self._thread = threading.get_ident()
+        self._newcomers = False
+        self._forsaken: set[Who] = set()  # left as they should: they end by themselves
+        alive = Alive(
+            who=who,
+            pid=os.getpid(),
+            began=began(os.getpid()) or "",
+            host=host_identity(),
+            name=os.environ.get("SHOAL_HOST") or socket.gethostname(),
+        )
+        self._store = open_store()
+        self._beat = Beat(open_store(), alive, lease_seconds=lease_seconds, heard=self._heard, away=self._away)
+
+    @property
+    def epoch(self) -> int:
+        return self.member.epoch
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def says(self) -> None:
+        self.member.says()
+
+    def met(self) -> None:
+        self.member.met()
+        if self.view.members[0] == self.who:
+            self._beat.committed = self.member.committed
+
+    def dropped(self) -> None:
+        self.member.dropped()
+
+    def busy(self, yes: bool) -> None:
+        self.member.clean = not yes
+
+    def begun(self, step: int) -> None:
+        self.member.begun(step)
+
+    def arrived(self, settlement: Settlement) -> None:
+        self.member.formed(settlement)
+        self._watch()
+
+    def asks(self) -> int:
+        wish = self._beat.news.wish
+        asked = STOP if wish.stop or self._asked_to_stop() else 0
+        scaled = wish.workers is not None and self.view.rank(self.who) >= wish.workers
+        if scaled or self._asked_to_leave():
+            asked |= LEAVE
+        return asked | CHANGE if self._newcomers else asked
+
+    def committed_before(self) -> int:
+        return self._beat.news.committed
+
+    # -- membership ---------------------------------------------------------------------------------------------------
+
+    def enter(self) -> Settlement:
+        self._thread = threading.get_ident()
+        return self._settle(None)
+
+    def recover(self, error: PeerLost) -> Settlement:
+        self.member.lost()
+        self._current = None
+        print(f"worker {self.who.worker}: {error.message}", file=sys.stderr)
+        self.group.abandon(error.message)  # whoever still waits for this worker is told
+        return self._settle(None)
+
+    def change(self, leaving: Sequence[int]) -> Settlement:
+        gone = [self.view.members[rank] for rank in leaving]
+        self._forsaken.update(gone)
+        return self._settle(Change(leaving=gone))
+
+    def leave(self) -> None:
+        self._current = None
+        until = time.monotonic() + LEAVING_SECONDS
+        with suppress(StoreAway):
+            while time.monotonic() < until:
+                news = self._read()
+                if self.who not in news.view.members or len(news.view.members) == 1:
+                    break
+                self._store.wait("view", news.revision, LOOK_SECONDS)
+
+    def close(self) -> None:
+        self._current = None
+        self._beat.close()
+        self._store.close()
+
+    def _settle(self, change: Change | None) -> Settlement:
+        """Does what the protocol says until a group stands."""
+        told = False
+        while True:
+            try:
+                news = self._read()
+                gone = self._gone(news)
+                action = self.member.decide(news.seen(), gone, change)
+                match action:
+                    case Propose(view):
+                        value = msgspec.json.encode(view)
+                        self._doing(f"proposes epoch {view.epoch}: {view.reason}")
+                        self._store.swap("view", value, news.view_revision)
+                    case Post(epoch, position):
+                        key = f"position/{epoch}/{key_of(self.who)}"
+                        self._store.put(key, msgspec.json.encode(position), self._beat.lease)
+                    case Wait():
+                        missing = [who for who in news.view.members if who not in news.positions]
+                        self._doing("waits to be let in" if self.who not in news.view.members else
+                                    f"waits for {', '.join(map(str, missing)) or 'the next epoch'}")  # fmt: skip
+                        if self.who not in news.view.members and (news.wish.stop or self._asked_to_leave()):
+                            raise Evicted(f"{self.who} was asked to stop before it took part")
+                        self._store.wait("", news.revision, LOOK_SECONDS)
+                    case Leave(view):
+                        raise Evicted(f"the others went on without {self.who}: epoch {view.epoch}, {view.reason}")
+                    case Form(settlement):
+                        if self._form(settlement, news):
+                            return settlement
+            except LeaseEnded:
+                time.sleep(LOOK_SECONDS)  # the beat gets another one
+            except StoreAway as error:
+                if not told:
+                    told = True
+                    print(f"worker {self.who.worker}: {error.message}", file=sys.stderr)
+                self._doing("waits for the store")
+                time.sleep(AWAY_SECONDS)
+
+    def _form(self, settlement: Settlement, news: News) -> bool:
+        view = settlement.view
+        self._doing(f"forms the group of epoch {view.epoch}")
+        self.member.forms(settlement)
+        self._end_evicted(view)
+        self._leave_group()
+        try:
+            self.group = self._make_group(view)
+        except RunError as error:
+            print(f"worker {self.who.worker}: epoch {view.epoch}: {error.message}", file=sys.stderr)
+            self._formings += 1
+            self.member.lost()
+            return False
+        self.view, self._formings = view, 0
+        if self.who not in settlement.behind:
+            self.member.formed(settlement)
+            self._watch()
+        self._doing("works")
+        return True
+
+    def _watch(self) -> None:
+        self._current = (self.view.epoch, self.view.members, self.group)
+
+    def _make_group(self, view: View) -> Group:
+        rank, size = view.rank(self.who), len(view.members)
+        if size == 1:
+            return Alone(self.wish)
+        forming = timedelta(seconds=min(FORMING_SECONDS * 2**self._formings, self.timeout.total_seconds()))
+        if rank == 0:
+            store = self._open_meeting(view)
+        else:
+            host, _, port = self._await_meeting(view, forming).rpartition(":")
+            try:
+                store = TCPStore(host, int(port), is_master=False, timeout=forming)
+            except RuntimeError as error:
+                raise PeerLost(f"{view.members[0]} is not at {host}: {str(error).splitlines()[0]}") from None
+        store.set_timeout(forming)
+        return Workers(store, rank=rank, size=size, timeout=self.timeout, wish=self.wish, forming=forming)
+
+    def _open_meeting(self, view: View) -> TCPStore:
+        """Torch's own store, where the members of one epoch exchange what their connections need."""
+        address = os.environ.get("SHOAL_ADDRESS", "127.0.0.1")
+        listener = socket.create_server((address, 0), backlog=128)
+        port = listener.getsockname()[1]
+        self._meeting = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._store.put(f"meeting/{view.epoch}", f"{address}:{port}".encode(), self._beat.lease)
+        return self._meeting
+
+    def _await_meeting(self, view: View, limit: timedelta) -> str:
+        until = time.monotonic() + limit.total_seconds()
+        while True:
+            news = self._read()
+            if news.view.epoch != view.epoch:
+                raise PeerLost(f"epoch {view.epoch} is over: {news.view.reason}")
+            if news.meeting is not None:
+                return news.meeting
+            gone = self._gone(news)
+            lost = [f"{who} {gone[who]}" for who in view.members if who in gone]
+            if lost or time.monotonic() > until:
+                raise PeerLost("; ".join(lost) or f"{view.members[0]} did not say where to meet")
+            self._store.wait("", news.revision, LOOK_SECONDS)
+
+    def _end_evicted(self, view: View) -> None:
+        """A stopped process that wakes up would still write into memory it shared with others: it is ended first."""
+        if view.boundary:
+            return
+        for who, alive in self._beat.known().items():
+            evicted = who not in view.members and not may_join(view, who) and who not in self._forsaken
+            if evicted and alive.host == self._beat.alive.host and alive.pid != os.getpid():
+                end(alive.pid, alive.began)
+
+    def _leave_group(self) -> None:
+        self._current = None
+        group, self.group = self.group, Alone(self.wish)
+        with suppress(RuntimeError, RunError):
+            group.close()
+        self._meeting = None
+
+    def _read(self) -> News:
+        return News(self._store.read(""))
+
+    def _gone(self, news: News) -> dict[Who, str]:
+        found = self._beat.gone(news)
+        if self.view.epoch == news.view.epoch:
+            for rank in self.group.ended():
+                who = self.view.members[rank]
+                found.setdefault(who, "died: its connection was closed")
+        return found
+
+    def _doing(self, phase: str) -> None:
+        if phase != self.phase:
+            self.phase, self.since = phase, time.monotonic()
+
+    # -- on the beat's thread -----------------------------------------------------------------------------------------
+
+    def _heard(self, news: News) -> None:
+        gone = self._beat.gone(news)
+        current = self._current
+        if current is not None:
+            epoch, members, group = current
+            lost = [f"{who} {gone[who]}" for who in members if who in gone]
+            if lost:
+                group.abandon("; ".join(lost))
+            elif news.view.epoch > epoch and not news.view.boundary:
+                group.abandon(f"epoch {news.view.epoch} has begun: {news.view.reason}")
+        self._newcomers = bool(newcomers(news.view, news.alive, gone))
+        if news.why > self._answered:
+            self._answered = news.why
+            with suppress(StoreAway):
+                self._beat.put(f"where/{key_of(self.who)}", msgspec.json.encode(self.where()))
+
+    def _away(self, seconds: float | None) -> None:
+        event = StoreAwayFor(time=time.time(), rank=self.who.worker, address=self._store.address, seconds=seconds)
+        self._send(event)
+
+    def where(self) -> Where:
+        """What this worker is doing at this moment, for `shoal why`."""
+        doing = self.group.doing()
+        user_line, stack = own_frames(self._thread)
+        waits = [] if doing is None else [self.view.members[rank].worker for rank in doing.waits_for]
+        return Where(
+            worker=self.who.worker,
+            life=self.who.life,
+            host=self._beat.alive.name,
+            pid=os.getpid(),
+            state="waiting" if doing is not None and waits else "running",
+            operation="" if doing is None else doing.what,
+            waits_for=waits,
+            since=time.monotonic() - self.since if doing is None else doing.seconds,
+            step=self.member.committed,
+            phase=self.phase,
+            user_line=user_line,
+            stack=stack,
+            heard_seconds=0.0,
+        )
+
+
+class Fixed:
+    """A group that was made once. Nobody is replaced, and whoever is lost takes the run with it."""
+
+    elastic = False
+
+    def __init__(self, group: Group, asked_to_stop: Callable[[], bool]) -> None:
+        self.group = group
+        self.who = Who(group.rank)
+        self.view = View(epoch=1, members=tuple(Who(rank) for rank in range(group.size)))
+        self.member = Member(who=self.who)
+        self._asked_to_stop = asked_to_stop
+        self.phase = "works"
+
+    @property
+    def epoch(self) -> int:
+        return 1
+
+    def enter(self) -> Settlement:
+        settlement = Settlement(view=self.view, step=0, donor=None, behind=(), finishing=(), begins=True)
+        self.member.formed(settlement)
+        return settlement
+
+    def begun(self, step: int) -> None:
+        self.member.begun(step)
+
+    def arrived(self, settlement: Settlement) -> None:
+        return
+
+    def says(self) -> None:
+        self.member.says()
+
+    def met(self) -> None:
+        self.member.met()
+
+    def dropped(self) -> None:
+        self.member.dropped()
+
+    def busy(self, yes: bool) -> None:
+        return
+
+    def recover(self, error: PeerLost) -> Settlement:
+        raise error
+
+    def change(self, leaving: Sequence[int]) -> Settlement:
+        raise RunError("the workers of this run cannot change")
+
+    def leave(self) -> None:
+        return
+
+    def asks(self) -> int:
+        return STOP if self._asked_to_stop() else 0
+
+    def committed_before(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        return
+

@@ -1,0 +1,226 @@
+"""The driver's side of the store: begins the run's membership, drops the dead, hears wishes, restarts the store.
+
+Everything here can fail because the store is away; then it is tried again, and the run goes on meanwhile.
+"""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+
+from shoal.collectives.members import host_identity
+from shoal.engines.namespaces import LabHost, call_on
+from shoal.errors import RunError, RunFolderError, ShoalError
+from shoal.recovery import embedded
+from shoal.recovery.beat import News, Wish
+from shoal.recovery.process import began, condition
+from shoal.recovery.protocol import View, Who, remove
+from shoal.recovery.store import LeaseEnded, Store, StoreAway
+from shoal.report.events import AnyEvent, StoreAwayFor
+
+LOOK_SECONDS = 0.25
+AWAY_SECONDS = 1.0
+LEASE_SECONDS = 5.0
+TRIES = 50  # of a swap: somebody else can only be faster so often
+
+
+class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Who watches over a run."""
+
+    pid: int
+    began: str
+    host: str
+    name: str
+
+
+def open_records(address: str | None, folder: Path, run: str) -> Store:
+    """The store of a run, for its workers and for commands. Nothing is started."""
+    if address is None:
+        return embedded.connect(folder)
+    from shoal.recovery.etcd import open_store
+
+    return open_store(address, folder, run)
+
+
+class Overseer:
+    def __init__(self, folder: Path, run: str, address: str | None, host: LabHost | None) -> None:
+        """`host`: of a lab, where the run's own store is to be."""
+        self.folder, self.address, self.host = folder, address, host
+        self.wanted: int | None = None  # workers, as the user asked since the run began
+        self.dropped: dict[Who, str] = {}  # members that the others went on without, and why
+        self._members: set[Who] = set()
+        self._removing: dict[Who, str] = {}
+        self._wish: Wish | None = None
+        self._lease: int | None = None
+        self._looked = 0.0
+        self._away_since: float | None = None
+        if address is None:
+            self._start_server()
+            self.store: Store = embedded.connect(folder, dial=self._dial)
+        else:
+            self.store = open_records(address, folder, run)
+
+    def _start_server(self) -> None:
+        place = "127.0.0.1" if self.host is None else self.host.address
+        call_on(self.host, lambda: embedded.start(self.folder, place))
+
+    def _dial(self, address: str, port: int, seconds: float) -> socket.socket:
+        return call_on(self.host, lambda: socket.create_connection((address, port), timeout=seconds))
+
+    # -- the beginning --------------------------------------------------------------------------------------------
+
+    def begin(self, first: list[Who], *, resumed: bool) -> list[Who]:
+        """Writes who belongs to the run. Returns them: lives go on counting where an earlier sitting stopped."""
+        try:
+            news = self._news()
+            self._refuse_if_alive(news)
+            removed = dict(news.view.removed)
+            for who in news.view.members:
+                removed[who.worker] = max(who.life, removed.get(who.worker, -1))
+            members = [Who(who.worker, removed.get(who.worker, -1) + 1) for who in first]
+            view = View(
+                epoch=news.view.epoch + 1,
+                members=tuple(members),
+                reason="resumed" if resumed else "the run begins",
+                removed=removed,
+            )
+            self.store.swap("view", msgspec.json.encode(view), news.view_revision)
+            self.store.put("wish", msgspec.json.encode(Wish()))
+            self._claim()
+        except StoreAway as error:
+            raise RunError(
+                error.message, where=error.where, fix="a store that can be reached: --store etcd://host:port, or none"
+            ) from None
+        self._members = set(members)
+        return members
+
+    def take_over(self, *, workers_run: bool) -> None:
+        """Another driver was here. `workers_run`: the server that starts workers answers."""
+        news = self._news()
+        if self._driver() is not None:
+            record = self._driver()
+            assert record is not None
+            self.close(stop=False)
+            raise RunFolderError(
+                f"the run is watched over already, by process {record.pid} on {record.name}",
+                fix="shoal why or shoal scale work from anywhere; Ctrl-C there lets go of it",
+            )
+        self._members = set(news.view.members)
+        if workers_run:
+            self._claim()
+
+    def _refuse_if_alive(self, news: News) -> None:
+        here = host_identity()
+        alive = [
+            each for each in news.alive.values() if each.host != here or condition(each.pid, each.began) is not None
+        ]
+        if alive:
+            names = ", ".join(f"worker {each.who.worker} (process {each.pid} on {each.name})" for each in alive)
+            raise RunFolderError(f"the run is alive: {names}", fix=f"shoal attach {self.folder} watches it")
+
+    def _driver(self) -> DriverRecord | None:
+        entry = self.store.read("driver").entries.get("driver")
+        found = None if entry is None else msgspec.json.decode(entry.value, type=DriverRecord)
+        if found is not None and found.host == host_identity() and condition(found.pid, found.began) is None:
+            return None  # its lease has not run out yet, but it is gone
+        return None if found is not None and found.pid == os.getpid() else found
+
+    def _claim(self) -> None:
+        pid = os.getpid()
+        name = socket.gethostname()
+        record = DriverRecord(pid=pid, began=began(pid) or "", host=host_identity(), name=name)
+        self._lease = self.store.grant(LEASE_SECONDS)
+        self.store.put("driver", msgspec.json.encode(record), self._lease)
+
+    # -- while it runs ----------------------------------------------------------------------------------------------
+
+    def look(self) -> list[AnyEvent]:
+        """Now and then: what changed, and what is left to be written."""
+        now = time.monotonic()
+        if now - self._looked < (LOOK_SECONDS if self._away_since is None else AWAY_SECONDS):
+            return []
+        self._looked = now
+        try:
+            news = self._news()
+            self._note(news)
+            if self._lease is None or not self.store.renew(self._lease):
+                self._claim()
+            self._do()
+            return self._back()
+        except (StoreAway, LeaseEnded):
+            return self._away()
+
+    def remove(self, who: Who, reason: str) -> None:
+        """The driver knows best that a process is dead: nobody has to wait for its lease."""
+        self._removing[who] = reason
+        self._try()
+
+    def wish(self, *, stop: bool) -> None:
+        self._wish = Wish(stop=stop)
+        self._try()
+
+    def _try(self) -> None:
+        try:
+            self._do()
+        except (StoreAway, LeaseEnded):
+            return  # the next look tries again
+
+    def _do(self) -> None:
+        for _ in range(TRIES):
+            if not self._removing:
+                break
+            news = self._news()
+            members = [who for who in news.view.members if who in self._removing]
+            if not members:
+                self._removing.clear()
+                break
+            view = remove(news.view, {who: self._removing[who] for who in members})
+            if self.store.swap("view", msgspec.json.encode(view), news.view_revision) is not None:
+                self._removing.clear()
+        if self._wish is not None:
+            self.store.put("wish", msgspec.json.encode(self._wish))
+            self._wish = None
+
+    def _note(self, news: News) -> None:
+        self.wanted = news.wish.workers
+        members = set(news.view.members)
+        for who in self._members - members:
+            if news.view.removed.get(who.worker, -1) >= who.life:
+                self.dropped.setdefault(who, news.view.reason)
+        self._members = members
+
+    def _news(self) -> News:
+        return News(self.store.read(""))
+
+    def _away(self) -> list[AnyEvent]:
+        first = self._away_since is None
+        if first:
+            self._away_since = time.monotonic()
+        if self.address is None and not embedded.running(self.folder):
+            try:
+                self._start_server()
+                self._looked = 0.0
+            except (ShoalError, OSError):
+                pass
+        event = StoreAwayFor(time=time.time(), rank=None, address=self.store.address)
+        return [event] if first else []
+
+    def _back(self) -> list[AnyEvent]:
+        if self._away_since is None:
+            return []
+        seconds = time.monotonic() - self._away_since
+        self._away_since = None
+        return [StoreAwayFor(time=time.time(), rank=None, address=self.store.address, seconds=seconds)]
+
+    def close(self, stop: bool = True) -> None:
+        """`stop`: nobody needs the run's own store any more."""
+        try:
+            if self._lease is not None:
+                self.store.revoke(self._lease)
+        except StoreAway:
+            pass
+        self.store.close()
+        if stop and self.address is None:
+            embedded.stop(self.folder, dial=self._dial)

@@ -1,0 +1,188 @@
+"""Who was there and who took part, over time, from the events of a run. Pure; part of the story that a run leaves.
+
+A process is alive from its start to its end. It takes part while it is a member of the epoch: not while it waits to be
+let in, and not once it is silent, though it may be alive all the while.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from shoal.report.events import (
+    AnyEvent,
+    Changed,
+    Finished,
+    Replaced,
+    RunFinished,
+    RunStarted,
+    Scaled,
+    Steps,
+    WorkerExited,
+    WorkerLeft,
+    WorkerLost,
+    WorkerStarted,
+)
+
+ALIVE, PARTICIPATING = "alive", "participating"
+TAKES_PART, STARTING, JOINING, SILENT, DEAD, LEFT, ENDED = (
+    "takes part",
+    "starting",
+    "joining",
+    "silent",
+    "dead",
+    "left",
+    "ended",
+)
+Life = tuple[int, int]  # a worker's number and which of its processes
+
+
+class Segment(msgspec.Struct, kw_only=True):
+    """A stretch of time in which a process was alive, or took part."""
+
+    worker: int
+    life: int
+    start: float = msgspec.field(name="from")  # seconds since 1970
+    end: float | None = msgspec.field(name="to", default=None)  # None: it goes on
+    state: str
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What a change came to: who takes part no longer, and who does since."""
+
+    went: list[Life]
+    came: list[Life]
+
+
+class Membership:
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.states: dict[int, str] = {}  # of each worker's newest life
+        self.lives: dict[int, int] = {}
+        self.epoch: int | None = None
+        self._members: list[Life] = []  # until a change is told: the first process of every worker
+        self._dead: set[Life] = set()
+        self._wanted: list[tuple[float, int]] = []  # how many workers the run should have, since when
+        self._open: dict[tuple[Life, str], Segment] = {}
+
+    @property
+    def wanted(self) -> int | None:
+        return self._wanted[-1][1] if self._wanted else None
+
+    @property
+    def members(self) -> list[int]:
+        """Workers of the last epoch that was told; before that, all that have started."""
+        return sorted(worker for worker, _ in self._members)
+
+    @property
+    def participating(self) -> list[int]:
+        return sorted(life[0] for life, state in self._open if state == PARTICIPATING)
+
+    @property
+    def alive(self) -> list[int]:
+        return sorted(life[0] for life, state in self._open if state == ALIVE)
+
+    def life(self, worker: int) -> int:
+        return self.lives.get(worker, 0)
+
+    def member(self, life: Life) -> bool:
+        return life in self._members
+
+    def share(self, began: float, ended: float) -> float | None:
+        """Participation: seconds of members over seconds of the workers that the run should have."""
+        stops = [*(since for since, _ in self._wanted[1:]), ended]
+        stretches = zip(self._wanted, stops, strict=False)
+        wanted = sum(number * _overlap(since, stop, began, ended) for (since, number), stop in stretches)
+        return min(1.0, self.seconds(PARTICIPATING, began, ended) / wanted) if wanted else None
+
+    def seconds(self, state: str, began: float, ended: float) -> float:
+        """Seconds of all processes in this state, added up."""
+        spans = ((each.start, ended if each.end is None else each.end) for each in self.segments if each.state == state)
+        return sum(_overlap(start, end, began, ended) for start, end in spans)
+
+    def add(self, event: AnyEvent) -> Turn | None:
+        """Returns what a change of the members came to; None for everything else."""
+        match event:
+            case RunStarted():
+                self._wanted = [(event.time, event.workers)]
+            case Scaled():
+                self._wanted.append((event.time, event.workers))
+            case Replaced():
+                self._appear(event.rank, event.life, event.time, STARTING)
+            case WorkerStarted():
+                self._hello((event.rank, event.life), event.time)
+            case Steps() if self.epoch is None and event.rank not in self.states:
+                self._hello((event.rank, 0), event.time - event.spent.total - event.lost)
+            case Changed():
+                return self._change(event)
+            case WorkerLost():
+                life = (event.rank, event.life)
+                dead = event.code is not None
+                self._close([life], (ALIVE, PARTICIPATING) if dead else (PARTICIPATING,), event.time)
+                self._state(life, DEAD if dead else SILENT)
+                self._dead |= {life} if dead else set()
+            case WorkerLeft():
+                self._close([(event.rank, event.life)], (PARTICIPATING,), event.time)
+                self._state((event.rank, event.life), LEFT)
+            case Finished():
+                self._close([(event.rank, self.life(event.rank))], (PARTICIPATING,), event.time)
+                self._state((event.rank, self.life(event.rank)), ENDED)
+            case WorkerExited():
+                life = (event.rank, event.life)
+                self._close([life], (ALIVE, PARTICIPATING), event.time)
+                self._dead.add(life)
+                if self.states.get(event.rank) not in (LEFT, ENDED):
+                    self._state(life, DEAD if event.code else ENDED)
+            case RunFinished():
+                self._close({life for life, _ in self._open}, (ALIVE, PARTICIPATING), event.time)
+        return None
+
+    def _appear(self, worker: int, life: int, now: float, state: str) -> None:
+        if life > self.life(worker):
+            older = [each for each, _ in self._open if each[0] == worker and each[1] < life]
+            self._close(older, (PARTICIPATING,), now)
+        self.lives[worker] = max(self.life(worker), life)
+        self._begin((worker, life), ALIVE, now)
+        self._state((worker, life), state)
+
+    def _hello(self, life: Life, now: float) -> None:
+        """May come late: who is let in says so when its group stands, and the leader may have told of it before."""
+        if self.epoch is None and life[0] not in self.members:
+            self._members.append(life)
+        takes_part = life in self._members
+        self._appear(*life, now, TAKES_PART if takes_part else JOINING)
+        if takes_part:
+            self._begin(life, PARTICIPATING, now)
+
+    def _change(self, event: Changed) -> Turn:
+        lives = event.lives or [self.life(worker) for worker in event.members]
+        before, after = set(self._members), list(zip(event.members, lives, strict=True))
+        turn = Turn(went=sorted(before - set(after)), came=sorted(set(after) - before))
+        self._members, self.epoch = after, event.epoch
+        self._close(turn.went, (PARTICIPATING,), event.time)
+        for life in set(after) - self._dead:
+            self.lives[life[0]] = max(self.life(life[0]), life[1])
+            self._begin(life, ALIVE, event.time)
+            self._begin(life, PARTICIPATING, event.time)
+            self._state(life, TAKES_PART)
+        return turn
+
+    def _state(self, life: Life, state: str) -> None:
+        if life[1] == self.life(life[0]):  # not of one that has been replaced since
+            self.states[life[0]] = state
+
+    def _begin(self, life: Life, state: str, now: float) -> None:
+        if (life, state) not in self._open:
+            segment = Segment(worker=life[0], life=life[1], start=now, state=state)
+            self._open[life, state] = segment
+            self.segments.append(segment)
+
+    def _close(self, lives: Iterable[Life], states: tuple[str, ...], now: float) -> None:
+        for life in lives:
+            for state in states:
+                segment = self._open.pop((life, state), None)
+                if segment is not None:
+                    segment.end = max(now, segment.start)
+
+
+def _overlap(start: float, end: float, began: float, ended: float) -> float:
+    return max(0.0, min(end, ended) - max(start, began))

@@ -1,0 +1,462 @@
+"""A failure is a story: who, where, how it was noticed, what was done again, how it went on. Pure; from events alone.
+
+Several tell it, in any order: the driver (a process ended), the leader of the survivors (they go on, from here; the
+first step is committed), the newcomer (it has the state). Each of them knows a part, and a `Fault` is the whole.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from shoal.report import figures
+from shoal.report.events import (
+    AnyEvent,
+    Changed,
+    DriverChanged,
+    HandedOver,
+    Recovered,
+    Replaced,
+    Resumed,
+    Steps,
+    StoreAwayFor,
+    WorkerExited,
+    WorkerLeft,
+    WorkerLost,
+)
+from shoal.report.membership import Life, Membership, Turn
+from shoal.report.prints import clean
+
+RUN_ENDS = "the run ends"  # how a WorkerLost's action begins if nobody goes on
+HOLD_SECONDS = 2.0  # a fault is told whole, but not later than that
+EXIT_HOLD_SECONDS = 0.5  # a process that ended may be part of a fault of which the driver is about to tell
+
+
+class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Something that happened to the members of a run, good or bad. Fields that are not known keep their defaults."""
+
+    kind: str  # lost, left, joined; regrouped: the same ones; back: to a checkpoint; store: away; driver: another one
+    time: float
+    worker: int | None = None
+    life: int = 0
+    host: str = ""
+    pid: int | None = None
+    noticed: str = ""
+    code: int | None = None
+    out_of_memory: bool = False
+    log: list[str] = []
+    action: str = ""
+    reason: str = ""
+    outside: bool = False  # it did not take part, so nobody had to do anything
+    # What the others did.
+    epoch: int | None = None
+    members: list[int] = []
+    step: int | None = None  # committed when they went on
+    redone: int = 0
+    repeated: int = 0  # committed steps that were done again
+    seconds: float | None = None  # from the notice to the next commit
+    committed_at: float | None = None
+    # Who came in its place.
+    next_life: int | None = None
+    back_step: int | None = None
+    back_seconds: float | None = None  # after it was lost
+    state_bytes: int | None = None  # handed over, by whom and how fast
+    state_from: int | None = None
+    state_seconds: float | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all is known that its first line should say."""
+        match self.kind:
+            case "lost" | "joined" | "regrouped":
+                return self.seconds is not None or self.outside or self.ends_the_run
+            case "left":
+                return self.epoch is not None
+        return True
+
+    @property
+    def ends_the_run(self) -> bool:
+        return self.action.startswith(RUN_ENDS)
+
+
+class _Step(msgspec.Struct):
+    """A change that was told, and its first commit."""
+
+    change: Changed
+    seconds: float | None = None
+    at: float | None = None
+
+
+class Story:
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+        self.membership = Membership()
+        self.step = 0  # the furthest that was told
+        self.redone = 0  # steps that were under way when somebody was lost
+        self._term = 0
+        self._changes: list[_Step] = []
+        self._went_by: dict[Life, _Step] = {}  # with which change a process went out
+
+    def of(self, life: Life, *kinds: str) -> Fault | None:
+        """The last thing of these kinds that happened to a process."""
+        found = (each for each in reversed(self.faults) if (each.worker, each.life) == life and each.kind in kinds)
+        return next(found, None)
+
+    def count(self, kind: str) -> int:
+        return sum(each.kind == kind for each in self.faults)
+
+    def add(self, event: AnyEvent) -> None:
+        turn = None if isinstance(event, WorkerLost | WorkerLeft) else self.membership.add(event)
+        match event:
+            case Steps():
+                self.step = max(self.step, event.step)
+            case WorkerLost():
+                self._lose(event)
+            case WorkerLeft():
+                left = Fault(kind="left", time=event.time, worker=event.rank, life=event.life, reason=event.reason)
+                left.step = event.step
+                self._add(left)
+            case Replaced():
+                self._replace(event)
+            case HandedOver():
+                self._hand_over(event)
+            case Changed():
+                assert turn is not None
+                self._change(event, turn)
+            case Recovered():
+                self._recover(event)
+            case Resumed():
+                self._go_back(event)
+            case StoreAwayFor():
+                self._store(event)
+            case DriverChanged():
+                self.faults.append(Fault(kind="driver", time=event.time, pid=event.pid, host=event.host))
+        if isinstance(event, WorkerLost | WorkerLeft):
+            self.membership.add(event)  # after it was asked whether the worker took part
+
+    # -- what happened to somebody ------------------------------------------------------------------------------------
+
+    def _lose(self, event: WorkerLost) -> None:
+        known = self.of((event.rank, event.life), "lost")
+        if known is not None and known.back_step is None:  # told again: by now its end may be known
+            known.code = event.code if known.code is None else known.code
+            known.out_of_memory |= event.out_of_memory
+            known.log = list(event.log) or known.log
+            known.action = event.action or known.action
+            return
+        lost = Fault(
+            kind="lost",
+            time=event.time,
+            worker=event.rank,
+            life=event.life,
+            host=event.host,
+            pid=event.pid,
+            noticed=event.noticed,
+            code=event.code,
+            out_of_memory=event.out_of_memory,
+            log=list(event.log),
+            action=event.action,
+        )
+        life = (event.rank, event.life)
+        lost.outside = life not in self._went_by and not self.membership.member(life)
+        self._add(lost)
+
+    def _add(self, fault: Fault) -> None:
+        self.faults.append(fault)
+        assert fault.worker is not None
+        change = self._went_by.get((fault.worker, fault.life))
+        if change is not None:  # the others were faster
+            _attach(fault, change)
+
+    def _replace(self, event: Replaced) -> None:
+        before = self._last_of(event.rank)
+        if before is not None and before.next_life is None and "scaled" not in event.reason:
+            before.next_life = event.life
+        else:
+            self.faults.append(
+                Fault(kind="joined", time=event.time, worker=event.rank, life=event.life, reason=event.reason)
+            )
+
+    def _last_of(self, worker: int) -> Fault | None:
+        found = (each for each in reversed(self.faults) if each.worker == worker and each.kind in ("lost", "left"))
+        return next(found, None)
+
+    def _hand_over(self, event: HandedOver) -> None:
+        newcomer = self._waiting((event.rank, self.membership.life(event.rank)))
+        if newcomer is not None:
+            newcomer.state_bytes, newcomer.state_from = event.num_bytes, event.donor
+            newcomer.state_seconds = event.seconds
+
+    def _waiting(self, life: Life) -> Fault | None:
+        """The fault that brought this process in, whether it took part already or not."""
+        worker, number = life
+        for fault in reversed(self.faults):
+            if fault.worker != worker or fault.kind not in ("lost", "left", "joined"):
+                continue
+            if fault.next_life == number or (fault.life == number and fault.kind in ("lost", "joined")):
+                return fault
+            if fault.kind == "lost" and fault.next_life is None and fault.life < number:
+                return fault  # nobody told that it was started
+        return None
+
+    # -- what the others made of it -----------------------------------------------------------------------------------
+
+    def _change(self, event: Changed, turn: Turn) -> None:
+        change = _Step(event)
+        self._changes.append(change)
+        self.redone += event.redone
+        for life in turn.went:
+            self._went_by[life] = change
+            fault = self.of(life, "lost", "left")
+            if fault is not None and fault.epoch is None:
+                _attach(fault, change)
+        for life in turn.came:
+            self._come(life, change)
+        if self.step and event.term == self._term and not turn.went and not turn.came:
+            self.faults.append(Fault(kind="regrouped", time=event.time, reason=event.reason))
+            _attach(self.faults[-1], change)
+        if event.term > self._term:
+            self._term = event.term
+            back = self._open_return() or self._new_return(event.time)
+            back.reason, back.epoch, back.members = event.reason, event.epoch, list(event.members)
+
+    def _come(self, life: Life, change: _Step) -> None:
+        event = change.change
+        fault = self._waiting(life)
+        if fault is None:
+            if not self.step:  # the members that the run begins with
+                return
+            fault = Fault(kind="joined", time=event.time, worker=life[0], life=life[1], reason=event.reason)
+            self.faults.append(fault)
+        if fault.kind == "joined":
+            _attach(fault, change)
+        elif fault.back_step is None:
+            fault.next_life = life[1]
+            fault.back_step, fault.back_seconds = event.step, max(0.0, event.time - fault.time)
+
+    def _recover(self, event: Recovered) -> None:
+        """Changes that came to no commit of their own, because another one followed, end with this one too."""
+        for change in self._changes:
+            if change.seconds is not None or change.change.epoch > event.epoch:
+                continue
+            noticed = change.change.time - change.change.seconds
+            own = change.change.epoch == event.epoch
+            change.seconds = event.seconds if own else max(event.seconds, event.time - noticed)
+            change.at = event.time
+            for fault in self.faults:
+                if fault.epoch == change.change.epoch:
+                    _attach(fault, change)
+
+    # -- the whole run ------------------------------------------------------------------------------------------------
+
+    def _go_back(self, event: Resumed) -> None:
+        repeated = max(event.repeated, self.step - event.step)
+        if self.step or repeated:
+            back = self._open_return() or self._new_return(event.time)
+            back.step, back.repeated = event.step, max(0, repeated)
+        self.step = event.step
+
+    def _open_return(self) -> Fault | None:
+        """One half of which is known: leader and newcomers tell of a return in no particular order."""
+        last = next((each for each in reversed(self.faults) if each.kind == "back"), None)
+        return last if last is not None and (last.step is None or last.epoch is None) else None
+
+    def _new_return(self, now: float) -> Fault:
+        self.faults.append(Fault(kind="back", time=now))
+        return self.faults[-1]
+
+    def _store(self, event: StoreAwayFor) -> None:
+        """Everybody who asks it tells; it is one absence."""
+        away = next((each for each in self.faults if each.kind == "store" and each.seconds is None), None)
+        if event.seconds is None and away is None:
+            self.faults.append(Fault(kind="store", time=event.time, reason=event.address))
+        elif event.seconds is not None and away is not None:
+            away.seconds, away.committed_at = event.seconds, event.time
+
+
+def _attach(fault: Fault, change: _Step) -> None:
+    event = change.change
+    fault.epoch, fault.members, fault.step, fault.redone = event.epoch, list(event.members), event.step, event.redone
+    fault.seconds, fault.committed_at = change.seconds, change.at
+
+
+def exit_text(code: int | None, *, guess: bool = False) -> str:
+    """How a process ended, by its exit code; `guess`: with what is often behind it, if nobody has looked."""
+    if code is None:
+        return "ended, nobody knows how"
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"killed ({name}{': often out of memory' if guess and name == 'SIGKILL' else ''})"
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+def how(fault: Fault) -> str:
+    """Its end: by signal or code if it is known, else how it was noticed."""
+    if fault.out_of_memory:
+        return "killed (SIGKILL: out of memory)"
+    if fault.code is None:
+        return f"lost ({fault.noticed})" if fault.noticed else "lost"
+    return exit_text(fault.code)
+
+
+def sentence(fault: Fault, *, place: bool = False) -> str:
+    """What happened and what the others did, as far as it is known; with host and process if `place` is asked for."""
+    return "; ".join(_parts(fault, place=place))
+
+
+def outcome(fault: Fault) -> str | None:
+    """What became of its place."""
+    if fault.back_step is None or fault.back_seconds is None:
+        return None
+    by = "came back" if fault.next_life == fault.life else f"life {fault.next_life}"
+    return f"{by} took part again from step {fault.back_step + 1:,}, after {figures.duration(fault.back_seconds)}"
+
+
+def whole(fault: Fault) -> str:
+    """The story in one line, for the closing report."""
+    parts = [sentence(fault, place=True)]
+    if fault.kind in ("lost", "left"):
+        parts += [outcome(fault) or ("" if fault.next_life is None else f"life {fault.next_life} never took part")]
+    return "; ".join(part for part in parts if part)
+
+
+def stamp(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))
+
+
+def _parts(fault: Fault, *, place: bool) -> Iterator[str]:
+    match fault.kind:
+        case "lost":
+            yield f"{_who(fault, place=place)} {how(fault)}{' before it took part' if fault.outside else ''}"
+            if place and fault.code is not None and fault.noticed:
+                yield f"noticed: {fault.noticed}"
+            yield from _aftermath(fault)
+        case "left":
+            yield f"{_who(fault, place=place)} left after step {fault.step or 0:,}: {fault.reason}"
+            if not fault.redone:
+                yield "nothing is done again"
+            yield from _aftermath(fault)
+        case "joined":
+            at = "" if fault.step is None else f" at step {fault.step:,}"
+            came = "is on its way" if fault.epoch is None else "joined"
+            yield f"{_who(fault, place=place)} {came}{at}: {fault.reason}"
+            yield from _commit(fault)
+        case "regrouped":
+            yield fault.reason
+            yield from _aftermath(fault)
+        case "back":
+            if fault.reason:
+                yield fault.reason
+            if fault.step is not None:
+                yield f"on from the checkpoint of step {fault.step:,}"
+                yield f"{figures.plural(fault.repeated, 'step')} done again"
+        case "store":
+            yield f"store {fault.reason} cannot be reached: training goes on, changes of membership wait"
+            if fault.seconds is not None:
+                yield f"back after {figures.duration(fault.seconds)}"
+        case "driver":
+            yield f"process {fault.pid} on {fault.host} watches over the run now"
+
+
+def _who(fault: Fault, *, place: bool) -> str:
+    notes = [] if fault.life == 0 else [f"life {fault.life}"]
+    if place:
+        notes += [fault.host] if fault.host else []
+        notes += [f"pid {fault.pid}"] if fault.pid is not None else []
+    return f"worker {fault.worker} ({', '.join(notes)})" if notes else f"worker {fault.worker}"
+
+
+def _aftermath(fault: Fault) -> Iterator[str]:
+    if fault.outside:
+        return
+    if fault.epoch is None or fault.ends_the_run:
+        if fault.action:
+            yield fault.action
+        return
+    members = " ".join(str(worker) for worker in fault.members)
+    if fault.redone:
+        yield f"step {(fault.step or 0) + 1:,} done again by {members}"
+    elif members:
+        yield f"{members} go{'es' if len(fault.members) == 1 else ''} on"
+    yield from _commit(fault)
+
+
+def _commit(fault: Fault) -> Iterator[str]:
+    if fault.seconds is not None:
+        yield f"next commit after {figures.duration(fault.seconds)}"
+
+
+# -- as it happens ----------------------------------------------------------------------------------------------------
+
+
+class _Told(msgspec.Struct):
+    """How much of a fault a view has told."""
+
+    fault: Fault
+    since: float  # when it was first seen, by the view's clock
+    parts: list[str] = []
+    back: bool = False
+
+    @property
+    def done(self) -> bool:
+        return bool(self.parts) and self.fault.whole and (self.back or self.fault.kind not in ("lost", "left"))
+
+
+class Telling:
+    """The lines of a story for a view that shows it as it happens: each fault when it is whole, or has been waiting."""
+
+    def __init__(self) -> None:
+        self._seen: int | None = None
+        self._open: list[_Told] = []
+        self._exits: list[tuple[float, WorkerExited]] = []
+
+    def heard(self, event: AnyEvent, now: float) -> None:
+        if isinstance(event, WorkerExited) and event.code:
+            self._exits.append((now, event))
+
+    def ready(self, story: Story, now: float) -> list[str]:
+        # The views tell of a return to a checkpoint and of another driver at once, as of any event.
+        fresh = [fault for fault in story.faults[self._seen or 0 :] if fault.kind not in ("back", "driver")]
+        told = [_Told(fault, now) for fault in fresh]
+        if self._seen is None:  # a view that joins later: what was told before is known, its end may be news
+            for each in told:
+                each.parts = list(_parts(each.fault, place=False)) if each.fault.whole else []
+                each.back = outcome(each.fault) is not None
+        self._seen = len(story.faults)
+        self._open += told
+        lines = [line for told in self._open for line in _news(told, now)] + self._exit_lines(story, now)
+        self._open = [told for told in self._open if not told.done]
+        return [clean(line) for line in lines]
+
+    def rest(self, story: Story) -> list[str]:
+        return self.ready(story, float("inf"))
+
+    def _exit_lines(self, story: Story, now: float) -> list[str]:
+        held = [each for each in self._exits if story.of((each[1].rank, each[1].life), "lost", "left") is None]
+        due = [event for since, event in held if now - since >= EXIT_HOLD_SECONDS]
+        self._exits = [each for each in held if each[1] not in due]
+        return [f"{stamp(event.time)}  worker {event.rank} {exit_text(event.code, guess=True)}" for event in due]
+
+
+def _news(told: _Told, now: float) -> Iterator[str]:
+    fault = told.fault
+    parts = list(_parts(fault, place=False))
+    news = [part for part in parts if part not in told.parts]
+    first = not told.parts
+    due = fault.whole or now - told.since >= HOLD_SECONDS if first else bool(news) and fault.seconds is not None
+    if due:
+        when = fault.time if first or fault.committed_at is None else fault.committed_at
+        name = "" if parts[0] in news else f"{fault.kind}: " if fault.worker is None else f"worker {fault.worker}: "
+        told.parts = parts
+        yield f"{stamp(when)}  {name}{'; '.join(news)}"
+    back = outcome(fault)
+    if back is not None and told.parts and not told.back:
+        told.back = True
+        yield f"{stamp(fault.time + (fault.back_seconds or 0.0))}  worker {fault.worker}: {back}"

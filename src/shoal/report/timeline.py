@@ -1,0 +1,100 @@
+"""The members of a run over time, drawn in text: one row per worker. Pure; for the closing report.
+
+worker   0:00                                  2:44
+0        ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+3        ━━━━━━━━━━━✗╌╌▶━━━━━━━━━━━━━━━━━━━━━━━━━━━
+━ takes part  ╌ alive  ✗ died  ▶ joined
+"""
+
+from collections.abc import Sequence
+
+from shoal.report import figures
+from shoal.report.membership import ALIVE, PARTICIPATING, Segment
+from shoal.report.story import Fault
+
+# meaning: sign, and how it is written where only ASCII is
+SIGNS = {
+    "takes part": ("━", "="),
+    "alive": ("╌", "-"),
+    "died": ("✗", "x"),
+    "silent": ("◌", "?"),
+    "joined": ("▶", ">"),
+    "left": ("◀", "<"),
+}
+MOST_ROWS = 16
+WIDEST, NARROWEST = 72, 12
+
+
+def draw(
+    segments: Sequence[Segment],
+    faults: Sequence[Fault],
+    *,
+    began: float,
+    ended: float,
+    width: int,
+    ascii_only: bool = False,
+) -> list[str]:
+    """Rows for the workers to which something happened, the rest in one line. Nothing, if nothing happened."""
+    marks = [mark for fault in faults for mark in _marks(fault)]
+    moved = {worker for worker, _, _ in marks}
+    if not moved or ended <= began:
+        return []
+    workers = sorted({each.worker for each in segments})
+    shown = workers if len(workers) <= MOST_ROWS else [each for each in workers if each in moved][:MOST_ROWS]
+    names = max(len("worker"), *(len(str(each)) for each in shown))
+    cells = max(NARROWEST, min(WIDEST, width - names - 2))
+    last = figures.duration(ended - began)
+    lines = [f"{'worker':<{names}}  {'0:00':<{max(0, cells - len(last))}}{last}"]
+    used: set[str] = set()
+    for worker in shown:
+        row = _row(
+            [each for each in segments if each.worker == worker],
+            [(when, what) for whose, when, what in marks if whose == worker],
+            began=began,
+            ended=ended,
+            cells=cells,
+        )
+        used |= set(row)
+        lines.append(f"{worker:<{names}}  {''.join(_sign(what, ascii_only) for what in row)}".rstrip())
+    legend = [f"{_sign(what, ascii_only)} {what}" for what in SIGNS if what in used]
+    rest = len(workers) - len(shown)
+    if rest:
+        more = sum(each in moved for each in workers if each not in shown)
+        legend.append(f"and {rest} more" if more else f"and {rest} more that took part all the time")
+    return [*lines, "  ".join(legend)]
+
+
+def _row(
+    segments: Sequence[Segment], marks: Sequence[tuple[float, str]], *, began: float, ended: float, cells: int
+) -> list[str]:
+    def cell(when: float) -> int:
+        return max(0, min(cells - 1, int(cells * (when - began) / (ended - began))))
+
+    row = [""] * cells
+    for state, what in ((ALIVE, "alive"), (PARTICIPATING, "takes part")):
+        for each in segments:
+            if each.state == state and each.start <= ended and (each.end is None or each.end >= began):
+                first, past = cell(each.start), cells if each.end is None else cell(each.end) + 1
+                row[first:past] = [what] * (past - first)
+    for when, what in sorted(marks):
+        if began <= when <= ended:
+            at = cell(when)
+            # Two things in one cell: the second goes beside the first, if there is room.
+            row[at if row[at] in ("", "alive", "takes part") else min(at + 1, cells - 1)] = what
+    return row
+
+
+def _marks(fault: Fault) -> list[tuple[int, float, str]]:
+    if fault.worker is None or fault.kind not in ("lost", "left", "joined"):
+        return []
+    if fault.kind == "joined":
+        return [] if fault.committed_at is None else [(fault.worker, fault.committed_at, "joined")]
+    what = "left" if fault.kind == "left" else "silent" if fault.code is None else "died"
+    marks = [(fault.worker, fault.time, what)]
+    if fault.back_seconds is not None:
+        marks.append((fault.worker, fault.time + fault.back_seconds, "joined"))
+    return marks
+
+
+def _sign(what: str, ascii_only: bool) -> str:
+    return SIGNS[what][ascii_only] if what else " "

@@ -1,0 +1,113 @@
+"""Which workers a run should have, and what becomes of it when one is lost. Pure: the driver acts on it."""
+
+from dataclasses import dataclass, field
+
+from shoal.errors import InputError
+from shoal.recovery.protocol import Who
+
+FALSE_STARTS = 3  # in a row: processes that end before they have taken part
+
+
+@dataclass(frozen=True)
+class Rules:
+    on_failure: str = "replace"
+    min_workers: int = 1
+    max_workers: int | None = None
+    max_failures: int = 100
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of the run. `ends`: why it cannot go on; empty while it can."""
+
+    action: str
+    ends: str = ""
+
+
+@dataclass(kw_only=True)
+class Roster:
+    rules: Rules
+    wanted: int
+    lanes: int  # 0: not known
+    lives: dict[int, int] = field(default_factory=dict)  # worker -> its newest life
+    serving: set[Who] = field(default_factory=set)
+    failures: int = 0
+    false_starts: int = 0
+
+    def start(self) -> list[Who]:
+        """Processes to start so that there are as many as wanted: in free places, the lowest first."""
+        taken = {who.worker for who in self.serving}
+        free = (number for number in range(len(taken) + self.wanted) if number not in taken)
+        fresh = []
+        while len(self.serving) < self.wanted:
+            number = next(free)
+            self.lives[number] = self.lives.get(number, -1) + 1
+            who = Who(number, self.lives[number])
+            self.serving.add(who)
+            fresh.append(who)
+        return fresh
+
+    def took_part(self) -> None:
+        self.false_starts = 0
+
+    def left(self, who: Who) -> None:
+        """It went as it should."""
+        self.serving.discard(who)
+        self.wanted = min(self.wanted, max(1, len(self.serving)))
+
+    def lost(self, who: Who, took_part: bool) -> Verdict:
+        self.serving.discard(who)
+        self.failures += 1
+        self.false_starts = 0 if took_part else self.false_starts + 1
+        if self.rules.on_failure == "stop":
+            return Verdict("the run ends", "a worker was lost (--on-failure stop)")
+        if self.failures > self.rules.max_failures:
+            return Verdict("the run ends", f"{self.failures} workers were lost (--max-failures {self.rules.max_failures})")
+        if self.false_starts >= FALSE_STARTS:
+            return Verdict("the run ends", f"{self.false_starts} processes in a row ended before they took part")
+        if self.rules.on_failure == "replace":
+            return Verdict("replaced")
+        self.wanted = len(self.serving)
+        if self.wanted < self.rules.min_workers:
+            count = f"{self.wanted} worker{'' if self.wanted == 1 else 's'} left"
+            return Verdict("the run ends", f"{count}, and --min-workers is {self.rules.min_workers}")
+        return Verdict("the others go on")
+
+    def scale(self, workers: int) -> bool:
+        """Another number of workers from now on. False: it is that already, or cannot be."""
+        if workers == self.wanted or refusal(workers, self.rules, self.lanes) is not None:
+            return False
+        self.wanted = workers
+        return True
+
+
+def refusal(workers: int, rules: Rules, lanes: int) -> InputError | None:
+    """Why a run cannot have that many workers."""
+    if workers < 1:
+        return InputError(f"{workers} workers: at least 1 is needed", fix="shoal stop ends a run")
+    if lanes and workers > lanes:
+        return InputError(
+            f"{workers} workers but {lanes} lanes: each worker needs a lane",
+            fix=f"--workers {lanes} at the most; more lanes would be another job, with other bits",
+        )
+    if workers < rules.min_workers:
+        return InputError(f"{workers} workers, but the run was started with --min-workers {rules.min_workers}")
+    if rules.max_workers is not None and workers > rules.max_workers:
+        return InputError(f"{workers} workers, but the run was started with --max-workers {rules.max_workers}")
+    return None
+
+
+def check(rules: Rules, workers: int) -> None:
+    """At the start."""
+    most = rules.max_workers
+    if rules.min_workers < 1:
+        raise InputError(f"--min-workers {rules.min_workers}: at least 1 is needed")
+    if most is not None and rules.min_workers > most:
+        raise InputError(
+            f"--min-workers {rules.min_workers} is above --max-workers {most}", fix="the least first: --min-workers 1"
+        )
+    if rules.max_failures < 0:
+        raise InputError(f"--max-failures {rules.max_failures}: a number of lost workers, 0 or more")
+    if workers < rules.min_workers or (most is not None and workers > most):
+        bounds = f"--min-workers {rules.min_workers}" + ("" if most is None else f" and --max-workers {most}")
+        raise InputError(f"--workers {workers} does not lie within {bounds}")

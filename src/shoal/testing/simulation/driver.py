@@ -1,0 +1,85 @@
+"""The driver of the simulated run: it sees workers end, starts others, and may take the dead out of the view."""
+
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from shoal.recovery.protocol import View, Who
+from shoal.testing.simulation.plan import BEAT, PATIENCE
+from shoal.testing.simulation.worker import Process, Worker
+
+if TYPE_CHECKING:
+    from shoal.testing.simulation.world import World
+
+MOST_STARTS = 8  # while there are faults: afterwards somebody lives anyway
+
+
+class Driver(Process):
+    def __init__(self, world: "World", first: bool) -> None:
+        super().__init__(world)
+        self.first = first
+        self.known: set[Who] = set()  # ends that it has seen itself
+        self.since = world.now
+
+    def tick(self) -> None:
+        world = self.world
+        if self.ended:
+            return
+        if world.store.up:
+            self._looks()
+        if not world.store.done and world.now - self.since > 0.3:
+            self._starts()
+        world.after(BEAT, self, self.tick)
+
+    def ends(self, worker: Worker) -> None:
+        self.known.add(worker.who)
+
+    def _looks(self) -> None:
+        world, store = self.world, self.world.store
+        view = store.view
+        if view.epoch == 0:
+            if self.first and world.plan.first_view:
+                members = tuple(Who(number) for number in range(world.plan.workers))
+                world.swap(View(epoch=1, members=members, reason="the run begins"), store.revision, "the driver")
+            return
+        dead = [who for who in view.members if who in self.known]
+        if world.plan.removes and dead and len(dead) < len(view.members):
+            world.laws.meets("the driver changed the view")
+            world.swap(without(view, dead), store.revision, "the driver")
+
+    def _starts(self) -> None:
+        """Replacements; and at least one worker, if nobody is left."""
+        world = self.world
+        living = {worker.who.worker for worker in world.workers.values() if not worker.ended}
+        dead = [who for who, worker in world.workers.items() if self._may_replace(worker)]
+        numbers = sorted({who.worker for who in dead} - living)
+        if not world.plan.replaces or (len(world.workers) >= MOST_STARTS and not world.calm):
+            numbers = numbers[:1] if not living else []
+        for number in numbers:
+            world.after(world.random.uniform(0.05, 0.4), None, self._replaces, number)
+
+    def _may_replace(self, worker: Worker) -> bool:
+        """A worker that left, or that was let go, is not replaced while others live."""
+        if not worker.ended or worker.ended == "finished":
+            return False
+        return worker.who in self.known or self.world.now - self.since > PATIENCE
+
+    def _replaces(self, number: int) -> None:
+        world = self.world
+        if self.ended or world.store.done or any(not w.ended and w.who.worker == number for w in world.workers.values()):
+            return
+        world.start(number)
+
+
+def without(view: View, dead: list[Who]) -> View:
+    removed = dict(view.removed)
+    for who in dead:
+        removed[who.worker] = max(who.life, removed.get(who.worker, -1))
+    return structs.replace(
+        view,
+        epoch=view.epoch + 1,
+        members=tuple(who for who in view.members if who not in dead),
+        reason=f"{dead[0]} ended",
+        boundary=False,
+        removed=removed,
+    )
