@@ -22,14 +22,17 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shoal import keeper as keeping
 from shoal.errors import CheckpointError, InputError, RunFolderError
-from shoal.exact.digest import digests
+from shoal.exact.digest import digests, tensor_sha256
+from shoal.keeper import Keeper, Live
 from shoal.recovery import checkpoint, manifest
 from shoal.recovery.checkpoint import Checkpoints, Snapshot, Written
-from shoal.recovery.plain import STORABLE_DTYPES
-from shoal.recovery.saver import Saver
+from shoal.recovery.plain import STORABLE_DTYPES, Room
+from shoal.recovery.saver import Patience, Saver
+from shoal.report.events import Event, Saved, SaveFailed
 
 FILES = ("state.json", "model.safetensors", "optimizer.safetensors", "extra.safetensors", "manifest.json")
 
@@ -674,3 +677,162 @@ def test_a_callback_that_raises_is_not_swallowed(tmp_path: Path) -> None:
     saver.save(snapshot(1))
     with pytest.raises(ZeroDivisionError):
         saver.close()
+
+
+# ---- the keeper: a run's live objects on one side, checkpoints on the other
+
+
+def run_of(size: int = 3) -> Live:
+    model = nn.Linear(size, size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    parameters = dict(model.named_parameters())
+    return Live(
+        model=model, parameters=parameters, optimizer=optimizer, scheduler=None, state={}, arithmetic={}, traits={}
+    )
+
+
+def train(live: Live) -> None:
+    for parameter in live.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    live.optimizer.step()
+
+
+def wait(keeper: Keeper) -> None:
+    assert keeper._saver is not None
+    keeper._saver.wait()
+
+
+def told(events: list[Event]) -> list[tuple[str, int]]:
+    return [(type(event).__name__, event.step) for event in events if isinstance(event, Saved | SaveFailed)]
+
+
+def test_patience_grows_and_is_forgotten() -> None:
+    patience = Patience()
+    assert not patience.failing and not patience.again(1e9)
+    now, waits = 100.0, []
+    for _ in range(7):
+        patience.failed(now)
+        wait_for = next(seconds for seconds in range(1, 100) if patience.again(now + seconds))
+        assert not patience.again(now + wait_for - 0.5)
+        waits.append(wait_for)
+        now += wait_for
+    assert waits == [1, 2, 4, 8, 16, 30, 30]
+    patience.succeeded()
+    assert not patience.failing and not patience.again(now + 1000)
+    patience.failed(now)
+    assert patience.again(now + 1)
+
+
+def test_a_full_disk_is_said_once_and_that_there_is_room_again_too(tiny_disk: Path) -> None:
+    live, events = run_of(), list[Event]()
+    keeper = Keeper(tiny_disk, live, events.append, writes=True)
+    keeper.save(1, {})
+    wait(keeper)
+    filler = tiny_disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+    for step in (2, 3, 4):
+        train(live)
+        keeper.save(step, {})
+        wait(keeper)
+        assert keeper.failing and not keeper.again(time.monotonic() - 1)
+        assert keeper.again(time.monotonic() + 60)
+        assert keeper.saved_step == 1, "what stands is still known"
+    assert told(events) == [("Saved", 1), ("SaveFailed", 2)]
+    newest = keeper.checkpoints.newest()
+    assert newest is not None and newest.snapshot.step == 1
+    filler.unlink()
+    keeper.save(5, {})
+    keeper.close()
+    assert not keeper.failing
+    assert told(events) == [("Saved", 1), ("SaveFailed", 2), ("Saved", 5)]
+    newest = keeper.checkpoints.newest()
+    assert newest is not None
+    assert digests(newest.snapshot.weights.items()) == digests(live.lend(5, {}).weights.items())
+
+
+def test_each_cause_is_said_once_and_the_last_failure_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room in the end the run has not been saved, and whoever ends it must know."""
+    events: list[Event] = []
+    keeper = Keeper(tmp_path, run_of(), events.append, writes=True)
+    codes = iter([errno.ENOSPC, errno.ENOSPC, errno.EIO, errno.EIO, errno.ENOSPC, errno.ENOSPC])
+
+    def fail(*_: object, **__: object) -> None:
+        code = next(codes)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(checkpoint, "seal", fail)
+    for step in (1, 2, 3, 4, 5, 6):
+        keeper.save(step, {})
+        wait(keeper)
+    assert told(events) == [("SaveFailed", 1), ("SaveFailed", 3), ("SaveFailed", 5)]
+    keeper.close()
+    keeper.close()
+    assert told(events)[3:] == [("SaveFailed", 6)]
+
+
+def test_who_writes_may_change(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    live, events = run_of(), list[Event]()
+    keeper = Keeper(tmp_path, live, events.append, writes=False)
+    keeper.save(1, {})
+    keeper.export()
+    assert names(tmp_path) == [] and threading.active_count() == threads
+    keeper.writes = True
+    keeper.save(2, {})
+    keeper.save(2, {})
+    keeper.writes = False  # what has begun is finished
+    keeper.save(3, {})
+    keeper.close()
+    assert told(events) == [("Saved", 2)]
+    assert (keeper.saved_step, names(tmp_path / "checkpoints")) == (2, ["step-00000002"])
+    assert keeper.capture_seconds > 0 and keeper.write_seconds is not None and keeper.write_seconds > 0
+
+
+def test_a_room_is_used_again_and_holds_the_same_bits_as_a_copy() -> None:
+    live, room = run_of(), Room()
+    train(live)
+    first = live.capture(1, {}, room)
+    places = {name: tensor.data_ptr() for name, tensor in (first.weights | first.optimizer).items()}
+    train(live)
+    second, plain = live.capture(2, {}, room), live.capture(2, {})
+    assert_same(second, plain)
+    assert {name: tensor.data_ptr() for name, tensor in (second.weights | second.optimizer).items()} == places
+    live_places = {tensor.data_ptr() for tensor in (*live.model.parameters(), *live.lend(2, {}).optimizer.values())}
+    assert not set(places.values()) & live_places
+    odd = Room()
+    take = odd.take("weights")
+    grown = take(torch.ones(4), "a"), torch.randn(3, 5).t(), torch.randn(3, dtype=torch.complex64).conj()
+    for name, tensor in zip("bcd", grown, strict=True):
+        assert tensor_sha256(take(tensor, name)) == tensor_sha256(tensor.resolve_conj().contiguous())
+    odd.clear()
+    assert take(torch.ones(7), "a").shape == (7,)
+    assert odd.take("extra")(torch.zeros(7), "a").tolist() == [0.0] * 7
+    with pytest.raises(CheckpointError, match="cannot hold"):
+        take(torch.zeros(2).to_sparse(), "s")
+
+
+class Answers:
+    """A group of two, of which the other one finds these steps."""
+
+    def __init__(self, *others: int) -> None:
+        self.others = list(others)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, torch.tensor([self.others.pop(0)])])
+
+
+def test_workers_that_see_different_checkpoints_look_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "PAUSES", (0.0, 0.0, 0.0))
+    live = run_of()
+    keeper = Keeper(tmp_path, live, lambda event: None, writes=True)
+    with pytest.raises(CheckpointError, match="holds no checkpoint to resume from"):
+        keeper.resume(Answers(-1))  # type: ignore[arg-type]
+    keeper.save(4, {"loss": 1.0})
+    keeper.close()
+    late: Any = Answers(2, 4)
+    assert keeper.resume(late).snapshot.values["told"] == {"loss": 1.0}
+    with pytest.raises(CheckpointError, match=r"different newest checkpoints: steps 4, 9") as caught:
+        keeper.resume(Answers(2, 3, 9))  # type: ignore[arg-type]
+    assert "the same folder on every host" in str(caught.value)

@@ -27,7 +27,6 @@ from shoal.report.events import (
     Resumed,
     RunStarted,
     Saved,
-    Scaled,
     Spent,
     Steps,
     StoreAwayFor,
@@ -209,6 +208,30 @@ def test_an_end_that_no_driver_explains_is_still_told() -> None:
     assert stream.getvalue() == f"{stamp(181.0)}  worker 1 killed (SIGSEGV)\n"
 
 
+def test_a_stopped_worker_that_the_others_ended_was_not_killed_by_chance() -> None:
+    noticed = "worker 2 (life 1) died: its connection was closed; worker 3 is stopped"
+    (fault,) = tallied([*BEFORE, *LEADER, lost(noticed=noticed)]).faults
+    assert sentence(fault) == ("worker 3 was stopped; step 801 done again by 0 1 2; next commit after 0.42 s")
+    silent = msgspec.structs.replace(LEADER[0], reason="worker 3 is silent: its lease has run out")
+    (fault,) = tallied([*BEFORE, lost(code=75), silent]).faults
+    assert sentence(fault) == "worker 3 was silent: its lease has run out; step 801 done again by 0 1 2"
+    (fault,) = tallied([*BEFORE, *LEADER, lost(noticed="worker 3 died: its connection was closed")]).faults
+    assert sentence(fault).startswith("worker 3 killed (SIGKILL);")
+
+
+def test_a_resumed_run_whose_epochs_go_on_counting_begins_quietly() -> None:
+    events: list[AnyEvent] = [
+        started(),
+        Resumed(time=100.5, step=700, path="x"),
+        hello(0, life=1),
+        Changed(time=100.6, epoch=7, members=[0, 1, 2, 3], lives=[1, 1, 1, 1], step=700, reason="resumed"),
+        *(hello(rank, life=1) for rank in (1, 2, 3)),
+        steps(0, 710, 10, time=102.0, leader=True),
+    ]
+    tally = tallied(events)
+    assert (tally.faults, tally.participating, tally.steps) == ([], 4, 10)
+
+
 def test_two_losses_of_which_one_interrupts_the_other() -> None:
     """Epoch 2 never commits: the second loss comes before. Both end with the commit of epoch 3."""
     events: list[AnyEvent] = [
@@ -249,7 +272,6 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
         ),
         (
             [
-                Scaled(time=181.0, workers=5),
                 Replaced(time=181.0, rank=4, life=0, reason="scaled to 5 workers"),
                 Changed(time=182.0, epoch=2, members=[0, 1, 2, 3, 4], step=810, reason="worker 4 joined"),
                 Recovered(time=182.1, epoch=2, step=811, seconds=0.15),
@@ -393,12 +415,16 @@ def test_alive_participating_and_committed_are_counted_apart() -> None:
 def test_participation_follows_the_number_that_was_asked_for() -> None:
     events: list[AnyEvent] = [
         *BEFORE,
-        Scaled(time=180.0, workers=2),
+        *(WorkerLeft(time=180.0, rank=rank, life=0, step=800, reason="the run was scaled to 2") for rank in (2, 3)),
         Changed(time=180.0, epoch=2, members=[0, 1], step=800, reason="workers 2 3 left"),
         steps(0, 1000, 200, time=200.0, leader=True),
     ]
     assert tallied(events).participation == pytest.approx(1.0)
     assert tallied(events).num_workers == 2
+    more = [*events, *(Replaced(time=200.0, rank=rank, life=1, reason="scaled to 4 workers") for rank in (2, 3))]
+    more += [steps(0, 1100, 100, time=210.0, leader=True)]
+    assert tallied(more).num_workers == 4
+    assert tallied(more).participation == pytest.approx((80 * 4 + 20 * 2 + 10 * 2) / (80 * 4 + 20 * 2 + 10 * 4))
 
 
 def test_goodput_is_at_least_as_bad_as_notice_to_commit() -> None:
@@ -540,6 +566,13 @@ def test_a_run_that_made_good_its_losses_is_done() -> None:
     assert verdict.outcome(failed_before, size=4, interrupted=False) == "done"
 
 
+def test_who_dies_when_the_result_is_safe_does_not_spoil_it() -> None:
+    killed = WorkerExited(time=200.5, rank=3, life=1, code=-9)
+    saved = Saved(time=200.4, step=1000, path="x", num_bytes=1, seconds=0.1, final=True)
+    assert verdict.outcome(tallied([*WHOLE_RUN[:-1], killed]), size=4, interrupted=False) == "failed"
+    assert verdict.outcome(tallied([*WHOLE_RUN[:-1], saved, killed]), size=4, interrupted=False) == "done"
+
+
 def test_members_must_have_finished_and_agree() -> None:
     missing = tallied(WHOLE_RUN[:-1])
     assert verdict.outcome(missing, size=4, interrupted=False) == "failed"
@@ -573,6 +606,12 @@ def test_a_loss_that_ends_the_run_is_the_error() -> None:
         "--on-failure shrink goes on without it",
     ]
     assert "killed (SIGKILL); the run ends" in printed(value)
+    saving = [finished(rank, resumable=True, stopped="asked to stop") for rank in range(3)]
+    saved = tallied([*events[:-4], *LEADER, *saving])  # those who are left save what there is
+    assert verdict.outcome(saved, size=4, interrupted=False) == "failed"
+    cause = verdict.cause(saved)
+    assert cause is not None
+    assert (cause.kind, cause.message) == ("WorkerLost", f"killed (SIGKILL); {action}")
     mistake = Failed(time=190.0, rank=1, kind="RuntimeError", message="bad shape", step=800)
     tally.add(mistake)
     assert verdict.cause(tally) == mistake  # the user's own error comes before every loss

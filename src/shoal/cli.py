@@ -23,6 +23,7 @@ from shoal.bench import bench_collectives, text
 from shoal.cluster import ORDERS, Cluster, even_cluster, read_cluster
 from shoal.collectives.traffic import Wish
 from shoal.driver import Options
+from shoal.during import attach, scale, stop, why
 from shoal.engines.lab import Lab
 from shoal.engines.programs import check_program, run_program
 from shoal.engines.remains import clean
@@ -35,6 +36,7 @@ from shoal.load import load_job
 from shoal.plan.placement import read_plan
 from shoal.report.folder import find_run, list_runs
 from shoal.report.summary import closing, runs_table
+from shoal.report.why import render
 from shoal.seat import Settings
 from shoal.verdict import Interrupted, RunFailed
 from shoal.verify import PLAIN_TOLERANCE, Row, against_plain, check_workers, exact_wish, placements, verify
@@ -45,6 +47,10 @@ Distributed PyTorch training with the same bits on any number of workers.
 Run      train FILE[:job]      train a job
          run SCRIPT -- ARGS    start any torch.distributed script, or a loop with shoal.join
          verify FILE           prove that every placement gives one sha256
+During   attach [RUN]          take over a run whose driver is gone
+         why [RUN]             who waits for whom, in which operation, at which line
+         scale [RUN]           more or fewer workers, from the next step on
+         stop [RUN]            finish the step, save, stop
 After    report [RUN]          the closing report of a run
          runs                  the runs in this folder
 Prove    lab -- COMMAND        a cluster in a box: run a command on hosts with slow links between them
@@ -150,6 +156,21 @@ def build_parser() -> Parser:
     check.add_argument("--json", action="store_true", help="print the result as JSON")
     _travel_options(check)
 
+    for name, text, call, example in (
+        ("attach", "take over a run whose driver is gone", _attach, "shoal attach 7f3a"),
+        ("why", "what every worker of a run is doing, and who waits for whom", _why, "shoal why 7f3a"),
+        ("scale", "more or fewer workers, from the next step on", _scale, "shoal scale 7f3a --workers 4"),
+        ("stop", "let a run finish its step, save and stop", _stop, "shoal stop 7f3a"),
+    ):
+        during = _command(commands, name, text, call, example)
+        during.add_argument("run", nargs="?", help="a folder or the beginning of an id (the newest)")
+        if name == "scale":
+            during.add_argument("--workers", type=int, required=True, metavar="N", help="processes in all")
+        if name == "attach":
+            during.add_argument("--plain", action="store_true", help="lines instead of the live view")
+            during.add_argument("-q", "--quiet", action="store_true", help="only the closing report")
+        during.add_argument("--json", action="store_true", help="print the result as JSON")
+
     report = _command(commands, "report", "the closing report of a run", _report, "shoal report 7f3a")
     report.add_argument("run", nargs="?", help="a folder or the beginning of an id (the newest)")
     report.add_argument("--json", action="store_true", help="print report.json")
@@ -214,6 +235,7 @@ def _run_options(parser: Parser) -> None:
         help="a loss that is not finite: stop (default) or skip the step",
     )
     _travel_options(parser)
+    _crew_options(parser)
     rare(parser, "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (one pass over the data)")
     rare(parser, "--stop-after", type=int, metavar="N", help="stop after this step, resumable")
     rare(parser, "--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait for other workers (1800)")
@@ -227,6 +249,21 @@ def _run_options(parser: Parser) -> None:
     rare(parser, "--json", action="store_true", help="print the report as JSON")
     rare(parser, "--plain", action="store_true", help="lines instead of the live view")
     rare(parser, "-q", "--quiet", action="store_true", help="only the closing report")
+
+
+def _crew_options(parser: Parser) -> None:
+    """What becomes of a run whose workers die, stall, leave and join."""
+    parser.add_argument("--on-failure", choices=["replace", "shrink", "stop"], default="replace",
+                        help="a worker is lost: replace it (default), go on with the others, or stop")  # fmt: skip
+    rare(parser, "--min-workers", type=int, default=1, metavar="N", help="with fewer the run stops, saved (1)")
+    rare(parser, "--max-workers", type=int, metavar="N", help="never more, whatever shoal scale asks for (the lanes)")
+    rare(parser, "--max-failures", type=int, default=100, metavar="N", help="lost workers after which it stops (100)")
+    rare(parser, "--slow", choices=["rebalance", "evict", "ignore"], default="rebalance",
+         help="a worker that falls behind: fewer lanes (default), replaced, or waited for")  # fmt: skip
+    rare(parser, "--lease", type=float, default=5.0, metavar="S", help="seconds of silence after which one is lost (5)")
+    rare(parser, "--store", metavar="URL", help="etcd://host:port[/prefix] for several machines (a process of its own)")
+    rare(parser, "--samples", action="store_true", help="record which samples each step saw, not only a digest")
+    rare(parser, "--checkpoint", metavar="auto|N", help="steps between checkpoints, or auto: by their measured cost")
 
 
 def _travel_options(parser: Parser) -> None:
@@ -312,11 +349,22 @@ def _options(given: argparse.Namespace) -> Options:
     for name in ("stop_after", "checkpoint_every"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(given, name)}: a number from 1 up")
-    if not given.timeout > 0:
-        raise InputError(f"--timeout {given.timeout}: seconds above 0")
+    for name in ("timeout", "lease"):
+        if not getattr(given, name) > 0:
+            raise InputError(f"--{name} {getattr(given, name)}: seconds above 0")
+    every, automatic = _checkpoint(given)
     settings = Settings(
         stop_after=given.stop_after,
-        checkpoint_every=given.checkpoint_every,
+        checkpoint_every=every,
+        checkpoint_auto=automatic,
+        on_failure=given.on_failure,
+        min_workers=given.min_workers,
+        max_workers=given.max_workers,
+        max_failures=given.max_failures,
+        slow=given.slow,
+        lease_seconds=given.lease,
+        store=given.store,
+        samples=given.samples,
         nonfinite=given.nonfinite,
         shares=given.shares,
         exact=not given.inexact,
@@ -337,8 +385,19 @@ def _options(given: argparse.Namespace) -> Options:
         tensorboard=given.tensorboard,
         pin=given.pin,
         lab=given.lab,
+        outlives=given.lab is None,  # a lab ends with the process that made it
         settings=settings,
     )
+
+
+def _checkpoint(given: argparse.Namespace) -> tuple[int | None, bool]:
+    if given.checkpoint is None or given.checkpoint == "auto":
+        return given.checkpoint_every, given.checkpoint == "auto"
+    if given.checkpoint_every is not None:
+        raise InputError(f"--checkpoint {given.checkpoint} and --checkpoint-every {given.checkpoint_every}: one of them")
+    if not given.checkpoint.isdigit() or int(given.checkpoint) < 1:
+        raise InputError(f"--checkpoint {given.checkpoint}: auto, or a number of steps from 1 up")
+    return int(given.checkpoint), False
 
 
 def _print_report(value: dict[str, Any], as_json: bool) -> None:
@@ -412,6 +471,40 @@ def _bench(given: argparse.Namespace) -> int:
         print(msgspec.json.encode(found).decode())
     else:
         print("\n\n".join(text(each) for each in found))
+    return 0
+
+
+def _attach(given: argparse.Namespace) -> int:
+    value = attach(find_run(given.run), quiet=given.quiet or given.json, plain=given.plain)
+    _print_report(value, given.json)
+    return 0
+
+
+def _why(given: argparse.Namespace) -> int:
+    folder = find_run(given.run)
+    found = why(folder)
+    print(msgspec.json.encode(found).decode() if given.json else render(found, run=folder.id))
+    return 0
+
+
+def _scale(given: argparse.Namespace) -> int:
+    folder = find_run(given.run)
+    members = scale(folder, given.workers)
+    if given.json:
+        print(msgspec.json.encode({"run": folder.id, "members": members}).decode())
+    else:
+        names = ", ".join(map(str, members))
+        print(f"{folder.id}: {len(members)} worker{'' if len(members) == 1 else 's'} take part: {names}")
+    return 0
+
+
+def _stop(given: argparse.Namespace) -> int:
+    folder = find_run(given.run)
+    step = stop(folder)
+    if given.json:
+        print(msgspec.json.encode({"run": folder.id, "step": step}).decode())
+    else:
+        print(f"{folder.id} stopped, {step} steps committed     go on: --resume {folder.path}")
     return 0
 
 

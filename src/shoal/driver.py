@@ -59,6 +59,7 @@ TICK_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # after a first failure: how long the others may still tell theirs
 STANDING = "driver.json"  # in the run's folder: what another driver needs to take over
 ENGINE_SOCKET = "engine.sock"  # in the run's folder: where the server that starts workers listens
+DROPPED_SECONDS = 1.0  # for a worker that the others dropped to end by itself
 LOG_LINES = 5  # of a lost worker that its story shows
 
 
@@ -139,7 +140,7 @@ class Driver:
             self.roster.serving, self.roster.lives = set(first), {who.worker: who.life for who in first}
         address = self.folder.path / ENGINE_SOCKET if self.options.outlives else None
         engine = LocalEngine(self._worker, fresh_thread=self.launch.threads > 1, address=address)
-        if address is not None:
+        if self.options.elastic:
             standing = Standing(
                 size=self.launch.size,
                 lanes=self.launch.started.lanes,
@@ -171,6 +172,7 @@ class Driver:
         for event in events:
             driver._learn(event)
         driver.overseer = Overseer(folder.path, folder.id, standing.settings.store, host=None)
+        driver.overseer.check_free()
         engine = None
         with suppress(OSError):
             engine = LocalEngine.attach(folder.path / ENGINE_SOCKET)
@@ -237,7 +239,7 @@ class Driver:
         self._tell(WorkerExited(time=time.time(), rank=who.worker, code=heard.code, life=who.life))
         if heard.code == 0 and (who.worker in self.tally.finished or not self.elastic):
             self.roster.serving.discard(who)
-        elif self._left(who):
+        elif who in self.left:
             self.roster.left(who)
         elif not self.elastic or self._own_failure(who) or self.overseer is None:
             self.roster.serving.discard(who)
@@ -284,9 +286,11 @@ class Driver:
             return
         for event in self.overseer.look():
             self._tell(event)
-        for who, reason in self.overseer.dropped.items():
-            if engine.runs(who.worker, who.life) and not self._left(who) and who not in self.noticed:
-                self.noticed[who] = reason
+        for who, (reason, since) in self.overseer.dropped.items():
+            if not engine.runs(who.worker, who.life) or who in self.left:
+                continue
+            self.noticed.setdefault(who, reason)
+            if time.monotonic() - since > DROPPED_SECONDS:
                 engine.signal(who.worker, signal.SIGKILL, who.life)
         wanted = self.overseer.wanted
         if wanted is not None and self.roster.scale(wanted):
@@ -294,9 +298,6 @@ class Driver:
                 reason = f"scaled to {wanted} workers"
                 self._tell(Replaced(time=time.time(), rank=fresh.worker, life=fresh.life, reason=reason))
                 self._start(engine, fresh)
-
-    def _left(self, who: Who) -> bool:
-        return who in self.left
 
     def _own_failure(self, who: Who) -> bool:
         """An error of the user's code, or of the job: whoever took over would meet it, too."""
@@ -346,9 +347,8 @@ class Driver:
             self.listener.close()
         if self.overseer is not None:
             self.overseer.close()
-        if self.options.outlives:
-            for name in (DRIVER_SOCKET, ENGINE_SOCKET, STANDING):
-                (self.folder.path / name).unlink(missing_ok=True)
+        for name in (DRIVER_SOCKET, ENGINE_SOCKET, STANDING):
+            (self.folder.path / name).unlink(missing_ok=True)
 
     def _say_stopping(self) -> None:
         if self.interrupts and not self.said_stopping:

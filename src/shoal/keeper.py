@@ -173,7 +173,7 @@ class Keeper:
         """The weights alone, for whoever uses the model."""
         if self.writes:
             try:
-                export_weights(self.folder / "model.safetensors", *capture_weights(self.live.model, plain_view))
+                export_weights(self.folder / "model.safetensors", *capture_weights(self.live.model))
             except (OSError, ShoalError) as error:
                 self.send(SaveFailed(time=time.time(), step=self._asked, reason=str(error)))
 

@@ -10,17 +10,18 @@ from msgspec import structs
 
 from shoal.collectives.topology import Place
 from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
-from shoal.driver import Driver, Launch, Options
+from shoal.driver import Driver, Launch, Options, rules_of
 from shoal.errors import InputError, PlanError, RunFolderError
 from shoal.exact.kernels import ISA_ENVIRONMENT, ISA_IN_FORCE
 from shoal.feed import open_source
 from shoal.job import Job
 from shoal.plan.placement import Plan, make_plan
 from shoal.report.disk import try_to_write
-from shoal.report.events import RunStarted
+from shoal.report.events import Finished, RunStarted, Steps
 from shoal.report.folder import DEFAULT_ROOT, RunFolder, find_run
 from shoal.report.tensorboard import TensorBoard
 from shoal.result import Report
+from shoal.roster import check
 from shoal.seat import Seat, Settings
 from shoal.worker import OpenJob, run_script, train_job
 
@@ -41,12 +42,32 @@ def train(
     tensorboard: bool = False,
     compress: str = "",
     algorithm: str = "",
+    on_failure: str = "replace",
+    min_workers: int = 1,
+    max_workers: int | None = None,
+    max_failures: int = 100,
+    slow: str = "rebalance",
+    store: str | None = None,
 ) -> Report:
     """Trains a job on workers of this machine and returns the report. Works in scripts and notebooks."""
-    if nonfinite not in ("stop", "skip"):
-        raise InputError(f"nonfinite={nonfinite!r} is not known", fix="'stop' or 'skip'")
-    wish = Wish(algorithm=algorithm, compress=compress)
-    settings = Settings(stop_after=stop_after, nonfinite=nonfinite, wish=wish)  # type: ignore[arg-type]
+    for name, value, known in (
+        ("nonfinite", nonfinite, ("stop", "skip")),
+        ("on_failure", on_failure, ("replace", "shrink", "stop")),
+        ("slow", slow, ("rebalance", "evict", "ignore")),
+    ):
+        if value not in known:
+            raise InputError(f"{name}={value!r} is not known", fix=", ".join(map(repr, known)))
+    settings = Settings(
+        stop_after=stop_after,
+        nonfinite=nonfinite,  # type: ignore[arg-type]
+        wish=Wish(algorithm=algorithm, compress=compress),
+        on_failure=on_failure,  # type: ignore[arg-type]
+        min_workers=min_workers,
+        max_workers=max_workers,
+        max_failures=max_failures,
+        slow=slow,  # type: ignore[arg-type]
+        store=store,
+    )
     options = Options(
         workers=workers,
         shares=shares,
@@ -109,13 +130,14 @@ def stays_exact(options: Options, workers: int) -> bool:
 
 def train_with(job: Job, options: Options, *, name: str | None = None) -> Report:
     check_isa(job)
-    plan_for(job, options)  # a placement that does not fit is said before any data is read
+    check(rules_of(options.settings), plan_for(job, options).workers)  # a placement that does not fit is said before any data is read
     return train_opened(open_job(job), options, name=name)
 
 
 def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) -> Report:
     job = opened.job
     plan = plan_for(job, options)
+    check(rules_of(options.settings), plan.workers)
     options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
     folder, settings = open_folder(options)
     schedule = job.schedule(opened.source.samples, opened.source.last)
@@ -184,7 +206,12 @@ def open_folder(options: Options) -> tuple[RunFolder, Settings]:
     except OSError as error:
         fix = "free some space there or make it writable; the run's checkpoints are as they were"
         raise RunFolderError(f"cannot write to {folder.path}: {error.strerror}", fix=fix) from None
-    return folder, replace(options.settings, resume=True)
+    return folder, replace(options.settings, resume=True, committed=committed_before(folder))
+
+
+def committed_before(folder: RunFolder) -> int:
+    """Steps that earlier sittings are known to have committed."""
+    return max((event.step for event in folder.read_events() if isinstance(event, Steps | Finished)), default=0)
 
 
 # -- any script's door ----------------------------------------------------------------------------------------------
@@ -199,6 +226,7 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
         raise InputError(f"{size} workers: at least 1 is needed", fix="--workers 1")
     if options.plan is not None and options.plan.workers != size:
         raise PlanError(f"--workers {size}, but the plan has {options.plan.workers}", fix="leave --workers out")
+    check(rules_of(options.settings), size)
     options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
     folder, settings = open_folder(options)
     started = RunStarted(

@@ -49,7 +49,7 @@ class Overseer:
         """`host`: of a lab, where the run's own store is to be."""
         self.folder, self.address, self.host = folder, address, host
         self.wanted: int | None = None  # workers, as the user asked since the run began
-        self.dropped: dict[Who, str] = {}  # members that the others went on without, and why
+        self.dropped: dict[Who, tuple[str, float]] = {}  # members that the others went on without: why, and since when
         self._members: set[Who] = set()
         self._removing: dict[Who, str] = {}
         self._wish: Wish | None = None
@@ -96,20 +96,31 @@ class Overseer:
         self._members = set(members)
         return members
 
-    def take_over(self, *, workers_run: bool) -> None:
-        """Another driver was here. `workers_run`: the server that starts workers answers."""
-        news = self._news()
-        if self._driver() is not None:
-            record = self._driver()
-            assert record is not None
+    def check_free(self) -> None:
+        """Raises if another driver is alive."""
+        record = self._driver()
+        if record is not None:
             self.close(stop=False)
             raise RunFolderError(
                 f"the run is watched over already, by process {record.pid} on {record.name}",
-                fix="shoal why or shoal scale work from anywhere; Ctrl-C there lets go of it",
+                fix="shoal why, scale and stop work from anywhere; attach when that process is gone",
             )
+
+    def take_over(self, *, workers_run: bool) -> None:
+        """Another driver was here. `workers_run`: the server that starts workers answers."""
+        news = self._news()
         self._members = set(news.view.members)
         if workers_run:
             self._claim()
+            return
+        try:
+            self._refuse_if_alive(news)
+        except RunFolderError as error:
+            self.close(stop=False)
+            fix = "they end by themselves; shoal why and shoal stop work; then --resume, or attach for the report"
+            raise RunFolderError(
+                f"{error.message}; but the process that starts and ends them is gone", fix=fix
+            ) from None
 
     def _refuse_if_alive(self, news: News) -> None:
         here = host_identity()
@@ -188,7 +199,7 @@ class Overseer:
         members = set(news.view.members)
         for who in self._members - members:
             if news.view.removed.get(who.worker, -1) >= who.life:
-                self.dropped.setdefault(who, news.view.reason)
+                self.dropped.setdefault(who, (news.view.reason, time.monotonic()))
         self._members = members
 
     def _news(self) -> News:

@@ -185,6 +185,7 @@ class Run:
             told = {"loss": self.loss, "metrics": self.metrics}
             give(self.group, [view.rank(who) for who in settlement.behind], self._live.lend(self.step, told))
         elif self.crew.who in settlement.behind:
+            self._noticed = time.monotonic()
             began = time.perf_counter()
             snapshot, num_bytes = accept(self.group, view.rank(settlement.donor))
             self._restore(snapshot)
@@ -271,13 +272,12 @@ class Run:
         """This worker's part is over; the others go on."""
         self.finished = True
         self._tell()
+        who = self.crew.who
+        event = WorkerLeft(time=time.time(), rank=who.worker, life=who.life, step=self.step, reason=reason)
+        self.seat.wire.send(event)
         self.crew.leave()
         self.crew.close()
         self.close()
-        who = self.crew.who
-        self.seat.wire.send(
-            WorkerLeft(time=time.time(), rank=who.worker, life=who.life, step=self.step, reason=reason)
-        )
         raise SystemExit(0)
 
     @property
@@ -579,7 +579,7 @@ class Run:
             self.seat.wire.send(event)
 
     def _restore(self, snapshot: Snapshot) -> None:
-        self._live.restore(snapshot)
+        self._live.restore(snapshot, own=True)
         self._take(snapshot)
 
     def _take(self, snapshot: Snapshot) -> None:

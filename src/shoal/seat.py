@@ -40,6 +40,7 @@ class Settings:
     resume: bool = False
     stop_after: int | None = None  # steps; the run can be resumed from there
     checkpoint_every: int | None = None  # steps; over the job's own
+    checkpoint_auto: bool = False  # by what a checkpoint costs and how often the run is lost
     nonfinite: Literal["stop", "skip"] = "stop"
     digests: bool = False  # one sha256 per tensor and step: for `shoal verify`
     shares: str | None = None

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from shoal.engines import local
+
 OURS = str(Path(__file__).parent)
 MOST_FRAMES = 12
 
@@ -40,9 +42,10 @@ def own_frames(thread: int) -> tuple[str, list[str]]:
 
 
 def _outwards(frame: FrameType) -> Sequence[FrameType]:
+    """Up to where the worker began: a forked one has the driver's stack below its own."""
     found: list[FrameType] = []
     here: FrameType | None = frame
-    while here is not None:
+    while here is not None and here.f_code.co_filename != local.__file__:
         found.append(here)
         here = here.f_back
     return found

@@ -28,7 +28,9 @@ def outcome(tally: Tally, *, size: int, interrupted: bool) -> str:
     """Good if all members came to the end, whoever was lost on the way. `size`: of a script that never joins."""
     finished = tally.finished
     if finished and not tally.unfinished and not tally.open_failures:
-        return "stopped" if any(each.resumable for each in finished.values()) else "done"
+        if not any(each.resumable for each in finished.values()):
+            return "done"
+        return "failed" if any(fault.ends_the_run for fault in tally.faults) else "stopped"
     if interrupted:
         return "stopped"
     joined = any(worker.fingerprint for worker in tally.ranks)

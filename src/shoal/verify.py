@@ -144,6 +144,7 @@ def _trace(opened: OpenJob, placement: Placement, folder: Path, name: str) -> tu
         run_dir=folder,
         quiet=True,
         lab=placement.lab,
+        elastic=False,
         settings=settings,
     )
     if placement.stop_after is None:
@@ -227,7 +228,7 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
     calm = replace(opened, job=base.changed(model=lambda: _calm(base)), source=source)
     with tempfile.TemporaryDirectory(prefix="shoal-plain-") as text:
         folder = Path(text) / "run"
-        train_opened(calm, Options(workers=workers, run_dir=folder, quiet=True), name=name)
+        train_opened(calm, Options(workers=workers, run_dir=folder, quiet=True, elastic=False), name=name)
         weights, _ = load_weights(folder / "model.safetensors")
     kernels.settle(threads=job.threads)
     plain = dict(_plain_loop(base, calm, steps).named_parameters())

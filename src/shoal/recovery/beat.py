@@ -93,6 +93,7 @@ class Beat:
         self.committed: int | None = None  # what the leader would have the store know
         self._store, self._heard, self._away = store, heard, away
         self._known: dict[Who, Alive] = {}
+        self._seen_at: dict[Who, int] = {}  # revision of the newest reading in which it held a lease
         self._absent: dict[Who, float] = {}  # since when there has been no sign of it
         self._stopped: dict[Who, float] = {}
         self._renewed = 0.0
@@ -136,6 +137,8 @@ class Beat:
         """Whoever of the view, or of those that wait to be let in, is known to be gone, with how it is known."""
         now = time.monotonic()
         self._known.update(news.alive)
+        for who in news.alive:
+            self._seen_at[who] = max(news.revision, self._seen_at.get(who, 0))
         found: dict[Who, str] = {}
         for who in {*news.view.members, *news.alive} - {self.alive.who}:
             why = self._trouble(who, news, now)
@@ -159,6 +162,8 @@ class Beat:
         absent = now - self._absent.setdefault(who, now)
         if self._away_since is not None or now < self._judging_from:
             return ""
+        if news.revision <= self._seen_at.get(who, 0):
+            return ""  # an older reading than one in which it was there: two threads look
         if known is not None:
             return "is silent: its lease has run out"
         return "never came" if absent > PATIENCE_SECONDS else ""

@@ -183,6 +183,8 @@ class Member:
         if self.who not in view.members:
             return self._outside(seen, gone)
         missing = [who for who in view.members if who in gone and who != self.who]
+        if self.committed < 0:  # one without the state must not drop those who have it for a connection that broke
+            missing = [who for who in missing if who not in seen.alive]
         if missing:
             reason = "; ".join(f"{who} {gone[who]}" for who in missing)
             return Propose(self._next(view, [who for who in view.members if who not in missing], reason, out=missing))

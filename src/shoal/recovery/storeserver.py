@@ -327,7 +327,8 @@ class Server:
             due = max(now, self._due())
             ready = self._selector.select(due - now)
             woken = time.monotonic()
-            self._forgive(woken - due)  # it was stopped itself
+            if woken - due > FORGIVEN_SECONDS:  # it was stopped itself, nobody knows when since it last looked
+                self._forgive(woken - now)
             for key, events in ready:
                 if key.data is None:
                     self._accept()

@@ -241,12 +241,6 @@ class Changed(Event, frozen=True, kw_only=True, tag="changed"):
     term: int = 0  # rises when the state was lost with all who had it
 
 
-class Scaled(Event, frozen=True, kw_only=True, tag="scaled"):
-    """From now on the run should have this many workers. Told by the driver when somebody asked for it."""
-
-    workers: int
-
-
 class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
     """The first step that was committed after a change. Told by the leader."""
 
@@ -310,7 +304,6 @@ AnyEvent = (
     | WorkerLeft
     | Replaced
     | Changed
-    | Scaled
     | Recovered
     | HandedOver
     | StoreAwayFor

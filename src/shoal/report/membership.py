@@ -15,7 +15,6 @@ from shoal.report.events import (
     Replaced,
     RunFinished,
     RunStarted,
-    Scaled,
     Steps,
     WorkerExited,
     WorkerLeft,
@@ -104,10 +103,9 @@ class Membership:
         match event:
             case RunStarted():
                 self._wanted = [(event.time, event.workers)]
-            case Scaled():
-                self._wanted.append((event.time, event.workers))
             case Replaced():
                 self._appear(event.rank, event.life, event.time, STARTING)
+                self._want(max(self.wanted or 0, self._serving()), event.time)  # more than before: it was scaled
             case WorkerStarted():
                 self._hello((event.rank, event.life), event.time)
             case Steps() if self.epoch is None and event.rank not in self.states:
@@ -123,6 +121,7 @@ class Membership:
             case WorkerLeft():
                 self._close([(event.rank, event.life)], (PARTICIPATING,), event.time)
                 self._state((event.rank, event.life), LEFT)
+                self._want(min(self.wanted or 1, max(1, self._serving())), event.time)
             case Finished():
                 self._close([(event.rank, self.life(event.rank))], (PARTICIPATING,), event.time)
                 self._state((event.rank, self.life(event.rank)), ENDED)
@@ -135,6 +134,14 @@ class Membership:
             case RunFinished():
                 self._close({life for life, _ in self._open}, (ALIVE, PARTICIPATING), event.time)
         return None
+
+    def _serving(self) -> int:
+        """Places that are filled, or about to be."""
+        return sum(state not in (LEFT, ENDED, DEAD) for state in self.states.values())
+
+    def _want(self, number: int, now: float) -> None:
+        if number != self.wanted:
+            self._wanted.append((now, number))
 
     def _appear(self, worker: int, life: int, now: float, state: str) -> None:
         if life > self.life(worker):
@@ -182,6 +189,15 @@ class Membership:
                 segment = self._open.pop((life, state), None)
                 if segment is not None:
                     segment.end = max(now, segment.start)
+
+
+def span(segments: Iterable[Segment], began: float, ended: float) -> tuple[float, float] | None:
+    """From when to when anybody took part, of the time that training took."""
+    spans = [(each.start, each.end or ended) for each in segments if each.state == PARTICIPATING]
+    if not spans:
+        return None
+    first, last = max(began, min(start for start, _ in spans)), min(ended, max(end for _, end in spans))
+    return (first, last) if first < last else None
 
 
 def _overlap(start: float, end: float, began: float, ended: float) -> float:

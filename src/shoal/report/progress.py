@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.text import Text
 
 from shoal.report import screen
-from shoal.report.events import AnyEvent, Printed, RunStarted
+from shoal.report.events import AnyEvent, Printed, RunStarted, Travelled
 from shoal.report.prints import Prints
-from shoal.report.story import Telling
+from shoal.report.story import Telling, stamp
 from shoal.report.tally import Tally
 
 REFRESH_SECONDS = 0.4
@@ -44,39 +44,65 @@ class Quiet:
         pass
 
 
+class _Scroll:
+    """The lines that go by, in both views alike: what workers print, events, and the story of each fault."""
+
+    def __init__(self, *, routine: bool) -> None:
+        self._routine = routine
+        self._prints = Prints()
+        self._telling = Telling()
+        self._tally: Tally | None = None
+        self._travel: str | None = None
+
+    def show(self, event: AnyEvent, tally: Tally, now: float) -> list[str]:
+        self._tally = tally
+        self._telling.heard(event, now)
+        if isinstance(event, Printed):
+            self._prints.add(event.rank, event.text, now)
+        return [*self._event(event), *self.ready(tally, now)]
+
+    def ready(self, tally: Tally, now: float) -> list[str]:
+        return [*self._prints.ready(now, _printing(tally)), *self._telling.ready(tally.story, now)]
+
+    def rest(self) -> list[str]:
+        if self._tally is None:
+            return []
+        return [*self._prints.rest(_printing(self._tally)), *self._telling.rest(self._tally.story)]
+
+    def _event(self, event: AnyEvent) -> list[str]:
+        line = screen.event_line(event, routine=self._routine)
+        if line is not None and isinstance(event, Travelled):  # told again by every new group: news only if it differs
+            travel = line[len(stamp(event.time)) :]
+            line, self._travel = (None if travel == self._travel else line), travel
+        return [] if line is None else [line]
+
+
+def _printing(tally: Tally) -> int:
+    """How many workers a line must come from to be everybody's."""
+    return tally.participating if tally.faults and tally.participating else tally.num_workers
+
+
 class PlainLines:
     """For files and pipes: a line every ten seconds at most, and one at each event."""
 
     def __init__(self, stream: IO[str], *, clock: Callable[[], float] = time.time) -> None:
         self._stream: IO[str] | None = stream
         self._clock = clock
-        self._prints = Prints()
-        self._telling = Telling()
-        self._tally: Tally | None = None
-        self._workers = 1
+        self._scroll = _Scroll(routine=True)
         self._last_line: float | None = None
         self._last_step = 0
 
     def show(self, event: AnyEvent, tally: Tally) -> None:
-        self._follow(tally)
-        self._telling.heard(event, self._clock())
         if isinstance(event, RunStarted):
             self._write(screen.header(tally))
             self._last_line = self._clock()
-        elif isinstance(event, Printed):
-            self._prints.add(event.rank, event.text, self._clock())
-            self._write_ready()
-        else:
-            line = screen.event_line(event, routine=True)
-            if line is not None:
-                self._write(line)
-        self._write_story(tally)
+        for line in self._scroll.show(event, tally, self._clock()):
+            self._write(line)
 
     def tick(self, tally: Tally) -> None:
         now = self._clock()
-        self._follow(tally)
-        self._write_ready()
-        self._write_story(tally)
+        for line in self._scroll.ready(tally, now):
+            self._write(line)
         if self._last_line is None:
             self._last_line = now
         if tally.step > self._last_step and now - self._last_line >= PLAIN_SECONDS:
@@ -84,21 +110,7 @@ class PlainLines:
             self._write(screen.progress_text(tally, now=now))
 
     def close(self) -> None:
-        for line in self._prints.rest(self._workers):
-            self._write(line)
-        if self._tally is not None:
-            for line in self._telling.rest(self._tally.story):
-                self._write(line)
-
-    def _follow(self, tally: Tally) -> None:
-        self._tally, self._workers = tally, printing(tally)
-
-    def _write_ready(self) -> None:
-        for line in self._prints.ready(self._clock(), self._workers):
-            self._write(line)
-
-    def _write_story(self, tally: Tally) -> None:
-        for line in self._telling.ready(tally.story, self._clock()):
+        for line in self._scroll.rest():
             self._write(line)
 
     def _write(self, line: str) -> None:
@@ -125,10 +137,7 @@ class LiveView:
         self._console = console
         self._clock = clock
         self._monotonic = monotonic
-        self._prints = Prints()
-        self._telling = Telling()
-        self._tally: Tally | None = None
-        self._workers = 1
+        self._scroll = _Scroll(routine=False)
         self._last_drawn: float | None = None
         self._live: Live | None = Live(
             console=console,
@@ -140,22 +149,11 @@ class LiveView:
         self._started = False
 
     def show(self, event: AnyEvent, tally: Tally) -> None:
-        self._follow(tally)
-        self._telling.heard(event, self._monotonic())
-        if isinstance(event, Printed):
-            self._prints.add(event.rank, event.text, self._monotonic())
-            self._print(self._prints.ready(self._monotonic(), self._workers))
-        else:
-            line = screen.event_line(event, routine=False)
-            if line is not None:
-                self._print([line])
-        self._print(self._telling.ready(tally.story, self._monotonic()))
+        self._print(self._scroll.show(event, tally, self._monotonic()))
 
     def tick(self, tally: Tally) -> None:
         now = self._monotonic()
-        self._follow(tally)
-        self._print(self._prints.ready(now, self._workers))
-        self._print(self._telling.ready(tally.story, now))
+        self._print(self._scroll.ready(tally, now))
         if self._live is None or (self._last_drawn is not None and now - self._last_drawn < REFRESH_SECONDS):
             return
         self._last_drawn = now
@@ -175,9 +173,7 @@ class LiveView:
             self._fall_silent()
 
     def close(self) -> None:
-        self._print(self._prints.rest(self._workers))
-        if self._tally is not None:
-            self._print(self._telling.rest(self._tally.story))
+        self._print(self._scroll.rest())
         if self._live is not None:
             live, self._live = self._live, None
             if self._started:
@@ -185,9 +181,6 @@ class LiveView:
                     live.stop()
                 except (OSError, ValueError):
                     self._console.quiet = True
-
-    def _follow(self, tally: Tally) -> None:
-        self._tally, self._workers = tally, printing(tally)
 
     def _print(self, lines: list[str]) -> None:
         if self._live is None:
@@ -204,11 +197,6 @@ class LiveView:
         live, self._live = self._live, None
         if live is not None and self._started:
             live.stop()  # gives stdout and stderr back
-
-
-def printing(tally: Tally) -> int:
-    """How many workers a line must come from to be everybody's."""
-    return tally.participating if tally.faults and tally.participating else tally.num_workers
 
 
 def choose(console: Console, *, quiet: bool = False, plain: bool = False) -> Progress:

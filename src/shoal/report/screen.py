@@ -1,7 +1,6 @@
 """The words and pictures of a run in progress, drawn from a tally. Pure; shown by `progress`."""
 
 import itertools
-import time
 
 from rich.text import Text
 
@@ -23,6 +22,7 @@ from shoal.report.events import (
 )
 from shoal.report.membership import ENDED, JOINING, LEFT, STARTING, TAKES_PART
 from shoal.report.prints import clean
+from shoal.report.story import stamp
 from shoal.report.tally import Tally, WorkerTally
 
 BAR_WIDTH = 37
@@ -104,7 +104,7 @@ def progress_text(tally: Tally, *, now: float) -> str:
 def event_line(event: AnyEvent, *, routine: bool) -> str | None:
     """One line for what is worth one; evaluations and checkpoints that went well only if `routine` is asked for."""
     text = _event_text(event, routine=routine)
-    return None if text is None else f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {clean(text)}"
+    return None if text is None else f"{stamp(event.time)}  {clean(text)}"
 
 
 def measured(name: str) -> str:

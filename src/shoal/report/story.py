@@ -47,7 +47,7 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     out_of_memory: bool = False
     log: list[str] = []
     action: str = ""
-    reason: str = ""
+    reason: str = ""  # told by those who left or joined; of a loss by those who went on
     outside: bool = False  # it did not take part, so nobody had to do anything
     # What the others did.
     epoch: int | None = None
@@ -69,11 +69,18 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     def whole(self) -> bool:
         """Whether all is known that its first line should say."""
         match self.kind:
-            case "lost" | "joined" | "regrouped":
+            case "lost" | "left" | "joined" | "regrouped":
                 return self.seconds is not None or self.outside or self.ends_the_run
-            case "left":
-                return self.epoch is not None
         return True
+
+    @property
+    def unresponsive(self) -> str:
+        """Stopped, or silent: the others went on without it, and how its process ended is their doing. Else empty."""
+        for part in (*self.noticed.split("; "), *self.reason.split("; ")):
+            said = part.partition(f"worker {self.worker} ")[2]
+            if "is stopped" in said or "is silent" in said:
+                return "was " + said.partition("is ")[2]
+        return ""
 
     @property
     def ends_the_run(self) -> bool:
@@ -93,6 +100,7 @@ class Story:
         self.faults: list[Fault] = []
         self.membership = Membership()
         self.step = 0  # the furthest that was told
+        self._training = False  # a step was told in this sitting
         self.redone = 0  # steps that were under way when somebody was lost
         self._term = 0
         self._changes: list[_Step] = []
@@ -110,7 +118,7 @@ class Story:
         turn = None if isinstance(event, WorkerLost | WorkerLeft) else self.membership.add(event)
         match event:
             case Steps():
-                self.step = max(self.step, event.step)
+                self.step, self._training = max(self.step, event.step), True
             case WorkerLost():
                 self._lose(event)
             case WorkerLeft():
@@ -213,7 +221,7 @@ class Story:
                 _attach(fault, change)
         for life in turn.came:
             self._come(life, change)
-        if self.step and event.term == self._term and not turn.went and not turn.came:
+        if self._training and event.term == self._term and not turn.went and not turn.came:
             self.faults.append(Fault(kind="regrouped", time=event.time, reason=event.reason))
             _attach(self.faults[-1], change)
         if event.term > self._term:
@@ -225,7 +233,7 @@ class Story:
         event = change.change
         fault = self._waiting(life)
         if fault is None:
-            if not self.step:  # the members that the run begins with
+            if not self._training:  # the members that the run begins with
                 return
             fault = Fault(kind="joined", time=event.time, worker=life[0], life=life[1], reason=event.reason)
             self.faults.append(fault)
@@ -279,6 +287,8 @@ def _attach(fault: Fault, change: _Step) -> None:
     event = change.change
     fault.epoch, fault.members, fault.step, fault.redone = event.epoch, list(event.members), event.step, event.redone
     fault.seconds, fault.committed_at = change.seconds, change.at
+    if fault.kind == "lost":
+        fault.reason = event.reason
 
 
 def exit_text(code: int | None, *, guess: bool = False) -> str:
@@ -301,6 +311,8 @@ def how(fault: Fault) -> str:
     """Its end: by signal or code if it is known, else how it was noticed."""
     if fault.out_of_memory:
         return "killed (SIGKILL: out of memory)"
+    if fault.unresponsive:
+        return fault.unresponsive
     if fault.code is None:
         return f"lost ({fault.noticed})" if fault.noticed else "lost"
     return exit_text(fault.code)
@@ -335,7 +347,7 @@ def _parts(fault: Fault, *, place: bool) -> Iterator[str]:
     match fault.kind:
         case "lost":
             yield f"{_who(fault, place=place)} {how(fault)}{' before it took part' if fault.outside else ''}"
-            if place and fault.code is not None and fault.noticed:
+            if place and fault.code is not None and fault.noticed and not fault.unresponsive:
                 yield f"noticed: {fault.noticed}"
             yield from _aftermath(fault)
         case "left":

@@ -28,7 +28,7 @@ from shoal.report.events import (
     WorkerExited,
     WorkerStarted,
 )
-from shoal.report.membership import TAKES_PART, Membership
+from shoal.report.membership import TAKES_PART, Membership, span
 from shoal.report.story import Fault, Story
 
 RECENT_STEPS = 100
@@ -258,16 +258,19 @@ class Tally:
     def participation(self) -> float | None:
         if self.training_began is None or self.last_time is None:
             return None
-        ended = max((each.time for each in self.finished.values()), default=self.last_time)
-        return self.membership.share(self.training_began, ended)
+        taken = span(self.membership.segments, self.training_began, self.last_time)
+        return None if taken is None else self.membership.share(*taken)
 
     def state(self, rank: int) -> str:
         return self.membership.states.get(rank, TAKES_PART)
 
     @property
     def unfinished(self) -> list[int]:
-        """Members of the last epoch that have not come to their end. Whoever was lost before is none of them."""
-        return [rank for rank in self.membership.members if rank not in self.finished]
+        """Members of the last epoch that have not come to their end. Whoever was lost before is none of them, nor who
+        died when others had finished and the result was safe."""
+        safe = any(saved.step >= each.step for each in self.finished.values() for saved in self.saved)
+        late = {each.rank for each in self.silent_exits} if safe else set()
+        return [rank for rank in self.membership.members if rank not in self.finished and rank not in late]
 
     @property
     def open_failures(self) -> list[Failed]:

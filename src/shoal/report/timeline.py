@@ -9,7 +9,7 @@ worker   0:00                                  2:44
 from collections.abc import Sequence
 
 from shoal.report import figures
-from shoal.report.membership import ALIVE, PARTICIPATING, Segment
+from shoal.report.membership import ALIVE, PARTICIPATING, Segment, span
 from shoal.report.story import Fault
 
 # meaning: sign, and how it is written where only ASCII is
@@ -37,8 +37,10 @@ def draw(
     """Rows for the workers to which something happened, the rest in one line. Nothing, if nothing happened."""
     marks = [mark for fault in faults for mark in _marks(fault)]
     moved = {worker for worker, _, _ in marks}
-    if not moved or ended <= began:
+    taken = span(segments, began, ended)
+    if not moved or taken is None:
         return []
+    began, ended = taken
     workers = sorted({each.worker for each in segments})
     shown = workers if len(workers) <= MOST_ROWS else [each for each in workers if each in moved][:MOST_ROWS]
     names = max(len("worker"), *(len(str(each)) for each in shown))
@@ -89,7 +91,7 @@ def _marks(fault: Fault) -> list[tuple[int, float, str]]:
         return []
     if fault.kind == "joined":
         return [] if fault.committed_at is None else [(fault.worker, fault.committed_at, "joined")]
-    what = "left" if fault.kind == "left" else "silent" if fault.code is None else "died"
+    what = "left" if fault.kind == "left" else "silent" if fault.code is None or fault.unresponsive else "died"
     marks = [(fault.worker, fault.time, what)]
     if fault.back_seconds is not None:
         marks.append((fault.worker, fault.time + fault.back_seconds, "joined"))

@@ -104,8 +104,9 @@ class Laws:
 
     # -- 3: the floor -------------------------------------------------------------------------------------------------
 
-    def swaps(self, old: View, new: View, holders: list[Who]) -> None:
-        """`holders`: members of the old view that have the state, and were never silent since it was written."""
+    def swaps(self, old: View, new: View, holders: list[Who], steady: list[Who]) -> None:
+        """`holders`: members of the old view that have the state; `steady`: those that were never silent since it was
+        written, and live."""
         self.holds(new.epoch == old.epoch + 1, f"epoch {old.epoch} is followed by {new.epoch}")
         self.holds(len({who.worker for who in new.members}) == len(new.members) > 0, f"members {new.members}")
         self.holds(list(new.members) == sorted(new.members), f"members {new.members}")
@@ -113,8 +114,10 @@ class Laws:
             self.holds(new.step >= old.step, f"the floor falls from {old.step} to {new.step} in term {old.term}")
         elif old.epoch > 0:
             self.holds(new.term == old.term + 1, f"term {old.term} is followed by {new.term}")
-            self.holds(not holders, f"term {new.term} begins, and {holders} have the state and live")
+            self.holds(not steady, f"term {new.term} begins, and {steady} have the state and live")
             self.meets("a term began")
+        kept = not steady or any(who in new.members for who in holders)
+        self.holds(kept, f"epoch {new.epoch} is without {steady}, who live and have the state, and nobody else has it")
 
     def forms(self, settlement: Settlement, members: "list[Worker]") -> None:
         """All make the same of an epoch, and nobody stands above its floor. `members`: as they are at this moment."""

@@ -7,7 +7,8 @@ LANES = 4  # parts of a step; as many samples
 
 # Seconds, on the virtual clock.
 BEAT, LEASE, PATIENCE = 0.25, 0.8, 1.6
-COLLECTIVE, FORMING, STORE = 2.5, 1.2, 0.5  # how long somebody waits for the others, or for the store's answer
+FORMING, STORE = 1.2, 0.5  # how long somebody waits for the others to form a group, or for the store to answer
+COLLECTIVE = 1000.0  # nobody may depend on giving up a collective because it takes long
 BOUND = 60.0  # from the end of all faults to the end of the run
 
 FAULTS = {
@@ -58,14 +59,13 @@ def draw(random: Random) -> Plan:
     def often(share: float, *values: float) -> float:
         return random.choice(values) if random.random() < share else 0.0
 
-    workers = random.choice((1, 2, 2, 3, 3, 4))
-    last = random.randint(4, 8)
+    crowded = random.random() < 0.3  # newcomers in a world whose faults hit the step they come in with
     heals = random.uniform(0.8, 4.0)
     kinds = random.choices(list(FAULTS), list(FAULTS.values()), k=random.choice((0, 1, 1, 2, 3, 5)))
     return Plan(
-        workers=workers,
+        workers=random.choice((2, 3)) if crowded else random.choice((1, 2, 2, 3, 3, 4)),
         hosts=random.choice((1, 2, 4)),
-        last=last,
+        last=random.randint(4, 8),
         saves=random.choice((0, 2, 2, 3)),
         evaluates=random.choice((0, 2, 3)),
         resumed=random.choice((0, 0, 0, 2)),
@@ -75,14 +75,14 @@ def draw(random: Random) -> Plan:
         kills=random.random() < 0.5,
         judges=random.random() < 0.4,
         loses=often(0.4, 0.002, 0.01, 0.04),
-        store_loses=often(0.5, 0.02, 0.1, 0.25),
+        store_loses=often(0.4, 0.02, 0.1, 0.25),
         doubles=often(0.5, 0.1, 0.4),
         delays=often(0.6, 0.01, 0.05, 0.15),
         aims=often(0.5, 0.005, 0.02),
-        focus=random.choice(MOMENTS),
-        focuses=often(0.8, 0.03, 0.1, 0.3),
-        joins=tuple(random.uniform(0.3, heals) for _ in range(random.choice((0, 0, 1, 1, 2)))),
+        focus=random.choice(("joining", "boundary", "state", "take", "evaluation") if crowded else MOMENTS),
+        focuses=0.3 if crowded else often(0.8, 0.03, 0.1, 0.3),
         corrupts=often(0.3, 0.1, 0.4),
+        joins=tuple(random.uniform(0.3, 1.0 if crowded else heals) for _ in range(2 if crowded else random.choice((0, 1)))),
         heals=heals,
-        faults=tuple(sorted((random.uniform(0.0, heals), kind) for kind in kinds)),
+        faults=() if crowded else tuple(sorted((random.uniform(0.0, heals), kind) for kind in kinds)),
     )

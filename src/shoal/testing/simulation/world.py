@@ -244,20 +244,15 @@ class World:
 
     def swap(self, view: View, expected: int, by: str) -> bool:
         old = self.store.view
-        holders = [
-            who
-            for who in old.members
-            if who in self.workers
-            and not self.workers[who].ended
-            and self.workers[who].member.committed >= max(old.step, 0)
-            and not self.store.silent(who, self.now)
-        ]
+        found = [(who, self.workers[who]) for who in old.members if who in self.workers]
+        holders = [who for who, each in found if each.member.committed + each.member.doubt >= old.step]
+        steady = [who for who in holders if not self.workers[who].ended and not self.store.silent(who, self.now)]
         if not self.store.swap(view, expected, self.now):
             self.laws.meets("a swap came too late")
             return False
         self.note("epoch %d is %s, by %s: term %d, step %d, %s", view.epoch, view.members, by, view.term, view.step,
                   view.reason)  # fmt: skip
-        self.laws.swaps(old, view, holders)
+        self.laws.swaps(old, view, holders, steady)
         self._meets_members(old, view)
         self._wakes_watchers()
         return True

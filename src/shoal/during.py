@@ -1,0 +1,153 @@
+"""While a run goes on: stop it, give it more or fewer workers, ask what it is doing, take it over. From any process."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from shoal.collectives.members import host_identity
+from shoal.driver import STANDING, Driver, Options, Standing, rules_of
+from shoal.errors import InputError, RunError, RunFolderError
+from shoal.overseer import open_records
+from shoal.recovery.beat import Alive, News, Wish, key_of
+from shoal.recovery.process import condition
+from shoal.recovery.store import Reading, Store, StoreAway
+from shoal.report.events import WorkerStarted
+from shoal.report.folder import RunFolder
+from shoal.report.why import Where
+from shoal.roster import refusal
+
+ANSWER_SECONDS = 1.5  # how long a worker may take to say what it is doing
+CHANGE_SECONDS = 60.0  # how long a change of the workers is waited for
+TICK_SECONDS = 0.1
+
+
+def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> dict[str, Any]:
+    """Takes over a run whose driver is gone, and returns its report when it has ended."""
+    read_standing(folder)
+    return Driver.attach(folder, Options(quiet=quiet, plain=plain, outlives=True))
+
+
+def stop(folder: RunFolder) -> int:
+    """Asks the workers to finish their step, save and stop. Returns the last step that is known of."""
+    with _store(folder) as store:
+        news = _running(folder, store)
+        store.put("wish", msgspec.json.encode(msgspec.structs.replace(news.wish, stop=True)))
+        news = _until(store, lambda news: not _living(news), "the workers to stop")
+        return news.committed
+
+
+def scale(folder: RunFolder, workers: int) -> list[int]:
+    """Another number of workers from the next step on. Returns the numbers of those that take part then."""
+    standing = read_standing(folder)
+    refused = refusal(workers, rules_of(standing.settings), standing.lanes)
+    if refused is not None:
+        raise refused
+    with _store(folder) as store:
+        news = _running(folder, store)
+        if workers > len(news.view.members) and "driver" not in store.read("driver").entries:
+            raise RunError(
+                f"the run's driver is gone, so nobody can start a worker: it has {len(news.view.members)} now",
+                fix=f"shoal attach {folder.path} takes its place; then scale",
+            )
+        store.put("wish", msgspec.json.encode(Wish(stop=news.wish.stop, workers=workers)))
+        news = _until(store, lambda news: len(news.view.members) == workers, f"{workers} workers to take part")
+        return [who.worker for who in news.view.members]
+
+
+def why(folder: RunFolder) -> list[Where]:
+    """What every worker of a run is doing; of one that does not answer, what can be seen from outside."""
+    try:
+        with _store(folder) as store:
+            news = _running(folder, store)
+            asked = store.put("why", str(time.time()).encode())
+            answers = _answers(store, {key_of(who) for who in news.alive}, asked)
+            members = {who.worker for who in news.view.members}
+            return sorted(
+                (answers.get(key_of(who)) or _outside(alive, who.worker in members) for who, alive in news.alive.items()),
+                key=lambda where: (where.worker, where.life),
+            )
+    except StoreAway:
+        return [_seen(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
+
+
+def read_standing(folder: RunFolder) -> Standing:
+    try:
+        return msgspec.json.decode((folder.path / STANDING).read_bytes(), type=Standing)
+    except FileNotFoundError:
+        pass
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunFolderError(f"{folder.path / STANDING} cannot be read: {error}") from None
+    if folder.report.exists():
+        raise InputError(f"run {folder.id} is over", fix=f"shoal report {folder.path}")
+    raise InputError(f"run {folder.id} does not run here", fix=f"--resume {folder.path} goes on with it")
+
+
+@contextmanager
+def _store(folder: RunFolder) -> Iterator[Store]:
+    store = open_records(read_standing(folder).settings.store, folder.path, folder.id)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _running(folder: RunFolder, store: Store) -> News:
+    news = News(store.read(""))
+    if not _living(news):
+        raise InputError(
+            f"no worker of run {folder.id} is alive", fix=f"--resume {folder.path} goes on with it, if it was not done"
+        )
+    return news
+
+
+def _living(news: News) -> list[Alive]:
+    here = host_identity()
+    return [each for each in news.alive.values() if each.host != here or condition(each.pid, each.began) is not None]
+
+
+def _until(store: Store, done: Callable[[News], bool], what: str) -> News:
+    deadline = time.monotonic() + CHANGE_SECONDS
+    news = News(store.read(""))
+    while not done(news):
+        if time.monotonic() > deadline:
+            raise RunError(f"waited {CHANGE_SECONDS:g} s for {what}", fix="shoal why says what the run is doing")
+        with suppress(StoreAway):
+            store.wait("", news.revision, TICK_SECONDS)
+            news = News(store.read(""))
+    return news
+
+
+def _answers(store: Store, expected: set[str], asked: int) -> dict[str, Where]:
+    deadline = time.monotonic() + ANSWER_SECONDS
+    found: dict[str, Where] = {}
+    while expected - found.keys() and (left := deadline - time.monotonic()) > 0:
+        reading: Reading = store.read("where/")
+        found = {
+            key.removeprefix("where/"): msgspec.json.decode(entry.value, type=Where)
+            for key, entry in reading.entries.items()
+            if entry.revision > asked
+        }
+        if expected - found.keys():
+            store.wait("where/", reading.revision, min(left, TICK_SECONDS))
+    return found
+
+
+def _outside(alive: Alive, member: bool) -> Where:
+    """One that does not answer."""
+    state = "silent"
+    if alive.host == host_identity():
+        seen = condition(alive.pid, alive.began)
+        state = "gone" if seen is None else "stopped" if seen == "T" else "silent"
+    phase = "takes part" if member else "waits to be let in"
+    return Where(
+        worker=alive.who.worker, life=alive.who.life, host=alive.name, pid=alive.pid, state=state, phase=phase
+    )
+
+
+def _seen(event: WorkerStarted) -> Where:
+    return Where(
+        worker=event.rank, life=event.life, host=event.host, pid=event.pid, state="silent", phase="the store is away"
+    )

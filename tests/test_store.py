@@ -1,0 +1,613 @@
+"""The store keeps its contract, embedded or etcd; the embedded one's server can be killed, stopped and lied to."""
+
+import ast
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import sqlite3
+import stat
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.errors import InputError, RunError
+from shoal.recovery import embedded, storeserver
+from shoal.recovery.address import open_store
+from shoal.recovery.etcd import Etcd, Place, read_address
+from shoal.recovery.store import LeaseEnded, Store, StoreAway
+from shoal.testing import ranks
+
+# -- stores to test against -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Kind:
+    """A store of one kind, of which a test may have several clients."""
+
+    client: Callable[[], Store]
+    least: float  # the shortest lease that it grants
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Of a run, with the embedded store in it, which is gone when the test ends."""
+    embedded.start(tmp_path)
+    try:
+        yield tmp_path
+    finally:
+        embedded.stop(tmp_path)
+        assert not storeserver.locked(tmp_path)
+
+
+@contextmanager
+def etcd_server(place: Path, port: int, peers: int) -> Iterator[subprocess.Popen[bytes]]:
+    found = shutil.which("etcd") or shutil.which("etcd", path=str(Path(sys.prefix) / "etcd"))
+    if found is None:
+        pytest.skip("there is no etcd on the path, and `make test` could not fetch Debian's etcd-server with apt-get")
+    ours, theirs = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
+    command = [found, "--data-dir", str(place), "--listen-client-urls", ours, "--advertise-client-urls", ours]
+    command += ["--listen-peer-urls", theirs, "--initial-advertise-peer-urls", theirs]
+    command += ["--initial-cluster", f"default={theirs}"]
+    with open(place.with_suffix(".log"), "ab") as log:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        until(lambda: server.poll() is not None or healthy(port), seconds=60)
+        assert server.poll() is None, place.with_suffix(".log").read_text()[-2000:]
+        yield server
+    finally:
+        server.kill()
+        server.wait()
+
+
+def healthy(port: int) -> bool:
+    with suppress(OSError, http.client.HTTPException, ValueError):
+        return json.loads(post(port, "/health", method="GET"))["health"] == "true"
+    return False
+
+
+def post(port: int, path: str, body: object = None, token: str = "", method: str = "POST") -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path, json.dumps(body), {"Authorization": token} if token else {})
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def until(true: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def etcd_port(tmp_path: Path) -> Iterator[int]:
+    port, peers = free_ports(2)
+    with etcd_server(tmp_path / "etcd", port, peers):
+        yield port
+
+
+@pytest.fixture(params=["embedded", "etcd"])
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    if request.param == "etcd":
+        address, least = f"etcd://127.0.0.1:{request.getfixturevalue('etcd_port')}/tests", 2.0
+        folder = Path()
+    else:
+        address, least = None, 0.2
+        folder = request.getfixturevalue("folder")
+    clients: list[Store] = []
+
+    def client() -> Store:
+        clients.append(open_store(address, folder, "run"))
+        return clients[-1]
+
+    yield Kind(client, least)
+    for each in clients:
+        each.close()
+
+
+def values(store: Store, prefix: str = "") -> dict[str, bytes]:
+    return {key: entry.value for key, entry in store.read(prefix).entries.items()}
+
+
+# -- the contract -----------------------------------------------------------------------------------------------------
+
+
+def test_a_swap_happens_only_on_what_was_expected(kind: Kind) -> None:
+    store = kind.client()
+    first = store.swap("view", b"1", 0)
+    assert first is not None and first > 0
+    assert store.swap("view", b"2", 0) is None, "there is one"
+    second = store.swap("view", b"2", first)
+    assert second is not None and second > first
+    assert store.swap("view", b"3", first) is None, "it is newer"
+    assert store.swap("view", None, first) is None
+    assert store.read().entries["view"].revision == second
+    assert values(store) == {"view": b"2"}
+
+    removed = store.swap("view", None, second)
+    assert removed is not None and removed > second
+    assert values(store) == {}
+    assert store.swap("view", b"3", second) is None, "there is none"
+    assert store.swap("view", None, 0) == store.read().revision == removed, "nothing to remove: nothing changes"
+    assert store.swap("view", b"3", 0) is not None
+
+
+def test_a_read_shows_one_moment(kind: Kind) -> None:
+    store, writer = kind.client(), kind.client()
+
+    def write() -> None:
+        for number in range(100):
+            writer.put("pair/a", b"%d" % number)
+            writer.put("pair/b", b"%d" % number)
+
+    writer.put("pair/a", b"-1")
+    writer.put("pair/b", b"-1")
+    writer.put("pai", b"")  # not under the prefix
+    revisions = []
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        while not writing.done():
+            reading = store.read("pair/")
+            a, b = (int(reading.entries[key].value) for key in ("pair/a", "pair/b"))
+            assert a - b in (0, 1), "a is always written first"
+            assert reading.revision >= max(entry.revision for entry in reading.entries.values())
+            revisions.append(reading.revision)
+        writing.result()
+    assert all(older <= newer for older, newer in pairwise(revisions))
+    assert list(store.read("pair/").entries) == ["pair/a", "pair/b"]
+    assert store.read("nothing").entries == {}
+
+
+def test_racing_swaps_lose_nothing(kind: Kind) -> None:
+    def count_up(store: Store) -> None:
+        done = 0
+        while done < 100:
+            entry = store.read("count").entries["count"]
+            done += store.swap("count", b"%d" % (int(entry.value) + 1), entry.revision) is not None
+
+    clients = [kind.client(), kind.client()]
+    clients[0].put("count", b"0")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(count_up, clients))
+    assert values(clients[0]) == {"count": b"200"}
+
+
+def test_records_go_with_their_lease(kind: Kind) -> None:
+    store = kind.client()
+    kept, left, revoked = (store.grant(kind.least) for _ in range(3))
+    store.put("stays", b"")
+    store.put("freed", b"", left)
+    store.put("freed", b"")  # without the lease now
+    store.put("alive/kept", b"", kept)
+    assert store.swap("alive/left", b"", 0, left)
+    store.put("alive/left too", b"", left)
+    store.put("alive/revoked", b"", revoked)
+
+    store.revoke(revoked)
+    assert list(values(store, "alive/")) == ["alive/kept", "alive/left", "alive/left too"]
+    while "alive/left" in values(store):
+        assert store.renew(kept)
+        time.sleep(kind.least / 10)
+    assert list(values(store)) == ["alive/kept", "freed", "stays"]
+    assert store.renew(kept)
+    assert not store.renew(left) and not store.renew(revoked)
+    store.revoke(left)  # no harm
+    with pytest.raises(LeaseEnded, match="the lease has ended"):
+        store.put("late", b"", left)
+    with pytest.raises(LeaseEnded):
+        store.swap("late", b"", 0, left)
+    assert "late" not in values(store)
+
+
+def test_waiting_ends_with_a_change_under_the_prefix(kind: Kind) -> None:
+    store, other = kind.client(), kind.client()
+
+    def woken_by(change: Callable[[], object]) -> list[str]:
+        revision = store.read().revision
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(store.wait, "alive/", revision, 30.0)
+            other.put("other", b"")  # of no interest
+            other.put("alive", b"")
+            change()
+            reading = waiting.result()
+        assert reading is not None and reading.revision > revision
+        return list(reading.entries)
+
+    lease = other.grant(kind.least)
+    assert woken_by(lambda: other.put("alive/a", b"")) == ["alive/a"]
+    written = store.read().entries["alive/a"].revision
+    assert woken_by(lambda: other.swap("alive/b", b"", 0)) == ["alive/a", "alive/b"]
+    assert woken_by(lambda: other.swap("alive/a", None, written)) == ["alive/b"]
+    other.renew(lease)
+    assert woken_by(lambda: other.put("alive/c", b"", lease)) == ["alive/b", "alive/c"]
+    assert woken_by(lambda: None) == ["alive/b"], "its lease ended"
+
+    revision = store.read().revision
+    assert store.wait("alive/", revision, 0.05) is None
+    assert store.wait("alive/", revision, 0.0) is None
+    assert store.wait("", written - 1, 30.0) is not None, "it happened before"
+    assert store.wait("alive/a", written, 30.0) is not None, "so did its removal"
+
+
+# -- the embedded store's server --------------------------------------------------------------------------------------
+
+
+def kill(folder: Path) -> storeserver.Serving:
+    serving = embedded.start(folder)
+    os.kill(serving.pid, signal.SIGKILL)
+    until(lambda: not storeserver.locked(folder))
+    return serving
+
+
+@dataclass
+class Counter:
+    """Counts up by swaps, and knows what was acknowledged."""
+
+    store: Store
+    number: int = 0
+    revision: int = 0
+
+    def run(self) -> None:
+        while True:
+            found = self.store.swap("count", b"%d" % (self.number + 1), self.revision)
+            assert found is not None, "nobody else swaps"
+            self.number, self.revision = self.number + 1, found
+
+    def killed_amid(self, folder: Path) -> None:
+        enough = self.number + 20
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(self.run)
+            until(lambda: self.number >= enough or running.done())
+            kill(folder)
+            with pytest.raises(StoreAway):
+                running.result()
+
+
+def test_what_was_answered_survives_kill_minus_nine(folder: Path) -> None:
+    store, port = embedded.connect(folder), embedded.start(folder).port
+    counter = Counter(store)
+    for _ in range(5):
+        counter.killed_amid(folder)
+        assert not embedded.running(folder)
+        assert embedded.start(folder).port == port
+        entry = store.read().entries["count"]
+        assert int(entry.value) - counter.number in (0, 1), "the one that had no answer may be there or not"
+        counter.number, counter.revision = int(entry.value), entry.revision
+    assert counter.number >= 100
+    store.close()
+
+
+def test_leases_and_waits_go_on_after_a_restart(folder: Path) -> None:
+    store, seconds = embedded.connect(folder), 0.4
+    lease = store.grant(seconds)
+    revision = store.put("alive", b"", lease)
+    removed = store.swap("gone", None, store.put("gone", b""))
+    assert removed is not None
+    kill(folder)
+    time.sleep(seconds * 1.5)  # longer than the lease has
+    embedded.start(folder)
+    assert store.renew(lease), "nobody could renew it meanwhile"
+    assert store.wait("gone", removed, 0.0) is None
+    assert store.wait("gone", removed - 1, 30.0) is not None, "removals are remembered"
+    ended = store.wait("alive", revision, 30.0)
+    assert ended is not None and ended.entries == {} and ended.revision > removed
+    store.close()
+
+
+def test_a_server_that_did_not_listen_does_not_blame_its_clients(folder: Path) -> None:
+    store, seconds = embedded.connect(folder), 0.4
+    lease = store.grant(seconds)
+    pid = embedded.start(folder).pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(seconds * 2)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert store.renew(lease)
+    store.close()
+
+
+def test_there_is_one_server_however_many_are_started(folder: Path, tmp_path: Path) -> None:
+    kill(folder)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(embedded.start, [folder] * 4))
+    assert len(set(found)) == 1
+    assert storeserver.read_serving(folder) == found[0]
+    assert stat.S_IMODE((folder / "store.json").stat().st_mode) == 0o600, "the token is in it"
+    assert os.getsid(found[0].pid) == found[0].pid, "a session of its own: no terminal, and no signal of ours"
+
+
+def test_it_takes_another_port_when_its_own_is_taken(folder: Path) -> None:
+    store = embedded.connect(folder)
+    before = store.put("a", b"")
+    port = kill(folder).port
+    with socket.create_server(("127.0.0.1", port)):
+        again = embedded.start(folder)
+        assert again.port != port
+        assert store.read().revision == before
+    store.close()
+
+
+def test_it_serves_on_a_socket_that_listens_already(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = embedded.start(tmp_path, listener=listener)
+        assert serving.port == listener.getsockname()[1]
+    dialled = []
+
+    def dial(address: str, port: int, seconds: float) -> socket.socket:
+        dialled.append((address, port))
+        return embedded.dial(address, port, seconds)
+
+    try:
+        store = embedded.connect(tmp_path, dial=dial)
+        store.put("a", b"")
+        store.close()
+        assert dialled == [("127.0.0.1", serving.port)]
+    finally:
+        embedded.stop(tmp_path)
+
+
+def test_stopping_ends_it_and_keeps_what_it_holds(folder: Path) -> None:
+    store = embedded.connect(folder)
+    store.put("a", b"1")
+    serving = embedded.start(folder)
+    embedded.stop(folder)
+    assert not embedded.running(folder)
+    assert storeserver.process_started(serving.pid) is None
+    assert sorted(path.name for path in folder.iterdir()) == ["store.db", "store.lock"]
+    embedded.stop(folder)  # no harm
+    embedded.start(folder)
+    assert values(store) == {"a": b"1"}
+    store.close()
+
+
+def test_stopping_ends_one_that_does_not_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "ANSWER_SECONDS", 0.2)
+    serving = embedded.start(folder)
+    os.kill(serving.pid, signal.SIGSTOP)
+    embedded.stop(folder)
+    assert storeserver.process_started(serving.pid) is None
+    assert not (folder / "store.json").exists()
+
+
+def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
+    serving = embedded.start(tmp_path, idle_seconds=0.2)
+    store = embedded.connect(tmp_path)
+    lease = store.grant(0.3)
+    time.sleep(0.6)  # a client is there
+    assert embedded.running(tmp_path) and not store.renew(lease)
+    store.close()
+    until(lambda: storeserver.process_started(serving.pid) is None)
+    assert not embedded.running(tmp_path) and not (tmp_path / "store.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(storeserver.frame(storeserver.Hello("0" * 32)), id="wrong token"),
+        pytest.param(storeserver.frame(storeserver.Read("")), id="no token"),
+        pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", id="something else"),
+        pytest.param(struct.pack(">I", 0xFFFFFFFF), id="huge"),
+        pytest.param(struct.pack(">I", 5) + b"\x80\x04K\x01.", id="a pickle"),
+        pytest.param(struct.pack(">I", 500) + b"\x00", id="half a frame"),
+    ],
+)
+def test_strangers_are_sent_away_and_others_are_served(folder: Path, words: bytes) -> None:
+    serving = embedded.start(folder)
+    store = embedded.connect(folder)
+    store.put("a", b"1")
+    with socket.create_connection((serving.address, serving.port), timeout=10) as stranger:
+        stranger.sendall(words)
+        assert values(store) == {"a": b"1"}
+        with suppress(ConnectionResetError):
+            assert stranger.recv(100) == b"", "it hears nothing, and the connection is closed"
+    assert values(store) == {"a": b"1"}
+    store.close()
+
+
+def test_one_with_the_token_is_sent_away_too(folder: Path) -> None:
+    serving = embedded.start(folder)
+    store = embedded.connect(folder)
+    for words in (
+        struct.pack(">I", storeserver.REQUEST_BYTES + 1),
+        struct.pack(">I", 3) + b"\xff\xff\xff",
+        storeserver.frame(storeserver.Grant(-1.0)),
+        storeserver.frame(storeserver.Put("", b"", None)),
+    ):
+        with socket.create_connection((serving.address, serving.port), timeout=10) as client:
+            client.sendall(storeserver.frame(storeserver.Hello(serving.token)))
+            assert len(client.recv(100)) > 4
+            client.sendall(words)
+            with suppress(ConnectionResetError):
+                assert client.recv(100) == b""
+    assert store.put("a", b"x" * 900_000)
+    assert len(values(store)["a"]) == 900_000
+    with pytest.raises(ValueError, match="at most"):
+        store.put("a", b"x" * (1 << 20))
+    store.close()
+
+
+def test_a_client_taken_along_by_a_fork_has_a_connection_of_its_own(folder: Path) -> None:
+    store = embedded.connect(folder)
+    store.put("a", b"")
+    told = ranks(2, lambda group: [store.put(f"rank/{group.rank}", b"%d" % number) for number in range(50)])
+    assert len({revision for revisions in told for revision in revisions}) == 100
+    assert values(store, "rank/") == {"rank/0": b"49", "rank/1": b"49"}
+    store.close()
+
+
+def test_a_store_that_is_away_says_where_since_when_and_what_goes_on(folder: Path) -> None:
+    store = embedded.connect(folder)
+    store.read()
+    serving = kill(folder)
+    for _ in range(2):
+        with pytest.raises(StoreAway) as away:
+            store.read()
+        told = str(away.value)
+        assert f"the store at 127.0.0.1:{serving.port} has been away since " in told
+        assert "Connection refused" in told
+        assert "training goes on; changes of membership wait" in told
+    store.close()
+
+
+def test_a_store_that_cannot_be_started_says_why(tmp_path: Path) -> None:
+    (tmp_path / "store.db").write_text("no database, but long enough to be taken for one" * 100)
+    with pytest.raises(RunError, match="file is not a database") as failed:
+        embedded.start(tmp_path)
+    assert "--store etcd://" in str(failed.value)
+    with pytest.raises(RunError, match="No such file or directory"):
+        embedded.start(tmp_path / "nowhere")
+
+
+def test_a_full_disk_takes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
+    records = storeserver.Records(tmp_path / "store.db", now=0.0)
+    assert records._disk.execute("pragma synchronous").fetchone() == (2,), "each commit is on disk, not on its way"
+    before = records.put("a", b"1", None)
+    records._disk.execute("pragma max_page_count = 1")  # as many as it has: it may not grow
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        records.put("b", b"x" * 100_000, None)
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        records.swap("a", b"x" * 100_000, before, None)
+    assert records.revision == before and records.read("") == {"a": (b"1", before)}
+    records._disk.execute("pragma max_page_count = 1000000")
+    assert records.swap("a", b"x" * 100_000, before, None) == before + 1
+    records.close()
+
+
+def test_removals_beyond_memory_are_answered_as_if_they_mattered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storeserver, "REMOVED_KEPT", 10)
+    records = storeserver.Records(tmp_path / "store.db", now=0.0)
+    start = records.put("a", b"", None)
+    for number in range(30):
+        records.put(f"{number}", b"", None)
+        last = records.put(f"{number}", None, None)
+    assert records.changed("b", start), "what happened then is forgotten"
+    assert not records.changed("b", last) and not records.changed("a", last - 3)
+    records.close()
+    again = storeserver.Records(tmp_path / "store.db", now=0.0)
+    assert again.revision == last and again.changed("b", start) and not again.changed("a", last - 3)
+    assert again.changed("", last + 1), "of a store that was here before"
+    assert again.read("") == {"a": (b"", start)}
+    again.close()
+
+
+def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
+    tree = ast.parse(Path(storeserver.__file__).read_text())
+    clocks = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time"
+    }
+    assert clocks == {"monotonic", "sleep"}
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert not {"datetime", "shoal", "torch"} & {name.partition(".")[0] for name in imported}
+    assert "torch" not in Path(f"/proc/{embedded.start(folder).pid}/maps").read_text()
+
+
+# -- etcd -------------------------------------------------------------------------------------------------------------
+
+
+def test_etcd_away_and_back(tmp_path: Path) -> None:
+    port, peers, nobody = free_ports(3)
+    store = Etcd(f"etcd://127.0.0.1:{port},127.0.0.1:{nobody}", "run")
+    with pytest.raises(StoreAway, match=rf"the store at etcd://127.0.0.1:{port},.* has been away since .*refused"):
+        store.read()
+    with etcd_server(tmp_path / "data", port, peers) as server:
+        assert store.swap("a", b"1", 0)
+        server.kill()
+        server.wait()
+        for _ in range(2):
+            with pytest.raises(StoreAway, match="changes of membership wait"):
+                store.put("a", b"2")
+        with pytest.raises(StoreAway):
+            store.wait("", 1, 30.0)
+    with etcd_server(tmp_path / "data", port, peers):
+        assert values(store) == {"a": b"1"}
+    store.close()
+
+
+def test_the_next_host_answers_for_one_that_does_not(etcd_port: int) -> None:
+    (nobody,) = free_ports(1)
+    store = open_store(f"etcd://127.0.0.1:{nobody},127.0.0.1:{etcd_port}/tests", Path(), "hosts")
+    assert store.swap("a", b"", 0), "nothing had been said to the first"
+    assert list(values(store)) == ["a"]
+    store.close()
+
+
+def test_etcd_with_users(etcd_port: int) -> None:
+    def ask(path: str, **body: object) -> None:
+        found = json.loads(post(etcd_port, f"/v3/auth/{path}", body, token))
+        assert "error" not in found, found
+
+    token = ""
+    ask("user/add", name="root", password="a secret:@/")
+    ask("role/add", name="root")
+    ask("user/grant", user="root", role="root")
+    ask("enable")
+    who = {"name": "root", "password": "a secret:@/"}
+    try:
+        good = Etcd(f"etcd://root:a%20secret%3A%40%2F@127.0.0.1:{etcd_port}", "users")
+        assert good.swap("a", b"1", 0)
+        assert good.wait("a", 0, 30.0) is not None
+        assert "secret" not in good.address
+        for user in ("", "root:wrong@"):
+            bad = Etcd(f"etcd://{user}127.0.0.1:{etcd_port}", "users")
+            with pytest.raises(InputError, match="user:password@"):
+                bad.read()
+            bad.close()
+        good.close()
+    finally:
+        token = json.loads(post(etcd_port, "/v3/auth/authenticate", who))["token"]
+        ask("disable")
+
+
+def test_something_else_is_no_etcd(folder: Path) -> None:
+    store = Etcd(f"etcd://{embedded.start(folder)}", "run")
+    with pytest.raises(StoreAway):
+        store.read()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "place"),
+    [
+        ("etcd://one", Place(hosts=(("one", 2379),))),
+        ("etcd://one:1,two:2/deep/prefix/", Place(hosts=(("one", 1), ("two", 2)), prefix="deep/prefix")),
+        ("etcds://me:a%2Fb@[::1]:1", Place(hosts=(("::1", 1),), secure=True, user="me", password="a/b")),
+    ],
+)
+def test_addresses_of_etcd(address: str, place: Place) -> None:
+    assert read_address(address) == place
+    assert read_address(str(place)) == msgspec.structs.replace(place, password="")
+
+
+@pytest.mark.parametrize("address", ["etcd://", "etcd://one,,two", "etcd://one:port", "redis://one", "one:2379", ""])
+def test_other_addresses_are_refused_with_the_forms_that_exist(address: str) -> None:
+    with pytest.raises(InputError, match=r"--store etcd://host:port\[,host:port…\]\[/prefix\]"):
+        open_store(address, Path(), "run")
