@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 ETCD   := $(VENV)/etcd/etcd
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test simulate bench lint clean
 
 $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ $(ETCD): | $(READY)
 
 test: lint $(if $(shell command -v etcd),,$(ETCD))
 	@$(BIN)/python -m pytest
+
+simulate: $(READY)
+	@$(BIN)/python -m shoal.testing.simulation --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100000)
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/train.py

@@ -416,8 +416,15 @@ def lines_of(play: Callable[[], object], at_line: Callable[[int], None]) -> None
 @pytest.mark.parametrize("again", [False, True])
 def test_a_writer_killed_anywhere_leaves_nothing_that_looks_whole_and_is_not(tmp_path: Path, again: bool) -> None:
     """kill -9 before any of its lines, drawn at random; with a checkpoint of the same step there before, or without."""
-    count = [0]
-    lines_of(lambda: Checkpoints(tmp_path / "whole").write(snapshot(20)), lambda line: count.append(line))
+
+    def prepared(name: str) -> Checkpoints:
+        checkpoints = Checkpoints(tmp_path / name)
+        for step in (10, 20) if again else (10,):
+            checkpoints.write(snapshot(step))
+        return Checkpoints(checkpoints.folder)
+
+    lines: list[int] = []
+    lines_of(partial(prepared("whole").write, snapshot(20)), lines.append)
     chance = random.Random(again)
 
     def kill(line: int, last: int) -> None:
@@ -425,11 +432,9 @@ def test_a_writer_killed_anywhere_leaves_nothing_that_looks_whole_and_is_not(tmp
             os.kill(os.getpid(), signal.SIGKILL)
 
     steps_found = set()
-    for trial, last in enumerate(sorted(chance.sample(range(1, count[-1]), 12))):
-        folder = tmp_path / str(trial)
-        for step in (10, 20) if again else (10,):
-            Checkpoints(folder).write(snapshot(step))
-        writes = partial(Checkpoints(folder).write, snapshot(20))
+    for last in [*chance.sample(lines[:-1], 10), lines[-1]]:
+        checkpoints = prepared(str(last))
+        folder, writes = checkpoints.folder, partial(checkpoints.write, snapshot(20))
         pid = forked(lambda writes=writes, last=last: lines_of(writes, lambda line: kill(line, last)))  # type: ignore[misc]
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         newest = Checkpoints(folder).newest()

@@ -22,7 +22,7 @@ ROOMS = {
     "report": {"report", "plan", "errors"},
     "recovery": {"exact", "errors", "recovery"},
     "strategies": {"collectives", "partition", "exact", "errors", "strategies"},
-    "testing": {"collectives", "engines", "exact", "errors", "job", "testing"},
+    "testing": {"collectives", "engines", "exact", "errors", "job", "recovery", "testing"},
 }
 PROCESSES = {"collectives", "engines", "report", "launch", "strategies", "recovery", "seat", "run", "worker", "cli"}
 DRIVER_SIDE = {"launch", "driver", "verdict", "cli", "verify", "load", "bench", "engines", "testing"}

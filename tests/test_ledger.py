@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.history import audit_samples, committed_floor, read_events
+from shoal.history import audit_samples, committed_floor
 from shoal.partition.lanes import cut, deal
 from shoal.partition.samples import Schedule, in_order, shuffled
 from shoal.recovery.ledger import Audit, Entry, audit, consumed, entries
 from shoal.report.events import AnyEvent, Changed, Finished, Resumed, Saved, Spent, Steps, WorkerStarted, encode
+from shoal.report.folder import RunFolder
 
 SCHEDULE = Schedule(samples=50, batch=8, last="short")
 ORDER = shuffled(50, seed=3)
@@ -241,9 +242,10 @@ def test_the_record_is_read_from_the_events_of_whoever_led(tmp_path: Path) -> No
         steps(9, 6, rank=1),
         steps(14, 5, rank=1),
     ]
-    path = tmp_path / "events.jsonl"
-    path.write_bytes(b"".join(encode(event) + b"\n" for event in events) + b'{"event":"steps","ti')
-    report = audit_samples(read_events(path), SCHEDULE, ORDER, committed=14)
+    (tmp_path / "events.jsonl").write_bytes(
+        b"".join(encode(event) + b"\n" for event in events) + b'{"event":"steps","ti'
+    )
+    report = audit_samples(RunFolder(tmp_path).read_events(), SCHEDULE, ORDER, committed=14)
     assert report.sound
     assert (report.steps, report.passes, report.repeated) == (14, 2, 2)
     assert "steps 9 to 13 are not on record" in str(audit_samples(events[:-1], SCHEDULE, ORDER, committed=14))
@@ -278,7 +280,3 @@ def test_how_many_steps_had_been_committed() -> None:
         )
         == 8
     )
-
-
-def test_a_run_without_events_has_none(tmp_path: Path) -> None:
-    assert list(read_events(tmp_path / "events.jsonl")) == []

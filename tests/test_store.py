@@ -250,6 +250,9 @@ def test_waiting_ends_with_a_change_under_the_prefix(kind: Kind) -> None:
     assert store.wait("alive/", revision, 0.0) is None
     assert store.wait("", written - 1, 30.0) is not None, "it happened before"
     assert store.wait("alive/a", written, 30.0) is not None, "so did its removal"
+    exactly = store.read().entries["alive/b"].revision
+    assert store.wait("alive/b", exactly - 1, 30.0) is not None
+    assert store.wait("alive/b", exactly, 0.0) is None
 
 
 # -- the embedded store's server --------------------------------------------------------------------------------------

@@ -41,11 +41,12 @@ from shoal.report.membership import Segment
 from shoal.report.oom import OomWatch, counter, kills, victim
 from shoal.report.progress import PlainLines
 from shoal.report.screen import header, live_lines
-from shoal.report.story import Fault, sentence, stamp, whole
+from shoal.report.story import Fault
 from shoal.report.summary import closing
 from shoal.report.tally import Tally
 from shoal.report.timeline import draw
 from shoal.report.why import Where, chain, circles, conclusion, holders, render
+from shoal.report.words import sentence, stamp, whole
 
 SHA256 = "c5d391c5" + "0" * 53 + "8e8"
 
@@ -181,6 +182,9 @@ def test_the_view_does_not_wait_for_ever_for_the_next_commit() -> None:
     assert play(WorkerExited(time=183.0, rank=3, code=-9)) == []  # part of the same story
     clock[0] += 3
     assert play(*LEADER) == ["worker 3: step 801 done again by 0 1 2; next commit after 0.42 s"]
+    away = StoreAwayFor(time=190.0, rank=None, address="runs/7f3a/store")
+    assert len(play(away)) == 1  # at once: nobody knows when it will be back
+    assert play(msgspec.structs.replace(away, seconds=3.2)) == ["store: back after 3.2 s"]
 
 
 def test_a_view_that_joins_later_does_not_tell_of_the_past() -> None:

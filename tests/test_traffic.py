@@ -130,7 +130,8 @@ def test_figures_are_those_of_all_workers_and_a_host_compressor_serves_racks() -
     found = account.report(tally)
     assert found["exact"] is False and found["travel"]["levels"] == {}, "nothing is final yet"
 
-    tally.add(Steps(time=3.0, rank=0, step=2, count=2, samples=8, epoch=0, loss=1.0, lanes=(0, 2), spent=Spent()))
+    usual = {"epoch": 0, "loss": 1.0, "lanes": (0, 2), "spent": Spent(), "leader": True}
+    tally.add(Steps(time=3.0, rank=0, step=2, count=2, samples=8, **usual))
     tally.add(replace(told, final=True))
     tally.add(replace(told, rank=1, sent={"rack": 200}, errors={"host": (8.0, 125.0)}, final=True))
     assert account.report(tally)["travel"]["levels"] == {

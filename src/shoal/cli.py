@@ -394,7 +394,9 @@ def _checkpoint(given: argparse.Namespace) -> tuple[int | None, bool]:
     if given.checkpoint is None or given.checkpoint == "auto":
         return given.checkpoint_every, given.checkpoint == "auto"
     if given.checkpoint_every is not None:
-        raise InputError(f"--checkpoint {given.checkpoint} and --checkpoint-every {given.checkpoint_every}: one of them")
+        raise InputError(
+            f"--checkpoint {given.checkpoint} and --checkpoint-every {given.checkpoint_every}: one of them"
+        )
     if not given.checkpoint.isdigit() or int(given.checkpoint) < 1:
         raise InputError(f"--checkpoint {given.checkpoint}: auto, or a number of steps from 1 up")
     return int(given.checkpoint), False

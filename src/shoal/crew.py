@@ -24,7 +24,7 @@ from shoal.collectives.group import Alone, Group, Workers
 from shoal.collectives.members import host_identity
 from shoal.collectives.traffic import Wish as Travelling
 from shoal.errors import PeerLost, RunError
-from shoal.recovery.beat import Alive, Beat, News, key_of
+from shoal.recovery.beat import Alive, Beat, News, Wish, key_of
 from shoal.recovery.process import began, end
 from shoal.recovery.protocol import (
     Change,
@@ -45,6 +45,7 @@ from shoal.report.events import Event, StoreAwayFor
 from shoal.report.why import Where
 from shoal.stack import own_frames
 
+LOG_ONLY = "· "  # begins a line of a log that the driver does not show
 STOP, SAVE, CHANGE, LEAVE, EVICT = 1, 2, 4, 8, 16  # what a worker can ask of all; it travels with a step
 LOOK_SECONDS = 0.05  # between two looks at what the store does not tell: whether processes of this host live
 AWAY_SECONDS = 0.2  # between two tries to reach it
@@ -56,6 +57,10 @@ class Evicted(RunError):
     """The others went on without this worker."""
 
     exit_code = 75
+
+
+class Abandoned(PeerLost):
+    """The run ends, because of an error that another worker has told of."""
 
 
 class Membership(Protocol):
@@ -96,6 +101,10 @@ class Membership(Protocol):
         """The others know: waits until they go on without this worker."""
         ...
 
+    def give_up(self, reason: str) -> None:
+        """An error of the user's code, or of the job: nobody is to go on without this worker."""
+        ...
+
     def asks(self) -> int: ...
     def committed_before(self) -> int:
         """Steps that are known to have been committed, by anybody."""
@@ -124,6 +133,7 @@ class Crew:
         self.view = View(epoch=0, members=(who,))
         self.group: Group = Alone(wish)
         self.phase = "entering"  # for whoever asks what this worker is doing
+        self.waits_for: list[int] = []
         self.since = time.monotonic()
         self._send, self._asked_to_stop, self._asked_to_leave = send, asked_to_stop, asked_to_leave
         self._current: tuple[int, tuple[Who, ...], Group] | None = None  # epoch, members, group: what the beat watches
@@ -142,6 +152,7 @@ class Crew:
         )
         self._store = open_store()
         self._beat = Beat(open_store(), alive, lease_seconds=lease_seconds, heard=self._heard, away=self._away)
+        self._beat.start()
 
     @property
     def epoch(self) -> int:
@@ -190,7 +201,7 @@ class Crew:
     def recover(self, error: PeerLost) -> Settlement:
         self.member.lost()
         self._current = None
-        print(f"worker {self.who.worker}: {error.message}", file=sys.stderr)
+        _log(error.message)
         self.group.abandon(error.message)  # whoever still waits for this worker is told
         return self._settle(None)
 
@@ -209,6 +220,10 @@ class Crew:
                     break
                 self._store.wait("view", news.revision, LOOK_SECONDS)
 
+    def give_up(self, reason: str) -> None:
+        with suppress(StoreAway):
+            self._store.put("wish", msgspec.json.encode(Wish(stop=True, failed=reason)))
+
     def close(self) -> None:
         self._current = None
         self._beat.close()
@@ -220,6 +235,8 @@ class Crew:
         while True:
             try:
                 news = self._read()
+                if news.wish.failed:
+                    raise Abandoned(f"the run ends: {news.wish.failed}")
                 gone = self._gone(news)
                 action = self.member.decide(news.seen(), gone, change)
                 match action:
@@ -231,9 +248,7 @@ class Crew:
                         key = f"position/{epoch}/{key_of(self.who)}"
                         self._store.put(key, msgspec.json.encode(position), self._beat.lease)
                     case Wait():
-                        missing = [who for who in news.view.members if who not in news.positions]
-                        self._doing("waits to be let in" if self.who not in news.view.members else
-                                    f"waits for {', '.join(map(str, missing)) or 'the next epoch'}")  # fmt: skip
+                        self._waits(news)
                         if self.who not in news.view.members and (news.wish.stop or self._asked_to_leave()):
                             raise Evicted(f"{self.who} was asked to stop before it took part")
                         self._store.wait("", news.revision, LOOK_SECONDS)
@@ -247,7 +262,7 @@ class Crew:
             except StoreAway as error:
                 if not told:
                     told = True
-                    print(f"worker {self.who.worker}: {error.message}", file=sys.stderr)
+                    _log(error.message)
                 self._doing("waits for the store")
                 time.sleep(AWAY_SECONDS)
 
@@ -260,7 +275,7 @@ class Crew:
         try:
             self.group = self._make_group(view)
         except RunError as error:
-            print(f"worker {self.who.worker}: epoch {view.epoch}: {error.message}", file=sys.stderr)
+            _log(f"epoch {view.epoch}: {error.message}")
             self._formings += 1
             self.member.lost()
             return False
@@ -342,9 +357,18 @@ class Crew:
                 found.setdefault(who, "died: its connection was closed")
         return found
 
-    def _doing(self, phase: str) -> None:
+    def _waits(self, news: News) -> None:
+        if self.who not in news.view.members:
+            self._doing("waits to be let in")
+        else:
+            missing = [who for who in news.view.members if who not in news.positions and who != self.who]
+            names = ", ".join(map(str, missing))
+            phase = f"recovering: waits for {names}" if names else "recovering: waits for the next epoch"
+            self._doing(phase, [who.worker for who in missing])
+
+    def _doing(self, phase: str, waits_for: Sequence[int] = ()) -> None:
         if phase != self.phase:
-            self.phase, self.since = phase, time.monotonic()
+            self.phase, self.waits_for, self.since = phase, list(waits_for), time.monotonic()
 
     # -- on the beat's thread -----------------------------------------------------------------------------------------
 
@@ -372,13 +396,13 @@ class Crew:
         """What this worker is doing at this moment, for `shoal why`."""
         doing = self.group.doing()
         user_line, stack = own_frames(self._thread)
-        waits = [] if doing is None else [self.view.members[rank].worker for rank in doing.waits_for]
+        waits = self.waits_for if doing is None else [self.view.members[rank].worker for rank in doing.waits_for]
         return Where(
             worker=self.who.worker,
             life=self.who.life,
             host=self._beat.alive.name,
             pid=os.getpid(),
-            state="waiting" if doing is not None and waits else "running",
+            state="waiting" if waits else "running",
             operation="" if doing is None else doing.what,
             waits_for=waits,
             since=time.monotonic() - self.since if doing is None else doing.seconds,
@@ -388,6 +412,11 @@ class Crew:
             stack=stack,
             heard_seconds=0.0,
         )
+
+
+def _log(text: str) -> None:
+    """For the worker's log alone: the run's story is told by events."""
+    print(f"{LOG_ONLY}{time.strftime('%H:%M:%S')} {text}", file=sys.stderr)
 
 
 class Fixed:
@@ -439,6 +468,9 @@ class Fixed:
     def leave(self) -> None:
         return
 
+    def give_up(self, reason: str) -> None:
+        return
+
     def asks(self) -> int:
         return STOP if self._asked_to_stop() else 0
 
@@ -447,4 +479,3 @@ class Fixed:
 
     def close(self) -> None:
         return
-

@@ -22,12 +22,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal import verdict
 from shoal.cluster import Slot
+from shoal.crew import LOG_ONLY
 from shoal.engines.lab import Lab
 from shoal.engines.local import Exit, LocalEngine, Post
 from shoal.engines.namespaces import LabHost, call_on
 from shoal.errors import RunError, ShoalError
-from shoal.overseer import Overseer, open_records
+from shoal.overseer import Overseer
 from shoal.plan.placement import Plan
+from shoal.recovery.address import open_store
 from shoal.recovery.protocol import Who
 from shoal.recovery.store import Store as Records
 from shoal.report.account import report
@@ -51,7 +53,7 @@ from shoal.report.oom import OomWatch
 from shoal.report.progress import Progress, choose
 from shoal.report.tally import Tally
 from shoal.report.tensorboard import TensorBoard
-from shoal.roster import Roster, Rules
+from shoal.roster import Roster, Rules, Verdict
 from shoal.seat import DRIVER_SOCKET, UNHEARD, Seat, Settings, Wire, environment_store
 from shoal.worker import TRACEBACK_FOLLOWS, told
 
@@ -241,7 +243,7 @@ class Driver:
             self.roster.serving.discard(who)
         elif who in self.left:
             self.roster.left(who)
-        elif not self.elastic or self._own_failure(who) or self.overseer is None:
+        elif not self.elastic or self._fails() or self.overseer is None:
             self.roster.serving.discard(who)
             if heard.code != 0 and self.failed_at is None:
                 self.failed_at = time.monotonic()
@@ -251,9 +253,14 @@ class Driver:
         else:
             self._lost(engine, who, heard.code)
 
-    def _lost(self, engine: LocalEngine, who: Who, code: int) -> None:
+    def _lost(self, engine: LocalEngine, who: Who, code: int | None) -> None:
         assert self.overseer is not None
-        decision = self.roster.lost(who, who in self.took_part)
+        decision = self.roster.lost(who, took_part=who in self.took_part, step=self.tally.step)
+        saved = self.tally.saved or self.tally.resumed is not None
+        if not decision.ends and not saved and not self.roster.serving & self.took_part:
+            decision = Verdict("the run ends", "nobody is left who has its state, and no checkpoint was written")
+        if not decision.ends and not engine.can_start:
+            decision = Verdict("the others go on, since the process that starts workers is gone")
         pid = engine.pids.get((who.worker, who.life))
         known = self.tally.workers.get(who.worker)
         event = WorkerLost(
@@ -276,8 +283,12 @@ class Driver:
             if self.settings.on_failure == "stop" or not self.roster.serving:
                 self.failed_at = time.monotonic()
             return
+        if engine.can_start:
+            self._start_missing(engine, "replacement")
+
+    def _start_missing(self, engine: LocalEngine, reason: str) -> None:
         for fresh in self.roster.start():
-            self._tell(Replaced(time=time.time(), rank=fresh.worker, life=fresh.life, reason="replacement"))
+            self._tell(Replaced(time=time.time(), rank=fresh.worker, life=fresh.life, reason=reason))
             self._start(engine, fresh)
 
     def _oversee(self, engine: LocalEngine) -> None:
@@ -293,17 +304,16 @@ class Driver:
             if time.monotonic() - since > DROPPED_SECONDS:
                 engine.signal(who.worker, signal.SIGKILL, who.life)
         wanted = self.overseer.wanted
-        if wanted is not None and self.roster.scale(wanted):
-            for fresh in self.roster.start():
-                reason = f"scaled to {wanted} workers"
-                self._tell(Replaced(time=time.time(), rank=fresh.worker, life=fresh.life, reason=reason))
-                self._start(engine, fresh)
+        if wanted is not None and engine.can_start and self.roster.scale(wanted):
+            self._start_missing(engine, f"scaled to {wanted} workers")
 
-    def _own_failure(self, who: Who) -> bool:
-        """An error of the user's code, or of the job: whoever took over would meet it, too."""
-        return any(failure.rank == who.worker and failure.kind != "PeerLost" for failure in self.tally.failures)
+    def _fails(self) -> bool:
+        """Somebody met an error of the user's code, or of the job: whoever took over would meet it, too."""
+        return any(failure.kind != "PeerLost" for failure in self.tally.failures)
 
-    def _ending(self, code: int) -> str:
+    def _ending(self, code: int | None) -> str:
+        if code is None:
+            return "died"
         return f"died: {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def _last_lines(self, worker: int) -> list[str]:
@@ -407,7 +417,7 @@ class Driver:
         return code[0]
 
     def _records(self) -> Records:
-        return open_records(self.settings.store, self.folder.path, self.folder.id)
+        return open_store(self.settings.store, self.folder.path, self.folder.id)
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """What torchrun sets, so that any torch.distributed script finds its group; on loopback, or in the lab."""
@@ -546,7 +556,7 @@ class _Tail:
         if TRACEBACK_FOLLOWS in whole:
             self.ended = True
             whole = whole[: whole.index(TRACEBACK_FOLLOWS)]
-        return whole
+        return [line for line in whole if not line.startswith(LOG_ONLY)]
 
 
 def rules_of(settings: Settings) -> Rules:

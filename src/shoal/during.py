@@ -10,7 +10,7 @@ import msgspec
 from shoal.collectives.members import host_identity
 from shoal.driver import STANDING, Driver, Options, Standing, rules_of
 from shoal.errors import InputError, RunError, RunFolderError
-from shoal.overseer import open_records
+from shoal.recovery.address import open_store
 from shoal.recovery.beat import Alive, News, Wish, key_of
 from shoal.recovery.process import condition
 from shoal.recovery.store import Reading, Store, StoreAway
@@ -66,7 +66,10 @@ def why(folder: RunFolder) -> list[Where]:
             answers = _answers(store, {key_of(who) for who in news.alive}, asked)
             members = {who.worker for who in news.view.members}
             return sorted(
-                (answers.get(key_of(who)) or _outside(alive, who.worker in members) for who, alive in news.alive.items()),
+                (
+                    answers.get(key_of(who)) or _outside(alive, who.worker in members)
+                    for who, alive in news.alive.items()
+                ),
                 key=lambda where: (where.worker, where.life),
             )
     except StoreAway:
@@ -87,7 +90,7 @@ def read_standing(folder: RunFolder) -> Standing:
 
 @contextmanager
 def _store(folder: RunFolder) -> Iterator[Store]:
-    store = open_records(read_standing(folder).settings.store, folder.path, folder.id)
+    store = open_store(read_standing(folder).settings.store, folder.path, folder.id)
     try:
         yield store
     finally:
@@ -142,9 +145,7 @@ def _outside(alive: Alive, member: bool) -> Where:
         seen = condition(alive.pid, alive.began)
         state = "gone" if seen is None else "stopped" if seen == "T" else "silent"
     phase = "takes part" if member else "waits to be let in"
-    return Where(
-        worker=alive.who.worker, life=alive.who.life, host=alive.name, pid=alive.pid, state=state, phase=phase
-    )
+    return Where(worker=alive.who.worker, life=alive.who.life, host=alive.name, pid=alive.pid, state=state, phase=phase)
 
 
 def _seen(event: WorkerStarted) -> Where:

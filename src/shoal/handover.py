@@ -1,7 +1,7 @@
 """State from a live member to newcomers, between two steps: weights, buffers, optimizer, scheduler, the step.
 
-    donor     header (names, shapes, digests, values) ──► newcomer      small tensors in one piece, large ones as they lie
-              tensors                                 ──►               checked by digest before anything is restored
+donor     header (names, shapes, digests, values) ──► newcomer      small tensors in one piece, large ones as they lie
+          tensors                                 ──►               checked by digest before anything is restored
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.collectives.arena import free_memory
 from shoal.collectives.group import Group
 from shoal.errors import MismatchError, RunError
-from shoal.exact.digest import quick
+from shoal.exact.digest import quick, tensor_bytes
 from shoal.recovery.checkpoint import Snapshot
 
 SMALL_BYTES = 1 << 16  # what is smaller travels together
@@ -52,9 +52,7 @@ def give(group: Group, to: Sequence[int], snapshot: Snapshot) -> int:
         values=snapshot.values,
         arithmetic=snapshot.arithmetic,
         fingerprint=snapshot.fingerprint,
-        tensors=[
-            _Tensor(part, name, str(each.dtype), tuple(each.shape), quick(each)) for part, name, each in tensors
-        ],
+        tensors=[_Tensor(part, name, str(each.dtype), tuple(each.shape), quick(each)) for part, name, each in tensors],
     )
     text = torch.frombuffer(bytearray(msgspec.json.encode(header)), dtype=torch.uint8)
     flats = [_bytes(tensor) for _, _, tensor in tensors]
@@ -77,7 +75,7 @@ def accept(group: Group, source: int) -> tuple[Snapshot, int]:
     group.receive(length, source)
     text = torch.empty(int(length), dtype=torch.uint8)
     group.receive(text, source)
-    header = msgspec.json.decode(bytes(text.tolist()), type=_Header)
+    header = msgspec.json.decode(tensor_bytes(text), type=_Header)
     whole = sum(tensor.num_bytes for tensor in header.tensors)
     if whole > free_memory():
         raise RunError(f"the state of the run has {whole >> 20} MB, and this host has {free_memory() >> 20} MB free")

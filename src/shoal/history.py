@@ -1,28 +1,10 @@
 """What the events of a run say about its past: how far it had come, and which samples it saw."""
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-
-import msgspec
+from collections.abc import Iterable
 
 from shoal.partition.samples import Order, Schedule
 from shoal.recovery.ledger import Audit, audit, entries
-from shoal.report.events import AnyEvent, Changed, Finished, Recovered, Resumed, Saved, Steps, decode
-
-
-def read_events(path: Path) -> Iterator[AnyEvent]:
-    """The events of `events.jsonl`, oldest first. A torn line, of a driver that was killed or a disk that was full, is
-    left out; a file that is not there has none."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        for line in file:
-            try:
-                yield decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                continue
+from shoal.report.events import AnyEvent, Changed, Finished, Recovered, Resumed, Saved, Steps
 
 
 def committed_floor(events: Iterable[AnyEvent], recorded: int = 0) -> int:

@@ -27,6 +27,7 @@ class Journal:
         self.spent = Spent()
         self.count = self.samples = 0
         self.slowest: dict[int, int] = {}
+        self.lost = 0.0  # seconds in steps that came to nothing
         self.consumed: list[str] = []
         self.indices: list[list[int]] = []
 
@@ -49,18 +50,23 @@ class Journal:
         self.spent += Spent(data=data, wait=wait, merge=merge, compute=max(0.0, whole - data - wait - merge))
         self.inside = True
 
+    def dropped(self) -> None:
+        """A step failed, and the workers are in order again."""
+        self.lost += self._lap()
+
     def committed(self, outcome: Outcome, indices: Sequence[int], leader: bool, members: Sequence[int]) -> None:
         """`members`: the workers' numbers, by rank."""
         self.spent += Spent(apply=self._lap())
         self.inside = False
         self.count += 1
         self.samples += outcome.samples
+        # Every member tells it: the leader may be gone before it has.
+        self.consumed.append(consumed(indices))
+        if self.samples_told:
+            self.indices.append(list(map(int, indices)))
         if leader:
             slowest = members[outcome.slowest] if outcome.slowest < len(members) else self.rank
             self.slowest[slowest] = self.slowest.get(slowest, 0) + 1
-            self.consumed.append(consumed(indices))
-            if self.samples_told:
-                self.indices.append(list(map(int, indices)))
 
     @property
     def due(self) -> bool:
@@ -92,6 +98,7 @@ class Journal:
             memory=_resident_bytes(),
             slowest=self.slowest,
             leader=leader,
+            lost=self.lost,
             consumed=self.consumed,
             indices=self.indices,
         )

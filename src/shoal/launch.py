@@ -14,10 +14,11 @@ from shoal.driver import Driver, Launch, Options, rules_of
 from shoal.errors import InputError, PlanError, RunFolderError
 from shoal.exact.kernels import ISA_ENVIRONMENT, ISA_IN_FORCE
 from shoal.feed import open_source
+from shoal.history import committed_floor
 from shoal.job import Job
 from shoal.plan.placement import Plan, make_plan
 from shoal.report.disk import try_to_write
-from shoal.report.events import Finished, RunStarted, Steps
+from shoal.report.events import RunStarted
 from shoal.report.folder import DEFAULT_ROOT, RunFolder, find_run
 from shoal.report.tensorboard import TensorBoard
 from shoal.result import Report
@@ -130,7 +131,9 @@ def stays_exact(options: Options, workers: int) -> bool:
 
 def train_with(job: Job, options: Options, *, name: str | None = None) -> Report:
     check_isa(job)
-    check(rules_of(options.settings), plan_for(job, options).workers)  # a placement that does not fit is said before any data is read
+    check(
+        rules_of(options.settings), plan_for(job, options).workers
+    )  # a placement that does not fit is said before any data is read
     return train_opened(open_job(job), options, name=name)
 
 
@@ -206,12 +209,7 @@ def open_folder(options: Options) -> tuple[RunFolder, Settings]:
     except OSError as error:
         fix = "free some space there or make it writable; the run's checkpoints are as they were"
         raise RunFolderError(f"cannot write to {folder.path}: {error.strerror}", fix=fix) from None
-    return folder, replace(options.settings, resume=True, committed=committed_before(folder))
-
-
-def committed_before(folder: RunFolder) -> int:
-    """Steps that earlier sittings are known to have committed."""
-    return max((event.step for event in folder.read_events() if isinstance(event, Steps | Finished)), default=0)
+    return folder, replace(options.settings, resume=True, committed=committed_floor(folder.read_events()))
 
 
 # -- any script's door ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from shoal.collectives.members import host_identity
 from shoal.engines.namespaces import LabHost, call_on
 from shoal.errors import RunError, RunFolderError, ShoalError
 from shoal.recovery import embedded
+from shoal.recovery.address import open_store
 from shoal.recovery.beat import News, Wish
 from shoal.recovery.process import began, condition
 from shoal.recovery.protocol import View, Who, remove
@@ -35,15 +36,6 @@ class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-def open_records(address: str | None, folder: Path, run: str) -> Store:
-    """The store of a run, for its workers and for commands. Nothing is started."""
-    if address is None:
-        return embedded.connect(folder)
-    from shoal.recovery.etcd import open_store
-
-    return open_store(address, folder, run)
-
-
 class Overseer:
     def __init__(self, folder: Path, run: str, address: str | None, host: LabHost | None) -> None:
         """`host`: of a lab, where the run's own store is to be."""
@@ -60,7 +52,7 @@ class Overseer:
             self._start_server()
             self.store: Store = embedded.connect(folder, dial=self._dial)
         else:
-            self.store = open_records(address, folder, run)
+            self.store = open_store(address, folder, run)
 
     def _start_server(self) -> None:
         place = "127.0.0.1" if self.host is None else self.host.address

@@ -33,6 +33,8 @@ class Roster:
     serving: set[Who] = field(default_factory=set)
     failures: int = 0
     false_starts: int = 0
+    step: int = -1  # committed when the last one was lost
+    at_step: int = 0  # how many were lost since then without another commit
 
     def start(self) -> list[Who]:
         """Processes to start so that there are as many as wanted: in free places, the lowest first."""
@@ -55,16 +57,23 @@ class Roster:
         self.serving.discard(who)
         self.wanted = min(self.wanted, max(1, len(self.serving)))
 
-    def lost(self, who: Who, took_part: bool) -> Verdict:
+    def lost(self, who: Who, *, took_part: bool, step: int) -> Verdict:
+        """`step`: the last commit that is known."""
         self.serving.discard(who)
         self.failures += 1
         self.false_starts = 0 if took_part else self.false_starts + 1
+        self.at_step = self.at_step + 1 if step == self.step else 1
+        self.step = step
         if self.rules.on_failure == "stop":
             return Verdict("the run ends", "a worker was lost (--on-failure stop)")
         if self.failures > self.rules.max_failures:
-            return Verdict("the run ends", f"{self.failures} workers were lost (--max-failures {self.rules.max_failures})")
+            return Verdict(
+                "the run ends", f"{self.failures} workers were lost (--max-failures {self.rules.max_failures})"
+            )
         if self.false_starts >= FALSE_STARTS:
             return Verdict("the run ends", f"{self.false_starts} processes in a row ended before they took part")
+        if self.at_step > self.wanted + 1:
+            return Verdict("the run ends", f"{self.at_step} workers in a row were lost in step {step}: others would be, too")
         if self.rules.on_failure == "replace":
             return Verdict("replaced")
         self.wanted = len(self.serving)

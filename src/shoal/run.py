@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from shoal.agreement import agree_on_kernels, agree_on_weights, share_weights
 from shoal.collectives.group import Alone, Group
 from shoal.collectives.travel import Travel
-from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, Membership
+from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, Abandoned, Membership
 from shoal.errors import CheckpointError, JobError, NonFiniteError, PeerLost
 from shoal.evaluation import evaluate
 from shoal.exact import kernels
@@ -36,12 +36,14 @@ from shoal.partition.lanes import Span, deal, redeal, too_slow
 from shoal.partition.samples import Schedule
 from shoal.plan.placement import Plan, read_shares
 from shoal.recovery.checkpoint import Snapshot
+from shoal.recovery.interval import Pacer
 from shoal.recovery.protocol import Settlement
 from shoal.report.events import (
     Changed,
     Dealt,
     Finished,
     HandedOver,
+    Interval,
     Recovered,
     Resumed,
     Skipped,
@@ -109,7 +111,9 @@ class Run:
         self.stopped: str | None = None  # why the run ends before its last step
         self.resumable = False
         self.finished = False
-        self._merged: tuple[Batch, Outcome, int] | None = None  # a step whose optimizer is applied, and its crew's epoch
+        self._merged: tuple[Batch, Outcome, int] | None = (
+            None  # a step whose optimizer is applied, and its crew's epoch
+        )
         self._order: Sequence[int] = ()  # of the samples in this pass
         self._travel_told = False
         self._watched: list[list[float]] = []  # compute seconds of every worker, by step
@@ -119,6 +123,9 @@ class Run:
         self._journal = Journal(seat.wire, crew.who.worker, samples=seat.settings.samples)
         self._every = seat.settings.checkpoint_every or checkpoint_every
         self._saved_at = time.monotonic()
+        live_recovery = crew.elastic and seat.settings.on_failure != "stop"
+        self._pacer = Pacer(self._saved_at, workers=plan.workers, live=live_recovery)
+        self._began = 0.0  # the step under way
         self._traits = kernels.traits()
         self._share = share
         live = Live(
@@ -147,6 +154,8 @@ class Run:
             try:
                 self._take_state(settlement)
                 break
+            except Abandoned:
+                raise
             except PeerLost as error:
                 settlement = self.crew.recover(error)
         fingerprint = kernels.fingerprint(self._traits)
@@ -206,19 +215,25 @@ class Run:
             raise error
         if self._noticed is None:
             self._noticed = time.monotonic()
+        before = self.workers
         while True:
             try:
                 settlement = self.crew.recover(error)
                 if inside_step and self.crew.who not in settlement.finishing:
                     self.strategy.drop()  # before the state is handed to anybody: lanes have touched buffers
                 self._hand_over(settlement)
+                self._journal.dropped()
+                self._pacer.failed(max(1, before - len(settlement.view.members)))
                 return settlement
+            except Abandoned:
+                raise
             except PeerLost as again:
                 error = again
 
     def _regroup(self, settlement: Settlement, redone: int) -> None:
         """Lanes are dealt to whoever is there now."""
         self._watched.clear()
+        self._pacer.workers = self.workers
         self.strategy.regroup(self.group, self._deal())
         self._travel_told = False
         if self._keeper is not None:
@@ -230,6 +245,7 @@ class Run:
                 time=time.time(),
                 epoch=view.epoch,
                 members=[who.worker for who in view.members],
+                lives=[who.life for who in view.members],
                 step=settlement.step,
                 reason=view.reason,
                 redone=redone,
@@ -339,6 +355,7 @@ class Run:
         if self._merged is not None:
             message = "run.backward was called twice for one batch"
             raise JobError(message, fix="one run.backward per item of run.batches()")
+        self._began = time.perf_counter()
         self._journal.begin()
         work = Work(
             step=batch.step,
@@ -428,6 +445,7 @@ class Run:
     def _commit(self) -> None:
         """The step is done: the optimizer has been applied on every worker."""
         assert self._merged is not None
+        self._pacer.stepped(time.perf_counter() - self._began)
         (batch, outcome, epoch), self._merged = self._merged, None
         self.step = batch.step + 1
         self.loss = None if math.isnan(outcome.loss) else outcome.loss
@@ -435,12 +453,12 @@ class Run:
         self._journal.committed(outcome, batch.indices, self.leader, [who.worker for who in self.crew.view.members])
         if self._noticed is not None and self.leader:
             seconds = time.monotonic() - self._noticed
-            self.seat.wire.send(
-                Recovered(time=time.time(), epoch=self.crew.epoch, step=self.step, seconds=seconds)
-            )
+            self.seat.wire.send(Recovered(time=time.time(), epoch=self.crew.epoch, step=self.step, seconds=seconds))
         self._noticed = None
         if self._journal.due:
             self._tell()
+            if self.leader:
+                self._tell_interval()
         if self.leader and not self._travel_told:
             self._tell_travel()
         if self.seat.settings.digests and self.leader:
@@ -450,8 +468,10 @@ class Run:
         if epoch == self.crew.epoch and (self.plan.shares == "auto" or self.seat.settings.slow != "ignore"):
             self._watch(outcome.compute)
         if any(ask & SAVE for ask in outcome.asked):
+            began = time.perf_counter()
             self._agree_on_weights()
             self.save()
+            self._pacer.saved(self.step, time.perf_counter() - began, time.monotonic())
         self._boundary(outcome.asked, epoch)
 
     def _wishes(self, step: int) -> int:
@@ -465,11 +485,16 @@ class Run:
 
     def _save_due(self, step: int) -> bool:
         """As often as asked; unasked once per pass, but not again within seconds: a short pass would drown in files."""
+        now = time.monotonic()
         if self._keeper is None:
             return False
+        if self._keeper.failing:
+            return self._keeper.again(now)
+        if self.seat.settings.checkpoint_auto:
+            return self._pacer.due(step, now) and not self._keeper.busy
         if self._every is not None:
             return step % self._every == 0
-        rested = time.monotonic() - self._saved_at >= SAVE_SECONDS
+        rested = now - self._saved_at >= SAVE_SECONDS
         return step % self.schedule.steps_per_epoch == 0 and rested
 
     @property
@@ -539,9 +564,23 @@ class Run:
         groups = self.optimizer.param_groups
         rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
         held, leader = self.strategy.held, self.leader
-        self._journal.tell(
-            step=self.step, epoch=self.epoch, loss=self.loss, lanes=held, rate=rate, leader=leader
-        )
+        self._journal.tell(step=self.step, epoch=self.epoch, loss=self.loss, lanes=held, rate=rate, leader=leader)
+
+    def _tell_interval(self) -> None:
+        """How often checkpoints are worth their cost, when that has changed."""
+        if self._keeper is not None and self._keeper.write_seconds is not None:
+            self._pacer.written(self._keeper.write_seconds)
+        advice = self._pacer.news(time.monotonic())
+        if advice is not None:
+            event = Interval(
+                time=time.time(),
+                step=self.step,
+                every=advice.every,
+                save_seconds=advice.save_seconds,
+                failure_seconds=advice.failure_seconds,
+                auto=self.seat.settings.checkpoint_auto,
+            )
+            self.seat.wire.send(event)
 
     def _tell_travel(self, final: bool = False) -> None:
         """How gradients travel: once the first have, and at the end with what it came to."""
@@ -571,6 +610,9 @@ class Run:
             raise CheckpointError("all workers that had the state are gone, and without a run folder nothing is saved")
         found = self._keeper.resume(self.group)
         self._take(found.snapshot)
+        if self.crew.view.term > 0:
+            self._pacer.lost()
+        self._pacer.saved(self.step, 0.0, time.monotonic())
         if self.leader:
             repeated = max(0, max(self.crew.committed_before(), self.seat.settings.committed) - self.step)
             event = Resumed(
@@ -618,7 +660,11 @@ class Run:
         self.replica.close()
         self.crew.close()
 
-    def close(self) -> None:
-        """Gives everything back after a failure: no checkpoint is written."""
+    def close(self, failed: str = "") -> None:
+        """Gives everything back after a failure: no checkpoint is written. `failed`: why the others are to end, too."""
+        if failed:
+            self.crew.give_up(failed)
         if self._keeper is not None:
             self._keeper.close()
+        if failed:
+            self.crew.close()

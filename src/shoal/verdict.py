@@ -5,8 +5,9 @@ from typing import Any
 from shoal.errors import MismatchError, ShoalError, Stopped, WorkerError
 from shoal.report.events import Failed, WorkerExited
 from shoal.report.figures import plural
-from shoal.report.story import Fault, exit_text, how
+from shoal.report.story import Fault
 from shoal.report.tally import Tally
+from shoal.report.words import exit_text, how
 
 LOG_LINES = 3  # of a lost worker's last words
 SELF_EXPLAINING = ("CheckpointError", "JobError", "MismatchError", "NonFiniteError")  # their message names the place

@@ -220,17 +220,18 @@ def told(seat: Seat, log: str) -> Iterator[list[int]]:
     except BaseException as error:
         run = joined() or (_current[0] if _current else None)
         code[0] = error.exit_code if isinstance(error, ShoalError) else 1
-        seat.wire.send(failure(error, seat.rank, run, log))
+        event = failure(error, seat.rank, run, log)
+        seat.wire.send(event)
         print(TRACEBACK_FOLLOWS, file=sys.stderr)
         traceback.print_exc()
-        _finish_saving()
+        _finish_saving("" if event.kind == "PeerLost" else f"worker {seat.rank}: {event.message}")
 
 
-def _finish_saving() -> None:
+def _finish_saving(failed: str = "") -> None:
     """A checkpoint that is being written is worth waiting for: the user is told that it is there."""
     run = joined() or (_current[0] if _current else None)
     if run is not None:
-        run.close()
+        run.close(failed)
 
 
 def failure(error: BaseException, rank: int, run: Run | None, log: str) -> Failed:

@@ -11,6 +11,7 @@ A worker's wire is a socket pair, its output goes straight to its log file.
 import ctypes
 import io
 import os
+import select
 import selectors
 import signal
 import socket
@@ -75,16 +76,22 @@ class Line:
 class Exit:
     rank: int
     life: int = 0
-    code: int  # negative: the signal that ended it
+    code: int | None  # negative: the signal that ended it; None: nobody knows, since its server was gone before it
 
 
 Name = tuple[int, int]  # rank and life
 
 
+@dataclass(frozen=True)
+class _Orphan:
+    """A worker whose server is gone: it is watched by its process alone."""
+
+    name: Name
+    handle: int
+
+
 class LocalEngine:
-    def __init__(
-        self, work: Callable[[Post], int], *, fresh_thread: bool = False, address: Path | None = None
-    ) -> None:
+    def __init__(self, work: Callable[[Post], int], *, fresh_thread: bool = False, address: Path | None = None) -> None:
         """Forks the server now, so everything the work needs must be loaded by now.
 
         `fresh_thread`: let workers compute in a thread of their own; needed when they use several OpenMP threads and
@@ -125,6 +132,7 @@ class LocalEngine:
         self._partial: dict[Name, bytes] = {}
         self.pids: dict[Name, int] = {}
         self._running: set[Name] = set()
+        self.can_start = True  # False: the server is gone
 
     @property
     def running(self) -> set[int]:
@@ -170,6 +178,8 @@ class LocalEngine:
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 exits += self._hear_server()
+            elif isinstance(key.data, _Orphan):
+                exits += self._bury(key.data)
             else:
                 lines += self._hear(key.data)
         for leave in exits:
@@ -203,13 +213,8 @@ class LocalEngine:
             message = self._control.recv(MESSAGE_BYTES)
         except OSError:
             message = b""
-        if not message:  # the server died; where nothing may outlive it, the kernel has ended every worker with it
-            self._selector.unregister(self._control)
-            gone: list[Line | Exit] = [
-                Exit(rank=rank, life=life, code=-signal.SIGKILL) for rank, life in sorted(self._running)
-            ]
-            self._running.clear()
-            return gone
+        if not message:
+            return self._orphaned()
         told: dict[str, int] = msgspec.json.decode(message)
         name = (told["rank"], told["life"])
         if "pid" in told:
@@ -217,6 +222,26 @@ class LocalEngine:
             return []
         self._running.discard(name)
         return [Exit(rank=name[0], life=name[1], code=told["code"])]
+
+    def _orphaned(self) -> list[Line | Exit]:
+        """The server died. Where nothing may outlive it the kernel ends the workers, too; else they go on."""
+        self._selector.unregister(self._control)
+        self.can_start = False
+        gone: list[Line | Exit] = []
+        for name in sorted(self._running):
+            try:
+                orphan = _Orphan(name, os.pidfd_open(self.pids[name]))
+                self._selector.register(orphan.handle, selectors.EVENT_READ, orphan)
+            except (OSError, KeyError):
+                self._running.discard(name)
+                gone.append(Exit(rank=name[0], life=name[1], code=None))
+        return gone
+
+    def _bury(self, orphan: "_Orphan") -> list[Line | Exit]:
+        self._selector.unregister(orphan.handle)
+        os.close(orphan.handle)
+        self._running.discard(orphan.name)
+        return [Exit(rank=orphan.name[0], life=orphan.name[1], code=None)]
 
     def tell(self, rank: int, text: bytes) -> None:
         for (worker, _), wire in list(self._wires.items()):
@@ -232,6 +257,12 @@ class LocalEngine:
 
     def close(self) -> None:
         """Ends whatever still runs and waits until it is gone."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Orphan):
+                with suppress(OSError):
+                    signal.pidfd_send_signal(key.data.handle, signal.SIGKILL)
+                    select.select([key.data.handle], [], [])
+                self._bury(key.data)
         with suppress(OSError):
             self._control.send(END)
         if self._server is None:

@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.recovery.process import condition
 from shoal.recovery.protocol import NOTHING, Position, Seen, View, Who
-from shoal.recovery.store import Reading, Store, StoreAway
+from shoal.recovery.store import LeaseEnded, Reading, Store, StoreAway
 
 INTERVAL_SECONDS = 0.25
 STOPPED_SECONDS = 0.6  # a process of this host that has been stopped for so long is as good as silent
@@ -35,6 +35,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
     stop: bool = False
     workers: int | None = None
+    failed: str = ""  # a worker met an error of the user's code: the run ends, since whoever took over would meet it
 
 
 class News:
@@ -101,23 +102,16 @@ class Beat:
         self._judging_from = 0.0  # before that, leases may be missing because the store was away
         self._away_since: float | None = None
         self._closed = threading.Event()
-        self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal beat", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
-
-    def ready(self, seconds: float) -> bool:
-        """Whether the store has been reached."""
-        return self._ready.wait(seconds)
-
-    @property
-    def away_seconds(self) -> float | None:
-        since = self._away_since
-        return None if since is None else time.monotonic() - since
 
     def close(self, revoke: bool = True) -> None:
         """`revoke`: the others need not wait for the lease to run out."""
         self._closed.set()
-        self._thread.join(self.lease_seconds)
+        if self._thread.ident is not None:
+            self._thread.join(self.lease_seconds)
         if revoke and self.lease is not None:
             with contextlib.suppress(StoreAway):
                 self._store.revoke(self.lease)
@@ -174,6 +168,8 @@ class Beat:
         while not self._closed.is_set():
             try:
                 self._turn()
+            except LeaseEnded:
+                self.lease = None
             except StoreAway:
                 if self._away_since is None:
                     self._away_since = time.monotonic()
@@ -191,7 +187,6 @@ class Beat:
         self._back()
         if reading is not None:
             self.news = News(reading)
-        self._ready.set()
 
     def _keep_lease(self) -> None:
         if self.lease is None or not self._store.renew(self.lease):

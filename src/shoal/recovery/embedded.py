@@ -25,7 +25,7 @@ from shoal.errors import RunError
 from shoal.recovery import storeserver
 from shoal.recovery.absence import Absence
 from shoal.recovery.store import Entry, LeaseEnded, Reading, StoreAway
-from shoal.recovery.storeserver import Serving
+from shoal.recovery.storeserver import Serving, read_serving
 
 ANSWER_SECONDS = 2.0  # how long a connection or an answer may take, beyond what a wait asks for
 STOP_SECONDS = 5.0  # until it is ended by force
@@ -54,16 +54,8 @@ def start(
     found = _serving(folder)
     if found is not None:
         return found
-    command = [
-        sys.executable,
-        "-P",
-        storeserver.__file__,
-        str(folder),
-        "--address",
-        address,
-        "--idle",
-        f"{idle_seconds}",
-    ]
+    command = [sys.executable, "-P", storeserver.__file__, str(folder.absolute())]
+    command += ["--address", address, "--idle", f"{idle_seconds}"]
     passed: tuple[int, ...] = ()
     if listener is not None:
         passed = (listener.fileno(),)
@@ -85,24 +77,18 @@ def running(folder: Path) -> bool:
 
 def stop(folder: Path, *, dial: Dial = dial, seconds: float = STOP_SECONDS) -> None:
     """Ends the server of this folder, if there is one: asks it to, and kills it if it has not gone by then."""
-    deadline = time.monotonic() + seconds
+    _until(lambda: not storeserver.locked(folder) or running(folder), seconds)  # one that is just starting
     serving = _serving(folder)
     if serving is not None:
         client = Embedded(folder, dial)
-        try:
+        with suppress(StoreAway):
             client.end_server()
-        except StoreAway:
-            deadline = time.monotonic()
-        finally:
-            client.close()
-    while storeserver.locked(folder) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    if serving is not None and storeserver.locked(folder):
+            _until(lambda: not _lives(serving), seconds)
+        client.close()
         _kill(serving)
-        while storeserver.locked(folder) and storeserver.process_started(serving.pid) == serving.started:
-            time.sleep(0.002)
-    if not storeserver.locked(folder):
-        (folder / storeserver.RECORD).unlink(missing_ok=True)
+        # What is read then is of a server that somebody has started since.
+        _until(lambda: not storeserver.locked(folder) or read_serving(folder) not in (None, serving), seconds)
+    storeserver.forget_serving(folder)
 
 
 def connect(folder: Path, *, dial: Dial = dial) -> "Embedded":
@@ -117,8 +103,8 @@ class Embedded:
     """
 
     def __init__(self, folder: Path, dial: Dial) -> None:
-        self.folder, self._dial = folder, dial
-        serving = storeserver.read_serving(folder)
+        self.folder, self._dial = folder.absolute(), dial  # a user's code may go to another folder
+        serving = read_serving(folder)
         self.address = str(serving) if serving is not None else str(folder / storeserver.RECORD)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
@@ -183,7 +169,7 @@ class Embedded:
         if self._socket is not None and (self._owner != os.getpid() or _ended(self._socket)):
             self._hang_up()
         if self._socket is None:
-            serving = storeserver.read_serving(self.folder)
+            serving = read_serving(self.folder)
             if serving is None:
                 raise FileNotFoundError(f"no server has left its address in {self.folder / storeserver.RECORD}")
             self.address = str(serving)
@@ -240,19 +226,29 @@ def _number(reply: storeserver.Reply) -> int:
     return reply.number
 
 
+def _until(true: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
 def _serving(folder: Path) -> Serving | None:
     """The server that lives and is ready."""
     if not storeserver.locked(folder):
         return None
-    found = storeserver.read_serving(folder)
-    return found if found is not None and storeserver.process_started(found.pid) == found.started else None
+    found = read_serving(folder)
+    return found if found is not None and _lives(found) else None
+
+
+def _lives(serving: Serving) -> bool:
+    return storeserver.process_started(serving.pid) == serving.started
 
 
 def _kill(serving: Serving) -> None:
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(serving.pid)  # from here on the number means one process
         try:
-            if storeserver.process_started(serving.pid) == serving.started:
+            if _lives(serving):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         finally:
             os.close(handle)

@@ -54,7 +54,9 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
     who: Who
     committed: int  # steps; -1: it has no state yet
-    doubt: bool = False  # it has said that it has the merged gradient of step `committed`, and does not know of the rest
+    doubt: bool = (
+        False  # it has said that it has the merged gradient of step `committed`, and does not know of the rest
+    )
     clean: bool = True  # between two steps, or before the update of one: its state can be handed over
 
 

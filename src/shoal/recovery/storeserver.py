@@ -151,6 +151,17 @@ def locked(folder: Path) -> bool:
     return False
 
 
+def forget_serving(folder: Path) -> None:
+    """Removes store.json if there is no server; one that starts now waits until that is done."""
+    with suppress(OSError):
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (folder / RECORD).unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
 def process_started(pid: int) -> int | None:
     """In ticks since boot; None if there is no such process, or the kernel is taking it down."""
     try:

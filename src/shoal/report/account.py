@@ -9,8 +9,8 @@ import msgspec
 
 from shoal.plan.laws import amdahl_limit, gustafson_speedup, parallel_fraction
 from shoal.report.events import Failed, Spent, Travelled
-from shoal.report.story import exit_text
 from shoal.report.tally import Tally, WorkerTally
+from shoal.report.words import exit_text
 
 PARTS = ("data", "compute", "wait", "merge", "apply", "other")
 SLOW = 1.3  # times the time per lane of the others: less than that is not worth a word

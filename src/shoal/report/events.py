@@ -100,12 +100,13 @@ class Dealt(Event, frozen=True, kw_only=True, tag="dealt"):
 
 
 class Interval(Event, frozen=True, kw_only=True, tag="interval"):
-    """How often checkpoints are written with `--checkpoint auto`, and why. Told by the leader when it changes."""
+    """How often checkpoints are worth their cost, and why. Told by the leader when it changes."""
 
     step: int
     every: int  # steps
     save_seconds: float  # what one costs
     failure_seconds: float  # mean time between failures that was assumed or seen
+    auto: bool = True  # and they are written that often; else it is advice
 
 
 class Saved(Event, frozen=True, kw_only=True, tag="saved"):

@@ -16,8 +16,9 @@ from rich.text import Text
 from shoal.report import screen
 from shoal.report.events import AnyEvent, Printed, RunStarted, Travelled
 from shoal.report.prints import Prints
-from shoal.report.story import Telling, stamp
 from shoal.report.tally import Tally
+from shoal.report.telling import Telling
+from shoal.report.words import stamp
 
 REFRESH_SECONDS = 0.4
 PLAIN_SECONDS = 10.0

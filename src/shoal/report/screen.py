@@ -22,8 +22,8 @@ from shoal.report.events import (
 )
 from shoal.report.membership import ENDED, JOINING, LEFT, STARTING, TAKES_PART
 from shoal.report.prints import clean
-from shoal.report.story import stamp
 from shoal.report.tally import Tally, WorkerTally
+from shoal.report.words import stamp
 
 BAR_WIDTH = 37
 SPLIT_WIDTH = 40

@@ -4,13 +4,8 @@ Several tell it, in any order: the driver (a process ended), the leader of the s
 first step is committed), the newcomer (it has the state). Each of them knows a part, and a `Fault` is the whole.
 """
 
-import signal
-import time
-from collections.abc import Iterator
-
 import msgspec
 
-from shoal.report import figures
 from shoal.report.events import (
     AnyEvent,
     Changed,
@@ -21,16 +16,12 @@ from shoal.report.events import (
     Resumed,
     Steps,
     StoreAwayFor,
-    WorkerExited,
     WorkerLeft,
     WorkerLost,
 )
 from shoal.report.membership import Life, Membership, Turn
-from shoal.report.prints import clean
 
 RUN_ENDS = "the run ends"  # how a WorkerLost's action begins if nobody goes on
-HOLD_SECONDS = 2.0  # a fault is told whole, but not later than that
-EXIT_HOLD_SECONDS = 0.5  # a process that ended may be part of a fault of which the driver is about to tell
 
 
 class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -289,186 +280,3 @@ def _attach(fault: Fault, change: _Step) -> None:
     fault.seconds, fault.committed_at = change.seconds, change.at
     if fault.kind == "lost":
         fault.reason = event.reason
-
-
-def exit_text(code: int | None, *, guess: bool = False) -> str:
-    """How a process ended, by its exit code; `guess`: with what is often behind it, if nobody has looked."""
-    if code is None:
-        return "ended, nobody knows how"
-    if code >= 0:
-        return f"ended with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"killed ({name}{': often out of memory' if guess and name == 'SIGKILL' else ''})"
-
-
-# -- in words ---------------------------------------------------------------------------------------------------------
-
-
-def how(fault: Fault) -> str:
-    """Its end: by signal or code if it is known, else how it was noticed."""
-    if fault.out_of_memory:
-        return "killed (SIGKILL: out of memory)"
-    if fault.unresponsive:
-        return fault.unresponsive
-    if fault.code is None:
-        return f"lost ({fault.noticed})" if fault.noticed else "lost"
-    return exit_text(fault.code)
-
-
-def sentence(fault: Fault, *, place: bool = False) -> str:
-    """What happened and what the others did, as far as it is known; with host and process if `place` is asked for."""
-    return "; ".join(_parts(fault, place=place))
-
-
-def outcome(fault: Fault) -> str | None:
-    """What became of its place."""
-    if fault.back_step is None or fault.back_seconds is None:
-        return None
-    by = "came back" if fault.next_life == fault.life else f"life {fault.next_life}"
-    return f"{by} took part again from step {fault.back_step + 1:,}, after {figures.duration(fault.back_seconds)}"
-
-
-def whole(fault: Fault) -> str:
-    """The story in one line, for the closing report."""
-    parts = [sentence(fault, place=True)]
-    if fault.kind in ("lost", "left"):
-        parts += [outcome(fault) or ("" if fault.next_life is None else f"life {fault.next_life} never took part")]
-    return "; ".join(part for part in parts if part)
-
-
-def stamp(when: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(when))
-
-
-def _parts(fault: Fault, *, place: bool) -> Iterator[str]:
-    match fault.kind:
-        case "lost":
-            yield f"{_who(fault, place=place)} {how(fault)}{' before it took part' if fault.outside else ''}"
-            if place and fault.code is not None and fault.noticed and not fault.unresponsive:
-                yield f"noticed: {fault.noticed}"
-            yield from _aftermath(fault)
-        case "left":
-            yield f"{_who(fault, place=place)} left after step {fault.step or 0:,}: {fault.reason}"
-            if not fault.redone:
-                yield "nothing is done again"
-            yield from _aftermath(fault)
-        case "joined":
-            at = "" if fault.step is None else f" at step {fault.step:,}"
-            came = "is on its way" if fault.epoch is None else "joined"
-            yield f"{_who(fault, place=place)} {came}{at}: {fault.reason}"
-            yield from _commit(fault)
-        case "regrouped":
-            yield fault.reason
-            yield from _aftermath(fault)
-        case "back":
-            if fault.reason:
-                yield fault.reason
-            if fault.step is not None:
-                yield f"on from the checkpoint of step {fault.step:,}"
-                yield f"{figures.plural(fault.repeated, 'step')} done again"
-        case "store":
-            yield f"store {fault.reason} cannot be reached: training goes on, changes of membership wait"
-            if fault.seconds is not None:
-                yield f"back after {figures.duration(fault.seconds)}"
-        case "driver":
-            yield f"process {fault.pid} on {fault.host} watches over the run now"
-
-
-def _who(fault: Fault, *, place: bool) -> str:
-    notes = [] if fault.life == 0 else [f"life {fault.life}"]
-    if place:
-        notes += [fault.host] if fault.host else []
-        notes += [f"pid {fault.pid}"] if fault.pid is not None else []
-    return f"worker {fault.worker} ({', '.join(notes)})" if notes else f"worker {fault.worker}"
-
-
-def _aftermath(fault: Fault) -> Iterator[str]:
-    if fault.outside:
-        return
-    if fault.epoch is None or fault.ends_the_run:
-        if fault.action:
-            yield fault.action
-        return
-    members = " ".join(str(worker) for worker in fault.members)
-    if fault.redone:
-        yield f"step {(fault.step or 0) + 1:,} done again by {members}"
-    elif members:
-        yield f"{members} go{'es' if len(fault.members) == 1 else ''} on"
-    yield from _commit(fault)
-
-
-def _commit(fault: Fault) -> Iterator[str]:
-    if fault.seconds is not None:
-        yield f"next commit after {figures.duration(fault.seconds)}"
-
-
-# -- as it happens ----------------------------------------------------------------------------------------------------
-
-
-class _Told(msgspec.Struct):
-    """How much of a fault a view has told."""
-
-    fault: Fault
-    since: float  # when it was first seen, by the view's clock
-    parts: list[str] = []
-    back: bool = False
-
-    @property
-    def done(self) -> bool:
-        return bool(self.parts) and self.fault.whole and (self.back or self.fault.kind not in ("lost", "left"))
-
-
-class Telling:
-    """The lines of a story for a view that shows it as it happens: each fault when it is whole, or has been waiting."""
-
-    def __init__(self) -> None:
-        self._seen: int | None = None
-        self._open: list[_Told] = []
-        self._exits: list[tuple[float, WorkerExited]] = []
-
-    def heard(self, event: AnyEvent, now: float) -> None:
-        if isinstance(event, WorkerExited) and event.code:
-            self._exits.append((now, event))
-
-    def ready(self, story: Story, now: float) -> list[str]:
-        # The views tell of a return to a checkpoint and of another driver at once, as of any event.
-        fresh = [fault for fault in story.faults[self._seen or 0 :] if fault.kind not in ("back", "driver")]
-        told = [_Told(fault, now) for fault in fresh]
-        if self._seen is None:  # a view that joins later: what was told before is known, its end may be news
-            for each in told:
-                each.parts = list(_parts(each.fault, place=False)) if each.fault.whole else []
-                each.back = outcome(each.fault) is not None
-        self._seen = len(story.faults)
-        self._open += told
-        lines = [line for told in self._open for line in _news(told, now)] + self._exit_lines(story, now)
-        self._open = [told for told in self._open if not told.done]
-        return [clean(line) for line in lines]
-
-    def rest(self, story: Story) -> list[str]:
-        return self.ready(story, float("inf"))
-
-    def _exit_lines(self, story: Story, now: float) -> list[str]:
-        held = [each for each in self._exits if story.of((each[1].rank, each[1].life), "lost", "left") is None]
-        due = [event for since, event in held if now - since >= EXIT_HOLD_SECONDS]
-        self._exits = [each for each in held if each[1] not in due]
-        return [f"{stamp(event.time)}  worker {event.rank} {exit_text(event.code, guess=True)}" for event in due]
-
-
-def _news(told: _Told, now: float) -> Iterator[str]:
-    fault = told.fault
-    parts = list(_parts(fault, place=False))
-    news = [part for part in parts if part not in told.parts]
-    first = not told.parts
-    due = fault.whole or now - told.since >= HOLD_SECONDS if first else bool(news) and fault.seconds is not None
-    if due:
-        when = fault.time if first or fault.committed_at is None else fault.committed_at
-        name = "" if parts[0] in news else f"{fault.kind}: " if fault.worker is None else f"worker {fault.worker}: "
-        told.parts = parts
-        yield f"{stamp(when)}  {name}{'; '.join(news)}"
-    back = outcome(fault)
-    if back is not None and told.parts and not told.back:
-        told.back = True
-        yield f"{stamp(fault.time + (fault.back_seconds or 0.0))}  worker {fault.worker}: {back}"

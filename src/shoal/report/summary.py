@@ -16,8 +16,9 @@ from shoal.report.folder import DEFAULT_ROOT, RunLine
 from shoal.report.membership import Segment
 from shoal.report.prints import clean
 from shoal.report.screen import measured, uncrossed
-from shoal.report.story import Fault, stamp, whole
+from shoal.report.story import Fault
 from shoal.report.timeline import draw
+from shoal.report.words import stamp, whole
 
 _PARTS_IN_ORDER = ("compute", "merge", "wait", "data", "apply", "other")
 _MARKS = {"done": ("✔", "bold green"), "stopped": ("■", "bold yellow"), "failed": ("✘", "bold red")}

@@ -1,4 +1,4 @@
-"""The membership and commit protocol in a world that goes wrong, ten thousand times over.
+"""The membership and commit protocol in a world that goes wrong, a hundred thousand times over.
 
     run(1234)                                              one seed: the cases that it met, or Broken with its story
     python -m shoal.testing.simulation --seed 1234 --trace that seed, event by event
@@ -7,12 +7,14 @@
 Every worker of the simulation runs the real `Member` (recovery/protocol.py); clock, network, store, disk and the faults
 of all of them are played, and one seed decides everything.
 
-    plan.py     what a seed stands for          world.py    clock, network, disk, faults
+    plan.py     what a seed stands for          world.py    clock, processes, network, disk
     worker.py   the runtime's loop              store.py    views, leases, positions
-    driver.py   sees ends, starts others        laws.py     what must hold
+    driver.py   sees ends, starts others        faults.py   what goes wrong
+                                                laws.py     what must hold
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from shoal.recovery.protocol import Member
 from shoal.testing.simulation.laws import Broken
@@ -21,16 +23,13 @@ from shoal.testing.simulation.world import World
 __all__ = ["Broken", "World", "run"]
 
 
-def run(seed: int, member: Callable[..., Member] = Member) -> set[str]:
+def run(seed: int, member: Callable[..., Member] = Member, **planned: Any) -> set[str]:
     """The cases that a seed met. Raises Broken with the story of the seed if a law did not hold."""
     try:
-        return World(seed, member).run()
+        return World(seed, member, **planned).run()
     except Broken:
-        return _again(seed, member)
-
-
-def _again(seed: int, member: Callable[..., Member]) -> set[str]:
-    world = World(seed, member, trace=True)
+        pass
+    world = World(seed, member, trace=True, **planned)
     try:
         return world.run()
     except Broken as broken:

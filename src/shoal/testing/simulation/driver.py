@@ -53,7 +53,7 @@ class Driver(Process):
         living = {worker.who.worker for worker in world.workers.values() if not worker.ended}
         dead = [who for who, worker in world.workers.items() if self._may_replace(worker)]
         numbers = sorted({who.worker for who in dead} - living)
-        if not world.plan.replaces or (len(world.workers) >= MOST_STARTS and not world.calm):
+        if not world.plan.replaces or (len(world.workers) >= MOST_STARTS and world.now < world.plan.heals):
             numbers = numbers[:1] if not living else []
         for number in numbers:
             world.after(world.random.uniform(0.05, 0.4), None, self._replaces, number)
@@ -66,7 +66,11 @@ class Driver(Process):
 
     def _replaces(self, number: int) -> None:
         world = self.world
-        if self.ended or world.store.done or any(not w.ended and w.who.worker == number for w in world.workers.values()):
+        if (
+            self.ended
+            or world.store.done
+            or any(not w.ended and w.who.worker == number for w in world.workers.values())
+        ):
             return
         world.start(number)
 

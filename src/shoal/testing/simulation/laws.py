@@ -10,6 +10,40 @@ if TYPE_CHECKING:
     from shoal.testing.simulation.worker import Worker
 
 START = 17  # the weights of a fresh model
+
+# What the seeds have to meet: a simulation that never comes to a case proves nothing about it.
+CASES = (
+    "a newcomer was let in",
+    "a replacement came in",
+    "a worker left",
+    "only connections were made anew",
+    "the driver changed the view",
+    "the driver died",
+    "the store was away",
+    "a step was committed without the store",
+    "a swap came too late",
+    "the reply to a swap was lost",
+    "a vote came late",
+    "a commit came late",
+    "a step in doubt was finished",
+    "a step in doubt was done again",
+    "an evaluation was interrupted",
+    "an evicted worker woke up",
+    "a stopped worker began a term that was over",
+    "a donor was lost",
+    "a donor died while it gave",
+    "a state arrived changed",
+    "a newcomer came in while a step was in doubt",
+    "newcomers had to wait for the end of a step",
+    "everything died",
+    "a term began",
+    "a term began from a checkpoint",
+    "a term began from a fresh model",
+    "the run began from a checkpoint",
+    "a checkpoint did not verify",
+    "a torn checkpoint was passed over",
+    "a group without the store trained on in an old term",
+)
 Gradient = tuple[int, ...]
 
 
@@ -52,6 +86,7 @@ class Laws:
             raise Broken(text)
 
     def meets(self, case: str) -> None:
+        assert case in CASES
         self.met.add(case)
 
     # -- 1, 4, 5: bits ------------------------------------------------------------------------------------------------
@@ -76,7 +111,7 @@ class Laws:
         text = f"{worker.who} merged the lanes {lanes}"
         self.holds(sorted(lanes) == list(range(LANES)), text)
 
-    # -- 2: a step counts once everybody has its gradient, and not in an epoch that is over -----------------------------
+    # -- 2: a step counts once everybody has its gradient, and not in an epoch that is over ---------------------------
 
     def commits(self, worker: "Worker", members: tuple[Who, ...], term: int) -> None:
         """Called after the update."""

@@ -82,7 +82,9 @@ def draw(random: Random) -> Plan:
         focus=random.choice(("joining", "boundary", "state", "take", "evaluation") if crowded else MOMENTS),
         focuses=0.3 if crowded else often(0.8, 0.03, 0.1, 0.3),
         corrupts=often(0.3, 0.1, 0.4),
-        joins=tuple(random.uniform(0.3, 1.0 if crowded else heals) for _ in range(2 if crowded else random.choice((0, 1)))),
+        joins=tuple(
+            random.uniform(0.3, 1.0 if crowded else heals) for _ in range(2 if crowded else random.choice((0, 1)))
+        ),
         heals=heals,
         faults=() if crowded else tuple(sorted((random.uniform(0.0, heals), kind) for kind in kinds)),
     )

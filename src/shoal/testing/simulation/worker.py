@@ -69,9 +69,9 @@ class Worker(Process):
         self.judging = 0.0  # before that, leases may be missing because the store was away
         self.answered = 0.0  # when the store last did
         self.alarm = ""
-        self.newcomers = False
+        self.newcomers: list[Who] = []  # wait to be let in
         self.asked, self.answer = 0, (0, None)  # requests to the store
-        self.listening = False
+        self.listening = self.watching = False  # for whatever arrives; for a change in the store
         self.ticket = 0
         self.main = self._live()
 
@@ -82,7 +82,7 @@ class Worker(Process):
         self._go_on()
 
     def _go_on(self) -> None:
-        self.listening = False
+        self.listening = self.watching = False
         self.ticket += 1
         try:
             seconds = next(self.main)
@@ -104,7 +104,7 @@ class Worker(Process):
 
     def _maybe(self, moment: str, other: Who | None = None) -> Waits:
         """A place where the world likes to strike; maybe the connection to another."""
-        if self.world.strikes(self, moment, other):
+        if self.world.faults.strikes(self, moment, other):
             yield 0.0
 
     # -- the beat -----------------------------------------------------------------------------------------------------
@@ -121,13 +121,13 @@ class Worker(Process):
         self.answered = now
         view, current = reading.seen.view, self.view
         gone = self._gone(reading)
-        self.newcomers = bool(newcomers(view, reading.seen.alive, gone))
+        self.newcomers = newcomers(view, reading.seen.alive, gone)
         if current is None or self.alarm:
             return
         lost = [who for who in current.members if who in gone]
         if lost:
             self.alarm = f"{lost[0]} {gone[lost[0]]}"
-        elif view.epoch > current.epoch and not view.boundary:
+        elif view.epoch > current.epoch and not (view.boundary and self.who in view.members):
             self.alarm = f"epoch {view.epoch} has begun"
         if self.alarm:
             self.poke()
@@ -184,12 +184,16 @@ class Worker(Process):
         return (yield from self._await((epoch, kind, step), others, seconds))
 
     def _await(self, key: Key, senders: Sequence[Who], seconds: float) -> Generator[float, None, dict[Who, Any]]:
-        world = self.world
+        """If all has arrived and something has failed as well, either may be noticed first."""
+        world, epoch = self.world, key[0]
         until = world.now + seconds
+        heard = self.heard.setdefault(key, {})
         while True:
-            heard = self.heard.get(key, {})
-            trouble = self.alarm or next((f"{who} is cut off" for who in senders if (key[0], who) in self.closed), "")
-            if all(who in heard for who in senders) and (not trouble or world.random.random() < 0.5):
+            trouble = self.alarm or (
+                self.closed and next((f"{who} is cut off" for who in senders if (epoch, who) in self.closed), "")
+            )
+            whole = len(heard) >= len(senders)
+            if whole and (not trouble or world.random.random() < 0.5):
                 return heard
             if trouble or world.now >= until:
                 raise Lost(f"{key[1]} of step {key[2]}: {trouble or 'takes too long'}")
@@ -262,6 +266,7 @@ class Worker(Process):
                         world.end(self, "was left behind")
                         return
                     case _:
+                        self.watching = True
                         yield self._until(0.2)
             except Away:
                 yield 0.05
@@ -308,6 +313,7 @@ class Worker(Process):
             raise
         weights, steps = heard[donor]
         if weights == VOID:
+            self.world.laws.meets("a state arrived changed")
             raise Lost("the state arrived changed")
         self.weights, self.steps, self.member.clean = weights, steps, True
 
@@ -360,10 +366,10 @@ class Worker(Process):
         world.laws.begins(self)
         yield world.random.uniform(0.03, 0.15)
         mine = {
-            lane: gradient_of(self.weights, lane, step)
-            for lane in range(view.rank(self.who), LANES, len(view.members))
+            lane: gradient_of(self.weights, lane, step) for lane in range(view.rank(self.who), LANES, len(view.members))
         }
-        asks = (CHANGE if self.newcomers else 0) | (LEAVE if self.leaving else 0)
+        waiting = any(who not in view.members for who in self.newcomers)
+        asks = (CHANGE if waiting else 0) | (LEAVE if self.leaving else 0)
         offers = dict((yield from self._gather("offer", step, (asks, mine), COLLECTIVE)))
         offers[self.who] = asks, mine
         lanes = {lane: gradient for _, part in offers.values() for lane, gradient in part.items()}
@@ -408,6 +414,7 @@ class Worker(Process):
                 reading: Reading = yield from self._ask("read")
                 if self.who not in reading.seen.view.members:
                     break
+                self.watching = True
                 yield self._until(0.2)
             except Away:
                 break

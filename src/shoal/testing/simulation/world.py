@@ -1,4 +1,4 @@
-"""The world of one seed: a clock, processes, the network between them, the store, a disk, and everything that goes wrong.
+"""The world of one seed: a clock, processes, the network between them, the store, a disk, and what goes wrong in it.
 
 Whatever happens is an event at a time; the seed alone says which ones and in which order, so a seed replays. Messages
 of a group go over connections that keep their order: one that is lost breaks its connection, and both ends notice some
@@ -6,30 +6,34 @@ time later. A message of an old epoch can still arrive at somebody who has moved
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
 from shoal.recovery.protocol import Member, Settlement, View, Who
 from shoal.testing.simulation.driver import Driver
+from shoal.testing.simulation.faults import Faults
 from shoal.testing.simulation.laws import Broken, Laws
-from shoal.testing.simulation.plan import AIMED, BOUND, LANES, draw
-from shoal.testing.simulation.store import Store
+from shoal.testing.simulation.plan import BOUND, LANES, draw
+from shoal.testing.simulation.store import Reading, Store
 from shoal.testing.simulation.worker import VOID, Key, Process, Worker
 
 MOST_EVENTS = 60_000
 
 
 class World:
-    def __init__(self, seed: int, member: Callable[..., Member] = Member, trace: bool = False) -> None:
-        self.seed, self.member = seed, member
+    def __init__(self, seed: int, member: Callable[..., Member] = Member, trace: bool = False, **planned: Any) -> None:
+        """`planned`: what the seed would decide otherwise, by the names of Plan."""
+        self.member = member
         self.random = Random(seed)
-        self.plan = draw(self.random)
+        self.plan = replace(draw(self.random), **planned)
         self.now = 0.0
         self.events: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
         self.trace: list[str] | None = [] if trace else None
         self.laws = Laws(self.plan.last)
+        self.faults = Faults(self)
         self.store = Store()
         self.workers: dict[Who, Worker] = {}
         self.driver: Driver | None = None
@@ -46,7 +50,8 @@ class World:
         heappush(self.events, (time, self.count, process, what, arguments))
 
     def after(self, seconds: float, process: Process | None, what: Callable[..., None], *arguments: Any) -> None:
-        self.at(self.now + seconds, process, what, *arguments)
+        self.count += 1
+        heappush(self.events, (self.now + seconds, self.count, process, what, arguments))
 
     def run(self) -> set[str]:
         """To the end of the run. Returns the cases that were met."""
@@ -54,47 +59,46 @@ class World:
         for number in range(self.plan.workers):
             self.after(self.random.uniform(0.0, 0.3), None, self.start, number)
         for time, kind in self.plan.faults:
-            self.at(time, None, getattr(self, f"fault_{kind}"))
+            if time < self.plan.heals:
+                self.at(time, None, getattr(self.faults, kind))
         for time in self.plan.joins:
             self.at(time, None, self.join)
-        self.at(self.plan.heals, None, self.heal)
+        self.at(self.plan.heals, None, self.faults.heal)
         try:
-            while not self.over():
-                self._next_event()
+            self._play()
         except AssertionError as error:
             raise Broken(f"the protocol's own check: {error}") from None
         return self.laws.met
 
-    def _next_event(self) -> None:
-        self.now, _, process, what, arguments = heappop(self.events)
-        if self.now > self.plan.heals + BOUND or self.count > MOST_EVENTS:
-            states = [f"{who} {each.member}" for who, each in self.workers.items() if not each.ended]
-            raise Broken(f"no end in sight, {self.store.view}: {'; '.join(states) or 'nobody lives'}")
-        if process is None:
-            what(*arguments)
-        elif process.paused:
-            process.held.append((what, arguments))
-        elif not process.ended:
-            what(*arguments)
-
-    def over(self) -> bool:
-        """The last step is committed, and all that lived have come to it."""
-        return self.store.done and all(worker.ended for worker in self.workers.values())
+    def _play(self) -> None:
+        """Event after event, until the last step is committed and all that lived have come to it."""
+        events, store, bound = self.events, self.store, self.plan.heals + BOUND
+        while events:
+            self.now, _, process, what, arguments = heappop(events)
+            if self.now > bound or self.count > MOST_EVENTS:
+                break
+            if process is None:
+                what(*arguments)
+            elif process.paused:
+                process.held.append((what, arguments))
+            elif not process.ended:
+                what(*arguments)
+            if store.done and not self.living():
+                return
+        states = [f"{each.who} {each.member}" for each in self.living()]
+        raise Broken(f"no end in sight, {store.view}: {'; '.join(states) or 'nobody lives'}")
 
     def note(self, text: str, *arguments: Any) -> None:
         if self.trace is not None:
             shown = tuple(" ".join(map(str, each)) if isinstance(each, tuple) else each for each in arguments)
             self.trace.append(f"{self.now:7.3f}  {text % shown}")
 
-    @property
-    def calm(self) -> bool:
-        return self.now >= self.plan.heals
-
     def chance(self, share: float) -> bool:
-        return share > 0.0 and not self.calm and self.random.random() < share
+        """For faults: none after the world has healed."""
+        return share > 0.0 and self.now < self.plan.heals and self.random.random() < share
 
     def delay(self) -> float:
-        seconds = self.random.uniform(0.001, 0.02)
+        seconds = 0.001 + 0.02 * self.random.random()
         return seconds + self.random.uniform(0.1, 1.2) if self.chance(self.plan.delays) else seconds
 
     # -- processes ----------------------------------------------------------------------------------------------------
@@ -113,7 +117,7 @@ class World:
 
     def join(self) -> None:
         """One worker more, where there is room."""
-        taken = {worker.who.worker for worker in self._living()}
+        taken = {worker.who.worker for worker in self.living()}
         free = [number for number in range(LANES) if number not in taken]
         if self.driver is not None and free:
             self.start(self.random.choice(free))
@@ -132,6 +136,9 @@ class World:
                 self.after(self.random.uniform(0.001, 0.05), other, other.ends, worker.who)
         if self.driver is not None:
             self.driver.ends(worker)
+
+    def living(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if not worker.ended]
 
     def pause(self, worker: Worker, seconds: float) -> None:
         if not worker.paused and not worker.ended:
@@ -225,13 +232,14 @@ class World:
     def _performs(self, worker: Worker, number: int, what: str, arguments: tuple[Any, ...]) -> None:
         if not self.reaches(worker):
             return
-        store, answer = self.store, None
+        store = self.store
+        answer: Reading | bool = True
         if what == "read":
             answer = store.reading(self.now)
         elif what == "swap":
             answer = self.swap(arguments[0], arguments[1], str(worker.who))
         elif what == "post":
-            answer = store.post(*arguments, self.now)
+            answer = store.post(arguments[0], arguments[1], self.now)
             self._wakes_watchers()
         elif what == "done":
             store.done = True
@@ -239,7 +247,7 @@ class World:
             store.revoke(worker.who)
         if not self.chance(self.plan.store_loses):
             self.after(self.delay(), worker, worker.answers, number, answer)
-        elif answer is True and what == "swap":
+        elif what == "swap" and answer is True:
             self.laws.meets("the reply to a swap was lost")
 
     def swap(self, view: View, expected: int, by: str) -> bool:
@@ -270,10 +278,10 @@ class World:
 
     def _wakes_watchers(self) -> None:
         for worker in self.workers.values():
-            if worker.listening and not worker.ended:
+            if worker.watching and not worker.ended:
                 self.after(self.random.uniform(0.001, 0.02), worker, worker.poke)
 
-    # -- the protocol's milestones --------------------------------------------------------------------------------------
+    # -- the protocol's milestones ------------------------------------------------------------------------------------
 
     def forms(self, worker: Worker, settlement: Settlement) -> None:
         members = [self.workers[who] for who in settlement.view.members if who in self.workers]
@@ -327,109 +335,3 @@ class World:
         else:
             self.laws.meets("a stopped worker began a term that was over")
         return step
-
-    # -- faults -------------------------------------------------------------------------------------------------------
-
-    def strikes(self, worker: Worker, moment: str, other: Who | None) -> bool:
-        """Whether a fault hits a worker in the middle of something."""
-        if not self.chance(self.plan.focuses if moment == self.plan.focus else self.plan.aims):
-            return False
-        kind = self.random.choices(list(AIMED), list(AIMED.values()))[0]
-        self.note("%s is struck at %s: %s", worker.who, moment, kind)
-        if kind == "crash":
-            self.end(worker, f"crashed at {moment}")
-        elif kind == "pause":
-            self.pause(worker, self.random.uniform(0.2, 2.5))
-        elif kind == "storeless":
-            worker.storeless = self.now + self.random.uniform(0.3, 2.5)
-        elif kind == "store":
-            self.fault_store()
-        elif other is not None:
-            self.cut(worker.member.epoch, worker.who, other)
-        return True
-
-    def _living(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if not worker.ended]
-
-    def _anybody(self) -> Worker | None:
-        living = self._living()
-        return self.random.choice(living) if living else None
-
-    def fault_crash(self) -> None:
-        worker = self._anybody()
-        if worker is not None:
-            self.end(worker, "crashed")
-
-    def fault_pause(self) -> None:
-        worker = self._anybody()
-        if worker is not None:
-            self.pause(worker, self.random.uniform(0.2, 2.5))
-
-    def fault_apart(self) -> None:
-        living = self._living()
-        if len(living) > 1:
-            one, other = self.random.sample(living, 2)
-            self.note("%s and %s are apart", one.who, other.who)
-            self.apart.add(frozenset((one.who, other.who)))
-            self.after(self.random.uniform(0.2, 2.0), None, self.apart.discard, frozenset((one.who, other.who)))
-
-    def fault_storeless(self) -> None:
-        worker = self._anybody()
-        if worker is not None:
-            self.note("%s cannot reach the store", worker.who)
-            worker.storeless = self.now + self.random.uniform(0.3, 3.0)
-
-    def fault_cutoff(self) -> None:
-        self.note("no member can reach the store")
-        for who in self.store.view.members:
-            if who in self.workers:
-                self.workers[who].storeless = self.now + self.random.uniform(1.0, 4.0)
-
-    def fault_store(self) -> None:
-        if self.store.up:
-            self.note("the store is away")
-            self.laws.meets("the store was away")
-            self.store.went(self.now)
-            self.after(self.random.uniform(0.1, 2.0), None, self._store_is_back)
-
-    def _store_is_back(self) -> None:
-        if not self.store.up:
-            self.note("the store is back")
-            self.store.restarted(self.now)
-
-    def fault_driver(self) -> None:
-        if self.driver is not None:
-            self.note("the driver dies")
-            self.laws.meets("the driver died")
-            self.driver.ended, self.driver = "crashed", None
-            if self.random.random() < 0.5:
-                self.after(self.random.uniform(0.2, 2.0), None, self._attach)
-
-    def _attach(self) -> None:
-        if self.driver is None:
-            self.note("another driver takes over")
-            self.new_driver()
-
-    def fault_leave(self) -> None:
-        worker = self._anybody()
-        if worker is not None:
-            self.note("%s is asked to leave", worker.who)
-            worker.leaving = True
-
-    def fault_everything(self) -> None:
-        self.note("everything dies")
-        self.laws.meets("everything died")
-        self.fault_driver()
-        self.fault_store()
-        for worker in self._living():
-            self.end(worker, "crashed")
-
-    def heal(self) -> None:
-        """The end of all faults: whoever was stopped wakes up, and somebody looks after the run."""
-        self.note("all faults end")
-        self.apart.clear()
-        self._store_is_back()
-        self._attach()
-        for worker in self._living():
-            worker.storeless = 0.0
-            self.wake(worker)
