@@ -25,8 +25,11 @@ ROOMS = {
     "testing": {"collectives", "engines", "exact", "errors", "job", "recovery", "testing"},
 }
 PROCESSES = {"collectives", "engines", "report", "launch", "strategies", "recovery", "seat", "run", "worker", "cli"}
-DRIVER_SIDE = {"launch", "driver", "verdict", "cli", "verify", "load", "bench", "engines", "testing"}
-ABOVE_THE_DRIVER = {"__init__", "__main__", "launch", "driver", "verdict", "cli", "verify", "load", "bench", "testing"}
+ABOVE_THE_DRIVER = {
+    *("__init__", "__main__", "launch", "driver", "overseer", "roster", "during", "chaos"),
+    *("verdict", "cli", "verify", "load", "bench", "testing"),
+}
+DRIVER_SIDE = ABOVE_THE_DRIVER - {"__init__", "__main__"} | {"engines"}
 
 
 def files() -> list[Path]:

@@ -1,5 +1,6 @@
 """What workers must agree on, and the error that names who and what differs when they do not."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,11 +35,11 @@ def agree_on_kernels(group: Group, traits: dict[str, Any]) -> None:
             )
 
 
-def agree_on_weights(group: Group, tensors: dict[str, str], step: int) -> None:
+def agree_on_weights(group: Group, tensors: Mapping[str, int], step: int) -> None:
     """All workers hold the same weights, given as digests by name; else the first tensor that differs is named."""
     if not tensors:
         return
-    row = torch.tensor([int(digest[:15], 16) for digest in tensors.values()], dtype=torch.int64)
+    row = torch.tensor(list(tensors.values()), dtype=torch.int64)
     rows = group.gather(row)
     for rank, told in enumerate(rows):
         differs = (told != rows[0]).nonzero().flatten().tolist()

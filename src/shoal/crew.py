@@ -105,6 +105,10 @@ class Membership(Protocol):
         """An error of the user's code, or of the job: nobody is to go on without this worker."""
         ...
 
+    def done(self) -> None:
+        """The last step is committed: nobody has to be let in any more."""
+        ...
+
     def asks(self) -> int: ...
     def committed_before(self) -> int:
         """Steps that are known to have been committed, by anybody."""
@@ -224,6 +228,10 @@ class Crew:
         with suppress(StoreAway):
             self._store.put("wish", msgspec.json.encode(Wish(stop=True, failed=reason)))
 
+    def done(self) -> None:
+        with suppress(StoreAway):
+            self._store.put("wish", msgspec.json.encode(Wish(done=True)))
+
     def close(self) -> None:
         self._current = None
         self._beat.close()
@@ -237,6 +245,8 @@ class Crew:
                 news = self._read()
                 if news.wish.failed:
                     raise Abandoned(f"the run ends: {news.wish.failed}")
+                if self.member.committed < 0 and self.who not in news.view.members and self._unneeded(news):
+                    raise Evicted(f"{self.who} was asked to stop before it took part")
                 gone = self._gone(news)
                 action = self.member.decide(news.seen(), gone, change)
                 match action:
@@ -249,8 +259,6 @@ class Crew:
                         self._store.put(key, msgspec.json.encode(position), self._beat.lease)
                     case Wait():
                         self._waits(news)
-                        if self.who not in news.view.members and (news.wish.stop or self._asked_to_leave()):
-                            raise Evicted(f"{self.who} was asked to stop before it took part")
                         self._store.wait("", news.revision, LOOK_SECONDS)
                     case Leave(view):
                         raise Evicted(f"the others went on without {self.who}: epoch {view.epoch}, {view.reason}")
@@ -356,6 +364,9 @@ class Crew:
                 who = self.view.members[rank]
                 found.setdefault(who, "died: its connection was closed")
         return found
+
+    def _unneeded(self, news: News) -> bool:
+        return news.wish.done or news.wish.stop or self._asked_to_leave()
 
     def _waits(self, news: News) -> None:
         if self.who not in news.view.members:
@@ -469,6 +480,9 @@ class Fixed:
         return
 
     def give_up(self, reason: str) -> None:
+        return
+
+    def done(self) -> None:
         return
 
     def asks(self) -> int:

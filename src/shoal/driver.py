@@ -261,6 +261,7 @@ class Driver:
             decision = Verdict("the run ends", "nobody is left who has its state, and no checkpoint was written")
         if not decision.ends and not engine.can_start:
             decision = Verdict("the others go on, since the process that starts workers is gone")
+        noticed = self.overseer.reason(who) or self.noticed.get(who) or "its process ended"
         pid = engine.pids.get((who.worker, who.life))
         known = self.tally.workers.get(who.worker)
         event = WorkerLost(
@@ -269,14 +270,14 @@ class Driver:
             life=who.life,
             host=known.host if known is not None and known.host else os.uname().nodename,
             pid=pid,
-            noticed=self.noticed.get(who, "its process ended"),
+            noticed=noticed,
             code=code,
             out_of_memory=code == -signal.SIGKILL and pid is not None and self.ooms.killed(pid),
             log=self._last_lines(who.worker),
             action=f"{decision.action}: {decision.ends}" if decision.ends else decision.action,
         )
         self._tell(event)
-        self.overseer.remove(who, self.noticed.get(who) or self._ending(code))
+        self.overseer.remove(who, self._ending(code))
         if decision.ends:
             self.overseer.wish(stop=True)  # those who are left save what there is
             self._ask_to_stop(engine)

@@ -160,6 +160,16 @@ class Overseer:
         self._removing[who] = reason
         self._try()
 
+    def reason(self, who: Who) -> str | None:
+        """How the others noticed that a worker is lost, if they were faster than the driver."""
+        try:
+            self._note(self._news())
+        except StoreAway:
+            return None
+        text, _ = self.dropped.get(who, ("", 0.0))
+        own = [part.removeprefix(f"{who} ") for part in text.split("; ") if part.startswith(f"{who} ")]
+        return own[0] if own else None
+
     def wish(self, *, stop: bool) -> None:
         self._wish = Wish(stop=stop)
         self._try()

@@ -73,7 +73,9 @@ class Roster:
         if self.false_starts >= FALSE_STARTS:
             return Verdict("the run ends", f"{self.false_starts} processes in a row ended before they took part")
         if self.at_step > self.wanted + 1:
-            return Verdict("the run ends", f"{self.at_step} workers in a row were lost in step {step}: others would be, too")
+            return Verdict(
+                "the run ends", f"{self.at_step} workers in a row were lost in step {step}: others would be, too"
+            )
         if self.rules.on_failure == "replace":
             return Verdict("replaced")
         self.wanted = len(self.serving)

@@ -21,29 +21,27 @@ from shoal.agreement import agree_on_kernels, agree_on_weights, share_weights
 from shoal.collectives.group import Alone, Group
 from shoal.collectives.travel import Travel
 from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, Abandoned, Membership
-from shoal.errors import CheckpointError, JobError, NonFiniteError, PeerLost
+from shoal.errors import JobError, NonFiniteError, PeerLost
 from shoal.evaluation import evaluate
 from shoal.exact import kernels
-from shoal.exact.digest import combine, digests
+from shoal.exact.digest import combine, digests, quick
 from shoal.exact.norm import clip
 from shoal.exact.seeds import LOOP, seed_everything
 from shoal.feed import Source, open_source
 from shoal.handover import accept, give
 from shoal.journal import Journal
-from shoal.keeper import Keeper, Live
+from shoal.keeper import Live
 from shoal.partition.blocks import Blocks
 from shoal.partition.lanes import Span, deal, redeal, too_slow
 from shoal.partition.samples import Schedule
 from shoal.plan.placement import Plan, read_shares
 from shoal.recovery.checkpoint import Snapshot
-from shoal.recovery.interval import Pacer
 from shoal.recovery.protocol import Settlement
 from shoal.report.events import (
     Changed,
     Dealt,
     Finished,
     HandedOver,
-    Interval,
     Recovered,
     Resumed,
     Skipped,
@@ -52,11 +50,11 @@ from shoal.report.events import (
     WorkerLeft,
     WorkerStarted,
 )
+from shoal.saving import Saving
 from shoal.seat import Seat
 from shoal.strategies.data import Closure, DataParallel, Outcome, Work
 from shoal.strategies.replica import Replica
 
-SAVE_SECONDS = 10.0  # between checkpoints that nobody asked for
 REDEAL_STEPS = 10  # how many steps are watched before lanes are dealt anew
 SLOW = 0.3  # a slow worker is given fewer lanes when that makes steps this much shorter
 
@@ -111,9 +109,7 @@ class Run:
         self.stopped: str | None = None  # why the run ends before its last step
         self.resumable = False
         self.finished = False
-        self._merged: tuple[Batch, Outcome, int] | None = (
-            None  # a step whose optimizer is applied, and its crew's epoch
-        )
+        self._merged: tuple[Batch, Outcome, int] | None = None  # a step whose update is applied; its crew's epoch
         self._order: Sequence[int] = ()  # of the samples in this pass
         self._travel_told = False
         self._watched: list[list[float]] = []  # compute seconds of every worker, by step
@@ -121,14 +117,10 @@ class Run:
         self._evicted = False  # too slow: asks to leave
         self._noticed: float | None = None  # when something was wrong with the crew, until the next commit
         self._journal = Journal(seat.wire, crew.who.worker, samples=seat.settings.samples)
-        self._every = seat.settings.checkpoint_every or checkpoint_every
-        self._saved_at = time.monotonic()
-        live_recovery = crew.elastic and seat.settings.on_failure != "stop"
-        self._pacer = Pacer(self._saved_at, workers=plan.workers, live=live_recovery)
         self._began = 0.0  # the step under way
         self._traits = kernels.traits()
         self._share = share
-        live = Live(
+        self._live = Live(
             model=model,
             parameters=dict(self.replica.parameters),
             optimizer=optimizer,
@@ -137,8 +129,17 @@ class Run:
             arithmetic=arithmetic,
             traits=self._traits,
         )
-        self._live = live
-        self._keeper = None if seat.folder is None else Keeper(seat.folder, live, seat.wire.send, writes=False)
+        settings = seat.settings
+        self.saving = Saving(
+            seat.folder,
+            self._live,
+            seat.wire.send,
+            every=settings.checkpoint_every or checkpoint_every,
+            auto=settings.checkpoint_auto,
+            steps_per_epoch=schedule.steps_per_epoch,
+            workers=plan.workers,
+            survives=crew.elastic and settings.on_failure != "stop",
+        )
         self._enter()
 
     @property
@@ -191,8 +192,7 @@ class Run:
         if not settlement.behind or settlement.donor is None:
             return
         if self.crew.who == settlement.donor:
-            told = {"loss": self.loss, "metrics": self.metrics}
-            give(self.group, [view.rank(who) for who in settlement.behind], self._live.lend(self.step, told))
+            give(self.group, [view.rank(who) for who in settlement.behind], self._live.lend(self.step, self._told()))
         elif self.crew.who in settlement.behind:
             self._noticed = time.monotonic()
             began = time.perf_counter()
@@ -223,21 +223,20 @@ class Run:
                     self.strategy.drop()  # before the state is handed to anybody: lanes have touched buffers
                 self._hand_over(settlement)
                 self._journal.dropped()
-                self._pacer.failed(max(1, before - len(settlement.view.members)))
+                self.saving.pacer.failed(max(1, before - len(settlement.view.members)))
                 return settlement
             except Abandoned:
                 raise
             except PeerLost as again:
                 error = again
 
-    def _regroup(self, settlement: Settlement, redone: int) -> None:
-        """Lanes are dealt to whoever is there now."""
+    def _regroup(self, settlement: Settlement, redone: int, next_step: int | None = None) -> None:
+        """Lanes are dealt to whoever is there now. `next_step`: whose samples are needed next, if not the next one's."""
         self._watched.clear()
-        self._pacer.workers = self.workers
         self.strategy.regroup(self.group, self._deal())
+        self.saving.regroup(self.workers, self.leader)
         self._travel_told = False
-        if self._keeper is not None:
-            self._keeper.writes = self.leader
+        self._announce(self.step if next_step is None else next_step)
         view = settlement.view
         if self.leader and self.crew.elastic and view.epoch > 1:
             seconds = 0.0 if self._noticed is None else time.monotonic() - self._noticed
@@ -318,7 +317,7 @@ class Run:
     @property
     def saved_step(self) -> int:
         """The step of the newest checkpoint that this worker knows of; -1 before the first."""
-        return -1 if self._keeper is None else self._keeper.saved_step
+        return self.saving.saved_step
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -336,7 +335,7 @@ class Run:
         per_epoch, size = self.schedule.steps_per_epoch, self.schedule.batch
         order = self.source.order(self.epoch)
         self._order = order
-        self._announce()
+        self._announce(self.step)
         for within in range(self.step - self.epoch * per_epoch, per_epoch):
             if self.stopped is not None or self._at_limit():
                 return
@@ -390,7 +389,7 @@ class Run:
                 settlement = self._recover(error, inside_step=True)
             if self.crew.who in settlement.finishing:  # the others have committed it, and all of it is here
                 outcome = self.strategy.finish()
-                self._regroup(settlement, redone=0)
+                self._regroup(settlement, redone=0, next_step=work.step + 1)
                 return epoch, outcome
             self.crew.dropped()
             self._regroup(settlement, redone=1)
@@ -415,7 +414,7 @@ class Run:
             result = self._evaluate(source, closure, group, spans)
         except PeerLost as error:
             # The others may have what this worker has not heard: alone it finds the same numbers, lane by lane.
-            self._regroup(self._recover(error), redone=0)
+            self._regroup(self._recover(error), redone=0, next_step=self.step + (self._merged is not None))
             result = self._evaluate(source, closure, Alone(), [(0, self.plan.lanes)])
         finally:
             self.crew.busy(False)
@@ -445,7 +444,7 @@ class Run:
     def _commit(self) -> None:
         """The step is done: the optimizer has been applied on every worker."""
         assert self._merged is not None
-        self._pacer.stepped(time.perf_counter() - self._began)
+        self.saving.pacer.stepped(time.perf_counter() - self._began)
         (batch, outcome, epoch), self._merged = self._merged, None
         self.step = batch.step + 1
         self.loss = None if math.isnan(outcome.loss) else outcome.loss
@@ -458,7 +457,7 @@ class Run:
         if self._journal.due:
             self._tell()
             if self.leader:
-                self._tell_interval()
+                self.saving.tell(self.step)
         if self.leader and not self._travel_told:
             self._tell_travel()
         if self.seat.settings.digests and self.leader:
@@ -469,9 +468,9 @@ class Run:
             self._watch(outcome.compute)
         if any(ask & SAVE for ask in outcome.asked):
             began = time.perf_counter()
-            self._agree_on_weights()
+            self._agree_on_weights({name: quick(tensor) for name, tensor in self.named_tensors()})
             self.save()
-            self._pacer.saved(self.step, time.perf_counter() - began, time.monotonic())
+            self.saving.kept(self.step, time.perf_counter() - began)
         self._boundary(outcome.asked, epoch)
 
     def _wishes(self, step: int) -> int:
@@ -479,23 +478,9 @@ class Run:
         wishes = self.crew.asks()
         if self._evicted:
             wishes |= LEAVE | EVICT
-        if self.leader and self._save_due(step):
+        if self.leader and self.saving.due(step):
             wishes |= SAVE
         return wishes
-
-    def _save_due(self, step: int) -> bool:
-        """As often as asked; unasked once per pass, but not again within seconds: a short pass would drown in files."""
-        now = time.monotonic()
-        if self._keeper is None:
-            return False
-        if self._keeper.failing:
-            return self._keeper.again(now)
-        if self.seat.settings.checkpoint_auto:
-            return self._pacer.due(step, now) and not self._keeper.busy
-        if self._every is not None:
-            return step % self._every == 0
-        rested = now - self._saved_at >= SAVE_SECONDS
-        return step % self.schedule.steps_per_epoch == 0 and rested
 
     @property
     def _in_step_with_all(self) -> bool:
@@ -503,17 +488,15 @@ class Run:
         what this worker is about to do: until the next step everybody does alone what all could do together."""
         return self._met_in == self.crew.epoch
 
-    def _agree_on_weights(self) -> dict[str, str]:
-        """Checked by all together, unless one of them is lost meanwhile: then the next time."""
-        tensors = digests(self.named_tensors())
+    def _agree_on_weights(self, tensors: Mapping[str, int]) -> None:
+        """All hold the same, given as digests; unless one of them is lost meanwhile: then it is checked the next time."""
         if not self._in_step_with_all:
-            return tensors
+            return
         try:
             agree_on_weights(self.group, tensors, self.step)
         except PeerLost as error:
             if not self.finished:
                 self._regroup(self._recover(error), redone=0)
-        return tensors
 
     def _stop_if_asked(self, outcome: Outcome) -> None:
         after = self.seat.settings.stop_after
@@ -536,23 +519,25 @@ class Run:
         decision = redeal(self.strategy.deal, typical, worth=0.1 if self.plan.shares == "auto" else SLOW)
         if decision is not None:
             self.strategy.deal, reason = decision
-            self._announce()
+            self._announce(self.step)
             if self.leader:
                 spans = list(self.strategy.deal)
                 members = [who.worker for who in self.crew.view.members]
                 event = Dealt(time=time.time(), step=self.step, deal=spans, reason=reason, members=members)
                 self.seat.wire.send(event)
 
-    def _announce(self) -> None:
+    def _announce(self, step: int) -> None:
         """Tells processes that load samples ahead which ones this worker's lanes need for the rest of the pass."""
         if self.source.ahead is None or self.plan.threads > 1:  # several kernel threads do not survive their fork
+            return
+        if not len(self._order):
             return
         first = self.schedule.steps_per_epoch * self.epoch
         batches = [
             self._order[within * self.schedule.batch : (within + 1) * self.schedule.batch]
-            for within in range(self.step - first, self.schedule.steps_per_epoch)
+            for within in range(step - first, self.schedule.steps_per_epoch)
         ]
-        limit = None if self.limit is None else self.limit - self.step
+        limit = None if self.limit is None else self.limit - step
         requests = [
             request for batch in batches[:limit] for request in self.strategy.requests(batch, self.schedule.batch)
         ]
@@ -565,22 +550,6 @@ class Run:
         rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
         held, leader = self.strategy.held, self.leader
         self._journal.tell(step=self.step, epoch=self.epoch, loss=self.loss, lanes=held, rate=rate, leader=leader)
-
-    def _tell_interval(self) -> None:
-        """How often checkpoints are worth their cost, when that has changed."""
-        if self._keeper is not None and self._keeper.write_seconds is not None:
-            self._pacer.written(self._keeper.write_seconds)
-        advice = self._pacer.news(time.monotonic())
-        if advice is not None:
-            event = Interval(
-                time=time.time(),
-                step=self.step,
-                every=advice.every,
-                save_seconds=advice.save_seconds,
-                failure_seconds=advice.failure_seconds,
-                auto=self.seat.settings.checkpoint_auto,
-            )
-            self.seat.wire.send(event)
 
     def _tell_travel(self, final: bool = False) -> None:
         """How gradients travel: once the first have, and at the end with what it came to."""
@@ -600,25 +569,22 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint of the last committed step while training goes on."""
-        self._saved_at = time.monotonic()
-        if self._keeper is not None:
-            self._keeper.save(self.step, {"loss": self.loss, "metrics": self.metrics})
+        self.saving.save(self.step, self._told())
 
     def _resume(self) -> None:
         """All begin with the newest checkpoint that verifies."""
-        if self._keeper is None:
-            raise CheckpointError("all workers that had the state are gone, and without a run folder nothing is saved")
-        found = self._keeper.resume(self.group)
+        found = self.saving.resume(self.group, lost=self.crew.view.term > 0)
         self._take(found.snapshot)
-        if self.crew.view.term > 0:
-            self._pacer.lost()
-        self._pacer.saved(self.step, 0.0, time.monotonic())
         if self.leader:
             repeated = max(0, max(self.crew.committed_before(), self.seat.settings.committed) - self.step)
             event = Resumed(
                 time=time.time(), step=self.step, path=str(found.path), skipped=list(found.skipped), repeated=repeated
             )
             self.seat.wire.send(event)
+
+    def _told(self) -> dict[str, Any]:
+        """What whoever goes on from here should still know."""
+        return {"loss": self.loss, "metrics": self.metrics}
 
     def _restore(self, snapshot: Snapshot) -> None:
         self._live.restore(snapshot, own=True)
@@ -639,11 +605,11 @@ class Run:
             self._commit()
         self._tell()
         self._tell_travel(final=True)
-        tensors = self._agree_on_weights()
+        tensors = digests(self.named_tensors())
+        self._agree_on_weights({name: int(digest[:15], 16) for name, digest in tensors.items()})
         self.save()
-        if self._keeper is not None:
-            self._keeper.export()
-            self._keeper.close()
+        self.saving.export()
+        self.saving.close()
         event = Finished(
             time=time.time(),
             rank=self.crew.who.worker,
@@ -658,13 +624,13 @@ class Run:
         )
         self.seat.wire.send(event)
         self.replica.close()
+        self.crew.done()
         self.crew.close()
 
     def close(self, failed: str = "") -> None:
         """Gives everything back after a failure: no checkpoint is written. `failed`: why the others are to end, too."""
         if failed:
             self.crew.give_up(failed)
-        if self._keeper is not None:
-            self._keeper.close()
+        self.saving.close()
         if failed:
             self.crew.close()

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from shoal.engines import local
-
 OURS = str(Path(__file__).parent)
 MOST_FRAMES = 12
 
@@ -45,7 +43,7 @@ def _outwards(frame: FrameType) -> Sequence[FrameType]:
     """Up to where the worker began: a forked one has the driver's stack below its own."""
     found: list[FrameType] = []
     here: FrameType | None = frame
-    while here is not None and here.f_code.co_filename != local.__file__:
+    while here is not None and here.f_code.co_name != "_become_worker":
         found.append(here)
         here = here.f_back
     return found

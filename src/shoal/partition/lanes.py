@@ -112,6 +112,8 @@ def redeal(now: Sequence[Span], seconds: Sequence[float], *, worth: float = 0.1)
         return None
     counts = [stop - start for start, stop in now]
     speeds = [count / second for count, second in zip(counts, seconds, strict=True)]
+    if max(seconds) < sum(counts) / sum(speeds) * (1 + worth):
+        return None  # not even lanes cut as finely as one likes would gain enough
     better = deal(now[-1][1], speeds)
     expected = max((stop - start) / speed for (start, stop), speed in zip(better, speeds, strict=True))
     if better == tuple(now) or max(seconds) < expected * (1 + worth):

@@ -35,6 +35,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
     stop: bool = False
     workers: int | None = None
+    done: bool = False  # the last step is committed: nobody is let in any more
     failed: str = ""  # a worker met an error of the user's code: the run ends, since whoever took over would meet it
 
 

@@ -33,7 +33,7 @@ class Exchange(Protocol):
     def offer(self, parts: Parts, deal: Sequence[Span]) -> None: ...
 
     def take(self, present: Sequence[Sequence[bool]]) -> Values:
-        """The sums over all workers; `present` says by rank which tensors a worker has. Not to be read before `meet`."""
+        """The sums over all workers, to be read after `meet`. `present` says by rank which tensors a worker has."""
         ...
 
     def meet(self) -> None:

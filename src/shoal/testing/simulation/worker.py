@@ -350,6 +350,7 @@ class Worker(Process):
             if any(asks.values()) and member.epoch == epoch and member.committed < world.plan.last:
                 yield from self._maybe("boundary")
                 return Change(leaving=leaving if len(leaving) < len(asks) else ())
+        world.laws.equal(self, "finishes")
         while not self.ended:
             try:
                 yield from self._ask("done")

@@ -1,0 +1,104 @@
+"""When a run is saved, and what comes back: checkpoints as often as asked, or as often as they are worth their cost."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.collectives.group import Group
+from shoal.errors import CheckpointError
+from shoal.keeper import Keeper, Live
+from shoal.recovery.checkpoint import Found
+from shoal.recovery.interval import Pacer
+from shoal.report.events import Event, Interval
+
+REST_SECONDS = 10.0  # between checkpoints that nobody asked for
+
+
+class Saving:
+    def __init__(
+        self,
+        folder: Path | None,
+        live: Live,
+        send: Callable[[Event], None],
+        *,
+        every: int | None,
+        auto: bool,
+        steps_per_epoch: int,
+        workers: int,
+        survives: bool,
+    ) -> None:
+        """`every`: steps, as asked; None: once a pass. `auto`: by what a checkpoint costs and how often a run is lost.
+        `survives`: a lost worker costs no checkpoint, since others have the state."""
+        self.keeper = None if folder is None else Keeper(folder, live, send, writes=False)
+        self.every, self.auto, self.steps_per_epoch = every, auto, steps_per_epoch
+        self._send = send
+        self._saved_at = time.monotonic()
+        self.pacer = Pacer(self._saved_at, workers=workers, live=survives)
+
+    def due(self, step: int) -> bool:
+        """As often as asked; unasked once per pass, but not again within seconds: a short pass would drown in files."""
+        now = time.monotonic()
+        if self.keeper is None:
+            return False
+        if self.keeper.failing:
+            return self.keeper.again(now)
+        if self.auto:
+            return self.pacer.due(step, now) and not self.keeper.busy
+        if self.every is not None:
+            return step % self.every == 0
+        return step % self.steps_per_epoch == 0 and now - self._saved_at >= REST_SECONDS
+
+    def save(self, step: int, told: dict[str, Any]) -> None:
+        """Writes a checkpoint while training goes on; on the worker that writes."""
+        self._saved_at = time.monotonic()
+        if self.keeper is not None:
+            self.keeper.save(step, told)
+
+    def kept(self, step: int, seconds: float) -> None:
+        """A save kept training from its work that long."""
+        self.pacer.saved(step, seconds, time.monotonic())
+
+    def resume(self, group: Group, lost: bool) -> Found:
+        """All begin with the newest checkpoint that verifies. `lost`: because nobody was left who had the state."""
+        if self.keeper is None:
+            raise CheckpointError("all workers that had the state are gone, and without a run folder nothing is saved")
+        found = self.keeper.resume(group)
+        if lost:
+            self.pacer.lost()
+        self.kept(found.snapshot.step, 0.0)
+        return found
+
+    def regroup(self, workers: int, leads: bool) -> None:
+        """Other workers: the first of them writes."""
+        self.pacer.workers = workers
+        if self.keeper is not None:
+            self.keeper.writes = leads
+
+    def tell(self, step: int) -> None:
+        """How often checkpoints are worth their cost, when that has changed."""
+        if self.keeper is not None and self.keeper.write_seconds is not None:
+            self.pacer.written(self.keeper.write_seconds)
+        advice = self.pacer.news(time.monotonic())
+        if advice is not None:
+            event = Interval(
+                time=time.time(),
+                step=step,
+                every=advice.every,
+                save_seconds=advice.save_seconds,
+                failure_seconds=advice.failure_seconds,
+                auto=self.auto,
+            )
+            self._send(event)
+
+    def export(self) -> None:
+        if self.keeper is not None:
+            self.keeper.export()
+
+    def close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()
+
+    @property
+    def saved_step(self) -> int:
+        return -1 if self.keeper is None else self.keeper.saved_step
