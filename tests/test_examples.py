@@ -144,3 +144,14 @@ def test_own_loop_is_an_ordinary_loop_with_five_marked_lines() -> None:
     marked = [line for line in lines if "◄" in line]
     assert len(marked) == 5
     assert all(("shoal" in line or "run." in line) for line in marked)
+
+
+# -- survive --------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_changes_nothing() -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLES / "survive.py")], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    fault, calm, hurt = done.stdout.splitlines()
+    assert fault.startswith("worker 1: ")
+    assert calm.split()[-1] == hurt.split()[-1]

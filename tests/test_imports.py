@@ -22,6 +22,7 @@ ROOMS = {
     "report": {"report", "plan", "errors"},
     "recovery": {"exact", "errors", "recovery"},
     "strategies": {"collectives", "partition", "exact", "errors", "strategies"},
+    "chaos": {"chaos", "driver", "during", "engines", "errors", "recovery", "report"},
     "testing": {"collectives", "engines", "exact", "errors", "job", "recovery", "testing"},
 }
 PROCESSES = {"collectives", "engines", "report", "launch", "strategies", "recovery", "seat", "run", "worker", "cli"}

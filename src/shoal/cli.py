@@ -20,11 +20,14 @@ from rich.table import Table
 
 import shoal
 from shoal.bench import bench_collectives, text
+from shoal.chaos.player import Subject, run_chaos
+from shoal.chaos.schedule import KINDS, make_schedule, read_schedule, read_seconds
+from shoal.chaos.scorecard import lines
 from shoal.cluster import ORDERS, Cluster, even_cluster, read_cluster
 from shoal.collectives.traffic import Wish
 from shoal.driver import Options
 from shoal.during import attach, scale, stop, why
-from shoal.engines.lab import Lab
+from shoal.engines.lab import Lab, check_machine
 from shoal.engines.programs import check_program, run_program
 from shoal.engines.remains import clean
 from shoal.engines.wiring import picture, summary
@@ -34,7 +37,7 @@ from shoal.job import Job
 from shoal.launch import isa_environment, open_job, plan_for, run_with, train_with
 from shoal.load import load_job
 from shoal.plan.placement import read_plan
-from shoal.report.folder import find_run, list_runs
+from shoal.report.folder import RunFolder, find_run, list_runs
 from shoal.report.summary import closing, runs_table
 from shoal.report.why import render
 from shoal.seat import Settings
@@ -55,6 +58,7 @@ After    report [RUN]          the closing report of a run
          runs                  the runs in this folder
 Prove    lab -- COMMAND        a cluster in a box: run a command on hosts with slow links between them
          bench collectives     measure the links between workers, and hold predictions against the clock
+         chaos FILE            faults on purpose: does the run end with the hash of one without any?
 """
 IN_A_LAB = ("train", "run", "verify", "bench")  # commands whose workers can be on its hosts
 LAB_EXAMPLES = """\
@@ -190,6 +194,26 @@ def build_parser() -> Parser:
     bench.add_argument("--workers", metavar="LIST", help="numbers of workers (2,4; in a lab, all of its)")
     bench.add_argument("--quick", action="store_true", help="two small sizes, in seconds; rough")
     bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+    chaos = _command(
+        commands,
+        "chaos",
+        "faults on purpose, and what the run made of them",
+        _chaos,
+        "shoal chaos digits.py --every 15s --for 5m --kinds kill,stop --fault-seed 1",
+    )
+    chaos.add_argument("file", metavar="FILE[:job]", help="trained for as long as the faults last, then again without")
+    chaos.add_argument("--every", metavar="TIME", help="between two faults (15s)")
+    chaos.add_argument("--for", metavar="TIME", dest="duration", help="how long (5m)")
+    chaos.add_argument("--kinds", metavar="LIST", help=f"of {','.join(KINDS)} (kill,stop,driver,store)")
+    chaos.add_argument("--fault-seed", type=int, metavar="N", help="another one gives other faults (0)")
+    chaos.add_argument("--schedule", type=Path, metavar="FILE", help="play a stored faults.json again, instead of these")
+    chaos.add_argument("--workers", type=int, metavar="N", help="processes in all (3)")
+    chaos.add_argument("--lease", type=float, default=5.0, metavar="S", help="seconds of silence after which one is lost (5)")
+    chaos.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (a fresh one under runs/)")
+    chaos.add_argument("--json", action="store_true", help="print the scorecard as JSON")
+    chaos.add_argument("-q", "--quiet", action="store_true", help="only the scorecard")
+    _job_options(chaos)
 
     lab = _command(commands, "lab", "a cluster in a box: hosts with slow links between them", _lab, "")
     lab.usage, lab.epilog = "shoal lab [options] [-- COMMAND …] | shoal lab clean", LAB_EXAMPLES
@@ -474,6 +498,44 @@ def _bench(given: argparse.Namespace) -> int:
     else:
         print("\n\n".join(text(each) for each in found))
     return 0
+
+
+def _chaos(given: argparse.Namespace) -> int:
+    names = {"every": "--every", "duration": "--for", "kinds": "--kinds", "fault_seed": "--fault-seed"}
+    told = [option for name, option in names.items() if getattr(given, name) is not None]
+    if given.schedule is not None and told:
+        raise InputError(f"--schedule {given.schedule} and {told[0]}: the schedule says that already")
+    if not given.lease > 0:
+        raise InputError(f"--lease {given.lease}: seconds above 0")
+    for setting in given.settings:
+        if setting.partition("=")[0] in ("steps", "epochs", "target"):
+            raise InputError(f"--set {setting}: how long the run goes on is said by --for", fix="--for 5m")
+    if given.schedule is not None:
+        schedule = read_schedule(given.schedule)
+    else:
+        schedule = make_schedule(
+            seed=given.fault_seed or 0,
+            every=read_seconds("--every", given.every or "15s"),
+            duration=read_seconds("--for", given.duration or "5m"),
+            kinds=(given.kinds or "kill,stop,driver,store").split(","),
+            workers=3 if given.workers is None else given.workers,
+        )
+    if given.workers not in (None, schedule.workers):
+        raise InputError(f"--workers {given.workers}, but the schedule was made for {schedule.workers}")
+    if "partition" in schedule.kinds:
+        check_machine()
+    plan_for(load_job(given.file, given.settings), Options(workers=schedule.workers))
+    subject = Subject(
+        job=given.file,
+        workers=schedule.workers,
+        settings=given.settings,
+        lease_seconds=given.lease,
+        lab="partition" in schedule.kinds,
+    )
+    say = (lambda text: None) if given.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
+    card = run_chaos(subject, schedule, RunFolder.create(given.run_dir), say)
+    print(msgspec.json.encode(card).decode() if given.json else "\n".join(lines(card)))
+    return int(not card.good)
 
 
 def _attach(given: argparse.Namespace) -> int:

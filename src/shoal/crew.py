@@ -143,9 +143,10 @@ class Crew:
         self._current: tuple[int, tuple[Who, ...], Group] | None = None  # epoch, members, group: what the beat watches
         self._meeting: TCPStore | None = None
         self._formings = 0
+        self._awaited = (0, 0.0)  # an epoch, and since when its members are waited for
         self._answered = 0
         self._thread = threading.get_ident()
-        self._newcomers = False
+        self._newcomers: list[Who] = []
         self._forsaken: set[Who] = set()  # left as they should: they end by themselves
         alive = Alive(
             who=who,
@@ -183,7 +184,6 @@ class Crew:
 
     def arrived(self, settlement: Settlement) -> None:
         self.member.formed(settlement)
-        self._watch()
 
     def asks(self) -> int:
         wish = self._beat.news.wish
@@ -191,7 +191,8 @@ class Crew:
         scaled = wish.workers is not None and self.view.rank(self.who) >= wish.workers
         if scaled or self._asked_to_leave():
             asked |= LEAVE
-        return asked | CHANGE if self._newcomers else asked
+        # What the beat has seen may be older than the group.
+        return asked | CHANGE if any(who not in self.view.members for who in self._newcomers) else asked
 
     def committed_before(self) -> int:
         return self._beat.news.committed
@@ -247,7 +248,7 @@ class Crew:
                     raise Abandoned(f"the run ends: {news.wish.failed}")
                 if self.member.committed < 0 and self.who not in news.view.members and self._unneeded(news):
                     raise Evicted(f"{self.who} was asked to stop before it took part")
-                gone = self._gone(news)
+                gone = self._gone(news) | self._late(news)
                 action = self.member.decide(news.seen(), gone, change)
                 match action:
                     case Propose(view):
@@ -288,14 +289,11 @@ class Crew:
             self.member.lost()
             return False
         self.view, self._formings = view, 0
+        self._current = (view.epoch, view.members, self.group)
         if self.who not in settlement.behind:
             self.member.formed(settlement)
-            self._watch()
         self._doing("works")
         return True
-
-    def _watch(self) -> None:
-        self._current = (self.view.epoch, self.view.members, self.group)
 
     def _make_group(self, view: View) -> Group:
         rank, size = view.rank(self.who), len(view.members)
@@ -368,6 +366,16 @@ class Crew:
     def _unneeded(self, news: News) -> bool:
         return news.wish.done or news.wish.stop or self._asked_to_leave()
 
+    def _late(self, news: News) -> dict[Who, str]:
+        """Members that live but have not come to this epoch for as long as a worker waits for others."""
+        epoch, since = self._awaited
+        if epoch != news.view.epoch:
+            self._awaited = epoch, since = news.view.epoch, time.monotonic()
+        limit = self.timeout.total_seconds()
+        if time.monotonic() - since <= limit or self.who not in news.positions:
+            return {}
+        return {who: f"has not come within {limit:g} s" for who in news.view.members if who not in news.positions}
+
     def _waits(self, news: News) -> None:
         if self.who not in news.view.members:
             self._doing("waits to be let in")
@@ -391,9 +399,9 @@ class Crew:
             lost = [f"{who} {gone[who]}" for who in members if who in gone]
             if lost:
                 group.abandon("; ".join(lost))
-            elif news.view.epoch > epoch and not news.view.boundary:
+            elif news.view.epoch > epoch and not (news.view.boundary and self.who in news.view.members):
                 group.abandon(f"epoch {news.view.epoch} has begun: {news.view.reason}")
-        self._newcomers = bool(newcomers(news.view, news.alive, gone))
+        self._newcomers = newcomers(news.view, news.alive, gone)
         if news.why > self._answered:
             self._answered = news.why
             with suppress(StoreAway):

@@ -461,6 +461,9 @@ class Across:
     def doing(self) -> tuple[str, list[int], float] | None:
         return self.watch.doing()
 
+    def failure(self) -> CollectiveError | None:
+        return self.watch.error
+
     def ended(self) -> list[int]:
         return self.watch.ended()
 

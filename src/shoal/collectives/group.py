@@ -72,6 +72,10 @@ class Group(Protocol):
         """How sums have travelled so far, as this worker saw it."""
         ...
 
+    def check(self) -> None:
+        """Raises if the group has failed: what is computed for it would come to nothing."""
+        ...
+
     def abandon(self, reason: str) -> None:
         """Called from another thread: every wait of this worker in the group ends with PeerLost, now and later."""
         ...
@@ -125,6 +129,9 @@ class Alone:
 
     def commons(self, num_bytes: int) -> Commons | None:
         return None
+
+    def check(self) -> None:
+        return
 
     def abandon(self, reason: str) -> None:
         return
@@ -192,6 +199,11 @@ class Workers:
 
     def commons(self, num_bytes: int) -> Commons | None:
         return open_commons(self.process_group, num_bytes)
+
+    def check(self) -> None:
+        error = self.process_group.way.failure()
+        if error is not None:
+            raise error
 
     def abandon(self, reason: str) -> None:
         self.process_group.way.depart(PeerLost(reason))

@@ -81,6 +81,9 @@ class OnHost:
     def doing(self) -> tuple[str, list[int], float] | None:
         return self.arena.doing()
 
+    def failure(self) -> CollectiveError | None:
+        return self.arena.broken
+
     def ended(self) -> list[int]:
         return self.arena.ended()
 

@@ -85,6 +85,10 @@ class Way(Protocol):
         """For another thread: the collective under way, the ranks that have not come to it, and since how long."""
         ...
 
+    def failure(self) -> CollectiveError | None:
+        """Why nothing can be done in this group any more."""
+        ...
+
     def ended(self) -> list[int]:
         """Ranks that are known to have ended without a word."""
         ...

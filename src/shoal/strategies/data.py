@@ -218,6 +218,7 @@ class _Lap:
         replica, pieces = self.strategy.replica, self.cuts[lane]
         if not pieces:
             return [None] * len(self.present)
+        self.strategy.group.check()
         self.strategy.lane_now = lane
         replica.buffers.begin_lane()
         total, count, finite = 0.0, 0.0, True

@@ -1,0 +1,263 @@
+"""Declared faults: what happens to which worker, and where in its work. Nothing here is slept for.
+
+    faults.at(MET, kill, step=5, worker=1)      worker 1 dies in step 5, right after it heard that all have it
+    faults.at(ASKS, until(Who(1, 1)), step=6)   step 6 waits for the process that replaces it, and is its last without
+    report = faults.train(job, workers=3)
+
+Workers are forked from a server that is forked from the test, so they inherit what the test patched. Each fault happens
+once in the run, to whoever is first in its place.
+"""
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import shoal.run
+from shoal.collectives.commons import Commons
+from shoal.crew import Crew
+from shoal.driver import Options
+from shoal.engines.local import LocalEngine
+from shoal.errors import PeerLost
+from shoal.history import audit_samples
+from shoal.job import Job
+from shoal.keeper import Keeper
+from shoal.launch import open_job, train_with
+from shoal.recovery import embedded
+from shoal.recovery.ledger import Audit
+from shoal.recovery.protocol import Who
+from shoal.recovery.storeserver import read_serving
+from shoal.report.folder import RunFolder
+from shoal.result import Report
+from shoal.run import Run
+from shoal.seat import Settings
+from shoal.strategies.data import DataParallel, _Lap
+
+PATIENCE_SECONDS = 60.0  # for what a fault waits for; then the run fails, and the test with it
+
+
+@dataclass(frozen=True)
+class Place:
+    """A moment in a worker's life: before or after a call."""
+
+    owner: Any
+    name: str
+    after: bool = False
+
+
+ASKS = Place(Run, "_wishes")  # a step begins: what it asks of all is about to be read
+LANE = Place(_Lap, "lane")
+MEETS = Place(DataParallel, "meet")  # it has the gradient and has told nobody
+ADDED_UP = Place(Commons, "add_up", after=True)  # its share of the sums is written to all; it has not said so
+MET = Place(DataParallel, "meet", after=True)  # it knows that all have the gradient: the step is committed
+MERGED = Place(Run, "backward", after=True)  # the gradient is in .grad, and the optimizer has yet to step
+EVALUATES = Place(shoal.run, "evaluate")
+EVALUATED = Place(shoal.run, "evaluate", after=True)
+AGREES = Place(shoal.run, "agree_on_weights")
+SAVES = Place(Keeper, "save")
+SAVED = Place(Keeper, "save", after=True)
+RECOVERS = Place(Crew, "recover")
+CHANGES = Place(Crew, "change")
+FORMS = Place(Crew, "_make_group")
+FORMED = Place(Crew, "_make_group", after=True)
+GIVES = Place(shoal.run, "give")
+GAVE = Place(shoal.run, "give", after=True)
+ACCEPTS = Place(shoal.run, "accept")
+ACCEPTED = Place(shoal.run, "accept", after=True)
+FINISHES = Place(Run, "finish")
+
+
+# -- what can happen. All of it in the worker itself ------------------------------------------------------------------
+
+
+class Here:
+    """What this process is, if it is a worker."""
+
+    crew: Crew | None = None
+    step = -1  # the last one that it began
+
+
+def crew() -> Crew:
+    assert Here.crew is not None
+    return Here.crew
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def unheard() -> None:
+    """What the others said does not arrive."""
+    raise PeerLost("the word did not arrive")
+
+
+def kills(*workers: int) -> Callable[[], None]:
+    """Kills these workers at once, itself last if it is one of them."""
+
+    def act() -> None:
+        known = {who.worker: alive.pid for who, alive in sorted(crew()._beat.known().items())}
+        known[crew().who.worker] = os.getpid()
+        for worker in sorted(workers, key=lambda worker: worker == crew().who.worker):
+            os.kill(known[worker], signal.SIGKILL)
+
+    return act
+
+
+def until(*present: Who) -> Callable[[], None]:
+    """Waits until these are members, or wait to be let in."""
+
+    def there() -> bool:
+        waiting = set(present) - set(crew().view.members)
+        return waiting <= set(crew()._beat.news.alive) and (not waiting or crew()._newcomers)
+
+    return until_true(there)
+
+
+def until_stored(step: int) -> Callable[[], None]:
+    """Waits until the store knows that so many steps are committed."""
+    return until_true(lambda: crew().committed_before() >= step)
+
+
+def until_true(true: Callable[[], bool]) -> Callable[[], None]:
+    def act() -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not true():
+            assert time.monotonic() < deadline, "what a fault waited for did not come"
+            time.sleep(0.002)
+
+    return act
+
+
+def both(*acts: Callable[[], None]) -> Callable[[], None]:
+    def act() -> None:
+        for each in acts:
+            each()
+
+    return act
+
+
+def kill_store(run: Path) -> None:
+    serving = read_serving(run)
+    assert serving is not None
+    os.kill(serving.pid, signal.SIGKILL)
+
+
+# -- where and when ---------------------------------------------------------------------------------------------------
+
+
+class Faults:
+    def __init__(self, run: Path, patch: pytest.MonkeyPatch) -> None:
+        self.run, self._patch = run, patch
+        self._marks = run.with_suffix(".faults")
+        self._marks.mkdir()
+        self._count = 0
+        self._armed = False
+        self._learn()
+
+    def at(
+        self,
+        place: Place,
+        act: Callable[[], None],
+        *,
+        step: int | None = None,
+        worker: int | None = None,
+        life: int | None = None,
+        every_time: bool = False,
+    ) -> None:
+        """`step`: the one at work, counted from 0, or the last one before."""
+        self._count += not every_time
+        mark = self._marks / f"{self._count} {place.name} {step} {worker} {life}"
+        original = getattr(place.owner, place.name)
+
+        def due() -> bool:
+            if not self._armed or Here.crew is None:
+                return False
+            who = Here.crew.who
+            if not all(want in (None, found) for want, found in ((worker, who.worker), (life, who.life))):
+                return False
+            return step in (None, Here.step) and (every_time or self._first(mark))
+
+        @functools.wraps(original)
+        def wrapped(*arguments: Any, **more: Any) -> Any:
+            if not place.after and due():
+                act()
+            result = original(*arguments, **more)
+            if place.after and due():
+                act()
+            return result
+
+        self._patch.setattr(place.owner, place.name, wrapped)
+
+    def happened(self) -> int:
+        return len(list(self._marks.iterdir()))
+
+    def _first(self, mark: Path) -> bool:
+        try:
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def _learn(self) -> None:
+        """Lets a worker know what it is and where it stands."""
+        backward, made = Run.backward, Crew.__init__
+
+        def learned(run: Run, batch: Any, closure: Any) -> float:
+            Here.step = batch.step
+            return backward(run, batch, closure)
+
+        def born(crew: Crew, *arguments: Any, **more: Any) -> None:
+            made(crew, *arguments, **more)
+            Here.crew = crew
+
+        self._patch.setattr(Run, "backward", learned)
+        self._patch.setattr(Crew, "__init__", born)
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def train(self, job: Job, *, workers: int = 3, resume: bool = False, **settings: Any) -> Report:
+        more = {name: settings.pop(name) for name in ("lab", "quiet", "plain") if name in settings}
+        where: dict[str, Any] = {"resume": str(self.run)} if resume else {"run_dir": self.run}
+        options = Options(workers=workers, settings=Settings(**settings), **{"quiet": True} | where | more)
+        with self.armed():
+            return train_with(job, options)
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """For a run that begins in this block. All that was declared has to happen in it."""
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = False
+        assert self.happened() == self._count, "a fault that was declared did not happen"
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return told(self.run, kind)
+
+    def audit(self, job: Job) -> Audit:
+        """Whether the run saw every sample once."""
+        source = open_job(job).source
+        events = RunFolder.open(self.run).read_events()
+        return audit_samples(events, job.schedule(source.samples, source.last), source.order)
+
+
+def told(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(msgspec.json.decode, (run / "events.jsonl").read_bytes().splitlines())
+    return [line for line in lines if line["event"] == kind]

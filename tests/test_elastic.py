@@ -1,0 +1,132 @@
+"""Workers die, stall, leave and join; the run ends with the bits of an undisturbed one, and sees every sample once."""
+
+import random
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from faults import (
+    ACCEPTED,
+    ACCEPTS,
+    ADDED_UP,
+    AGREES,
+    ASKS,
+    CHANGES,
+    EVALUATED,
+    EVALUATES,
+    FINISHES,
+    FORMED,
+    FORMS,
+    GAVE,
+    GIVES,
+    LANE,
+    MEETS,
+    MERGED,
+    MET,
+    RECOVERS,
+    SAVED,
+    Faults,
+    Place,
+    both,
+    kill,
+    kills,
+    leave,
+    stop,
+    unheard,
+    until,
+    until_stored,
+)
+from shoal.recovery.protocol import Who
+from shoal.testing import batch_norm_net, everything, job_for, samples_for
+from shoal.verdict import Interrupted, RunFailed
+
+STEPS = 16
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(4 * 6 * 6, 5)
+    )
+
+
+@lru_cache
+def job(name: str = "momentum") -> shoal.Job:
+    """Four passes of four steps, the last of each a short one; evaluated every 3 steps, saved every 4."""
+    often = {"epochs": 4, "evaluate_every": 3, "checkpoint_every": 4}
+    if name == "adamw":
+        return job_for(everything, evaluate=samples_for(everything, 24), **often)
+    if name == "unsaved":
+        return job_for(everything, epochs=4, checkpoint_every=100)
+    return job_for(
+        net,
+        data=samples_for(batch_norm_net),
+        evaluate=samples_for(batch_norm_net, 24),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, nesterov=True),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+        clip_norm=0.5,
+        **often,
+    )
+
+
+@lru_cache
+def undisturbed(name: str = "momentum") -> str:
+    return shoal.train(job(name), quiet=True).weights_sha256
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(tmp_path / "run", monkeypatch)
+
+
+def train(faults: Faults, name: str = "momentum", **settings: Any) -> dict[str, Any]:
+    """Trains a job under the declared faults to the bits of the undisturbed run, every sample once."""
+    expected = undisturbed(name)
+    report = faults.train(job(name), **settings)
+    assert report.weights_sha256 == expected
+    seen = faults.audit(job(name))
+    assert seen.sound and seen.steps == STEPS, seen
+    return report.value
+
+
+def kill_in_turn(faults: Faults, *schedule: tuple[Place, int, int]) -> None:
+    """Kills at these (place, step, worker), each but the last replaced before the next is due: two steps later."""
+    lives: dict[int, int] = {}
+    for number, (place, step, worker) in enumerate(schedule):
+        faults.at(place, kill, step=step, worker=worker, life=lives.get(worker, 0))
+        lives[worker] = lives.get(worker, 0) + 1
+        if number + 1 < len(schedule):
+            faults.at(ASKS, until(Who(worker, lives[worker])), step=step + 1)
+
+
+# -- kill -9 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [("momentum", (0, 1, 2)), ("momentum", (2, 0, 1)), ("adamw", (1, 2, 0))], ids=str
+)
+def test_any_worker_may_die_in_the_first_step_the_last_and_between(
+    faults: Faults, name: str, order: tuple[int, int, int]
+) -> None:
+    first, second, third = order
+    last = STEPS - 1 if third < 2 else STEPS - 2  # the last step is a short one: worker 2 has no lane in it
+    kill_in_turn(faults, (LANE, 0, first), (LANE, 7, second), (LANE, last, third))
+    train(faults, name)
+    assert [lost["rank"] for lost in faults.told("worker-lost")] == list(order)
+    assert [given["rank"] for given in faults.told("handed-over")][:2] == [first, second]
+
+
+@pytest.mark.parametrize("worker", [0, 2])
+def test_a_worker_may_die_anywhere_in_its_work(faults: Faults, worker: int) -> None:
+    """Evaluations follow steps 2, 5, 8, …, checkpoints steps 3, 7, 11."""
+    places = [(MEETS, 0), (EVALUATES, 2), (ADDED_UP, 5), (AGREES, 7), (MET, 9), (EVALUATED, 11), (MERGED, 13)]
+    kill_in_turn(faults, *((place, step, worker) for place, step in [*places, (FINISHES, 15)]))
+    train(faults)
+    assert [lost["rank"] for lost in faults.told("worker-lost")][:7] == [worker] * 7
+
+
