@@ -130,3 +130,76 @@ def test_a_worker_may_die_anywhere_in_its_work(faults: Faults, worker: int) -> N
     assert [lost["rank"] for lost in faults.told("worker-lost")][:7] == [worker] * 7
 
 
+def test_the_result_is_written_by_whoever_is_left(faults: Faults) -> None:
+    """Its writer dies while it writes, and the next one after that."""
+    faults.at(SAVED, kill, step=STEPS - 1, worker=0)
+    faults.at(SAVED, kill, step=STEPS - 1, worker=1)
+    value = train(faults, "adamw")
+    assert (faults.run / "model.safetensors").exists()
+    assert STEPS in [saved["step"] for saved in faults.told("saved")]
+    assert value["outcome"] == "done"
+
+
+def test_a_step_in_doubt_is_committed_by_all_or_done_again_by_all(faults: Faults) -> None:
+    """Worker 1 has the gradient and does not hear that all have it, while others do, and die or not."""
+    faults.at(MET, unheard, step=1, worker=1)
+
+    faults.at(MET, unheard, step=4, worker=1)
+    faults.at(MERGED, kill, step=4, worker=0)  # it had committed, as worker 2 has
+    faults.at(ASKS, until(Who(0, 1)), step=5)
+
+    faults.at(MET, unheard, step=8, worker=0)
+    faults.at(MET, unheard, step=8, worker=1)
+    faults.at(MET, kill, step=8, worker=2)  # nobody is left who has heard
+    faults.at(ASKS, until(Who(2, 1)), step=9)
+
+    faults.at(MET, unheard, step=11, worker=0)
+    faults.at(ADDED_UP, kill, step=11, worker=2)
+    train(faults)
+
+
+def test_two_at_once_then_all_at_once(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
+    faults.at(LANE, kills(0, 1), step=3, worker=1)
+    faults.at(ASKS, until(Who(0, 1), Who(1, 1)), step=5)
+    faults.at(LANE, both(until_stored(10), kills(0, 1, 2)), step=10, worker=0)
+    value = train(faults, quiet=False, plain=True)
+    (resumed,) = faults.told("resumed")
+    assert (resumed["step"], resumed["repeated"]) == (8, 2)
+    assert value["outcome"] == "done"
+    said = capfd.readouterr().err
+    assert "2 steps" in said, said
+
+
+def test_all_at_once_before_anything_was_saved(faults: Faults) -> None:
+    faults.at(LANE, kills(0, 1), step=3, worker=1)
+    with pytest.raises(RunFailed, match="nobody is left who has its state, and no checkpoint was written"):
+        faults.train(job("unsaved"), workers=2)
+
+
+# -- while something else is under way --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "worker", "life"),
+    [(GIVES, 0, 0), (GAVE, 0, 0), (ACCEPTS, 1, 1), (ACCEPTED, 1, 1), (FORMS, 1, 1), (FORMED, 1, 1), (CHANGES, 0, 0)],
+    ids=lambda each: each.name + " after" * each.after if isinstance(each, Place) else str(each),
+)
+def test_a_newcomer_or_its_donor_may_die_while_state_is_handed_over(
+    faults: Faults, place: Place, worker: int, life: int
+) -> None:
+    faults.at(LANE, kill, step=2, worker=1)
+    faults.at(ASKS, until(Who(1, 1)), step=4)
+    faults.at(place, kill, worker=worker, life=life)
+    train(faults)
+
+
+def test_workers_may_die_while_a_group_is_formed(faults: Faults) -> None:
+    faults.at(FORMS, kill, worker=2)  # the first group of all
+    faults.at(ASKS, until(Who(2, 1)), step=1)
+    faults.at(LANE, kill, step=4, worker=1)
+    faults.at(RECOVERS, kill, step=4, worker=2)
+    faults.at(ASKS, until(Who(1, 1), Who(2, 2)), step=6)
+    faults.at(LANE, kill, step=9, worker=2)
+    faults.at(FORMS, kill, step=9, worker=0)  # it leads, and the others are on their way to it
+    faults.at(FORMED, kill, step=9, worker=1)
+    train(faults)

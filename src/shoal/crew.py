@@ -63,6 +63,10 @@ class Abandoned(PeerLost):
     """The run ends, because of an error that another worker has told of."""
 
 
+class Over(RunError):
+    """The others are done, and so is this worker: it had come to the end with them, and did not hear of it."""
+
+
 class Membership(Protocol):
     """What a run needs to know of its workers."""
 
@@ -144,6 +148,7 @@ class Crew:
         self._meeting: TCPStore | None = None
         self._formings = 0
         self._awaited = (0, 0.0)  # an epoch, and since when its members are waited for
+        self._posted: dict[str, tuple[str, int]] = {}  # kind of record -> its key and revision
         self._answered = 0
         self._thread = threading.get_ident()
         self._newcomers: list[Who] = []
@@ -235,7 +240,10 @@ class Crew:
 
     def close(self) -> None:
         self._current = None
-        self._beat.close()
+        lease = self._beat.close()
+        if lease is not None:
+            with suppress(StoreAway):
+                self._store.revoke(lease)
         self._store.close()
 
     def _settle(self, change: Change | None) -> Settlement:
@@ -248,6 +256,8 @@ class Crew:
                     raise Abandoned(f"the run ends: {news.wish.failed}")
                 if self.member.committed < 0 and self.who not in news.view.members and self._unneeded(news):
                     raise Evicted(f"{self.who} was asked to stop before it took part")
+                if self.member.committed >= 0 and self.who in news.view.members and news.wish.done:
+                    raise Over("the run is done")
                 gone = self._gone(news) | self._late(news)
                 action = self.member.decide(news.seen(), gone, change)
                 match action:
@@ -256,8 +266,7 @@ class Crew:
                         self._doing(f"proposes epoch {view.epoch}: {view.reason}")
                         self._store.swap("view", value, news.view_revision)
                     case Post(epoch, position):
-                        key = f"position/{epoch}/{key_of(self.who)}"
-                        self._store.put(key, msgspec.json.encode(position), self._beat.lease)
+                        self._post(f"position/{epoch}/{key_of(self.who)}", msgspec.json.encode(position))
                     case Wait():
                         self._waits(news)
                         self._store.wait("", news.revision, LOOK_SECONDS)
@@ -319,8 +328,16 @@ class Crew:
         self._meeting = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self._store.put(f"meeting/{view.epoch}", f"{address}:{port}".encode(), self._beat.lease)
+        self._post(f"meeting/{view.epoch}", f"{address}:{port}".encode())
         return self._meeting
+
+    def _post(self, key: str, value: bytes) -> None:
+        """A record of one epoch; the one of the epoch before goes."""
+        revision = self._store.put(key, value, self._beat.lease)
+        kind = key.split("/")[0]
+        before, self._posted[kind] = self._posted.get(kind), (key, revision)
+        if before is not None and before[0] != key:
+            self._store.swap(before[0], None, before[1])
 
     def _await_meeting(self, view: View, limit: timedelta) -> str:
         until = time.monotonic() + limit.total_seconds()

@@ -187,7 +187,11 @@ class Driver:
         if engine is not None:
             present = {Who(rank, life) for rank, life in engine.pids}
             self.roster.serving = present
-            self.roster.wanted = len(present)
+            # Whoever was lost while there was no driver is told of by the server, and replaced then.
+            wanted = self.tally.membership.wanted if self.settings.on_failure == "replace" else None
+            self.roster.wanted = wanted or len(present)
+            for who in present:
+                self.roster.lives[who.worker] = max(who.life, self.roster.lives.get(who.worker, 0))
         self._tell(DriverChanged(time=time.time(), pid=os.getpid(), host=os.uname().nodename))
 
     def _drive(self, engine: LocalEngine | None, begin: Callable[[], None]) -> dict[str, Any]:
@@ -364,6 +368,8 @@ class Driver:
     def _say_stopping(self) -> None:
         if self.interrupts and not self.said_stopping:
             self.said_stopping = True
+            if self.overseer is not None:  # a worker whose wire is not here yet hears of it, too
+                self.overseer.wish(stop=True)
             if not self.options.quiet:
                 print("stopping: the step at work is finished and saved; Ctrl-C again ends at once", file=sys.stderr)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from shoal.agreement import agree_on_kernels, agree_on_weights, share_weights
 from shoal.collectives.group import Alone, Group
 from shoal.collectives.travel import Travel
-from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, Abandoned, Membership
+from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, Abandoned, Membership, Over
 from shoal.errors import JobError, NonFiniteError, PeerLost
 from shoal.evaluation import evaluate
 from shoal.exact import kernels
@@ -138,7 +139,7 @@ class Run:
             auto=settings.checkpoint_auto,
             steps_per_epoch=schedule.steps_per_epoch,
             workers=plan.workers,
-            survives=crew.elastic and settings.on_failure != "stop",
+            survives=self._recovers,
         )
         self._enter()
 
@@ -211,7 +212,7 @@ class Run:
 
     def _recover(self, error: PeerLost, inside_step: bool = False) -> Settlement:
         """A group that stands, and whoever was behind in it has the state."""
-        if not self.crew.elastic or self.seat.settings.on_failure == "stop":
+        if not self._recovers:
             raise error
         if self._noticed is None:
             self._noticed = time.monotonic()
@@ -229,6 +230,10 @@ class Run:
                 raise
             except PeerLost as again:
                 error = again
+
+    @property
+    def _recovers(self) -> bool:
+        return self.crew.elastic and self.seat.settings.on_failure != "stop"
 
     def _regroup(self, settlement: Settlement, redone: int, next_step: int | None = None) -> None:
         """Lanes are dealt to whoever is there now. `next_step`: whose samples are needed next, if not the next one's."""
@@ -495,8 +500,7 @@ class Run:
         try:
             agree_on_weights(self.group, tensors, self.step)
         except PeerLost as error:
-            if not self.finished:
-                self._regroup(self._recover(error), redone=0)
+            self._regroup(self._recover(error), redone=0)
 
     def _stop_if_asked(self, outcome: Outcome) -> None:
         after = self.seat.settings.stop_after
@@ -606,10 +610,7 @@ class Run:
         self._tell()
         self._tell_travel(final=True)
         tensors = digests(self.named_tensors())
-        self._agree_on_weights({name: int(digest[:15], 16) for name, digest in tensors.items()})
-        self.save()
-        self.saving.export()
-        self.saving.close()
+        self._put_away({name: int(digest[:15], 16) for name, digest in tensors.items()})
         event = Finished(
             time=time.time(),
             rank=self.crew.who.worker,
@@ -626,6 +627,29 @@ class Run:
         self.replica.close()
         self.crew.done()
         self.crew.close()
+
+    def _put_away(self, tensors: Mapping[str, int]) -> None:
+        """The result is on disk before anybody goes: if whoever writes it is lost meanwhile, another does."""
+        while True:
+            try:
+                if self._in_step_with_all:
+                    agree_on_weights(self.group, tensors, self.step)
+                self._write_result()
+                if self.crew.elastic:
+                    self.group.gather(torch.zeros(1, dtype=torch.uint8))
+                return
+            except PeerLost as error:
+                if not self._recovers:
+                    return self._write_result()
+                try:
+                    self._regroup(self._recover(error), redone=0)
+                except Over:  # the others have heard of each other that it is written
+                    return
+
+    def _write_result(self) -> None:
+        self.save()
+        self.saving.export()
+        self.saving.close()
 
     def close(self, failed: str = "") -> None:
         """Gives everything back after a failure: no checkpoint is written. `failed`: why the others are to end, too."""

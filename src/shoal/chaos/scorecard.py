@@ -124,6 +124,8 @@ def _on_worker(fault: Done, events: Sequence[AnyEvent]) -> Answer:
 def _on_helper(fault: Done, events: Sequence[AnyEvent]) -> Answer:
     """The driver or the store: training goes on meanwhile, so there is no commit to wait for."""
     later = [event for event in events if event.time >= fault.time]
+    seen: AnyEvent | None
+    back: AnyEvent | None
     if fault.kind == "driver":
         seen = back = next((event for event in later if isinstance(event, DriverChanged)), None)
     else:
@@ -233,9 +235,9 @@ def _row(kind: str, planned: int, found: Sequence[Answer]) -> Row:
 
 def lines(card: Scorecard) -> list[str]:
     """For people."""
+    mark = "✔" if card.good else "✘"
     told = [
-        f"{'✔' if card.good else '✘'} {card.job}  {card.workers} workers, a fault every {card.every:g} s, seed {card.seed}"
-        f"   {card.run}",
+        f"{mark} {card.job}  {card.workers} workers, a fault every {card.every:g} s, seed {card.seed}   {card.run}",
         "  fault        done  noticed   commits again after     whole again after",
         "                                 median     worst        median     worst",
     ]

@@ -6,6 +6,7 @@
 import os
 import socket
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
@@ -175,12 +176,20 @@ class Workers:
             else:
                 found = dist.new_group(backend=NAME, timeout=limit, pg_options=wish)
         except PeerLost:
+            self._undo()
             raise
         except (RuntimeError, ValueError) as error:
+            self._undo()
             raise RunError(f"worker {rank} could not join the group of {size}: {error}") from error
         assert isinstance(found, ShoalProcessGroup)
         self.process_group = found
         found.set_timeout(timeout)
+
+    def _undo(self) -> None:
+        """Half a group is none: the next attempt starts afresh."""
+        if self.owned and dist.is_initialized():
+            with suppress(RuntimeError):
+                dist.destroy_process_group()
 
     def gather(self, row: Tensor) -> Tensor:
         return self.process_group.gather_rows(row)

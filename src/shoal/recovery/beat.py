@@ -4,7 +4,7 @@ It has a connection of its own, so that nothing the worker sends or computes can
 goes on trying, and judges nobody: a worker whose lease cannot be seen is not gone.
 """
 
-import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -103,20 +103,17 @@ class Beat:
         self._judging_from = 0.0  # before that, leases may be missing because the store was away
         self._away_since: float | None = None
         self._closed = threading.Event()
+        self._guard = threading.Lock()  # a lease that is given back is not asked for again
         self._thread = threading.Thread(target=self._run, name="shoal beat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self, revoke: bool = True) -> None:
-        """`revoke`: the others need not wait for the lease to run out."""
-        self._closed.set()
-        if self._thread.ident is not None:
-            self._thread.join(self.lease_seconds)
-        if revoke and self.lease is not None:
-            with contextlib.suppress(StoreAway):
-                self._store.revoke(self.lease)
-        self._store.close()
+    def close(self) -> int | None:
+        """No further beat. Returns the lease, for the caller to give back: this thread may still wait for news."""
+        with self._guard:
+            self._closed.set()
+            return self.lease
 
     def put(self, key: str, value: bytes) -> None:
         """A record that goes with the lease. On the beat's own thread only."""
@@ -169,6 +166,7 @@ class Beat:
         while not self._closed.is_set():
             try:
                 self._turn()
+                self._heard(self.news)
             except LeaseEnded:
                 self.lease = None
             except StoreAway:
@@ -176,11 +174,17 @@ class Beat:
                     self._away_since = time.monotonic()
                     self._away(None)
                 self._closed.wait(INTERVAL_SECONDS)
-            self._heard(self.news)
+            except Exception as error:  # a worker without a heart would be dropped, and nobody would know why
+                print(f"the beat stumbled: {error!r}", file=sys.stderr)
+                self._closed.wait(INTERVAL_SECONDS)
+        self._store.close()
 
     def _turn(self) -> None:
-        if self.lease is None or time.monotonic() - self._renewed >= INTERVAL_SECONDS:
-            self._keep_lease()
+        with self._guard:
+            if self._closed.is_set():
+                return
+            if self.lease is None or time.monotonic() - self._renewed >= INTERVAL_SECONDS:
+                self._keep_lease()
         if self.committed is not None and self.committed > self._told:
             self._store.put("committed", str(self.committed).encode())
             self._told = self.committed
