@@ -160,13 +160,13 @@ def build_parser() -> Parser:
     check.add_argument("--json", action="store_true", help="print the result as JSON")
     _travel_options(check)
 
-    for name, text, call, example in (
+    for name, words, call, example in (
         ("attach", "take over a run whose driver is gone", _attach, "shoal attach 7f3a"),
         ("why", "what every worker of a run is doing, and who waits for whom", _why, "shoal why 7f3a"),
         ("scale", "more or fewer workers, from the next step on", _scale, "shoal scale 7f3a --workers 4"),
         ("stop", "let a run finish its step, save and stop", _stop, "shoal stop 7f3a"),
     ):
-        during = _command(commands, name, text, call, example)
+        during = _command(commands, name, words, call, example)
         during.add_argument("run", nargs="?", help="a folder or the beginning of an id (the newest)")
         if name == "scale":
             during.add_argument("--workers", type=int, required=True, metavar="N", help="processes in all")

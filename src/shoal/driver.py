@@ -206,8 +206,8 @@ class Driver:
                 engine.close()
             self._hear_unheard()
             self._hear_prints()
-            self._close_store()
             ended = verdict.outcome(self.tally, size=self.launch.size, interrupted=self.interrupts > 0)
+            self._close_store(for_good=ended == "done")
             value = self._report(ended)
             self.progress.close()
             if self.board is not None:
@@ -357,11 +357,11 @@ class Driver:
         for event in sorted(found, key=lambda event: event.time):
             self._tell(event)
 
-    def _close_store(self) -> None:
+    def _close_store(self, for_good: bool) -> None:
         if self.listener is not None:
             self.listener.close()
         if self.overseer is not None:
-            self.overseer.close()
+            self.overseer.close(for_good=for_good)
         for name in (DRIVER_SOCKET, ENGINE_SOCKET, STANDING):
             (self.folder.path / name).unlink(missing_ok=True)
 

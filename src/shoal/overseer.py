@@ -13,7 +13,7 @@ import msgspec
 from shoal.collectives.members import host_identity
 from shoal.engines.namespaces import LabHost, call_on
 from shoal.errors import RunError, RunFolderError, ShoalError
-from shoal.recovery import embedded
+from shoal.recovery import embedded, storeserver
 from shoal.recovery.address import open_store
 from shoal.recovery.beat import News, Wish
 from shoal.recovery.process import began, condition
@@ -227,8 +227,8 @@ class Overseer:
         self._away_since = None
         return [StoreAwayFor(time=time.time(), rank=None, address=self.store.address, seconds=seconds)]
 
-    def close(self, stop: bool = True) -> None:
-        """`stop`: nobody needs the run's own store any more."""
+    def close(self, stop: bool = True, for_good: bool = False) -> None:
+        """`stop`: nobody needs the run's own store now. `for_good`: nor later, since the run is done."""
         try:
             if self._lease is not None:
                 self.store.revoke(self._lease)
@@ -237,3 +237,6 @@ class Overseer:
         self.store.close()
         if stop and self.address is None:
             embedded.stop(self.folder, dial=self._dial)
+            if for_good:
+                for name in (storeserver.DATABASE, storeserver.LOCK, storeserver.LOG):
+                    (self.folder / name).unlink(missing_ok=True)

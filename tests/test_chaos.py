@@ -1,0 +1,218 @@
+"""Faults on purpose: the schedule, the scorecard, and a real run that meets every kind of fault."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from command import Caller, events
+
+from shoal.chaos.schedule import Fault, Schedule, make_schedule, read_schedule, read_seconds, victim
+from shoal.chaos.scorecard import Done, Scorecard, answers, lines, make_scorecard, pace
+from shoal.errors import InputError
+from shoal.report.events import AnyEvent, Changed, DriverChanged, Recovered, Spent, Steps, StoreAwayFor, WorkerLost
+
+# Steps of at least 20 ms, whatever the machine: faults come while a step is under way.
+JOB = """\
+import time
+
+import shoal
+import torch
+from torch import nn
+
+generator = torch.Generator().manual_seed(1)
+
+
+def loss(output, target):
+    time.sleep(0.005)
+    return nn.functional.cross_entropy(output, target)
+
+
+job = shoal.Job(
+    model=lambda: nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)),
+    data=(torch.randn(160, 8, generator=generator), torch.randint(3, (160,), generator=generator)),
+    loss=loss,
+    optimizer=lambda named: torch.optim.AdamW(named, lr=0.01),
+    batch=16,
+    epochs=2,
+)
+"""
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Caller:
+    return Caller(capsys)
+
+
+def schedule(**more: Any) -> Schedule:
+    usual: dict[str, Any] = {"seed": 1, "every": 15.0, "duration": 300.0, "kinds": ["kill", "stop"], "workers": 3}
+    return make_schedule(**usual | more)
+
+
+# -- the schedule -------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_follows_from_its_seed() -> None:
+    assert schedule() == schedule()
+    assert schedule().faults != schedule(seed=2).faults
+    assert schedule(every=100.0, kinds=["stop"]).faults == [
+        Fault(at=100.0, kind="stop", draw=0.847434),
+        Fault(at=200.0, kind="stop", draw=0.495435),
+    ]  # for good: a stored seed is worth nothing if another version plays something else
+
+
+def test_faults_come_at_multiples_and_every_kind_as_often() -> None:
+    faults = schedule(every=10.0, duration=130.0, kinds=["kill", "stop", "driver", "store"]).faults
+    assert [fault.at for fault in faults] == [10.0 * number for number in range(1, 13)]
+    assert Counter(fault.kind for fault in faults) == {"kill": 3, "stop": 3, "driver": 3, "store": 3}
+    assert {fault.kind for fault in faults[:4]} == {"kill", "stop", "driver", "store"}
+    cuts = schedule(kinds=["partition"]).faults
+    assert all(2 <= cut.seconds <= 10 for cut in cuts) and len({cut.seconds for cut in cuts}) == len(cuts)
+
+
+def test_a_draw_meets_everybody() -> None:
+    assert [victim(Fault(at=1, kind="kill", draw=draw), [0, 1, 2]) for draw in (0.0, 0.34, 0.999999)] == [0, 1, 2]
+
+
+def test_a_stored_schedule_can_be_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "faults.json"
+    path.write_bytes(msgspec.json.encode(schedule()))
+    assert read_schedule(path) == schedule()
+    path.write_bytes(msgspec.json.encode(schedule()).replace(b'"stop"', b'"stp"'))
+    with pytest.raises(InputError, match="no fault is called 'stp'"):
+        read_schedule(path)
+    path.write_text("{}")
+    with pytest.raises(InputError, match="is not a schedule"):
+        read_schedule(path)
+
+
+def test_times_have_units() -> None:
+    assert [read_seconds("--for", text) for text in ("15s", "5m", "1.5h", "7")] == [15, 300, 5400, 7]
+
+
+# -- the scorecard --------------------------------------------------------------------------------------------------
+
+
+def steps(time: float, step: int, count: int, *, leader: bool = True) -> Steps:
+    spent = Spent(compute=0.1 * count)
+    return Steps(
+        time=time, rank=0, step=step, count=count, samples=16 * count, epoch=0, loss=1.0, lanes=(0, 4), spent=spent,
+        leader=leader,
+    )  # fmt: skip
+
+
+def changed(time: float, epoch: int, members: list[int], lives: list[int]) -> Changed:
+    return Changed(time=time, epoch=epoch, members=members, lives=lives, step=5, reason="so")
+
+
+def test_every_fault_gets_its_answer() -> None:
+    done = [
+        Done(time=100.0, at=0, planned=0, kind="kill", pid=1, worker=1, life=0),
+        Done(time=103.0, at=3, planned=3, kind="store", pid=2),
+        Done(time=104.0, at=4, planned=4, kind="driver", pid=3),
+        Done(time=110.0, at=10, planned=10, kind="stop", pid=4, worker=0, life=0),
+    ]
+    told: list[AnyEvent] = [
+        DriverChanged(time=106.0, pid=9, host="here"),
+        changed(100.2, 2, [0, 2], [0, 0]),  # heard late, after the next driver came
+        Recovered(time=100.3, epoch=2, step=6, seconds=0.2),
+        WorkerLost(time=100.1, rank=1, life=0, host="here", pid=1, noticed="its process ended", code=-9),
+        changed(101.5, 3, [0, 1, 2], [0, 1, 0]),
+        Recovered(time=101.6, epoch=3, step=9, seconds=0.1),
+        StoreAwayFor(time=103.1, rank=0, address="here"),
+        StoreAwayFor(time=103.5, rank=0, address="here", seconds=0.4),
+    ]
+    kill, store, driver, stop = answers(done, told)
+    assert (kill.noticed, kill.commit, kill.whole) == (0.1, 0.3, 1.5)
+    assert (store.noticed, store.commit, store.whole) == (0.1, None, 0.5)
+    assert (driver.noticed, driver.whole) == (2.0, 2.0)
+    assert (stop.noticed, stop.commit, stop.whole) == (None, None, None)
+
+
+def test_the_pace_is_that_of_leaders_and_counts_no_step_twice() -> None:
+    told = [steps(11.0, 10, 10), steps(11.5, 12, 12, leader=False), steps(13.0, 20, 15), steps(15.0, 20, 1)]
+    found = pace(told)
+    assert (found.steps, found.seconds) == (20, pytest.approx(3.0))
+
+
+def card(report: dict[str, Any], twin: dict[str, Any]) -> Scorecard:
+    usual = {"outcome": "stopped", "steps": 20, "weights_sha256": "a" * 64, "participation": 0.9, "goodput": 0.95}
+    return make_scorecard(
+        job="job.py", workers=3, seed=1, every=15.0, planned={"kill": 2},
+        done=[Done(time=100.0, at=0, planned=0, kind="kill", pid=1, worker=1, life=0)],
+        events=[steps(11.0, 10, 10), steps(14.0, 20, 10)], report=usual | report,
+        twin_events=[steps(11.0, 10, 10), steps(13.0, 20, 10)], twin_report=usual | twin,
+    )  # fmt: skip
+
+
+def test_a_card_compares_with_the_twin() -> None:
+    found = card({"committed": {"redone": 3}}, {})
+    assert found.good and found.equal and found.redone == 3
+    assert found.committed == pytest.approx(0.75)  # 20 steps in 4 s, the twin in 3
+    text = "\n".join(lines(found))
+    assert "75.0 %" in text and "1 of 2" in text and "NOT" not in text
+
+
+@pytest.mark.parametrize(
+    ("report", "twin", "trouble"),
+    [
+        ({"weights_sha256": "b" * 64}, {}, "the weights differ"),
+        ({"outcome": "failed", "failure": {"message": "boom"}}, {}, "the run failed: boom"),
+        ({}, {"weights_sha256": None}, "the twin failed"),
+        ({"steps": 21}, {}, "the run ended at step 21, the twin at 20"),
+        ({"committed": {"samples_lost": 4, "samples_doubled": 2}}, {}, "4 samples were lost, 2 seen twice"),
+    ],
+)
+def test_a_card_says_what_is_wrong(report: dict[str, Any], twin: dict[str, Any], trouble: str) -> None:
+    found = card(report, twin)
+    assert not found.good and trouble in found.trouble and trouble in lines(found)[-1]
+
+
+# -- for real -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_meets_every_kind_of_fault_ends_with_the_hash_of_one_that_met_none(
+    tmp_path: Path, call: Caller
+) -> None:
+    job, run = tmp_path / "job.py", tmp_path / "run"
+    job.write_text(JOB)
+    asked = ["--every", "1.5s", "--for", "7s", "--kinds", "kill,stop,store,driver", "--fault-seed", "3"]
+    result = call("chaos", job, *asked, "--run-dir", run, "--json")
+    assert result.code == 0, result.err + result.out
+    found = result.value
+    planned = read_schedule(run / "faults.json").faults
+    truth = [msgspec.json.decode(line, type=Done) for line in (run / "faults.jsonl").read_bytes().splitlines()]
+    assert [fault.kind for fault in planned] == [done.kind for done in truth]
+    assert {done.kind for done in truth} == {"kill", "stop", "store", "driver"}
+    assert {row["kind"]: row["done"] for row in found["rows"]} == Counter(done.kind for done in truth)
+    assert found["weights_sha256"] == found["twin_sha256"] is not None
+    assert found["samples_lost"] == found["samples_doubled"] == found["repeated"] == 0
+    assert len(events(run, "driver-changed")) == 1 and not events(run / "twin", "worker-lost")
+    for done in truth:
+        assert f"{done.kind:9}" in result.err
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--kinds", "kill,lightning"], "no fault is called 'lightning'"),
+        (["--kinds", "kill,kill"], "--kinds names kill twice"),
+        (["--every", "0s"], "--every 0s: seconds above 0"),
+        (["--every", "soon"], "--every soon: a time such as 15s or 5m"),
+        (["--every", "1m", "--for", "30s"], "--for 30s with --every 60s: not one fault comes before the end"),
+        (["--workers", "1", "--kinds", "driver,stop"], "--kinds stop with 1 worker: somebody must be left"),
+        (["--kinds", "driver,partition"], "a lab ends with the driver that is to be killed"),
+        (["--workers", "9"], "9 workers but 4 lanes"),
+        (["--lease", "0"], "--lease 0.0: seconds above 0"),
+        (["--set", "steps=5"], "how long the run goes on is said by --for"),
+        (["--schedule", "nowhere.json"], "--schedule nowhere.json: No such file"),
+        (["--schedule", "nowhere.json", "--every", "3s"], "and --every: the schedule says that already"),
+    ],
+)
+def test_bad_input(tmp_path: Path, call: Caller, asked: list[str], message: str) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
+    result = call("chaos", job, *asked)
+    assert result.code == 2 and message in result.err
+    assert not (tmp_path / "runs").exists()
