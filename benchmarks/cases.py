@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Loss = Callable[[Any, Any], Tensor]
+MakeOptimizer = Callable[[Any], Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Case:
     model: nn.Module  # an instance: everyone begins with its weights
     data: tuple[Tensor, Tensor]  # whole batches, taken in order, again and again
     loss: Loss
-    optimizer: Callable[[Any], Optimizer]
+    optimizer: MakeOptimizer
     batch: int
     warm_up: int  # steps before the clock starts
     steps: int  # steps on the clock
@@ -40,6 +41,12 @@ class Case:
         batches = len(self.data[0]) // self.batch
         start = step % batches * self.batch
         return range(start, start + self.batch)
+
+    def share(self, step: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+        """What one of several workers trains on in a step."""
+        each = self.batch // size
+        chosen = torch.as_tensor(self.positions(step)[rank * each : (rank + 1) * each], dtype=torch.int64)
+        return self.data[0].index_select(0, chosen), self.data[1].index_select(0, chosen)
 
 
 BATCHES = 8  # of data in memory
@@ -118,19 +125,30 @@ def transformer(quick: bool) -> Case:
 
 def mlp(quick: bool) -> Case:
     """Bound by traffic: 23 million parameters (92 MB of gradients a step) and a small batch."""
-    width, batch = (32, 8) if quick else (2400, 32)
+    return _layers(
+        "mlp",
+        *((32, 4, 8) if quick else (2400, 4, 32)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        warm_up=2 if quick else 4,
+        steps=6 if quick else 12,
+    )
+
+
+def _layers(
+    name: str, width: int, depth: int, batch: int, *, optimizer: MakeOptimizer, warm_up: int, steps: int
+) -> Case:
     layers: list[nn.Module] = []
-    for _ in range(4):
+    for _ in range(depth):
         layers += [nn.Linear(width, width), nn.ReLU()]
     return Case(
-        name="mlp",
+        name=name,
         model=nn.Sequential(*layers, nn.Linear(width, 10)),
         data=(torch.randn(BATCHES * batch, width), torch.randint(10, (BATCHES * batch,))),
         loss=F.cross_entropy,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        optimizer=optimizer,
         batch=batch,
-        warm_up=2 if quick else 4,
-        steps=6 if quick else 12,
+        warm_up=warm_up,
+        steps=steps,
     )
 
 
@@ -151,9 +169,35 @@ def short(quick: bool) -> Case:
     )
 
 
+# For recovery.py: `warm_up` and `steps` are for its runs without faults.
+
+
+def small(quick: bool) -> Case:
+    """Half a million parameters, steps of 10 to 20 ms on two workers."""
+    return _with_adam("small", *((32, 2, 8, 2, 20) if quick else (384, 3, 256, 40, 260)))
+
+
+def longer(quick: bool) -> Case:
+    """The same with steps of about 100 ms."""
+    return _with_adam("longer", *((32, 2, 64, 2, 20) if quick else (384, 3, 2560, 6, 54)))
+
+
+def large(quick: bool) -> Case:
+    """The parameters of `mlp`: with the two moments of AdamW a state of 277 MB."""
+    return _with_adam("large", *((256, 4, 8, 2, 6) if quick else (2400, 4, 32, 2, 12)))
+
+
+def _with_adam(name: str, width: int, depth: int, batch: int, warm_up: int, steps: int) -> Case:
+    def optimizer(parameters: Any) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    return _layers(name, width, depth, batch, optimizer=optimizer, warm_up=warm_up, steps=steps)
+
+
 CASES: dict[str, Callable[[bool], Case]] = {"conv": conv, "transformer": transformer, "mlp": mlp}
+OTHERS: dict[str, Callable[[bool], Case]] = {"short": short, "small": small, "longer": longer, "large": large}
 
 
 def make(name: str, quick: bool) -> Case:
     torch.manual_seed(0)
-    return short(quick) if name == "short" else CASES[name](quick)
+    return (CASES | OTHERS)[name](quick)

@@ -100,11 +100,8 @@ def apart(case: Case) -> Measured:
 def _loop(case: Case, model: nn.Module, note: Path, *, rank: int, size: int, joined: bool = True) -> None:
     found: list[float] = []
     optimizer = stamped(case.optimizer(model.parameters()), found.extend, case.total_steps)
-    share = case.batch // size
     for step in range(case.total_steps):
-        mine = case.positions(step)[rank * share : (rank + 1) * share]
-        chosen = torch.as_tensor(mine, dtype=torch.int64)
-        inputs, target = (part.index_select(0, chosen) for part in case.data)
+        inputs, target = case.share(step, rank, size)
         loss = case.loss(model(inputs), target)
         loss.backward()
         optimizer.step()

@@ -41,7 +41,7 @@ from shoal.run import Run
 from shoal.seat import Settings
 from shoal.strategies.data import DataParallel, _Lap
 
-PATIENCE_SECONDS = 60.0  # for what a fault waits for; then the run fails, and the test with it
+PATIENCE_SECONDS = 20.0  # for what a fault waits for; then the run fails, and the test with it
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,13 @@ def kills(*workers: int) -> Callable[[], None]:
 
 
 def until(*present: Who) -> Callable[[], None]:
-    """Waits until these are members, or wait to be let in."""
+    """Waits until these have come: they are members, or wait to be let in, or were there and are gone again."""
 
     def there() -> bool:
-        waiting = set(present) - set(crew().view.members)
-        return waiting <= set(crew()._beat.news.alive) and (not waiting or crew()._newcomers)
+        beat = crew()._beat
+        gone = beat.gone(beat.news)
+        waiting = {who for who in present if who in beat.news.alive and who not in gone} - set(crew().view.members)
+        return set(present) <= set(beat.known()) and waiting <= set(crew()._newcomers)
 
     return until_true(there)
 
@@ -178,14 +180,17 @@ class Faults:
         step: int | None = None,
         worker: int | None = None,
         life: int | None = None,
+        lane: int | None = None,
         every_time: bool = False,
     ) -> None:
-        """`step`: the one at work, counted from 0, or the last one before."""
+        """`step`: the one at work, counted from 0, or the last one before. `lane`: at LANE."""
         self._count += not every_time
         mark = self._marks / f"{self._count} {place.name} {step} {worker} {life}"
         original = getattr(place.owner, place.name)
 
-        def due() -> bool:
+        def due(arguments: tuple[Any, ...]) -> bool:
+            if lane is not None and lane != arguments[1]:
+                return False
             if not self._armed or Here.crew is None:
                 return False
             who = Here.crew.who
@@ -195,10 +200,10 @@ class Faults:
 
         @functools.wraps(original)
         def wrapped(*arguments: Any, **more: Any) -> Any:
-            if not place.after and due():
+            if not place.after and due(arguments):
                 act()
             result = original(*arguments, **more)
-            if place.after and due():
+            if place.after and due(arguments):
                 act()
             return result
 

@@ -6,12 +6,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from command import Caller, events
 
+from command import Caller, events
 from shoal.chaos.schedule import Fault, Schedule, make_schedule, read_schedule, read_seconds, victim
 from shoal.chaos.scorecard import Done, Scorecard, answers, lines, make_scorecard, pace
 from shoal.errors import InputError
-from shoal.report.events import AnyEvent, Changed, DriverChanged, Recovered, Spent, Steps, StoreAwayFor, WorkerLost
+from shoal.report.events import (
+    AnyEvent,
+    Changed,
+    DriverChanged,
+    Recovered,
+    Spent,
+    Steps,
+    StoreAwayFor,
+    WorkerLost,
+    WorkerStarted,
+)
 
 # Steps of at least 20 ms, whatever the machine: faults come while a step is under way.
 JOB = """\
@@ -130,6 +140,21 @@ def test_every_fault_gets_its_answer() -> None:
     assert (stop.noticed, stop.commit, stop.whole) == (None, None, None)
 
 
+def test_a_cut_is_answered_by_the_side_that_goes_on() -> None:
+    done = [Done(time=100.0, at=0, planned=0, kind="partition", pid=1, worker=0, life=0, seconds=6.0)]
+    told: list[AnyEvent] = [
+        *(WorkerStarted(time=90.0, rank=rank, pid=rank, host="here", fingerprint="") for rank in range(3)),
+        changed(104.9, 2, [0], [0]),  # the victim has the store, so it is the others who are lost
+        Recovered(time=105.0, epoch=2, step=6, seconds=0.2),
+        changed(107.0, 3, [0, 2], [0, 1]),
+        changed(108.0, 4, [0, 1, 2], [0, 1, 1]),
+    ]
+    [cut] = answers(done, told)
+    assert (cut.noticed, cut.commit, cut.whole) == (4.9, 5.0, 8.0)
+    [short] = answers(done, told[:3])
+    assert short.noticed is None
+
+
 def test_the_pace_is_that_of_leaders_and_counts_no_step_twice() -> None:
     told = [steps(11.0, 10, 10), steps(11.5, 12, 12, leader=False), steps(13.0, 20, 15), steps(15.0, 20, 1)]
     found = pace(told)
@@ -177,7 +202,7 @@ def test_a_run_that_meets_every_kind_of_fault_ends_with_the_hash_of_one_that_met
 ) -> None:
     job, run = tmp_path / "job.py", tmp_path / "run"
     job.write_text(JOB)
-    asked = ["--every", "1.5s", "--for", "7s", "--kinds", "kill,stop,store,driver", "--fault-seed", "3"]
+    asked = ["--every", "1.3s", "--for", "5.5s", "--kinds", "kill,stop,store,driver", "--fault-seed", "9"]
     result = call("chaos", job, *asked, "--run-dir", run, "--json")
     assert result.code == 0, result.err + result.out
     found = result.value

@@ -1,6 +1,7 @@
 """Workers die, stall, leave and join; the run ends with the bits of an undisturbed one, and sees every sample once."""
 
 import random
+import signal
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +35,7 @@ from faults import (
     Faults,
     Place,
     both,
+    crew,
     kill,
     kills,
     leave,
@@ -203,3 +205,144 @@ def test_workers_may_die_while_a_group_is_formed(faults: Faults) -> None:
     faults.at(FORMS, kill, step=9, worker=0)  # it leads, and the others are on their way to it
     faults.at(FORMED, kill, step=9, worker=1)
     train(faults)
+
+
+# -- silence ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worker", [0, 2])
+def test_a_stopped_worker_is_dropped_ended_and_replaced(faults: Faults, worker: int) -> None:
+    """Once while it computes, once when it has said that it has the gradient."""
+    faults.at(LANE, stop, step=2, worker=worker, life=0)
+    faults.at(ASKS, until(Who(worker, 1)), step=4)
+    faults.at(ADDED_UP, stop, step=8, worker=worker, life=1)
+    train(faults)
+    lost = faults.told("worker-lost")
+    assert [(one["rank"], one["noticed"], one["code"]) for one in lost] == [(worker, "is stopped", -9)] * 2
+    assert not any(Path(f"/proc/{one['pid']}").exists() for one in lost)
+
+
+def test_a_silent_worker_is_dropped_when_its_lease_ends(faults: Faults) -> None:
+    """Its process runs, and nothing is heard of it: as if it were on another host that is cut off."""
+
+    def fall_silent() -> None:
+        crew()._beat._closed.set()
+        signal.pause()
+
+    faults.at(LANE, fall_silent, step=3, worker=1)
+    train(faults, lease_seconds=0.5)
+    (lost,) = faults.told("worker-lost")
+    assert (lost["rank"], lost["noticed"]) == (1, "is silent: its lease has run out")
+    assert not Path(f"/proc/{lost['pid']}").exists()
+
+
+# -- leaving, fewer and more ------------------------------------------------------------------------------------------
+
+
+def test_sigterm_is_a_clean_leave_and_nothing_is_done_again(faults: Faults) -> None:
+    faults.at(ASKS, leave, step=2, worker=0)
+    faults.at(MERGED, leave, step=6, worker=2)  # too late for this step
+    value = train(faults)
+    assert [(left["rank"], left["step"]) for left in faults.told("worker-left")] == [(0, 3), (2, 8)]
+    assert [one["members"] for one in faults.told("changed")] == [[1, 2], [1]]
+    assert [one.get("redone", 0) for one in faults.told("changed")] == [0, 0]
+    assert faults.told("worker-lost") == faults.told("replaced") == []
+    assert value["outcome"] == "done"
+
+
+def test_all_may_leave_and_the_run_goes_on_later(faults: Faults) -> None:
+    for worker in range(2):
+        faults.at(LANE, leave, step=5, worker=worker)
+    with pytest.raises(Interrupted, match="all workers were asked to leave"):
+        faults.train(job(), workers=2)
+    assert faults.train(job(), workers=1, resume=True).weights_sha256 == undisturbed()
+
+
+def test_shrink_goes_on_with_whoever_is_left(faults: Faults) -> None:
+    faults.at(LANE, kill, step=2, worker=0)
+    faults.at(LANE, kill, step=6, worker=2)
+    train(faults, on_failure="shrink")
+    assert [one["members"] for one in faults.told("changed")] == [[1, 2], [1]]
+    assert faults.told("replaced") == []
+
+
+def test_with_too_few_left_it_ends_saved(faults: Faults) -> None:
+    faults.at(LANE, kill, step=2, worker=0)
+    faults.at(LANE, kill, step=6, worker=2)
+    with pytest.raises(RunFailed, match="1 worker left, and --min-workers is 2") as failed:
+        faults.train(job(), on_failure="shrink", min_workers=2)
+    assert failed.value.exit_code == 1
+    saved = max(one["step"] for one in faults.told("saved"))
+    assert saved >= 7, "the last one finished its step and saved"
+    assert faults.train(job(), resume=True).weights_sha256 == undisturbed()
+    (resumed,) = faults.told("resumed")
+    assert (resumed["step"], resumed.get("repeated", 0)) == (saved, 0)
+
+
+def test_after_too_many_failures_it_ends(faults: Faults) -> None:
+    kill_in_turn(faults, (LANE, 1, 1), (LANE, 4, 1))
+    with pytest.raises(RunFailed, match="2 workers were lost \\(--max-failures 1\\)"):
+        faults.train(job(), workers=2, max_failures=1)
+
+
+def test_stop_ends_with_the_first_loss(faults: Faults) -> None:
+    faults.at(LANE, kill, step=6, worker=1)
+    with pytest.raises(RunFailed, match="worker 1: .*SIGKILL"):
+        faults.train(job(), workers=2, on_failure="stop")
+    assert faults.told("replaced") == []
+
+
+def test_a_step_that_kills_whoever_computes_it_ends_the_run(faults: Faults) -> None:
+    faults.at(LANE, kill, step=5, lane=2, every_time=True)
+    with pytest.raises(RunFailed, match="worker .: killed .*; the run ends: . workers in a row were lost in step 5") as failed:
+        faults.train(job(), workers=2)
+    assert failed.value.exit_code == 1
+    assert len(faults.told("worker-lost")) <= 8, "not for ever"
+
+
+# -- slow is a kind of broken -----------------------------------------------------------------------------------------
+
+
+def slow_job() -> shoal.Job:
+    return job_for(batch_norm_net, epochs=20, lanes=8, last="drop")  # 60 steps
+
+
+@lru_cache
+def of_slow_job() -> str:
+    return shoal.train(slow_job(), quiet=True).weights_sha256
+
+
+def slow_down(faults: Faults, worker: int, steps: range) -> None:
+    """That worker takes much longer for a lane, the others a little longer than none, so that all can be measured."""
+    from faults import Here  # the step of the process that asks
+
+    def drag() -> None:
+        time.sleep(0.02 if crew().who == Who(worker) and Here.step in steps else 0.002)
+
+    faults.at(LANE, drag, every_time=True)
+
+
+def test_a_slow_worker_gets_fewer_lanes_and_gets_them_back(faults: Faults) -> None:
+    slow_down(faults, 1, range(5, 30))
+    expected = of_slow_job()
+    assert faults.train(slow_job(), workers=2).weights_sha256 == expected
+    held = [[stop - start for start, stop in one["deal"]] for one in faults.told("dealt")]
+    assert held, "lanes were dealt anew"
+    assert held[0][1] <= 2 < 6 <= held[0][0], "worker 1 had four of eight"
+    assert abs(held[-1][0] - held[-1][1]) <= 2, "and has about as many again"
+    assert faults.told("worker-lost") == []
+
+
+def test_a_slow_worker_is_replaced_where_the_user_wants_that(faults: Faults) -> None:
+    slow_down(faults, 1, range(60))
+    expected = of_slow_job()
+    assert faults.train(slow_job(), workers=2, slow="evict").weights_sha256 == expected
+    assert [(left["rank"], left["reason"]) for left in faults.told("worker-left")] == [(1, "too slow")]
+    assert [(one["rank"], one["life"]) for one in faults.told("replaced")] == [(1, 1)]
+
+
+def test_a_slow_worker_is_waited_for_where_the_user_wants_that(faults: Faults) -> None:
+    slow_down(faults, 1, range(5, 30))
+    expected = of_slow_job()
+    assert faults.train(slow_job(), workers=2, slow="ignore").weights_sha256 == expected
+    assert faults.told("dealt") == faults.told("worker-left") == []

@@ -84,7 +84,9 @@ def take_step(
         batch=batch or len(data[0]),
         fetch=lambda indices: source.fetch(indices, 0),
     )
-    return strategy.backward(work, closure)
+    strategy.compute(work, closure)
+    strategy.meet()
+    return strategy.finish()
 
 
 def gradients(model: nn.Module) -> Named:

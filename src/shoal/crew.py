@@ -21,7 +21,7 @@ import msgspec
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.collectives.group import Alone, Group, Workers
-from shoal.collectives.members import host_identity
+from shoal.collectives.members import host_identity, unless
 from shoal.collectives.traffic import Wish as Travelling
 from shoal.errors import PeerLost, RunError
 from shoal.recovery.beat import Alive, Beat, News, Wish, key_of
@@ -107,6 +107,10 @@ class Membership(Protocol):
 
     def give_up(self, reason: str) -> None:
         """An error of the user's code, or of the job: nobody is to go on without this worker."""
+        ...
+
+    def stand_down(self) -> None:
+        """Nothing is left to do together: whoever goes now is not missed."""
         ...
 
     def done(self) -> None:
@@ -234,6 +238,9 @@ class Crew:
         with suppress(StoreAway):
             self._store.put("wish", msgspec.json.encode(Wish(stop=True, failed=reason)))
 
+    def stand_down(self) -> None:
+        self._current = None
+
     def done(self) -> None:
         with suppress(StoreAway):
             self._store.put("wish", msgspec.json.encode(Wish(done=True)))
@@ -318,7 +325,16 @@ class Crew:
             except RuntimeError as error:
                 raise PeerLost(f"{view.members[0]} is not at {host}: {str(error).splitlines()[0]}") from None
         store.set_timeout(forming)
-        return Workers(store, rank=rank, size=size, timeout=self.timeout, wish=self.wish, forming=forming)
+        with unless(lambda: self._in_vain(view)):
+            return Workers(store, rank=rank, size=size, timeout=self.timeout, wish=self.wish, forming=forming)
+
+    def _in_vain(self, view: View) -> str:
+        """Why the group of this view need not be made any more."""
+        news = self._beat.news
+        if news.view.epoch > view.epoch:
+            return f"epoch {news.view.epoch} has begun: {news.view.reason}"
+        gone = self._beat.gone(news)
+        return "; ".join(f"{who} {gone[who]}" for who in view.members if who in gone)
 
     def _open_meeting(self, view: View) -> TCPStore:
         """Torch's own store, where the members of one epoch exchange what their connections need."""
@@ -505,6 +521,9 @@ class Fixed:
         return
 
     def give_up(self, reason: str) -> None:
+        return
+
+    def stand_down(self) -> None:
         return
 
     def done(self) -> None:

@@ -35,6 +35,7 @@ from shoal.recovery.store import Store as Records
 from shoal.report.account import report
 from shoal.report.events import (
     AnyEvent,
+    Changed,
     DriverChanged,
     Printed,
     Replaced,
@@ -55,6 +56,7 @@ from shoal.report.tally import Tally
 from shoal.report.tensorboard import TensorBoard
 from shoal.roster import Roster, Rules, Verdict
 from shoal.seat import DRIVER_SOCKET, UNHEARD, Seat, Settings, Wire, environment_store
+from shoal.socketfile import listen
 from shoal.worker import TRACEBACK_FOLLOWS, told
 
 TICK_SECONDS = 0.1
@@ -62,6 +64,7 @@ GRACE_SECONDS = 2.0  # after a first failure: how long the others may still tell
 STANDING = "driver.json"  # in the run's folder: what another driver needs to take over
 ENGINE_SOCKET = "engine.sock"  # in the run's folder: where the server that starts workers listens
 DROPPED_SECONDS = 1.0  # for a worker that the others dropped to end by itself
+FILL_SECONDS = 1.0  # after taking over: for the server to tell who ended meanwhile
 LOG_LINES = 5  # of a lost worker that its story shows
 
 
@@ -120,6 +123,7 @@ class Driver:
         self.interrupts = 0
         self.said_stopping = False
         self.failed_at: float | None = None
+        self.fill_at: float | None = None  # after taking over: when all ends that nobody heard of have been told
         self.roster = Roster(rules=rules_of(settings), wanted=launch.size, lanes=launch.started.lanes)
         self.overseer: Overseer | None = None
         self.took_part: set[Who] = set()
@@ -182,7 +186,8 @@ class Driver:
         return driver._drive(engine, lambda: driver._take_over(engine))
 
     def _take_over(self, engine: LocalEngine | None) -> None:
-        self.listener = listen_at(self.folder.path / DRIVER_SOCKET)
+        self.listener = listen(self.folder.path / DRIVER_SOCKET, socket.SOCK_STREAM)
+        self.listener.setblocking(False)
         self._hear_unheard()
         if engine is not None:
             present = {Who(rank, life) for rank, life in engine.pids}
@@ -192,7 +197,27 @@ class Driver:
             self.roster.wanted = wanted or len(present)
             for who in present:
                 self.roster.lives[who.worker] = max(who.life, self.roster.lives.get(who.worker, 0))
+            self.fill_at = time.monotonic() + FILL_SECONDS
         self._tell(DriverChanged(time=time.time(), pid=os.getpid(), host=os.uname().nodename))
+        if engine is not None:
+            self._tell_members()
+
+    def _tell_members(self) -> None:
+        """Who takes part: what the workers said of it to the driver before, and it did not write down, is lost."""
+        assert self.overseer is not None
+        view, committed = self.overseer.found
+        self.took_part.update(view.members)
+        if view.epoch > (self.tally.membership.epoch or 1):
+            event = Changed(
+                time=time.time(),
+                epoch=view.epoch,
+                members=[who.worker for who in view.members],
+                lives=[who.life for who in view.members],
+                step=max(committed, self.tally.step),
+                reason=view.reason,
+                term=view.term,
+            )
+            self._tell(event)
 
     def _drive(self, engine: LocalEngine | None, begin: Callable[[], None]) -> dict[str, Any]:
         try:
@@ -259,13 +284,14 @@ class Driver:
 
     def _lost(self, engine: LocalEngine, who: Who, code: int | None) -> None:
         assert self.overseer is not None
-        decision = self.roster.lost(who, took_part=who in self.took_part, step=self.tally.step)
+        noticed = self.overseer.reason(who) or self.noticed.get(who) or "its process ended"
+        step = max(self.tally.step, self.overseer.committed)
+        decision = self.roster.lost(who, took_part=who in self.took_part, step=step)
         saved = self.tally.saved or self.tally.resumed is not None
-        if not decision.ends and not saved and not self.roster.serving & self.took_part:
+        if not decision.ends and not saved and self.took_part and not self.roster.serving & self.took_part:
             decision = Verdict("the run ends", "nobody is left who has its state, and no checkpoint was written")
         if not decision.ends and not engine.can_start:
             decision = Verdict("the others go on, since the process that starts workers is gone")
-        noticed = self.overseer.reason(who) or self.noticed.get(who) or "its process ended"
         pid = engine.pids.get((who.worker, who.life))
         known = self.tally.workers.get(who.worker)
         event = WorkerLost(
@@ -311,6 +337,12 @@ class Driver:
         wanted = self.overseer.wanted
         if wanted is not None and engine.can_start and self.roster.scale(wanted):
             self._start_missing(engine, f"scaled to {wanted} workers")
+        if self.fill_at is not None and time.monotonic() > self.fill_at:
+            # The driver before this one may have heard of an end and died before it did anything about it.
+            self.fill_at = None
+            ending = self.interrupts or self.tally.finished or self.failed_at is not None
+            if self.settings.on_failure == "replace" and engine.can_start and not ending:
+                self._start_missing(engine, "replacement")
 
     def _fails(self) -> bool:
         """Somebody met an error of the user's code, or of the job: whoever took over would meet it, too."""
@@ -573,22 +605,6 @@ def rules_of(settings: Settings) -> Rules:
         max_workers=settings.max_workers,
         max_failures=settings.max_failures,
     )
-
-
-def listen_at(address: Path) -> socket.socket:
-    """Where workers find a driver that did not start them. By way of the open folder: a socket's path must be short."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    address.unlink(missing_ok=True)
-    folder = os.open(address.parent, os.O_RDONLY | os.O_DIRECTORY)
-    before = os.umask(0o177)
-    try:
-        listener.bind(f"/proc/self/fd/{folder}/{address.name}")
-    finally:
-        os.umask(before)
-        os.close(folder)
-    listener.listen(128)
-    listener.setblocking(False)
-    return listener
 
 
 def _first_line(wire: socket.socket) -> str:

@@ -17,7 +17,7 @@ from shoal.recovery import embedded, storeserver
 from shoal.recovery.address import open_store
 from shoal.recovery.beat import News, Wish
 from shoal.recovery.process import began, condition
-from shoal.recovery.protocol import View, Who, remove
+from shoal.recovery.protocol import NOTHING, View, Who, remove
 from shoal.recovery.store import LeaseEnded, Store, StoreAway
 from shoal.report.events import AnyEvent, StoreAwayFor
 
@@ -41,7 +41,9 @@ class Overseer:
         """`host`: of a lab, where the run's own store is to be."""
         self.folder, self.address, self.host = folder, address, host
         self.wanted: int | None = None  # workers, as the user asked since the run began
+        self.committed = 0  # at least so many steps were, at some time
         self.dropped: dict[Who, tuple[str, float]] = {}  # members that the others went on without: why, and since when
+        self.found: tuple[View, int] = NOTHING, 0  # when it was taken over: who took part, and what was committed
         self._members: set[Who] = set()
         self._removing: dict[Who, str] = {}
         self._wish: Wish | None = None
@@ -101,6 +103,7 @@ class Overseer:
     def take_over(self, *, workers_run: bool) -> None:
         """Another driver was here. `workers_run`: the server that starts workers answers."""
         news = self._news()
+        self.found = news.view, news.committed
         self._members = set(news.view.members)
         if workers_run:
             self._claim()
@@ -198,6 +201,8 @@ class Overseer:
 
     def _note(self, news: News) -> None:
         self.wanted = news.wish.workers
+        stand = [position.committed for position in news.positions.values()]
+        self.committed = max(self.committed, news.committed, news.view.step, *stand)
         members = set(news.view.members)
         for who in self._members - members:
             if news.view.removed.get(who.worker, -1) >= who.life:

@@ -33,8 +33,8 @@ class Roster:
     serving: set[Who] = field(default_factory=set)
     failures: int = 0
     false_starts: int = 0
-    step: int = -1  # committed when the last one was lost
-    at_step: int = 0  # how many were lost since then without another commit
+    step: int = -1  # the most that was committed when one was lost
+    at_step: int = 0  # how many were lost since then without a commit beyond it
 
     def start(self) -> list[Who]:
         """Processes to start so that there are as many as wanted: in free places, the lowest first."""
@@ -58,12 +58,13 @@ class Roster:
         self.wanted = min(self.wanted, max(1, len(self.serving)))
 
     def lost(self, who: Who, *, took_part: bool, step: int) -> Verdict:
-        """`step`: the last commit that is known."""
+        """`step`: how many are known to be committed."""
         self.serving.discard(who)
         self.failures += 1
         self.false_starts = 0 if took_part else self.false_starts + 1
-        self.at_step = self.at_step + 1 if step == self.step else 1
-        self.step = step
+        # What is repeated from a checkpoint is no progress: the step that kills whoever computes it is still ahead.
+        self.at_step = 1 if step > self.step else self.at_step + 1
+        self.step = max(step, self.step)
         if self.rules.on_failure == "stop":
             return Verdict("the run ends", "a worker was lost (--on-failure stop)")
         if self.failures > self.rules.max_failures:
@@ -72,9 +73,9 @@ class Roster:
             )
         if self.false_starts >= FALSE_STARTS:
             return Verdict("the run ends", f"{self.false_starts} processes in a row ended before they took part")
-        if self.at_step > self.wanted + 1:
+        if self.at_step > 2 * self.wanted + 1:
             return Verdict(
-                "the run ends", f"{self.at_step} workers in a row were lost in step {step}: others would be, too"
+                "the run ends", f"{self.at_step} workers in a row were lost in step {self.step}: others would be, too"
             )
         if self.rules.on_failure == "replace":
             return Verdict("replaced")

@@ -419,7 +419,8 @@ class Run:
             result = self._evaluate(source, closure, group, spans)
         except PeerLost as error:
             # The others may have what this worker has not heard: alone it finds the same numbers, lane by lane.
-            self._regroup(self._recover(error), redone=0, next_step=self.step + (self._merged is not None))
+            if not self.finished:
+                self._regroup(self._recover(error), redone=0, next_step=self.step + (self._merged is not None))
             result = self._evaluate(source, closure, Alone(), [(0, self.plan.lanes)])
         finally:
             self.crew.busy(False)
@@ -611,6 +612,7 @@ class Run:
         self._tell_travel(final=True)
         tensors = digests(self.named_tensors())
         self._put_away({name: int(digest[:15], 16) for name, digest in tensors.items()})
+        self.crew.stand_down()
         event = Finished(
             time=time.time(),
             rank=self.crew.who.worker,

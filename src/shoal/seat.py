@@ -26,6 +26,7 @@ from shoal.recovery.protocol import Who
 from shoal.recovery.store import Store as Records
 from shoal.report.events import Event, encode
 from shoal.report.folder import RunFolder
+from shoal.socketfile import connect
 
 
 DRIVER_SOCKET = "driver.sock"  # in the run's folder: where a later driver listens
@@ -95,7 +96,7 @@ class Wire:
         if time.monotonic() - self._tried >= LOOK_SECONDS:
             self._tried = time.monotonic()
             with suppress(OSError):
-                self.connection = connect_stream(folder / DRIVER_SOCKET)
+                self.connection = connect(folder / DRIVER_SOCKET, socket.SOCK_STREAM)
                 self.connection.sendall(f"{self._name}\n".encode())
 
     def asked_to_stop(self) -> bool:
@@ -189,17 +190,3 @@ def environment_store() -> Store:
         int(os.environ["WORLD_SIZE"]),
         is_master=rank == 0 and not hosted,
     )
-
-
-def connect_stream(address: Path) -> socket.socket:
-    """By way of the open folder: the path of a socket must be short, that of a folder need not."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    folder = os.open(address.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        connection.connect(f"/proc/self/fd/{folder}/{address.name}")
-    except OSError:
-        connection.close()
-        raise
-    finally:
-        os.close(folder)
-    return connection

@@ -27,7 +27,9 @@ from shoal.engines.namespaces import inside
 from shoal.engines.remains import NAMES, RECORDS, Record
 from shoal.errors import RunError, ShoalError
 from shoal.recovery import embedded
+from shoal.recovery.beat import News
 from shoal.recovery.process import began, condition, end
+from shoal.recovery.store import StoreAway
 from shoal.recovery.storeserver import read_serving
 from shoal.report.events import (
     AnyEvent,
@@ -111,6 +113,7 @@ class Watch:
     )  # those who take part: process, and its beginning
     hosts: dict[int, str] = field(default_factory=dict)
     drivers: set[int] = field(default_factory=set)  # processes that took over
+    news: bool = False  # a driver took over: who started meanwhile may not have been told
     step: int = 0
     began: float | None = None  # when the first steps were told of; monotonic, as the next
     moved: float = field(default_factory=time.monotonic)  # when the step last rose
@@ -140,6 +143,7 @@ class Watch:
                 self.workers.pop((event.rank, event.life), None)
             case DriverChanged():
                 self.drivers.add(event.pid)
+                self.news = True
             case Steps() if event.step > self.step:
                 self.step, self.moved = event.step, time.monotonic()
                 self.began = self.began or self.moved
@@ -173,6 +177,7 @@ class Player:
             self._start(self.subject.command(self.folder, self.stop_after))
             while not self._over():
                 self.watch.look()
+                self._ask_who_is_there()
                 self._heal()
                 self._play_due()
                 self._stop_at_the_end()
@@ -301,6 +306,22 @@ class Player:
             return None
         self.hit.add(life)
         return done
+
+    def _ask_who_is_there(self) -> None:
+        """What workers say to a driver that is killed before it writes it down is lost. The store knows."""
+        if not self.watch.news:
+            return
+        store = embedded.connect(self.folder)
+        try:
+            news = News(store.read(""))
+        except StoreAway:
+            return  # the next time
+        finally:
+            store.close()
+        self.watch.news = False
+        for who, alive in news.alive.items():
+            if who in news.view.members:
+                self.watch.workers.setdefault((who.worker, who.life), (alive.pid, alive.began))
 
     def _candidates(self) -> list[Life]:
         workers = self.watch.workers

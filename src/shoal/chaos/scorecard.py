@@ -11,7 +11,16 @@ from typing import Any
 import msgspec
 
 from shoal.chaos.schedule import KINDS, ON_WORKERS
-from shoal.report.events import AnyEvent, Changed, DriverChanged, Recovered, Steps, StoreAwayFor, WorkerLost
+from shoal.report.events import (
+    AnyEvent,
+    Changed,
+    DriverChanged,
+    Recovered,
+    Steps,
+    StoreAwayFor,
+    WorkerLost,
+    WorkerStarted,
+)
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,13 +113,16 @@ def _on_worker(fault: Done, events: Sequence[AnyEvent]) -> Answer:
     victim = (fault.worker, fault.life)
     later = [event for event in events if event.time >= fault.time]
     changes = [event for event in later if isinstance(event, Changed)]
-    without = next((event for event in changes if victim not in _members(event)), None)
+    before = _members_at(fault.time, events)
+    # Of two sides that are cut off from each other the one with the store goes on, whoever the victim was.
+    gone = {victim} if fault.kind != "partition" else before
+    without = next((event for event in changes if gone - _members(event)), None)
     lost = next((e for e in later if isinstance(e, WorkerLost) and (e.rank, e.life) == victim), None)
     commit = again = None
     if without is not None:
-        since = without.epoch
+        since, places = without.epoch, {worker for worker, _ in gone - _members(without)}
         commit = next((e for e in later if isinstance(e, Recovered) and e.epoch >= since), None)
-        again = next((e for e in changes if e.epoch >= since and _filled(fault, e)), None)
+        again = next((e for e in changes if e.epoch > since and places <= set(e.members)), None)
     return Answer(
         kind=fault.kind,
         at=fault.at,
@@ -119,6 +131,15 @@ def _on_worker(fault: Done, events: Sequence[AnyEvent]) -> Answer:
         commit=_since(fault, commit),
         whole=_since(fault, again),
     )
+
+
+def _members_at(moment: float, events: Sequence[AnyEvent]) -> set[tuple[int, int]]:
+    """Those of the last change before; before the first change, whoever had started."""
+    earlier = [event for event in events if event.time < moment]
+    told = [event for event in earlier if isinstance(event, Changed)]
+    if told:
+        return _members(told[-1])
+    return {(event.rank, event.life) for event in earlier if isinstance(event, WorkerStarted)}
 
 
 def _on_helper(fault: Done, events: Sequence[AnyEvent]) -> Answer:
@@ -135,12 +156,8 @@ def _on_helper(fault: Done, events: Sequence[AnyEvent]) -> Answer:
     return Answer(kind=fault.kind, at=fault.at, worker=None, noticed=_since(fault, seen), whole=_since(fault, back))
 
 
-def _members(event: Changed) -> list[tuple[int, int]]:
-    return list(zip(event.members, event.lives, strict=True))
-
-
-def _filled(fault: Done, event: Changed) -> bool:
-    return any(worker == fault.worker and life > (fault.life or 0) for worker, life in _members(event))
+def _members(event: Changed) -> set[tuple[int, int]]:
+    return set(zip(event.members, event.lives, strict=True))
 
 
 def _since(fault: Done, *events: AnyEvent | None) -> float | None:

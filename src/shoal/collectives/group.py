@@ -190,6 +190,9 @@ class Workers:
         if self.owned and dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
+        elif self.owned:
+            # Torch counts attempts and lets only those meet that have counted alike; some may have failed once more.
+            dist.distributed_c10d._world.group_count = 0
 
     def gather(self, row: Tensor) -> Tensor:
         return self.process_group.gather_rows(row)

@@ -3,7 +3,10 @@
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,19 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.collectives.traffic import Wish
 from shoal.errors import InputError, PeerLost
+
+LOOK_SECONDS = 0.005  # between two looks whether the others have come, where there may be a reason not to wait on
+_in_vain: ContextVar[Callable[[], str] | None] = ContextVar("in_vain", default=None)
+
+
+@contextmanager
+def unless(in_vain: Callable[[], str]) -> Iterator[None]:
+    """A group that is made in this block waits for its members only as long as there is no reason (empty) not to."""
+    token = _in_vain.set(in_vain)
+    try:
+        yield
+    finally:
+        _in_vain.reset(token)
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +105,10 @@ def share(store: Store, rank: int, size: int, key: str, note: str, timeout: time
     try:
         store.set(keys[rank], note)
         try:
-            store.wait(keys, timeout)
-        except RuntimeError:
+            _wait(store, keys, timeout)
+        except PeerLost:
+            raise
+        except (RuntimeError, TimeoutError):
             missing = [str(each) for each, name in enumerate(keys) if not store.check([name])]
             if not missing:
                 raise
@@ -104,6 +122,20 @@ def share(store: Store, rank: int, size: int, key: str, note: str, timeout: time
         raise
     except RuntimeError as error:
         raise _no_store(rank, error) from None
+
+
+def _wait(store: Store, keys: list[str], timeout: timedelta) -> None:
+    in_vain = _in_vain.get()
+    if in_vain is None:
+        return store.wait(keys, timeout)
+    until = time.monotonic() + timeout.total_seconds()
+    while not store.check(keys):
+        reason = in_vain()
+        if reason:
+            raise PeerLost(reason)
+        if time.monotonic() > until:
+            raise TimeoutError
+        time.sleep(LOOK_SECONDS)
 
 
 def introduce(store: Store, own: Member, size: int, timeout: timedelta) -> list[Member]:

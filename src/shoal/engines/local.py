@@ -18,8 +18,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import msgspec
 
 from shoal.engines.namespaces import LabHost, enter
 from shoal.errors import RunError
+from shoal.socketfile import connect, listen
 
 PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 1 << 16
@@ -111,7 +112,7 @@ class LocalEngine:
     @classmethod
     def attach(cls, address: Path) -> "LocalEngine":
         """Takes over the server that listens there. Raises OSError if there is none, RunError if it has a driver."""
-        control = connect_to(address)
+        control = connect(address, socket.SOCK_SEQPACKET)
         engine = cls.__new__(cls)
         engine._server = None
         engine._begin(control)
@@ -311,7 +312,7 @@ class _Server:
         self.work, self.fresh_thread, self.address = work, fresh_thread, address
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ, control)
-        self.listener = None if address is None else listen_at(address)
+        self.listener = None if address is None else listen(address, socket.SOCK_SEQPACKET)
         if self.listener is not None:
             self.selector.register(self.listener, selectors.EVENT_READ, self.listener)
         self.workers: dict[int, tuple[int, int, int]] = {}  # pidfd -> rank, life, pid
@@ -397,40 +398,6 @@ class _Server:
         if self.address is not None:
             self.address.unlink(missing_ok=True)
         return 0
-
-
-def listen_at(address: Path) -> socket.socket:
-    """A socket in a file. By way of an open folder: the path of a socket must be short, that of a folder need not."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    address.unlink(missing_ok=True)
-    with _folder(address) as short:
-        before = os.umask(0o177)
-        try:
-            listener.bind(short)
-        finally:
-            os.umask(before)
-    listener.listen(128)
-    return listener
-
-
-def connect_to(address: Path) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with _folder(address) as short:
-            connection.connect(short)
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-@contextmanager
-def _folder(address: Path) -> Iterator[str]:
-    folder = os.open(address.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{address.name}"
-    finally:
-        os.close(folder)
 
 
 # -- in the worker ----------------------------------------------------------------------------------------------------
