@@ -179,7 +179,7 @@ def small(quick: bool) -> Case:
 
 def longer(quick: bool) -> Case:
     """The same with steps of about 100 ms."""
-    return _with_adam("longer", *((32, 2, 64, 2, 20) if quick else (384, 3, 2560, 6, 54)))
+    return _with_adam("longer", *((32, 2, 64, 2, 20) if quick else (384, 3, 7168, 6, 48)))
 
 
 def large(quick: bool) -> Case:

@@ -1,5 +1,5 @@
 """A replica group of torchft: one process, DDP over Gloo, as in torchft's example. In an environment of its own
-(README.md); started, and started again after a kill, by faults.py.
+(README.md); started, and started again after a kill, by kills.py.
 """
 
 import os

@@ -1,6 +1,6 @@
 """A worker of `torchrun --max-restarts`: DDP over Gloo, a checkpoint every so many steps, resumed after a restart.
 
-The script that torchrun's documentation asks for. Started and ended by faults.py.
+The script that torchrun's documentation asks for. Started and ended by kills.py.
 """
 
 import os

@@ -25,7 +25,7 @@ import torch._dynamo  # optimizers load it at their first step; loaded here once
 import cases
 import shoal
 from contenders import forked, scratch_folder
-from faults import (
+from kills import (
     WORKERS,
     Kill,
     Shoal,

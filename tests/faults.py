@@ -170,6 +170,7 @@ class Faults:
         self._marks.mkdir()
         self._count = 0
         self._armed = False
+        self._all = True
         self._learn()
 
     def at(
@@ -208,6 +209,10 @@ class Faults:
             return result
 
         self._patch.setattr(place.owner, place.name, wrapped)
+
+    def may_not_happen(self) -> None:
+        """Some of what was declared may find nobody in its place."""
+        self._all = False
 
     def happened(self) -> int:
         return len(list(self._marks.iterdir()))
@@ -251,7 +256,7 @@ class Faults:
             yield
         finally:
             self._armed = False
-        assert self.happened() == self._count, "a fault that was declared did not happen"
+        assert not self._all or self.happened() == self._count, "a fault that was declared did not happen"
 
     def told(self, kind: str) -> list[dict[str, Any]]:
         return told(self.run, kind)

@@ -12,8 +12,8 @@ import pytest
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, str(BENCHMARKS / "train.py"), *map(str, arguments)]
+def bench(*arguments: str | Path, script: str = "train.py") -> subprocess.CompletedProcess[str]:
+    call = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
     return subprocess.run(call, capture_output=True, text=True, check=False)
 
 
@@ -92,3 +92,54 @@ def test_the_traffic_bound_case_has_at_least_twenty_million_parameters(monkeypat
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     cases = importlib.import_module("cases")
     assert cases.make("mlp", quick=False).parameters >= 20_000_000
+
+
+# -- recovery.py --------------------------------------------------------------------------------------------------------
+
+
+def test_kills_are_felt_and_over_and_who_cannot_run_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "recovery.json"
+    absent = tmp_path / "python"
+    arguments = ["--quick", "--only", "kill", "--contenders", "shoal,torchft", "--torchft", absent, "--json", path]
+    done = bench(*arguments, script="recovery.py")
+    assert done.returncode == 0, done.stderr
+    result = msgspec.json.decode(path.read_bytes())
+    assert result["skipped"] == {"torchft": f"{absent}: No such file or directory"}
+    for case in result["kill"].values():
+        assert list(case["contenders"]) == ["shoal"]
+        for fault in case["contenders"]["shoal"]["faults"]:
+            assert 0 < fault["next_commit"] <= fault["all_back"]
+            assert fault["repeated"] == 1 and fault["dropped"] == 0
+    handed = result["hand_over"]
+    assert len(handed["seconds"]) == result["kill"]["large"]["contenders"]["shoal"]["kills"]
+    assert handed["num_bytes"] >= 12 * result["kill"]["large"]["parameters"]  # weights and two moments
+    assert f"{handed['bytes_per_second']['median'] / 1e9:.2f} GB/s" in done.stdout
+
+
+def test_a_fault_is_over_when_a_new_step_is_committed_and_everybody_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    notes = importlib.import_module("notes")
+
+    def commit(time: float, step: int, group: int, members: int) -> Any:
+        return notes.Note(time=time, kind=notes.COMMITTED, worker=0, step=step, group=group, members=members)
+
+    def judged(*said: Any) -> Any:
+        return notes.judge(said, worker=1, at=10.0, group=1, workers=2)
+
+    before = [commit(9.0, 59, 1, 2), commit(10.1, 60, 1, 2)]  # the second was under way
+    alone = commit(10.5, 61, 2, 1)
+    lost = notes.Note(time=10.2, kind=notes.DROPPED, worker=0)
+    assert judged(*before, alone) is None
+    assert judged(*before, lost, alone, commit(12.0, 70, 3, 2)) == notes.Fault(
+        worker=1, next_commit=0.5, all_back=2.0, repeated=0, dropped=1
+    )
+    # all start again from a checkpoint at step 50
+    again = [commit(14.0 + step - 51, step, 2, 2) for step in range(51, 62)]
+    assert judged(*before, *again[:-1]) is None
+    assert judged(*before, *again) == notes.Fault(worker=1, next_commit=14.0, all_back=4.0, repeated=10, dropped=0)
+
+
+def test_an_unknown_contender_is_refused_with_the_names_of_the_known() -> None:
+    done = bench("--contenders", "horovod", script="recovery.py")
+    assert done.returncode == 2
+    assert "there is no horovod; there are shoal, torchrun, torchft, torchft 1 s" in done.stderr

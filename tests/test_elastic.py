@@ -1,7 +1,10 @@
 """Workers die, stall, leave and join; the run ends with the bits of an undisturbed one, and sees every sample once."""
 
+import os
 import random
+import shutil
 import signal
+import sys
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 
 import shoal
+from command import Caller
 from faults import (
     ACCEPTED,
     ACCEPTS,
@@ -44,11 +48,17 @@ from faults import (
     until,
     until_stored,
 )
+from shoal.cluster import even_cluster
+from shoal.collectives.group import Workers
+from shoal.engines.lab import Lab
 from shoal.recovery.protocol import Who
 from shoal.testing import batch_norm_net, everything, job_for, samples_for
 from shoal.verdict import Interrupted, RunFailed
 
 STEPS = 16
+root = pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="a lab needs root, ip and tc"
+)
 
 
 def net() -> nn.Module:
@@ -303,13 +313,10 @@ def test_a_step_that_kills_whoever_computes_it_ends_the_run(faults: Faults) -> N
 # -- slow is a kind of broken -----------------------------------------------------------------------------------------
 
 
-def slow_job() -> shoal.Job:
-    return job_for(batch_norm_net, epochs=20, lanes=8, last="drop")  # 60 steps
-
-
 @lru_cache
-def of_slow_job() -> str:
-    return shoal.train(slow_job(), quiet=True).weights_sha256
+def slow_job(steps: int) -> tuple[shoal.Job, str]:
+    job = job_for(batch_norm_net, epochs=steps // 3, lanes=8, last="drop")
+    return job, shoal.train(job, quiet=True).weights_sha256
 
 
 def slow_down(faults: Faults, worker: int, steps: range) -> None:
@@ -317,15 +324,15 @@ def slow_down(faults: Faults, worker: int, steps: range) -> None:
     from faults import Here  # the step of the process that asks
 
     def drag() -> None:
-        time.sleep(0.02 if crew().who == Who(worker) and Here.step in steps else 0.002)
+        time.sleep(0.01 if crew().who == Who(worker) and Here.step in steps else 0.001)
 
     faults.at(LANE, drag, every_time=True)
 
 
 def test_a_slow_worker_gets_fewer_lanes_and_gets_them_back(faults: Faults) -> None:
-    slow_down(faults, 1, range(5, 30))
-    expected = of_slow_job()
-    assert faults.train(slow_job(), workers=2).weights_sha256 == expected
+    slow_down(faults, 1, range(20))
+    job, expected = slow_job(45)
+    assert faults.train(job, workers=2).weights_sha256 == expected
     held = [[stop - start for start, stop in one["deal"]] for one in faults.told("dealt")]
     assert held, "lanes were dealt anew"
     assert held[0][1] <= 2 < 6 <= held[0][0], "worker 1 had four of eight"
@@ -334,15 +341,113 @@ def test_a_slow_worker_gets_fewer_lanes_and_gets_them_back(faults: Faults) -> No
 
 
 def test_a_slow_worker_is_replaced_where_the_user_wants_that(faults: Faults) -> None:
-    slow_down(faults, 1, range(60))
-    expected = of_slow_job()
-    assert faults.train(slow_job(), workers=2, slow="evict").weights_sha256 == expected
+    slow_down(faults, 1, range(100))
+    faults.at(ASKS, until(Who(1, 1)), step=14)
+    job, expected = slow_job(18)
+    assert faults.train(job, workers=2, slow="evict").weights_sha256 == expected
     assert [(left["rank"], left["reason"]) for left in faults.told("worker-left")] == [(1, "too slow")]
     assert [(one["rank"], one["life"]) for one in faults.told("replaced")] == [(1, 1)]
 
 
 def test_a_slow_worker_is_waited_for_where_the_user_wants_that(faults: Faults) -> None:
-    slow_down(faults, 1, range(5, 30))
-    expected = of_slow_job()
-    assert faults.train(slow_job(), workers=2, slow="ignore").weights_sha256 == expected
+    slow_down(faults, 1, range(100))
+    job, expected = slow_job(18)
+    assert faults.train(job, workers=2, slow="ignore").weights_sha256 == expected
     assert faults.told("dealt") == faults.told("worker-left") == []
+
+
+# -- every sample once ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_any_schedule_of_faults_that_leaves_one_worker(faults: Faults, seed: int) -> None:
+    """The bits, and each sample once in each pass: by its digest, and by the list where that is asked for."""
+    draw = random.Random(seed)
+    victims = [worker for worker in range(3) if worker != seed % 3]
+    for step in sorted(draw.sample(range(1, STEPS - 1), 6)):
+        act = draw.choice([kill, kill, kill, stop, leave, unheard])
+        place = MET if act is unheard else draw.choice([LANE, MEETS, ADDED_UP, MET, MERGED])
+        faults.at(place, act, step=step, worker=draw.choice(victims))
+    faults.may_not_happen()  # to a worker that is not there at that step
+    train(faults, samples=True)
+    assert faults.happened() >= 3
+    assert all(len(event["indices"]) == len(event["consumed"]) for event in faults.told("steps"))
+
+
+# -- the other door ---------------------------------------------------------------------------------------------------
+
+LOOP = """\
+import shoal
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+generator = torch.Generator().manual_seed(1)
+x, y = torch.randn(44, 6, generator=generator), torch.randint(3, (44,), generator=generator)
+model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Dropout(0.2), nn.Linear(10, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+book = {"seen": 0, "losses": []}
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+run = shoal.join(
+    model, optimizer, loader, scheduler=scheduler, state={"average": average, "book": book}, checkpoint_every=4
+)
+closure = lambda batch: F.cross_entropy(model(batch[0]), batch[1])
+for epoch in run.epochs(3):
+    for batch in run.batches():
+        loss = run.backward(batch, closure)
+        run.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        book["seen"] += len(batch)
+        book["losses"].append(loss)
+    scheduler.step()
+    book["held out"] = run.evaluate(TensorDataset(x, y), closure)
+with open("told", "a") as file:
+    value = sum(p.double().sum().item() for p in average.parameters())
+    print(scheduler.get_last_lr(), int(average.n_averaged), book, value.hex(), file=file)
+"""
+
+
+def test_a_joined_loop_ends_with_the_same_bits_and_bookkeeping(
+    faults: Faults, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    call = Caller(capsys)
+    Path("loop.py").write_text(LOOP)
+    expected = call.good("run", "loop.py", "--json").sha256
+    line = Path("told").read_text()
+    Path("told").unlink()
+
+    # A pass has six steps; whoever comes in at its end has yet to do what follows the last of them.
+    kill_in_turn(faults, (LANE, 0, 0), (LANE, 4, 2), (EVALUATES, 11, 1), (AGREES, 15, 0))
+    faults.at(MET, unheard, step=13, worker=2)
+    with faults.armed():
+        result = call.good("run", "loop.py", "--workers", "3", "--json", "--run-dir", faults.run)
+    assert result.sha256 == expected
+    assert set(Path("told").read_text().splitlines(keepends=True)) == {line}
+
+
+# -- by wire ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_shared_memory(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Workers, "commons", lambda group, num_bytes: None)
+    kill_in_turn(faults, (LANE, 1, 0), (MEETS, 4, 2), (MET, 7, 1))
+    faults.at(MET, unheard, step=10, worker=1)
+    train(faults)
+
+
+@root
+def test_on_several_hosts(faults: Faults) -> None:
+    """Two hosts of two workers; the first worker of each dies."""
+    expected = undisturbed()
+    kill_in_turn(faults, (LANE, 2, 0), (MET, 6, 2))
+    faults.at(LANE, stop, step=10, worker=1)
+    with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
+        assert faults.train(job(), workers=4, lab=lab, lease_seconds=1.0).weights_sha256 == expected
+    assert [one["rank"] for one in faults.told("worker-lost")] == [0, 2, 1]
+    assert faults.audit(job()).sound

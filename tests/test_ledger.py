@@ -247,7 +247,9 @@ def test_the_record_is_read_from_the_events_of_whoever_led(tmp_path: Path) -> No
     )
     report = audit_samples(RunFolder(tmp_path).read_events(), SCHEDULE, ORDER, committed=14)
     assert report.sound
-    assert (report.steps, report.passes, report.repeated) == (14, 2, 2)
+    assert (report.steps, report.passes, report.repeated) == (14, 2, 0), "two tell of the same step: it was done once"
+    again = audit_samples([*events, steps(14, 2, rank=1)], SCHEDULE, ORDER, committed=14)
+    assert (again.sound, again.repeated) == (True, 2), "one tells of it twice: it was done again"
     assert "steps 9 to 13 are not on record" in str(audit_samples(events[:-1], SCHEDULE, ORDER, committed=14))
     with_lists = Steps(
         **{

@@ -47,6 +47,7 @@ from shoal.stack import own_frames
 
 LOG_ONLY = "· "  # begins a line of a log that the driver does not show
 STOP, SAVE, CHANGE, LEAVE, EVICT = 1, 2, 4, 8, 16  # what a worker can ask of all; it travels with a step
+TOO_SLOW = "too slow"  # why a worker left
 LOOK_SECONDS = 0.05  # between two looks at what the store does not tell: whether processes of this host live
 AWAY_SECONDS = 0.2  # between two tries to reach it
 FORMING_SECONDS = 5.0  # for all members to make their group; twice as long after each failure

@@ -6,6 +6,7 @@ workers there should be, `verdict.py` what it all comes to. The run goes on with
 
 import importlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal import verdict
 from shoal.cluster import Slot
-from shoal.crew import LOG_ONLY
+from shoal.crew import LOG_ONLY, TOO_SLOW
 from shoal.engines.lab import Lab
 from shoal.engines.local import Exit, LocalEngine, Post
 from shoal.engines.namespaces import LabHost, call_on
@@ -65,6 +66,7 @@ STANDING = "driver.json"  # in the run's folder: what another driver needs to ta
 ENGINE_SOCKET = "engine.sock"  # in the run's folder: where the server that starts workers listens
 DROPPED_SECONDS = 1.0  # for a worker that the others dropped to end by itself
 FILL_SECONDS = 1.0  # after taking over: for the server to tell who ended meanwhile
+FROM_TORCH = re.compile(r"\[[WE]\d{4} \S+ \w+\.cpp:\d+\]|Exception raised from \S+ at|frame #\d+: ")  # stays in the log
 LOG_LINES = 5  # of a lost worker that its story shows
 
 
@@ -127,7 +129,7 @@ class Driver:
         self.roster = Roster(rules=rules_of(settings), wanted=launch.size, lanes=launch.started.lanes)
         self.overseer: Overseer | None = None
         self.took_part: set[Who] = set()
-        self.left: set[Who] = set()
+        self.left: dict[Who, str] = {}  # why
         self.noticed: dict[Who, str] = {}  # how it is known that a worker is lost whose process still exists
         self.elastic = options.elastic and launch.started.command == "train"  # a script says so when it joins
         self.ooms = OomWatch()
@@ -271,7 +273,9 @@ class Driver:
         if heard.code == 0 and (who.worker in self.tally.finished or not self.elastic):
             self.roster.serving.discard(who)
         elif who in self.left:
-            self.roster.left(who)
+            self.roster.left(who, too_slow=self.left[who] == TOO_SLOW)
+            if engine.can_start and not self.interrupts and not self.tally.finished:
+                self._start_missing(engine, "replacement")
         elif not self.elastic or self._fails() or self.overseer is None:
             self.roster.serving.discard(who)
             if heard.code != 0 and self.failed_at is None:
@@ -414,7 +418,7 @@ class Driver:
             self.roster.lives[event.rank] = max(event.life, self.roster.lives.get(event.rank, 0))
 
         if isinstance(event, WorkerLeft):
-            self.left.add(Who(event.rank, event.life))
+            self.left[Who(event.rank, event.life)] = event.reason
 
     def _tell(self, event: AnyEvent) -> None:
         self._learn(event)
@@ -595,7 +599,7 @@ class _Tail:
         if TRACEBACK_FOLLOWS in whole:
             self.ended = True
             whole = whole[: whole.index(TRACEBACK_FOLLOWS)]
-        return [line for line in whole if not line.startswith(LOG_ONLY)]
+        return [line for line in whole if not line.startswith(LOG_ONLY) and not FROM_TORCH.match(line)]
 
 
 def rules_of(settings: Settings) -> Rules:

@@ -1,9 +1,10 @@
 """What the events of a run say about its past: how far it had come, and which samples it saw."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from shoal.partition.samples import Order, Schedule
-from shoal.recovery.ledger import Audit, audit, entries
+from shoal.recovery.ledger import Audit, Entry, audit, entries
 from shoal.report.events import AnyEvent, Changed, Finished, Recovered, Resumed, Saved, Steps
 
 
@@ -26,5 +27,18 @@ def committed_floor(events: Iterable[AnyEvent], recorded: int = 0) -> int:
 
 def audit_samples(events: Iterable[AnyEvent], schedule: Schedule, order: Order, committed: int | None = None) -> Audit:
     """Whether every committed step saw its samples, and each pass each sample once."""
-    told = (event for event in events if isinstance(event, Steps) and event.consumed)
-    return audit(entries(told), schedule, order, committed)
+    return audit(_tellings(events), schedule, order, committed)
+
+
+def _tellings(events: Iterable[AnyEvent]) -> Iterator[Entry]:
+    """Every member tells of every step: once if all say the same, and again if one of them says it again."""
+    told: Counter[tuple[int, int]] = Counter()  # worker and step
+    heard: dict[int, tuple[int, str]] = {}  # step -> how often, and what
+    for event in events:
+        if isinstance(event, Steps):
+            for entry in entries([event]):
+                told[event.rank, entry.step] += 1
+                times, digest = heard.get(entry.step, (0, ""))
+                if told[event.rank, entry.step] > times or entry.consumed != digest:
+                    heard[entry.step] = max(times, told[event.rank, entry.step]), entry.consumed
+                    yield entry

@@ -52,9 +52,12 @@ class Roster:
     def took_part(self) -> None:
         self.false_starts = 0
 
-    def left(self, who: Who) -> None:
-        """It went as it should."""
+    def left(self, who: Who, *, too_slow: bool = False) -> None:
+        """It went as it should. One that was too slow leaves its place to another, as often as one may be lost."""
         self.serving.discard(who)
+        if too_slow and self.rules.on_failure == "replace" and self.failures < self.rules.max_failures:
+            self.failures += 1
+            return
         self.wanted = min(self.wanted, max(1, len(self.serving)))
 
     def lost(self, who: Who, *, took_part: bool, step: int) -> Verdict:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from shoal.agreement import agree_on_kernels, agree_on_weights, share_weights
 from shoal.collectives.group import Alone, Group
 from shoal.collectives.travel import Travel
-from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, Abandoned, Membership, Over
+from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, TOO_SLOW, Abandoned, Membership, Over
 from shoal.errors import JobError, NonFiniteError, PeerLost
 from shoal.evaluation import evaluate
 from shoal.exact import kernels
@@ -103,6 +103,7 @@ class Run:
         )
         self.step = 0  # committed so far
         self.epoch = 0
+        self._passes = 0  # that are over, with what the loop does after its last batch
         self.loss: float | None = None
         self.metrics: dict[str, float | None] = {}
         self.evaluation_seconds = 0.0
@@ -279,7 +280,7 @@ class Run:
         if not leaving and not any(ask & CHANGE for ask in asked):
             return
         if self.rank in leaving:
-            self._leave("too slow" if asked[self.rank] & EVICT else "asked to leave")
+            self._leave(TOO_SLOW if asked[self.rank] & EVICT else "asked to leave")
         self._noticed = self._noticed or time.monotonic()
         try:
             settlement = self.crew.change(leaving)
@@ -328,9 +329,11 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Passes over the data, from the one where the run stopped."""
-        for epoch in range(self.step // self.schedule.steps_per_epoch, count):
+        for epoch in range(self._passes, count):
             self.epoch = epoch
             yield epoch
+            if self.step >= (epoch + 1) * self.schedule.steps_per_epoch:
+                self._passes = epoch + 1
             if self.stopped is not None or self._at_limit():
                 break
         self.finish()
@@ -589,7 +592,7 @@ class Run:
 
     def _told(self) -> dict[str, Any]:
         """What whoever goes on from here should still know."""
-        return {"loss": self.loss, "metrics": self.metrics}
+        return {"loss": self.loss, "metrics": self.metrics, "passes": self._passes}
 
     def _restore(self, snapshot: Snapshot) -> None:
         self._live.restore(snapshot, own=True)
@@ -599,6 +602,9 @@ class Run:
         told = snapshot.values["told"]
         self.step = snapshot.step
         self.epoch = self.step // self.schedule.steps_per_epoch
+        self._passes = told.get("passes", self.epoch)
+        if self.step:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
         self.loss, self.metrics = told["loss"], told["metrics"]
 
     def finish(self) -> None:

@@ -78,7 +78,7 @@ class Steps(Event, frozen=True, kw_only=True, tag="steps"):
     memory: int = 0  # resident bytes
     slowest: dict[int, int] = {}  # rank -> how many of these steps it came last to (from the leader only)
     leader: bool = False  # the one member whose word counts for the whole run; another takes over when it is gone
-    consumed: list[str] = []  # from the leader: for each of these steps a digest of the samples it saw
+    consumed: list[str] = []  # for each of these steps a digest of the samples it saw
     indices: list[list[int]] = []  # likewise the samples themselves, where the user asked for them
 
 

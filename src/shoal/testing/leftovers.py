@@ -1,6 +1,12 @@
-"""What a block of code began and did not end: processes, threads, ports, shared memory."""
+"""What a block of code began and did not end: processes, threads, ports, shared memory.
+
+Also processes that have left their parent and its session behind, as a run that outlives its driver does: what a block
+started with another program is known by a word in its environment, what it forked by its being the same program.
+"""
 
 import os
+import secrets
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 SETTLE_SECONDS = 2.0  # how long something that is already ending may take
+MARK = "SHOAL_LEFTOVERS"  # an environment variable, with a word that only this block has
 MEMORY_NAMES = ("shoal", "torch_", "psm_", "sem.")  # ours, torch's, Python's; others on this machine use /dev/shm too
 
 
@@ -18,23 +25,40 @@ def leftovers() -> Iterator[list[str]]:
     """Yields a list that holds, after the block, a line for each thing that the block began and did not end:
     processes (also orphans), threads that keep the interpreter from ending, listening ports, shared memory."""
     left: list[str] = []
+    outer = os.environ.get(MARK)
+    os.environ[MARK] = word = secrets.token_hex(8)
     before = _held()
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
-    yield left
+    try:
+        yield left
+    finally:
+        del os.environ[MARK]
+        if outer is not None:
+            os.environ[MARK] = outer
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        left[:] = [text for key, text in _held(began).items() if key not in before]
+        left[:] = [text for key, text in _held(began, word).items() if key not in before]
         if not left or time.monotonic() > deadline:
             return
         time.sleep(0.01)
 
 
-def _held(orphans_since: float | None = None) -> dict[tuple[str, Any], str]:
+def end_detached() -> None:
+    """Ends processes that the innermost block began and that have left their parents behind."""
+    word = os.environ[MARK]
+    while found := _detached(_processes(), word):
+        for pid in found:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _held(orphans_since: float | None = None, word: str | None = None) -> dict[tuple[str, Any], str]:
     held: dict[tuple[str, Any], str] = {}
     table = _processes()
     mine = _descendants(table, os.getpid())
     if orphans_since is not None:
-        mine |= _orphans(table, orphans_since)
+        mine |= _orphans(table, orphans_since) | _forked(table, orphans_since) | _detached(table, word)
     for pid in mine:
         one = table[pid]
         state = "ended, but nobody waited for it" if one.state == "Z" else "still runs"
@@ -96,6 +120,37 @@ def _orphans(table: dict[int, _Process], since: float) -> set[int]:
         and one.parent in table
         and table[one.parent].session != session
     }
+
+
+def _detached(table: dict[int, _Process], word: str | None) -> set[int]:
+    """Programs that were started with this word in their environment, and what they forked, without our children."""
+    mark = f"{MARK}={word}".encode()
+    mine = _descendants(table, os.getpid())
+    return {
+        pid
+        for pid, one in table.items()
+        if pid not in mine and one.state != "Z" and mark in _read(pid, "environ").split(b"\0")
+    }
+
+
+def _forked(table: dict[int, _Process], since: float) -> set[int]:
+    """Forks of this program whose parents are gone: the same command line and environment, and nobody above."""
+    own = [_read(os.getpid(), part) for part in ("cmdline", "environ")]
+    return {
+        pid
+        for pid, one in table.items()
+        if one.started >= since - 0.02
+        and one.state != "Z"
+        and (one.parent not in table or one.parent == 1)
+        and [_read(pid, part) for part in ("cmdline", "environ")] == own
+    }
+
+
+def _read(pid: int, part: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{part}").read_bytes()
+    except OSError:
+        return b""
 
 
 def _listening() -> dict[str, str]:

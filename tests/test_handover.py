@@ -1,0 +1,91 @@
+"""State handed from one process to others: the same bits whichever way it goes, and never a changed one."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # the optimizer loads it at its first step: here once, not in every process
+from torch import nn
+
+from shoal import handover
+from shoal.collectives.group import Group
+from shoal.exact.digest import combine, digests
+from shoal.handover import accept, give, prepare
+from shoal.keeper import Live
+from shoal.testing import RanksFailed, ranks
+
+
+def live(seed: int, steps: int) -> Live:
+    """A model with tensors above and below the size from which they travel alone, a buffer and two moments each."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(160, 160), nn.BatchNorm1d(160), nn.Linear(160, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(torch.randn(8, 160)).square().sum().backward()
+        optimizer.step()
+    parameters = dict(model.named_parameters())
+    return Live(
+        model=model,
+        parameters=parameters,
+        optimizer=optimizer,
+        scheduler=None,
+        state={"seen": {"samples": 8 * steps}},
+        arithmetic={},
+        traits={},
+    )
+
+
+def state(run: Live) -> str:
+    snapshot = run.lend(0, {})
+    parts = {"weights": snapshot.weights, "optimizer": snapshot.optimizer}
+    return combine(digests([(f"{part}/{name}", each) for part, named in parts.items() for name, each in named.items()]))
+
+
+def hand_over(group: Group) -> list[Any]:
+    if group.rank == 0:
+        donor = live(seed=1, steps=3)
+        give(group, [1, 2], donor.lend(3, {"loss": 0.5}))
+        return [state(donor), donor.state["seen"]["samples"]]
+    newcomer = live(seed=2, steps=0)
+    prepare(newcomer.parameters.values())
+    snapshot, _ = accept(group, 0)
+    newcomer.restore(snapshot, own=True)
+    assert snapshot.step == 3 and snapshot.values["told"] == {"loss": 0.5}
+    return [state(newcomer), newcomer.state["seen"]["samples"]]
+
+
+def test_newcomers_have_the_bits_of_the_donor() -> None:
+    donor, *newcomers = ranks(3, hand_over)
+    assert newcomers == [donor, donor]
+
+
+def test_whoever_may_not_read_the_memory_of_the_donor_gets_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "proven", lambda process, row: False)
+    donor, *newcomers = ranks(3, hand_over)
+    assert newcomers == [donor, donor]
+
+
+def test_a_changed_tensor_is_named_and_nothing_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = handover.read
+
+    def flipped(process: int, address: int, into: torch.Tensor) -> None:
+        read(process, address, into)
+        into[5] ^= 1
+
+    monkeypatch.setattr(handover, "read", flipped)
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, hand_over)
+    assert all(
+        "rank 0 handed over arrived changed, first in weights 0.weight" in caught.value.failures[rank]
+        for rank in (1, 2)
+    )
+
+
+def test_a_donor_that_ends_meanwhile_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(process: int, address: int, into: torch.Tensor) -> None:
+        raise ProcessLookupError(3, "No such process")
+
+    monkeypatch.setattr(handover, "read", gone)
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, hand_over)
+    assert "PeerLost: rank 0 ended or went on while it handed its state over" in caught.value.failures[1]
