@@ -1,7 +1,12 @@
 """The command `shoal` as a user meets it: job files to give it, and ways to call it. Used by the tests."""
 
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -151,6 +156,62 @@ class Running:
         for pipe in (self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
+
+
+class Forked:
+    """The command in a fork of this process: with what the test has patched, and without the seconds of an import.
+
+    A process like any other: it has a session of its own, and may be killed.
+    """
+
+    def __init__(self, *arguments: str | Path, call: Callable[[], object] | None = None) -> None:
+        """`call`: something else than the command."""
+        self._output = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        self.code: int | None = None
+        if self.pid == 0:
+            self._become(call or (lambda: main([str(argument) for argument in arguments])))
+
+    def _become(self, call: Callable[[], object]) -> None:
+        code = 1
+        try:
+            os.setsid()
+            for number, file in zip((1, 2), self._output, strict=True):
+                os.dup2(file.fileno(), number)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            returned = call()
+            code = returned if isinstance(returned, int) else 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.end()
+
+    def end(self) -> Result:
+        """Waits for it. What it wrote is there also if it was killed."""
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        texts = []
+        for file in self._output:
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        return Result(code=self.code, out=texts[0], err=texts[1])
+
+    def __enter__(self) -> "Forked":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.code is None:
+            self.kill()
+        for file in self._output:
+            file.close()
 
 
 def newest(run: Path) -> Found:

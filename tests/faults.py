@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import msgspec
 import pytest
 
 import shoal.run
+from command import Forked
 from shoal.collectives.commons import Commons
 from shoal.crew import Crew
 from shoal.driver import Options
@@ -242,11 +243,22 @@ class Faults:
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def train(self, job: Job, *, workers: int = 3, resume: bool = False, **settings: Any) -> Report:
+        with self.armed():
+            return train_with(job, self._options(workers, resume, settings))
+
+    def drive(self, job: Job, *, workers: int = 3, resume: bool = False, **settings: Any) -> Forked:
+        """Likewise by a process of its own, which the run outlives. Faults happen in the test's own time."""
+        options = replace(self._options(workers, resume, settings), outlives=True)
+        self._armed = True
+        try:
+            return Forked(call=lambda: train_with(job, options))
+        finally:
+            self._armed = False
+
+    def _options(self, workers: int, resume: bool, settings: dict[str, Any]) -> Options:
         more = {name: settings.pop(name) for name in ("lab", "quiet", "plain") if name in settings}
         where: dict[str, Any] = {"resume": str(self.run)} if resume else {"run_dir": self.run}
-        options = Options(workers=workers, settings=Settings(**settings), **{"quiet": True} | where | more)
-        with self.armed():
-            return train_with(job, options)
+        return Options(workers=workers, settings=Settings(**settings), **{"quiet": True} | where | more)
 
     @contextmanager
     def armed(self) -> Iterator[None]:

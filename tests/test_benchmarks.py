@@ -94,7 +94,7 @@ def test_the_traffic_bound_case_has_at_least_twenty_million_parameters(monkeypat
     assert cases.make("mlp", quick=False).parameters >= 20_000_000
 
 
-# -- recovery.py --------------------------------------------------------------------------------------------------------
+# -- recovery.py ----------------------------------------------------------------------------------------------------
 
 
 def test_kills_are_felt_and_over_and_who_cannot_run_is_left_out_with_the_reason(tmp_path: Path) -> None:
@@ -137,9 +137,3 @@ def test_a_fault_is_over_when_a_new_step_is_committed_and_everybody_is_back(monk
     again = [commit(14.0 + step - 51, step, 2, 2) for step in range(51, 62)]
     assert judged(*before, *again[:-1]) is None
     assert judged(*before, *again) == notes.Fault(worker=1, next_commit=14.0, all_back=4.0, repeated=10, dropped=0)
-
-
-def test_an_unknown_contender_is_refused_with_the_names_of_the_known() -> None:
-    done = bench("--contenders", "horovod", script="recovery.py")
-    assert done.returncode == 2
-    assert "there is no horovod; there are shoal, torchrun, torchft, torchft 1 s" in done.stderr

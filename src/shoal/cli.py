@@ -209,7 +209,7 @@ def build_parser() -> Parser:
     chaos.add_argument("--fault-seed", type=int, metavar="N", help="another one gives other faults (0)")
     chaos.add_argument("--schedule", type=Path, metavar="FILE", help="or: play a stored faults.json again")
     chaos.add_argument("--workers", type=int, metavar="N", help="processes in all (3)")
-    chaos.add_argument("--lease", type=float, default=5.0, metavar="S", help="seconds after which a silent one is lost (5)")
+    chaos.add_argument("--lease", type=float, default=5.0, metavar="S", help="seconds of silence until one is lost (5)")
     chaos.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (a fresh one under runs/)")
     chaos.add_argument("--json", action="store_true", help="print the scorecard as JSON")
     chaos.add_argument("-q", "--quiet", action="store_true", help="only the scorecard")

@@ -51,6 +51,7 @@ TOO_SLOW = "too slow"  # why a worker left
 LOOK_SECONDS = 0.05  # between two looks at what the store does not tell: whether processes of this host live
 AWAY_SECONDS = 0.2  # between two tries to reach it
 FORMING_SECONDS = 5.0  # for all members to make their group; twice as long after each failure
+REVIVE_SECONDS = 2.0  # that the store is away before a worker starts it again
 LEAVING_SECONDS = 5.0  # for the others to see that a worker has left
 
 
@@ -140,7 +141,9 @@ class Crew:
         send: Callable[[Event], None],
         asked_to_stop: Callable[[], bool],
         asked_to_leave: Callable[[], bool],
+        revive_store: Callable[[], None] | None = None,
     ) -> None:
+        """`revive_store`: starts the run's own store again. The driver does that, unless it is gone, too."""
         self.who, self.timeout, self.wish = who, timeout, wish
         self.member = Member(who=who)
         self.view = View(epoch=0, members=(who,))
@@ -166,7 +169,15 @@ class Crew:
             name=os.environ.get("SHOAL_HOST") or socket.gethostname(),
         )
         self._store = open_store()
-        self._beat = Beat(open_store(), alive, lease_seconds=lease_seconds, heard=self._heard, away=self._away)
+        self._revive_store = revive_store
+        self._beat = Beat(
+            open_store(),
+            alive,
+            lease_seconds=lease_seconds,
+            heard=self._heard,
+            away=self._away,
+            missed=self._missed,
+        )
         self._beat.start()
 
     @property
@@ -444,6 +455,13 @@ class Crew:
     def _away(self, seconds: float | None) -> None:
         event = StoreAwayFor(time=time.time(), rank=self.who.worker, address=self._store.address, seconds=seconds)
         self._send(event)
+
+    def _missed(self, seconds: float) -> None:
+        """The driver has had its time; then the members try, one after the other: the first may be gone."""
+        place = self.view.members.index(self.who) if self.who in self.view.members else len(self.view.members)
+        if self._revive_store is not None and seconds > REVIVE_SECONDS * (1 + place):
+            with suppress(RunError, OSError):
+                self._revive_store()
 
     def where(self) -> Where:
         """What this worker is doing at this moment, for `shoal why`."""

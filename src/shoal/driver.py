@@ -30,6 +30,7 @@ from shoal.engines.namespaces import LabHost, call_on
 from shoal.errors import RunError, ShoalError
 from shoal.overseer import Overseer
 from shoal.plan.placement import Plan
+from shoal.recovery import embedded
 from shoal.recovery.address import open_store
 from shoal.recovery.protocol import Who
 from shoal.recovery.store import Store as Records
@@ -143,7 +144,9 @@ class Driver:
         importlib.import_module("torch._dynamo")
         first = self.roster.start()
         if self.options.elastic:
-            self.overseer = Overseer(self.folder.path, self.folder.id, self.settings.store, host=self._host(0))
+            place, outlives = self._host(0), self.options.outlives
+            store = self.settings.store
+            self.overseer = Overseer(self.folder.path, self.folder.id, store, place, outlives=outlives)
             first = self.overseer.begin(first, resumed=self.settings.resume)
             self.roster.serving, self.roster.lives = set(first), {who.worker: who.life for who in first}
         address = self.folder.path / ENGINE_SOCKET if self.options.outlives else None
@@ -454,10 +457,16 @@ class Driver:
             store=environment_store,
             records=self._records if self.options.elastic else None,
             asked_to_leave=post.notice.claim,
+            revive_store=self._revive_store,
         )
         with told(seat, str(self.folder.log(post.rank))) as code:
             self.launch.work(seat)
         return code[0]
+
+    def _revive_store(self) -> None:
+        """In a worker. The store of a lab is on a host of its own, and etcd is not ours to start."""
+        if self.settings.store is None and self.options.lab is None:
+            embedded.start(self.folder.path)
 
     def _records(self) -> Records:
         return open_store(self.settings.store, self.folder.path, self.folder.id)

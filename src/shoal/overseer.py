@@ -37,9 +37,11 @@ class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overseer:
-    def __init__(self, folder: Path, run: str, address: str | None, host: LabHost | None) -> None:
-        """`host`: of a lab, where the run's own store is to be."""
-        self.folder, self.address, self.host = folder, address, host
+    def __init__(
+        self, folder: Path, run: str, address: str | None, host: LabHost | None, *, outlives: bool = True
+    ) -> None:
+        """`host`: of a lab, where the run's own store is to be. `outlives`: that store goes on without this process."""
+        self.folder, self.address, self.host, self.outlives = folder, address, host, outlives
         self.wanted: int | None = None  # workers, as the user asked since the run began
         self.committed = 0  # at least so many steps were, at some time
         self.dropped: dict[Who, tuple[str, float]] = {}  # members that the others went on without: why, and since when
@@ -58,7 +60,8 @@ class Overseer:
 
     def _start_server(self) -> None:
         place = "127.0.0.1" if self.host is None else self.host.address
-        call_on(self.host, lambda: embedded.start(self.folder, place))
+        owner = None if self.outlives else os.getpid()
+        call_on(self.host, lambda: embedded.start(self.folder, place, owner=owner))
 
     def _dial(self, address: str, port: int, seconds: float) -> socket.socket:
         return call_on(self.host, lambda: socket.create_connection((address, port), timeout=seconds))

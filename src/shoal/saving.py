@@ -34,6 +34,7 @@ class Saving:
         self.every, self.auto, self.steps_per_epoch = every, auto, steps_per_epoch
         self._send = send
         self._saved_at = time.monotonic()
+        self._advised = False
         self.pacer = Pacer(self._saved_at, workers=workers, live=survives)
 
     def due(self, step: int) -> bool:
@@ -80,7 +81,8 @@ class Saving:
         if self.keeper is not None and self.keeper.write_seconds is not None:
             self.pacer.written(self.keeper.write_seconds)
         advice = self.pacer.news(time.monotonic())
-        if advice is not None:
+        if advice is not None and (self.auto or not self._advised):
+            self._advised = True  # where nobody follows it, advice is worth one line
             event = Interval(
                 time=time.time(),
                 step=step,

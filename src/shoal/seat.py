@@ -120,6 +120,7 @@ class Seat:
     store: Callable[[], Store] | None = None  # torch's, where a group that never changes meets
     records: Callable[[], Records] | None = None  # the run's store, where workers that come and go meet
     asked_to_leave: Callable[[], bool] = lambda: False
+    revive_store: Callable[[], None] | None = None
 
     def crew(self) -> Membership:
         """The workers of the run. Those of a script that has made torch's default group itself are there to stay."""
@@ -134,6 +135,7 @@ class Seat:
             send=self.wire.send,
             asked_to_stop=self.wire.asked_to_stop,
             asked_to_leave=self.asked_to_leave,
+            revive_store=self.revive_store,
         )
 
     def group(self) -> Group:

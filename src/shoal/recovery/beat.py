@@ -16,7 +16,7 @@ from shoal.recovery.protocol import NOTHING, Position, Seen, View, Who
 from shoal.recovery.store import LeaseEnded, Reading, Store, StoreAway
 
 INTERVAL_SECONDS = 0.25
-STOPPED_SECONDS = 0.6  # a process of this host that has been stopped for so long is as good as silent
+STOPPED_SECONDS = 0.4  # a process of this host that has been stopped for so long is as good as silent
 PATIENCE_SECONDS = 60.0  # for a worker that was never heard of: it may still be building its model
 
 
@@ -86,14 +86,15 @@ class Beat:
         lease_seconds: float,
         heard: Callable[[News], None],
         away: Callable[[float | None], None],
+        missed: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         """`heard` is called on this thread after every look at the store; `away` when it goes (None) and when it is
-        back (after so many seconds)."""
+        back (after so many seconds), `missed` at each try in between."""
         self.alive, self.lease_seconds = alive, lease_seconds
         self.news = EMPTY
         self.lease: int | None = None
         self.committed: int | None = None  # what the leader would have the store know
-        self._store, self._heard, self._away = store, heard, away
+        self._store, self._heard, self._away, self._missed = store, heard, away, missed
         self._known: dict[Who, Alive] = {}
         self._seen_at: dict[Who, int] = {}  # revision of the newest reading in which it held a lease
         self._absent: dict[Who, float] = {}  # since when there has been no sign of it
@@ -173,6 +174,7 @@ class Beat:
                 if self._away_since is None:
                     self._away_since = time.monotonic()
                     self._away(None)
+                self._missed(time.monotonic() - self._away_since)
                 self._closed.wait(INTERVAL_SECONDS)
             except Exception as error:  # a worker without a heart would be dropped, and nobody would know why
                 print(f"the beat stumbled: {error!r}", file=sys.stderr)

@@ -44,18 +44,22 @@ def start(
     *,
     listener: socket.socket | None = None,
     idle_seconds: float = IDLE_SECONDS,
+    owner: int | None = None,
 ) -> Serving:
     """Starts the server and returns when it listens. Anybody may call this at any time: there is only ever one.
 
     It runs in the network namespace of the calling thread, so a lab's host gets one by `call_on(host, …)` with that
     host's address. `listener`: a socket that listens already, at the address given; it stays the caller's to close.
-    The server ends by itself when it has had neither a lease nor a client for `idle_seconds`.
+    The server ends by itself when it has had neither a lease nor a client for `idle_seconds`; where it has an `owner`,
+    with that process.
     """
     found = _serving(folder)
     if found is not None:
         return found
     command = [sys.executable, "-P", storeserver.__file__, str(folder.absolute())]
     command += ["--address", address, "--idle", f"{idle_seconds}"]
+    if owner is not None:
+        command += ["--owner", f"{owner}"]
     passed: tuple[int, ...] = ()
     if listener is not None:
         passed = (listener.fileno(),)

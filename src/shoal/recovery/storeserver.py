@@ -320,7 +320,16 @@ class Broken(Exception):
 
 
 class Server:
-    def __init__(self, listener: socket.socket, records: Records, token: str, idle_seconds: float, most: int) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        records: Records,
+        token: str,
+        idle_seconds: float,
+        most: int,
+        owner: int | None = None,
+    ) -> None:
+        """`owner`: a pidfd; the server ends with that process."""
         self._listener, self._records = listener, records
         self._token = token.encode()
         self._idle_seconds, self._most = idle_seconds, most
@@ -330,6 +339,9 @@ class Server:
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
+        self._owner = owner
+        if owner is not None:
+            self._selector.register(owner, selectors.EVENT_READ, None)
 
     def run(self) -> None:
         """Until it is told to stop, or nobody has needed it for long."""
@@ -341,7 +353,9 @@ class Server:
             if woken - due > FORGIVEN_SECONDS:  # it was stopped itself, nobody knows when since it last looked
                 self._forgive(woken - now)
             for key, events in ready:
-                if key.data is None:
+                if key.fd == self._owner:
+                    self._stopping = True
+                elif key.data is None:
                     self._accept()
                 else:
                     self._attend(key.data, events)
@@ -534,12 +548,13 @@ def main() -> int:
     parser.add_argument("--address", default="127.0.0.1", help="to listen on, and where clients look for it")
     parser.add_argument("--descriptor", type=int, help="of a socket that listens already")
     parser.add_argument("--idle", type=float, default=600.0, help="seconds without lease and client until it ends")
+    parser.add_argument("--owner", type=int, help="a process to end with")
     options = parser.parse_args()
     folder = options.folder.resolve()
     ours, theirs = os.pipe()
     if os.fork() == 0:
         os.close(ours)
-        os._exit(_become_server(folder, options.address, options.descriptor, options.idle, theirs))
+        os._exit(_become_server(folder, options.address, options.descriptor, options.idle, options.owner, theirs))
     os.close(theirs)
     with open(ours, "rb") as answer:
         text = answer.read()
@@ -547,7 +562,9 @@ def main() -> int:
     return 0 if text.startswith(b"{") else 1
 
 
-def _become_server(folder: Path, address: str, descriptor: int | None, idle_seconds: float, answer: int) -> int:
+def _become_server(
+    folder: Path, address: str, descriptor: int | None, idle_seconds: float, owner: int | None, answer: int
+) -> int:
     os.setsid()
     os.umask(0o077)  # the token is for this user
     os.chdir("/")
@@ -556,6 +573,7 @@ def _become_server(folder: Path, address: str, descriptor: int | None, idle_seco
         os.dup2(nothing, standard)
     os.close(nothing)
     try:
+        handle = None if owner is None else os.pidfd_open(owner)
         lock = _lock(folder)
         if isinstance(lock, Serving):
             os.write(answer, msgspec.json.encode(lock))
@@ -576,7 +594,7 @@ def _become_server(folder: Path, address: str, descriptor: int | None, idle_seco
     os.write(answer, msgspec.json.encode(serving))
     os.close(answer)
     try:
-        Server(listener, records, token, idle_seconds, os.sysconf("SC_OPEN_MAX") - SPARE_DESCRIPTORS).run()
+        Server(listener, records, token, idle_seconds, os.sysconf("SC_OPEN_MAX") - SPARE_DESCRIPTORS, handle).run()
         (folder / RECORD).unlink(missing_ok=True)  # while the lock is ours
         records.close()
     except Exception:

@@ -17,6 +17,7 @@ from typing import Any
 
 SETTLE_SECONDS = 2.0  # how long something that is already ending may take
 MARK = "SHOAL_LEFTOVERS"  # an environment variable, with a word that only this block has
+_blocks: list[tuple[str, float]] = []  # that are open: the word of each, and when it began
 MEMORY_NAMES = ("shoal", "torch_", "psm_", "sem.")  # ours, torch's, Python's; others on this machine use /dev/shm too
 
 
@@ -29,9 +30,11 @@ def leftovers() -> Iterator[list[str]]:
     os.environ[MARK] = word = secrets.token_hex(8)
     before = _held()
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
+    _blocks.append((word, began))
     try:
         yield left
     finally:
+        _blocks.pop()
         del os.environ[MARK]
         if outer is not None:
             os.environ[MARK] = outer
@@ -45,8 +48,8 @@ def leftovers() -> Iterator[list[str]]:
 
 def end_detached() -> None:
     """Ends processes that the innermost block began and that have left their parents behind."""
-    word = os.environ[MARK]
-    while found := _detached(_processes(), word):
+    word, began = _blocks[-1]
+    while found := _detached(table := _processes(), word) | _forked(table, began):
         for pid in found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -134,16 +137,23 @@ def _detached(table: dict[int, _Process], word: str | None) -> set[int]:
 
 
 def _forked(table: dict[int, _Process], since: float) -> set[int]:
-    """Forks of this program whose parents are gone: the same command line and environment, and nobody above."""
-    own = [_read(os.getpid(), part) for part in ("cmdline", "environ")]
-    return {
+    """Forks of this program that another program has adopted, with what they forked themselves."""
+    own = _program(os.getpid())
+    found = {
         pid
         for pid, one in table.items()
         if one.started >= since - 0.02
         and one.state != "Z"
-        and (one.parent not in table or one.parent == 1)
-        and [_read(pid, part) for part in ("cmdline", "environ")] == own
+        and _program(pid) == own
+        and _program(one.parent) != own
     }
+    for pid in list(found):
+        found |= _descendants(table, pid)
+    return found - {os.getpid()}
+
+
+def _program(pid: int) -> tuple[bytes, bytes]:
+    return _read(pid, "cmdline"), _read(pid, "environ")
 
 
 def _read(pid: int, part: str) -> bytes:
