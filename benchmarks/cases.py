@@ -174,12 +174,12 @@ def short(quick: bool) -> Case:
 
 def small(quick: bool) -> Case:
     """Half a million parameters, steps of 10 to 20 ms on two workers."""
-    return _with_adam("small", *((32, 2, 8, 2, 20) if quick else (384, 3, 256, 40, 260)))
+    return _with_adam("small", *((32, 2, 8, 2, 20) if quick else (384, 3, 768, 40, 260)))
 
 
 def longer(quick: bool) -> Case:
     """The same with steps of about 100 ms."""
-    return _with_adam("longer", *((32, 2, 64, 2, 20) if quick else (384, 3, 7168, 6, 48)))
+    return _with_adam("longer", *((32, 2, 64, 2, 20) if quick else (384, 3, 9216, 6, 48)))
 
 
 def large(quick: bool) -> Case:

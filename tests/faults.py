@@ -34,6 +34,7 @@ from shoal.keeper import Keeper
 from shoal.launch import open_job, train_with
 from shoal.recovery import embedded
 from shoal.recovery.ledger import Audit
+from shoal.recovery.process import condition
 from shoal.recovery.protocol import Who
 from shoal.recovery.storeserver import read_serving
 from shoal.report.folder import RunFolder
@@ -123,13 +124,12 @@ def kills(*workers: int) -> Callable[[], None]:
 def until(*present: Who) -> Callable[[], None]:
     """Waits until these have come: they are members, or wait to be let in, or were there and are gone again."""
 
-    def there() -> bool:
-        beat = crew()._beat
-        gone = beat.gone(beat.news)
-        waiting = {who for who in present if who in beat.news.alive and who not in gone} - set(crew().view.members)
-        return set(present) <= set(beat.known()) and waiting <= set(crew()._newcomers)
+    def come(who: Who) -> bool:
+        known = crew()._beat.known().get(who)
+        gone = known is not None and condition(known.pid, known.began) is None
+        return gone or who in crew().view.members or who in crew()._newcomers
 
-    return until_true(there)
+    return until_true(lambda: all(map(come, present)))
 
 
 def until_stored(step: int) -> Callable[[], None]:

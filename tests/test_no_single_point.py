@@ -1,6 +1,7 @@
 """The store, the driver, the process that starts workers, everything at once: a run survives the loss of any of them,
 and of all of them by its checkpoint. And `shoal why` says what a run waits for (issue 4: 3, 4, 8)."""
 
+import json
 import os
 import re
 import select
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ import shoal
 from command import Caller, Forked, write_job
 from faults import (
     ASKS,
-    GIVES,
+    ACCEPTS,
     LANE,
     MET,
     RECOVERS,
@@ -26,6 +28,7 @@ from faults import (
     kill,
     kill_store,
     leave,
+    told,
     until,
     until_stored,
     until_true,
@@ -82,7 +85,7 @@ def test_the_store_is_killed_and_comes_back(faults: Faults) -> None:
     faults.at(LANE, kill, step=9, worker=2)
     faults.at(RECOVERS, lambda: kill_store(faults.run), step=9, worker=0)
     faults.at(ASKS, until(Who(2, 1)), step=11)
-    faults.at(GIVES, lambda: kill_store(faults.run), step=11)
+    faults.at(ACCEPTS, lambda: kill_store(faults.run), worker=2, life=1)
     train(faults)
     away = faults.told("store-away")
     assert any(one.get("rank") is None and one.get("seconds") for one in away), "the driver saw it go and come back"
@@ -126,6 +129,11 @@ def alive(run: Path) -> News:
         store.close()
 
 
+def alive_on_disk(run: Path) -> list[int]:
+    """Processes of the workers, also when the store is gone."""
+    return [event["pid"] for event in told(run, "worker-started")]
+
+
 def wait_until(true: Callable[[], object]) -> None:
     until_true(lambda: bool(true()))()
 
@@ -149,26 +157,160 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def read_report(run: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((run / "report.json").read_bytes())
+    return value
+
+
 def driver_killer(faults: Faults) -> Callable[[], None]:
     """Kills the process that started the server that started this worker."""
     return lambda: os.kill(parent(os.getppid()), signal.SIGKILL)
 
 
-def driven_by(pid: int) -> bool:
-    """Whether another process than this one watches over the run, as the store has it."""
+def driven() -> bool:
+    """Whether the driver that the store knows of is alive."""
     entry = crew()._store.read("driver").entries.get("driver")
-    return entry is not None and f'"pid":{pid}'.encode() not in entry.value
+    return entry is not None and Path(f"/proc/{json.loads(entry.value)['pid']}").exists()
 
 
 def test_another_driver_takes_over_and_replaces_whoever_was_lost_meanwhile(faults: Faults, call: Caller) -> None:
     expected = undisturbed()
     faults.at(LANE, driver_killer(faults), step=3, worker=1)
     faults.at(LANE, kill, step=5, worker=0)
-    driver = faults.drive(job())
-    with driver:
+    faults.at(ASKS, until_true(driven), step=8)
+    faults.at(ASKS, until(Who(0, 1)), step=10)
+    with faults.drive(job()) as driver:
         assert driver.end().code == -signal.SIGKILL
     result = call("attach", faults.run, "--json")
     assert result.code == 0, result.err
     assert result.sha256 == expected
     assert faults.audit(job()).sound
     assert [one["rank"] for one in faults.told("worker-lost")] == [0]
+    assert [(one["rank"], one["life"]) for one in faults.told("replaced")] == [(0, 1)]
+
+
+def test_a_run_ends_without_a_driver_and_the_next_one_writes_its_report(faults: Faults, call: Caller) -> None:
+    expected = undisturbed()
+    faults.at(LANE, driver_killer(faults), step=3, worker=0)
+    faults.at(LANE, kill, step=6, worker=1)
+    faults.at(LANE, leave, step=9, worker=2)
+    with faults.drive(job()) as driver:
+        assert driver.end().code == -signal.SIGKILL
+    assert not (faults.run / "report.json").exists()
+    workers = [each.pid for each in alive(faults.run).alive.values()]
+    assert ended(workers)
+    result = call("attach", faults.run, "--json")
+    assert result.code == 0, result.err
+    assert result.sha256 == expected
+    assert result.value["outcome"] == "done"
+    assert (faults.run / "report.json").exists()
+    assert faults.audit(job()).sound
+    assert [one["step"] for one in faults.told("worker-left")] == [11]
+
+
+def test_the_process_that_starts_workers_is_killed(faults: Faults) -> None:
+    """The workers go on; whoever is lost from then on is not replaced."""
+    expected = undisturbed()
+    faults.at(LANE, lambda: os.kill(os.getppid(), signal.SIGKILL), step=3, worker=0)
+    faults.at(LANE, kill, step=6, worker=1)
+    with faults.drive(job()) as driver:
+        assert driver.end().code == 0
+    assert read_report(faults.run)["weights_sha256"] == expected
+    assert faults.told("replaced") == []
+
+
+def test_nothing_outlives_a_process_that_called_train(faults: Faults) -> None:
+    """Unlike the command's, a run that a script or a notebook has begun is its own."""
+    faults.at(LANE, both(until_stored(5), driver_killer(faults), signal.pause), step=5, worker=0)
+    with Forked(call=lambda: faults.train(job(), workers=2)) as script:
+        assert script.end().code == -signal.SIGKILL
+    known = alive_on_disk(faults.run)
+    assert len(known) == 2
+    assert ended(known)
+    wait_until(lambda: not embedded.running(faults.run))
+
+
+# -- everything -------------------------------------------------------------------------------------------------------
+
+
+def hold(faults: Faults, step: int) -> None:
+    """All workers wait in that step until they are killed; the store knows how far they are, and the last checkpoint
+    before is on disk."""
+    saved = faults.run / "checkpoints" / f"step-{step // 4 * 4:08}"
+
+    def held() -> None:
+        Path(f"held-{crew().who.worker}").touch()
+        signal.pause()
+
+    for worker in range(2):
+        faults.at(LANE, both(until_stored(step), until_true(saved.exists), held), step=step, worker=worker)
+
+
+@pytest.mark.parametrize("order", ["driver store workers", "workers driver store", "store server driver workers"])
+def test_everything_is_killed_and_the_run_goes_on_from_its_checkpoint(
+    faults: Faults, order: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = undisturbed()
+    hold(faults, 10)
+    with faults.drive(job(), workers=2) as driver:
+        wait_until(lambda: len(list(Path().glob("held-*"))) == 2)
+        workers = [each.pid for each in alive(faults.run).alive.values()]
+        serving = read_serving(faults.run)
+        assert serving is not None
+        processes = {"workers": workers, "store": [serving.pid], "driver": [driver.pid], "server": [parent(workers[0])]}
+        for name in order.split():
+            for pid in processes[name]:
+                os.kill(pid, signal.SIGKILL)
+        driver.end()
+    end_detached()  # what restarted the store meanwhile, or has a worker less
+    capfd.readouterr()
+    assert faults.train(job(), resume=True, quiet=False, plain=True).weights_sha256 == expected
+    (resumed,) = faults.told("resumed")
+    assert (resumed["step"], resumed["repeated"]) == (8, 2)
+    assert "2 steps" in capfd.readouterr().err
+    assert faults.audit(job()).sound
+
+
+# -- why --------------------------------------------------------------------------------------------------------------
+
+GATE = """\
+if step == 5 and lane == 1 and "GATE" in os.environ:
+    open(os.environ["GATE"]).read()  # the gate"""
+
+
+@pytest.fixture
+def hung(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
+    """A run of three workers, the second of which waits in the job's own code; nobody is dropped for being stopped."""
+    monkeypatch.setattr(beat, "STOPPED_SECONDS", 60.0)
+    write_job(tmp_path, loss=GATE)
+    os.mkfifo("gate")
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    arguments = ["train", "job.py", "--workers", "3", "--run-dir", faults.run, "--quiet", "--lease", "60"]
+    with Forked(*arguments) as driver:
+        yield driver
+
+
+def test_why_names_the_worker_its_line_and_who_waits_for_it(hung: Forked, faults: Faults, call: Caller) -> None:
+    number = next(n for n, line in enumerate(Path("job.py").read_text().splitlines(), 1) if "# the gate" in line)
+    wait_until(lambda: (faults.run / "driver.json").exists() and len(alive(faults.run).view.members) == 3)
+
+    def held_up() -> bool:
+        said.append(call("why", faults.run).out)
+        return "# the gate" in said[-1] and "have waited" in said[-1]
+
+    said: list[str] = []
+    wait_until(held_up)
+    first = said[-1].splitlines()[0]
+    assert re.match(r"worker 1 holds up the others: it is at job\.py:\d+ in loss\(\): open\(", first), said[-1]
+    assert f"job.py:{number} " in first
+    assert re.search(r"workers 0 2 have waited for .*, in ", first)
+
+    stopped = alive(faults.run).alive[Who(1)].pid
+    os.kill(stopped, signal.SIGSTOP)
+    text = call.good("why", faults.run).out
+    assert re.match(rf"worker 1 holds up the others: its process \(.*pid {stopped}\) is stopped, by SIGSTOP", text), text
+    assert f"kill -CONT {stopped}" in text
+    os.kill(stopped, signal.SIGCONT)
+
+    Path("gate").write_text("")  # opens it
+    assert hung.end().code == 0

@@ -148,7 +148,7 @@ class Crew:
         self.member = Member(who=who)
         self.view = View(epoch=0, members=(who,))
         self.group: Group = Alone(wish)
-        self.phase = "entering"  # for whoever asks what this worker is doing
+        self.phase = "enters the run"  # for whoever asks what this worker is doing
         self.waits_for: list[int] = []
         self.since = time.monotonic()
         self._send, self._asked_to_stop, self._asked_to_leave = send, asked_to_stop, asked_to_leave
@@ -216,6 +216,8 @@ class Crew:
         return asked | CHANGE if any(who not in self.view.members for who in self._newcomers) else asked
 
     def committed_before(self) -> int:
+        with suppress(StoreAway):
+            return self._read().committed
         return self._beat.news.committed
 
     # -- membership ---------------------------------------------------------------------------------------------------
@@ -427,7 +429,7 @@ class Crew:
         else:
             missing = [who for who in news.view.members if who not in news.positions and who != self.who]
             names = ", ".join(map(str, missing))
-            phase = f"recovering: waits for {names}" if names else "recovering: waits for the next epoch"
+            phase = f"recovers: waits for {names}" if names else "recovers: waits for the next epoch"
             self._doing(phase, [who.worker for who in missing])
 
     def _doing(self, phase: str, waits_for: Sequence[int] = ()) -> None:

@@ -50,6 +50,7 @@ from shoal.report.events import (
     WorkerLost,
     WorkerStarted,
     decode,
+    encode,
 )
 from shoal.report.folder import RunFolder
 from shoal.report.oom import OomWatch
@@ -57,7 +58,7 @@ from shoal.report.progress import Progress, choose
 from shoal.report.tally import Tally
 from shoal.report.tensorboard import TensorBoard
 from shoal.roster import Roster, Rules, Verdict
-from shoal.seat import DRIVER_SOCKET, UNHEARD, Seat, Settings, Wire, environment_store
+from shoal.seat import DRIVER_SOCKET, HEARD_WORD, STOP_WORD, UNHEARD, Seat, Settings, Wire, environment_store
 from shoal.socketfile import listen
 from shoal.worker import TRACEBACK_FOLLOWS, told
 
@@ -131,6 +132,7 @@ class Driver:
         self.overseer: Overseer | None = None
         self.took_part: set[Who] = set()
         self.left: dict[Who, str] = {}  # why
+        self.before: set[bytes] = set()  # what another driver has written: workers may tell some of it again
         self.noticed: dict[Who, str] = {}  # how it is known that a worker is lost whose process still exists
         self.elastic = options.elastic and launch.started.command == "train"  # a script says so when it joins
         self.ooms = OomWatch()
@@ -182,6 +184,7 @@ class Driver:
         driver = cls(launch, folder, standing.settings, options)
         for event in events:
             driver._learn(event)
+        driver.before = {encode(event) for event in events}
         driver.overseer = Overseer(folder.path, folder.id, standing.settings.store, host=None)
         driver.overseer.check_free()
         engine = None
@@ -254,6 +257,8 @@ class Driver:
                     self._exited(engine, heard)
                 else:
                     self._tell(decode(heard.text))
+            if self.options.outlives:
+                engine.acknowledge(HEARD_WORD)
             self._accept(engine)
             self._hear_prints()
             self._oversee(engine)
@@ -394,7 +399,8 @@ class Driver:
                         found.append(decode(line))
                 taken.unlink()
         for event in sorted(found, key=lambda event: event.time):
-            self._tell(event)
+            if encode(event) not in self.before:
+                self._tell(event)
 
     def _close_store(self, for_good: bool) -> None:
         if self.listener is not None:
@@ -557,7 +563,7 @@ class Driver:
 
     def _ask_to_stop(self, engine: LocalEngine) -> None:
         for rank in engine.running:
-            engine.tell(rank, b"stop\n")
+            engine.tell(rank, STOP_WORD + b"\n")
 
     def _report(self, ended: str) -> dict[str, Any]:
         value = report(

@@ -27,7 +27,8 @@ TICK_SECONDS = 0.1
 def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> dict[str, Any]:
     """Takes over a run whose driver is gone, and returns its report when it has ended."""
     read_standing(folder)
-    return Driver.attach(folder, Options(quiet=quiet, plain=plain, outlives=True))
+    with folder:
+        return Driver.attach(folder, Options(quiet=quiet, plain=plain, outlives=True))
 
 
 def stop(folder: RunFolder) -> int:

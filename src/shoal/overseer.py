@@ -140,8 +140,9 @@ class Overseer:
         pid = os.getpid()
         name = socket.gethostname()
         record = DriverRecord(pid=pid, began=began(pid) or "", host=host_identity(), name=name)
-        self._lease = self.store.grant(LEASE_SECONDS)
-        self.store.put("driver", msgspec.json.encode(record), self._lease)
+        lease = self.store.grant(LEASE_SECONDS)
+        self.store.put("driver", msgspec.json.encode(record), lease)
+        self._lease = lease
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 

@@ -476,6 +476,7 @@ class Run:
         if epoch == self.crew.epoch and (self.plan.shares == "auto" or self.seat.settings.slow != "ignore"):
             self._watch(outcome.compute)
         if any(ask & SAVE for ask in outcome.asked):
+            self._tell()  # what led to a checkpoint is on record before it: nothing of it is told again
             began = time.perf_counter()
             self._agree_on_weights({name: quick(tensor) for name, tensor in self.named_tensors()})
             self.save()

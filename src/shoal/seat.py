@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from shoal.socketfile import connect
 
 DRIVER_SOCKET = "driver.sock"  # in the run's folder: where a later driver listens
 UNHEARD = "unheard-"  # in the run's folder: what workers said while there was no driver
+STOP_WORD, HEARD_WORD = b"stop", b"heard"  # from the driver
 LOOK_SECONDS = 0.5
 
 
@@ -63,10 +65,10 @@ class Settings:
 
 
 class Wire:
-    """To the driver, a line per event; from it, the word to stop.
+    """To the driver, a line per event; from it, the word to stop, and how much of what it was told is on disk.
 
-    When the driver is gone, events go to a file in the run's folder, for the next driver to find; once that one
-    listens, they go there.
+    When the driver is gone, events go to a file in the run's folder, for the next driver to find, beginning with those
+    that may have been lost with it; once that one listens, they go there.
     """
 
     def __init__(self, connection: socket.socket | None, name: str = "", folder: Path | None = None) -> None:
@@ -76,36 +78,77 @@ class Wire:
         self._name, self._folder = name, folder
         self._tried = 0.0
         self._lock = threading.Lock()  # checkpoints are told of from their own thread
+        self._sent = 0  # bytes
+        self._kept: deque[tuple[int, bytes]] = deque()  # lines that may not be on disk, with what was sent up to them
+        self._heard = b""  # the beginning of a line
 
     def send(self, event: Event) -> None:
         line = encode(event) + b"\n"
         with self._lock:
             if self.connection is None and self._folder is not None:
                 self._look_for_driver(self._folder)
-            if self.connection is not None:
-                try:
-                    self.connection.sendall(line)
-                    return
-                except OSError:  # the driver is gone
-                    self.connection = None
-            if self._folder is not None:
-                with suppress(OSError), open(self._folder / f"{UNHEARD}{self._name}.jsonl", "ab") as file:
-                    file.write(line)
+            self._listen()
+            if not self._say(line):
+                self._write_down([line])
+
+    def asked_to_stop(self) -> bool:
+        with self._lock:
+            self._listen()
+            return self.stop_asked
+
+    def _say(self, line: bytes) -> bool:
+        if self.connection is None:
+            return False
+        try:
+            self.connection.sendall(line)
+        except OSError:
+            self._lose()
+            return False
+        if self._folder is not None:
+            self._sent += len(line)
+            self._kept.append((self._sent, line))
+        return True
+
+    def _listen(self) -> None:
+        while self.connection is not None:
+            try:
+                found = self.connection.recv(4096, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                found = b""
+            if not found:
+                return self._lose()
+            *lines, self._heard = (self._heard + found).split(b"\n")
+            for line in lines:
+                self._obey(line)
+
+    def _obey(self, line: bytes) -> None:
+        word, _, number = line.partition(b" ")
+        if word == STOP_WORD:
+            self.stop_asked = True
+        while word == HEARD_WORD and self._kept and self._kept[0][0] <= int(number):
+            self._kept.popleft()
+
+    def _lose(self) -> None:
+        """The driver is gone."""
+        self.connection = None
+        self._write_down([line for _, line in self._kept])
+        self._kept.clear()
+        self._sent, self._heard = 0, b""
+
+    def _write_down(self, lines: list[bytes]) -> None:
+        if self._folder is not None and lines:
+            with suppress(OSError), open(self._folder / f"{UNHEARD}{self._name}.jsonl", "ab") as file:
+                file.write(b"".join(lines))
 
     def _look_for_driver(self, folder: Path) -> None:
         if time.monotonic() - self._tried >= LOOK_SECONDS:
             self._tried = time.monotonic()
             with suppress(OSError):
-                self.connection = connect(folder / DRIVER_SOCKET, socket.SOCK_STREAM)
-                self.connection.sendall(f"{self._name}\n".encode())
-
-    def asked_to_stop(self) -> bool:
-        if self.connection is not None and not self.stop_asked:
-            try:
-                self.stop_asked = b"stop" in self.connection.recv(64, socket.MSG_DONTWAIT)
-            except OSError:
-                pass
-        return self.stop_asked
+                connection = connect(folder / DRIVER_SOCKET, socket.SOCK_STREAM)
+                connection.sendall(f"{self._name}\n".encode())
+                self.connection = connection
 
 
 @dataclass(frozen=True, kw_only=True)

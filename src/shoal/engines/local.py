@@ -131,6 +131,8 @@ class LocalEngine:
         self._selector.register(control, selectors.EVENT_READ, None)
         self._wires: dict[Name, socket.socket] = {}
         self._partial: dict[Name, bytes] = {}
+        self._taken: dict[Name, int] = {}  # bytes of whole lines
+        self._unacknowledged: set[Name] = set()
         self.pids: dict[Name, int] = {}
         self._running: set[Name] = set()
         self.can_start = True  # False: the server is gone
@@ -169,7 +171,7 @@ class LocalEngine:
         if name in self._wires:
             self._hang_up(name)
         self._wires[name] = wire
-        self._partial[name] = b""
+        self._partial[name], self._taken[name] = b"", 0
         self._selector.register(wire, selectors.EVENT_READ, name)
 
     def wait(self, seconds: float) -> list[Line | Exit]:
@@ -202,6 +204,9 @@ class LocalEngine:
                 break
             found += more
         *whole, self._partial[name] = (self._partial.get(name, b"") + found).split(b"\n")
+        if whole:
+            self._taken[name] += sum(len(text) + 1 for text in whole)
+            self._unacknowledged.add(name)
         return [Line(rank=name[0], life=name[1], text=text) for text in whole]
 
     def _hang_up(self, name: Name) -> None:
@@ -249,6 +254,13 @@ class LocalEngine:
             if worker == rank:
                 with suppress(OSError):
                     wire.sendall(text)
+
+    def acknowledge(self, word: bytes) -> None:
+        """Tells workers how many bytes of what they said were taken: with this word, after what came of it is safe."""
+        for name in self._unacknowledged & self._wires.keys():
+            with suppress(OSError):  # one that does not listen is told the next time
+                self._wires[name].send(b"%s %d\n" % (word, self._taken[name]), socket.MSG_DONTWAIT)
+        self._unacknowledged.clear()
 
     def signal(self, rank: int, number: int, life: int = 0) -> None:
         """Only ever to a worker that the server has not reaped: its process id is still its own."""

@@ -197,8 +197,9 @@ class Beat:
 
     def _keep_lease(self) -> None:
         if self.lease is None or not self._store.renew(self.lease):
-            self.lease = self._store.grant(self.lease_seconds)
-            self._store.put(f"alive/{key_of(self.alive.who)}", msgspec.json.encode(self.alive), self.lease)
+            lease = self._store.grant(self.lease_seconds)
+            self._store.put(f"alive/{key_of(self.alive.who)}", msgspec.json.encode(self.alive), lease)
+            self.lease = lease  # not before: a store that went in between would keep a lease that nobody sees
         self._renewed = time.monotonic()
 
     def _back(self) -> None:

@@ -283,7 +283,10 @@ def _event_text(event: AnyEvent, *, routine: bool) -> str | None:
 def _interval_text(event: Interval) -> str:
     cost, mean = figures.duration(event.save_seconds), figures.duration(event.failure_seconds)
     every = figures.plural(event.every, "step")
-    return f"step {event.step:,}: a checkpoint every {every}: one costs {cost}, and a failure is due every {mean}"
+    why = f"one costs {cost}, and a failure is due every {mean}"
+    if event.auto:
+        return f"step {event.step:,}: a checkpoint every {every}: {why}"
+    return f"step {event.step:,}: a checkpoint every {every} would pay (--checkpoint auto): {why}"
 
 
 def _travel_text(event: Travelled, *, routine: bool) -> str | None:
