@@ -304,7 +304,9 @@ def test_stop_ends_with_the_first_loss(faults: Faults) -> None:
 
 def test_a_step_that_kills_whoever_computes_it_ends_the_run(faults: Faults) -> None:
     faults.at(LANE, kill, step=5, lane=2, every_time=True)
-    with pytest.raises(RunFailed, match="worker .: killed .*; the run ends: . workers in a row were lost in step 5") as failed:
+    with pytest.raises(
+        RunFailed, match="worker .: killed .*; the run ends: . workers in a row were lost in step 5"
+    ) as failed:
         faults.train(job(), workers=2)
     assert failed.value.exit_code == 1
     assert len(faults.told("worker-lost")) <= 8, "not for ever"

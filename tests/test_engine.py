@@ -263,7 +263,9 @@ def test_a_worker_that_ends_is_named_and_not_its_peers(
     rank: int, ending: str, text: str, call: Caller, tmp_path: Path
 ) -> None:
     write_job(tmp_path, loss=f"if step == 5 and lane == {2 * rank}:\n    {ending}")
-    result = call("train", "job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2", "--on-failure", "stop")
+    result = call(
+        "train", "job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2", "--on-failure", "stop"
+    )
     assert result.code == 1
     said = result.err[result.err.index("error: ") :].splitlines()
     assert said[0].startswith(f"error: worker {rank}: ")

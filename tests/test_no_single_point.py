@@ -308,7 +308,9 @@ def test_why_names_the_worker_its_line_and_who_waits_for_it(hung: Forked, faults
     stopped = alive(faults.run).alive[Who(1)].pid
     os.kill(stopped, signal.SIGSTOP)
     text = call.good("why", faults.run).out
-    assert re.match(rf"worker 1 holds up the others: its process \(.*pid {stopped}\) is stopped, by SIGSTOP", text), text
+    assert re.match(rf"worker 1 holds up the others: its process \(.*pid {stopped}\) is stopped, by SIGSTOP", text), (
+        text
+    )
     assert f"kill -CONT {stopped}" in text
     os.kill(stopped, signal.SIGCONT)
 

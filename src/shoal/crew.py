@@ -178,7 +178,6 @@ class Crew:
             away=self._away,
             missed=self._missed,
         )
-        self._beat.start()
 
     @property
     def epoch(self) -> int:
@@ -223,7 +222,9 @@ class Crew:
     # -- membership ---------------------------------------------------------------------------------------------------
 
     def enter(self) -> Settlement:
+        """From here on the others count on this worker: it should be ready to take part."""
         self._thread = threading.get_ident()
+        self._beat.start()
         return self._settle(None)
 
     def recover(self, error: PeerLost) -> Settlement:

@@ -1,7 +1,7 @@
-"""The driver of a run: starts the workers, watches them, replaces those that are lost, tells the user, writes the report.
+"""The driver of a run: starts the workers, watches them, replaces lost ones, tells the user, writes the report.
 
-Its only loop is `Driver.watch`; what it learns arrives as events and from the store (overseer.py); `roster.py` says which
-workers there should be, `verdict.py` what it all comes to. The run goes on without it: `Driver.attach` takes over.
+Its only loop is `Driver.watch`; what it learns arrives as events and from the store (overseer.py); `roster.py` says
+which workers there should be, `verdict.py` what it all comes to. Without it the run goes on: `attach` takes over.
 """
 
 import importlib

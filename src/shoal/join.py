@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec import structs
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal import seat as seats
-from shoal.collectives.group import Group
 from shoal.describe import describe
 from shoal.errors import JobError
 from shoal.exact import kernels

@@ -5,6 +5,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shoal.recovery.ledger import consumed
 from shoal.report.events import Spent, Steps
 from shoal.seat import Wire
@@ -54,7 +57,7 @@ class Journal:
         """A step failed, and the workers are in order again."""
         self.lost += self._lap()
 
-    def committed(self, outcome: Outcome, indices: Sequence[int], leader: bool, members: Sequence[int]) -> None:
+    def committed(self, outcome: Outcome, indices: NDArray[np.int64], leader: bool, members: Sequence[int]) -> None:
         """`members`: the workers' numbers, by rank."""
         self.spent += Spent(apply=self._lap())
         self.inside = False
@@ -63,7 +66,7 @@ class Journal:
         # Every member tells it: the leader may be gone before it has.
         self.consumed.append(consumed(indices))
         if self.samples_told:
-            self.indices.append(list(map(int, indices)))
+            self.indices.append(indices.tolist())
         if leader:
             slowest = members[outcome.slowest] if outcome.slowest < len(members) else self.rank
             self.slowest[slowest] = self.slowest.get(slowest, 0) + 1

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from shoal.exact.digest import combine, digests, quick
 from shoal.exact.norm import clip
 from shoal.exact.seeds import LOOP, seed_everything
 from shoal.feed import Source, open_source
-from shoal.handover import accept, give
+from shoal.handover import accept, give, prepare
 from shoal.journal import Journal
 from shoal.keeper import Live
 from shoal.partition.blocks import Blocks
@@ -113,6 +114,7 @@ class Run:
         self.finished = False
         self._merged: tuple[Batch, Outcome, int] | None = None  # a step whose update is applied; its crew's epoch
         self._order: Sequence[int] = ()  # of the samples in this pass
+        self._numbers = np.empty(0, dtype=np.int64)  # the same, for the record of each step
         self._travel_told = False
         self._watched: list[list[float]] = []  # compute seconds of every worker, by step
         self._met_in = -1  # the crew's epoch in which the last step was committed
@@ -152,6 +154,8 @@ class Run:
 
     def _enter(self) -> None:
         """Takes this worker's place: with all others at the beginning, or among those that train already."""
+        if self.crew.who.life:  # it takes somebody's place: memory for the state is there before the others wait for it
+            prepare(parameter for _, parameter in self.replica.parameters)
         settlement = self.crew.enter()
         while True:
             try:
@@ -237,7 +241,7 @@ class Run:
         return self.crew.elastic and self.seat.settings.on_failure != "stop"
 
     def _regroup(self, settlement: Settlement, redone: int, next_step: int | None = None) -> None:
-        """Lanes are dealt to whoever is there now. `next_step`: whose samples are needed next, if not the next one's."""
+        """Lanes are dealt to whoever is there now. `next_step`: whose samples are needed next, if not `step`'s."""
         self._watched.clear()
         self.strategy.regroup(self.group, self._deal())
         self.saving.regroup(self.workers, self.leader)
@@ -342,7 +346,7 @@ class Run:
         """The batches of this pass that have not been committed yet, in the job's order."""
         per_epoch, size = self.schedule.steps_per_epoch, self.schedule.batch
         order = self.source.order(self.epoch)
-        self._order = order
+        self._order, self._numbers = order, np.asarray(order, dtype=np.int64)
         self._announce(self.step)
         for within in range(self.step - self.epoch * per_epoch, per_epoch):
             if self.stopped is not None or self._at_limit():
@@ -458,7 +462,9 @@ class Run:
         self.step = batch.step + 1
         self.loss = None if math.isnan(outcome.loss) else outcome.loss
         self.compute_seconds = outcome.compute_seconds
-        self._journal.committed(outcome, batch.indices, self.leader, [who.worker for who in self.crew.view.members])
+        first = (batch.step - self.epoch * self.schedule.steps_per_epoch) * self.schedule.batch
+        numbers = self._numbers[first : first + len(batch)]
+        self._journal.committed(outcome, numbers, self.leader, [who.worker for who in self.crew.view.members])
         if self._noticed is not None and self.leader:
             seconds = time.monotonic() - self._noticed
             self.seat.wire.send(Recovered(time=time.time(), epoch=self.crew.epoch, step=self.step, seconds=seconds))
@@ -499,7 +505,7 @@ class Run:
         return self._met_in == self.crew.epoch
 
     def _agree_on_weights(self, tensors: Mapping[str, int]) -> None:
-        """All hold the same, given as digests; unless one of them is lost meanwhile: then it is checked the next time."""
+        """All hold the same, given as digests; if one of them is lost meanwhile, that is checked the next time."""
         if not self._in_step_with_all:
             return
         try:
@@ -646,14 +652,14 @@ class Run:
                 self._write_result()
                 if self.crew.elastic:
                     self.group.gather(torch.zeros(1, dtype=torch.uint8))
-                return
+                return None
             except PeerLost as error:
                 if not self._recovers:
                     return self._write_result()
                 try:
                     self._regroup(self._recover(error), redone=0)
                 except Over:  # the others have heard of each other that it is written
-                    return
+                    return None
 
     def _write_result(self) -> None:
         self.save()

@@ -29,7 +29,6 @@ from shoal.report.events import Event, encode
 from shoal.report.folder import RunFolder
 from shoal.socketfile import connect
 
-
 DRIVER_SOCKET = "driver.sock"  # in the run's folder: where a later driver listens
 UNHEARD = "unheard-"  # in the run's folder: what workers said while there was no driver
 STOP_WORD, HEARD_WORD = b"stop", b"heard"  # from the driver
@@ -118,7 +117,8 @@ class Wire:
             except OSError:
                 found = b""
             if not found:
-                return self._lose()
+                self._lose()
+                return
             *lines, self._heard = (self._heard + found).split(b"\n")
             for line in lines:
                 self._obey(line)

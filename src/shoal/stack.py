@@ -14,9 +14,8 @@ MOST_FRAMES = 12
 def is_own(filename: str) -> bool:
     """Whether a file belongs to the user."""
     return not (
-        filename.startswith((OURS, "<frozen", "<string"))
+        filename.startswith((OURS, "<frozen", "<string", sys.base_prefix + "/lib/python"))
         or "site-packages" in filename
-        or filename.startswith(sys.base_prefix + "/lib/python")
     )
 
 

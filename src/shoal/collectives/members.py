@@ -127,7 +127,8 @@ def share(store: Store, rank: int, size: int, key: str, note: str, timeout: time
 def _wait(store: Store, keys: list[str], timeout: timedelta) -> None:
     in_vain = _in_vain.get()
     if in_vain is None:
-        return store.wait(keys, timeout)
+        store.wait(keys, timeout)
+        return
     until = time.monotonic() + timeout.total_seconds()
     while not store.check(keys):
         reason = in_vain()

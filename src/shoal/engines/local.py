@@ -4,7 +4,7 @@
 
 Without an `address` nothing outlives the driver: the kernel ends the server with the driver and the workers with the
 server, also after kill -9 (parent-death signals). With one, workers and server go on when the driver is gone; the
-server listens there for the next driver (`LocalEngine.attach`), who can start, watch and end workers as the first could.
+server listens there for the next driver (`LocalEngine.attach`), who can do with workers what the first one could.
 A worker's wire is a socket pair, its output goes straight to its log file.
 """
 
@@ -36,7 +36,7 @@ END = b"end"  # from the driver: end whatever runs
 
 
 class Notice:
-    """Word to go, as SIGTERM gives it to a worker. Whoever has claimed it goes in its own time; else it ends at once."""
+    """Word to go, as SIGTERM gives it to a worker. Whoever has claimed it goes in its own time; others end at once."""
 
     def __init__(self) -> None:
         self.given = False

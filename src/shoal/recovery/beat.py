@@ -15,9 +15,11 @@ from shoal.recovery.process import condition
 from shoal.recovery.protocol import NOTHING, Position, Seen, View, Who
 from shoal.recovery.store import LeaseEnded, Reading, Store, StoreAway
 
-INTERVAL_SECONDS = 0.25
+INTERVAL_SECONDS = 0.25  # between two looks around
+RENEWALS = 5  # of a lease in its time, at least
+COMMITTED_SECONDS = 1.0  # between two records of how far the run has come: each wakes everybody
 STOPPED_SECONDS = 0.4  # a process of this host that has been stopped for so long is as good as silent
-PATIENCE_SECONDS = 60.0  # for a worker that was never heard of: it may still be building its model
+PATIENCE_SECONDS = 600.0  # for a worker that was never heard of: it may still be building its model
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +102,7 @@ class Beat:
         self._absent: dict[Who, float] = {}  # since when there has been no sign of it
         self._stopped: dict[Who, float] = {}
         self._renewed = 0.0
-        self._told = 0  # committed steps
+        self._told, self._told_at = 0, 0.0  # committed steps
         self._judging_from = 0.0  # before that, leases may be missing because the store was away
         self._away_since: float | None = None
         self._closed = threading.Event()
@@ -185,11 +187,12 @@ class Beat:
         with self._guard:
             if self._closed.is_set():
                 return
-            if self.lease is None or time.monotonic() - self._renewed >= INTERVAL_SECONDS:
+            if self.lease is None or time.monotonic() - self._renewed >= min(1.0, self.lease_seconds / RENEWALS):
                 self._keep_lease()
-        if self.committed is not None and self.committed > self._told:
+        now = time.monotonic()
+        if self.committed is not None and self.committed > self._told and now - self._told_at >= COMMITTED_SECONDS:
             self._store.put("committed", str(self.committed).encode())
-            self._told = self.committed
+            self._told, self._told_at = self.committed, now
         reading = self._store.wait("", self.news.revision, INTERVAL_SECONDS)
         self._back()
         if reading is not None:

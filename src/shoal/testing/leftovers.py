@@ -142,10 +142,7 @@ def _forked(table: dict[int, _Process], since: float) -> set[int]:
     found = {
         pid
         for pid, one in table.items()
-        if one.started >= since - 0.02
-        and one.state != "Z"
-        and _program(pid) == own
-        and _program(one.parent) != own
+        if one.started >= since - 0.02 and one.state != "Z" and _program(pid) == own and _program(one.parent) != own
     }
     for pid in list(found):
         found |= _descendants(table, pid)

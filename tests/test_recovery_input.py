@@ -1,0 +1,165 @@
+"""Wrong words for a run that survives: each is refused before anything is changed, with both sides and what to type."""
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal
+from command import Caller, Forked, write_job
+from faults import ASKS, LANE, Faults, crew, kill, until, until_true
+from shoal.collectives.group import Workers
+from shoal.errors import InputError
+from shoal.recovery.protocol import Who
+from shoal.testing import dropout_net, job_for
+from shoal.testing.leftovers import end_detached
+from shoal.verdict import RunFailed
+from test_store import free_ports
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return Caller(capsys)
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    yield Faults(tmp_path / "run", monkeypatch)
+    end_detached()
+
+
+def refused(call: Caller, *arguments: str | Path, code: int = 2) -> str:
+    result = call(*arguments)
+    assert result.code == code, result
+    assert result.err.startswith("error: ") and "Traceback" not in result.err
+    return result.err.removeprefix("error: ")
+
+
+# -- before it begins -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--min-workers 3 --max-workers 2", "--min-workers 3 is above --max-workers 2"),
+        ("--workers 1 --min-workers 2", "--workers 1 does not lie within --min-workers 2"),
+        ("--workers 4 --max-workers 3", "--workers 4 does not lie within --min-workers 1 and --max-workers 3"),
+        ("--min-workers 0", "--min-workers 0: at least 1 is needed"),
+        ("--max-failures -1", "--max-failures -1: a number of lost workers, 0 or more"),
+        ("--lease 0", "--lease 0.0: seconds above 0"),
+        ("--store redis://here", "there is no store at 'redis://here': it is on this machine, or an etcd"),
+        ("--checkpoint often", "--checkpoint often: auto, or a number of steps from 1 up"),
+    ],
+)
+def test_flags_that_do_not_fit(call: Caller, tmp_path: Path, flags: str, said: str) -> None:
+    write_job(tmp_path)
+    assert refused(call, "train", "job.py", "--run-dir", "run", *flags.split()).startswith(said)
+    assert list(Path("run").glob("*.log")) == [], "no worker has started"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ({"on_failure": "retry"}, "on_failure='retry' is not known"),
+        ({"slow": "kill"}, "slow='kill' is not known"),
+        ({"min_workers": 3, "max_workers": 2}, "--min-workers 3 is above --max-workers 2"),
+    ],
+)
+def test_words_that_do_not_fit(word: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        shoal.train(job_for(dropout_net), workers=2, **word)
+
+
+def test_a_store_that_cannot_be_reached(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path)
+    (port,) = free_ports(1)
+    said = refused(call, "train", "job.py", "--run-dir", "run", "--store", f"etcd://127.0.0.1:{port}", code=1)
+    assert re.match(rf"the store at .*127\.0\.0\.1:{port}.* has been away since \d\d:\d\d:\d\d", said), said
+    assert "fix: " in said
+    assert "go on" in said or "works without it" in said, "what works without it"
+
+
+# -- while it runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(faults: Faults) -> Iterator[Forked]:
+    """A run of two workers in four lanes, both of which wait in their third step."""
+
+    def hold() -> None:
+        Path(f"held-{crew().who.worker}").touch()
+        signal.pause()
+
+    for worker in range(2):
+        faults.at(LANE, hold, step=3, worker=worker)
+    with faults.drive(job_for(dropout_net), workers=2, max_workers=3) as driver:
+        until_true(lambda: len(list(Path().glob("held-*"))) == 2)()
+        yield driver
+
+
+def test_a_run_has_one_driver(held: Forked, faults: Faults, call: Caller, tmp_path: Path) -> None:
+    said = refused(call, "attach", faults.run)
+    assert said.startswith(f"the run is watched over already, by process {held.pid} on ")
+
+    write_job(tmp_path)
+    said = refused(call, "train", "job.py", "--resume", faults.run)
+    assert re.match(r"the run is alive: worker 0 \(process \d+ on .*\), worker 1 \(process \d+ on .*\)\n", said), said
+    assert f"shoal attach {faults.run}" in said
+
+    held.kill()
+    said = refused(call, "train", "job.py", "--resume", faults.run)
+    assert said.startswith("the run is alive: worker 0 "), "its workers go on without a driver"
+
+
+def test_scaling_that_does_not_fit(held: Forked, faults: Faults, call: Caller) -> None:
+    assert refused(call, "scale", faults.run, "--workers", "5").startswith("5 workers but 4 lanes: each worker needs")
+    assert refused(call, "scale", faults.run, "--workers", "0").startswith("0 workers: at least 1 is needed")
+    said = refused(call, "scale", faults.run, "--workers", "4")
+    assert said.startswith("4 workers, but the run was started with --max-workers 3")
+    held.kill()
+    said = refused(call, "scale", faults.run, "--workers", "3", code=1)
+    assert said.startswith("the run's driver is gone, so nobody can start a worker: it has 2 now")
+    assert f"shoal attach {faults.run}" in said
+
+
+# -- when it is over --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", [["attach"], ["why"], ["stop"], ["scale", "--workers", "2"]], ids=lambda each: each[0]
+)
+def test_a_run_that_is_over_or_never_was(call: Caller, command: list[str]) -> None:
+    run = shoal.train(job_for(dropout_net), quiet=True, run_dir="run").folder
+    verb, *rest = command
+    assert refused(call, verb, run, *rest).startswith("run run is over")
+    Path("empty").mkdir()
+    assert "empty" in refused(call, verb, "empty", *rest)
+    assert "nowhere" in refused(call, verb, "nowhere", *rest)
+
+
+# -- a state that arrives changed -------------------------------------------------------------------------------------
+
+
+def test_a_state_digest_that_differs(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit flips on the way to the newcomer."""
+    receive = Workers.receive
+
+    def flipped(group: Workers, tensor: Any, source: int) -> None:
+        receive(group, tensor, source)
+        if tensor.numel() > 1000 and bytes(tensor[:1].tolist()) != b"{":  # not the header
+            tensor[1000] ^= 1
+
+    monkeypatch.setattr(Workers, "receive", flipped)
+    faults.at(LANE, kill, step=1, worker=1)
+    faults.at(ASKS, until(Who(1, 1)), step=2)
+    with pytest.raises(RunFailed) as failed:
+        faults.train(job_for(dropout_net), workers=2)
+    text = str(failed.value)
+    assert re.match(r"the state that (rank|worker) 0 handed over arrived changed, first in \w+ \S+", text), text
+    assert re.search(r"its digest is [0-9a-f]{16}, sent was [0-9a-f]{16}", text)
+    assert "nothing was restored" in text
