@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,11 @@ from command import Forked
 from shoal.collectives.commons import Commons
 from shoal.crew import Crew
 from shoal.driver import Options
-from shoal.engines.local import LocalEngine
 from shoal.errors import PeerLost
 from shoal.history import audit_samples
 from shoal.job import Job
 from shoal.keeper import Keeper
 from shoal.launch import open_job, train_with
-from shoal.recovery import embedded
 from shoal.recovery.ledger import Audit
 from shoal.recovery.process import condition
 from shoal.recovery.protocol import Who

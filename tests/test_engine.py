@@ -16,6 +16,7 @@ import torch
 import shoal
 from command import Caller, Running, events, newest, write_job
 from shoal.engines.local import Exit, Line, LocalEngine, Post
+from shoal.recovery import embedded
 from shoal.testing import dropout_net, job_for
 
 DEADLINE_SECONDS = 30.0
@@ -277,13 +278,21 @@ def test_a_worker_that_ends_is_named_and_not_its_peers(
     assert "Traceback" not in result.err
 
 
-def test_the_death_of_the_server_ends_the_run(call: Caller, tmp_path: Path) -> None:
-    loss = "if step == 5:\n    print('server', os.getppid())\n    if lane == 2:\n        os.kill(os.getppid(), 9)"
-    write_job(tmp_path, loss=loss)
-    result = call("train", "job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2")
-    assert result.code == 1
-    assert "SIGKILL" in result.err[result.err.index("error: ") :]
-    assert "Traceback" not in result.err
+KILL_SERVER = """\
+if step == 5 and lane == 2 and not os.path.exists("killed"):
+    open("killed", "w").close()
+    os.kill(os.getppid(), 9)
+    os.kill(os.getpid(), 9)"""
+
+
+def test_a_run_outlives_the_process_that_starts_its_workers(call: Caller, tmp_path: Path) -> None:
+    """Whoever is lost after that cannot be replaced: the others go on without."""
+    write_job(tmp_path, loss=KILL_SERVER)
+    result = call.train("job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2")
+    assert Path("killed").exists()
+    assert result.sha256 == call.train("job.py").sha256
+    (lost,) = events(Path("run"), "worker-lost")
+    assert lost["action"] == "the others go on, since the process that starts workers is gone"
     assert all_gone([event["pid"] for event in events(Path("run"), "worker-started")])
 
 
@@ -302,28 +311,27 @@ def all_gone(pids: list[int]) -> bool:
 KILL_DRIVER = """\
 if step == 5 and lane == 2 and "KILL" in os.environ:
     driver = int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
-    listening = [line.split()[9] for line in open("/proc/net/tcp").readlines()[1:] if line.split()[3] == "0A"]
-    held = {os.readlink(f"/proc/{driver}/fd/{name}") for name in os.listdir(f"/proc/{driver}/fd")}
-    with open("seen", "w") as file:
-        print(os.getppid(), *(inode for inode in listening if f"socket:[{inode}]" in held), file=file)
+    open("server", "w").write(str(os.getppid()))
     os.kill(driver, 9)"""
 
 
-def test_nothing_outlives_a_killed_driver(call: Caller, tmp_path: Path) -> None:
+def test_a_run_outlives_its_driver_and_nothing_outlives_the_run(call: Caller, tmp_path: Path) -> None:
     write_job(tmp_path, loss=KILL_DRIVER)
     shared = set(os.listdir("/dev/shm"))
     arguments = ["job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2"]
     with Running("train", *arguments, env=os.environ | {"KILL": "driver"}) as running:
         assert running.end().code == -signal.SIGKILL
-    server, *ports = Path("seen").read_text().split()
     workers = [event["pid"] for event in events(Path("run"), "worker-started")]
     assert len(workers) == 2
-    assert all_gone([int(server), *workers])
-    assert len(ports) == 1, "the store listened on one port"
-    assert not {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]} & set(ports)
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert all_gone([int(Path("server").read_text()), *workers]), "they end when they are done"
+    assert not Path("run/report.json").exists()
 
-    assert call.train("job.py", "--resume", "run").sha256 == call.train("job.py").sha256
+    attached = call.good("attach", "run", "--json")
+    assert attached.value["outcome"] == "done"
+    assert attached.sha256 == call.train("job.py").sha256
+    assert Path("run/report.json").exists()
+    assert not embedded.running(Path("run")), "the store has gone, too"
+    assert set(os.listdir("/dev/shm")) <= shared
 
 
 # Worker 0 waits at the gate, worker 1 for worker 0; both have said so.

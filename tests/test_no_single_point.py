@@ -17,10 +17,9 @@ import pytest
 import shoal
 from command import Caller, Forked, write_job
 from faults import (
-    ASKS,
     ACCEPTS,
+    ASKS,
     LANE,
-    MET,
     RECOVERS,
     Faults,
     both,
@@ -33,7 +32,6 @@ from faults import (
     until_stored,
     until_true,
 )
-from shoal.errors import InputError
 from shoal.recovery import beat, embedded
 from shoal.recovery.beat import News
 from shoal.recovery.protocol import Who

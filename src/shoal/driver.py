@@ -39,6 +39,7 @@ from shoal.report.events import (
     AnyEvent,
     Changed,
     DriverChanged,
+    Failed,
     Printed,
     Replaced,
     Resumed,
@@ -127,6 +128,7 @@ class Driver:
         self.interrupts = 0
         self.said_stopping = False
         self.failed_at: float | None = None
+        self.fatal = False  # an error that whoever took over would meet, too
         self.fill_at: float | None = None  # after taking over: when all ends that nobody heard of have been told
         self.roster = Roster(rules=rules_of(settings), wanted=launch.size, lanes=launch.started.lanes)
         self.overseer: Overseer | None = None
@@ -284,7 +286,7 @@ class Driver:
             self.roster.left(who, too_slow=self.left[who] == TOO_SLOW)
             if engine.can_start and not self.interrupts and not self.tally.finished:
                 self._start_missing(engine, "replacement")
-        elif not self.elastic or self._fails() or self.overseer is None:
+        elif not self.elastic or self.fatal or self.overseer is None:
             self.roster.serving.discard(who)
             if heard.code != 0 and self.failed_at is None:
                 self.failed_at = time.monotonic()
@@ -356,10 +358,6 @@ class Driver:
             if self.settings.on_failure == "replace" and engine.can_start and not ending:
                 self._start_missing(engine, "replacement")
 
-    def _fails(self) -> bool:
-        """Somebody met an error of the user's code, or of the job: whoever took over would meet it, too."""
-        return any(failure.kind != "PeerLost" for failure in self.tally.failures)
-
     def _ending(self, code: int | None) -> str:
         if code is None:
             return "died"
@@ -425,7 +423,10 @@ class Driver:
             self.elastic = self.elastic or (event.elastic and self.options.elastic)
             self.roster.took_part()
             self.roster.lives[event.rank] = max(event.life, self.roster.lives.get(event.rank, 0))
-
+        if isinstance(event, Failed) and event.kind != "PeerLost":
+            # One that came later and failed before it took part, as its state arrived changed, is none of the others'.
+            newcomer = Who(event.rank, self.roster.lives.get(event.rank, 0)) not in self.took_part
+            self.fatal = self.fatal or not newcomer or not self.took_part
         if isinstance(event, WorkerLeft):
             self.left[Who(event.rank, event.life)] = event.reason
 

@@ -10,6 +10,7 @@ import msgspec
 from shoal.collectives.members import host_identity
 from shoal.driver import STANDING, Driver, Options, Standing, rules_of
 from shoal.errors import InputError, RunError, RunFolderError
+from shoal.overseer import driver_of
 from shoal.recovery.address import open_store
 from shoal.recovery.beat import Alive, News, Wish, key_of
 from shoal.recovery.process import condition
@@ -48,7 +49,7 @@ def scale(folder: RunFolder, workers: int) -> list[int]:
         raise refused
     with _store(folder) as store:
         news = _running(folder, store)
-        if workers > len(news.view.members) and "driver" not in store.read("driver").entries:
+        if workers > len(news.view.members) and driver_of(store) is None:
             raise RunError(
                 f"the run's driver is gone, so nobody can start a worker: it has {len(news.view.members)} now",
                 fix=f"shoal attach {folder.path} takes its place; then scale",

@@ -114,7 +114,7 @@ def prepare(tensors: Iterable[Tensor]) -> None:
         torch.empty(ahead, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
 
 
-def accept(group: Group, source: int) -> tuple[Snapshot, int]:
+def accept(group: Group, source: int, donor: str = "") -> tuple[Snapshot, int]:
     """A snapshot from a rank, checked, and its bytes."""
     length = torch.zeros(1, dtype=torch.int64)
     group.receive(length, source)
@@ -135,7 +135,7 @@ def accept(group: Group, source: int) -> tuple[Snapshot, int]:
     found = _fill(group, source, header, tensors, flats, large)
     expected = torch.empty(len(tensors), dtype=torch.int64)
     group.receive(expected, source)
-    check(header.tensors, expected.tolist(), found, source)
+    check(header.tensors, expected.tolist(), found, donor or f"rank {source}")
     parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
     for described, tensor in zip(header.tensors, tensors, strict=True):
         parts[described.part][described.name] = tensor
@@ -181,11 +181,11 @@ def _read(process: int, described: _Tensor, flat: Tensor, source: int) -> None:
         ) from error
 
 
-def check(described: Sequence[_Tensor], expected: Sequence[int], found: Sequence[int], source: int) -> None:
+def check(described: Sequence[_Tensor], expected: Sequence[int], found: Sequence[int], donor: str) -> None:
     for tensor, sent, arrived in zip(described, expected, found, strict=True):
         if arrived != sent:
             raise MismatchError(
-                f"the state that rank {source} handed over arrived changed, first in {tensor.part} {tensor.name}",
+                f"the state that {donor} handed over arrived changed, first in {tensor.part} {tensor.name}",
                 where=f"its digest is {arrived & (1 << 64) - 1:016x}, sent was {sent & (1 << 64) - 1:016x}",
                 fix="memory or network of one of the two hosts is at fault; nothing was restored",
             )

@@ -36,6 +36,17 @@ class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
+def driver_of(store: Store) -> DriverRecord | None:
+    """The process that watches over a run, if it is another one than this, and alive as far as can be seen."""
+    entry = store.read("driver").entries.get("driver")
+    found = None if entry is None else msgspec.json.decode(entry.value, type=DriverRecord)
+    if found is None or found.pid == os.getpid():
+        return None
+    if found.host == host_identity() and condition(found.pid, found.began) is None:
+        return None  # its lease has not run out yet, but it is gone
+    return found
+
+
 class Overseer:
     def __init__(
         self, folder: Path, run: str, address: str | None, host: LabHost | None, *, outlives: bool = True
@@ -87,15 +98,21 @@ class Overseer:
             self.store.put("wish", msgspec.json.encode(Wish()))
             self._claim()
         except StoreAway as error:
+            self.close(stop=False)
             raise RunError(
-                error.message, where=error.where, fix="a store that can be reached: --store etcd://host:port, or none"
+                error.message,
+                where="a run cannot begin without it; one that has begun goes on, and only changes of membership wait",
+                fix="a store that can be reached: --store etcd://host:port, or none",
             ) from None
+        except RunFolderError:
+            self.close(stop=False)
+            raise
         self._members = set(members)
         return members
 
     def check_free(self) -> None:
         """Raises if another driver is alive."""
-        record = self._driver()
+        record = driver_of(self.store)
         if record is not None:
             self.close(stop=False)
             raise RunFolderError(
@@ -128,13 +145,6 @@ class Overseer:
         if alive:
             names = ", ".join(f"worker {each.who.worker} (process {each.pid} on {each.name})" for each in alive)
             raise RunFolderError(f"the run is alive: {names}", fix=f"shoal attach {self.folder} watches it")
-
-    def _driver(self) -> DriverRecord | None:
-        entry = self.store.read("driver").entries.get("driver")
-        found = None if entry is None else msgspec.json.decode(entry.value, type=DriverRecord)
-        if found is not None and found.host == host_identity() and condition(found.pid, found.began) is None:
-            return None  # its lease has not run out yet, but it is gone
-        return None if found is not None and found.pid == os.getpid() else found
 
     def _claim(self) -> None:
         pid = os.getpid()

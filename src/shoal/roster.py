@@ -71,9 +71,8 @@ class Roster:
         if self.rules.on_failure == "stop":
             return Verdict("the run ends", "a worker was lost (--on-failure stop)")
         if self.failures > self.rules.max_failures:
-            return Verdict(
-                "the run ends", f"{self.failures} workers were lost (--max-failures {self.rules.max_failures})"
-            )
+            count = "1 worker was" if self.failures == 1 else f"{self.failures} workers were"
+            return Verdict("the run ends", f"{count} lost (--max-failures {self.rules.max_failures})")
         if self.false_starts >= FALSE_STARTS:
             return Verdict("the run ends", f"{self.false_starts} processes in a row ended before they took part")
         if self.at_step > 2 * self.wanted + 1:
@@ -106,7 +105,8 @@ def refusal(workers: int, rules: Rules, lanes: int) -> InputError | None:
             fix=f"--workers {lanes} at the most; more lanes would be another job, with other bits",
         )
     if workers < rules.min_workers:
-        return InputError(f"{workers} workers, but the run was started with --min-workers {rules.min_workers}")
+        count = "1 worker" if workers == 1 else f"{workers} workers"
+        return InputError(f"{count}, but the run was started with --min-workers {rules.min_workers}")
     if rules.max_workers is not None and workers > rules.max_workers:
         return InputError(f"{workers} workers, but the run was started with --max-workers {rules.max_workers}")
     return None

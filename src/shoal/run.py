@@ -202,7 +202,7 @@ class Run:
         elif self.crew.who in settlement.behind:
             self._noticed = time.monotonic()
             began = time.perf_counter()
-            snapshot, num_bytes = accept(self.group, view.rank(settlement.donor))
+            snapshot, num_bytes = accept(self.group, view.rank(settlement.donor), str(settlement.donor))
             self._restore(snapshot)
             self.crew.arrived(settlement)
             event = HandedOver(

@@ -1,0 +1,157 @@
+"""Which workers a run should have, as a table: who is started, what a loss comes to, and what is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import InputError
+from shoal.recovery.protocol import Who
+from shoal.roster import FALSE_STARTS, Roster, Rules, check, refusal
+
+
+def roster(workers: int = 3, *, lanes: int = 4, **rules: object) -> Roster:
+    found = Roster(rules=Rules(**rules), wanted=workers, lanes=lanes)  # type: ignore[arg-type]
+    assert found.start() == [Who(worker) for worker in range(workers)]
+    return found
+
+
+def test_a_lost_worker_is_replaced_in_its_place_by_its_next_life() -> None:
+    own = roster()
+    assert own.lost(Who(1), took_part=True, step=5).action == "replaced"
+    assert own.start() == [Who(1, 1)]
+    assert own.start() == []
+    own.lost(Who(1, 1), took_part=True, step=6)
+    own.lost(Who(0), took_part=True, step=6)
+    assert own.start() == [Who(0, 1), Who(1, 2)]
+    assert own.serving == {Who(0, 1), Who(1, 2), Who(2)}
+
+
+def test_whoever_leaves_is_not_replaced_unless_it_was_too_slow() -> None:
+    own = roster()
+    own.left(Who(1))
+    assert (own.wanted, own.start()) == (2, [])
+    own.left(Who(2), too_slow=True)
+    assert own.start() == [Who(1, 1)], "in the lowest free place"
+
+
+def test_one_that_is_too_slow_is_replaced_only_as_often_as_one_may_be_lost() -> None:
+    own = roster(2, max_failures=1)
+    own.left(Who(1), too_slow=True)
+    assert own.start() == [Who(1, 1)]
+    own.left(Who(1, 1), too_slow=True)
+    assert own.start() == []
+    shrinking = roster(2, on_failure="shrink")
+    shrinking.left(Who(1), too_slow=True)
+    assert shrinking.start() == []
+
+
+def test_shrinking_goes_on_down_to_the_least() -> None:
+    own = roster(on_failure="shrink", min_workers=2)
+    verdict = own.lost(Who(0), took_part=True, step=1)
+    assert (verdict.action, verdict.ends, own.start()) == ("the others go on", "", [])
+    verdict = own.lost(Who(2), took_part=True, step=2)
+    assert (verdict.action, verdict.ends) == ("the run ends", "1 worker left, and --min-workers is 2")
+
+
+@pytest.mark.parametrize(
+    ("rules", "losses", "ends"),
+    [
+        ({"on_failure": "stop"}, 1, "a worker was lost (--on-failure stop)"),
+        ({"max_failures": 0}, 1, "1 worker was lost (--max-failures 0)"),
+        ({"max_failures": 2}, 3, "3 workers were lost (--max-failures 2)"),
+    ],
+)
+def test_it_ends_with_so_many_losses(rules: dict[str, object], losses: int, ends: str) -> None:
+    own = roster(**rules)
+    for number in range(losses):
+        verdict = own.lost(Who(1, number), took_part=True, step=10 * number)
+        assert bool(verdict.ends) == (number + 1 == losses)
+        own.start()
+    assert verdict.ends == ends
+
+
+def test_processes_that_end_before_they_take_part_are_started_only_so_often() -> None:
+    own = roster(2)
+    for number in range(FALSE_STARTS - 1):
+        assert not own.lost(Who(1, number), took_part=False, step=number).ends
+    own.took_part()
+    for number in range(FALSE_STARTS - 1):
+        assert not own.lost(Who(1, number), took_part=False, step=10 + number).ends
+    verdict = own.lost(Who(1, FALSE_STARTS), took_part=False, step=20)
+    assert verdict.ends == "3 processes in a row ended before they took part"
+
+
+def test_a_step_that_kills_everybody_is_named_though_the_run_goes_back_to_a_checkpoint() -> None:
+    own = roster(2)
+    known = [4, 5, 4, 4, 5, 4, 4, 5]  # the driver hears of commits late, and of older ones after a return
+    verdicts = [own.lost(Who(number % 2, number), took_part=True, step=step) for number, step in enumerate(known)]
+    ending = next(number for number, verdict in enumerate(verdicts) if verdict.ends)
+    assert ending == 6
+    assert verdicts[ending].ends == "6 workers in a row were lost in step 5: others would be, too"
+
+
+def test_two_total_losses_in_a_row_do_not_end_a_run() -> None:
+    own = roster(3)
+    for number in range(6):
+        assert not own.lost(Who(number % 3, number // 3), took_part=True, step=9).ends
+        own.start()
+
+
+def test_scaling_starts_what_is_missing_and_waits_for_whoever_leaves() -> None:
+    own = roster(2)
+    assert own.scale(4) and own.start() == [Who(2), Who(3)]
+    assert not own.scale(4), "it is that already"
+    assert own.scale(1) and own.start() == []
+    for worker in (1, 2, 3):
+        own.left(Who(worker))
+    assert own.scale(2) and own.start() == [Who(1, 1)]
+    assert not own.scale(5), "there are four lanes"
+
+
+@pytest.mark.parametrize(
+    ("workers", "rules", "lanes", "said"),
+    [
+        (5, Rules(), 4, "5 workers but 4 lanes: each worker needs a lane"),
+        (0, Rules(), 4, "0 workers: at least 1 is needed"),
+        (1, Rules(min_workers=2), 4, "1 worker, but the run was started with --min-workers 2"),
+        (4, Rules(max_workers=3), 4, "4 workers, but the run was started with --max-workers 3"),
+        (4, Rules(), 0, None),
+        (2, Rules(min_workers=2, max_workers=2), 2, None),
+    ],
+)
+def test_what_a_run_cannot_be_scaled_to(workers: int, rules: Rules, lanes: int, said: str | None) -> None:
+    found = refusal(workers, rules, lanes)
+    assert (None if found is None else found.message) == said
+
+
+@pytest.mark.parametrize(
+    ("rules", "workers"),
+    [
+        (Rules(min_workers=3, max_workers=2), 2),
+        (Rules(min_workers=0), 1),
+        (Rules(max_failures=-1), 1),
+        (Rules(min_workers=2), 1),
+        (Rules(max_workers=2), 3),
+    ],
+)
+def test_rules_that_do_not_fit(rules: Rules, workers: int) -> None:
+    with pytest.raises(InputError):
+        check(rules, workers)
+    check(Rules(), workers)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["lost", "left", "scale"]), st.integers(0, 9)), max_size=40))
+def test_no_process_has_a_place_twice_and_none_comes_back(events: list[tuple[str, int]]) -> None:
+    own = Roster(rules=Rules(max_failures=10**6), wanted=3, lanes=8)
+    ever = set(own.start())
+    for step, (what, number) in enumerate(events):
+        serving = sorted(own.serving)
+        if what == "scale":
+            own.scale(number)
+        elif serving:
+            who = serving[number % len(serving)]
+            own.left(who) if what == "left" else own.lost(who, took_part=True, step=step)
+        fresh = own.start()
+        assert not ever & set(fresh)
+        ever |= set(fresh)
+        assert len({who.worker for who in own.serving}) == len(own.serving) >= min(own.wanted, 1)
