@@ -357,6 +357,7 @@ def slow_job(steps: int) -> tuple[shoal.Job, str]:
 
 def slow_down(faults: Faults, worker: int, steps: range) -> None:
     """That worker takes much longer for a lane, the others a little longer than none, so that all can be measured."""
+
     def drag() -> None:
         time.sleep(0.02 if crew().who == Who(worker) and Here.step in steps else 0.001)
 
