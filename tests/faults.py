@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 import shoal.run
-from command import Forked
+from command import Forked, events
 from shoal.collectives.commons import Commons
 from shoal.crew import Crew
 from shoal.driver import Options
@@ -41,7 +40,7 @@ from shoal.run import Run
 from shoal.seat import Settings
 from shoal.strategies.data import DataParallel, _Lap
 
-PATIENCE_SECONDS = 20.0  # for what a fault waits for; then the run fails, and the test with it
+PATIENCE_SECONDS = 45.0  # for what a fault waits for; then the run fails, and the test with it
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,13 @@ class Place:
 
 ASKS = Place(Run, "_wishes")  # a step begins: what it asks of all is about to be read
 LANE = Place(_Lap, "lane")
-MEETS = Place(DataParallel, "meet")  # it has the gradient and has told nobody
+MEETS = Place(DataParallel, "meet")  # it has what all have computed, and has told nobody
 ADDED_UP = Place(Commons, "add_up", after=True)  # its share of the sums is written to all; it has not said so
 MET = Place(DataParallel, "meet", after=True)  # it knows that all have the gradient: the step is committed
 MERGED = Place(Run, "backward", after=True)  # the gradient is in .grad, and the optimizer has yet to step
 EVALUATES = Place(shoal.run, "evaluate")
 EVALUATED = Place(shoal.run, "evaluate", after=True)
 AGREES = Place(shoal.run, "agree_on_weights")
-SAVES = Place(Keeper, "save")
 SAVED = Place(Keeper, "save", after=True)
 RECOVERS = Place(Crew, "recover")
 CHANGES = Place(Crew, "change")
@@ -269,15 +267,10 @@ class Faults:
         assert not self._all or self.happened() == self._count, "a fault that was declared did not happen"
 
     def told(self, kind: str) -> list[dict[str, Any]]:
-        return told(self.run, kind)
+        return events(self.run, kind)
 
     def audit(self, job: Job) -> Audit:
         """Whether the run saw every sample once."""
         source = open_job(job).source
-        events = RunFolder.open(self.run).read_events()
-        return audit_samples(events, job.schedule(source.samples, source.last), source.order)
-
-
-def told(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(msgspec.json.decode, (run / "events.jsonl").read_bytes().splitlines())
-    return [line for line in lines if line["event"] == kind]
+        record = RunFolder.open(self.run).read_events()
+        return audit_samples(record, job.schedule(source.samples, source.last), source.order)

@@ -4,8 +4,10 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 import shoal
-from command import Caller, Forked, checkpoint_sha256, newest, write_job
+from command import Caller, Forked, checkpoint_sha256, events, newest, write_job
 from faults import (
     ACCEPTED,
     ACCEPTS,
@@ -45,7 +47,6 @@ from faults import (
     kills,
     leave,
     stop,
-    told,
     unheard,
     until,
     until_stored,
@@ -54,6 +55,7 @@ from faults import (
 from shoal.cluster import even_cluster
 from shoal.collectives.group import Workers
 from shoal.engines.lab import Lab
+from shoal.engines.namespaces import INTERFACE
 from shoal.recovery.protocol import Who
 from shoal.testing import batch_norm_net, everything, job_for, samples_for
 from shoal.testing.leftovers import end_detached
@@ -101,9 +103,10 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
+    yield Caller(capsys)
+    end_detached()  # of a test that failed
 
 
 def train(faults: Faults, name: str = "momentum", **settings: Any) -> dict[str, Any]:
@@ -286,11 +289,10 @@ def test_a_run_is_scaled_up_and_down_and_stopped(call: Caller, tmp_path: Path, m
         until_true(lambda: Path("run/driver.json").exists() and committed(call) > 0)()
         assert call.good("scale", "run", "--workers", "4", "--json").value["members"] == [0, 1, 2, 3]
         assert call.good("scale", "run", "--workers", "1", "--json").value["members"] == [0]
-        assert call.good("scale", "run", "--workers", "2").out.startswith("run: 2 workers take part: 0, 1")
+        assert call.good("scale", "run", "--workers", "2").out.startswith("run: 2 workers take part: 0, ")
         assert call.good("stop", "run").out.startswith("run stopped, ")
         assert driver.end().code == 3
-    end_detached()
-    assert all(one.get("redone", 0) == 0 for one in told(Path("run"), "changed")), "nothing was done again"
+    assert all(one.get("redone", 0) == 0 for one in events(Path("run"), "changed")), "nothing was done again"
     step = newest(Path("run")).snapshot.step
     monkeypatch.delenv("PACE")
     assert call("train", "job.py", "--stop-after", str(step), "--run-dir", "plain").code == 3
@@ -486,4 +488,22 @@ def test_on_several_hosts(faults: Faults) -> None:
     with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
         assert faults.train(job(), workers=4, lab=lab, lease_seconds=1.0).weights_sha256 == expected
     assert [one["rank"] for one in faults.told("worker-lost")] == [0, 2, 1]
+    assert faults.audit(job()).sound
+
+
+@root
+def test_a_host_that_is_cut_off(faults: Faults) -> None:
+    """Its two workers live and are heard of no more: their leases end, and the other host goes on."""
+    expected = undisturbed()
+
+    def cut() -> None:
+        subprocess.run(["ip", "link", "set", INTERFACE, "down"], check=True)
+
+    faults.at(LANE, cut, step=5, worker=2)
+    with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
+        report = faults.train(job(), workers=4, lab=lab, lease_seconds=1.0, on_failure="shrink")
+        assert report.weights_sha256 == expected
+    changed = faults.told("changed")[-1]
+    assert changed["members"] == [0, 1]
+    assert "is silent: its lease has run out" in changed["reason"]
     assert faults.audit(job()).sound

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import shoal
-from command import Caller, Forked, write_job
+from command import Caller, Forked, events, write_job
 from faults import (
     ACCEPTS,
     ASKS,
@@ -27,7 +27,6 @@ from faults import (
     kill,
     kill_store,
     leave,
-    told,
     until,
     until_stored,
     until_true,
@@ -129,7 +128,7 @@ def alive(run: Path) -> News:
 
 def alive_on_disk(run: Path) -> list[int]:
     """Processes of the workers, also when the store is gone."""
-    return [event["pid"] for event in told(run, "worker-started")]
+    return [event["pid"] for event in events(run, "worker-started")]
 
 
 def wait_until(true: Callable[[], object]) -> None:

@@ -70,6 +70,7 @@ ENGINE_SOCKET = "engine.sock"  # in the run's folder: where the server that star
 DROPPED_SECONDS = 1.0  # for a worker that the others dropped to end by itself
 FILL_SECONDS = 1.0  # after taking over: for the server to tell who ended meanwhile
 FROM_TORCH = re.compile(r"\[[WE]\d{4} \S+ \w+\.cpp:\d+\]|Exception raised from \S+ at|frame #\d+: ")  # stays in the log
+LOG_BYTES = 1 << 14  # of the end of a log in which they are looked for
 LOG_LINES = 5  # of a lost worker that its story shows
 
 
@@ -364,8 +365,9 @@ class Driver:
         return f"died: {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def _last_lines(self, worker: int) -> list[str]:
-        with suppress(OSError):
-            return self.folder.log(worker).read_text(errors="replace").splitlines()[-LOG_LINES:]
+        with suppress(OSError), open(self.folder.log(worker), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
         return []
 
     # -- wires of workers that another driver started -----------------------------------------------------------------
