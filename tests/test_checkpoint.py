@@ -361,7 +361,7 @@ def test_leftovers_of_dead_writers_are_swept_and_of_living_ones_are_not(tmp_path
     leftovers = {
         f".step-00000001.{here}-{dead.pid}-77.ab12": False,
         f".step-00000001.{here}-{me}-1.ab12": False,  # our number, but of a process that began at another time
-        f".step-00000001.{here}-{me}-{checkpoint._began(me)}.ab12": True,
+        f".step-00000001.{here}-{me}-{checkpoint.process.began(me)}.ab12": True,
         f".step-00000001.{elsewhere}-{dead.pid}-77.ab12": True,  # of a host that shares the folder: may well be alive
         f".step-00000001.{elsewhere}-{dead.pid}-77.cd34": False,  # likewise, but untouched for two days
         ".removed.ab12": False,

@@ -101,7 +101,7 @@ def test_training_goes_on_while_the_store_is_away(faults: Faults) -> None:
 
     faults.at(LANE, store(signal.SIGSTOP), step=2, worker=0)
     faults.at(LANE, store(signal.SIGCONT), step=11, worker=0)
-    faults.at(ASKS, until_stored(12), step=12)
+    faults.at(ASKS, until_stored(12), step=12, worker=0)  # it leads: its own beat writes what it waits for
     faults.at(LANE, kill, step=13, worker=1)
     train(faults)
 

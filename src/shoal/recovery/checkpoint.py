@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError, InputError, RunFolderError
+from shoal.recovery import process
 from shoal.recovery.manifest import fsync, read_manifest, seal, verify
 from shoal.recovery.plain import check_storable, plain
 
@@ -167,7 +168,7 @@ class Checkpoints:
         before = self._inodes()
         name = f"step-{step:08d}"
         pid = os.getpid()
-        partial = self.folder / f".{name}.{_machine()}-{pid}-{_began(pid)}.{secrets.token_hex(4)}"
+        partial = self.folder / f".{name}.{_machine()}-{pid}-{process.began(pid)}.{secrets.token_hex(4)}"
         try:
             partial.mkdir()
             (partial / _STATE).write_bytes(state)
@@ -298,7 +299,7 @@ def _is_ours(path: Path) -> bool:
 
 def _is_abandoned(path: Path, machine: str, pid: str, began: str) -> bool:
     if machine == _machine():
-        return _began(int(pid)) != began
+        return process.began(int(pid)) != began
     with suppress(OSError):
         return time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS
     return False
@@ -309,16 +310,6 @@ def _machine() -> str:
     """Where numbers of processes mean the same: this boot of this machine, within this container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return hashlib.blake2b(f"{boot}{os.readlink('/proc/self/ns/pid')}".encode(), digest_size=4).hexdigest()
-
-
-def _began(pid: int) -> str | None:
-    """When a process began, in ticks since boot; None if it is gone. Numbers of processes come back, in containers
-    even always the same ones, but not with the same beginning."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 def _encode_state(snapshot: Snapshot) -> bytes:

@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from msgspec import structs
-
-from shoal.recovery.protocol import View, Who
+from shoal.recovery.protocol import View, Who, remove
 from shoal.testing.simulation.plan import BEAT, PATIENCE
 from shoal.testing.simulation.worker import Process, Worker
 
@@ -45,7 +43,7 @@ class Driver(Process):
         dead = [who for who in view.members if who in self.known]
         if world.plan.removes and dead and len(dead) < len(view.members):
             world.laws.meets("the driver changed the view")
-            world.swap(without(view, dead), store.revision, "the driver")
+            world.swap(remove(view, dict.fromkeys(dead, "ended")), store.revision, "the driver")
 
     def _starts(self) -> None:
         """Replacements; and at least one worker, if nobody is left."""
@@ -73,17 +71,3 @@ class Driver(Process):
         ):
             return
         world.start(number)
-
-
-def without(view: View, dead: list[Who]) -> View:
-    removed = dict(view.removed)
-    for who in dead:
-        removed[who.worker] = max(who.life, removed.get(who.worker, -1))
-    return structs.replace(
-        view,
-        epoch=view.epoch + 1,
-        members=tuple(who for who in view.members if who not in dead),
-        reason=f"{dead[0]} ended",
-        boundary=False,
-        removed=removed,
-    )
