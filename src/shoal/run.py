@@ -531,6 +531,8 @@ class Run:
         if self.seat.settings.slow == "evict" and self.crew.elastic:
             self._evicted = self.rank in too_slow(self.strategy.deal, typical, least=self.seat.settings.min_workers)
             return
+        if self.plan.shares not in ("even", "auto"):
+            return  # shares that the user gave are kept
         decision = redeal(self.strategy.deal, typical, worth=0.1 if self.plan.shares == "auto" else SLOW)
         if decision is not None:
             self.strategy.deal, reason = decision
