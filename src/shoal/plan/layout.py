@@ -1,0 +1,130 @@
+"""A layout: how a model's copies, stages and slices are spread over workers. One checked value, passed down.
+
+    data=2,pipeline=2,tensor=2      worker   0 1   2 3 │ 4 5   6 7       a replica is a row of neighbours, so that
+                                    slice    0 1   0 1 │ 0 1   0 1       slices share a host, stages the next best
+                                    stage     0     1  │  0     1        link, and only replicas span hosts
+                                    replica      0     │     1
+
+What a worker holds is its *part*: the same stage and slice in every replica. With sharded states (zero) no two workers
+hold the same, so every worker is a part of its own.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shoal.errors import PlanError
+
+AXES = ("data", "pipeline", "tensor")
+GRAMMAR = "--layout data=2,pipeline=2,tensor=2,zero=1"
+
+
+class Place(NamedTuple):
+    """Where a worker stands in a layout."""
+
+    replica: int
+    stage: int  # of the pipeline: its rank there, whatever blocks that is
+    slice: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    zero: int = 0  # 1: optimizer state is cut among replicas; 2: and gradients; 3: and weights
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise PlanError(f"{axis}={getattr(self, axis)}: at least 1", fix=GRAMMAR)
+        if self.zero not in (0, 1, 2, 3):
+            raise PlanError(
+                f"zero={self.zero} is not known", fix="zero=1 (optimizer), 2 (and gradients), 3 (and weights)"
+            )
+        if self.zero >= 2 and self.pipeline > 1:
+            raise PlanError(
+                f"zero={self.zero} with pipeline={self.pipeline}: a stage would fetch its weights for every microbatch",
+                fix="zero=1, which goes with every layout, or no pipeline",
+            )
+
+    @classmethod
+    def read(cls, text: str) -> "Layout":
+        """`data=2,pipeline=2`."""
+        found: dict[str, int] = {}
+        for item in text.split(","):
+            name, _, value = item.strip().partition("=")
+            if name not in (*AXES, "zero"):
+                raise PlanError(
+                    f"layout '{text}': '{name}' is not known; it can have {', '.join(AXES)} and zero", fix=GRAMMAR
+                )
+            if name in found:
+                raise PlanError(f"layout '{text}' says {name} twice", fix=GRAMMAR)
+            if not value.strip().isdigit():
+                raise PlanError(f"layout '{text}': {name}={value} is not a whole number", fix=GRAMMAR)
+            found[name] = int(value)
+        return cls(**found)
+
+    def __str__(self) -> str:
+        named = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        named += [f"zero={self.zero}"] if self.zero else []
+        return ",".join(named) or "data=1"
+
+    @property
+    def workers(self) -> int:
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def span(self) -> int:
+        """Workers of one replica."""
+        return self.pipeline * self.tensor
+
+    @property
+    def parts(self) -> int:
+        """How many different things workers hold."""
+        return self.workers if self.zero else self.span
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a worker holds less than everything."""
+        return self.parts > 1
+
+    @property
+    def exact(self) -> bool:
+        """Splitting an operator changes the order of sums inside it."""
+        return self.tensor == 1
+
+    def place(self, worker: int) -> Place:
+        replica, rest = divmod(worker, self.span)
+        return Place(replica, *divmod(rest, self.tensor))
+
+    def check_workers(self, workers: int | None) -> None:
+        if workers is not None and workers != self.workers:
+            product = " × ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+            raise PlanError(
+                f"layout {self}: {product} = {self.workers}, but there are {workers} workers",
+                fix=f"--workers {self.workers}, or {self._suggest(workers)}",
+            )
+
+    def _suggest(self, workers: int) -> str:
+        if workers % self.span == 0:
+            return f"--layout {replace(self, data=workers // self.span)}"
+        return f"--layout data={workers}"
+
+
+def part_of(worker: int, parts: int) -> int:
+    """Which part a worker holds; whoever takes its number later holds the same."""
+    return worker % parts
+
+
+def replicas(members: list[int], parts: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Members (worker numbers) as whole replicas, each with one member for every part; and those left over, whose
+    mates are missing: they hold a part, and follow what the others do with it.
+
+    Workers of broken replicas are put together anew: 4 workers with 2 parts that lost workers 0 and 3 still are one
+    replica, 1 and 2.
+    """
+    by_part = [[worker for worker in members if part_of(worker, parts) == part] for part in range(parts)]
+    whole = min(map(len, by_part))
+    found = [tuple(column[number] for column in by_part) for number in range(whole)]
+    left = sorted(worker for column in by_part for worker in column[whole:])
+    return found, left
