@@ -25,7 +25,9 @@ from shoal.recovery.protocol import (
     Seen,
     Settlement,
     View,
+    Wait,
     Who,
+    covers,
     settle,
 )
 from shoal.testing.simulation import Broken, World, run
@@ -36,16 +38,16 @@ from shoal.testing.simulation.worker import Key, Worker
 SEEDS = 4000
 RARE = {"newcomers had to wait for the end of a step"}  # about once in ten thousand seeds: `make simulate` asks for it
 
-A, B, C = Who(0), Who(1), Who(2)
+A, B, C, D = Who(0), Who(1), Who(2), Who(3)
 
 
 def at(who: Who, committed: int, doubt: bool = False, clean: bool = True) -> Position:
     return Position(who=who, committed=committed, doubt=doubt, clean=clean)
 
 
-def settled(*positions: Position, step: int = 0) -> Settlement:
+def settled(*positions: Position, step: int = 0, parts: int = 1) -> Settlement:
     view = View(epoch=2, members=tuple(each.who for each in positions), step=step)
-    return settle(view, {each.who: each for each in positions})
+    return settle(view, {each.who: each for each in positions}, parts)
 
 
 # -- the simulation ---------------------------------------------------------------------------------------------------
@@ -71,25 +73,45 @@ def test_a_seed_replays_in_another_process() -> None:
 
 # -- a protocol that is broken on purpose -----------------------------------------------------------------------------
 
-Settle = Callable[[View, Mapping[Who, Position]], Settlement]
+Settle = Callable[[View, Mapping[Who, Position], int], Settlement]
 
 
-def any_donor(view: View, positions: Mapping[Who, Position]) -> Settlement:
+def any_donor(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
     """The first member gives its state, whatever it has: a fresh replacement wipes the model."""
-    found, first = settle(view, positions), view.members[0]
+    found, first = settle(view, positions, parts), view.members[0]
     if found.donor is None or not found.behind:
         return found
     behind = tuple(who for who in view.members if who != first)
-    return replace(found, donor=first, step=max(positions[first].committed, 0), behind=behind, finishing=())
+    return replace(found, donors=(first,), step=max(positions[first].committed, 0), behind=behind, finishing=())
 
 
-def doubt_is_forgotten(view: View, positions: Mapping[Who, Position]) -> Settlement:
-    return replace(settle(view, positions), finishing=())
+def doubt_is_forgotten(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
+    return replace(settle(view, positions, parts), finishing=())
 
 
-def doubt_is_done_again(view: View, positions: Mapping[Who, Position]) -> Settlement:
-    found = settle(view, positions)
+def doubt_is_done_again(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
+    found = settle(view, positions, parts)
     return replace(found, step=found.step - 1, finishing=()) if found.finishing else found
+
+
+def a_lost_part_is_ignored(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
+    return replace(settle(view, positions, parts), lost=())
+
+
+def one_donor_for_all(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
+    """Whoever has any part gives it to those behind, whatever part they should have."""
+    found = settle(view, positions, parts)
+    first = next((who for who in found.donors if who is not None), None)
+    return replace(found, donors=(first,) * parts, lost=() if first is not None else found.lost)
+
+
+def a_part_is_lost_with_whoever_is_in_doubt(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
+    """One that has yet to apply a step is taken for one that has nothing."""
+    found = settle(view, positions, parts)
+    if found.begins:
+        return found
+    held = {who.worker % parts for who in view.members if positions[who].committed == found.step}
+    return replace(found, lost=tuple(part for part in range(parts) if part not in held))
 
 
 class CommitsAtTheBeginning(Member):
@@ -130,6 +152,47 @@ class NeverGivesUp(Member):
         return
 
 
+class DropsTheLastOfAPart(Member):
+    """Whoever has some part of the state drops all that it cannot talk to, though nobody else has theirs."""
+
+    def _missing(self, seen: Seen, gone: Mapping[Who, str]) -> list[Who]:
+        mine = {who for who in gone if self.committed >= 0}
+        return super()._missing(replace(seen, alive=[who for who in seen.alive if who not in mine]), gone)
+
+
+class BelievesNewcomers(Member):
+    """A newcomer's place is taken for a part of the state that it has not got yet."""
+
+    def _missing(self, seen: Seen, gone: Mapping[Who, str]) -> list[Who]:
+        self.having = frozenset(seen.view.members)
+        return super()._missing(seen, gone)
+
+
+class StaysWithAWorthlessState(Member):
+    """Those who have some of a state that is gone stay, and nobody can begin a term."""
+
+    def _without_a_part(self, seen: Seen, gone: Mapping[Who, str], settlement: Settlement) -> Action:
+        action = super()._without_a_part(seen, gone, settlement)
+        return Wait() if isinstance(action, Leave) else action
+
+
+class NeverLetsIn(Member):
+    """A view that lost a member before it began stays as it is."""
+
+    def _let_in(self, seen: Seen, gone: Mapping[Who, str]) -> Action:
+        return Wait()
+
+
+class DoesNotWaitForThoseWhoEnd(Member):
+    """A term begins while others still have some of the state."""
+
+    def _without_a_part(self, seen: Seen, gone: Mapping[Who, str], settlement: Settlement) -> Action:
+        stateless = [who for who in seen.view.members if seen.positions[who].committed < 0]
+        if self.who in stateless and covers(stateless, self.parts):
+            return self._new_term(seen.view, stateless)
+        return super()._without_a_part(seen, gone, settlement)
+
+
 def broken_in(member: type[Member] = Member, seeds: int = 400, **planned: Any) -> str:
     """The first law that a seed broke."""
     for seed in range(seeds):
@@ -141,20 +204,32 @@ def broken_in(member: type[Member] = Member, seeds: int = 400, **planned: Any) -
 
 
 @pytest.mark.parametrize(
-    ("wrong", "law"),
+    ("wrong", "law", "parts"),
     [
-        (any_donor, "have committed more"),
-        (doubt_is_forgotten, "its weights have seen"),
-        (doubt_is_done_again, "have committed more"),
+        (any_donor, "have committed more", 1),
+        (doubt_is_forgotten, "its weights have seen", 1),
+        (doubt_is_done_again, "have committed more", 1),
+        (a_lost_part_is_ignored, "and nobody has the parts", 2),
+        (one_donor_for_all, "has part 1, and takes the state of", 2),
+        (a_part_is_lost_with_whoever_is_in_doubt, "ends, since nobody has the parts", 2),
     ],
 )
-def test_a_wrong_settlement_is_found(wrong: Settle, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_settlement_is_found(wrong: Settle, law: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "settle", wrong)
-    assert law in broken_in()
+    assert law in broken_in(parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("first_view", "law"), [(True, "begins without some part"), (False, "goes on, and nobody has the parts")]
+)
+def test_a_beginning_without_some_part_is_found(first_view: bool, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "covers", lambda members, parts: True)
+    assert law in broken_in(parts=2, first_view=first_view)
 
 
 NEWCOMERS: dict[str, Any] = {"joins": (0.4, 0.6), "heals": 3.0}
-HANDED_OVER: dict[str, Any] = {**NEWCOMERS, "workers": 1, "focuses": 0.4}
+HANDED_OVER: dict[str, Any] = {**NEWCOMERS, "workers": 1, "parts": 1, "focuses": 0.4}
+ONE_REPLICA: dict[str, Any] = {"workers": 2, "parts": 2, "judges": True}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +241,11 @@ HANDED_OVER: dict[str, Any] = {**NEWCOMERS, "workers": 1, "focuses": 0.4}
         (KeepsTheTerm, "the floor falls", {}),
         (DropsHoldersOfTheState, "nobody else has it", {**HANDED_OVER, "focus": "take", "judges": True}),
         (NeverGivesUp, "no end in sight", {}),
+        (DropsTheLastOfAPart, "nobody else has it", {**ONE_REPLICA, "loses": 0.04}),
+        (BelievesNewcomers, "nobody else has it", {**ONE_REPLICA, **NEWCOMERS, "focuses": 0.4, "focus": "state"}),
+        (StaysWithAWorthlessState, "no end in sight", {"parts": 2}),
+        (NeverLetsIn, "no end in sight", {"parts": 2}),
+        (DoesNotWaitForThoseWhoEnd, "have the state and live", {"parts": 2}),
     ],
 )
 def test_a_wrong_member_is_found(wrong: type[Member], law: str, planned: dict[str, Any]) -> None:
@@ -239,3 +319,76 @@ def test_all_members_come_to_the_same_settlement() -> None:
     first, second = (member.decide(seen, {}) for member in members)
     assert isinstance(first, Form)
     assert first == second
+
+
+# -- a model that is cut: even numbers have one part, odd numbers the other --------------------------------------------
+
+
+def test_a_member_takes_the_state_of_one_that_has_its_part() -> None:
+    found = settled(at(A, 5), at(B, 5), at(C, -1), at(D, -1), parts=2)
+    assert (found.donors, found.behind, found.lost) == ((A, B), (C, D), ())
+    assert [found.takes_from(who) for who in (A, B, C, D)] == [None, None, A, B]
+    assert [found.gives(who) for who in (A, B, C, D)] == [(C,), (D,), (), ()]
+
+
+def test_a_part_is_lost_when_nobody_stands_at_the_floor_with_it_or_comes_to_it() -> None:
+    assert settled(at(A, 5), at(B, 4, doubt=True), parts=2).lost == ()
+    assert settled(at(A, 5), at(B, 4), parts=2).lost == (1,)
+    assert settled(at(A, 5), at(C, 5), parts=2).lost == (1,)
+    assert settled(at(A, -1), at(C, -1), parts=2).lost == (), "it has not begun"
+    assert settled(at(A, -1), at(B, -1), step=3, parts=2).lost == (0, 1)
+
+
+def acts(member: Member, *positions: Position, alive: Sequence[Who] = (), step: int = 0, **gone: str) -> Action:
+    view = View(epoch=2, members=tuple(each.who for each in positions), term=1, step=step)
+    seen = Seen(view=view, alive=alive or view.members, positions={each.who: each for each in positions})
+    return member.decide(seen, {Who(int(name[1:])): why for name, why in gone.items()})
+
+
+def test_those_who_have_some_of_a_lost_state_end_and_the_others_wait_for_that() -> None:
+    stand = at(A, 5), at(C, -1), at(D, -1)
+    assert acts(Member(who=A, parts=2, committed=5), *stand) == Leave(View(epoch=2, members=(A, C, D), term=1), (1,))
+    assert acts(Member(who=C, parts=2), *stand) == Wait()
+    action = acts(Member(who=C, parts=2), *stand[1:], step=5)
+    assert isinstance(action, Propose)
+    assert (action.view.term, action.view.members) == (2, (C, D))
+
+
+def test_a_term_begins_with_somebody_for_every_part() -> None:
+    """Whoever waits outside comes in with it: members without state have no boundary to let it in at."""
+    member = Member(who=A, parts=2)
+    assert acts(member, at(A, -1), at(C, -1), step=5) == Wait()
+    action = acts(member, at(A, -1), at(C, -1), step=5, alive=[A, C, D])
+    assert isinstance(action, Propose)
+    assert (action.view.term, action.view.members) == (2, (A, C, D))
+    assert member.decide(Seen(view=protocol.NOTHING, alive=[A, C]), {}) == Wait()
+    assert isinstance(member.decide(Seen(view=protocol.NOTHING, alive=[A, B]), {}), Propose)
+
+
+def test_a_first_view_that_lost_a_member_lets_another_in_before_it_begins() -> None:
+    member = Member(who=A, parts=2)
+    assert acts(member, at(A, -1)) == Wait()
+    action = acts(member, at(A, -1), alive=[A, Who(1, 1)])
+    assert isinstance(action, Propose)
+    assert (action.view.term, action.view.members) == (1, (A, Who(1, 1)))
+    assert isinstance(acts(member, at(A, -1), at(B, -1)), Form)
+
+
+def test_newcomers_of_one_part_wait_while_those_of_another_come_in() -> None:
+    action = acts(Member(who=A, parts=2, committed=5), at(A, 5), at(B, 5, clean=False), at(C, -1), at(D, -1))
+    assert isinstance(action, Propose)
+    assert action.view.members == (A, B, C)
+
+
+def test_a_connection_that_broke_does_not_cost_the_last_of_a_part() -> None:
+    stand = at(A, 5), at(B, 5), at(D, 5)
+    view = View(epoch=1, members=(A, B, D))
+    first = settle(view, {each.who: each for each in stand}, 2)
+    member = Member(who=A, parts=2, committed=5)
+    member.forms(first)
+    dropped = acts(member, *stand, w1="closed its connection")
+    assert isinstance(dropped, Propose) and dropped.view.members == (A, D)
+    both = acts(member, *stand, w1="closed its connection", w3="closed its connection")
+    assert not isinstance(both, Propose)
+    dead = acts(member, *stand, w1="is silent", w3="is silent", alive=[A])
+    assert isinstance(dead, Propose) and dead.view.members == (A,)

@@ -9,8 +9,8 @@ from shoal.recovery.protocol import Who
 from shoal.roster import FALSE_STARTS, Roster, Rules, check, refusal
 
 
-def roster(workers: int = 3, *, lanes: int = 4, **rules: object) -> Roster:
-    found = Roster(rules=Rules(**rules), wanted=workers, lanes=lanes)  # type: ignore[arg-type]
+def roster(workers: int = 3, *, lanes: int = 4, parts: int = 1, **rules: object) -> Roster:
+    found = Roster(rules=Rules(**rules), wanted=workers, lanes=lanes, parts=parts)  # type: ignore[arg-type]
     assert found.start() == [Who(worker) for worker in range(workers)]
     return found
 
@@ -51,6 +51,74 @@ def test_shrinking_goes_on_down_to_the_least() -> None:
     assert (verdict.action, verdict.ends, own.start()) == ("the others go on", "", [])
     verdict = own.lost(Who(2), took_part=True, step=2)
     assert (verdict.action, verdict.ends) == ("the run ends", "1 worker left, and --min-workers is 2")
+
+
+def test_shrinking_goes_on_while_somebody_has_each_part_of_the_model() -> None:
+    own = roster(4, parts=2, on_failure="shrink")
+    assert own.lost(Who(1), took_part=True, step=1).action == "the others go on"
+    assert own.lost(Who(0), took_part=True, step=2).action == "the others go on", "2 and 3 have one each"
+    verdict = own.lost(Who(3), took_part=True, step=3)
+    assert (verdict.action, verdict.ends) == (
+        "the run ends",
+        "no worker is left that has part 1 of the model (--on-failure shrink)",
+    )
+    three = roster(3, parts=3, on_failure="shrink")
+    three.serving = {Who(1), Who(4)}
+    ends = three.lost(Who(4), took_part=True, step=3).ends
+    assert ends == "no worker is left that has parts 0 and 2 of the model (--on-failure shrink)"
+
+
+@pytest.mark.parametrize("on_failure", ["replace", "shrink"])
+def test_those_that_end_because_a_part_was_lost_are_replaced_and_not_counted(on_failure: str) -> None:
+    own = roster(4, parts=2, on_failure=on_failure, max_failures=1)
+    own.lost(Who(3), took_part=True, step=1)
+    wanted = own.wanted
+    for number in (0, 2):
+        own.left(Who(number), replaced=True)
+    assert (own.failures, own.wanted) == (1, wanted)
+    assert {who.worker for who in own.start()} >= {0}
+    assert len(own.serving) == wanted
+
+
+def test_whoever_is_started_takes_a_place_whose_part_nobody_has() -> None:
+    own = roster(4, parts=2)
+    own.serving = {Who(0), Who(2)}
+    own.wanted = 3
+    assert own.start() == [Who(1, 1)]
+    own.serving, own.wanted = {Who(1), Who(3), Who(5)}, 4
+    assert own.start() == [Who(0, 1)]
+    own.serving, own.wanted = {Who(0), Who(2), Who(4)}, 4
+    assert own.start() == [Who(1, 2)]
+
+
+def test_a_model_that_is_cut_is_scaled_by_whole_replicas() -> None:
+    own = roster(4, parts=2)
+    assert not own.scale(3)
+    assert own.scale(8) and own.start() == [Who(number) for number in (4, 5, 6, 7)]
+    assert not own.scale(10), "there are four lanes"
+
+
+@pytest.mark.parametrize(
+    ("workers", "parts", "lanes", "said", "fix"),
+    [
+        (3, 2, 4, "3 workers, but the layout's replicas have 2 workers each", "--workers 2 or 4"),
+        (1, 2, 4, "1 worker, but the layout's replicas have 2 workers each", "--workers 2"),
+        (
+            6,
+            2,
+            2,
+            "6 workers are 3 replicas but there are 2 lanes: each replica needs a lane",
+            "--workers 4 at the most; more lanes would be another job, with other bits",
+        ),
+    ],
+)
+def test_what_a_model_that_is_cut_cannot_be_scaled_to(
+    workers: int, parts: int, lanes: int, said: str, fix: str
+) -> None:
+    found = refusal(workers, Rules(), lanes, parts)
+    assert found is not None
+    assert (found.message, found.fix) == (said, fix)
+    assert refusal(4, Rules(), 2, 2) is None
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """What workers must agree on, and the error that names who and what differs when they do not."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.collectives.group import Group
 from shoal.errors import MismatchError
+from shoal.exact.digest import tensor_sha256
+from shoal.partition.pieces import WHOLE, Piece
+from shoal.strategies.norms import gather_bytes
 
 TRAITS_BYTES = 2048
 
@@ -60,3 +64,40 @@ def share_weights(model: nn.Module, group: Group) -> None:
                 group.broadcast(sent)
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
+
+
+def whole_digests(
+    group: Group,
+    named: Mapping[str, Tensor],
+    pieces: Mapping[str, Piece],
+    shapes: Mapping[str, tuple[int, ...]],
+    order: Sequence[str],
+) -> dict[str, str]:
+    """One sha256 per tensor of a model of which every worker has a part, on all of them. What lies in pieces is put
+    together by the first worker, one tensor at a time."""
+    own = {name: ("", pieces[name]) if name in pieces else (tensor_sha256(named[name]), WHOLE) for name in named}
+    texts = gather_bytes(group, msgspec.json.encode(own))
+    tables = [msgspec.json.decode(text, type=dict[str, tuple[str, Piece]]) for text in texts]
+    found: dict[str, str] = {}
+    for name in order:
+        holders = [(rank, *table[name]) for rank, table in enumerate(tables) if name in table]
+        if holders and holders[0][1]:
+            found[name] = holders[0][1]
+            continue
+        first: dict[bytes, tuple[int, Piece]] = {}
+        for rank, _, piece in holders:
+            first.setdefault(msgspec.json.encode(piece), (rank, piece))
+        whole = torch.empty(shapes[name], dtype=named[name].dtype) if group.rank == 0 else None
+        for rank, piece in first.values():
+            if rank == group.rank != 0:
+                group.send(named[name].detach().contiguous(), 0)
+            elif whole is not None:
+                tensor = (
+                    named[name].detach() if rank == 0 else torch.empty(piece.shape(shapes[name]), dtype=whole.dtype)
+                )
+                if rank != 0:
+                    group.receive(tensor, rank)
+                piece.put(tensor, whole)
+        found[name] = "" if whole is None else tensor_sha256(whole)
+    told = gather_bytes(group, msgspec.json.encode(found) if group.rank == 0 else b"")[0]
+    return msgspec.json.decode(told, type=dict[str, str])

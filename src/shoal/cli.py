@@ -41,12 +41,15 @@ from shoal.report.folder import RunFolder, find_run, list_runs
 from shoal.report.summary import closing, runs_table
 from shoal.report.why import render
 from shoal.seat import Settings
+from shoal.show_schedule import text as schedule_text
+from shoal.show_schedule import value as schedule_value
 from shoal.verdict import Interrupted, RunFailed
 from shoal.verify import PLAIN_TOLERANCE, Row, against_plain, check_workers, exact_wish, placements, verify
 
 HELP = """\
 Distributed PyTorch training with the same bits on any number of workers.
 
+Before   schedule NAME|all     pipeline schedules as pictures: waiting, and activations held
 Run      train FILE[:job]      train a job
          run SCRIPT -- ARGS    start any torch.distributed script, or a loop with shoal.join
          verify FILE           prove that every placement gives one sha256
@@ -126,6 +129,21 @@ def build_parser() -> Parser:
     parser = Parser(prog="shoal", description=HELP, epilog="example: shoal train examples/digits.py --workers 2")
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
+
+    pipeline = _command(
+        commands,
+        "schedule",
+        "a pipeline schedule as a picture, with its bubble and what it holds; or all, compared",
+        _schedule,
+        "shoal schedule 1f1b --pipeline 4 --microbatches 8",
+    )
+    pipeline.add_argument("name", metavar="NAME|all", help="gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipe, all")
+    pipeline.add_argument("--pipeline", type=int, default=4, metavar="N", help="ranks of the pipeline (4)")
+    pipeline.add_argument("--microbatches", type=int, default=8, metavar="N", help="microbatches of a step (8)")
+    pipeline.add_argument(
+        "--chunks", type=int, metavar="N", help="stages on each rank (1 or 2, as the schedule has it)"
+    )
+    pipeline.add_argument("--json", action="store_true", help="print actions, times and figures as JSON")
 
     train = _command(commands, "train", "train a job", _train, "shoal train digits.py --workers 2 --set steps=50")
     train.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
@@ -335,6 +353,17 @@ def _parse(given: list[str]) -> argparse.Namespace:
     if script and options.command not in ("run", "lab"):
         raise InputError(f"arguments after -- belong to a script, and {options.command} runs none")
     return options
+
+
+def _schedule(given: argparse.Namespace) -> int:
+    size = {"ranks": given.pipeline, "microbatches": given.microbatches, "chunks": given.chunks}
+    if given.json:
+        print(msgspec.json.encode(schedule_value(given.name, **size)).decode())
+    else:
+        screen = Console()
+        width = screen.width if screen.is_terminal else 120
+        print(schedule_text(given.name, **size, width=width, colour=screen.color_system is not None))
+    return 0
 
 
 def _train(given: argparse.Namespace) -> int:

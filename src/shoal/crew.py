@@ -12,8 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -33,12 +34,15 @@ from shoal.recovery.protocol import (
     Member,
     Post,
     Propose,
+    Seen,
     Settlement,
     View,
     Wait,
     Who,
+    covers,
     may_join,
     newcomers,
+    part_of,
 )
 from shoal.recovery.store import LeaseEnded, Store, StoreAway
 from shoal.report.events import Event, StoreAwayFor
@@ -48,6 +52,7 @@ from shoal.stack import own_frames
 LOG_ONLY = "· "  # begins a line of a log that the driver does not show
 STOP, SAVE, CHANGE, LEAVE, EVICT = 1, 2, 4, 8, 16  # what a worker can ask of all; it travels with a step
 TOO_SLOW = "too slow"  # why a worker left
+PART_LOST = "a part of the model was lost"  # another reason
 LOOK_SECONDS = 0.05  # between two looks at what the store does not tell: whether processes of this host live
 AWAY_SECONDS = 0.2  # between two tries to reach it
 FORMING_SECONDS = 5.0  # for all members to make their group; twice as long after each failure
@@ -59,6 +64,10 @@ class Evicted(RunError):
     """The others went on without this worker."""
 
     exit_code = 75
+
+
+class PartLost(Evicted):
+    """Nobody is left who has some part of the model: what this worker has of it is worth nothing."""
 
 
 class Abandoned(PeerLost):
@@ -81,6 +90,10 @@ class Membership(Protocol):
     def epoch(self) -> int: ...
     def enter(self) -> Settlement:
         """Makes the first group that this worker is a member of."""
+        ...
+
+    def team(self, ranks: Sequence[int]) -> Group:
+        """Some of the members as a group of their own."""
         ...
 
     def begun(self, step: int) -> None: ...
@@ -134,6 +147,7 @@ class Crew:
         self,
         who: Who,
         *,
+        parts: int = 1,
         open_store: Callable[[], Store],
         lease_seconds: float,
         timeout: timedelta,
@@ -143,9 +157,10 @@ class Crew:
         asked_to_leave: Callable[[], bool],
         revive_store: Callable[[], None] | None = None,
     ) -> None:
-        """`revive_store`: starts the run's own store again. The driver does that, unless it is gone, too."""
-        self.who, self.timeout, self.wish = who, timeout, wish
-        self.member = Member(who=who)
+        """`parts`: that the model is cut into; this worker has one of them. `revive_store`: starts the run's own store
+        again. The driver does that, unless it is gone, too."""
+        self.who, self.parts, self.timeout, self.wish = who, parts, timeout, wish
+        self.member = Member(who=who, parts=parts)
         self.view = View(epoch=0, members=(who,))
         self.group: Group = Alone(wish)
         self.phase = "enters the run"  # for whoever asks what this worker is doing
@@ -208,11 +223,16 @@ class Crew:
     def asks(self) -> int:
         wish = self._beat.news.wish
         asked = STOP if wish.stop or self._asked_to_stop() else 0
-        scaled = wish.workers is not None and self.view.rank(self.who) >= wish.workers
+        scaled = wish.workers is not None and self._place() >= wish.workers // self.parts
         if scaled or self._asked_to_leave():
             asked |= LEAVE
         # What the beat has seen may be older than the group.
         return asked | CHANGE if any(who not in self.view.members for who in self._newcomers) else asked
+
+    def _place(self) -> int:
+        """This worker's rank among the members that have the same part."""
+        part = part_of(self.who.worker, self.parts)
+        return [who for who in self.view.members if part_of(who.worker, self.parts) == part].index(self.who)
 
     def committed_before(self) -> int:
         with suppress(StoreAway):
@@ -226,6 +246,10 @@ class Crew:
         self._thread = threading.get_ident()
         self._beat.start()
         return self._settle(None)
+
+    def team(self, ranks: Sequence[int]) -> Group:
+        with unless(lambda: self._in_vain(self.view)):
+            return self.group.team(ranks)
 
     def recover(self, error: PeerLost) -> Settlement:
         self.member.lost()
@@ -276,12 +300,13 @@ class Crew:
                 news = self._read()
                 if news.wish.failed:
                     raise Abandoned(f"the run ends: {news.wish.failed}")
-                if self.member.committed < 0 and self.who not in news.view.members and self._unneeded(news):
+                if self.member.committed < 0 and self._idle(news.view) and self._unneeded(news):
                     raise Evicted(f"{self.who} was asked to stop before it took part")
                 if self.member.committed >= 0 and self.who in news.view.members and news.wish.done:
                     raise Over("the run is done")
-                gone = self._gone(news) | self._late(news)
-                action = self.member.decide(news.seen(), gone, change)
+                late = self._late(news)
+                gone = self._gone(news) | late
+                action = self.member.decide(self._seen(news, late), gone, change)
                 match action:
                     case Propose(view):
                         value = msgspec.json.encode(view)
@@ -292,6 +317,8 @@ class Crew:
                     case Wait():
                         self._waits(news)
                         self._store.wait("", news.revision, LOOK_SECONDS)
+                    case Leave(view, lost) if lost:
+                        raise PartLost(self._how_lost(view, lost))
                     case Leave(view):
                         raise Evicted(f"the others went on without {self.who}: epoch {view.epoch}, {view.reason}")
                     case Form(settlement):
@@ -411,6 +438,24 @@ class Crew:
                 found.setdefault(who, "died: its connection was closed")
         return found
 
+    def _seen(self, news: News, late: Collection[Who]) -> Seen:
+        """Where a model is cut, those who have some of the state drop a late member as one whose lease has run out."""
+        seen = news.seen()
+        if self.parts == 1 or self.member.committed < 0 or not late:
+            return seen
+        return replace(seen, alive=[who for who in seen.alive if who not in late])
+
+    def _how_lost(self, view: View, lost: Sequence[int]) -> str:
+        parts = ("part " if len(lost) == 1 else "parts ") + " and ".join(map(str, lost))
+        had = [who for who in self.view.members if part_of(who.worker, self.parts) in lost and who not in view.members]
+        those = f" with {' and '.join(map(str, had))}" if had else ""
+        was = "was" if len(lost) == 1 else "were"
+        return f"{parts} of the model {was} lost{those}: the run goes on from the newest checkpoint"
+
+    def _idle(self, view: View) -> bool:
+        """Whether this worker waits for others to come, or to let it in."""
+        return self.who not in view.members or not covers(view.members, self.parts)
+
     def _unneeded(self, news: News) -> bool:
         return news.wish.done or news.wish.stop or self._asked_to_leave()
 
@@ -511,9 +556,12 @@ class Fixed:
         return 1
 
     def enter(self) -> Settlement:
-        settlement = Settlement(view=self.view, step=0, donor=None, behind=(), finishing=(), begins=True)
+        settlement = Settlement(view=self.view, step=0, behind=(), finishing=(), begins=True)
         self.member.formed(settlement)
         return settlement
+
+    def team(self, ranks: Sequence[int]) -> Group:
+        return self.group.team(ranks)
 
     def begun(self, step: int) -> None:
         self.member.begun(step)

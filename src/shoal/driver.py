@@ -23,16 +23,17 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal import verdict
 from shoal.cluster import Slot
-from shoal.crew import LOG_ONLY, TOO_SLOW
+from shoal.crew import LOG_ONLY, PART_LOST, TOO_SLOW
 from shoal.engines.lab import Lab
 from shoal.engines.local import Exit, LocalEngine, Post
 from shoal.engines.namespaces import LabHost, call_on
 from shoal.errors import RunError, ShoalError
 from shoal.overseer import Overseer
+from shoal.plan.layout import Layout
 from shoal.plan.placement import Plan
 from shoal.recovery import embedded
 from shoal.recovery.address import open_store
-from shoal.recovery.protocol import Who
+from shoal.recovery.protocol import Who, part_of
 from shoal.recovery.store import Store as Records
 from shoal.report.account import report
 from shoal.report.events import (
@@ -58,7 +59,7 @@ from shoal.report.oom import OomWatch
 from shoal.report.progress import Progress, choose
 from shoal.report.tally import Tally
 from shoal.report.tensorboard import TensorBoard
-from shoal.roster import Roster, Rules, Verdict
+from shoal.roster import Roster, Rules, Verdict, nobody_has, without_worker
 from shoal.seat import DRIVER_SOCKET, HEARD_WORD, STOP_WORD, UNHEARD, Seat, Settings, Wire, environment_store
 from shoal.socketfile import listen
 from shoal.worker import TRACEBACK_FOLLOWS, told
@@ -79,6 +80,10 @@ class Options:
     """What the user asked for beside the job. Flags of `shoal train` and arguments of `shoal.train` alike."""
 
     workers: int | None = None
+    layout: Layout | None = None  # None: every worker has all of the model
+    schedule: str = "1f1b"  # of a pipeline
+    chunks: int | None = None  # stages of a pipeline's worker; None: as the schedule has it
+    recompute: bool = False
     shares: str | None = None
     plan: Plan | None = None
     run_dir: Path | None = None
@@ -104,6 +109,7 @@ class Launch:
     target: str | None
     started: RunStarted
     files: dict[Path, Any]  # what the run's folder should say about it
+    parts: int = 1  # that the model is cut into
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +122,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     command: str
     pin: bool = False
+    parts: int = 1
 
 
 class Driver:
@@ -129,9 +136,12 @@ class Driver:
         self.interrupts = 0
         self.said_stopping = False
         self.failed_at: float | None = None
+        self.ending = False  # because of a loss: nobody is started any more
         self.fatal = False  # an error that whoever took over would meet, too
         self.fill_at: float | None = None  # after taking over: when all ends that nobody heard of have been told
-        self.roster = Roster(rules=rules_of(settings), wanted=launch.size, lanes=launch.started.lanes)
+        self.roster = Roster(
+            rules=rules_of(settings), wanted=launch.size, lanes=launch.started.lanes, parts=launch.parts
+        )
         self.overseer: Overseer | None = None
         self.took_part: set[Who] = set()
         self.left: dict[Who, str] = {}  # why
@@ -165,6 +175,7 @@ class Driver:
                 settings=self.settings,
                 command=self.launch.started.command,
                 pin=self.options.pin,
+                parts=self.launch.parts,
             )
             self.folder.write_json(self.folder.path / STANDING, standing)
         return self._drive(engine, lambda: self._begin(engine, first))
@@ -182,7 +193,7 @@ class Driver:
         started = next(event for event in reversed(events) if isinstance(event, RunStarted))
         launch = Launch(
             work=_nobody, size=standing.size, plan=None, threads=standing.threads, target=standing.target,
-            started=started, files={},
+            started=started, files={}, parts=standing.parts,
         )  # fmt: skip
         driver = cls(launch, folder, standing.settings, options)
         for event in events:
@@ -283,7 +294,7 @@ class Driver:
         self._tell(WorkerExited(time=time.time(), rank=who.worker, code=heard.code, life=who.life))
         if heard.code == 0 and (who.worker in self.tally.finished or not self.elastic):
             self.roster.serving.discard(who)
-        elif who in self.left:
+        elif who in self.left and self.left[who] != PART_LOST:
             self.roster.left(who, too_slow=self.left[who] == TOO_SLOW)
             if engine.can_start and not self.interrupts and not self.tally.finished:
                 self._start_missing(engine, "replacement")
@@ -291,22 +302,36 @@ class Driver:
             self.roster.serving.discard(who)
             if heard.code != 0 and self.failed_at is None:
                 self.failed_at = time.monotonic()
-        elif self.interrupts or self.tally.finished:
+        elif self.interrupts or self.tally.finished or (who in self.left and self.ending):
             self.roster.serving.discard(who)  # the run is ending: nobody is needed in its place
             self.overseer.remove(who, self._ending(heard.code))
+        elif who in self.left and self._goes_on(engine):
+            self.roster.left(who, replaced=True)
+            self.overseer.remove(who, f"left: {PART_LOST}")
+            self._start_missing(engine, "replacement")
         else:
             self._lost(engine, who, heard.code)
+
+    def _goes_on(self, engine: LocalEngine) -> bool:
+        """After a part of the model was lost: from a checkpoint, with other processes."""
+        return engine.can_start and self._saved
+
+    @property
+    def _saved(self) -> bool:
+        return bool(self.tally.saved) or self.tally.resumed is not None
 
     def _lost(self, engine: LocalEngine, who: Who, code: int | None) -> None:
         assert self.overseer is not None
         noticed = self.overseer.reason(who) or self.noticed.get(who) or "its process ended"
         step = max(self.tally.step, self.overseer.committed)
         decision = self.roster.lost(who, took_part=who in self.took_part, step=step)
-        saved = self.tally.saved or self.tally.resumed is not None
-        if not decision.ends and not saved and self.took_part and not self.roster.serving & self.took_part:
-            decision = Verdict("the run ends", "nobody is left who has its state, and no checkpoint was written")
+        state = PART_LOST if who in self.left else self._state_gone()
+        if not decision.ends and state and not self._saved:
+            decision = Verdict("the run ends", f"{state}, and no checkpoint was written")
         if not decision.ends and not engine.can_start:
             decision = Verdict("the others go on, since the process that starts workers is gone")
+            if self.launch.parts > 1 and state:
+                decision = Verdict("the run ends", f"{state}, and the process that starts workers is gone")
         pid = engine.pids.get((who.worker, who.life))
         known = self.tally.workers.get(who.worker)
         event = WorkerLost(
@@ -324,6 +349,7 @@ class Driver:
         self._tell(event)
         self.overseer.remove(who, self._ending(code))
         if decision.ends:
+            self.ending = True
             self.overseer.wish(stop=True)  # those who are left save what there is
             self._ask_to_stop(engine)
             if self.settings.on_failure == "stop" or not self.roster.serving:
@@ -331,6 +357,14 @@ class Driver:
             return
         if engine.can_start:
             self._start_missing(engine, "replacement")
+
+    def _state_gone(self) -> str:
+        """Whether the state, or a part of it, was there once and nobody is left for it; empty while it is whole."""
+        parts, having = self.launch.parts, self.roster.serving & self.took_part
+        had = {part_of(who.worker, parts) for who in self.took_part}
+        if not had.intersection(without_worker(having, parts)):
+            return ""
+        return nobody_has(having, parts) if having else "nobody is left who has its state"
 
     def _start_missing(self, engine: LocalEngine, reason: str) -> None:
         for fresh in self.roster.start():

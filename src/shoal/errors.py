@@ -5,6 +5,7 @@
     │   ├── CallError               arguments of a collective that do not fit, told before anything moves
     │   ├── JobError                a job that cannot be trained as written
     │   ├── PlanError               a placement that does not fit the job
+    │   ├── MemoryNeeded            a worker that has less memory than its part of the training needs
     │   ├── RunFolderError          a run folder that is missing, unwritable or full
     │   └── CheckpointError         a checkpoint that is corrupt, foreign, or of another arithmetic
     ├── RunError                1   a run that failed after it began
@@ -50,6 +51,10 @@ class JobError(InputError):
 
 
 class PlanError(InputError):
+    pass
+
+
+class MemoryNeeded(InputError):
     pass
 
 

@@ -1,7 +1,7 @@
 """Means over held-out data: by lanes, merged in the tree, each sample once (EXACT rule 18)."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,48 +19,65 @@ from shoal.strategies.replica import Replica
 NAMES_BYTES = 4096
 UNNAMED = "value"  # of a closure that returns no dict
 Pair = tuple[float, float]  # sum and count
+Fetch = Callable[[], Any]  # a batch
+Measure = Callable[[Sequence[Fetch]], Iterable[tuple[int, Any]]]  # batches -> (number of a batch, what it comes to)
+
+
+def one_by_one(closure: Callable[[Any], Any]) -> Measure:
+    """Every batch by this worker alone."""
+    return lambda fetches: ((number, closure(fetch())) for number, fetch in enumerate(fetches))
 
 
 def evaluate(
     source: Source,
-    closure: Callable[[Any], Any],
+    measure: Measure,
     *,
     replica: Replica,
     group: Group,
     deal: Sequence[Span],
+    own: Span,
+    tellers: Sequence[int],
     batch: int,
 ) -> Any:
-    """The mean of what the closure returns (a mean, (sum, count), or a dict of these), on every worker alike."""
+    """The mean of what the closure returns (a mean, (sum, count), or a dict of these), on every worker alike.
+
+    `own`: the lanes that this worker takes part in; `tellers`: who knows what the lanes of each share come to.
+    """
+    lanes = deal[-1][1]
     with undisturbed(replica):
-        names, found = _own_lanes(source, closure, deal[group.rank], deal[-1][1], batch)
-    # A worker whose lanes were all empty has not seen the names; worker 0 always has: lane 0 is never empty.
-    names = gather_text(group, "\n".join(names), NAMES_BYTES)[0].split("\n")
-    lanes, batches = deal[-1][1], -(-source.samples // batch)
+        names, found = _own_lanes(source, measure, own, lanes, batch)
+    # A worker that has measured nothing has not seen the names; whoever has lane 0 has: it is never empty.
+    names = next(filter(None, gather_text(group, "\n".join(names), NAMES_BYTES))).split("\n")
+    batches = -(-source.samples // batch)
     table = torch.zeros(batches, lanes, len(names), 2, dtype=torch.float64)
     for (number, lane), pairs in found.items():
         table[number, lane] = torch.tensor(pairs, dtype=torch.float64)
     rows = group.gather(table.reshape(-1)).reshape(group.size, *table.shape)
-    owners = [rank for rank, (start, stop) in enumerate(deal) for _ in range(start, stop)]
+    owners = [tellers[share] for share, (start, stop) in enumerate(deal) for _ in range(start, stop)]
     whole = torch.stack([rows[owner, :, lane] for lane, owner in enumerate(owners)], dim=1)
     means = {name: _mean(whole[:, :, index], lanes) for index, name in enumerate(names)}
     return means[UNNAMED] if list(means) == [UNNAMED] else means
 
 
 def _own_lanes(
-    source: Source, closure: Callable[[Any], Any], held: Span, lanes: int, batch: int
+    source: Source, measure: Measure, held: Span, lanes: int, batch: int
 ) -> tuple[list[str], dict[tuple[int, int], list[Pair]]]:
-    names: list[str] = []
-    found: dict[tuple[int, int], list[Pair]] = {}
     order = source.order(0)
+    places: list[tuple[int, int]] = []
+    pieces: list[list[int]] = []
     for number, first in enumerate(range(0, source.samples, batch)):
         count = min(batch, source.samples - first)
-        for lane, pieces in enumerate(cut(count, batch, lanes, 1)):
-            if not held[0] <= lane < held[1] or not pieces:
-                continue
-            values = closure(source.fetch([order[first + position] for position in pieces[0]], 0))
-            values = values if isinstance(values, dict) else {UNNAMED: values}
-            names = list(values)
-            found[number, lane] = [_sum_count(value, len(pieces[0])) for value in values.values()]
+        for lane, cuts in enumerate(cut(count, batch, lanes, 1)):
+            if held[0] <= lane < held[1] and cuts:
+                places.append((number, lane))
+                pieces.append([order[first + position] for position in cuts[0]])
+    names: list[str] = []
+    found: dict[tuple[int, int], list[Pair]] = {}
+    fetches = [lambda piece=piece: source.fetch(piece, 0) for piece in pieces]
+    for index, given in measure(fetches):
+        values = given if isinstance(given, dict) else {UNNAMED: given}
+        names = list(values)
+        found[places[index]] = [_sum_count(value, len(pieces[index])) for value in values.values()]
     return names, found
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -16,7 +17,12 @@ from shoal.partition.samples import Schedule
 from shoal.target import Target
 
 NamedParameters = list[tuple[str, nn.Parameter]]
-PRECISIONS = {"fp32": "fp32", "bf16": "bf16-autocast", "bf16-autocast": "bf16-autocast"}
+PRECISIONS = {
+    "fp32": "fp32",
+    "bf16": "bf16-autocast",
+    "bf16-autocast": "bf16-autocast",
+    "bf16-weights": "bf16-weights",  # weights and activations in bf16, masters and updates in fp32
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,8 @@ class Job:
     shuffle: bool = True
     last: Literal["short", "drop"] | None = None  # what to do with a last batch that is not full; short
     blocks: Sequence[str] | None = None
+    tensor_rules: Mapping[str, str] | None = None  # how modules are split under tensor=…, by patterns of names
+    start_from: str | Path | None = None  # a safetensors file with the weights to begin with
     isa: str | None = None
     threads: int = 1
     compile: bool = False
@@ -159,6 +167,7 @@ class Job:
             "model loss optimizer scheduler batch lanes microbatches seed shuffle last blocks isa threads compile"
             " precision clip_norm"
         )
+        # Rules change the order of sums, but no checkpoint depends on them: they are the layout's business.
         return {name: describe(getattr(self, name)) for name in decisive.split()}
 
     def resolved(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal import seat as seats
+from shoal.build import plain
 from shoal.describe import describe
 from shoal.errors import JobError
 from shoal.exact import kernels
@@ -93,13 +94,12 @@ def join(
     }
     arithmetic |= source.arithmetic(schedule)
     run = Run(
-        model=model,
+        built=plain(model, find_blocks(model, blocks)),
         optimizer=optimizer,
         scheduler=scheduler,
         state=state or {},
         source=source,
         schedule=schedule,
-        blocks=find_blocks(model, blocks),
         microbatches=microbatches,
         seed=seed,
         plan=plan,

@@ -1,7 +1,7 @@
 """Saving a run and coming back to it: the run's live objects on one side, checkpoints on the other."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from shoal.collectives.group import Group
 from shoal.errors import CheckpointError, ShoalError
 from shoal.exact.kernels import fingerprint
-from shoal.recovery.checkpoint import Checkpoints, Found, Snapshot, Written
-from shoal.recovery.export import export_weights
+from shoal.recovery.checkpoint import Checkpoints, Found, GivenUp, Snapshot, Written
+from shoal.recovery.export import export_stored, export_weights
+from shoal.recovery.parts import Holding, Share
 from shoal.recovery.plain import Room, Take, plain_copy, plain_view
 from shoal.recovery.saver import Patience, Saver
 from shoal.recovery.state import (
@@ -34,9 +35,9 @@ from shoal.report.events import Event, Saved, SaveFailed
 PAUSES = (0.0, 0.2, 0.5, 1.0, 3.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Live:
-    """Everything of a run that changes as it trains."""
+    """Everything of a run that changes as it trains; of a model that is cut, what this worker holds of it."""
 
     model: nn.Module
     parameters: Mapping[str, nn.Parameter]
@@ -45,26 +46,37 @@ class Live:
     state: Mapping[str, Any]
     arithmetic: dict[str, Any]
     traits: dict[str, Any]
+    holding: Holding | None = None  # None: all of it
 
-    def capture(self, step: int, told: dict[str, Any], room: Room | None = None) -> Snapshot:
+    def capture(
+        self, step: int, told: dict[str, Any], room: Room | None = None, *, share: Share | None = None
+    ) -> Snapshot:
         """A copy of it all; training may go on while it is written. `told` is what a resumed run should still know.
 
-        In a `room` the copy takes the place of the one that was made there before.
+        In a `room` the copy takes the place of the one that was made there before. With a `share` it has only what
+        this worker writes.
         """
         if room is None:
-            return self._take(step, told, lambda part: plain_copy)
+            return self._take(step, told, lambda part: plain_copy, share)
         room.clear()
-        return self._take(step, told, room.take)
+        return self._take(step, told, room.take, share)
 
     def lend(self, step: int, told: dict[str, Any]) -> Snapshot:
         """The live tensors themselves, for a newcomer to copy: right until the next update, and only to be read."""
         return self._take(step, told, lambda part: plain_view)
 
-    def _take(self, step: int, told: dict[str, Any], take: Callable[[str], Take]) -> Snapshot:
-        weights, aliases = capture_weights(self.model, take("weights"))
+    def _take(
+        self, step: int, told: dict[str, Any], take: Callable[[str], Take], share: Share | None = None
+    ) -> Snapshot:
+        writes = None if share is None else share.holding.writes
+        writes_state_of = None if share is None else share.holding.writes_state_of
+        weights, aliases = capture_weights(self.model, take("weights"), writes)
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        optimizer, optimizer_values = capture_optimizer(self.optimizer, names, take("optimizer"))
-        extra, extra_values = capture_extra(self.state, take("extra"))
+        optimizer, optimizer_values = capture_optimizer(
+            self.optimizer, names, take("optimizer"), self._shapes, writes_state_of
+        )
+        state = self.state if share is None or share.holding.leads else {}  # the same everywhere: the leader writes it
+        extra, extra_values = capture_extra(state, take("extra"))
         values = {
             "optimizer": optimizer_values,
             "scheduler": None if self.scheduler is None else capture_scheduler(self.scheduler),
@@ -83,6 +95,10 @@ class Live:
             fingerprint=fingerprint(self.traits),
         )
 
+    @property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]] | None:
+        return None if self.holding is None else self.holding.shapes
+
     def restore(self, snapshot: Snapshot, *, own: bool = False) -> None:
         """All of it or nothing: what does not fit is refused before anything is copied.
 
@@ -92,7 +108,7 @@ class Live:
         check_traits(snapshot, self.traits)
         restore_weights(self.model, snapshot.weights, snapshot.aliases)
         optimizer = snapshot.values["optimizer"]
-        restore_optimizer(self.optimizer, self.parameters, snapshot.optimizer, optimizer, own=own)
+        restore_optimizer(self.optimizer, self.parameters, snapshot.optimizer, optimizer, own=own, shapes=self._shapes)
         if self.scheduler is not None:
             restore_scheduler(self.scheduler, snapshot.values["scheduler"])
         restore_extra(self.state, snapshot.extra, snapshot.values["extra"], own=own)
@@ -103,11 +119,24 @@ class Keeper:
 
     Which one writes may change while the run goes on: set `writes`. A write that has begun is finished all the same;
     two that write at once do each other no harm (checkpoint.py).
+
+    Where workers hold parts of the model (a `holding`), one holder of each part writes it, all at the same step, and
+    the leader among them finishes the checkpoint and tells of it. The role may change, too: `regroup`.
     """
 
-    def __init__(self, folder: Path, live: Live, send: Callable[[Event], None], *, writes: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        live: Live,
+        send: Callable[[Event], None],
+        *,
+        writes: bool,
+        holding: Holding | None = None,
+    ) -> None:
         self.folder = folder
         self.live = live
+        if holding is not None:
+            live.holding = holding
         self.send = send
         self.writes = writes
         self.saved_step = -1  # of the newest checkpoint that this worker knows to stand
@@ -117,22 +146,61 @@ class Keeper:
         self._room = Room()
         self._saver: Saver | None = None
         self._asked = -1  # the last step that a write was begun for
+        self._share: Share | None = None  # in the last write
+        self._writers: tuple[Hashable, ...] = ()  # of all parts
         self._patience = Patience()
         self._cause = ""  # of the failure that was told last; empty while writes succeed
         self._untold: SaveFailed | None = None  # the last failure, if it was one more of the same
 
-    def save(self, step: int, told: dict[str, Any]) -> None:
-        """Training waits for the copy, and for a write that is still under way."""
-        if not self.writes or self._asked == step:
+    def regroup(self, *, writes: bool, holding: Holding | None = None, writers: Sequence[Hashable] = ()) -> None:
+        """Another role; without a `holding` the one that is there stays. `writers`: who writes the parts; when these
+        are others than before, the leader does not wait for those of a checkpoint that is being written."""
+        if tuple(writers) != self._writers:
+            self.give_up()
+        self._writers = tuple(writers)
+        if holding is not None:
+            self.live.holding = holding
+        self.writes = writes
+
+    def give_up(self) -> None:
+        """A checkpoint that waits for other workers' parts is not waited for any more."""
+        if self._share is not None:
+            self._share.given_up.set()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker tells of checkpoints, and exports."""
+        return self.writes and (self.live.holding is None or self.live.holding.leads)
+
+    @property
+    def _in_parts(self) -> Holding | None:
+        holding = self.live.holding
+        return None if holding is None or holding.parts == 1 else holding
+
+    def save(self, step: int, told: dict[str, Any], token: str = "") -> None:
+        """Training waits for the copy, and for a write that is still under way. `token`: the same on all that write
+        parts of this checkpoint, and another for every attempt of other members."""
+        holding = self._in_parts
+        if not self.writes or (holding is not None and holding.part is None):
+            return
+        if self._saver is not None and self._share is not None and self._share.given_up.is_set():
+            self._saver.wait()  # it may have been written all the same
+        if self._asked == step and (holding is None or holding.leads or self._delivered(step, token, holding)):
             return
         began = time.perf_counter()
         if self._saver is None:
             self._saver = Saver(self.checkpoints, self._on_saved, self._on_failed)
         self._saver.wait()
-        snapshot = self.live.capture(step, told, self._room)
+        share = None if holding is None else Share(holding=holding, token=token)
+        snapshot = self.live.capture(step, told, self._room, share=share)
         self.capture_seconds = time.perf_counter() - began
-        self._asked = step
-        self._saver.save(snapshot)
+        self._asked, self._share = step, share
+        self._saver.save(snapshot, share)
+
+    def _delivered(self, step: int, token: str, holding: Holding) -> bool:
+        """A part that was written before is written again if the leader gave up in between: it asks once more."""
+        under_way = self.busy and self._share is not None and self._share.token == token
+        return under_way or self.checkpoints.delivered(step, token, holding.part or 0)
 
     @property
     def busy(self) -> bool:
@@ -152,7 +220,7 @@ class Keeper:
         """The newest checkpoint that verifies; the same on every worker."""
         for pause in PAUSES:
             time.sleep(pause)
-            found = self.checkpoints.newest()
+            found = self.checkpoints.newest(self.live.holding)
             step = -1 if found is None else found.snapshot.step
             steps = [int(each) for each in group.gather(torch.tensor([step], dtype=torch.int64)).flatten()]
             if len(set(steps)) == 1:
@@ -171,14 +239,33 @@ class Keeper:
 
     def export(self) -> None:
         """The weights alone, for whoever uses the model."""
-        if self.writes:
+        if self.leads:
+            step = self._asked
             try:
-                export_weights(self.folder / "model.safetensors", *capture_weights(self.live.model))
+                if self._in_parts is None:
+                    export_weights(self.folder / "model.safetensors", *capture_weights(self.live.model))
+                else:
+                    self._export_parts(step)
             except (OSError, ShoalError) as error:
-                self.send(SaveFailed(time=time.time(), step=self._asked, reason=str(error)))
+                self.send(SaveFailed(time=time.time(), step=step, reason=str(error)))
 
-    def close(self) -> None:
-        """Waits for the last write. If that failed it is told, even if the like was told before."""
+    def _export_parts(self, step: int) -> None:
+        """Nobody has the whole model, but the checkpoint of the last step does."""
+        if self._saver is not None:
+            self._saver.wait()
+        target = self.folder / "model.safetensors"
+        path = self.checkpoints.of_step(step)
+        if path is None:
+            raise CheckpointError(f"the weights {target} were not written: the last checkpoint was not, that has them")
+        stored, aliases = self.checkpoints.weights(path)
+        with stored:
+            export_stored(target, stored, aliases)
+
+    def close(self, *, give_up: bool = False) -> None:
+        """Waits for the last write, with `give_up` not for other workers' parts of it. If it failed that is told, even
+        if the like was told before."""
+        if give_up:
+            self.give_up()
         if self._saver is not None:
             self._saver.close()
         if self._untold is not None:
@@ -205,7 +292,7 @@ class Keeper:
         self._asked = -1
         event = SaveFailed(time=time.time(), step=step, reason=str(error))
         cause = _cause(error)
-        if cause == self._cause:
+        if cause == self._cause or isinstance(error, GivenUp):  # the next try follows at once
             self._untold = event
         else:
             self._cause, self._untold = cause, None

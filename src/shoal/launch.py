@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
+from shoal.build import outline
 from shoal.collectives.topology import Place
 from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
 from shoal.driver import Driver, Launch, Options, rules_of
@@ -16,6 +17,7 @@ from shoal.exact.kernels import ISA_ENVIRONMENT, ISA_IN_FORCE
 from shoal.feed import open_source
 from shoal.history import committed_floor
 from shoal.job import Job
+from shoal.plan.layout import Layout
 from shoal.plan.placement import Plan, make_plan
 from shoal.report.disk import try_to_write
 from shoal.report.events import RunStarted
@@ -33,6 +35,10 @@ def train(
     job: Job,
     *,
     workers: int | None = None,
+    layout: str | Layout | None = None,
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    recompute: bool = False,
     shares: str | None = None,
     plan: Plan | None = None,
     run_dir: str | Path | None = None,
@@ -71,6 +77,10 @@ def train(
     )
     options = Options(
         workers=workers,
+        layout=Layout.read(layout) if isinstance(layout, str) else layout,
+        schedule=schedule,
+        chunks=chunks,
+        recompute=recompute,
         shares=shares,
         plan=plan,
         run_dir=Path(run_dir) if run_dir is not None else None,
@@ -93,16 +103,24 @@ def open_job(job: Job) -> OpenJob:
 def plan_for(job: Job, options: Options) -> Plan:
     wish = wish_of(options)
     if options.plan is None:
-        workers = 1 if options.workers is None else options.workers
+        layout = options.layout
+        if layout is not None:
+            layout.check_workers(options.workers)
+        workers = layout.workers if layout is not None else 1 if options.workers is None else options.workers
         plan = make_plan(
             lanes=job.lane_count,
             workers=workers,
             shares=options.shares,
             threads=job.threads,
-            exact=options.settings.exact,
+            exact=options.settings.exact and (layout is None or layout.exact),
             algorithm=wish.algorithm,
             compress=wish.compress,
+            layout=layout,
+            schedule=options.schedule,
+            chunks=options.chunks,
+            recompute=options.recompute,
         )
+        check_fits(job, plan)
         return plan if stays_exact(options, workers) else structs.replace(plan, exact=False)
     plan = options.plan
     if plan.lanes != job.lane_count:
@@ -111,6 +129,13 @@ def plan_for(job: Job, options: Options) -> Plan:
         raise PlanError(f"--workers {options.workers}, but the plan has {plan.workers}", fix="leave --workers out")
     exact = plan.exact and stays_exact(options, plan.workers)
     return structs.replace(plan, algorithm=wish.algorithm, compress=wish.compress, exact=exact)
+
+
+def check_fits(job: Job, plan: Plan) -> None:
+    """What a job cannot have under a layout."""
+    if job.compile and (plan.tensor > 1 or plan.recompute or plan.zero > 2):
+        what = "tensor" if plan.tensor > 1 else "recompute" if plan.recompute else f"zero={plan.zero}"
+        raise PlanError(f"compile=True does not go with {what}", fix="compile=False, or another layout")
 
 
 def wish_of(options: Options) -> Wish:
@@ -141,6 +166,8 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
     job = opened.job
     plan = plan_for(job, options)
     check(rules_of(options.settings), plan.workers)
+    if plan.layout.cuts:  # what cannot be cut is said before there is a folder
+        opened = replace(opened, outline=outline(job, opened.source, plan))
     options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
     folder, settings = open_folder(options)
     schedule = job.schedule(opened.source.samples, opened.source.last)
@@ -149,7 +176,7 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
         run=folder.id,
         job=name or job.name,
         workers=plan.workers,
-        layout=plan.layout,
+        layout=str(plan.layout),
         lanes=plan.lanes,
         exact=plan.exact,
         steps=opened.steps,
@@ -165,6 +192,7 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
             work=work,
             plan=plan,
             size=plan.workers,
+            parts=plan.layout.parts,
             started=started,
             threads=job.threads,
             target=None if job.target is None else str(job.target),

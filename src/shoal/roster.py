@@ -1,9 +1,10 @@
 """Which workers a run should have, and what becomes of it when one is lost. Pure: the driver acts on it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shoal.errors import InputError
-from shoal.recovery.protocol import Who
+from shoal.recovery.protocol import Who, covers, part_of
 
 FALSE_STARTS = 3  # in a row: processes that end before they have taken part
 
@@ -29,6 +30,7 @@ class Roster:
     rules: Rules
     wanted: int
     lanes: int  # 0: not known
+    parts: int = 1  # that the model is cut into; a worker has one of them, by its number
     lives: dict[int, int] = field(default_factory=dict)  # worker -> its newest life
     serving: set[Who] = field(default_factory=set)
     failures: int = 0
@@ -37,12 +39,13 @@ class Roster:
     at_step: int = 0  # how many were lost since then without a commit beyond it
 
     def start(self) -> list[Who]:
-        """Processes to start so that there are as many as wanted: in free places, the lowest first."""
-        taken = {who.worker for who in self.serving}
-        free = (number for number in range(len(taken) + self.wanted) if number not in taken)
+        """Processes to start so that there are as many as wanted: in free places, the lowest first; but before all
+        others where nobody has a part of the model."""
         fresh = []
         while len(self.serving) < self.wanted:
-            number = next(free)
+            taken, without = {who.worker for who in self.serving}, without_worker(self.serving, self.parts)
+            free = [number for number in range(len(taken) + self.parts) if number not in taken]
+            number = next((number for number in free if part_of(number, self.parts) in without), free[0])
             self.lives[number] = self.lives.get(number, -1) + 1
             who = Who(number, self.lives[number])
             self.serving.add(who)
@@ -52,9 +55,12 @@ class Roster:
     def took_part(self) -> None:
         self.false_starts = 0
 
-    def left(self, who: Who, *, too_slow: bool = False) -> None:
-        """It went as it should. One that was too slow leaves its place to another, as often as one may be lost."""
+    def left(self, who: Who, *, too_slow: bool = False, replaced: bool = False) -> None:
+        """It went as it should. One that was too slow leaves its place to another, as often as one may be lost; so does
+        whoever is to be `replaced`, however often: the loss that made it go has been counted."""
         self.serving.discard(who)
+        if replaced:
+            return
         if too_slow and self.rules.on_failure == "replace" and self.failures < self.rules.max_failures:
             self.failures += 1
             return
@@ -85,21 +91,49 @@ class Roster:
         if self.wanted < self.rules.min_workers:
             count = f"{self.wanted} worker{'' if self.wanted == 1 else 's'} left"
             return Verdict("the run ends", f"{count}, and --min-workers is {self.rules.min_workers}")
+        if not covers(self.serving, self.parts):
+            return Verdict("the run ends", f"{nobody_has(self.serving, self.parts)} (--on-failure shrink)")
         return Verdict("the others go on")
 
     def scale(self, workers: int) -> bool:
         """Another number of workers from now on. False: it is that already, or cannot be."""
-        if workers == self.wanted or refusal(workers, self.rules, self.lanes) is not None:
+        if workers == self.wanted or refusal(workers, self.rules, self.lanes, self.parts) is not None:
             return False
         self.wanted = workers
         return True
 
 
-def refusal(workers: int, rules: Rules, lanes: int) -> InputError | None:
+def without_worker(workers: Collection[Who], parts: int) -> list[int]:
+    """Parts that none of them has."""
+    covered = {part_of(who.worker, parts) for who in workers}
+    return [part for part in range(parts) if part not in covered]
+
+
+def nobody_has(workers: Collection[Who], parts: int) -> str:
+    without = without_worker(workers, parts)
+    if len(without) == parts:
+        return "no worker is left"
+    names = " and ".join(map(str, without))
+    return f"no worker is left that has part{'' if len(without) == 1 else 's'} {names} of the model"
+
+
+def refusal(workers: int, rules: Rules, lanes: int, parts: int = 1) -> InputError | None:
     """Why a run cannot have that many workers."""
     if workers < 1:
         return InputError(f"{workers} workers: at least 1 is needed", fix="shoal stop ends a run")
-    if lanes and workers > lanes:
+    if workers % parts:
+        below, above = workers // parts * parts, (workers // parts + 1) * parts
+        count = "1 worker" if workers == 1 else f"{workers} workers"
+        return InputError(
+            f"{count}, but the layout's replicas have {parts} workers each",
+            fix=f"--workers {below} or {above}" if below else f"--workers {above}",
+        )
+    if parts > 1 and lanes and workers // parts > lanes:
+        return InputError(
+            f"{workers} workers are {workers // parts} replicas but there are {lanes} lanes: each replica needs a lane",
+            fix=f"--workers {lanes * parts} at the most; more lanes would be another job, with other bits",
+        )
+    if parts == 1 and lanes and workers > lanes:
         return InputError(
             f"{workers} workers but {lanes} lanes: each worker needs a lane",
             fix=f"--workers {lanes} at the most; more lanes would be another job, with other bits",

@@ -10,35 +10,38 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from msgspec import structs
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.agreement import agree_on_kernels, agree_on_weights, share_weights
+from shoal.agreement import agree_on_kernels, agree_on_weights, share_weights, whole_digests
+from shoal.build import Built, choose_strategy
 from shoal.collectives.group import Alone, Group
 from shoal.collectives.travel import Travel
 from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, TOO_SLOW, Abandoned, Membership, Over
 from shoal.errors import JobError, NonFiniteError, PeerLost
-from shoal.evaluation import evaluate
+from shoal.evaluation import evaluate, one_by_one
 from shoal.exact import kernels
 from shoal.exact.digest import combine, digests, quick
-from shoal.exact.norm import clip
 from shoal.exact.seeds import LOOP, seed_everything
 from shoal.feed import Source, open_source
 from shoal.handover import accept, give, prepare
 from shoal.journal import Journal
 from shoal.keeper import Live
-from shoal.partition.blocks import Blocks
+from shoal.objective import Objective
 from shoal.partition.lanes import Span, deal, redeal, too_slow
 from shoal.partition.samples import Schedule
+from shoal.plan.layout import part_of, replicas
 from shoal.plan.placement import Plan, read_shares
 from shoal.recovery.checkpoint import Snapshot
-from shoal.recovery.protocol import Settlement
+from shoal.recovery.parts import Holding
+from shoal.recovery.protocol import Settlement, Who
 from shoal.report.events import (
     Changed,
     Dealt,
@@ -54,8 +57,10 @@ from shoal.report.events import (
 )
 from shoal.saving import Saving
 from shoal.seat import Seat
-from shoal.strategies.data import Closure, DataParallel, Outcome, Work
+from shoal.strategies.data import Closure, Outcome, Work
+from shoal.strategies.norms import gather_bytes
 from shoal.strategies.replica import Replica
+from shoal.strategies.teams import Teams, form_teams
 
 REDEAL_STEPS = 10  # how many steps are watched before lanes are dealt anew
 SLOW = 0.3  # a slow worker is given fewer lanes when that makes steps this much shorter
@@ -77,31 +82,39 @@ class Run:
     def __init__(
         self,
         *,
-        model: nn.Module,
+        built: Built,
         optimizer: Optimizer,
         scheduler: Any,
         state: Mapping[str, Any],
         source: Source,
         schedule: Schedule,
-        blocks: Blocks,
         microbatches: int,
         seed: int,
         plan: Plan,
         seat: Seat,
         crew: Membership,
         arithmetic: dict[str, Any],
+        objective: Objective | None = None,
+        clips: bool = False,
         share: bool = False,
         steps: int | None = None,
         checkpoint_every: int | None = None,
     ) -> None:
-        """`share`: the weights may differ from worker to worker, and all begin with the first one's."""
-        self.model, self.optimizer = model, optimizer
+        """`objective`: a job's; a loop of the user's own has closures. `clips`: the gradient's norm will be wanted.
+        `share`: the weights may differ from worker to worker, and all begin with the first one's."""
+        self.built, self.model, self.optimizer = built, built.saved, optimizer
         self.source, self.schedule, self.plan, self.seat, self.crew = source, schedule, plan, seat, crew
+        self.layout = plan.layout
         self.limit = steps
-        self.replica = Replica(model, blocks, seed)
-        self.strategy = DataParallel(
-            self.replica, Alone(), lanes=plan.lanes, microbatches=microbatches, deal=[(0, plan.lanes)]
+        self.replica = Replica(
+            built.model, built.blocks, seed, recompute=plan.recompute, pieces=built.pieces, shapes=built.shapes
         )
+        self.objective = objective
+        self.strategy = choose_strategy(
+            plan, built, self.replica, objective=objective, microbatches=microbatches, clips=clips
+        )
+        self.update = built.update
+        self.update.team = lambda: self.strategy.teams.part
         self.step = 0  # committed so far
         self.epoch = 0
         self._passes = 0  # that are over, with what the loop does after its last batch
@@ -124,9 +137,10 @@ class Run:
         self._began = 0.0  # the step under way
         self._traits = kernels.traits()
         self._share = share
+        self._evaluations: tuple[int, Any] = (0, None)  # how many there were, and what the last one came to
         self._live = Live(
-            model=model,
-            parameters=dict(self.replica.parameters),
+            model=built.saved,
+            parameters=dict(self.update.seen),
             optimizer=optimizer,
             scheduler=scheduler,
             state=state,
@@ -142,7 +156,8 @@ class Run:
             auto=settings.checkpoint_auto,
             steps_per_epoch=schedule.steps_per_epoch,
             workers=plan.workers,
-            survives=self._recovers,
+            survives=self._recovers and not self.layout.zero,
+            holding=built.holding,
         )
         self._enter()
 
@@ -180,13 +195,15 @@ class Run:
         self._regroup(settlement, redone=0)
 
     def _take_state(self, settlement: Settlement) -> None:
+        self._form_teams()
         if settlement.begins:
             agree_on_kernels(self.group, self._traits)
             resumes = self.seat.settings.resume or settlement.view.term > 0
-            if self._share and not resumes:
+            if self._share and not resumes and not self.layout.cuts:
                 share_weights(self.model, self.group)
             if resumes:
                 self._resume()
+            self.update.after()
             self.crew.begun(self.step)
             self._met_in = self.crew.epoch
         else:
@@ -194,21 +211,21 @@ class Run:
 
     def _hand_over(self, settlement: Settlement) -> None:
         """Those behind get the state from one that has it; the others go on."""
-        view = settlement.view
-        if not settlement.behind or settlement.donor is None:
-            return
-        if self.crew.who == settlement.donor:
-            give(self.group, [view.rank(who) for who in settlement.behind], self._live.lend(self.step, self._told()))
-        elif self.crew.who in settlement.behind:
+        view, who = settlement.view, self.crew.who
+        takers, donor = settlement.gives(who), settlement.takes_from(who)
+        if takers:
+            give(self.group, [view.rank(taker) for taker in takers], self._live.lend(self.step, self._told()))
+        if donor is not None:
             self._noticed = time.monotonic()
             began = time.perf_counter()
-            snapshot, num_bytes = accept(self.group, view.rank(settlement.donor), str(settlement.donor))
+            snapshot, num_bytes = accept(self.group, view.rank(donor), str(donor))
             self._restore(snapshot)
+            self.update.after()
             self.crew.arrived(settlement)
             event = HandedOver(
                 time=time.time(),
-                rank=self.crew.who.worker,
-                donor=settlement.donor.worker,
+                rank=who.worker,
+                donor=donor.worker,
                 step=self.step,
                 num_bytes=num_bytes,
                 seconds=time.perf_counter() - began,
@@ -227,7 +244,9 @@ class Run:
                 settlement = self.crew.recover(error)
                 if inside_step and self.crew.who not in settlement.finishing:
                     self.strategy.drop()  # before the state is handed to anybody: lanes have touched buffers
+                self._form_teams()
                 self._hand_over(settlement)
+                self._share_evaluation()
                 self._journal.dropped()
                 self.saving.pacer.failed(max(1, before - len(settlement.view.members)))
                 return settlement
@@ -243,8 +262,8 @@ class Run:
     def _regroup(self, settlement: Settlement, redone: int, next_step: int | None = None) -> None:
         """Lanes are dealt to whoever is there now. `next_step`: whose samples are needed next, if not `step`'s."""
         self._watched.clear()
-        self.strategy.regroup(self.group, self._deal())
-        self.saving.regroup(self.workers, self.leader)
+        self.strategy.regroup(self._teams, self._deal())
+        self.saving.regroup(self.workers, self.leader, *self._roles())
         self._travel_told = False
         self._announce(self.step if next_step is None else next_step)
         view = settlement.view
@@ -263,12 +282,48 @@ class Run:
             )
             self.seat.wire.send(event)
 
+    def _form_teams(self) -> None:
+        """The groups of this epoch. All members form them together."""
+        workers = [who.worker for who in self.crew.view.members]
+        if not self.layout.cuts:
+            self._teams = Teams.equal(self.group)
+            return
+        if self.layout.zero:  # nobody is missing: a loss ends in another term
+            whole = [workers[first : first + self.layout.span] for first in range(0, len(workers), self.layout.span)]
+            left: list[int] = []
+        else:
+            found, left = replicas(workers, self.layout.span)
+            whole = [list(each) for each in found]
+        self._teams = form_teams(
+            self.group,
+            self.crew.team,
+            whole=[[workers.index(worker) for worker in each] for each in whole],
+            left=[workers.index(worker) for worker in left],
+            parts=[part_of(worker, self.layout.span) for worker in workers],
+            pipeline=self.layout.pipeline,
+            tensor=self.layout.tensor,
+        )
+        if self.built.slices is not None:
+            self.built.slices.group = self._teams.slices
+
+    def _roles(self) -> tuple[Holding | None, Sequence[Who]]:
+        """What this worker writes of a checkpoint, and who writes the parts: the first that hold them."""
+        holding = self.built.holding
+        if holding is None:
+            return None, ()
+        first: dict[int, Who] = {}
+        for who in self.crew.view.members:
+            first.setdefault(part_of(who.worker, self.layout.parts), who)
+        writers = sorted(first.values(), key=self.crew.view.rank)
+        part = writers.index(self.crew.who) if self.crew.who in writers else None
+        return replace(holding, part=part, parts=len(writers)), writers
+
     def _deal(self) -> tuple[Span, ...]:
         members = self.crew.view.members
         if len(members) == self.plan.workers and [who.worker for who in members] == list(range(self.plan.workers)):
             return self.plan.deal
-        speeds = [1.0] * len(members)
-        if self.plan.shares not in ("even", "auto"):
+        speeds = [1.0] * self._teams.replicas
+        if self.plan.shares not in ("even", "auto") and not self.layout.cuts:
             shares = read_shares(self.plan.shares, self.plan.workers)
             speeds = [shares[who.worker] if who.worker < len(shares) else 1.0 for who in members]
         return deal(self.plan.lanes, speeds)
@@ -288,6 +343,7 @@ class Run:
         self._noticed = self._noticed or time.monotonic()
         try:
             settlement = self.crew.change(leaving)
+            self._form_teams()
             self._hand_over(settlement)
         except PeerLost as error:
             settlement = self._recover(error)
@@ -379,6 +435,7 @@ class Run:
             self._not_finite(batch, outcome)
         self._merged = (batch, outcome, epoch)
         self._met_in = epoch
+        self.update.before()
         # What the loop draws from here on (noise on gradients, a coin) is the same on every worker.
         seed_everything(self.replica.seed, LOOP, batch.step)
         self._journal.merged(outcome)
@@ -408,8 +465,17 @@ class Run:
 
     def clip(self, max_norm: float) -> float:
         """Scales `.grad` so that the global norm is at most this; the same bits on any placement."""
-        gradients = [parameter.grad for _, parameter in self.replica.parameters if parameter.grad is not None]
-        return clip(gradients, max_norm)
+        norm = None if self._merged is None else self._merged[1].norm
+        return self.update.clip(max_norm, norm)
+
+    def updated(self) -> None:
+        """The optimizer is done with this step; where it saw something else than the model's own weights, the model
+        gets what it made of them."""
+        try:
+            self.update.after()
+        except PeerLost as error:
+            self._recover(error)  # rows went with the one that is lost: it does not come back from there
+            raise
 
     def evaluate(self, data: Any, closure: Callable[[Any], Any]) -> Any:
         """The mean of what the closure returns (a mean, (sum, count), or a dict of these) over held-out data.
@@ -421,22 +487,65 @@ class Run:
         source = data if isinstance(data, Source) else open_source(data, seed=0, shuffle=False)
         self.crew.busy(True)
         try:
-            together = self._in_step_with_all
-            group, spans = (self.group, self.strategy.deal) if together else (Alone(), [(0, self.plan.lanes)])
-            result = self._evaluate(source, closure, group, spans)
-        except PeerLost as error:
-            # The others may have what this worker has not heard: alone it finds the same numbers, lane by lane.
-            if not self.finished:
-                self._regroup(self._recover(error), redone=0, next_step=self.step + (self._merged is not None))
-            result = self._evaluate(source, closure, Alone(), [(0, self.plan.lanes)])
+            result = self._evaluate_cut(source) if self.layout.cuts else self._evaluate(source, closure)
         finally:
             self.crew.busy(False)
         self.evaluation_seconds = time.perf_counter() - began
         self._journal.begin()
         return result
 
-    def _evaluate(self, source: Source, closure: Callable[[Any], Any], group: Group, deal: Sequence[Span]) -> Any:
-        return evaluate(source, closure, replica=self.replica, group=group, deal=deal, batch=self.schedule.batch)
+    def _evaluate(self, source: Source, closure: Callable[[Any], Any]) -> Any:
+        alone: tuple[Group, Sequence[Span]] = (Alone(), [(0, self.plan.lanes)])
+        try:
+            together = self._in_step_with_all
+            return self._evaluate_in(source, closure, *((self.group, self.strategy.deal) if together else alone))
+        except PeerLost as error:
+            # The others may have what this worker has not heard: alone it finds the same numbers, lane by lane.
+            if not self.finished:
+                self._regroup(self._recover(error), redone=0, next_step=self.step + (self._merged is not None))
+            return self._evaluate_in(source, closure, *alone)
+
+    def _evaluate_in(self, source: Source, closure: Callable[[Any], Any], group: Group, deal: Sequence[Span]) -> Any:
+        return evaluate(
+            source,
+            one_by_one(closure),
+            replica=self.replica,
+            group=group,
+            deal=deal,
+            own=deal[group.rank],
+            tellers=range(group.size),
+            batch=self.schedule.batch,
+        )
+
+    def _evaluate_cut(self, source: Source) -> Any:
+        """Nobody can do it alone: what one has that another did not hear of is shared when they meet again."""
+        assert self.objective is not None
+        number = self._evaluations[0] + 1
+        while self._evaluations[0] < number:
+            try:
+                teams = self.strategy.teams
+                result = evaluate(
+                    source,
+                    self.strategy.measure(self.objective),
+                    replica=self.replica,
+                    group=self.group,
+                    deal=self.strategy.deal,
+                    own=self.strategy.held,
+                    tellers=teams.tellers,
+                    batch=self.schedule.batch,
+                )
+                self._evaluations = (number, result)
+            except PeerLost as error:
+                self._regroup(self._recover(error), redone=0, next_step=self.step + (self._merged is not None))
+        return self._evaluations[1]
+
+    def _share_evaluation(self) -> None:
+        """After a loss: whoever has heard what an evaluation came to tells those that have not."""
+        if not self.layout.cuts:
+            return
+        texts = gather_bytes(self.group, msgspec.json.encode(self._evaluations))
+        known = [msgspec.json.decode(text, type=tuple[int, Any]) for text in texts]
+        self._evaluations = max(known, key=lambda each: each[0])
 
     def _not_finite(self, batch: Batch, outcome: Outcome) -> None:
         where = ", ".join(f"worker {rank} lane {lane}" for rank, lane in outcome.not_finite)
@@ -475,11 +584,14 @@ class Run:
                 self.saving.tell(self.step)
         if self.leader and not self._travel_told:
             self._tell_travel()
-        if self.seat.settings.digests and self.leader:
-            self.seat.wire.send(StepDigest(time=time.time(), step=self.step, tensors=digests(self.named_tensors())))
+        if self.seat.settings.digests and (self.leader or self.layout.cuts):
+            tensors = self._digests()
+            if self.leader:
+                self.seat.wire.send(StepDigest(time=time.time(), step=self.step, tensors=tensors))
         if self.stopped is None and not self._at_limit():
             self._stop_if_asked(outcome)
-        if epoch == self.crew.epoch and (self.plan.shares == "auto" or self.seat.settings.slow != "ignore"):
+        watched = self.plan.shares == "auto" or self.seat.settings.slow != "ignore"
+        if epoch == self.crew.epoch and watched and not self.layout.cuts:
             self._watch(outcome.compute)
         if any(ask & SAVE for ask in outcome.asked):
             self._tell()  # what led to a checkpoint is on record before it: nothing of it is told again
@@ -509,9 +621,16 @@ class Run:
         if not self._in_step_with_all:
             return
         try:
-            agree_on_weights(self.group, tensors, self.step)
+            self._agree(tensors)
         except PeerLost as error:
             self._regroup(self._recover(error), redone=0)
+
+    def _agree(self, tensors: Mapping[str, int]) -> None:
+        """Whoever holds the same."""
+        if not self.layout.cuts:
+            agree_on_weights(self.group, tensors, self.step)
+        elif not self.layout.zero and self._teams.replica is not None:
+            agree_on_weights(self._teams.part, tensors, self.step)
 
     def _stop_if_asked(self, outcome: Outcome) -> None:
         after = self.seat.settings.stop_after
@@ -579,14 +698,23 @@ class Run:
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Parameters and persistent buffers, a tied weight once."""
         kept = self.model.state_dict(keep_vars=True)
-        buffers = [(name, buffer) for name, buffer in self.model.named_buffers() if name in kept]
-        return [*self.replica.parameters, *buffers]
+        buffers = [(name, each) for name, each in self.model.named_buffers() if name in kept and not each.is_meta]
+        own = self.update.seen.items() if self.update.masters else self.replica.parameters
+        return [*((name, each) for name, each in own if not each.is_meta), *buffers]
+
+    def _digests(self) -> dict[str, str]:
+        """One sha256 per tensor of the whole model, on every worker alike."""
+        if not self.layout.cuts:
+            return digests(self.named_tensors())
+        kept = self.model.state_dict(keep_vars=True)
+        order = [*self.replica.order, *(name for name, _ in self.model.named_buffers() if name in kept)]
+        return whole_digests(self.group, dict(self.named_tensors()), self.built.pieces, self.built.shapes, order)
 
     # -- saving, coming back, ending ------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Writes a checkpoint of the last committed step while training goes on."""
-        self.saving.save(self.step, self._told())
+        self.saving.save(self.step, self._told(), token=f"{self.crew.epoch}-{self.step}")
 
     def _resume(self) -> None:
         """All begin with the newest checkpoint that verifies."""
@@ -601,7 +729,7 @@ class Run:
 
     def _told(self) -> dict[str, Any]:
         """What whoever goes on from here should still know."""
-        return {"loss": self.loss, "metrics": self.metrics, "passes": self._passes}
+        return {"loss": self.loss, "metrics": self.metrics, "passes": self._passes, "evaluations": self._evaluations[0]}
 
     def _restore(self, snapshot: Snapshot) -> None:
         self._live.restore(snapshot, own=True)
@@ -615,6 +743,7 @@ class Run:
         if self.step:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
         self.loss, self.metrics = told["loss"], told["metrics"]
+        self._evaluations = (told.get("evaluations", 0), self.metrics)
 
     def finish(self) -> None:
         """Ends the run: the last checkpoint, and the sha256 that says what was trained."""
@@ -625,8 +754,7 @@ class Run:
             self._commit()
         self._tell()
         self._tell_travel(final=True)
-        tensors = digests(self.named_tensors())
-        self._put_away({name: int(digest[:15], 16) for name, digest in tensors.items()})
+        tensors = self._put_away()
         self.crew.stand_down()
         event = Finished(
             time=time.time(),
@@ -645,23 +773,29 @@ class Run:
         self.crew.done()
         self.crew.close()
 
-    def _put_away(self, tensors: Mapping[str, int]) -> None:
-        """The result is on disk before anybody goes: if whoever writes it is lost meanwhile, another does."""
+    def _put_away(self) -> dict[str, str]:
+        """The result is on disk before anybody goes: if whoever writes it is lost meanwhile, another does. Returns one
+        sha256 per tensor."""
+        tensors: dict[str, str] = {} if self.layout.cuts else self._digests()
         while True:
             try:
-                if self._in_step_with_all:
-                    agree_on_weights(self.group, tensors, self.step)
+                if self.layout.cuts:
+                    tensors = self._digests()
+                    self._agree({name: quick(tensor) for name, tensor in self.named_tensors()})
+                elif self._in_step_with_all:
+                    self._agree({name: int(digest[:15], 16) for name, digest in tensors.items()})
                 self._write_result()
                 if self.crew.elastic:
                     self.group.gather(torch.zeros(1, dtype=torch.uint8))
-                return None
+                return tensors
             except PeerLost as error:
                 if not self._recovers:
-                    return self._write_result()
+                    self._write_result()
+                    return tensors
                 try:
                     self._regroup(self._recover(error), redone=0)
                 except Over:  # the others have heard of each other that it is written
-                    return None
+                    return tensors
 
     def _write_result(self) -> None:
         self.save()
@@ -672,6 +806,6 @@ class Run:
         """Gives everything back after a failure: no checkpoint is written. `failed`: why the others are to end, too."""
         if failed:
             self.crew.give_up(failed)
-        self.saving.close()
+        self.saving.close(give_up=bool(failed))
         if failed:
             self.crew.close()

@@ -1,7 +1,7 @@
 """When a run is saved, and what comes back: checkpoints as often as asked, or as often as they are worth their cost."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from shoal.errors import CheckpointError
 from shoal.keeper import Keeper, Live
 from shoal.recovery.checkpoint import Found
 from shoal.recovery.interval import Pacer
+from shoal.recovery.parts import Holding
 from shoal.report.events import Event, Interval
 
 REST_SECONDS = 10.0  # between checkpoints that nobody asked for
@@ -27,10 +28,11 @@ class Saving:
         steps_per_epoch: int,
         workers: int,
         survives: bool,
+        holding: Holding | None = None,
     ) -> None:
         """`every`: steps, as asked; None: once a pass. `auto`: by what a checkpoint costs and how often a run is lost.
-        `survives`: a lost worker costs no checkpoint, since others have the state."""
-        self.keeper = None if folder is None else Keeper(folder, live, send, writes=False)
+        `survives`: a lost worker costs no checkpoint, since others have the state. `holding`: of a cut model."""
+        self.keeper = None if folder is None else Keeper(folder, live, send, writes=False, holding=holding)
         self.every, self.auto, self.steps_per_epoch = every, auto, steps_per_epoch
         self._send = send
         self._saved_at = time.monotonic()
@@ -50,11 +52,11 @@ class Saving:
             return step % self.every == 0
         return step % self.steps_per_epoch == 0 and now - self._saved_at >= REST_SECONDS
 
-    def save(self, step: int, told: dict[str, Any]) -> None:
-        """Writes a checkpoint while training goes on; on the worker that writes."""
+    def save(self, step: int, told: dict[str, Any], token: str = "") -> None:
+        """Writes a checkpoint while training goes on; on the worker that writes, or all that write parts of it."""
         self._saved_at = time.monotonic()
         if self.keeper is not None:
-            self.keeper.save(step, told)
+            self.keeper.save(step, told, token)
 
     def kept(self, step: int, seconds: float) -> None:
         """A save kept training from its work that long."""
@@ -70,11 +72,15 @@ class Saving:
         self.kept(found.snapshot.step, 0.0)
         return found
 
-    def regroup(self, workers: int, leads: bool) -> None:
-        """Other workers: the first of them writes."""
+    def regroup(
+        self, workers: int, leads: bool, holding: Holding | None = None, writers: Sequence[Hashable] = ()
+    ) -> None:
+        """Other workers: the first of them writes; with a `holding` those that have a part to write (`writers`)."""
         self.pacer.workers = workers
         if self.keeper is not None:
-            self.keeper.writes = leads
+            holding = holding or self.keeper.live.holding
+            writes = leads if holding is None else holding.part is not None
+            self.keeper.regroup(writes=writes, holding=holding, writers=writers)
 
     def tell(self, step: int) -> None:
         """How often checkpoints are worth their cost, when that has changed."""
@@ -97,9 +103,10 @@ class Saving:
         if self.keeper is not None:
             self.keeper.export()
 
-    def close(self) -> None:
+    def close(self, *, give_up: bool = False) -> None:
+        """Waits for what is being written; with `give_up` not for other workers' parts of it."""
         if self.keeper is not None:
-            self.keeper.close()
+            self.keeper.close(give_up=give_up)
 
     @property
     def saved_step(self) -> int:

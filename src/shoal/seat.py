@@ -179,6 +179,7 @@ class Seat:
             asked_to_stop=self.wire.asked_to_stop,
             asked_to_leave=self.asked_to_leave,
             revive_store=self.revive_store,
+            parts=1 if self.plan is None else self.plan.layout.parts,
         )
 
     def group(self) -> Group:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.build import build_model
 from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
 from shoal.driver import Options
 from shoal.engines.lab import Lab
@@ -18,10 +19,11 @@ from shoal.exact import kernels
 from shoal.exact.kernels import map_tensors
 from shoal.job import Job
 from shoal.launch import open_job, train_opened
+from shoal.objective import split_sample
 from shoal.recovery.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.seat import Settings
-from shoal.worker import OpenJob, build_model, split_sample
+from shoal.worker import OpenJob
 
 PLAIN_TOLERANCE = 1e-8  # norm of the difference over the norm of the weights, in fp64
 

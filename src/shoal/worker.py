@@ -7,7 +7,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.crew import Evicted
-from shoal.errors import JobError, PeerLost, ShoalError
+from shoal.build import Outline, build
+from shoal.crew import PART_LOST, Evicted, PartLost
+from shoal.errors import PeerLost, ShoalError
 from shoal.exact import kernels
-from shoal.exact.seeds import MODULE_LOAD, initialise, seed_everything
+from shoal.exact.seeds import MODULE_LOAD, seed_everything
 from shoal.feed import Source
 from shoal.job import Job
 from shoal.join import finish_joined, joined
 from shoal.lanecost import lane_cost
-from shoal.partition.blocks import find_blocks
-from shoal.report.events import Evaluated, Failed
+from shoal.objective import Objective
+from shoal.report.events import Evaluated, Failed, WorkerLeft
 from shoal.run import Run
 from shoal.seat import Seat, take
 from shoal.stack import own_line
+from shoal.strategies.update import check_elementwise
 
 TRACEBACK_FOLLOWS = "--- traceback ---"  # the driver shows nothing of a log from here on: the error has its own message
 
@@ -40,6 +42,7 @@ class OpenJob:
     source: Source
     held_out: Source | None
     steps: int
+    outline: Outline | None = None  # of the model, where the layout cuts it
 
 
 def train_job(opened: OpenJob, seat: Seat) -> None:
@@ -48,18 +51,20 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
     kernels.settle(threads=job.threads, exact=seat.settings.exact)
     assert seat.plan is not None
     crew = seat.crew()
-    model = build_model(job)
-    optimizer = job.optimizer(list(model.named_parameters()))
+    built = build(job, seat.plan, seat.rank, opened.outline)
+    optimizer = job.optimizer(built.named)
+    if seat.plan.zero or seat.plan.tensor > 1:
+        check_elementwise(optimizer, f"layout {seat.plan.layout} cuts parameters")
     scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
     schedule = job.schedule(opened.source.samples, opened.source.last)
+    objective = Objective(job, built.model)
     run = Run(
-        model=model,
+        built=built,
         optimizer=optimizer,
         scheduler=scheduler,
         state={},
         source=opened.source,
         schedule=schedule,
-        blocks=find_blocks(model, job.blocks),
         microbatches=job.microbatches,
         seed=job.seed,
         plan=seat.plan,
@@ -67,28 +72,30 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
         crew=crew,
         share=isinstance(job.model, nn.Module),
         arithmetic=job.arithmetic() | opened.source.arithmetic(schedule),
+        objective=objective,
+        clips=job.clip_norm is not None,
         steps=opened.steps,
         checkpoint_every=job.checkpoint_every,
     )
     _current.append(run)
     if job.compile:
-        compile_blocks(model, run.replica.blocks.names)
-    closure = loss_closure(job, model)
+        compile_blocks(built.model, run.replica.blocks.names)
     for _ in run.epochs(-(-opened.steps // schedule.steps_per_epoch)):
         for batch in run.batches():
-            run.backward(batch, closure)
+            run.backward(batch, objective)
             if job.clip_norm is not None:
                 run.clip(job.clip_norm)
             optimizer.step()
+            run.updated()
             if scheduler is not None:
                 scheduler.step()
             optimizer.zero_grad()
             if opened.held_out is not None and _evaluation_due(
                 job, batch.step + 1, schedule.steps_per_epoch, opened.steps
             ):
-                evaluate(run, opened, batch.step + 1)
-    if run.leader and not run.resumable and run.step:
-        _measure_lanes(run, closure)
+                evaluate(run, opened, objective, batch.step + 1)
+    if run.leader and not run.resumable and run.step and not run.layout.cuts:
+        _measure_lanes(run, objective)
     run.group.close()
 
 
@@ -104,10 +111,10 @@ def _evaluation_due(job: Job, step: int, steps_per_epoch: int, steps: int) -> bo
     return step % (job.evaluate_every or steps_per_epoch) == 0 or step == steps
 
 
-def evaluate(run: Run, opened: OpenJob, step: int) -> None:
+def evaluate(run: Run, opened: OpenJob, objective: Objective, step: int) -> None:
     job = opened.job
     assert opened.held_out is not None
-    run.metrics = run.evaluate(opened.held_out, metrics_closure(job, run.model))
+    run.metrics = run.evaluate(opened.held_out, objective.measured())
     reached = job.target is not None and job.target.reached(run.metrics)
     if reached:
         run.stopped = f"target {job.target} reached"
@@ -121,51 +128,6 @@ def evaluate(run: Run, opened: OpenJob, step: int) -> None:
             target_reached=reached,
         )
         run.seat.wire.send(event)
-
-
-def build_model(job: Job) -> nn.Module:
-    if isinstance(job.model, nn.Module):
-        return job.model
-    model = initialise(job.model, job.seed)
-    if not isinstance(model, nn.Module):
-        raise JobError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
-    return model
-
-
-def split_sample(batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """(inputs, target) of a batch: the last of a tuple is the target; anything else is both."""
-    if isinstance(batch, tuple | list) and len(batch) > 1:
-        return tuple(batch[:-1]), batch[-1]
-    if isinstance(batch, tuple | list) and len(batch) == 1:
-        batch = batch[0]
-    return (batch,), batch
-
-
-def _precision(job: Job) -> Any:
-    # The weights' cast is not cached: whether it is would depend on what ran before.
-    autocast = job.precision == "bf16-autocast"
-    return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
-
-
-def loss_closure(job: Job, model: nn.Module) -> Callable[[Any], Any]:
-    def closure(batch: Any) -> Any:
-        inputs, target = split_sample(batch)
-        with _precision(job):
-            return job.loss(model(*inputs), target)
-
-    return closure
-
-
-def metrics_closure(job: Job, model: nn.Module) -> Callable[[Any], dict[str, Any]]:
-    def closure(batch: Any) -> dict[str, Any]:
-        inputs, target = split_sample(batch)
-        with _precision(job):
-            output = model(*inputs)
-            return {"loss": job.loss(output, target)} | {
-                name: metric(output, target) for name, metric in job.metrics.items()
-            }
-
-    return closure
 
 
 def compile_blocks(model: nn.Module, names: tuple[str, ...]) -> None:
@@ -213,6 +175,13 @@ def told(seat: Seat, log: str) -> Iterator[list[int]]:
         code[0] = leave.code if isinstance(leave.code, int) else 1
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
+        _finish_saving()
+    except PartLost as error:
+        run = joined() or (_current[0] if _current else None)
+        step = 0 if run is None else run.step
+        seat.wire.send(WorkerLeft(time=time.time(), rank=seat.rank, life=seat.life, step=step, reason=PART_LOST))
+        print(error.message, file=sys.stderr)
+        code[0] = error.exit_code
         _finish_saving()
     except Evicted as error:
         print(error.message, file=sys.stderr)

@@ -63,7 +63,16 @@ class Group(Protocol):
 
     def send(self, tensor: Tensor, to: int) -> None: ...
 
-    def receive(self, tensor: Tensor, source: int) -> None: ...
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None: ...
+
+    def post(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        """Begins to send; the tensor belongs to the message until it has been waited for."""
+        ...
+
+    def team(self, ranks: Sequence[int]) -> "Group":
+        """Some of the workers as a group of their own. All of them ask for it, in the same order; it ends with this
+        one. Their ranks in it are their places in `ranks`."""
+        ...
 
     def commons(self, num_bytes: int) -> Commons | None:
         """Memory of each worker that all can reach; None where they share no host, or it has none left."""
@@ -125,8 +134,14 @@ class Alone:
     def send(self, tensor: Tensor, to: int) -> None:
         raise RunError("one worker alone has nobody to send to")
 
-    def receive(self, tensor: Tensor, source: int) -> None:
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None:
         raise RunError("one worker alone has nobody to receive from")
+
+    def post(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        raise RunError("one worker alone has nobody to send to")
+
+    def team(self, ranks: Sequence[int]) -> Group:
+        return Alone(self.wish)
 
     def commons(self, num_bytes: int) -> Commons | None:
         return None
@@ -166,6 +181,7 @@ class Workers:
         """`forming`: how long to wait for the others to come, where that differs from how long to wait in the group."""
         self.rank = rank
         self.size = size
+        self.teams: list[Workers] = []
         self.owned = not dist.is_initialized()
         register()
         limit = timeout if forming is None else forming
@@ -183,6 +199,7 @@ class Workers:
             raise RunError(f"worker {rank} could not join the group of {size}: {error}") from error
         assert isinstance(found, ShoalProcessGroup)
         self.process_group = found
+        self._timeout, self._wish = timeout, wish
         found.set_timeout(timeout)
 
     def _undo(self) -> None:
@@ -206,26 +223,60 @@ class Workers:
     def send(self, tensor: Tensor, to: int) -> None:
         self.process_group.send([tensor], to).wait()
 
-    def receive(self, tensor: Tensor, source: int) -> None:
-        self.process_group.recv([tensor], source).wait()
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None:
+        self.process_group.recv([tensor], source, tag).wait()
+
+    def post(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        return _Message(tensor, self.process_group.send([tensor], to, tag))
+
+    def team(self, ranks: Sequence[int]) -> Group:
+        if len(ranks) == 1:
+            return Alone(self._wish)
+        team = object.__new__(Workers)
+        team.rank, team.size, team.owned, team.teams, team._wish = (
+            ranks.index(self.rank),
+            len(ranks),
+            False,
+            [],
+            self._wish,
+        )
+        try:
+            made = dist.new_group(
+                list(ranks), timeout=self._timeout, backend=NAME, pg_options=self._wish, use_local_synchronization=True
+            )
+        except (RuntimeError, ValueError) as error:
+            raise PeerLost(f"rank {self.rank} could not form a group with ranks {list(ranks)}: {error}") from error
+        assert isinstance(made, ShoalProcessGroup)
+        team.process_group, team._timeout = made, self._timeout
+        self.teams.append(team)
+        self.check()  # whoever gave this group up meanwhile did not know of the new one
+        return team
 
     def commons(self, num_bytes: int) -> Commons | None:
         return open_commons(self.process_group, num_bytes)
 
     def check(self) -> None:
-        error = self.process_group.way.failure()
-        if error is not None:
-            raise error
+        for group in (self, *self.teams):
+            error = group.process_group.way.failure()
+            if error is not None:
+                raise error
 
     def abandon(self, reason: str) -> None:
-        self.process_group.way.depart(PeerLost(reason))
+        for group in (self, *self.teams):
+            group.process_group.way.depart(PeerLost(reason))
 
     def ended(self) -> list[int]:
         return self.process_group.way.ended()
 
     def doing(self) -> Doing | None:
-        found = self.process_group.way.doing()
-        return None if found is None else Doing(what=found[0], waits_for=found[1], seconds=found[2])
+        for group in (self, *self.teams):
+            found = group.process_group.way.doing()
+            if found is not None:
+                members = (
+                    list(range(group.size)) if group is self else dist.get_process_group_ranks(group.process_group)
+                )
+                return Doing(what=found[0], waits_for=[members[rank] for rank in found[1]], seconds=found[2])
+        return None
 
     def how(self) -> Travel:
         way, members = self.process_group.way, self.process_group.members
@@ -233,7 +284,19 @@ class Workers:
 
     def close(self) -> None:
         if dist.is_initialized():
+            for team in self.teams:
+                dist.destroy_process_group(team.process_group)
+            self.teams.clear()
             dist.destroy_process_group(None if self.owned else self.process_group)
+
+
+class _Message:
+    def __init__(self, tensor: Tensor, work: dist.Work) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._tensor
 
 
 class _Merge:

@@ -23,14 +23,21 @@ def row_squares(gradient: Tensor) -> Tensor:
     return torch.cat(norms).square()
 
 
+def total_norm(rows: Sequence[Tensor]) -> float:
+    """From every parameter's rows, in order."""
+    return float(torch.cat(list(rows)).sum().sqrt()) if rows else 0.0
+
+
 def global_norm(gradients: Iterable[Tensor]) -> float:
-    rows = [row_squares(gradient) for gradient in gradients]
-    return float(torch.cat(rows).sum().sqrt()) if rows else 0.0
+    return total_norm([row_squares(gradient) for gradient in gradients])
 
 
-def clip(gradients: Sequence[Tensor], max_norm: float) -> float:
-    """Scales the gradients in place so that their global norm is at most `max_norm`; returns the norm before."""
-    norm = global_norm(gradients)
+def clip(gradients: Sequence[Tensor], max_norm: float, norm: float | None = None) -> float:
+    """Scales the gradients in place so that their global norm is at most `max_norm`; returns the norm before.
+
+    `norm`: as it was found with others, where these are not all.
+    """
+    norm = global_norm(gradients) if norm is None else norm
     factor = min(1.0, max_norm / (norm + 1e-6))
     if factor < 1.0:
         for gradient in gradients:

@@ -9,7 +9,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Span = tuple[int, int]  # lanes from the first up to, not including, the second
@@ -48,6 +48,34 @@ def fold(lanes: int, parts: Mapping[Span, T | None], add: Callable[[T, T], T]) -
         return add(left, right)
 
     return value((0, lanes))
+
+
+class Folding(Generic[T]):
+    """Adds up the lanes of some subtrees as they come, in any order, each pair as soon as both are there."""
+
+    def __init__(self, lanes: int, held: Span, add: Callable[[T, T], T]) -> None:
+        self._add = add
+        self._above: dict[Span, tuple[Span, Span, Span]] = {}  # a child -> its parent, and the parent's two children
+        self.parts: dict[Span, T] = {}
+        tops = subtrees(lanes, held)
+        pending = list(tops)
+        while pending:
+            node = pending.pop()
+            if node[1] - node[0] > 1:
+                middle = split(node)
+                left, right = (node[0], middle), (middle, node[1])
+                self._above[left] = self._above[right] = (node, left, right)
+                pending += [left, right]
+
+    def put(self, lane: int, value: T) -> None:
+        node = (lane, lane + 1)
+        self.parts[node] = value
+        while node in self._above:
+            parent, left, right = self._above[node]
+            if left not in self.parts or right not in self.parts:
+                return
+            self.parts[parent] = self._add(self.parts.pop(left), self.parts.pop(right))
+            node = parent
 
 
 def cut(count: int, batch: int, lanes: int, microbatches: int) -> list[list[range]]:

@@ -1,4 +1,5 @@
-"""The plan: which worker computes which lanes. A frozen value that is printed, saved and can be replayed."""
+"""The plan: which worker computes which lanes of which part of the model. A frozen value that is printed, saved and can
+be replayed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,12 +8,20 @@ import msgspec
 
 from shoal.errors import PlanError
 from shoal.partition.lanes import Span, deal, subtrees
+from shoal.plan.layout import Layout
+from shoal.schedule import default_chunks
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: int
     lanes: int
-    deal: tuple[Span, ...]  # per worker, in rank order: its first lane, and the one past its last
+    deal: tuple[Span, ...]  # per replica, in order: its first lane, and the one past its last
+    pipeline: int = 1  # stages of a replica
+    tensor: int = 1  # slices of a stage
+    zero: int = 0  # what is cut among replicas: 1 optimizer state, 2 gradients too, 3 weights too
+    schedule: str = "1f1b"  # the order of a pipeline's work
+    chunks: int = 1  # stages of a pipeline's worker
+    recompute: bool = False  # blocks keep their inputs alone
     shares: str = "even"  # how the lanes were dealt: even, auto (dealt anew when speeds drift), or as given: 3,1
     threads: int = 1  # per worker; part of the job's arithmetic, repeated here for the reader
     exact: bool = True
@@ -23,21 +32,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.version != 1:
             raise PlanError(f"the plan has version {self.version}; this Shoal reads version 1")
-        if len(self.deal) != self.workers:
-            raise PlanError(f"the plan has {self.workers} workers but deals lanes to {len(self.deal)}")
+        if len(self.deal) * self.pipeline * self.tensor != self.workers:
+            whom = f"{len(self.deal)}" if not self.split else f"{len(self.deal)} replicas of {self.layout.span} each"
+            raise PlanError(f"the plan has {self.workers} workers but deals lanes to {whom}")
         expected = 0
         for rank, (start, stop) in enumerate(self.deal):
             if start != expected or stop <= start:
+                whom = "replica" if self.split else "worker"
                 raise PlanError(
-                    f"the plan deals lanes {start} to {stop} to worker {rank}; they must begin at {expected}"
+                    f"the plan deals lanes {start} to {stop} to {whom} {rank}; they must begin at {expected}"
                 )
             expected = stop
         if expected != self.lanes:
             raise PlanError(f"the plan deals {expected} lanes, but has {self.lanes}")
 
     @property
-    def layout(self) -> str:
-        return f"data={self.workers}"
+    def layout(self) -> Layout:
+        return Layout(data=len(self.deal), pipeline=self.pipeline, tensor=self.tensor, zero=self.zero)
+
+    @property
+    def split(self) -> bool:
+        """A replica is more than one worker."""
+        return self.pipeline * self.tensor > 1
 
     @property
     def partial_sums(self) -> int:
@@ -45,12 +61,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return sum(len(subtrees(self.lanes, span)) for span in self.deal)
 
     def lines(self) -> list[str]:
-        held = [f"worker {rank}: lanes {_range(span)}" for rank, span in enumerate(self.deal)]
+        held = [
+            f"{'replica' if self.split else 'worker'} {rank}: lanes {_range(span)}"
+            for rank, span in enumerate(self.deal)
+        ]
         sums = f"{self.partial_sums} partial sums a step for {self.workers} workers"
         travel = [f"{name} {value}" for name in ("algorithm", "compress") if (value := getattr(self, name))]
         ways = [f"between hosts: {', '.join(travel)}"] if travel else []
         ways += [] if self.exact else ["not exact: other workers, or another run, can give other weights"]
-        return [f"layout {self.layout}, {self.lanes} lanes, shares {self.shares}", *held, sums, *ways]
+        order = [f"schedule {self.schedule}, {self.chunks} stages a worker"] if self.pipeline > 1 else []
+        order += ["blocks are recomputed"] if self.recompute else []
+        return [f"layout {self.layout}, {self.lanes} lanes, shares {self.shares}", *held, *order, sums, *ways]
 
 
 def make_plan(
@@ -62,21 +83,39 @@ def make_plan(
     exact: bool = True,
     algorithm: str = "",
     compress: str = "",
+    layout: Layout | None = None,
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    recompute: bool = False,
 ) -> Plan:
     if workers < 1:
         raise PlanError(f"{workers} workers: at least 1 is needed", fix="--workers 1")
-    if workers > lanes:
+    layout = Layout(data=workers) if layout is None else layout
+    replicas = layout.data
+    if replicas > lanes:
+        what = "replica" if layout.span > 1 else "worker"
         raise PlanError(
-            f"{workers} workers but {lanes} lanes: each worker needs a lane",
-            fix=f"--workers {lanes}, or lanes={1 << (workers - 1).bit_length()} (other bits than before)",
+            f"{replicas} {what}s but {lanes} lanes: each {what} needs a lane",
+            fix=f"--workers {lanes * layout.span}, or lanes={1 << (replicas - 1).bit_length()}"
+            " (other bits than before)",
+        )
+    if layout.zero >= 2 and shares is not None:
+        raise PlanError(
+            f"zero={layout.zero} gives every worker the same lanes, and --shares {shares} others", fix="zero=1"
         )
     if shares in (None, "even", "auto"):
-        spans = deal(lanes, [1.0] * workers)
+        spans = deal(lanes, [1.0] * replicas)
     else:
         assert shares is not None
-        spans = deal(lanes, read_shares(shares, workers))
+        spans = deal(lanes, read_shares(shares, replicas))
     return Plan(
-        workers=workers,
+        workers=layout.workers,
+        pipeline=layout.pipeline,
+        tensor=layout.tensor,
+        zero=layout.zero,
+        schedule=schedule,
+        chunks=chunks or default_chunks(schedule),
+        recompute=recompute,
         lanes=lanes,
         deal=spans,
         shares=shares or "even",

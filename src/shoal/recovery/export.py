@@ -1,7 +1,10 @@
 """One file that plain PyTorch and every safetensors reader can load: the weights alone."""
 
 import json
+import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -9,17 +12,49 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
+from shoal.exact.digest import tensor_bytes
+from shoal.recovery.parts import Holding, Stored, index_of
+from shoal.recovery.plain import STORABLE_DTYPES
 
 
 def export_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
     """Beside, fsync, rename. A tied weight is stored once; its other names are in the metadata."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with _beside(path) as beside:
         save_file(
             {name: tensor.contiguous() for name, tensor in weights.items()},
             beside,
-            metadata={"format": "pt", "aliases": json.dumps(aliases)},
+            metadata=_metadata(aliases),
         )
+
+
+def export_stored(path: Path, stored: Stored, aliases: dict[str, str]) -> None:
+    """The same from the files of a checkpoint, with one tensor in memory at a time.
+
+    safetensors writes only what is all in memory, so the format is written here: the length of a header, the header,
+    and the tensors one after the other. Large elements come first, so that all are aligned.
+    """
+    sizes = {name: STORABLE_DTYPES[entry.dtype].itemsize for name, entry in stored.index["weights"].items()}
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    header: dict[str, object] = {"__metadata__": _metadata(aliases)}
+    end = 0
+    for name in names:
+        shape = stored.index["weights"][name].shape
+        start, end = end, end + math.prod(shape) * sizes[name]
+        header[name] = {"dtype": stored.label("weights", name), "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with _beside(path) as beside, open(beside, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in names:
+            file.write(tensor_bytes(stored.read("weights", name)))
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Where to write; if that went well it is made durable and takes its place."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield beside
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -30,6 +65,10 @@ def export_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, st
         raise
 
 
+def _metadata(aliases: dict[str, str]) -> dict[str, str]:
+    return {"format": "pt", "aliases": json.dumps(aliases)}
+
+
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
@@ -38,3 +77,40 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {name: file.get_tensor(name).clone() for name in file.keys()}, aliases  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"the weights {path} cannot be read: {error}") from None
+
+
+def initial_weights(path: Path, holding: Holding | None = None) -> dict[str, Tensor]:
+    """What a worker holds of the weights in a file, under every name that it holds: a tied one under each of them.
+
+    Without a `holding` it is all that the file has.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            aliases: dict[str, str] = json.loads((file.metadata() or {}).get("aliases", "{}"))
+        index = index_of(path.parent, {"weights": path.name})
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"the weights {path} cannot be read: {error}") from None
+    entries = index["weights"]
+    if holding is None:
+        names = [*entries, *aliases]
+    else:
+        names = list(holding.shapes if holding.held is None else holding.held)
+    missing = [name for name in names if aliases.get(name, name) not in entries]
+    if missing:
+        raise CheckpointError(f"the weights {path} have no {', '.join(missing[:5])}{', …' if missing[5:] else ''}")
+    read: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    with Stored(path.parent, index) as stored:
+        for name in names:
+            target = aliases.get(name, name)
+            if holding is not None and name in holding.shapes and entries[target].shape != holding.shapes[name]:
+                then, now = entries[target].shape, holding.shapes[name]
+                raise CheckpointError(f"{name}: {then} in the weights {path}, {now} in the model")
+            if target not in read:
+                read[target] = (
+                    stored.read("weights", target)
+                    if holding is None
+                    else stored.read("weights", target, holding.piece(name))
+                )
+            found[name] = read[target]
+    return found

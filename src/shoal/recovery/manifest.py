@@ -1,12 +1,13 @@
 """The seal on a checkpoint folder: what is in it, how long each file is, and its sha256.
 
-Only checkpoint.py uses this. The manifest is written last, so a folder with an intact one was finished; it is the
-only thing that makes a folder ours, to be read or removed.
+checkpoint.py uses this, and the notes of parts.py. The manifest is written last, so a folder with an intact one was
+finished; it is the only thing that makes a folder ours, to be read or removed.
 """
 
 import hashlib
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from shoal.errors import CheckpointError
 FORMAT = "shoal-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-_MAX_MANIFEST_NUM_BYTES = 1 << 16
+_MAX_MANIFEST_NUM_BYTES = 1 << 20  # some thousand parts
 
 
 class FileSeal(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,12 +58,18 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def seal(folder: Path, *, step: int, names: tuple[str, ...]) -> None:
-    """Make the files durable, then say so in the manifest, then make that durable too."""
-    files = {}
+def durable(path: Path) -> FileSeal:
+    """What is said of a file, once it is safe on disk."""
+    fsync(path)
+    return FileSeal(num_bytes=path.stat().st_size, sha256=file_sha256(path))
+
+
+def seal(folder: Path, *, step: int, names: tuple[str, ...], known: Mapping[str, FileSeal] | None = None) -> None:
+    """Make the files durable, then say so in the manifest, then make that durable too. `known`: others did it."""
+    files = {**(known or {})}
     for name in names:
-        fsync(folder / name)
-        files[name] = FileSeal(num_bytes=(folder / name).stat().st_size, sha256=file_sha256(folder / name))
+        if name not in files:
+            files[name] = durable(folder / name)
     (folder / MANIFEST).write_bytes(Manifest(format=FORMAT, version=VERSION, step=step, files=files).encode())
     fsync(folder / MANIFEST)
     fsync(folder)

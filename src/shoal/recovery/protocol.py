@@ -10,6 +10,10 @@ the floor, and one that stands a step behind it holds that step's whole gradient
 A worker without state takes it from a member that stands at the floor, never from one behind. Only when no member is
 left that has the state does a new term begin: everybody loads the newest checkpoint, and the floor starts from there.
 
+Where a model is cut, a member has one part of the state, by its number. Then all of that is said part by part: a donor
+gives to members of its own part; a term begins with somebody for every part; and when nobody is left that has some part
+the state is gone, however many have the others: they end, and a term begins.
+
 `Member.decide` is the whole protocol: from what the store holds to the next thing to do. The runtime (elastic.py) and
 the simulation (testing/simulation.py) run this very code; they differ in the world around it.
 """
@@ -75,10 +79,27 @@ class Settlement:
 
     view: View
     step: int  # the floor: everybody goes on from here
-    donor: Who | None  # gives its state to those behind; None: nobody has it
+    donors: tuple[Who | None, ...] = (None,)  # by part: gives its state to those behind; None: nobody can
     behind: tuple[Who, ...]  # have no state, or an older one
     finishing: tuple[Who, ...]  # hold the gradient of step - 1 and have yet to apply it
     begins: bool = False  # a term: nobody has any state, and all take it from the job or from the newest checkpoint
+    lost: tuple[int, ...] = ()  # parts that nobody stands at the floor with, or comes to it: the state is gone
+
+    @property
+    def donor(self) -> Who | None:
+        """Of the first part: of a model that is not cut, all there is."""
+        return self.donors[0]
+
+    def donor_of(self, who: Who) -> Who | None:
+        return self.donors[part_of(who.worker, len(self.donors))]
+
+    def takes_from(self, who: Who) -> Who | None:
+        """Whose state a member takes; None for one that has it."""
+        return self.donor_of(who) if who in self.behind else None
+
+    def gives(self, who: Who) -> tuple[Who, ...]:
+        """Whom a member hands its state to."""
+        return tuple(other for other in self.behind if self.donor_of(other) == who)
 
 
 # What a member may be told to do.
@@ -113,9 +134,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Leave:
-    """The others went on without this worker."""
+    """The others went on without this worker; or a part of the state is lost, and with it the worth of its own."""
 
     view: View
+    lost: tuple[int, ...] = ()  # parts
 
 
 Action = Propose | Post | Form | Wait | Leave
@@ -133,11 +155,14 @@ class Member:
     """One worker's part. Facts come in by the methods below; `decide` says what to do about membership."""
 
     who: Who
+    parts: int = 1  # that the state is cut into; this member has one of them
     committed: int = -1
     epoch: int = 0  # of the group that it has formed, or was told to form last
     doubt: bool = False
     clean: bool = True
     broken: bool = True  # that group cannot be used: not made yet, or something in it failed
+    others: tuple[Who, ...] = ()  # members of that group
+    having: frozenset[Who] = frozenset()  # of all it has met, those that are known to have had the state
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -151,6 +176,7 @@ class Member:
         assert not self.broken, "nothing is committed in a group that has failed"
         self.committed += 1
         self.doubt = False
+        self.having = frozenset(self.others)
 
     def dropped(self) -> None:
         """Nothing of the step is kept: it is done again."""
@@ -168,6 +194,9 @@ class Member:
     def forms(self, settlement: Settlement) -> None:
         """It begins to make the group of the settlement's epoch. If that fails, another epoch is needed."""
         self.epoch, self.broken = settlement.view.epoch, True
+        self.others = settlement.view.members
+        behind = self.others if settlement.begins else settlement.behind
+        self.having = frozenset(who for who in self.others if who not in behind)
 
     def formed(self, settlement: Settlement) -> None:
         """The group of the settlement's epoch stands. Those in doubt have committed; those behind have the state."""
@@ -184,9 +213,7 @@ class Member:
         view = seen.view
         if self.who not in view.members:
             return self._outside(seen, gone)
-        missing = [who for who in view.members if who in gone and who != self.who]
-        if self.committed < 0:  # one without the state must not drop those who have it for a connection that broke
-            missing = [who for who in missing if who not in seen.alive]
+        missing = self._missing(seen, gone)
         if missing:
             reason = "; ".join(f"{who} {gone[who]}" for who in missing)
             return Propose(self._next(view, [who for who in view.members if who not in missing], reason, out=missing))
@@ -198,13 +225,46 @@ class Member:
             return Post(view.epoch, self.position())
         if any(who not in seen.positions for who in view.members):
             return Wait()
-        settlement = settle(view, seen.positions)
-        if settlement.donor is None and settlement.behind:
-            stay = [who for who in view.members if who not in settlement.behind]
-            if stay:  # they have the state, but are in the middle of something: newcomers wait for the next boundary
-                return Propose(self._next(view, stay, "newcomers wait for the end of the step"))
-            return self._new_term(view, [who for who in view.members if seen.positions[who].committed < 0])
+        settlement = settle(view, seen.positions, self.parts)
+        if settlement.lost:
+            return self._without_a_part(seen, gone, settlement)
+        waiting = [who for who in settlement.behind if settlement.donor_of(who) is None]
+        if waiting:  # who has their part is in the middle of something: newcomers wait for the next boundary
+            stay = [who for who in view.members if who not in waiting]
+            return Propose(self._next(view, stay, "newcomers wait for the end of the step"))
+        if settlement.begins and not covers(view.members, self.parts):
+            return self._let_in(seen, gone)
         return Form(settlement)
+
+    def _missing(self, seen: Seen, gone: Mapping[Who, str]) -> list[Who]:
+        """Members to go on without. A connection that broke must not cost the state, or a part of it: whoever holds a
+        lease is dropped only by those who have the state, and while somebody stays who has the same part."""
+        missing = [who for who in seen.view.members if who in gone and who != self.who]
+        if self.committed < 0:
+            return [who for who in missing if who not in seen.alive]
+        having = [who for who in seen.view.members if who in self.having and who not in missing]
+        kept = {part_of(who.worker, self.parts) for who in (self.who, *having)}
+        return [who for who in missing if who not in seen.alive or part_of(who.worker, self.parts) in kept]
+
+    def _without_a_part(self, seen: Seen, gone: Mapping[Who, str], settlement: Settlement) -> Action:
+        """The state is gone. Those who have some of it end; the others wait for that, and begin a term."""
+        view = seen.view
+        stateless = [who for who in view.members if seen.positions[who].committed < 0]
+        if self.committed >= 0:
+            return Leave(view, settlement.lost if self.parts > 1 else ())
+        if any(who not in settlement.behind for who in view.members):
+            return Wait()
+        if not covers(stateless, self.parts):
+            stateless = sorted([*stateless, *newcomers(view, seen.alive, gone)])
+        return self._new_term(view, stateless)
+
+    def _let_in(self, seen: Seen, gone: Mapping[Who, str]) -> Action:
+        """Nobody has any state, and some part nobody at all: there is no boundary to wait for."""
+        joining = newcomers(seen.view, seen.alive, gone)
+        if not joining:
+            return Wait()
+        reason = "; ".join(f"{who} joined" for who in joining)
+        return Propose(self._next(seen.view, sorted([*seen.view.members, *joining]), reason))
 
     def _outside(self, seen: Seen, gone: Mapping[Who, str]) -> Action:
         view = seen.view
@@ -229,8 +289,9 @@ class Member:
         return Propose(self._next(view, sorted([*staying, *joining]), reason, out=leaving, boundary=True))
 
     def _new_term(self, view: View, members: Collection[Who]) -> Action:
-        if self.who not in members:
-            return Leave(view)  # what it has is behind what was committed
+        """With somebody for every part."""
+        if not covers(members, self.parts):
+            return Wait()
         reason = "nobody is left who has the state: back to the newest checkpoint"
         out = [who for who in view.members if who not in members]
         return Propose(structs.replace(self._next(view, members, reason, out=out), term=view.term + 1, step=0))
@@ -250,6 +311,16 @@ class Member:
             boundary=boundary,
             removed=removed,
         )
+
+
+def part_of(worker: int, parts: int) -> int:
+    """Which part of the state a worker has; whoever takes its number later has the same."""
+    return worker % parts
+
+
+def covers(members: Collection[Who], parts: int) -> bool:
+    """Whether there is somebody for every part."""
+    return len({part_of(who.worker, parts) for who in members}) == parts
 
 
 def may_join(view: View, who: Who) -> bool:
@@ -286,13 +357,24 @@ def newest(present: Collection[Who]) -> list[Who]:
     return sorted(last.values())
 
 
-def settle(view: View, positions: Mapping[Who, Position]) -> Settlement:
+def settle(view: View, positions: Mapping[Who, Position], parts: int = 1) -> Settlement:
     """Where the members of an epoch go on from. Pure: everyone has the same positions, so all come to the same."""
     placed = [positions[who] for who in view.members]
     floor = max(view.step, *(each.committed for each in placed))
     if floor == 0 and all(each.committed < 0 for each in placed):
-        return Settlement(view=view, step=0, donor=None, behind=(), finishing=(), begins=True)
+        return Settlement(view=view, step=0, donors=(None,) * parts, behind=(), finishing=(), begins=True)
     finishing = tuple(each.who for each in placed if each.doubt and each.committed == floor - 1)
-    donors = [each.who for each in placed if each.committed == floor and each.clean]
     behind = tuple(each.who for each in placed if each.committed < floor and each.who not in finishing)
-    return Settlement(view=view, step=floor, donor=donors[0] if donors else None, behind=behind, finishing=finishing)
+    held = {part_of(who.worker, parts) for who in view.members if who not in behind}
+    donors: list[Who | None] = [None] * parts
+    for each in reversed(placed):
+        if each.committed == floor and each.clean:
+            donors[part_of(each.who.worker, parts)] = each.who
+    return Settlement(
+        view=view,
+        step=floor,
+        donors=tuple(donors),
+        behind=behind,
+        finishing=finishing,
+        lost=tuple(part for part in range(parts) if part not in held),
+    )

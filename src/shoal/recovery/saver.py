@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from shoal.recovery.checkpoint import Checkpoints, Overtaken, Snapshot, Written
+from shoal.recovery.parts import Share
 
 FIRST_WAIT = 1.0  # seconds after a write that failed until the next try; doubled each time
 LAST_WAIT = 30.0
@@ -35,8 +36,8 @@ class Saver:
     """At most one write at a time, on a thread of its own; the callbacks are called on that thread.
 
     A write that failed is told to `on_failed` and is nobody else's trouble; one that another worker has overtaken is
-    told to nobody. A callback that raised is a mistake in the caller's code: its exception comes out of the next save()
-    or close().
+    told to nobody, and of one in parts only the leader hears. A callback that raised is a mistake in the caller's code:
+    its exception comes out of the next save() or close().
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
 
-    def save(self, snapshot: Snapshot) -> None:
-        """Returns at once, unless the write before is still running."""
+    def save(self, snapshot: Snapshot, share: Share | None = None) -> None:
+        """Returns at once, unless the write before is still running. With a `share` others write the rest."""
         self.wait()
-        self._running = self._thread.submit(self._write, snapshot)
+        self._running = self._thread.submit(self._write, snapshot, share)
 
     def close(self) -> None:
         """Waits for the last write and ends the thread."""
@@ -73,12 +74,17 @@ class Saver:
         if running is not None:
             running.result()
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, share: Share | None) -> None:
+        written: Written | None
         try:
-            written = self._checkpoints.write(snapshot)
+            if share is None:
+                written = self._checkpoints.write(snapshot)
+            else:
+                written = self._checkpoints.write_part(snapshot, share)
         except Overtaken:
             return
         except Exception as error:
             self._on_failed(snapshot.step, error)
         else:
-            self._on_saved(written, snapshot)
+            if written is not None:
+                self._on_saved(written, snapshot)

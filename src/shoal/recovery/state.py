@@ -4,10 +4,13 @@ The worker captures a snapshot with these between two steps and restores one bef
 training goes on while the snapshot is written; whoever needs the tensors only until the next step can take them as
 they are (`take=plain_view`). Restoring checks everything it can before it changes anything, and
 puts values into the objects that are there: build model, optimizer and scheduler first, as for a new run.
+
+A worker may hold a part of the model: what it does not hold is on the meta device, and is neither captured nor
+restored. `shapes` are those of the whole model's tensors then, so that all workers tell the same of the optimizer.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -19,27 +22,42 @@ from shoal.errors import CheckpointError
 from shoal.exact.digest import tensor_sha256
 from shoal.recovery.plain import Take, decode, encode, plain_copy
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 # ---- weights
 
 
-def capture_weights(model: nn.Module, take: Take = plain_copy) -> tuple[dict[str, Tensor], dict[str, str]]:
+def capture_weights(
+    model: nn.Module, take: Take = plain_copy, only: Container[str] | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers by name; of those that are one tensor in memory, one, and aliases for it."""
     live = _live_tensors(model)
     aliases = _live_aliases(live)
-    return {name: take(tensor, name) for name, tensor in live.items() if name not in aliases}, aliases
+    mine = [name for name in live if name not in aliases and not live[name].is_meta and (only is None or name in only)]
+    return {name: take(live[name], name) for name in mine}, aliases
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of all that capture_weights would capture, in its order; of a model that is not cut yet."""
+    live = _live_tensors(model)
+    aliases = _live_aliases(live)
+    return {name: tuple(tensor.shape) for name, tensor in live.items() if name not in aliases}
 
 
 def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
-    live = _live_tensors(model)
-    stored = {name: weights[aliases.get(name, name)] for name in (*weights, *aliases)}
+    whole = _live_tensors(model)
+    live = {name: tensor for name, tensor in whole.items() if not tensor.is_meta}
+    targets = {name: aliases.get(name, name) for name in (*weights, *aliases) if name in live or name not in whole}
+    stored = {name: weights[target] for name, target in targets.items() if target in weights}
     _check_names("tensors", stored, live)
     for name, tensor in live.items():
         _check_fits(name, stored[name], tensor)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)} & live.keys()
     live_aliases = _live_aliases(live)
     for name, target in aliases.items():
         # Untied weights would get gradients of their own: another job. Buffers may part (a move to a device does it).
-        if name in parameters and live_aliases.get(name, name) != live_aliases.get(target, target):
+        parted = live_aliases.get(name, name) != live_aliases.get(target, target)
+        if parted and name in parameters and target in live:
             raise CheckpointError(f"{name} and {target} are one tensor in the checkpoint, two in the model")
     for name, target in live_aliases.items():
         if tensor_sha256(stored[name]) != tensor_sha256(stored[target]):
@@ -75,9 +93,9 @@ def _live_aliases(live: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in live.items():
-        # All empty tensors lie at address 0, so there only the object itself says what is one.
+        # All that is empty or on meta lies at address 0, so there only the object itself says what is one.
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        memory = place if tensor.numel() else id(tensor)
+        memory = place if tensor.numel() and not tensor.is_meta else id(tensor)
         target = first.setdefault(memory, name)
         if target != name:
             aliases[name] = target
@@ -88,15 +106,28 @@ def _live_aliases(live: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def capture_optimizer(
-    optimizer: Optimizer, names: dict[int, str], take: Take = plain_copy
+    optimizer: Optimizer,
+    names: dict[int, str],
+    take: Take = plain_copy,
+    shapes: Shapes | None = None,
+    only: Container[str] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """`names` maps id(parameter) to its name. The JSON holds the groups, and the state with references to tensors."""
+    """`names` maps id(parameter) to its name. The JSON holds the groups, and the state with references to tensors.
+
+    `only`: the parameters whose state is captured.
+    """
     tensors: dict[str, Tensor] = {}
-    return tensors, _capture_optimizer(optimizer, names, tensors, take, "optimizer")
+    return tensors, _capture_optimizer(optimizer, names, tensors, take, "optimizer", shapes, only)
 
 
 def _capture_optimizer(
-    optimizer: Optimizer, names: Mapping[int, str], tensors: dict[str, Tensor], take: Take, label: str
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    tensors: dict[str, Tensor],
+    take: Take,
+    label: str,
+    shapes: Shapes | None = None,
+    only: Container[str] | None = None,
 ) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
@@ -109,8 +140,8 @@ def _capture_optimizer(
                     fix="give the optimizer parameters of the model only",
                 )
             name = names[id(parameter)]
-            parameters.append([name, list(parameter.shape)])
-            if parameter in optimizer.state:
+            parameters.append([name, list(_whole_shape(name, parameter, shapes))])
+            if parameter in optimizer.state and not parameter.is_meta and (only is None or name in only):
                 state[name] = encode(dict(optimizer.state[parameter]), name, tensors, take)
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append(
@@ -132,15 +163,17 @@ def restore_optimizer(
     values: Mapping[str, Any],
     *,
     own: bool = False,
+    shapes: Shapes | None = None,
 ) -> None:
     """Not by load_state_dict, which would cast fp32 state to the dtype of a bf16 parameter.
 
     State that the optimizer makes at its first step is put there if it is not; see decode() for `own`.
     """
     _check_kind("the optimizer", values["kind"], type(optimizer).__name__)
-    _check_groups(optimizer, named, values["groups"])
+    _check_groups(optimizer, named, values["groups"], shapes)
     settings = [decode(group["settings"], tensors, own=own) for group in values["groups"]]
-    states = {name: decode(state, tensors, own=own) for name, state in values["state"].items()}
+    held = {name: state for name, state in values["state"].items() if not (name in named and named[name].is_meta)}
+    states = {name: decode(state, tensors, own=own) for name, state in held.items()}
     common = decode(values["common"], tensors, own=own)
 
     optimizer.state.clear()
@@ -160,7 +193,16 @@ def restore_optimizer(
                 }
 
 
-def _check_groups(optimizer: Optimizer, named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]) -> None:
+def _whole_shape(name: str, parameter: Tensor, shapes: Shapes | None) -> tuple[int, ...]:
+    return tuple(parameter.shape if shapes is None else shapes.get(name, parameter.shape))
+
+
+def _check_groups(
+    optimizer: Optimizer,
+    named: Mapping[str, nn.Parameter],
+    groups: list[dict[str, Any]],
+    shapes: Shapes | None = None,
+) -> None:
     live_groups = optimizer.param_groups
     if len(groups) != len(live_groups):
         raise CheckpointError(f"{len(groups)} parameter groups in the checkpoint, {len(live_groups)} in the optimizer")
@@ -178,8 +220,9 @@ def _check_groups(optimizer: Optimizer, named: Mapping[str, nn.Parameter], group
                 raise CheckpointError(
                     f"parameter group {index}: {name} in the checkpoint, {found} at its place in the optimizer"
                 )
-            if tuple(shape) != tuple(parameter.shape):
-                raise CheckpointError(f"{name}: {_shape(shape)} in the checkpoint, {_shape(parameter)} in the model")
+            mine = _whole_shape(name, parameter, shapes)
+            if tuple(shape) != mine:
+                raise CheckpointError(f"{name}: {_shape(shape)} in the checkpoint, {_shape(mine)} in the model")
 
 
 # ---- scheduler

@@ -8,7 +8,7 @@ loss. The caller applies the optimizer.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch import Tensor
 from shoal.collectives.group import Group
 from shoal.errors import JobError
 from shoal.partition.lanes import Span, cut, fold, split, subtrees
-from shoal.strategies.exchange import Exchange, Values, open_exchange
+from shoal.strategies.exchange import Exchange, Parts, Values, open_exchange
+from shoal.strategies.norms import Norms
 from shoal.strategies.replica import Replica
+from shoal.strategies.teams import Teams
 
 Closure = Callable[[Any], Any]  # a microbatch -> its loss: a scalar mean, or (sum, count)
 BITS = 48  # flags packed into one fp64 number
@@ -47,61 +49,85 @@ class Outcome:
     compute_seconds: float
     wait_seconds: float
     merge_seconds: float
+    norm: float | None = None  # of the whole gradient, where it takes everyone to find it
 
 
 class DataParallel:
     """A step: compute, meet, finish. One that fails before `meet` has returned is dropped and done again, unless it
-    turns out that somebody else's meeting did return; then `finish` is all that is left to do."""
+    turns out that somebody else's meeting did return; then `finish` is all that is left to do.
 
-    def __init__(self, replica: Replica, group: Group, *, lanes: int, microbatches: int, deal: Sequence[Span]) -> None:
+    Where workers hold different parts of the model (`teams.cut`), each part's gradients are merged by those that hold
+    it, and all of them are there before anybody says so.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        group: Group,
+        *,
+        lanes: int,
+        microbatches: int,
+        deal: Sequence[Span],
+        clips: bool = False,
+    ) -> None:
+        """`clips`: the gradient's norm is wanted, and where the model is cut it takes everyone to find it."""
         self.replica = replica
-        self.group = group
+        self.teams = Teams.equal(group)
         self.lanes = lanes
         self.microbatches = microbatches
-        self.deal = tuple(deal)
+        self.deal = tuple(deal)  # by replica
+        self.clips = clips
         self.gradient_count = len(replica.parameters)
         self.lane_now: int | None = None  # the lane at work, for whoever reports an error
         self._exchange: Exchange | None = None
         self._ready: _Ready | None = None
         self._trained: list[int] = []
+        self._width: int | None = None  # of the longest row, where rows differ
+        self._norms: Norms | None = None
+
+    @property
+    def group(self) -> Group:
+        return self.teams.everyone
 
     @property
     def held(self) -> Span:
-        return self.deal[self.group.rank]
+        return (0, 0) if self.teams.replica is None else self.deal[self.teams.replica]
 
     def compute(self, work: Work, closure: Closure, ask: int = 0) -> None:
         """Runs this worker's lanes and hands its sums on. When it returns, this worker has what the step comes to."""
         self._ready = None
-        lap = _Lap(self, work, closure)
+        lap = self._lap(work, closure)
         began = time.perf_counter()
         self.replica.clear_gradients()
         self.replica.buffers.begin_step()
         exchange = self._open_exchange()
         try:
-            parts = {
-                span: lap.subtree(span, exchange.room(place, self.deal))
-                for place, span in enumerate(subtrees(self.lanes, self.held))
-            }
+            parts = lap.parts(exchange)
         finally:
             self.replica.nowhere()
         self.lane_now = None
-        compute_seconds = time.perf_counter() - began - lap.data_seconds
+        compute_seconds = time.perf_counter() - began - lap.data_seconds - lap.idle_seconds
 
         began = time.perf_counter()
-        exchange.offer(parts, self.deal)
+        if self.teams.replica is not None:
+            exchange.offer(parts, self.deal)
         del parts
         merge_seconds = time.perf_counter() - began
 
         arrived = time.perf_counter()
-        row = lap.row(ask, compute_seconds)
-        rows = self.group.gather(row)
-        wait_seconds = time.perf_counter() - arrived
+        rows = self.group.gather(self._fit(lap.row(ask, compute_seconds)))
+        wait_seconds = time.perf_counter() - arrived + lap.idle_seconds
         sizes = [sum(map(len, pieces)) for pieces in lap.cuts]
-        told = _Told(rows, sizes, self.deal, self.gradient_count, len(self.replica.buffers.names))
+        told = _Told(rows, sizes, self.deal, self.teams, self.gradient_count, len(self.replica.buffers.names))
 
         began = time.perf_counter()
         loss, scale = told.loss(work)
-        merged = None if told.not_finite else exchange.take(told.present)
+        merged, norm = None, None
+        if not told.not_finite:
+            merged = exchange.take(told.present) if self.teams.replica is not None else []
+            if self.teams.cut:
+                merged = self._settle(exchange, merged, told)
+                norm = self._norm(merged, scale) if self.clips else None
         outcome = Outcome(
             loss=loss,
             samples=len(work.indices),
@@ -113,14 +139,56 @@ class DataParallel:
             compute_seconds=compute_seconds,
             wait_seconds=wait_seconds,
             merge_seconds=merge_seconds + time.perf_counter() - began,
+            norm=norm,
         )
         self._ready = _Ready(merged, told, scale, outcome)
+
+    def measure(self, model: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
+        """What batches come to in an evaluation, where the model is cut; `model` is a job's objective."""
+        closure = model.measured()
+        return lambda fetches: ((number, closure(fetch())) for number, fetch in enumerate(fetches))
+
+    def _lap(self, work: Work, closure: Closure) -> "Lap":
+        return Lap(self, work, closure) if self.held[1] > self.held[0] else Following(self, work, closure)
+
+    def _fit(self, row: Tensor) -> Tensor:
+        """Rows of workers that hold different things differ in length; those of a gather must not."""
+        if not self.teams.cut:
+            return row
+        if self._width is None:
+            self._width = int(self.group.gather(torch.tensor([row.numel()], dtype=torch.int64)).max())
+        return torch.nn.functional.pad(row, (0, self._width - row.numel()))
+
+    def _settle(self, exchange: Exchange, merged: Values, told: "_Told") -> Values:
+        """The model is cut: what this part's gradients come to is here, whoever else needs it has it from here."""
+        if self.teams.replica is not None:
+            exchange.meet()
+            self._feed_followers(merged)
+            return merged
+        anywhere = [any(bits) for bits in zip(*told.present, strict=True)]
+        likes = [parameter for _, parameter in self.replica.parameters] + self.replica.buffers.starts()
+        found: Values = [torch.empty_like(like) if there else None for like, there in zip(likes, anywhere, strict=True)]
+        for value in found:
+            if value is not None:
+                self.group.receive(value, self.teams.part_ranks[0])
+        return found
+
+    def _feed_followers(self, merged: Values) -> None:
+        for follower in self.teams.followers if self.teams.replica == 0 else ():
+            for value in merged:
+                if value is not None:
+                    self.group.send(value.contiguous(), follower)
+
+    def _norm(self, merged: Values, scale: float) -> float:
+        if self._norms is None:
+            self._norms = Norms(self.group, self.replica, self.teams)
+        return self._norms.norm(merged[: self.gradient_count], scale)
 
     def meet(self) -> float:
         """All workers have what the step comes to: it is committed. Returns the seconds it took."""
         assert self._ready is not None and self._exchange is not None
         began = time.perf_counter()
-        if self._ready.merged is not None:
+        if self._ready.merged is not None and not self.teams.cut:
             self._exchange.meet()
         elif self.group.size > 1:
             self.group.gather(torch.zeros(1, dtype=torch.uint8))
@@ -145,10 +213,10 @@ class DataParallel:
         self.replica.clear_gradients()
         self.replica.buffers.drop()
 
-    def regroup(self, group: Group, deal: Sequence[Span]) -> None:
+    def regroup(self, teams: Teams, deal: Sequence[Span]) -> None:
         """Other workers, or the same in another group: nothing of the old one is used again."""
-        self.group, self.deal = group, tuple(deal)
-        self._exchange = None
+        self.teams, self.deal = teams, tuple(deal)
+        self._exchange = self._width = self._norms = None
 
     def requests(self, indices: Sequence[int], batch: int) -> list[list[int]]:
         """The microbatches that this worker would fetch for a batch, in order."""
@@ -173,7 +241,8 @@ class DataParallel:
             count, starts = self.gradient_count, self.replica.buffers.starts()
             tensors: list[tuple[int, Tensor]] = [(index, self.replica.parameters[index][1]) for index in trained]
             buffers = [(count + index, start) for index, start in enumerate(starts)]
-            self._exchange = open_exchange(self.group, self.lanes, self.deal, tensors, count + len(starts), buffers)
+            group = self.teams.part
+            self._exchange = open_exchange(group, self.lanes, self.deal, tensors, count + len(starts), buffers)
         return self._exchange
 
 
@@ -187,7 +256,7 @@ class _Ready:
     outcome: Outcome
 
 
-class _Lap:
+class Lap:
     """This worker's part of one step."""
 
     def __init__(self, strategy: DataParallel, work: Work, closure: Closure) -> None:
@@ -196,10 +265,19 @@ class _Lap:
         self.closure = closure
         self.cuts = cut(len(work.indices), work.batch, strategy.lanes, strategy.microbatches)
         self.data_seconds = 0.0
+        self.idle_seconds = 0.0  # waiting for others in the middle of it
         self.counted = False
         self.sums: dict[int, tuple[float, float, bool]] = {}  # lane -> loss, count, finite
         self.present = [False] * (strategy.gradient_count + len(strategy.replica.buffers.names))
         self.lane_buffers: dict[int, list[bool]] = {}
+
+    def parts(self, exchange: Exchange) -> Parts:
+        """This worker's partial sums, by subtree."""
+        strategy = self.strategy
+        return {
+            span: self.subtree(span, exchange.room(place, strategy.deal))
+            for place, span in enumerate(subtrees(strategy.lanes, strategy.held))
+        }
 
     def subtree(self, span: Span, room: Values) -> Values:
         """The sum over a subtree's lanes, added in the tree's order; holds log2(lanes) + 1 gradients at the most.
@@ -221,30 +299,39 @@ class _Lap:
         self.strategy.group.check()
         self.strategy.lane_now = lane
         replica.buffers.begin_lane()
-        total, count, finite = 0.0, 0.0, True
         for number, positions in enumerate(pieces):
             began = time.perf_counter()
             batch = self.work.fetch([self.work.indices[position] for position in positions])
             self.data_seconds += time.perf_counter() - began
             replica.at(self.work.step, lane, number)
-            loss, size = read_loss(self.closure(batch), f"step {self.work.step}, lane {lane}")
-            # Weighted before the backward pass: scaling gradients afterwards rounds differently. A loss with a count
-            # of its own is weighted by the batch here and by the count that all lanes have together after the merge.
-            weight = (len(positions) if size is None else 1) / len(self.work.indices)
-            value = float(loss.detach())
-            finite = finite and math.isfinite(value)
-            self.counted = self.counted or size is not None
-            total += value * weight if size is None else value
-            count += len(positions) if size is None else size
-            (loss * weight).backward()
-        self.sums[lane] = (total, count, finite)
+            self.weighted(self.closure(batch), lane, len(positions)).backward()
         samples = sum(len(piece) for piece in pieces)
         shares = replica.buffers.end_lane(samples / len(self.work.indices), lane)
         values = replica.take_gradients() + shares
         self.lane_buffers[lane] = [share is not None for share in shares]
-        for index, value_or_none in enumerate(values):
-            self.present[index] |= value_or_none is not None
+        self.note(values)
         return values
+
+    def weighted(self, given: Any, lane: int, samples: int) -> Tensor:
+        """A microbatch's loss as its gradients are taken from it, written down for the step's own loss.
+
+        Weighted before the backward pass: scaling gradients afterwards rounds differently. A loss with a count of its
+        own is weighted by the batch here and by the count that all lanes have together after the merge.
+        """
+        loss, size = read_loss(given, f"step {self.work.step}, lane {lane}")
+        weight = (samples if size is None else 1) / len(self.work.indices)
+        value = float(loss.detach())
+        total, count, finite = self.sums.get(lane, (0.0, 0.0, True))
+        self.counted = self.counted or size is not None
+        total += value * weight if size is None else value
+        count += samples if size is None else size
+        self.sums[lane] = (total, count, finite and math.isfinite(value))
+        return loss * weight
+
+    def note(self, values: Values) -> None:
+        """Which tensors have something."""
+        for index, value in enumerate(values):
+            self.present[index] |= value is not None
 
     def row(self, ask: int, compute_seconds: float) -> Tensor:
         """What the others need to know of this worker's part, as one row of numbers."""
@@ -264,10 +351,25 @@ class _Lap:
         return self.lane_buffers.get(lane, [False] * len(self.strategy.replica.buffers.names))
 
 
+class Following(Lap):
+    """The part of a worker whose mates are missing: it computes nothing, and gets what the others come to."""
+
+    def parts(self, exchange: Exchange) -> Parts:
+        return {}
+
+
 class _Told:
     """Everyone's rows, read. The same on every worker, so whatever follows from it is agreed without a word."""
 
-    def __init__(self, rows: Tensor, sizes: Sequence[int], deal: Sequence[Span], parameters: int, buffers: int) -> None:
+    def __init__(
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        deal: Sequence[Span],
+        teams: Teams,
+        parameters: int,
+        buffers: int,
+    ) -> None:
         lanes = self.lanes = len(sizes)
         table = rows.tolist()
         self.asked = [int(row[0]) for row in table]
@@ -276,7 +378,7 @@ class _Told:
         self.counted = any(row[3] for row in table)
         self.sums: dict[int, tuple[float, float]] = {}
         self.not_finite: list[tuple[int, int]] = []
-        self.owners = {lane: rank for rank, held in enumerate(deal) for lane in range(*held)}
+        self.owners = {lane: teams.tellers[replica] for replica, held in enumerate(deal) for lane in range(*held)}
         for lane, rank in self.owners.items():
             total, count, state = table[rank][4 + 3 * lane : 7 + 3 * lane]
             if state == 2.0:
@@ -286,8 +388,9 @@ class _Told:
         at = 4 + 3 * lanes
         width = parameters + buffers
         words = -(-width // BITS)
-        self.present = [_unpack_bits(row[at : at + words], width) for row in table]  # by worker, then by tensor
-        lane_flags = [_unpack_bits(row[at + words :], lanes * buffers) for row in table]
+        own = [table[rank] for rank in teams.part_ranks]  # hold the same tensors as this worker
+        self.present = [_unpack_bits(row[at : at + words], width) for row in own]  # by replica, then by tensor
+        lane_flags = [_unpack_bits(row[at + words :], lanes * buffers) for row in own]
         changed = [any(bits) for bits in zip(*lane_flags, strict=True)]
         self.buffer_weights = [
             sum(size for lane, size in enumerate(sizes) if not changed[lane * buffers + index]) / sum(sizes)

@@ -3,36 +3,61 @@
 EXACT rules 4 (tied weights), 6 (alignment), 14 (seeds) and 15 (buffers) live here.
 """
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import JobError
 from shoal.exact.kernels import is_aligned
 from shoal.exact.seeds import DROPOUT, seed_torch
 from shoal.partition.blocks import Blocks
+from shoal.partition.pieces import Piece
 
 
 class Replica:
-    def __init__(self, model: nn.Module, blocks: Blocks, seed: int) -> None:
+    """What this worker holds of the model; where that is not everything, the rest is on meta."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        seed: int,
+        *,
+        recompute: bool = False,
+        pieces: Mapping[str, Piece] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """`recompute`: blocks keep their inputs alone, and run again when gradients are due. `pieces`: which slice of
+        a tensor is here, where it is not all of it; `shapes`: of the whole ones."""
         self.model = model
         self.blocks = blocks
         self.seed = seed
-        self.parameters: list[tuple[str, nn.Parameter]] = list(model.named_parameters())
+        self.order = [name for name, _ in model.named_parameters()]
+        self.parameters = [(name, each) for name, each in model.named_parameters() if not each.is_meta]
+        self.pieces, self.shapes = pieces or {}, shapes or {}
         for _, parameter in self.parameters:
             _align(parameter)
-        self.shared = _untie(model, blocks)
+        self._blocks_of_leaves = _untie(model, blocks)
+        self.shared = {name: [leaf for leaf, _ in leaves] for name, leaves in self._blocks_of_leaves.items()}
         self.buffers = Buffers(model)
         self._position: tuple[int, int, int] | None = None  # step, lane, microbatch
         self._calls: dict[int, int] = {}
-        self._hooks = [
-            model.get_submodule(name).register_forward_pre_hook(self._seed_block(number))
-            for number, name in enumerate(blocks.names, start=1)
-        ]
+        self._plain: list[nn.Module] = []  # whose forward was replaced
+        self._hooks = []
+        for number, name in enumerate(blocks.names, start=1):
+            module = model.get_submodule(name)
+            self._hooks.append(module.register_forward_pre_hook(self._before(number)))
+            self._hooks.append(module.register_forward_hook(self._after(number)))
+            if recompute:
+                self._recomputed(module, number)
 
-    def _seed_block(self, number: int) -> Any:
+    def _before(self, number: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             if self._position is not None:
                 call = self._calls.get(number, 0)  # a block used twice draws from two streams
@@ -41,48 +66,136 @@ class Replica:
 
         return hook
 
-    def at(self, step: int, lane: int, microbatch: int) -> None:
-        """Every block called from now on draws from its stream of this microbatch."""
+    def _after(self, number: int) -> Any:
+        """What leaves a block is dense, and so is the gradient that comes back to it: a stage boundary could be here.
+        What the model's own code draws from here on has a stream of its own, for the same reason."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if self._position is not None:
+                seed_torch(self.seed, DROPOUT, *self._position, number, self._calls.get(number, 1) - 1, 1)
+            if isinstance(output, Tensor):
+                return _edge(output)
+            return tree_map(lambda leaf: _edge(leaf) if isinstance(leaf, Tensor) else leaf, output)
+
+        return hook
+
+    def _recomputed(self, module: nn.Module, number: int) -> None:
+        forward = module.forward
+        self._plain.append(module)
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            position, call = self._position, self._calls.get(number, 1) - 1
+            again = False
+
+            def once_more(*args: Any, **kwargs: Any) -> Any:
+                nonlocal again
+                if not again:
+                    again = True
+                    return forward(*args, **kwargs)
+                with self._as_it_was(module, position, number, call):
+                    return forward(*args, **kwargs)
+
+            return checkpoint(once_more, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        module.forward = recomputed
+
+    @contextmanager
+    def _as_it_was(self, module: nn.Module, position: Any, number: int, call: int) -> Iterator[None]:
+        """A block runs a second time: it draws what it drew, and its buffers do not count the batch twice."""
+        state = torch.default_generator.get_state()
+        kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        if position is not None:
+            seed_torch(self.seed, DROPOUT, *position, number, call)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in kept:
+                    buffer.copy_(before)
+            torch.default_generator.set_state(state)
+
+    def at(self, step: int, lane: int, microbatch: int, after: tuple[int, int] | None = None) -> None:
+        """Every block called from now on draws from its stream of this microbatch. `after`: which block was called
+        last, and how often that was before, where another stage did it."""
         self._position = (step, lane, microbatch)
         self._calls.clear()
-        seed_torch(self.seed, DROPOUT, step, lane, microbatch, 0, 0)
+        if after is not None:
+            seed_torch(self.seed, DROPOUT, step, lane, microbatch, *after, 1)
+        else:
+            seed_torch(self.seed, DROPOUT, step, lane, microbatch, 0, 0)
 
     def nowhere(self) -> None:
         """Blocks leave the generator alone again (evaluation, the user's own calls)."""
         self._position = None
 
+    def leaves(self, name: str, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
+        """A tied weight has one for each block that uses it, in block order."""
+        return self.shared.get(name, (parameter,))
+
+    def leaves_by_block(self, name: str, parameter: nn.Parameter) -> list[tuple[nn.Parameter, int]]:
+        """The same, with each one's block."""
+        return self._blocks_of_leaves.get(name) or [(parameter, self.blocks.of(name))]
+
     def clear_gradients(self) -> None:
         for name, parameter in self.parameters:
-            for leaf in self.shared.get(name, (parameter,)):
+            for leaf in self.leaves(name, parameter):
                 leaf.grad = None
 
     def take_gradients(self) -> list[Tensor | None]:
         """What a lane's backward passes left, one per parameter; None where it got no gradient."""
-        taken: list[Tensor | None] = []
-        for name, parameter in self.parameters:
-            gradient: Tensor | None = None
-            for leaf in self.shared.get(name, (parameter,)):
-                more, leaf.grad = leaf.grad, None
-                if gradient is None:
-                    gradient = more
-                elif more is not None:
-                    gradient.add_(more)
-            if gradient is not None and gradient.is_sparse:
-                raise JobError(f"{name} has a sparse gradient, which lanes cannot merge", fix="sparse=False")
-            taken.append(gradient)
-        return taken
+        return [
+            added([_taken(leaf, name) for leaf in self.leaves(name, parameter)]) for name, parameter in self.parameters
+        ]
 
     def close(self) -> None:
         """Ties the weights again and takes the hooks off: the model is the user's as it was."""
         for hook in self._hooks:
             hook.remove()
+        for module in self._plain:
+            del module.forward
         _tie(self.model, dict(self.parameters), self.shared)
+
+
+def added(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The gradients of a tied weight's blocks, in block order (EXACT rule 4)."""
+    total: Tensor | None = None
+    for gradient in gradients:
+        if total is None:
+            total = gradient
+        elif gradient is not None:
+            total.add_(gradient)
+    return total
+
+
+def _taken(leaf: nn.Parameter, name: str) -> Tensor | None:
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is not None and gradient.is_sparse:
+        raise JobError(f"{name} has a sparse gradient, which lanes cannot merge", fix="sparse=False")
+    return gradient
+
+
+def _edge(tensor: Tensor) -> Tensor:
+    tensor = _dense(tensor)
+    if tensor.grad_fn is not None:
+        tensor.register_hook(_dense)
+    return tensor
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if (is_dense(tensor) and is_aligned(tensor)) or tensor.is_meta:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def _align(parameter: nn.Parameter) -> None:
     """Kernels see parameters that start on 64 bytes and are dense; a view into something else becomes a copy."""
-    dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-    if not dense or not is_aligned(parameter):
+    if not is_dense(parameter) or not is_aligned(parameter):
         with torch.no_grad():
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format).copy_(parameter)
 
@@ -92,12 +205,15 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), leaf
 
 
-def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[nn.Parameter]]:
+def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[tuple[nn.Parameter, int]]]:
     """Gives each further block that uses a parameter a leaf of its own on the same memory, so that each has its own
-    accumulator. Returns all leaves of such a parameter, its own among them, by its first name and in block order."""
+    accumulator. Returns all leaves of such a parameter, its own among them, by its first name and in block order, each
+    with its block."""
     first: dict[int, str] = {}
     leaves: dict[str, dict[int, nn.Parameter]] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter.is_meta:
+            continue
         known = first.setdefault(id(parameter), name)
         by_block = leaves.setdefault(known, {})
         block = blocks.of(name)
@@ -109,7 +225,9 @@ def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[nn.Parameter]]:
         module, leaf = _owner(model, name)
         module._parameters[leaf] = by_block[block]
     return {
-        name: [by_block[block] for block in sorted(by_block)] for name, by_block in leaves.items() if len(by_block) > 1
+        name: [(by_block[block], block) for block in sorted(by_block)]
+        for name, by_block in leaves.items()
+        if len(by_block) > 1
     }
 
 
@@ -177,7 +295,7 @@ class Buffers:
     """Each lane starts from the buffers of the step's start. What lanes made of them is averaged by samples."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.names = [name for name, _ in model.named_buffers()]
+        self.names = [name for name, buffer in model.named_buffers() if not buffer.is_meta]
         owners = [_owner(model, name) for name in self.names]
         self.kept = [_Kept(module=module, leaf=leaf, start=torch.empty(0)) for module, leaf in owners]
 
@@ -188,17 +306,18 @@ class Buffers:
         for kept in self.kept:
             kept.begin()
 
-    def begin_lane(self) -> None:
-        """Back to the step's start."""
+    def begin_lane(self, only: Collection[int] | None = None) -> None:
+        """Back to the step's start. `only`: some of them, by number."""
         with torch.no_grad():
-            for kept in self.kept:
-                kept.reset()
+            for number, kept in enumerate(self.kept):
+                if only is None or number in only:
+                    kept.reset()
 
-    def end_lane(self, weight: float, lane: int) -> list[Tensor | None]:
+    def end_lane(self, weight: float, lane: int, only: Collection[int] | None = None) -> list[Tensor | None]:
         """A lane's share of each buffer that it changed. Counters and flags: the first lane's word counts."""
         shares: list[Tensor | None] = []
-        for kept in self.kept:
-            if not kept.changed:
+        for number, kept in enumerate(self.kept):
+            if (only is not None and number not in only) or not kept.changed:
                 shares.append(None)
             elif kept.start.is_floating_point() or kept.start.is_complex():
                 shares.append(kept.now().detach() * weight)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from shoal.recovery.protocol import View, Who, remove
+from shoal.recovery.protocol import View, Who, part_of, remove
 from shoal.testing.simulation.plan import BEAT, PATIENCE
 from shoal.testing.simulation.worker import Process, Worker
 
@@ -46,13 +46,16 @@ class Driver(Process):
             world.swap(remove(view, dict.fromkeys(dead, "ended")), store.revision, "the driver")
 
     def _starts(self) -> None:
-        """Replacements; and at least one worker, if nobody is left."""
+        """Replacements; and at least one worker for a part that nobody is left for."""
         world = self.world
         living = {worker.who.worker for worker in world.workers.values() if not worker.ended}
         dead = [who for who, worker in world.workers.items() if self._may_replace(worker)]
         numbers = sorted({who.worker for who in dead} - living)
         if not world.plan.replaces or (len(world.workers) >= MOST_STARTS and world.now < world.plan.heals):
-            numbers = numbers[:1] if not living else []
+            parts = world.plan.parts
+            first = {part_of(number, parts): number for number in reversed(numbers)}
+            covered = {part_of(number, parts) for number in living}
+            numbers = sorted(number for part, number in first.items() if part not in covered)
         for number in numbers:
             world.after(world.random.uniform(0.05, 0.4), None, self._replaces, number)
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from random import Random
 
-LANES = 4  # parts of a step; as many samples
+LANES = 4  # slices of a step; as many samples
+ROOM = 6  # for workers, where the model is cut: two or three replicas
 
 # Seconds, on the virtual clock.
 BEAT, LEASE, PATIENCE = 0.25, 0.8, 1.6
@@ -32,6 +33,7 @@ MOMENTS = (
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     workers: int
+    parts: int  # that the model is cut into; a worker has one of them
     hosts: int
     last: int  # steps of the run
     saves: int  # a checkpoint every so many steps; 0: none
@@ -55,15 +57,17 @@ class Plan:
     faults: tuple[tuple[float, str], ...]
 
 
-def draw(random: Random) -> Plan:
+def draw(random: Random, parts: int = 1) -> Plan:
     def often(share: float, *values: float) -> float:
         return random.choice(values) if random.random() < share else 0.0
 
     crowded = random.random() < 0.3  # newcomers in a world whose faults hit the step they come in with
     heals = random.uniform(0.8, 4.0)
     kinds = random.choices(list(FAULTS), list(FAULTS.values()), k=random.choice((0, 1, 1, 2, 3, 5)))
+    workers = random.choice((2, 3)) if crowded else random.choice((1, 2, 2, 3, 3, 4))
     return Plan(
-        workers=random.choice((2, 3)) if crowded else random.choice((1, 2, 2, 3, 3, 4)),
+        workers=workers if parts == 1 else parts * min((workers + 1) // 2, ROOM // parts),
+        parts=parts,
         hosts=random.choice((1, 2, 4)),
         last=random.randint(4, 8),
         saves=random.choice((0, 2, 2, 3)),

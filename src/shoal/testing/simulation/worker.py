@@ -17,7 +17,9 @@ from shoal.recovery.protocol import (
     Settlement,
     View,
     Who,
+    covers,
     newcomers,
+    part_of,
 )
 from shoal.testing.simulation.laws import Gradient, applied, gradient_of
 from shoal.testing.simulation.plan import BEAT, COLLECTIVE, FORMING, LANES, PATIENCE, STORE
@@ -55,7 +57,8 @@ class Worker(Process):
     def __init__(self, world: "World", who: Who, host: int) -> None:
         super().__init__(world)
         self.who, self.host = who, host
-        self.member: Member = world.member(who=who)
+        self.parts, self.part = world.plan.parts, part_of(who.worker, world.plan.parts)
+        self.member: Member = world.member(who=who, parts=self.parts)
         self.weights, self.steps = VOID, 0  # steps: how many the weights have seen
         self.kept: Gradient = ()  # of the step in doubt
         self.view: View | None = None  # of the group that was formed last
@@ -246,7 +249,7 @@ class Worker(Process):
                 change = None
             try:
                 reading: Reading = yield from self._ask("read")
-                if reading.done and self.who not in reading.seen.view.members:
+                if reading.done and self._unneeded(reading.seen.view):
                     world.end(self, "is not needed any more")
                     return
                 action = self.member.decide(reading.seen, self._gone(reading), change)
@@ -262,7 +265,11 @@ class Worker(Process):
                     case Form(settlement):
                         yield from self._form(settlement)
                         return
-                    case Leave():
+                    case Leave(_, lost):
+                        members = reading.seen.view.members if world.store.view == reading.seen.view else ()
+                        world.laws.leaves(self, reading.seen, lost, [world.workers[who] for who in members])
+                        if lost:  # it waits for what it is saving
+                            yield world.random.uniform(0.0, 0.5)
                         world.end(self, "was left behind")
                         return
                     case _:
@@ -270,6 +277,10 @@ class Worker(Process):
                         yield self._until(0.2)
             except Away:
                 yield 0.05
+
+    def _unneeded(self, view: View) -> bool:
+        """Outside; or inside with too few to begin, and nobody else will come."""
+        return self.who not in view.members or (self.member.committed < 0 and not covers(view.members, self.parts))
 
     def _cut_off(self) -> bool:
         return any((self.member.epoch, other) in self.closed for other in self._others())
@@ -294,16 +305,17 @@ class Worker(Process):
         world.laws.stands(self, settlement)
         if settlement.begins:
             yield from self._begin(view)
-        elif settlement.donor == self.who and settlement.behind:
+        elif settlement.gives(self.who):
             world.laws.gives(self, settlement)
-            for other in settlement.behind:
+            for other in settlement.gives(self.who):
                 world.send_state(self, other, view.epoch, (self.weights, self.steps))
                 yield from self._maybe("state")
 
     def _take(self, settlement: Settlement) -> Waits:
         """State from the donor; it is written over what was there."""
-        donor = settlement.donor
+        donor = settlement.takes_from(self.who)
         assert donor is not None
+        self.world.laws.takes(self, donor)
         self.weights = VOID
         yield from self._maybe("take")
         try:
@@ -328,7 +340,7 @@ class Worker(Process):
         else:
             step = (yield from self._await((epoch, "begin", 0), [leader], COLLECTIVE))[leader]
         yield world.random.uniform(0.01, 0.2)
-        self.weights, self.steps, self.member.clean = world.laws.truth[step], step, True
+        self.weights, self.steps, self.member.clean = world.laws.truth[step][self.part], step, True
         self.member.begun(step)
         yield from self._maybe("begun")
 
@@ -344,12 +356,14 @@ class Worker(Process):
             epoch = member.epoch
             yield from self._body()
             leaving = [who for who, asked in asks.items() if asked & LEAVE]
-            if self.who in leaving and len(leaving) < len(asks):
+            if not covers([who for who in asks if who not in leaving], self.parts):
+                leaving = []
+            if self.who in leaving:
                 yield from self._leave()
                 return None
             if any(asks.values()) and member.epoch == epoch and member.committed < world.plan.last:
                 yield from self._maybe("boundary")
-                return Change(leaving=leaving if len(leaving) < len(asks) else ())
+                return Change(leaving=leaving)
         world.laws.equal(self, "finishes")
         while not self.ended:
             try:
@@ -366,16 +380,14 @@ class Worker(Process):
         step = member.committed
         world.laws.begins(self)
         yield world.random.uniform(0.03, 0.15)
-        mine = {
-            lane: gradient_of(self.weights, lane, step) for lane in range(view.rank(self.who), LANES, len(view.members))
-        }
+        mine = {(self.part, lane): gradient_of(self.weights, lane, step) for lane in self._lanes(view)}
         waiting = any(who not in view.members for who in self.newcomers)
         asks = (CHANGE if waiting else 0) | (LEAVE if self.leaving else 0)
         offers = dict((yield from self._gather("offer", step, (asks, mine), COLLECTIVE)))
         offers[self.who] = asks, mine
-        lanes = {lane: gradient for _, part in offers.values() for lane, gradient in part.items()}
-        world.laws.samples(self, [lane for _, part in offers.values() for lane in part])
-        self.kept = tuple(lanes[lane] for lane in range(LANES))
+        lanes = {lane: gradient for _, some in offers.values() for lane, gradient in some.items()}
+        world.laws.samples(self, [lane for _, some in offers.values() for lane in some])
+        self.kept = tuple(lanes[lane] for lane in sorted(lanes))
         member.says()
         world.laws.said[member.epoch, step].add(self.who)
         yield from self._gather("vote", step, None, COLLECTIVE)
@@ -385,6 +397,18 @@ class Worker(Process):
         yield from self._maybe("met")
         return {who: asked for who, (asked, _) in sorted(offers.items())}
 
+    def _lanes(self, view: View) -> range:
+        """Lanes are dealt to replicas, of one member for each part. Those left over have none, and follow."""
+        parts, laws = range(self.parts), self.world.laws
+        by_part = [[who for who in view.members if part_of(who.worker, self.parts) == part] for part in parts]
+        replicas = min(map(len, by_part))
+        if len(view.members) > replicas * self.parts:
+            laws.meets("a replica was broken, and its mates stayed")
+        if any(len({own[number].worker // self.parts for own in by_part}) > 1 for number in range(replicas)):
+            laws.meets("two broken replicas made one")
+        own = by_part[self.part].index(self.who)
+        return range(own, LANES, replicas) if own < replicas else range(0)
+
     def _apply(self) -> None:
         self.weights = applied(self.weights, self.steps, self.kept)
         self.steps += 1
@@ -392,7 +416,7 @@ class Worker(Process):
     def _body(self) -> Waits:
         """What the user's loop does after a step."""
         world, step, plan = self.world, self.member.committed, self.world.plan
-        if plan.saves and step % plan.saves == 0 and self.view is not None and self.view.members[0] == self.who:
+        if plan.saves and step % plan.saves == 0 and self._writes():
             world.save(self)
             yield from self._maybe("save")
         if plan.evaluates and step % plan.evaluates == 0:
@@ -400,6 +424,11 @@ class Worker(Process):
             yield world.random.uniform(0.01, 0.05)
             yield from self._gather("evaluation", step, None, COLLECTIVE)
             self.member.clean = True
+
+    def _writes(self) -> bool:
+        """The first of each part writes that part of a checkpoint."""
+        members = () if self.view is None else self.view.members
+        return next((who for who in members if part_of(who.worker, self.parts) == self.part), None) == self.who
 
     def _evaluate_alone(self) -> Waits:
         self.world.laws.meets("an evaluation was interrupted")

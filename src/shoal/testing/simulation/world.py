@@ -15,11 +15,12 @@ from shoal.recovery.protocol import Member, Settlement, View, Who
 from shoal.testing.simulation.driver import Driver
 from shoal.testing.simulation.faults import Faults
 from shoal.testing.simulation.laws import Broken, Laws
-from shoal.testing.simulation.plan import BOUND, LANES, draw
+from shoal.testing.simulation.plan import BOUND, LANES, ROOM, draw
 from shoal.testing.simulation.store import Reading, Store
 from shoal.testing.simulation.worker import VOID, Key, Process, Worker
 
 MOST_EVENTS = 60_000
+PARTS = (1, 1, 1, 1, 2, 2, 3)  # that models are cut into
 
 
 class World:
@@ -27,12 +28,13 @@ class World:
         """`planned`: what the seed would decide otherwise, by the names of Plan."""
         self.member = member
         self.random = Random(seed)
-        self.plan = replace(draw(self.random), **planned)
+        parts = planned.get("parts", Random(f"parts of {seed}").choice(PARTS))
+        self.plan = replace(draw(self.random, parts), **planned)
         self.now = 0.0
         self.events: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
         self.trace: list[str] | None = [] if trace else None
-        self.laws = Laws(self.plan.last)
+        self.laws = Laws(self.plan.last, self.plan.parts)
         self.faults = Faults(self)
         self.store = Store()
         self.workers: dict[Who, Worker] = {}
@@ -41,7 +43,8 @@ class World:
         self.apart: set[frozenset[Who]] = set()  # pairs that cannot talk
         self.broken: set[tuple[int, frozenset[Who]]] = set()  # connections, by epoch
         self.order: dict[tuple[int, Who, Who], float] = {}  # when the last message of a connection arrives
-        self.disk: dict[int, bool] = {self.plan.resumed: True} if self.plan.resumed else {}  # step -> it verifies
+        whole = set(range(self.plan.parts))
+        self.disk: dict[int, set[int]] = {self.plan.resumed: whole} if self.plan.resumed else {}  # step -> parts there
 
     # -- the clock ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,8 @@ class World:
     def join(self) -> None:
         """One worker more, where there is room."""
         taken = {worker.who.worker for worker in self.living()}
-        free = [number for number in range(LANES) if number not in taken]
+        room = LANES if self.plan.parts == 1 else ROOM
+        free = [number for number in range(room) if number not in taken]
         if self.driver is not None and free:
             self.start(self.random.choice(free))
 
@@ -269,6 +273,8 @@ class World:
         laws = self.laws
         if any(who not in old.members for who in view.members) and old.epoch and view.term == old.term:
             laws.meets("a newcomer was let in")
+            if not view.boundary:
+                laws.meets("newcomers came into a view that nobody had begun in")
         if set(view.members) == set(old.members):
             laws.meets("only connections were made anew")
         if any(who.life for who in view.members if who not in old.members):
@@ -306,21 +312,23 @@ class World:
     def save(self, worker: Worker) -> None:
         """A checkpoint, written beside the training. It verifies once all of it is there."""
         step = worker.steps
-        if not self.disk.get(step):
-            self.disk[step] = False
+        if worker.part not in self.disk.setdefault(step, set()):
             seconds = 0.5 if self.chance(0.2) else 0.1
-            self.after(self.random.uniform(0.02, seconds), worker, self._saved, worker.weights, step)
+            self.after(self.random.uniform(0.02, seconds), worker, self._saved, worker.weights, worker.part, step)
 
-    def _saved(self, weights: int, step: int) -> None:
-        if weights != self.laws.truth[step]:
+    def _saved(self, weights: int, part: int, step: int) -> None:
+        if weights != self.laws.truth[step][part]:
             raise Broken(f"a checkpoint of step {step} with other weights")
         if self.chance(self.plan.corrupts):
             self.laws.meets("a checkpoint did not verify")
         else:
-            self.disk[step] = True
+            self.disk[step].add(part)
+
+    def _verifies(self, step: int) -> bool:
+        return len(self.disk[step]) == self.plan.parts
 
     def newest_checkpoint(self, worker: Worker, term: int) -> int:
-        verified = max((step for step, whole in self.disk.items() if whole), default=None)
+        verified = max(filter(self._verifies, self.disk), default=None)
         step = verified or 0
         if term == 0 and not self.plan.resumed:
             step = 0
@@ -328,8 +336,11 @@ class World:
             self.laws.meets("a term began from a checkpoint" if term else "the run began from a checkpoint")
         elif term > 0:
             self.laws.meets("a term began from a fresh model")
-        if any(not whole for at, whole in self.disk.items() if at > step):
+        torn = [self.disk[at] for at in self.disk if at > step and not self._verifies(at)]
+        if torn:
             self.laws.meets("a torn checkpoint was passed over")
+        if any(torn):
+            self.laws.meets("a checkpoint that lacked a part was passed over")
         if self.laws.newest == worker.member.epoch:
             self.laws.opens(worker, term, step, verified)
         else:

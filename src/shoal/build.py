@@ -1,0 +1,257 @@
+"""A job's model as one worker holds it: all of it, or the stage, slice or rows that the layout gives to it.
+
+driver     outline: the model without weights, its row, stages, rules     checked before any worker starts
+worker     build:   the weights that are this worker's, from the seed; the rest stays on meta
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.collectives.group import Alone
+from shoal.errors import JobError
+from shoal.exact.seeds import initialise
+from shoal.exact.sketch import Sketch, sketch
+from shoal.feed import Source
+from shoal.job import Job
+from shoal.objective import Objective
+from shoal.partition.blocks import Blocks, find_blocks
+from shoal.partition.lanes import cut
+from shoal.partition.pieces import WHOLE, Piece, rows
+from shoal.partition.row import Row, find_row
+from shoal.plan.layout import Layout
+from shoal.plan.placement import Plan
+from shoal.recovery.export import initial_weights
+from shoal.recovery.parts import Holding
+from shoal.recovery.state import shapes_of
+from shoal.schedule import make_schedule
+from shoal.strategies.data import DataParallel
+from shoal.strategies.pipeline import PipelineParallel
+from shoal.strategies.replica import Replica
+from shoal.strategies.stages import Stages, cut_model
+from shoal.strategies.tensor.find import find_rules
+from shoal.strategies.tensor.install import install
+from shoal.strategies.tensor.rules import Rules
+from shoal.strategies.tensor.team import Team
+from shoal.strategies.update import Update, shadow
+
+
+def build_model(job: Job) -> nn.Module:
+    """The whole model, as one process has it."""
+    if isinstance(job.model, nn.Module):
+        return job.model
+    model = initialise(job.model, job.seed)
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What is known of a model without its weights, and how a layout cuts it."""
+
+    sketch: Sketch
+    blocks: Blocks
+    shapes: Mapping[str, tuple[int, ...]]  # of all parameters and buffers
+    parameters: frozenset[str]  # which of them are parameters
+    stages: Stages | None = None
+    rules: Rules | None = None
+
+
+def example_of(job: Job, source: Source) -> Sequence[Any]:
+    """What the model gets with a full microbatch."""
+    batch = job.batch_size
+    first = cut(batch, batch, job.lane_count, job.microbatches)[0][0]
+    order = source.order(0)
+    return Objective(job, nn.Module()).inputs(source.fetch([order[position] for position in first], 0))
+
+
+def outline(job: Job, source: Source, plan: Plan) -> Outline:
+    """Finds out how the model is cut; whatever does not fit is an error here."""
+    made = Sketch.of(job.model) if isinstance(job.model, nn.Module) else sketch(job.model, job.seed)
+    blocks = find_blocks(made.model, job.blocks)
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in (*made.model.named_parameters(), *made.model.named_buffers())
+    }
+    stages, rules = None, None
+    if plan.pipeline > 1 or plan.tensor > 1:
+        example = example_of(job, source)
+        if plan.pipeline > 1:
+            pieces = job.lane_count // len(plan.deal) * job.microbatches
+            make_schedule(plan.schedule, ranks=plan.pipeline, microbatches=pieces, chunks=plan.chunks)
+            row = find_row(made.model, blocks, example)
+            stages = cut_model(made.model, blocks, row, ranks=plan.pipeline, schedule=plan.schedule, chunks=plan.chunks)
+        if plan.tensor > 1:
+            rules = find_rules(made.model, example, plan.tensor, job.tensor_rules)
+    parameters = frozenset(name for name, _ in made.model.named_parameters())
+    return Outline(sketch=made, blocks=blocks, shapes=shapes, parameters=parameters, stages=stages, rules=rules)
+
+
+@dataclass(kw_only=True)
+class Built:
+    model: nn.Module  # what computes
+    saved: nn.Module  # what is saved: the same, unless weights have masters
+    update: Update
+    blocks: Blocks
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of everything there is, where it is cut
+    pieces: Mapping[str, Piece] = field(default_factory=dict)  # of what is here, where that is not whole
+    stages: Stages | None = None
+    rules: Rules | None = None
+    record: Callable[[Sequence[Any], bool], Row] | None = None
+    holding: Holding | None = None  # for checkpoints, where it is cut
+    slices: Team | None = None  # whoever has the other slices
+
+    @property
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer gets."""
+        return list(self.update.seen.items())
+
+
+def build(job: Job, plan: Plan, worker: int, made: Outline | None) -> Built:
+    """`made`: how the model is cut; None: it is not."""
+    masters = job.precision == "bf16-weights"
+    if made is None:
+        model = build_model(job)
+        if job.start_from is not None:
+            _begin_from(model, job, {}, shapes_of(model))
+        return _finish(job, model, find_blocks(model, job.blocks), masters=masters)
+    layout = plan.layout
+    model = made.sketch.model
+    skeleton = copy.deepcopy(model)
+    stored = shapes_of(skeleton)
+    share = _share(made, layout, worker)
+    made.sketch.install(share.held, keep=lambda name, tensor: share.pieces.get(name, WHOLE).take(tensor))
+    made.sketch.drop_rest()
+    if job.start_from is not None:
+        _begin_from(model, job, share.pieces, stored)
+    built = _finish(job, model, made.blocks, masters=masters, optimized=share.updated if layout.zero == 1 else None)
+    built.shapes, built.stages, built.rules = made.shapes, made.stages, made.rules
+    shares = [
+        share.settled(layout.zero, masters) for share in (_share(made, layout, part) for part in range(layout.parts))
+    ]
+    own = shares[worker % layout.parts]
+    built.pieces = own.pieces
+    built.holding = Holding(
+        shapes=stored,
+        pieces=own.pieces,
+        optimizer_pieces=own.updated if layout.zero == 1 else None,
+        held=[name for name in stored if name in own.held],
+        writes=_first(shares, worker % layout.parts, lambda share: share.pieces),
+        optimizer_writes=_first(shares, worker % layout.parts, lambda share: share.updated or share.pieces),
+    )
+    if made.rules is not None:
+        built.slices = Team(Alone())
+        install(model, made.rules, built.slices)
+
+    def record(inputs: Sequence[Any], training: bool) -> Row:
+        skeleton.train(training)
+        return find_row(skeleton, made.blocks, inputs)
+
+    built.record = record
+    return built
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a layout gives to one worker."""
+
+    held: frozenset[str]
+    pieces: Mapping[str, Piece]  # of what it holds, where that is not whole
+    updated: Mapping[str, Piece]  # what it updates of what it holds (zero); within the piece
+
+    def settled(self, zero: int, masters: bool) -> "Share":
+        """As pieces of the whole."""
+        within = {name: piece.of(self.pieces.get(name, WHOLE)) for name, piece in self.updated.items()}
+        pieces = {**self.pieces, **within} if masters and zero == 1 else self.pieces
+        return replace(self, pieces=pieces, updated=within if zero == 1 else {})
+
+
+def _share(made: Outline, layout: Layout, worker: int) -> Share:
+    place = layout.place(worker)
+    held = frozenset(made.shapes) if made.stages is None else made.stages.names[place.stage]
+    pieces: dict[str, Piece] = {}
+    updated: dict[str, Piece] = {}
+    for name in held:
+        shape = made.shapes[name]
+        piece = WHOLE if made.rules is None else made.rules.piece(name, shape, place.slice)
+        if layout.zero and name in made.parameters:
+            rows_of = rows(piece.shape(shape), layout.data, place.replica)
+            if layout.zero == 1:
+                updated[name] = rows_of
+            else:
+                piece = rows_of.of(piece)
+        if piece:
+            pieces[name] = piece
+    return Share(held=held, pieces=pieces, updated=updated)
+
+
+def _first(shares: Sequence[Share], part: int, which: Callable[[Share], Mapping[str, Piece]]) -> list[str]:
+    """Names of which this part has a piece that none before it has."""
+    own = shares[part]
+
+    def has(share: Share, name: str) -> bool:
+        return name in share.held and which(share).get(name, WHOLE) == which(own).get(name, WHOLE)
+
+    return [name for name in own.held if not any(has(share, name) for share in shares[:part])]
+
+
+def plain(model: nn.Module, blocks: Blocks) -> Built:
+    """A model that is all here, with an optimizer of its own."""
+    return Built(model=model, saved=model, update=Update(list(model.named_parameters())), blocks=blocks)
+
+
+def _finish(
+    job: Job, model: nn.Module, blocks: Blocks, *, masters: bool, optimized: Mapping[str, Piece] | None = None
+) -> Built:
+    parameters = list(model.named_parameters())
+    update = Update(parameters, masters=masters, rows=optimized)
+    saved = model
+    if masters:
+        saved = shadow(model, update.seen)
+        for _, parameter in parameters:
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.bfloat16()
+    return Built(model=model, saved=saved, update=update, blocks=blocks)
+
+
+def choose_strategy(
+    plan: Plan,
+    built: Built,
+    replica: Replica,
+    *,
+    objective: Objective | None,
+    microbatches: int,
+    clips: bool,
+) -> DataParallel:
+    """How a step is done under this plan. The group comes later."""
+    deal = [(0, plan.lanes)]
+    if plan.pipeline > 1:
+        assert built.stages is not None and built.record is not None and objective is not None
+        return PipelineParallel(
+            replica,
+            Alone(),
+            lanes=plan.lanes,
+            microbatches=microbatches,
+            deal=deal,
+            stages=built.stages,
+            model=objective,
+            record=built.record,
+            clips=clips,
+            recompute=plan.recompute,
+        )
+    return DataParallel(replica, Alone(), lanes=plan.lanes, microbatches=microbatches, deal=deal, clips=clips)
+
+
+def _begin_from(model: nn.Module, job: Job, pieces: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    assert job.start_from is not None
+    tensors: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
+    held = [name for name in shapes if not tensors[name].is_meta]
+    holding = Holding(shapes=shapes, pieces=pieces, held=held)
+    with torch.no_grad():
+        for name, tensor in initial_weights(Path(job.start_from), holding).items():
+            tensors[name].copy_(tensor)

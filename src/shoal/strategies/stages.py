@@ -1,0 +1,85 @@
+"""How a model is cut into a pipeline's stages: which segments, which tensors, which weights are shared. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal.errors import JobError
+from shoal.partition.blocks import Blocks
+from shoal.partition.lanes import Span
+from shoal.partition.row import Row
+from shoal.partition.stages import cut_stages
+from shoal.schedule import Schedule, fit_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """How a model's row is cut, and in which order its pieces are computed."""
+
+    spans: tuple[Span, ...]  # segments of each stage
+    blocks: tuple[str, ...]  # of each segment
+    costs: tuple[float, ...]  # of each stage, as a share of all
+    ranks: int
+    schedule: str
+    chunks: int
+    names: tuple[frozenset[str], ...]  # tensors by rank, by their first names
+    tied: Mapping[str, tuple[int, ...]]  # weights that several ranks use -> those ranks, in block order
+
+    def order(self, microbatches: int) -> Schedule:
+        return fit_schedule(self.schedule, ranks=self.ranks, microbatches=microbatches, chunks=self.chunks)
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        return self.order(1).stages_of(rank)
+
+    def blocks_of(self, rank: int) -> list[str]:
+        return [block for stage in self.of(rank) for block in self.blocks[slice(*self.spans[stage])]]
+
+
+def cut_model(
+    model: nn.Module, blocks: Blocks, row: Row, *, ranks: int, schedule: str = "1f1b", chunks: int = 1
+) -> Stages:
+    """Stages of about equal cost. `model` may be on meta."""
+    stages = ranks * chunks
+    spans = cut_stages(row.costs(), stages, joined=row.joined)
+    order = fit_schedule(schedule, ranks=ranks, microbatches=1, chunks=chunks)
+    rank_of_block: dict[int, int] = {0: 0}
+    for stage, span in enumerate(spans):
+        for segment in row.segments[slice(*span)]:
+            rank_of_block.setdefault(blocks.names.index(segment.block) + 1, order.rank_of(stage))
+    held_by: dict[str, int] = {}  # what belongs to no block -> the rank whose stage uses it
+    for stage, span in enumerate(spans):
+        for name in row.held(span):
+            if blocks.of(name) == 0:
+                held_by[name] = order.rank_of(stage)
+    names: list[set[str]] = [set() for _ in range(ranks)]
+    uses: dict[str, dict[int, int]] = {}  # first name of a parameter -> block -> rank
+    first: dict[int, str] = {}
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            known = first.setdefault(id(tensor), name)
+            block = blocks.of(name)
+            rank = held_by.get(name, rank_of_block.get(block, 0))
+            names[rank].add(known)
+            if kind == model.named_parameters:
+                uses.setdefault(known, {})[block] = rank
+    tied = {name: tuple(found[block] for block in sorted(found)) for name, found in uses.items()}
+    for rank in range(ranks):
+        if not any(name in names[rank] for name in uses):
+            number = next(stage for stage in range(stages) if order.rank_of(stage) == rank)
+            inside = ", ".join(row.segments[index].block for index in range(*spans[number]))
+            raise JobError(
+                f"stage {number} of {stages} would have no parameters to train ({inside})",
+                fix="fewer stages, or blocks=[…] that go together",
+            )
+    total = sum(row.costs()) or 1.0
+    return Stages(
+        spans=spans,
+        blocks=tuple(segment.block for segment in row.segments),
+        costs=tuple(sum(row.costs()[slice(*span)]) / total for span in spans),
+        ranks=ranks,
+        schedule=schedule,
+        chunks=chunks,
+        names=tuple(frozenset(each) for each in names),
+        tied={name: found for name, found in tied.items() if len(set(found)) > 1},
+    )

@@ -1,0 +1,776 @@
+"""Checkpoints in parts: written under one layout, read under any other, with the bits of the whole."""
+
+import copy
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn, optim
+
+from shoal.errors import CheckpointError
+from shoal.exact.digest import digests, tensor_sha256
+from shoal.keeper import Keeper, Live
+from shoal.partition.pieces import WHOLE, Piece, evenly, rows
+from shoal.recovery import checkpoint
+from shoal.recovery.checkpoint import Checkpoints, Snapshot
+from shoal.recovery.export import export_weights, initial_weights, load_weights
+from shoal.recovery.parts import Entry, Holding, Placed, Share, Stored, Unfit, covers, index_of
+from shoal.recovery.plain import STORABLE_DTYPES
+from shoal.recovery.state import capture_weights, restore_weights, shapes_of
+from shoal.report.events import Event, Saved, SaveFailed
+
+TENSORS = ("weights", "optimizer", "extra")
+
+
+@pytest.fixture(autouse=True)
+def random_state_stays() -> Iterator[None]:
+    before = torch.get_rng_state()
+    torch.manual_seed(3)
+    yield
+    torch.set_rng_state(before)
+
+
+# ---- a run, whole and cut
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.qkv = nn.Linear(4, 12)
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embed(tokens)).chunk(3, -1)
+        found: Tensor = self.head(self.norm(self.out(q * k + v)) * self.scale)
+        return found
+
+
+def live_of(model: nn.Module, rate: Any = 0.01) -> Live:
+    named = dict(model.named_parameters())
+    first = [named[name] for name in ("out.weight", "scale")]
+    rest = [parameter for parameter in named.values() if all(parameter is not each for each in first)]
+    groups: list[dict[str, Any]] = [{"params": first, "weight_decay": 0.1}, {"params": rest}]
+    optimizer = optim.AdamW(groups, lr=rate, foreach=False)
+    return Live(
+        model=model,
+        parameters=named,
+        optimizer=optimizer,
+        scheduler=optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
+        state={"shadow": torch.zeros(3)},
+        arithmetic={"lanes": 4},
+        traits={"isa": "any"},
+    )
+
+
+def trained(steps: int = 3, rate: Any = 0.01) -> Live:
+    live = live_of(Net(), rate)
+    live.state["shadow"].fill_(steps)
+    for _ in range(steps):
+        live.optimizer.zero_grad()
+        nn.functional.cross_entropy(live.model(torch.arange(10)), torch.arange(10)).backward()
+        live.optimizer.step()
+        live.scheduler.step()
+    return live
+
+
+SHAPES = shapes_of(Net())
+ALL = list(SHAPES)
+
+
+def cut(whole: Live, holding: Holding, rate: Any = 0.01) -> Live:
+    """A worker's live objects: its pieces, and all else on meta. Without state if the whole has none."""
+    model = copy.deepcopy(whole.model)
+    made: dict[int, Tensor] = {}
+    names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items() if name in SHAPES}
+
+    def mine(tensor: Tensor) -> Tensor:
+        name = names[id(tensor)]
+        held = holding.held is None or name in holding.held
+        data = holding.piece(name).take(tensor) if held else torch.empty_like(tensor, device="meta")
+        fresh = nn.Parameter(data) if isinstance(tensor, nn.Parameter) else data
+        return made.setdefault(id(tensor), fresh)
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = mine(parameter)  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = mine(buffer)
+    live = live_of(model, rate)
+    live.holding = holding
+    live.scheduler.load_state_dict(whole.scheduler.state_dict())
+    for group, other in zip(live.optimizer.param_groups, whole.optimizer.param_groups, strict=True):
+        group.update({key: value for key, value in other.items() if key != "params"})
+    for name, parameter in live.parameters.items():
+        state = whole.optimizer.state.get(whole.parameters[name])
+        if state and not parameter.is_meta:
+            piece, shape = holding.optimizer_piece(name), SHAPES[name]
+            live.optimizer.state[parameter] = {
+                key: piece.take(value) if tuple(value.shape) == shape else value.clone() for key, value in state.items()
+            }
+    live.state["shadow"].copy_(whole.state["shadow"])
+    return live
+
+
+def empty(holding: Holding | None) -> Live:
+    """As a worker is before it has anything: other weights, no state."""
+    torch.manual_seed(99)
+    return live_of(Net()) if holding is None else cut(live_of(Net()), holding)
+
+
+Layout = list[Holding]
+
+
+def pipeline(parts: int = 3) -> Layout:
+    """The tied embedding is held by the first stage and the last; the first writes it."""
+    stages = [["embed.weight", "qkv.weight", "qkv.bias"], [n for n in ALL if n.startswith(("norm", "out"))], ["scale"]]
+    if parts == 2:
+        stages = [stages[0] + stages[1], stages[2]]
+    return [
+        Holding(
+            shapes=SHAPES,
+            held={*names, "embed.weight"} if part == parts - 1 else set(names),
+            writes=set(names),
+            part=part,
+            parts=parts,
+        )
+        for part, names in enumerate(stages)
+    ]
+
+
+def sliced(parts: int = 2) -> Layout:
+    """Fused rows in three ranges, columns, and rows; norms and scale whole on all."""
+
+    def pieces(part: int) -> dict[str, Piece]:
+        return {
+            "embed.weight": rows(SHAPES["embed.weight"], parts, part),
+            "qkv.weight": evenly((12, 4), 0, parts, part, segments=3),
+            "qkv.bias": evenly((12,), 0, parts, part, segments=3),
+            "out.weight": evenly((4, 4), 1, parts, part),
+        }
+
+    return [
+        Holding(
+            shapes=SHAPES, pieces=pieces(part), writes=set(ALL if part == 0 else pieces(part)), part=part, parts=parts
+        )
+        for part in range(parts)
+    ]
+
+
+def sharded(parts: int = 3) -> Layout:
+    """zero=1: weights are whole everywhere and the first writes them; of the optimizer's state each has some rows."""
+    return [
+        Holding(
+            shapes=SHAPES,
+            optimizer_pieces={name: rows(shape, parts, part) for name, shape in SHAPES.items()},
+            writes=set(ALL) if part == 0 else (),
+            optimizer_writes=set(ALL),
+            part=part,
+            parts=parts,
+        )
+        for part in range(parts)
+    ]
+
+
+def both() -> Layout:
+    """Two stages, of which each is cut in two, along two dimensions where there are two."""
+    found = []
+    for part in range(4):
+        stage, number = divmod(part, 2)
+        held = [n for n in ALL if n.startswith(("embed", "qkv")) == (stage == 0)]
+        pieces = {"embed.weight": Piece({0: ((number * 5, number * 5 + 5),)}), "qkv.bias": rows((12,), 2, number)}
+        pieces |= {"qkv.weight": Piece({1: ((number * 2, number * 2 + 2),)}), "out.weight": rows((4, 4), 2, number)}
+        pieces = {name: piece for name, piece in pieces.items() if name in held}
+        writes = set(held if number == 0 else pieces)
+        found.append(Holding(shapes=SHAPES, held=set(held), pieces=pieces, writes=writes, part=part, parts=4))
+    return found
+
+
+LAYOUTS: dict[str, Callable[[], Layout]] = {
+    "pipeline": pipeline,
+    "two stages": lambda: pipeline(2),
+    "slices": sliced,
+    "four slices": lambda: sliced(4),
+    "rows of state": sharded,
+    "stages of slices": both,
+}
+
+
+def write(checkpoints: Checkpoints, whole: Live, layout: Layout, step: int, token: str = "t") -> checkpoint.Written:
+    """Every worker on a thread of its own, the leader last to begin."""
+    found: list[Any] = []
+
+    def play(holding: Holding) -> None:
+        share = Share(holding=holding, token=token)
+        snapshot = cut(whole, holding).capture(step, {"loss": 0.5}, share=share)
+        try:
+            found.append(checkpoints.write_part(snapshot, share))
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=play, args=(holding,)) for holding in reversed(layout)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    errors = [each for each in found if isinstance(each, Exception)]
+    if errors:
+        raise errors[0]
+    (written,) = [each for each in found if each is not None]
+    assert isinstance(written, checkpoint.Written)
+    return written
+
+
+def assert_same(left: Snapshot, right: Snapshot) -> None:
+    for part in TENSORS:
+        assert list(getattr(left, part)) == list(getattr(right, part)), "order is part of a digest"
+        assert digests(getattr(left, part).items()) == digests(getattr(right, part).items())
+    for part in ("step", "aliases", "values", "arithmetic", "fingerprint"):
+        assert getattr(left, part) == getattr(right, part), part
+    assert list(left.values["optimizer"]["state"]) == list(right.values["optimizer"]["state"])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- written under one layout, read under another
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parts_make_up_the_whole_bit_for_bit(tmp_path: Path, name: str) -> None:
+    whole, layout = trained(), LAYOUTS[name]()
+    written = write(Checkpoints(tmp_path), whole, layout, 7)
+    files = [f"{kind}-{part}.safetensors" for kind in ("model", "optimizer") for part in range(len(layout))]
+    assert names(tmp_path) == ["step-00000007"], "nothing is left beside it"
+    assert names(written.path) == sorted([*files, "state.json", "extra.safetensors", "manifest.json"])
+    assert written.num_bytes == sum(file.stat().st_size for file in written.path.iterdir())
+    assert len({file.stat().st_mode for file in written.path.iterdir()}) == 1, "all readable by the same people"
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None and newest.skipped == []
+    assert_same(newest.snapshot, whole.capture(7, {"loss": 0.5}))
+    fresh = empty(None)
+    fresh.restore(newest.snapshot)
+    assert_same(fresh.capture(7, {"loss": 0.5}), whole.capture(7, {"loss": 0.5}))
+
+
+@pytest.mark.parametrize("first", [*LAYOUTS, "whole"])
+def test_every_layout_reads_every_other(tmp_path: Path, first: str) -> None:
+    """Also one that was written whole, as by a run before there were layouts."""
+    whole = trained()
+    if first == "whole":
+        path = Checkpoints(tmp_path).write(whole.capture(7, {"loss": 0.5})).path
+        assert "model.safetensors" in names(path)
+    else:
+        write(Checkpoints(tmp_path), whole, LAYOUTS[first](), 7)
+    for second in LAYOUTS:
+        for holding in LAYOUTS[second]():
+            newest = Checkpoints(tmp_path).newest(holding)
+            assert newest is not None
+            mine, fresh = cut(whole, holding), empty(holding)
+            assert_same(newest.snapshot, mine.capture(7, {"loss": 0.5}))
+            fresh.restore(newest.snapshot, own=True)
+            assert_same(fresh.capture(7, {"loss": 0.5}), mine.capture(7, {"loss": 0.5}))
+            for tensor in (*newest.snapshot.weights.values(), *newest.snapshot.optimizer.values()):
+                assert tensor.data_ptr() % 64 == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_the_values_are_those_of_the_whole_on_every_worker(tmp_path: Path) -> None:
+    whole = trained()
+    groups = whole.capture(1, {}).values["optimizer"]["groups"]
+    for layout in LAYOUTS.values():
+        for holding in layout():
+            values = cut(whole, holding).lend(1, {}).values
+            assert values["optimizer"]["groups"] == groups
+            assert values["scheduler"] == whole.capture(1, {}).values["scheduler"]
+
+
+def test_before_the_first_step_and_with_a_rate_that_is_a_tensor(tmp_path: Path) -> None:
+    for steps in (0, 2):
+        whole = trained(steps, rate=torch.tensor(0.01))
+        layout = sliced()
+        checkpoints = Checkpoints(tmp_path / str(steps))
+        shares = [Share(holding=holding, token="t") for holding in layout]
+        parts = [cut(whole, each.holding, torch.tensor(0.01)).capture(3, {}, share=each) for each in shares]
+        assert checkpoints.write_part(parts[1], shares[1]) is None
+        assert checkpoints.write_part(parts[0], shares[0]) is not None
+        newest = checkpoints.newest()
+        assert newest is not None
+        assert_same(newest.snapshot, whole.capture(3, {}))
+        assert any("param_groups" in name for name in newest.snapshot.optimizer)
+
+
+def test_a_worker_copies_only_what_it_writes() -> None:
+    whole = trained()
+    for holding in sharded():
+        share = Share(holding=holding, token="t")
+        snapshot = cut(whole, holding).capture(1, {}, share=share)
+        assert bool(snapshot.weights) == bool(snapshot.extra) == holding.leads
+        assert {len(snapshot.optimizer[f"{name}/exp_avg"]) for name in ("embed.weight",)} <= {3, 4}
+
+
+def test_any_piece_of_any_dtype(tmp_path: Path) -> None:
+    raw = torch.randint(0, 256, (60 * 8,), dtype=torch.uint8)
+    tensors = {
+        name: (raw[:60] % 2 == 0 if dtype == torch.bool else raw.view(dtype)[:60]).reshape(5, 4, 3).clone()
+        for name, dtype in STORABLE_DTYPES.items()
+    }
+    export_weights(tmp_path / "w.safetensors", tensors, {})
+    pieces = [
+        Piece({0: ((1, 3),)}),
+        Piece({1: ((0, 1), (2, 4))}),
+        Piece({0: ((0, 1), (4, 5)), 2: ((1, 2),)}),
+        Piece({2: ((2, 2),)}),
+        Piece({0: ()}),
+        WHOLE,
+    ]
+    with Stored(tmp_path, index_of(tmp_path, {"weights": "w.safetensors"})) as stored:
+        for name, tensor in tensors.items():
+            for piece in pieces:
+                wanted = WHOLE.take(tensor)
+                for dim, ranges in piece.cuts.items():
+                    wanted = wanted.index_select(dim, torch.tensor([i for a, b in ranges for i in range(a, b)]).long())
+                assert tensor_sha256(stored.read("weights", name, piece)) == tensor_sha256(wanted), (name, piece)
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four slices, read by one of two: the files of two of them, and never the whole of a tensor that is cut."""
+    whole = trained()
+    path = write(Checkpoints(tmp_path), whole, sliced(4), 7).path
+    opened: list[str] = []
+    sizes: list[int] = []
+    open_file, make = Stored._file, torch.empty
+
+    def opens(self: Stored, name: str) -> Any:
+        opened.append(name)
+        return open_file(self, name)
+
+    def makes(*args: Any, **settings: Any) -> Tensor:
+        made = make(*args, **settings)
+        sizes.append(made.numel())
+        return made
+
+    monkeypatch.setattr(Stored, "_file", opens)
+    monkeypatch.setattr(torch, "empty", makes)
+    first = sliced(2)[0]
+    only = Holding(shapes=SHAPES, pieces=first.pieces, held={"qkv.weight"}, part=None, parts=2)
+    assert set(Checkpoints(tmp_path).read(path, only).weights) == {"qkv.weight"}
+    assert max(sizes) == 24, "half of 12×4"
+    assert set(opened) == {f"{kind}-{part}.safetensors" for kind in ("model", "optimizer") for part in (0, 1)}
+
+
+def test_pieces_have_to_make_up_the_whole() -> None:
+    def of(*cuts: Any, shape: tuple[int, ...] = (4, 6)) -> bool:
+        return covers(Entry(shape, "float32", [Placed("f", each) for each in cuts]))
+
+    top, bottom = ((0, ((0, 2),)),), ((0, ((2, 4),)),)
+    assert of(()) and of(top, bottom) and of((), shape=()) and of((), shape=(0, 3)) and of(top, ((0, ()),), bottom)
+    assert of(top, ((0, ((2, 4),)), (1, ((0, 5),))), ((0, ((2, 4),)), (1, ((5, 6),))))
+    assert of(((1, ((0, 1), (2, 3), (4, 5))),), ((1, ((1, 2), (3, 4), (5, 6))),))
+    assert not of() and not of(top) and not of(top, bottom, ()) and not of(top, ((0, ((1, 4),)),))
+    assert not of(top, ((0, ((2, 3),)),), ((0, ((2, 3),)),)), "the number of elements alone says nothing"
+    assert not of(((0, ((0, 9),)),))
+
+
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    whole = trained()
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, whole, sliced(), 1)
+    first, second = sliced()
+    lazy = Holding(shapes=SHAPES, pieces=second.pieces, writes={"qkv.weight"}, part=1, parts=2)
+    with pytest.raises(CheckpointError, match=r"embed\.weight: the parts' pieces do not make up \(10, 4\)"):
+        write(checkpoints, whole, [first, lazy], 2)
+    shy = Holding(shapes=SHAPES, pieces=first.pieces, writes=set(ALL) - {"scale"}, part=0, parts=2)
+    with pytest.raises(CheckpointError, match="the parts do not make up the weights: scale"):
+        write(checkpoints, whole, [shy, second], 3)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_what_is_whole_beside_a_cut_parameter_has_to_be_the_same(tmp_path: Path) -> None:
+    """As the step is. What an optimizer keeps in another shape than its parameter's cannot be put together."""
+    whole, layout = trained(), sliced()
+    shares = [Share(holding=holding, token="t") for holding in layout]
+    lives = [cut(whole, holding) for holding in layout]
+    lives[1].optimizer.state[lives[1].parameters["qkv.weight"]]["step"] += 1
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.write_part(lives[1].capture(1, {}, share=shares[1]), shares[1])
+    with pytest.raises(CheckpointError, match=r"qkv\.weight/step is kept whole beside a parameter that is cut"):
+        checkpoints.write_part(lives[0].capture(1, {}, share=shares[0]), shares[0])
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_not_skipped(tmp_path: Path) -> None:
+    write(Checkpoints(tmp_path), trained(), sliced(), 1)
+    wider = Holding(shapes=SHAPES | {"out.weight": (8, 4)}, part=None)
+    with pytest.raises(Unfit, match=r"out\.weight: 4×4 in the checkpoint, 8×4 in the model"):
+        Checkpoints(tmp_path).newest(wider)
+    other = Holding(shapes={"a": (1,)}, part=None)
+    with pytest.raises(Unfit, match="holds other tensors than the job"):
+        Checkpoints(tmp_path).newest(other)
+
+
+def test_weights_on_meta_are_neither_captured_nor_restored() -> None:
+    whole = trained()
+    first, middle, last = [cut(whole, holding) for holding in pipeline()]
+    weights, aliases = capture_weights(middle.model)
+    assert set(weights) == {n for n in ALL if n.startswith(("norm", "out"))}
+    assert aliases == {"head.weight": "embed.weight"}, "tied on meta, too; other tensors of one shape are not"
+    assert set(capture_weights(last.model)[0]) == {"embed.weight", "scale"}
+    restore_weights(middle.model, *capture_weights(whole.model))
+    assert all(tensor.is_meta for name, tensor in middle.model.state_dict().items() if name not in weights)
+    with pytest.raises(CheckpointError, match="other tensors than the job"):
+        restore_weights(first.model, weights, aliases)
+    with pytest.raises(CheckpointError, match="1 only in the checkpoint: odd"):
+        restore_weights(first.model, capture_weights(first.model)[0] | {"odd": torch.ones(1)}, aliases)
+
+
+def test_a_part_is_handed_over_to_one_that_holds_the_same() -> None:
+    whole = trained()
+    for layout in LAYOUTS.values():
+        holding = layout()[-1]
+        donor, newcomer = cut(whole, holding), empty(holding)
+        newcomer.restore(donor.lend(3, {}))
+        assert_same(newcomer.lend(3, {}), donor.lend(3, {}))
+
+
+# ---- damage, absence
+
+
+@pytest.mark.parametrize("file", ["model-1.safetensors", "optimizer-2.safetensors", "state.json", "extra.safetensors"])
+def test_a_torn_part_is_found_and_the_older_one_loads(tmp_path: Path, file: str) -> None:
+    whole = trained()
+    write(Checkpoints(tmp_path), whole, pipeline(), 10)
+    path = write(Checkpoints(tmp_path), whole, pipeline(), 20).path / file
+    good = path.read_bytes()
+    bad = bytearray(good)
+    bad[-1] ^= 1
+    for harm in (bytes(bad), good[: len(good) // 2], good + b"\n", None):
+        path.unlink()
+        if harm is not None:
+            path.write_bytes(harm)
+        for holding in (None, sliced()[1]):
+            newest = Checkpoints(tmp_path).newest(holding)
+            assert newest is not None and newest.snapshot.step == 10
+            assert len(newest.skipped) == 1 and newest.skipped[0].startswith(f"step-00000020: {file}")
+        path.write_bytes(good)
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None and newest.snapshot.step == 20
+
+
+def test_one_writer_and_several_keep_and_sweep_alike(tmp_path: Path) -> None:
+    whole = trained()
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        write(checkpoints, whole, sliced(), step)
+    checkpoints.write(whole.capture(3, {}))
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    write(Checkpoints(tmp_path), whole, pipeline(), 4)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    write(Checkpoints(tmp_path), whole, sharded(), 4)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_a_shared_folder_is_swept_when_its_leader_is_gone_or_nothing_moves(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    here = checkpoint._machine()
+    leftovers = {"ab": (f"{here}-{dead.pid}-77", False), "cd": (checkpoint._me(), True), "ef": ("", True)}
+    leftovers |= {"12": ("0123abcd-1-1", True), "34": ("0123abcd-1-1", False), "56": ("", False)}
+    for token, (owner, _) in leftovers.items():
+        folder = tmp_path / f".step-00000001.parts-{token}"
+        folder.mkdir()
+        (folder / "model-1.safetensors").write_bytes(b"half")
+        if owner:
+            (folder / "owner").write_text(owner)
+        if token in ("34", "56"):
+            for path in (*folder.iterdir(), folder):
+                os.utime(path, (time.time() - 3600,) * 2)
+    write(Checkpoints(tmp_path), trained(), sliced(), 2)
+    stay = [f".step-00000001.parts-{token}" for token, (_, stays) in leftovers.items() if stays]
+    assert names(tmp_path) == sorted([*stay, "step-00000002"])
+
+
+def test_what_a_dead_leader_left_under_the_same_name_is_not_used(tmp_path: Path) -> None:
+    whole, layout = trained(), sliced()
+    left = Checkpoints(tmp_path)._shared(5, "t")
+    left.mkdir()
+    (left / "owner").write_text("0123abcd-1-1")
+    (left / "part-1.json").write_text(json.dumps({"part": 1, "parts": 2}))
+    share = Share(holding=layout[0], token="t")
+    share.given_up.set()
+    with pytest.raises(checkpoint.GivenUp, match=r"without part 1 of 2"):
+        Checkpoints(tmp_path).write_part(cut(whole, layout[0]).capture(5, {}, share=share), share)
+    assert names(tmp_path) == []
+
+
+def test_a_part_that_comes_after_the_leader_gave_up_is_nobodys_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, layout = trained(), sliced()
+    checkpoints = Checkpoints(tmp_path)
+    real = checkpoint._save
+
+    def late(tensors: dict[str, Tensor], path: Path) -> None:
+        checkpoints._discard(path.parent)
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "_save", late)
+    share = Share(holding=layout[1], token="t")
+    with pytest.raises(checkpoint.Overtaken):
+        checkpoints.write_part(cut(whole, layout[1]).capture(5, {}, share=share), share)
+    assert names(tmp_path) == []
+
+
+# ---- the keepers of several workers
+
+
+class Crew:
+    """A keeper for each worker, as the run calls them."""
+
+    def __init__(self, folder: Path, whole: Live, layout: Sequence[Holding], late: float = 30.0) -> None:
+        self.events: list[list[Event]] = [[] for _ in layout]
+        self.keepers = []
+        for holding, told in zip(layout, self.events, strict=True):
+            live = cut(whole, holding)
+            keeper = Keeper(folder, live, told.append, writes=holding.part is not None, holding=holding)
+            keeper.checkpoints.late_seconds = late
+            self.keepers.append(keeper)
+
+    def save(self, step: int, token: str = "t", without: Sequence[int] = ()) -> None:
+        for number, keeper in enumerate(self.keepers):
+            if number not in without:
+                keeper.save(step, {"loss": 1.0}, token)
+
+    def wait(self) -> None:
+        for keeper in self.keepers:
+            if keeper._saver is not None:
+                keeper._saver.wait()
+
+    def told(self) -> list[list[tuple[str, int]]]:
+        kinds = (Saved, SaveFailed)
+        return [[(type(e).__name__, e.step) for e in told if isinstance(e, kinds)] for told in self.events]
+
+    def close(self) -> None:
+        for keeper in self.keepers:
+            keeper.close()
+
+
+class Alike:
+    """A group whose members all find the same."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, tensor])
+
+
+def test_keepers_save_resume_and_export(tmp_path: Path) -> None:
+    whole = trained()
+    follower = Holding(shapes=SHAPES, held=pipeline()[1].held, parts=3)  # of another replica: it writes nothing
+    crew = Crew(tmp_path, whole, [*pipeline(), follower])
+    crew.save(4)
+    crew.save(4)  # once more at the end of the run: nothing to do
+    for keeper in crew.keepers:
+        keeper.export()
+    crew.close()
+    assert crew.told() == [[("Saved", 4)], [], [], []]
+    assert [keeper.saved_step for keeper in crew.keepers] == [4, -1, -1, -1]
+    assert names(tmp_path) == ["checkpoints", "model.safetensors"]
+    assert_same(Checkpoints(tmp_path / "checkpoints").newest().snapshot, whole.capture(4, {"loss": 1.0}))  # type: ignore[union-attr]
+    for holding in (*sliced(), None):
+        keeper = Keeper(tmp_path, empty(holding), lambda event: None, writes=False, holding=holding)
+        assert keeper.resume(Alike()).snapshot.values["told"] == {"loss": 1.0}  # type: ignore[arg-type]
+        mine = whole if holding is None else cut(whole, holding)
+        assert_same(keeper.live.capture(4, {}), mine.capture(4, {}))
+
+
+def test_an_export_from_parts_is_that_of_the_whole(tmp_path: Path) -> None:
+    whole = trained()
+    weights, aliases = capture_weights(whole.model)
+    export_weights(tmp_path / "whole.safetensors", weights, aliases)
+    for name, layout in LAYOUTS.items():
+        crew = Crew(tmp_path / name, whole, layout())
+        crew.save(1)
+        for keeper in crew.keepers:
+            keeper.export()
+        crew.close()
+        path = tmp_path / name / "model.safetensors"
+        loaded = load_file(path)
+        assert digests(sorted(loaded.items())) == digests(sorted(weights.items()))
+        assert load_weights(path)[1] == aliases
+        with (
+            safe_open(path, framework="pt") as mine,
+            safe_open(tmp_path / "whole.safetensors", framework="pt") as other,
+        ):
+            assert mine.metadata() == other.metadata()
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0, "tensors are aligned in the file"
+        assert names(tmp_path / name) == ["checkpoints", "model.safetensors"]
+        restore_weights(Net(), *load_weights(path))
+
+
+def test_a_file_of_weights_is_read_piece_by_piece(tmp_path: Path) -> None:
+    whole = trained()
+    path = tmp_path / "start.safetensors"
+    export_weights(path, *capture_weights(whole.model))
+    everything = initial_weights(path)
+    assert set(everything) == {*ALL, "head.weight"}
+    assert everything["head.weight"] is everything["embed.weight"]
+    for layout in LAYOUTS.values():
+        for holding in layout():
+            mine = capture_weights(cut(whole, holding).model)[0]
+            assert digests(sorted(initial_weights(path, holding).items())) == digests(sorted(mine.items()))
+    last = initial_weights(
+        path, Holding(shapes=SHAPES, held=["head.weight"], pieces={"head.weight": rows((10, 4), 2, 1)})
+    )
+    assert tensor_sha256(last["head.weight"]) == tensor_sha256(everything["embed.weight"][5:])
+    with pytest.raises(CheckpointError, match=r"have no odd"):
+        initial_weights(path, Holding(shapes={"odd": (1,)}))
+    with pytest.raises(CheckpointError, match=r"scale: \(\) in the weights .*, \(3,\) in the model"):
+        initial_weights(path, Holding(shapes={"scale": (3,)}))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        initial_weights(tmp_path / "none.safetensors")
+
+
+def test_a_part_that_never_comes_is_told_once_and_what_stands_stays(tmp_path: Path) -> None:
+    whole = trained()
+    crew = Crew(tmp_path, whole, sliced(), late=0.2)
+    crew.save(1)
+    crew.wait()
+    for step in (2, 3):
+        crew.save(step, without=[1])
+        crew.wait()
+        assert crew.keepers[0].failing and crew.keepers[0].saved_step == 1
+    assert crew.told() == [[("Saved", 1), ("SaveFailed", 2)], []]
+    (event,) = [e for e in crew.events[0] if isinstance(e, SaveFailed)]
+    assert "the checkpoint of step 2 was not written: part 1 of 2 did not come" in event.reason
+    assert names(tmp_path / "checkpoints") == ["step-00000001"]
+    crew.keepers[0].export()
+    assert isinstance(crew.events[0][-1], SaveFailed) and not (tmp_path / "model.safetensors").exists()
+    crew.save(4)
+    crew.close()
+    assert crew.told()[0][-1] == ("Saved", 4) and not crew.keepers[0].failing
+    newest = Checkpoints(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert_same(newest.snapshot, whole.capture(4, {"loss": 1.0}))
+
+
+def test_a_leader_that_failed_is_given_the_part_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step, asked for once more: at the end of a run whose last checkpoint failed."""
+    crew = Crew(tmp_path, trained(), sliced())
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "seal", fail)
+        crew.save(1)
+        crew.wait()
+    assert crew.told() == [[("SaveFailed", 1)], []] and names(tmp_path / "checkpoints") == []
+    crew.save(1)
+    crew.close()
+    assert crew.told() == [[("SaveFailed", 1), ("Saved", 1)], []]
+
+
+def test_a_part_that_cannot_be_written_is_told_by_the_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = Crew(tmp_path, trained(), sliced())
+    real = checkpoint._save
+
+    def full(tensors: dict[str, Tensor], path: Path) -> None:
+        if path.name == "optimizer-1.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "_save", full)
+    for step in (1, 2):
+        crew.save(step)
+        crew.wait()
+    assert crew.told() == [[("SaveFailed", 1)], []]
+    reason = crew.events[0][0].reason  # type: ignore[attr-defined]
+    assert "step 1 was not written: No space left on device (part 1)" in reason and "free some space" in reason
+    assert names(tmp_path / "checkpoints") == []
+    crew.close()
+
+
+def test_roles_change_with_the_members(tmp_path: Path) -> None:
+    """The second stage's writer is lost while the leader waits for it: given up, not told, and done anew by another."""
+    whole, layout = trained(), pipeline(2)
+    idle = Holding(shapes=SHAPES, held=layout[1].held, parts=2)
+    crew = Crew(tmp_path, whole, [*layout, idle])
+    for keeper, holding in zip(crew.keepers, [*layout, idle], strict=True):
+        keeper.regroup(writes=holding.part is not None, holding=holding, writers=("a", "b"))
+    crew.save(1, without=[1])
+    for number, holding in ((0, layout[0]), (2, layout[1])):
+        crew.keepers[number].regroup(writes=True, holding=holding, writers=("a", "c"))
+    crew.wait()
+    assert crew.keepers[0].failing and crew.told() == [[], [], []]
+    crew.save(2, token="u", without=[1])
+    crew.wait()
+    assert crew.told() == [[("Saved", 2)], [], []]
+    assert names(tmp_path / "checkpoints") == ["step-00000002"]
+    # The leader is lost, too, and the third worker is alone with everything: the format of one.
+    alone = Holding(shapes=SHAPES, writes=set(ALL), part=0, parts=1)
+    keeper = Keeper(tmp_path, cut(whole, alone), crew.events[2].append, writes=True, holding=alone)
+    keeper.save(3, {"loss": 1.0}, "v")
+    keeper.export()
+    keeper.close()
+    assert crew.told()[2] == [("Saved", 3)]
+    assert "model.safetensors" in names(tmp_path / "checkpoints" / "step-00000003")
+    assert (tmp_path / "model.safetensors").exists()
+    crew.close()
+
+
+def test_the_same_step_is_written_anew_by_other_members(tmp_path: Path) -> None:
+    """At the end of a run: a writer is lost while its part is waited for, and all save the last step once more."""
+    layout = pipeline(2)
+    crew = Crew(tmp_path, trained(), [*layout, layout[1]])
+    crew.save(1, without=[1, 2])
+    for number, holding in ((0, layout[0]), (2, layout[1])):
+        crew.keepers[number].regroup(writes=True, holding=holding, writers=("a", "c"))
+    crew.save(1, token="u", without=[1])
+    crew.keepers[0].export()
+    crew.close()
+    assert crew.told() == [[("Saved", 1)], [], []]
+    assert names(tmp_path) == ["checkpoints", "model.safetensors"]
+
+
+def test_a_run_that_ends_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, trained(), sliced(), late=600)
+    crew.save(1, without=[1])
+    began = time.monotonic()
+    crew.keepers[0].close(give_up=True)
+    assert time.monotonic() - began < 30
+    assert crew.told() == [[("SaveFailed", 1)], []]
+    assert names(tmp_path / "checkpoints") == []
+
+
+def test_training_goes_on_while_parts_are_written(tmp_path: Path) -> None:
+    """What is written is the state of the step, whatever comes after it."""
+    whole = trained()
+    crew = Crew(tmp_path, whole, sliced())
+    crew.save(1, without=[1])
+    for live in (crew.keepers[0].live, crew.keepers[1].live):
+        saved: Mapping[str, Tensor] = dict(live.parameters)
+        if live is crew.keepers[1].live:
+            crew.keepers[1].save(1, {"loss": 1.0}, "t")
+        with torch.no_grad():
+            for parameter in saved.values():
+                parameter.fill_(7.0)
+    crew.close()
+    newest = Checkpoints(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert_same(newest.snapshot, whole.capture(1, {"loss": 1.0}))
