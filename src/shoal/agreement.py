@@ -75,9 +75,12 @@ def whole_digests(
 ) -> dict[str, str]:
     """One sha256 per tensor of a model of which every worker has a part, on all of them. What lies in pieces is put
     together by the first worker, one tensor at a time."""
-    own = {name: ("", pieces[name]) if name in pieces else (tensor_sha256(named[name]), WHOLE) for name in named}
+    own = {
+        name: ("" if name in pieces else tensor_sha256(tensor), str(tensor.dtype), pieces.get(name, WHOLE))
+        for name, tensor in named.items()
+    }
     texts = gather_bytes(group, msgspec.json.encode(own))
-    tables = [msgspec.json.decode(text, type=dict[str, tuple[str, Piece]]) for text in texts]
+    tables = [msgspec.json.decode(text, type=dict[str, tuple[str, str, Piece]]) for text in texts]
     found: dict[str, str] = {}
     for name in order:
         holders = [(rank, *table[name]) for rank, table in enumerate(tables) if name in table]
@@ -85,9 +88,10 @@ def whole_digests(
             found[name] = holders[0][1]
             continue
         first: dict[bytes, tuple[int, Piece]] = {}
-        for rank, _, piece in holders:
+        for rank, _, _, piece in holders:
             first.setdefault(msgspec.json.encode(piece), (rank, piece))
-        whole = torch.empty(shapes[name], dtype=named[name].dtype) if group.rank == 0 else None
+        dtype: torch.dtype = getattr(torch, holders[0][2].removeprefix("torch."))
+        whole = torch.empty(shapes[name], dtype=dtype) if group.rank == 0 else None
         for rank, piece in first.values():
             if rank == group.rank != 0:
                 group.send(named[name].detach().contiguous(), 0)

@@ -145,7 +145,7 @@ def build(job: Job, plan: Plan, worker: int, made: Outline | None) -> Built:
         optimizer_writes=_first(shares, worker % layout.parts, lambda share: share.updated or share.pieces),
     )
     if made.rules is not None:
-        built.slices = Team(Alone())
+        built.slices = Team(Unmet(layout.place(worker).slice, layout.tensor))
         install(model, made.rules, built.slices)
 
     def record(inputs: Sequence[Any], training: bool) -> Row:
@@ -154,6 +154,14 @@ def build(job: Job, plan: Plan, worker: int, made: Outline | None) -> Built:
 
     built.record = record
     return built
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """The other slices, before there is a group."""
+
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ from shoal.plan.layout import part_of, replicas
 from shoal.plan.placement import Plan, read_shares
 from shoal.recovery.checkpoint import Snapshot
 from shoal.recovery.parts import Holding
-from shoal.recovery.protocol import Settlement, Who
+from shoal.recovery.protocol import Settlement, Who, covers
 from shoal.report.events import (
     Changed,
     Dealt,
@@ -204,6 +204,8 @@ class Run:
             if resumes:
                 self._resume()
             self.update.after()
+            if self.layout.cuts:  # what one has begun with, and another not, would count as lost
+                self.group.gather(torch.zeros(1, dtype=torch.uint8))
             self.crew.begun(self.step)
             self._met_in = self.crew.epoch
         else:
@@ -302,6 +304,7 @@ class Run:
             parts=[part_of(worker, self.layout.span) for worker in workers],
             pipeline=self.layout.pipeline,
             tensor=self.layout.tensor,
+            teller=0 if self.built.stages is None else self.built.stages.last * self.layout.tensor,
         )
         if self.built.slices is not None:
             self.built.slices.group = self._teams.slices
@@ -333,8 +336,10 @@ class Run:
         if epoch != self.crew.epoch or not self.crew.elastic or self.stopped is not None:
             return
         leaving = [rank for rank, ask in enumerate(asked) if ask & LEAVE]
-        if len(leaving) == self.workers:
-            self.stopped, self.resumable = "all workers were asked to leave", True
+        staying = [who for rank, who in enumerate(self.crew.view.members) if rank not in leaving]
+        if not covers(staying, self.layout.parts):
+            what = "all workers were" if not staying else "the last worker that has a part of the model was"
+            self.stopped, self.resumable = f"{what} asked to leave", True
             return
         if not leaving and not any(ask & CHANGE for ask in asked):
             return

@@ -177,6 +177,8 @@ def _taken(leaf: nn.Parameter, name: str) -> Tensor | None:
 
 
 def _edge(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor:  # a slice of something has no memory of its own
+        return tensor
     tensor = _dense(tensor)
     if tensor.grad_fn is not None:
         tensor.register_hook(_dense)

@@ -32,6 +32,11 @@ class Stages:
     def of(self, rank: int) -> tuple[int, ...]:
         return self.order(1).stages_of(rank)
 
+    @property
+    def last(self) -> int:
+        """The rank that has the last stage, and with it the loss."""
+        return self.order(1).rank_of(len(self.spans) - 1)
+
     def blocks_of(self, rank: int) -> list[str]:
         return [block for stage in self.of(rank) for block in self.blocks[slice(*self.spans[stage])]]
 

@@ -53,10 +53,11 @@ def form_teams(
     parts: Sequence[int],
     pipeline: int,
     tensor: int,
+    teller: int,
 ) -> Teams:
     """All members form them together. `team`: makes a group of some ranks, this one among them. `whole`: ranks of each
     whole replica, by stage and slice; `left`: ranks whose mates are missing; `parts`: what each rank holds, as its
-    place in a replica."""
+    place in a replica; `teller`: the place of whoever knows the losses."""
     if not whole:
         raise RunError("no replica of the model is whole")
     place = parts[group.rank]
@@ -77,7 +78,7 @@ def form_teams(
         replica=own,
         line=line,
         slices=slices,
-        tellers=tuple(ranks[(pipeline - 1) * tensor] for ranks in whole),
+        tellers=tuple(ranks[teller] for ranks in whole),
         followers=tuple(rank for rank in left if parts[rank] == place),
         stage=stage,
         cut=True,

@@ -19,20 +19,28 @@ NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", 
 
 
 class _LogSoftmax(Function):
+    """One number a row travels each way. By torch's softmax kernels: exponentials on their own are slow on a CPU."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, team: Team) -> Tensor:
-        most = team.largest(local.amax(dim, keepdim=True))
-        shifted = local - most
-        found = shifted - team.sum(shifted.exp().sum(dim, keepdim=True)).log()
+        finite = _finite(local)
+        own = finite.amax(dim, keepdim=True) - torch.log_softmax(finite, dim).amax(dim, keepdim=True)
+        all_of_them = torch.logsumexp(team.gather(own, dim), dim, keepdim=True)
+        found = local - all_of_them
         ctx.dim, ctx.team = dim, team
-        ctx.save_for_backward(found)
+        ctx.save_for_backward(found, own - all_of_them)
         return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (found,) = ctx.saved_tensors
+        found, share = ctx.saved_tensors
         total = ctx.team.sum(gradient.sum(ctx.dim, keepdim=True))
-        return gradient - found.exp() * total, None, None
+        return gradient - torch.softmax(_finite(found), ctx.dim) * (share.exp() * total), None, None
+
+
+def _finite(local: Tensor) -> Tensor:
+    """A worker may hold only classes that are masked out."""
+    return local.clamp_min(torch.finfo(local.dtype).min)
 
 
 def _log_softmax(local: Tensor, dim: int, team: Team) -> Tensor:
