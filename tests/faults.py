@@ -38,7 +38,7 @@ from shoal.report.folder import RunFolder
 from shoal.result import Report
 from shoal.run import Run
 from shoal.seat import Settings
-from shoal.strategies.data import DataParallel, _Lap
+from shoal.strategies.data import DataParallel, Lap
 
 PATIENCE_SECONDS = 45.0  # for what a fault waits for; then the run fails, and the test with it
 
@@ -53,7 +53,7 @@ class Place:
 
 
 ASKS = Place(Run, "_wishes")  # a step begins: what it asks of all is about to be read
-LANE = Place(_Lap, "lane")
+LANE = Place(Lap, "lane")
 MEETS = Place(DataParallel, "meet")  # it has what all have computed, and has told nobody
 ADDED_UP = Place(Commons, "add_up", after=True)  # its share of the sums is written to all; it has not said so
 MET = Place(DataParallel, "meet", after=True)  # it knows that all have the gradient: the step is committed

@@ -4,11 +4,14 @@ import copy
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -538,6 +541,56 @@ def test_a_part_that_comes_after_the_leader_gave_up_is_nobodys_trouble(
     assert names(tmp_path) == []
 
 
+def forked(play: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        play()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_writer_killed_while_it_writes_leaves_nothing_that_looks_whole(tmp_path: Path, victim: int) -> None:
+    """Processes of their own; one dies by kill -9 in the middle of its files, the leader or the other."""
+    whole, layout = trained(), sliced()
+    write(Checkpoints(tmp_path), whole, layout, 1)
+
+    def play(holding: Holding) -> None:
+        real = checkpoint._save
+
+        def dies(tensors: dict[str, Tensor], path: Path) -> None:
+            real(tensors, path)
+            if holding.part == victim and path.name.startswith("optimizer"):
+                path.write_bytes(path.read_bytes()[:100])
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        checkpoint._save = dies
+        share = Share(holding=holding, token="first")
+        snapshot = cut(whole, holding).capture(2, {"loss": 0.5}, share=share)
+        if holding.leads and victim == 1:
+            with pytest.raises(CheckpointError, match="part 1 of 2 did not come"):
+                Checkpoints(tmp_path, late_seconds=2.0).write_part(snapshot, share)
+        else:
+            Checkpoints(tmp_path).write_part(snapshot, share)
+
+    pids = [forked(partial(play, holding)) for holding in layout]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [-signal.SIGKILL if part == victim else 0 for part in range(2)]
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None and (newest.snapshot.step, newest.skipped) == (1, [])
+    write(Checkpoints(tmp_path), whole, pipeline(), 2, token="second")
+    assert names(tmp_path) == ["step-00000001", "step-00000002"], "what the dead writer left is swept"
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None
+    assert_same(newest.snapshot, whole.capture(2, {"loss": 0.5}))
+
+
 # ---- the keepers of several workers
 
 
@@ -648,9 +701,10 @@ def test_a_file_of_weights_is_read_piece_by_piece(tmp_path: Path) -> None:
 
 def test_a_part_that_never_comes_is_told_once_and_what_stands_stays(tmp_path: Path) -> None:
     whole = trained()
-    crew = Crew(tmp_path, whole, sliced(), late=0.2)
+    crew = Crew(tmp_path, whole, sliced())
     crew.save(1)
     crew.wait()
+    crew.keepers[0].checkpoints.late_seconds = 0.2
     for step in (2, 3):
         crew.save(step, without=[1])
         crew.wait()
@@ -661,6 +715,7 @@ def test_a_part_that_never_comes_is_told_once_and_what_stands_stays(tmp_path: Pa
     assert names(tmp_path / "checkpoints") == ["step-00000001"]
     crew.keepers[0].export()
     assert isinstance(crew.events[0][-1], SaveFailed) and not (tmp_path / "model.safetensors").exists()
+    crew.keepers[0].checkpoints.late_seconds = 30.0
     crew.save(4)
     crew.close()
     assert crew.told()[0][-1] == ("Saved", 4) and not crew.keepers[0].failing
@@ -746,6 +801,21 @@ def test_the_same_step_is_written_anew_by_other_members(tmp_path: Path) -> None:
     crew.close()
     assert crew.told() == [[("Saved", 1)], [], []]
     assert names(tmp_path) == ["checkpoints", "model.safetensors"]
+
+
+def test_a_result_is_written_again_when_the_leader_is_lost_at_the_very_end(tmp_path: Path) -> None:
+    """The others have closed their keepers by then: what they wrote is gone with the leader's folder."""
+    layout = pipeline(2)
+    crew = Crew(tmp_path, trained(), [layout[0], layout[1], layout[0]])
+    crew.save(1, without=[0, 2])
+    crew.keepers[1].close()
+    crew.save(1, token="u", without=[0])
+    crew.keepers[2].export()
+    crew.close()
+    assert crew.told() == [[], [], [("Saved", 1)]]
+    left = [name for name in names(tmp_path / "checkpoints") if name.startswith(".")]
+    assert len(left) == 1, "of the leader that never came nothing is known: swept when it is old"
+    assert load_file(tmp_path / "model.safetensors")
 
 
 def test_a_run_that_ends_does_not_wait_for_the_others(tmp_path: Path) -> None:

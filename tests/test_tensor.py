@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shoal.collectives.group import Alone, Group
 from shoal.errors import JobError
 from shoal.partition.pieces import WHOLE, Piece, assemble
 from shoal.strategies.tensor import DryTeam, Rule, Sliced, Team, find_rules, gathered, install, on_meta
+from shoal.strategies.tensor.functions import copy
 from shoal.strategies.tensor.shapes import relocated
 from shoal.testing import ranks
 
@@ -46,6 +48,8 @@ class Attention(nn.Module):
         super().__init__()
         self.how, self.p, self.heads, self.drop = how, p, heads, nn.Dropout(p)
         self.c_attn, self.c_proj = linear(width, 3 * width, bias=how != "vit"), linear(width, width)
+        if how == "alibi":
+            self.slope = nn.Parameter(torch.linspace(0.1, 0.4, heads))
         self.register_buffer("tril", torch.tril(torch.ones(T, T)).view(1, 1, T, T))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,6 +71,11 @@ class Attention(nn.Module):
         elif self.how == "bmm":
             q, k, v = (each.reshape(b * h, t, d) for each in (q, k, v))
             y = torch.bmm(torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT).softmax(-1), v).view(b, h, t, d)
+        elif self.how == "alibi":  # a mask of its own for each head, and learned
+            far = torch.arange(t, dtype=x.dtype, device=x.device)
+            mask = self.slope.view(h, 1, 1) * (far[:, None] - far)
+            y = F.scaled_dot_product_attention(q, k, v, mask)
+            y = y + F.scaled_dot_product_attention(q, k, v, self.tril[0, 0, :t, :t] > 0, dropout_p=self.p)
         else:
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0.0, is_causal=True)
         return self.drop(self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c)))
@@ -111,6 +120,31 @@ class Torch(nn.Module):
         hidden[1, -2:] = float("-inf")
         found, seen = self.attn(x, x, x, attn_mask=mask, key_padding_mask=hidden, **self.more)
         return found if seen is None else torch.cat([found.flatten(), seen.flatten()])
+
+
+class Cross(nn.Module):
+    """Other keys than queries, of another size, with a mask for each head; then without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(C, H, bias=False, kdim=4, vdim=6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = x.repeat(1, 2, 1)
+        hidden = torch.arange(B * H * T * 2 * T, device=x.device).view(B * H, T, 2 * T) % 5 == 0
+        late = torch.arange(2 * T, device=x.device).expand(B, -1) > T
+        found, seen = self.attn(x, keys[..., :4], keys[..., 2:], attn_mask=hidden, key_padding_mask=late)
+        single, _ = self.attn(x[0], keys[1, :, :4], keys[0, :, :6], need_weights=False)
+        return torch.cat([found.flatten(), seen.flatten(), single.flatten()])
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(C, C), MLP(p=0.3)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.second, checkpoint(self.first, x, use_reentrant=False), use_reentrant=False)
 
 
 def encoder(p: float = 0.0) -> nn.Module:
@@ -237,7 +271,7 @@ CASES: dict[str, Case] = {
     "glu": case(GLU, {"up": Rule("column", 2), "down": ROW}),
     **{
         f"attention {how}": case(lambda how=how: Attention(how), QKV)
-        for how in ("flash", "manual", "vit", "einsum", "bmm")
+        for how in ("flash", "manual", "vit", "einsum", "bmm", "alibi")
     },
     "attention interleaved": case(lambda: Attention("interleaved"), {"c_attn": COLUMN, "c_proj": ROW}),
     "attention flash with dropout": case(lambda: Attention("flash", 0.3), QKV),
@@ -247,6 +281,14 @@ CASES: dict[str, Case] = {
     "torch attention with dropout": case(lambda: Torch(need_weights=False, p=0.3), MHA),
     "torch attention, sequence first": case(lambda: Torch(batch_first=False), MHA, x=lambda: numbers(T, B, C)),
     "torch attention, all weights": case(lambda: Torch(average_attn_weights=False, p=0.2), MHA),
+    "attention alibi with dropout": case(lambda: Attention("alibi", 0.3), QKV),
+    "torch attention, others' keys": case(Cross, MHA),
+    "recomputed": case(Recomputed, {"second.fc1": COLUMN, "second.fc2": ROW}),
+    "column after column": case(
+        lambda: nn.Sequential(linear(C, 2 * C), nn.ReLU(), linear(2 * C, C)),
+        {"0": COLUMN, "2": COLUMN},
+        **{"2": "column"},
+    ),
     "torch encoder": case(encoder, ENCODER),
     "torch encoder with dropout": case(lambda: encoder(0.2), ENCODER),
     "torch encoder, evaluated": case(lambda: encoder(0.2).eval(), ENCODER),
@@ -485,6 +527,16 @@ def test_three_workers_do_not_get_queries_keys_and_values() -> None:
     assert rules.modules["c_attn"] == Rule("column", 3)
 
 
+def test_what_several_operators_read_is_copied_once() -> None:
+    x = torch.ones(3, requires_grad=True) * 2
+    first = copy(x, DryTeam(2))
+    assert first is copy(x, DryTeam(2)) and first is not x
+    x.add_(torch.ones(3, requires_grad=True))
+    assert copy(x, DryTeam(2)) is not first, "it is not the same value any more, and has another gradient"
+    leaf = torch.ones(3, requires_grad=True)
+    assert copy(leaf, DryTeam(2)) is not copy(leaf, DryTeam(2)), "it outlives the step"
+
+
 def test_one_worker_splits_nothing() -> None:
     model = MLP()
     rules = find_rules(on_meta(model), (numbers(*X),), 1)
@@ -495,13 +547,17 @@ def test_one_worker_splits_nothing() -> None:
 def test_what_is_gathered_at_once_is_whole() -> None:
     model = nn.Sequential(linear(C, C), nn.LayerNorm(C), linear(C, 2 * C), nn.ReLU(), linear(2 * C, 4), linear(4, 3))
     assert dict(find_rules(on_meta(model), (numbers(*X),), 2).modules) == {"2": COLUMN, "4": ROW}
+    stream = nn.Sequential(linear(C, C), nn.Dropout(0.1), MLP(), MLP())  # a residual stream that would be sliced
+    pair = {"fc1": COLUMN, "fc2": ROW}
+    expected = {f"{number}.{name}": rule for number in (2, 3) for name, rule in pair.items()}
+    assert dict(find_rules(on_meta(stream), (numbers(*X),), 2).modules) == expected
 
 
 def test_weights_that_want_different_slices_are_whole() -> None:
     model = nn.Sequential(linear(C, C), nn.ReLU(), linear(C, C))
     model[2].weight = model[0].weight
     assert find_rules(on_meta(model), (numbers(*X),), 2).modules == {}
-    with pytest.raises(JobError, match="also used by 2.weight"):
+    with pytest.raises(JobError, match="also used by 2"):
         find_rules(on_meta(model), (numbers(*X),), 2, {"0": "column"})
 
 

@@ -5,7 +5,8 @@ worker     build:   the weights that are this worker's, from the seed; the rest 
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shoal.exact.seeds import initialise
 from shoal.exact.sketch import Sketch, sketch
 from shoal.feed import Source
 from shoal.job import Job
+from shoal.memory import Need, need, state_factor
 from shoal.objective import Objective
 from shoal.partition.blocks import Blocks, find_blocks
 from shoal.partition.lanes import cut
@@ -29,6 +31,7 @@ from shoal.plan.placement import Plan
 from shoal.recovery.export import initial_weights
 from shoal.recovery.parts import Holding
 from shoal.recovery.state import shapes_of
+from shoal.report import figures
 from shoal.schedule import make_schedule
 from shoal.strategies.data import DataParallel
 from shoal.strategies.pipeline import PipelineParallel
@@ -90,6 +93,44 @@ def outline(job: Job, source: Source, plan: Plan) -> Outline:
             rules = find_rules(made.model, example, plan.tensor, job.tensor_rules)
     parameters = frozenset(name for name, _ in made.model.named_parameters())
     return Outline(sketch=made, blocks=blocks, shapes=shapes, parameters=parameters, stages=stages, rules=rules)
+
+
+def check_memory(job: Job, made: Outline, plan: Plan, limit: int | None) -> None:
+    """Refuses a plan under which some worker could not even hold what training needs at the least."""
+    if limit is None:
+        return
+    needs = [need_of(job, made, plan, part) for part in range(plan.layout.parts)]
+    worst = max(needs, key=lambda each: each.total)
+    others = "--layout pipeline=2 or tensor=2, or both" if plan.layout.span == 1 else "more stages or slices"
+    worst.check(limit, by=f"--memory {figures.size(limit)}", fix=f"{others}; or zero=3; or more memory")
+
+
+def need_of(job: Job, made: Outline, plan: Plan, part: int) -> Need:
+    share = _share(made, plan.layout, part)
+    dtypes = {
+        name: tensor.dtype
+        for name, tensor in (*made.sketch.model.named_parameters(), *made.sketch.model.named_buffers())
+    }
+
+    def size(names: Iterable[str], pieces: Mapping[str, Piece]) -> int:
+        shapes = [(name, pieces.get(name, WHOLE).shape(made.shapes[name])) for name in names]
+        return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes)
+
+    own = [name for name in share.held if name in made.parameters]
+    weights = size(own, share.pieces)
+    masters = job.precision == "bf16-weights"
+    updated = size(
+        own, {name: piece.of(share.pieces.get(name, WHOLE)) for name, piece in share.updated.items()} or share.pieces
+    )
+    start, stop = plan.deal[0]
+    return need(
+        weights // 2 if masters else weights,
+        state=state_factor(job.optimizer) + (1.0 if masters else 0.0),
+        stored=updated,
+        lanes=stop - start if plan.zero < 2 else 1,
+        merged=len(plan.deal) > 1,
+        buffers=size([name for name in share.held if name not in made.parameters], share.pieces),
+    )
 
 
 @dataclass(kw_only=True)
@@ -156,7 +197,7 @@ def build(job: Job, plan: Plan, worker: int, made: Outline | None) -> Built:
     return built
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unmet:
     """The other slices, before there is a group."""
 

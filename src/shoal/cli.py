@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.table import Table
 
 import shoal
 from shoal.bench import bench_collectives, text
+from shoal.build import outline
 from shoal.chaos.player import Subject, run_chaos
 from shoal.chaos.schedule import KINDS, make_schedule, read_schedule, read_seconds
 from shoal.chaos.scorecard import lines
@@ -36,6 +38,8 @@ from shoal.exact.kernels import ISA_IN_FORCE
 from shoal.job import Job
 from shoal.launch import isa_environment, open_job, plan_for, run_with, train_with
 from shoal.load import load_job
+from shoal.memory import read_size
+from shoal.plan.layout import Layout
 from shoal.plan.placement import read_plan
 from shoal.report.folder import RunFolder, find_run, list_runs
 from shoal.report.summary import closing, runs_table
@@ -44,7 +48,16 @@ from shoal.seat import Settings
 from shoal.show_schedule import text as schedule_text
 from shoal.show_schedule import value as schedule_value
 from shoal.verdict import Interrupted, RunFailed
-from shoal.verify import PLAIN_TOLERANCE, Row, against_plain, check_workers, exact_wish, placements, verify
+from shoal.verify import (
+    PLAIN_TOLERANCE,
+    Row,
+    against_plain,
+    check_workers,
+    exact_wish,
+    layout_placements,
+    placements,
+    verify,
+)
 
 HELP = """\
 Distributed PyTorch training with the same bits on any number of workers.
@@ -148,6 +161,7 @@ def build_parser() -> Parser:
     train = _command(commands, "train", "train a job", _train, "shoal train digits.py --workers 2 --set steps=50")
     train.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
     _job_options(train)
+    _layout_options(train)
     train.add_argument("--dry-run", action="store_true", help="print the job and the plan, and start nothing")
     _run_options(train)
 
@@ -162,6 +176,10 @@ def build_parser() -> Parser:
     )
     check.add_argument("file", metavar="FILE[:job]")
     check.add_argument("--workers", metavar="LIST", help="numbers of workers to compare (1,2)")
+    check.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT",
+                       help='layouts to compare: "data=2" "pipeline=2" "data=2,pipeline=2" "tensor=2"')  # fmt: skip
+    check.add_argument("--schedule", default="1f1b", metavar="NAME", help="of pipelines; all: each of them (1f1b)")
+    check.add_argument("--recompute", action="store_true", help="with blocks recomputed, beside the reference")
     check.add_argument(
         "--steps", type=int, metavar="N", help=f"steps to compare ({VERIFY_STEPS}, or the job's if fewer)"
     )
@@ -258,6 +276,20 @@ def _command(commands: Any, name: str, text: str, call: Any, example: str) -> Pa
 def _job_options(parser: Parser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings",
                         help="change the job: --set steps=50 (repeats)")  # fmt: skip
+
+
+def _layout_options(parser: Parser) -> None:
+    """How the model is spread over the workers."""
+    parser.add_argument("--layout", metavar="LIST",
+                        help="data=2,pipeline=2,tensor=2,zero=1: copies, stages, slices, sharded states")  # fmt: skip
+    for axis, words in (("data", "copies"), ("pipeline", "stages"), ("tensor", "slices")):
+        rare(parser, f"--{axis}", type=int, metavar="N", help=f"{words} of the model; the same as --layout {axis}=N")
+    rare(parser, "--zero", type=int, metavar="1|2|3", help="cut optimizer state, gradients, weights among copies")
+    rare(parser, "--schedule", default="1f1b", metavar="NAME",
+         help="of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipe (1f1b)")  # fmt: skip
+    rare(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)")
+    rare(parser, "--recompute", action="store_true", help="keep only the inputs of blocks, and compute them again")
+    rare(parser, "--memory", metavar="SIZE", help="what a worker may use at the most: 250MB; enforced (no limit)")
 
 
 def _run_options(parser: Parser) -> None:
@@ -423,12 +455,17 @@ def _options(given: argparse.Namespace) -> Options:
         exact=not given.inexact,
         timeout=timedelta(seconds=given.timeout),
         wish=Wish(algorithm=given.algorithm, compress=given.compress, inexact=given.inexact),
+        memory=read_size(given.memory) if getattr(given, "memory", None) is not None else None,
     )
     workers = given.workers
     if workers is None and given.plan is None and given.lab is not None:
         workers = given.lab.cluster.workers
     return Options(
         workers=workers,
+        layout=_layout(given),
+        schedule=getattr(given, "schedule", "1f1b"),
+        chunks=getattr(given, "chunks", None),
+        recompute=getattr(given, "recompute", False),
         shares=given.shares,
         plan=read_plan(given.plan) if given.plan is not None else None,
         run_dir=given.run_dir,
@@ -441,6 +478,27 @@ def _options(given: argparse.Namespace) -> Options:
         outlives=given.lab is None,  # a lab ends with the process that made it
         settings=settings,
     )
+
+
+def _layout(given: argparse.Namespace) -> Layout | None:
+    """`--layout data=2,pipeline=2`, or the same in parts."""
+    axes = ("data", "pipeline", "tensor", "zero")
+    named = {axis: getattr(given, axis) for axis in axes if getattr(given, axis, None) is not None}
+    text = getattr(given, "layout", None)
+    if text is None and not named:
+        return None
+    if text is not None and named:
+        raise InputError(
+            f"--layout {text} and --{next(iter(named))}: both say how the model is spread", fix="one of them"
+        )
+    if given.plan is not None:
+        raise InputError(f"--plan {given.plan} and a layout: the plan has one", fix="one of them")
+    layout = Layout.read(text) if text is not None else Layout(**named)
+    if given.workers is not None and "data" not in (text or "") and "data" not in named and layout.span > 0:
+        copies, rest = divmod(given.workers, layout.span)
+        if copies and not rest:
+            layout = replace(layout, data=copies)  # the rest of the workers are more copies
+    return layout
 
 
 def _checkpoint(given: argparse.Namespace) -> tuple[int | None, bool]:
@@ -477,10 +535,16 @@ def _verify(given: argparse.Namespace) -> int:
         raise InputError(f"--steps {given.steps}: at least 1")
     steps = given.steps or min(VERIFY_STEPS, open_job(job).steps)
     workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
-    wanted = placements(check_workers(workers), given.shares, given.resume, steps, given.lab, wish)
+    if given.layouts and given.workers is None:
+        workers = ""
+    wanted = placements(check_workers(workers) if workers else [], given.shares, given.resume, steps, given.lab, wish)
+    wanted = [*wanted, *layout_placements(given.layouts, given.schedule, given.recompute, given.lab, wish)]
     name = given.file
+    opened = open_job(job)
     for placement in wanted:  # a placement that does not fit is said before the first run
-        plan_for(job, Options(workers=placement.workers, shares=placement.shares))
+        plan = plan_for(job, placement.options())
+        if plan.layout.cuts:
+            outline(job, opened.source, plan)
     console = Console(stderr=True)
     rows: list[Row] = []
     with console.status(f"{name}: {steps} steps on one worker, the reference") as status:
@@ -513,10 +577,9 @@ def _print_rows(name: str, rows: list[Row], steps: int) -> None:
     for heading in ("placement", "sha256 of the weights", ""):
         table.add_column(heading, no_wrap=True)
     for row in rows:
-        verdict = "" if row.label == "reference" else "differs" if row.difference else "equal"
-        table.add_row(row.label, row.weights_sha256, verdict)
+        table.add_row(row.label, row.weights_sha256, "" if row.label == "reference" else row.verdict)
     # Whole hashes, also where the terminal is narrow or there is none: they are there to be copied.
-    Console(width=max(120, Console().width)).print(table)
+    Console(width=max(160, Console().width)).print(table)
 
 
 def _bench(given: argparse.Namespace) -> int:

@@ -266,8 +266,9 @@ class Keeper:
         if the like was told before."""
         if give_up:
             self.give_up()
-        if self._saver is not None:
-            self._saver.close()
+        saver, self._saver = self._saver, None  # another save may follow, of other members
+        if saver is not None:
+            saver.close()
         if self._untold is not None:
             self.send(self._untold)
             self._untold = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from shoal.build import outline
+from shoal.build import check_memory, outline
 from shoal.collectives.topology import Place
 from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
 from shoal.driver import Driver, Launch, Options, rules_of
@@ -166,8 +166,10 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
     job = opened.job
     plan = plan_for(job, options)
     check(rules_of(options.settings), plan.workers)
-    if plan.layout.cuts:  # what cannot be cut is said before there is a folder
-        opened = replace(opened, outline=outline(job, opened.source, plan))
+    if plan.layout.cuts or options.settings.memory is not None:  # what does not fit is said before there is a folder
+        made = outline(job, opened.source, plan)
+        check_memory(job, made, plan, options.settings.memory)
+        opened = replace(opened, outline=made if plan.layout.cuts else None)
     options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
     folder, settings = open_folder(options)
     schedule = job.schedule(opened.source.samples, opened.source.last)

@@ -56,6 +56,7 @@ class Settings:
     lease_seconds: float = 5.0  # a worker that is silent for so long is lost
     store: str | None = None  # etcd://…; None: a process of the run's own
     samples: bool = False  # tell which samples each step saw
+    memory: int | None = None  # bytes that a worker may use at the most
     committed: int = 0  # known to have been committed before this sitting
     wish: Wish = field(default_factory=Wish)  # how gradients travel between hosts
 

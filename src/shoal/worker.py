@@ -24,13 +24,15 @@ from shoal.feed import Source
 from shoal.job import Job
 from shoal.join import finish_joined, joined
 from shoal.lanecost import lane_cost
+from shoal.memory import Meter, cap
 from shoal.objective import Objective
-from shoal.report.events import Evaluated, Failed, WorkerLeft
+from shoal.report.events import Carried, Evaluated, Failed, WorkerLeft
 from shoal.run import Run
 from shoal.seat import Seat, take
 from shoal.stack import own_line
 from shoal.strategies.update import check_elementwise
 
+LOOK_STEPS = 25  # between two looks at the memory in use
 TRACEBACK_FOLLOWS = "--- traceback ---"  # the driver shows nothing of a log from here on: the error has its own message
 
 
@@ -50,6 +52,9 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
     job = opened.job
     kernels.settle(threads=job.threads, exact=seat.settings.exact)
     assert seat.plan is not None
+    meter = Meter()
+    if seat.settings.memory is not None:
+        cap(seat.settings.memory)
     crew = seat.crew()
     built = build(job, seat.plan, seat.rank, opened.outline)
     optimizer = job.optimizer(built.named)
@@ -90,13 +95,36 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
             if scheduler is not None:
                 scheduler.step()
             optimizer.zero_grad()
+            if batch.step % LOOK_STEPS == 0:
+                meter.look()
             if opened.held_out is not None and _evaluation_due(
                 job, batch.step + 1, schedule.steps_per_epoch, opened.steps
             ):
                 evaluate(run, opened, objective, batch.step + 1)
+    seat.wire.send(carried(run, meter.peak()))
     if run.leader and not run.resumable and run.step and not run.layout.cuts:
         _measure_lanes(run, objective)
     run.group.close()
+
+
+def carried(run: Run, peak_bytes: int) -> Carried:
+    """What this worker held, and what it took."""
+    strategy, place, stages = run.strategy, run.layout.place(run.crew.who.worker), run.built.stages
+    busy, stream, planned = strategy.pace()
+    return Carried(
+        time=time.time(),
+        rank=run.crew.who.worker,
+        replica=place.replica,
+        stage=place.stage,
+        slice=place.slice,
+        blocks=[] if stages is None else stages.blocks_of(place.stage),
+        num_parameters=sum(parameter.numel() for _, parameter in run.replica.parameters),
+        peak_bytes=peak_bytes,
+        limit_bytes=run.seat.settings.memory,
+        busy_seconds=busy,
+        stream_seconds=stream,
+        bubble_planned=planned,
+    )
 
 
 def _measure_lanes(run: Run, closure: Callable[[Any], Any]) -> None:

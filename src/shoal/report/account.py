@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shoal.plan.laws import amdahl_limit, gustafson_speedup, parallel_fraction
-from shoal.report.events import Failed, Spent, Travelled
+from shoal.report.events import Carried, Failed, Spent, Travelled
 from shoal.report.tally import Tally, WorkerTally
 from shoal.report.words import exit_text
 
@@ -57,6 +57,8 @@ def report(
         "speedup": _speedup(tally),
         "most_gain": _most_gain(tally),
         "lane_cost": _lane_cost(tally),
+        "bubble": _bubble(tally),
+        "carried": [_carried(each) for _, each in sorted(tally.carried.items())],
         "alive": tally.alive,
         "participating": tally.participating,
         "participation": _rounded(tally.participation),
@@ -243,6 +245,26 @@ def _most_gain(tally: Tally) -> dict[str, Any] | None:
         "times_slower": _rounded(slow[rank]),
         "step_ms": _rounded(max(0.0, step_ms["total"] - saved)),
     }
+
+
+def _carried(event: Carried) -> dict[str, Any]:
+    """One worker's part of the model, and its memory."""
+    value = msgspec.structs.asdict(event)
+    return {name: value[name] for name in value if name != "time"}
+
+
+def _bubble(tally: Tally) -> dict[str, Any] | None:
+    """How much of its workers' time a pipeline waits: one minus what they were busy over what the slowest took."""
+    replicas: dict[int, list[Carried]] = {}
+    for each in tally.carried.values():
+        if each.busy_seconds is not None and each.stream_seconds and each.slice == 0:
+            replicas.setdefault(each.replica, []).append(each)
+    shares = [
+        1 - sum(each.busy_seconds or 0.0 for each in found) / (len(found) * max(e.stream_seconds or 0.0 for e in found))
+        for found in replicas.values()
+    ]
+    planned = next((found[0].bubble_planned for found in replicas.values()), None)
+    return {"measured": _rounded(sum(shares) / len(shares)), "planned": _rounded(planned)} if shares else None
 
 
 def _lane_cost(tally: Tally) -> dict[str, Any] | None:

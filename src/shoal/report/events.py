@@ -160,6 +160,22 @@ class Travelled(Event, frozen=True, kw_only=True, tag="travelled"):
     final: bool = False
 
 
+class Carried(Event, frozen=True, kw_only=True, tag="carried"):
+    """What a worker held of the model, and what that took. Told at its end."""
+
+    rank: int
+    replica: int
+    stage: int
+    slice: int
+    blocks: list[str]  # that it computed; empty: all
+    num_parameters: int
+    peak_bytes: int  # of memory, at the most
+    limit_bytes: int | None = None  # that it had
+    busy_seconds: float | None = None  # in a pipeline: of a typical step, without waiting for other stages
+    stream_seconds: float | None = None  # the same with waiting
+    bubble_planned: float | None = None  # the share of its workers' time that a pipeline waits, by its schedule
+
+
 class LaneCost(Event, frozen=True, kw_only=True, tag="lane-cost"):
     """What cutting worker 0's share into lanes costs: seconds for its lanes one by one, and for all of them at once."""
 
@@ -297,6 +313,7 @@ AnyEvent = (
     | Skipped
     | StepDigest
     | Travelled
+    | Carried
     | LaneCost
     | Failed
     | Finished

@@ -67,7 +67,7 @@ def _encodable(line: Text, options: ConsoleOptions) -> Text:
 
 
 def rows(report: Report) -> list[Row]:
-    before = (_failure, _weights, _results, _speed, _step, _lanes, _travel)
+    before = (_failure, _weights, _results, _speed, _step, _lanes, _carried, _travel)
     after = (_faults, _members, _most_gain, _files, _next)
     return [row for part in (*before, *after) for row in part(report)]
 
@@ -88,6 +88,32 @@ def runs_table(lines: Iterable[RunLine]) -> RenderableType:
             time.strftime("%Y-%m-%d %H:%M", time.localtime(line.when)),
         )
     return table
+
+
+CARRIED_SHOWN = 16
+
+
+def _carried(report: Report) -> Iterator[Row]:
+    """What each worker held and what memory it took, where the model was cut or memory was limited."""
+    carried = report.get("carried") or []
+    cut = str(report.get("layout") or "").replace("data=", "") != str(report["workers"])
+    if not carried or not (cut or any(each["limit_bytes"] for each in carried)):
+        return
+    for number, each in enumerate(carried[:CARRIED_SHOWN]):
+        yield "memory" if number == 0 else "", _carried_line(each)
+    bubble = report.get("bubble")
+    if bubble:
+        yield "bubble", f"{bubble['measured']:.1%} of the pipeline's time, {bubble['planned']:.1%} by the schedule"
+
+
+def _carried_line(each: Mapping[str, Any]) -> str:
+    of = f" of {figures.size(each['limit_bytes'])}" if each["limit_bytes"] else ""
+    blocks = each["blocks"]
+    what = f"; {blocks[0]} … {blocks[-1]}" if len(blocks) > 2 else f"; {', '.join(blocks)}" if blocks else ""
+    return (
+        f"worker {each['rank']} (replica {each['replica']}, stage {each['stage']}, slice {each['slice']}):"
+        f" peak {figures.size(each['peak_bytes'])}{of}, {each['num_parameters']:,} parameters{what}"
+    )
 
 
 def _title(report: Report) -> Text:

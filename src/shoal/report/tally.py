@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shoal.report.commits import Commits
 from shoal.report.events import (
     AnyEvent,
+    Carried,
     Changed,
     Dealt,
     Evaluated,
@@ -145,6 +146,7 @@ class Tally:
         self.resumed: Resumed | None = None
         self.travelled: dict[int, Travelled] = {}  # by rank, the last word of each
         self.lane_cost: LaneCost | None = None
+        self.carried: dict[int, Carried] = {}
         self.failures: list[Failed] = []
         self.exits: list[WorkerExited] = []
         self.finished: dict[int, Finished] = {}
@@ -186,6 +188,8 @@ class Tally:
                 self.skipped.append(event)
             case Travelled():
                 self.travelled[event.rank] = event
+            case Carried():
+                self.carried[event.rank] = event
             case LaneCost():
                 self.lane_cost = event
             case Failed():

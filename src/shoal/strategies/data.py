@@ -143,6 +143,11 @@ class DataParallel:
         )
         self._ready = _Ready(merged, told, scale, outcome)
 
+    def pace(self) -> tuple[float | None, float | None, float | None]:
+        """Of a pipeline: seconds of a typical step without waiting for other stages and with it, and the share of all
+        workers' time that waiting takes by the schedule."""
+        return None, None, None
+
     def measure(self, model: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
         """What batches come to in an evaluation, where the model is cut; `model` is a job's objective."""
         closure = model.measured()

@@ -23,6 +23,7 @@ from shoal.errors import JobError
 from shoal.partition.lanes import Folding, Span
 from shoal.partition.row import Row, play
 from shoal.schedule import Action
+from shoal.schedule import play as play_schedule
 from shoal.strategies.data import Closure, DataParallel, Lap, Work, _Told
 from shoal.strategies.exchange import Exchange, Parts, Values
 from shoal.strategies.halves import Halves, backward_of_inputs, backward_of_weights
@@ -130,7 +131,7 @@ class PipelineParallel(DataParallel):
         self._rows: dict[Any, Row] = {}
         self.known: dict[Any, list[Described]] = {}  # what arrives at a stage, for inputs of some shapes
         self.told: set[Any] = set()  # of what the next stage was told
-        self.busy_seconds = self.stream_seconds = 0.0
+        self.laps: list[tuple[float, float]] = []  # of each step: seconds waited, and in all
         self._tensors: dict[str, Tensor] = dict(replica.model.named_parameters(remove_duplicate=False))
         numbers = {name: index for index, (name, _) in enumerate(replica.parameters)}
         self.tied = {numbers[name]: ranks for name, ranks in stages.tied.items() if name in numbers}
@@ -143,6 +144,14 @@ class PipelineParallel(DataParallel):
     @property
     def own_stages(self) -> tuple[int, ...]:
         return self.stages.of(self.teams.stage)
+
+    def pace(self) -> tuple[float | None, float | None, float | None]:
+        laps = sorted(self.laps[1:], key=lambda lap: lap[1])
+        pieces = (self.held[1] - self.held[0]) * self.microbatches
+        if not laps or not pieces:
+            return None, None, None
+        idle, whole = laps[len(laps) // 2]
+        return whole - idle, whole, play_schedule(self.stages.order(pieces)).bubble
 
     # -- the model's row ----------------------------------------------------------------------------------------------
 
@@ -446,8 +455,7 @@ class Stream(Lap):
         for lane in range(*strategy.held):
             if not self.cuts[lane]:
                 self.folding.put(lane, [None] * len(self.present))
-        strategy.stream_seconds += time.perf_counter() - began
-        strategy.busy_seconds += time.perf_counter() - began - self.idle_seconds - self.data_seconds
+        strategy.laps.append((self.idle_seconds, time.perf_counter() - began - self.data_seconds))
         return self._with_tied(self.folding.parts)
 
     def _do(self, action: Action) -> None:

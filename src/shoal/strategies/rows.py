@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.partition.pieces import Range, share
+from shoal.strategies.replica import _taken, added
 
 ALIGN = 64  # bytes
 
@@ -90,10 +91,10 @@ class Rows:
             if tensor is None:
                 view.fill_(-0.0)
             else:
-                view.copy_(form_rows(tensor, form.owned(self.workers, owner)))
+                view.copy_(rows_of(tensor, form.owned(self.workers, owner)))
 
 
-def form_rows(whole: Tensor, owned: Range) -> Tensor:
+def rows_of(whole: Tensor, owned: Range) -> Tensor:
     return whole[owned[0] : owned[1]] if whole.dim() else whole
 
 
@@ -102,13 +103,9 @@ class Whole:
 
     def __init__(self, name: str, local: nn.Parameter, form: Form, blocks: Sequence[int]) -> None:
         self.name, self.local, self.form = name, local, form
-        self.tensor = torch.empty(0, dtype=form.dtype)
-        self.num_bytes = math.prod(form.shape) * form.dtype.itemsize
+        self.tensor = torch.empty_strided(form.shape, form.strides, dtype=form.dtype)
         self._storage = self.tensor.untyped_storage()
-        self.tensor.set_(self._storage, 0, (0,))
-        self._storage.resize_(self.num_bytes)
-        strides = (math.prod(form.shape[1:]), *form.strides[1:]) if form.shape else ()
-        self.tensor.set_(self._storage, 0, form.shape, strides)
+        self.num_bytes = self._storage.nbytes()
         # What leaves show while there is nothing: using it by mistake gives NaN, where freed memory would crash.
         self.nothing = torch.full((), math.nan, dtype=form.dtype).expand(form.shape)
         self.leaves = [nn.Parameter(self.tensor, requires_grad=local.requires_grad) for _ in blocks]
@@ -138,15 +135,8 @@ class Whole:
 
     def put(self, rows: Tensor, owned: Range) -> None:
         """Past autograd's eyes: it has the same numbers as when they were saved."""
-        form_rows(self.tensor, owned).copy_(rows)
+        rows_of(self.tensor, owned).copy_(rows)
 
     def gradient(self) -> Tensor | None:
         """Of all leaves, in block order (EXACT rule 4)."""
-        total: Tensor | None = None
-        for leaf in self.leaves:
-            found, leaf.grad = leaf.grad, None
-            if total is None:
-                total = found
-            elif found is not None:
-                total.add_(found)
-        return total
+        return added([_taken(leaf, self.name) for leaf in self.leaves])

@@ -28,7 +28,7 @@ def attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if grouped and (first.segments > 1 or not given.get("enable_gqa")):
         return NotImplemented
     for each in three:
-        each.worked()
+        each.consumed()
     if isinstance(mask, Tensor):
         mask = matched(first, first.cut - 4, mask)
     query, key, value = (each.local for each in three)

@@ -29,7 +29,7 @@ def contract(product: Func, operands: Sequence[Tensor], letters: Sequence[str], 
     for operand, names in zip(operands, letters, strict=True):
         if isinstance(operand, Sliced):
             if names[operand.cut] == letter and operand.segments == first.segments:
-                operand.worked()
+                operand.consumed()
                 parts.append(operand.local)
                 continue
             operand = operand.whole()

@@ -54,7 +54,7 @@ def _along(func: Func, args: Args, kwargs: Kwargs) -> Any:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dim is None or dim % value.ndim != value.cut:
         return operators.along(func, args, kwargs)
-    value.worked()
+    value.consumed()
     local = value.local if kwargs.get("dtype") is None else value.local.to(kwargs["dtype"])
     if torch.is_autocast_enabled(local.device.type):
         local = local.float()
@@ -70,7 +70,7 @@ def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     logits, target = given["input"], given["target"]
     if not _by_class(logits, target) or isinstance(given["weight"], Sliced):
         return NotImplemented
-    logits.worked()
+    logits.consumed()
     automatic = torch.is_autocast_enabled(logits.local.device.type)
     wide = logits.like(logits.local.float()) if logits.dtype in (torch.bfloat16, torch.float16) else logits
     found = _loss(F.log_softmax(wide, wide.cut), target, given)
@@ -144,7 +144,7 @@ def argmax(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return value.like(found, place)
     if value.segments > 1:
         return NotImplemented
-    value.worked()
+    value.consumed()
     best, place = value.local.detach().max(value.cut, keepdim=True)
     best = value.team.gather(best, value.cut)
     place = value.team.gather(place + value.team.rank * value.local.shape[value.cut], value.cut)

@@ -184,7 +184,7 @@ class _Look:
 
     def better_whole(self) -> set[str]:
         """Modules that are not worth splitting, or whose weight is used in ways that do not go together."""
-        useful = {origin.name for origin in self.origins if origin.worked or not origin.gathered}
+        useful = {origin.name for origin in self.origins if origin.useful}
         better = {origin.name for origin in self.origins} - useful - self.forced.keys()
         better |= {name for name in self.strangers if self.found.get(name, WHOLE) != WHOLE}
         rules = Rules(self.team.size, self.found)

@@ -53,7 +53,7 @@ class Split:
     def row(self, input: Tensor) -> Tensor:
         segments = self.rule.segments
         if isinstance(input, Sliced) and input.cut == input.ndim - 1 and input.segments == segments:
-            input.worked()
+            input.consumed()
             local = input.local
         else:
             whole = input.whole() if isinstance(input, Sliced) else input

@@ -45,6 +45,8 @@ def matched(first: Sliced, back: int, tensor: Tensor) -> Tensor:
         tensor = tensor.whole()
     if tensor.dim() < -back or tensor.shape[back] == 1:
         return functions.copy(tensor, team)
+    if first.origin is not None:
+        first.origin.mixed = True
     return functions.cut(tensor, back % tensor.dim(), team, first.segments)
 
 

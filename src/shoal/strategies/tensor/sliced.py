@@ -38,7 +38,13 @@ class Origin:
     def __init__(self, name: str, width: int, segments: int) -> None:
         self.name, self.width, self.segments = name, width, segments
         self.worked = False  # something was computed on slices
+        self.consumed = False  # by an operator that needs slices: a row, a product, attention, a loss
+        self.mixed = False  # with whole tensors that had to be cut for it: a residual stream
         self.gathered = False
+
+    @property
+    def useful(self) -> bool:
+        return not self.gathered or self.consumed or (self.worked and not self.mixed)
 
 
 class Fused(Exception):
@@ -114,6 +120,10 @@ class Sliced(Tensor):
     def worked(self) -> None:
         if self.origin is not None:
             self.origin.worked = True
+
+    def consumed(self) -> None:
+        if self.origin is not None:
+            self.origin.consumed = True
 
     def taken_apart(self, segments: int) -> None:
         """Called where a cut dimension is to be taken apart into equal segments, and is not cut so."""

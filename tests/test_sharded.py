@@ -1,0 +1,261 @@
+"""Gradients and weights cut by rows among workers: the same bits as one worker that has everything."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.collectives.group import Alone, Group
+from shoal.errors import JobError, PeerLost, RunError
+from shoal.exact.norm import clip
+from shoal.partition.blocks import find_blocks
+from shoal.partition.lanes import Folding, Span, deal
+from shoal.partition.pieces import WHOLE, Piece, assemble, rows
+from shoal.strategies import sharded
+from shoal.strategies.data import DataParallel, Work
+from shoal.strategies.replica import Replica
+from shoal.strategies.sharded import ShardedParallel
+from shoal.strategies.teams import Teams
+from shoal.testing import (
+    RanksFailed,
+    batch_norm_net,
+    cross_entropy,
+    dropout_net,
+    everything,
+    ranks,
+    samples_for,
+    tied_language_model,
+)
+
+BATCH = 16
+SIZES = (16, 16, 9, 5)  # the last ones leave lanes short or empty
+CLIP = 0.3
+
+
+class _Odd(nn.Module):
+    """What a model can do: a block called twice around another, one that is skipped for some samples, one with a
+    frozen and one with an unused weight, a number, fewer rows than workers, changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.twice = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
+        self.between = nn.Linear(8, 8)
+        self.between.register_parameter("unused", nn.Parameter(torch.ones(7, 2)))
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.weight.requires_grad_(False)
+        self.sometimes = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.never = nn.Linear(3, 3)
+        self.picture = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(2 * 2 * 2, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.between(self.twice(x)))
+        x = self.frozen(x)
+        if x.sum() > 1.0:
+            x = self.sometimes(x)
+        x = torch.tanh(self.norm(x)) * self.scale
+        x = torch.cat([x, x], 1).view(-1, 1, 4, 4).contiguous(memory_format=torch.channels_last)
+        x = self.picture(x)
+        x += 1
+        out: Tensor = self.head(x.flatten(1))
+        return out
+
+
+def odd() -> nn.Module:
+    return _Odd()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    build: Callable[[], nn.Module]
+    lanes: int = 4
+    microbatches: int = 1
+    adam: bool = True
+    counted: bool = False  # the loss brings a count of its own
+    recompute: bool = False
+    blocks: tuple[str, ...] | None = None
+
+
+CASES = [
+    Case(build=dropout_net, adam=False),
+    Case(build=dropout_net, lanes=8, counted=True),
+    Case(build=tied_language_model),
+    Case(build=tied_language_model, microbatches=2, recompute=True),
+    Case(build=batch_norm_net, lanes=8, microbatches=2),
+    Case(build=everything, lanes=8),
+    Case(build=everything, lanes=2),  # fewer than workers
+    Case(build=odd, blocks=("twice", "between", "frozen", "sometimes", "norm", "picture", "head", "twice.0")),
+    Case(build=odd, lanes=8, microbatches=2, adam=False, blocks=()),
+]
+
+
+def samples(build: Callable[[], nn.Module]) -> tuple[Tensor, ...]:
+    return samples_for(dropout_net if build is odd else build)
+
+
+def cut_model(model: nn.Module, size: int, rank: int) -> tuple[dict[str, Piece], dict[str, tuple[int, ...]]]:
+    """Leaves a model with one worker's rows."""
+    pieces = {name: rows(each.shape, size, rank) for name, each in model.named_parameters()}
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    first = {id(each): name for name, each in model.named_parameters()}
+    made: dict[str, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, each in module._parameters.items():
+            if each is None:
+                continue
+            name = first[id(each)]
+            if name not in made:
+                start, stop = (0, 1) if pieces[name] is WHOLE else pieces[name].cuts[0][0]
+                own = each.detach()[start:stop] if each.dim() else each.detach()
+                made[name] = nn.Parameter(own.clone(), requires_grad=each.requires_grad)
+            module._parameters[leaf] = made[name]
+    return pieces, shapes
+
+
+def replica_of(case: Case, size: int = 1, rank: int = 0) -> Replica:
+    torch.manual_seed(3)
+    model = case.build()
+    blocks = find_blocks(model, case.blocks)
+    pieces, shapes = cut_model(model, size, rank) if size > 1 else ({}, {})
+    return Replica(model, blocks, 5, recompute=case.recompute, pieces=pieces, shapes=shapes)
+
+
+def make(case: Case, group: Group, level: int) -> ShardedParallel:
+    replica = replica_of(case, group.size, group.rank)
+    spans: tuple[Span, ...] = deal(max(case.lanes, group.size), [1.0] * group.size)
+    strategy = ShardedParallel(
+        replica,
+        group,
+        lanes=case.lanes,
+        microbatches=case.microbatches,
+        deal=spans,
+        level=level,
+        clips=True,
+    )
+    strategy.regroup(replace(Teams.equal(group), cut=True), spans)
+    strategy.refresh()
+    return strategy
+
+
+def closure_of(case: Case, model: nn.Module) -> Callable[[Any], Any]:
+    def closure(batch: tuple[Tensor, ...]) -> Any:
+        *inputs, target = batch
+        loss = cross_entropy(model(*inputs), target)
+        return (loss * len(target), len(target)) if case.counted else loss
+
+    return closure
+
+
+def train(case: Case, strategy: DataParallel, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Some steps; what this worker has at the end."""
+    replica, data = strategy.replica, samples(case.build)
+    named = replica.parameters
+    kind = torch.optim.AdamW if case.adam else torch.optim.SGD
+    more: dict[str, Any] = {} if case.adam else {"momentum": 0.9}
+    optimizer = kind([each for _, each in named], lr=0.02, **more)
+    outcomes: list[float] = []
+    at = 0
+    for step, count in enumerate(SIZES):
+        indices = range(at, at + count)
+        at += count
+        fetched: list[list[int]] = []
+
+        def fetch(positions: Any, fetched: list[list[int]] = fetched) -> tuple[Tensor, ...]:
+            fetched.append(list(positions))
+            return tuple(each[list(positions)] for each in data)
+
+        work = Work(step=step, indices=indices, batch=BATCH, fetch=fetch)
+        strategy.compute(work, closure_of(case, replica.model))
+        strategy.meet()
+        outcome = strategy.finish()
+        assert fetched == strategy.requests(indices, BATCH)
+        assert not outcome.not_finite
+        norm = clip([each.grad for _, each in named if each.grad is not None], CLIP, outcome.norm)
+        outcomes += [outcome.loss, norm]
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(strategy, ShardedParallel):
+            strategy.refresh()
+        check()
+    return {
+        "outcomes": outcomes,
+        "rows": {name: each.detach() for name, each in named},
+        "state": {
+            f"{name}/{key}": value
+            for name, each in named
+            for key, value in optimizer.state[each].items()
+            if value is not None and value.dim()
+        },
+        "buffers": dict(replica.model.named_buffers()),
+    }
+
+
+def truth(case: Case) -> dict[str, Any]:
+    strategy = DataParallel(
+        replica_of(case),
+        Alone(),
+        lanes=case.lanes,
+        microbatches=case.microbatches,
+        deal=[(0, case.lanes)],
+    )
+    return train(case, strategy)
+
+
+def differences(case: Case, found: list[dict[str, Any]], want: dict[str, Any]) -> list[str]:
+    """What is not the same to the bit."""
+    wrong = []
+    for rank, each in enumerate(found):
+        if each["outcomes"] != want["outcomes"]:
+            wrong.append(f"losses and norms on {rank}")
+        wrong += [
+            f"{name} on {rank}" for name, value in want["buffers"].items() if not torch.equal(each["buffers"][name], value)
+        ]
+    for kind in ("rows", "state"):
+        for name, value in want[kind].items():
+            if value.dim():
+                pieces = [
+                    (rows(value.shape, len(found), rank), each[kind][name].reshape(-1, *value.shape[1:]))
+                    for rank, each in enumerate(found)
+                    if name in each[kind]
+                ]
+                if not torch.equal(assemble(value.shape, value.dtype, pieces), value):
+                    wrong.append(f"{kind} {name}")
+            elif any(float(each[kind][name]) != float(value) for each in found):
+                wrong.append(f"{kind} {name}")
+    return wrong
+
+
+def empty(strategy: ShardedParallel) -> bool:
+    """No weights, no gradients of any block."""
+    return all(
+        whole.tensor.untyped_storage().nbytes() == 0 and all(leaf.grad is None for leaf in whole.leaves)
+        for whole in strategy.wholes
+    )
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_same_bits_as_one_worker(workers: int) -> None:
+    def work(group: Group) -> list[Any]:
+        found = []
+        for case in CASES:
+            for level in (2, 3):
+                strategy = make(case, group, level)
+
+                def check(strategy: ShardedParallel = strategy, level: int = level) -> None:
+                    assert empty(strategy) == (level == 3)
+                    assert not strategy._folds
+
+                found.append(train(case, strategy, check))
+        return found
+
+    results = ranks(workers, work, timeout=120)
+    for number, case in enumerate(CASES):
+        want = truth(case)
+        for level in (2, 3):
+            found = [each[2 * number + level - 2] for each in results]
+            assert not differences(case, found, want), (case, level)
