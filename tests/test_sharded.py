@@ -259,3 +259,166 @@ def test_same_bits_as_one_worker(workers: int) -> None:
         for level in (2, 3):
             found = [each[2 * number + level - 2] for each in results]
             assert not differences(case, found, want), (case, level)
+
+
+class _InTurn(Folding[Any]):
+    """Adds lanes one after the other: not the tree."""
+
+    def __init__(self, lanes: int, held: Span, add: Callable[[Any, Any], Any]) -> None:
+        super().__init__(lanes, held, add)
+        self._lanes, self._plus = lanes, add
+
+    def put(self, lane: int, value: Any) -> None:
+        whole = (0, self._lanes)
+        self.parts[whole] = self._plus(self.parts[whole], value) if whole in self.parts else value
+
+
+def test_another_order_of_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(build=dropout_net, lanes=8)
+    monkeypatch.setattr(sharded, "Folding", _InTurn)
+    found = ranks(2, lambda group: [train(case, make(case, group, level)) for level in (2, 3)])
+    want = truth(case)
+    for level in (0, 1):
+        assert any(name.startswith("rows") for name in differences(case, [each[level] for each in found], want))
+
+
+class _Wandering(nn.Module):
+    """Calls its blocks in an order that depends on its input."""
+
+    def __init__(self, *, outside: bool = False) -> None:
+        super().__init__()
+        self.outside = outside
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.outside:
+            x = x * self.second.weight[0]
+        turned = bool(x[0, 0] > 0) and not self.outside
+        x = self.second(self.first(x)) if not turned else self.first(self.second(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def wandering() -> nn.Module:
+    return _Wandering()
+
+
+def outside() -> nn.Module:
+    return _Wandering(outside=True)
+
+
+class Lost(Exception):
+    pass
+
+
+def test_what_else_can_happen() -> None:
+    """Two workers go through evaluation, other orders, frozen weights, a loss that is not finite, and mistakes."""
+    wander, case = Case(build=wandering, lanes=8), Case(build=everything)
+    data = samples_for(everything)
+
+    def evaluate(group: Group, level: int) -> list[Any]:
+        strategy = make(case, group, level)
+        strategy.replica.model.eval()
+        with torch.no_grad():
+            strategy.idle_forward() if group.rank else loss_of(strategy)  # nobody knows the order yet
+            found = loss_of(strategy)
+            strategy.idle_forward() if group.rank else loss_of(strategy)
+        assert level == 2 or empty(strategy)
+        strategy.replica.model.train()
+        found_then = train(case, strategy)
+        strategy.close()
+        local = dict(strategy.locals)
+        assert all(each is local[name] for name, each in strategy.replica.model.named_parameters())
+        return [found, found_then]
+
+    def loss_of(strategy: ShardedParallel) -> float:
+        with strategy.forward_pass():
+            *inputs, target = data
+            return float(cross_entropy(strategy.replica.model(*inputs), target))
+
+    def attempt(action: Callable[[], Any]) -> str:
+        try:
+            action()
+        except JobError as error:
+            return str(error)
+        return ""
+
+    def mistakes(group: Group) -> list[str]:
+        told = []
+        strategy = make(Case(build=outside), group, 3)
+        told.append(attempt(lambda: train(Case(build=outside), strategy)))
+        strategy.drop()
+        assert empty(strategy)
+        strategy = make(case, group, 3)
+        told.append(attempt(lambda: strategy.replica.model(*data[:-1])))
+        try:
+            strategy.regroup(replace(Teams.equal(Alone()), cut=True), [(0, 4)])
+        except RunError as error:
+            told.append(str(error))
+        strategy = make(wander, group, 3)
+        told.append(attempt(lambda: train(wander, strategy)))
+        return told
+
+    def bad_loss(group: Group, level: int) -> dict[str, Any]:
+        """A step of which nothing is kept, then good ones."""
+        strategy = make(case, group, level)
+
+        def closure(batch: Any) -> Tensor:
+            *inputs, target = batch
+            loss = cross_entropy(strategy.replica.model(*inputs), target)
+            return loss * float("inf") if strategy.lane_now == 1 else loss
+
+        work = Work(step=0, indices=range(16), batch=BATCH, fetch=lambda at: tuple(each[list(at)] for each in data))
+        strategy.compute(work, closure)
+        strategy.meet()
+        assert strategy.finish().not_finite == [(1, 1)]  # the worker that computed it
+        return train(case, strategy)
+
+    def work(group: Group) -> list[Any]:
+        found: list[Any] = []
+        for level in (2, 3):
+            found.append([evaluate(group, level), bad_loss(group, level)])
+        found.append(train(wander, make(wander, group, 2)))
+        found.append(mistakes(group))
+        return found
+
+    two, three, wandered, told = map(list, zip(*ranks(2, work, timeout=60), strict=True))
+    model = replica_of(case).model.eval()
+    *inputs, target = data
+    with torch.no_grad():
+        want = float(cross_entropy(model(*inputs), target))
+    for found in (two, three):
+        assert [each[0][0] for each in found] == [want, want]
+        assert not differences(case, [each[0][1] for each in found], truth(case))
+        assert not differences(case, [each[1] for each in found], truth(case))
+    assert not differences(wander, wandered, truth(wander))
+    for each in told:
+        assert "second.weight is used outside of its block" in each[0]
+        assert "is called outside of a step" in each[1]
+        assert "rows of" in each[2]
+        assert "call different blocks" in each[3] or "out of order" in each[3]
+
+
+def test_a_lost_worker_is_told_and_leaves_nothing() -> None:
+    """One ends in the middle of a backward pass."""
+    case = Case(build=dropout_net)
+
+    def work(group: Group) -> bool:
+        strategy = make(case, group, 3)
+        if group.rank == 1:
+            strategy.wholes[2].leaves[0].register_hook(_leave)
+        with pytest.raises(PeerLost):
+            train(case, strategy)
+        strategy.drop()
+        assert empty(strategy) and not strategy._folds and strategy.walk is None
+        return True
+
+    with pytest.raises(RanksFailed) as failed:
+        ranks(2, work)
+    assert failed.value.results == {0: True}
+
+
+def _leave(gradient: Tensor) -> None:
+    import os
+
+    os._exit(3)

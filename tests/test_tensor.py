@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from shoal.collectives.group import Alone, Group
@@ -136,6 +137,19 @@ class Cross(nn.Module):
         found, seen = self.attn(x, keys[..., :4], keys[..., 2:], attn_mask=hidden, key_padding_mask=late)
         single, _ = self.attn(x[0], keys[1, :, :4], keys[0, :, :6], need_weights=False)
         return torch.cat([found.flatten(), seen.flatten(), single.flatten()])
+
+
+class Permuted(nn.Module):
+    """Masks are drawn in the order of memory, sliced or gathered (asinh is in no table)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.drop = linear(C, C), linear(C, C), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(F.silu(self.fc1(x).view(B, T, H, D).transpose(1, 2)))
+        y = self.drop(torch.asinh(y))
+        return self.fc2(y.transpose(1, 2).flatten(2))
 
 
 class Recomputed(nn.Module):
@@ -283,6 +297,7 @@ CASES: dict[str, Case] = {
     "torch attention, all weights": case(lambda: Torch(average_attn_weights=False, p=0.2), MHA),
     "attention alibi with dropout": case(lambda: Attention("alibi", 0.3), QKV),
     "torch attention, others' keys": case(Cross, MHA),
+    "permuted": case(Permuted, {"fc1": COLUMN, "fc2": COLUMN}),
     "recomputed": case(Recomputed, {"second.fc1": COLUMN, "second.fc2": ROW}),
     "column after column": case(
         lambda: nn.Sequential(linear(C, 2 * C), nn.ReLU(), linear(2 * C, C)),
@@ -335,7 +350,7 @@ def error(found: Tensor | None, truth: Tensor | None) -> float:
         return 0.0 if found is truth else math.inf
     if found.shape != truth.shape:
         return math.inf
-    return float((found - truth).norm() / truth.norm().clamp_min(1e-30))
+    return float((found - truth).detach().norm() / truth.detach().norm().clamp_min(1e-30))
 
 
 def split(model: nn.Module, rules: Any, rank: int) -> dict[str, Piece]:
@@ -394,6 +409,89 @@ def exchanged(team: Team) -> float:
     return error(team.sum(torch.ones(2)), alone * 2)
 
 
+OTHER = numbers(4, 4, 8).cos()
+OPERATORS: dict[str, Callable[[Tensor], Any]] = {  # of (4, 4, 8), any dimension cut
+    "arithmetic": lambda x: 2 - x / 3 + 1 / (x + 9) + x**2 - 2**x + (x + 5) // 2 - x % 2 + abs(-x),
+    "with the whole": lambda x: (OTHER - x) * OTHER[0] + x * OTHER[:1, :, :1] + OTHER[0, 0] + torch.tensor(2.0),
+    "compared": lambda x: (x > 0.1).double() * x + (x == x) * 1.0 + (x.isnan() | ~(x <= OTHER)) * x,
+    "where": lambda x: torch.where(x > OTHER, x, 0.0) + x.masked_fill(OTHER > 0, 2.0) + x.where(OTHER > 0, OTHER),
+    "places": lambda x: torch.where(x > 0)[0].double(),
+    "clamped": lambda x: x.clamp(min=-0.5).clamp_max(OTHER) + torch.maximum(x, OTHER) + torch.lerp(x, OTHER, 0.3),
+    "activations": lambda x: F.leaky_relu(x, 0.2) + F.elu(x) + F.gelu(x, approximate="tanh") + F.softplus(x),
+    "gated": lambda x: F.glu(x),
+    "named": lambda x: F.softmax(input=x, dim=1) + F.relu(input=x) + torch.softmax(input=x, dim=-1),
+    "softmax": lambda x: x.softmax(0) + F.log_softmax(x, 1) + x.log_softmax(-1).exp() + x.cumsum(1) + F.normalize(x),
+    "norms": lambda x: F.layer_norm(x, (8,), OTHER[0, 0], OTHER[1, 1]) + F.rms_norm(x, (4, 8)),
+    "sums": lambda x: x.sum() + x.mean(1, True) + x.sum((0, 2), keepdim=True) + x.mean() + x.mean(dim=-1, keepdim=True),
+    "reductions": lambda x: x.amax(1) + x.logsumexp(dim=1) + x.max(1).values + x.std(1) + x.norm(dim=1) + x.prod(1),
+    "largest": lambda x: torch.cat([x.argmax(dim).double().flatten() for dim in (0, 1, 2)]),
+    "product": lambda x: x @ OTHER.mT + OTHER @ x.mT + torch.matmul(x, x.mT) + torch.bmm(x.mT, x)[:, :4, :4],
+    "wide product": lambda x: x @ OTHER[0].T + (x[None] @ OTHER.mT).sum(0) + x.unsqueeze(1).matmul(OTHER.mT)[:, 0],
+    "added product": lambda x: torch.baddbmm(OTHER[:, :, :4], x, x.mT, beta=0.5, alpha=2) + x @ x.mT,
+    "einsum": lambda x: torch.einsum("bij,bkj->bik", x, OTHER) + torch.einsum("bij, cij -> bc", x, x)[:, :, None],
+    "vector": lambda x: x @ OTHER[0, 0] + torch.linalg.norm(x),
+    "halves": lambda x: (
+        x.chunk(2, -1)[1] * x.split(4, dim=2)[0] + x[..., 4:] + x.narrow(2, 0, 4) + x.split([1, 7], 2)[0]
+    ),
+    "items": lambda x: x[1] + x[:, 2] + x[..., -1].unsqueeze(-1) + x[[0, 1, 2, 3], 1] + x[x[:, 0, 0].argsort()][0],
+    "slices": lambda x: (
+        torch.stack(x.unbind(1), 1)[:, ::2, 1:5] + torch.cat((x, OTHER), 1)[:, 3:5, :4] + x[:, None, 1, :4]
+    ),
+    "rows": lambda x: sum(row * (number + 1) for number, row in enumerate(x)),
+    "masked": lambda x: (
+        x[OTHER > 0].sum() + x.index_select(1, torch.tensor([2, 0])).sum() + x.gather(1, x.argsort(1))[0]
+    ),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 4, 4, 2)) * 1j).flatten(2) + x,
+    "shapes": lambda x: x.flatten().view(16, 8).T.mT.unflatten(0, (4, 4)) + x.reshape(2, -1).view_as(x),
+    "types": lambda x: (
+        x.float().to(torch.float64).type_as(OTHER).clone().contiguous() + torch.ones_like(x) * x.detach()
+    ),
+    "repeated": lambda x: (
+        x.repeat(2, 1, 1) + x.repeat_interleave(2, 0) + F.pad(x, (0, 0, 0, 0, 4, 0)) + x.roll(1, 1)[0]
+    ),
+    "padded": lambda x: (
+        torch.tril(x) + x.flip(0) + torch.flip(x, (1,)) + x.diff(dim=1, prepend=x[:, :1]) + x.roll(1, 2)
+    ),
+}
+WRITERS: dict[str, Callable[[Tensor], Any]] = {
+    "added": lambda x: x.add_(OTHER).mul_(2).clamp_(-1, 1),
+    "rows": lambda x: x.__setitem__((slice(None), 1), OTHER[:, 0]),
+    "parts": lambda x: x.__setitem__((Ellipsis, slice(2, 5)), 7.0),
+    "masked": lambda x: x.__setitem__(OTHER > 0, 0.5),
+    "through a view": lambda x: x.transpose(0, 1)[1:3].masked_fill_(OTHER[1:3] > 0, 3.0),
+    "strange": lambda x: x.index_fill_(2, torch.tensor([1, 6]), 0.5).cumsum_(0),
+    "into the whole": lambda x: x.copy_(OTHER.clone().add_(x)),
+    "activation": lambda x: F.relu(x, inplace=True),
+}
+
+
+def operators(team: Team) -> list[str]:
+    """Each of them and its gradient, however the tensor is cut."""
+    wrong = []
+    writers = {
+        f"{name}, written": lambda x, write=write: (y := x * 1, write(y), y)[2] for name, write in WRITERS.items()
+    }
+    for name, function in {**OPERATORS, **writers}.items():
+        whole = numbers(4, 4, 8).requires_grad_()
+        truth = function(whole)
+        weights = numbers(*truth.shape).exp() if truth.dim() else torch.ones(())
+        for cut, segments in ((0, 1), (0, 2), (1, 1), (2, 1), (2, 2), (2, 4)):
+            piece = Piece({cut: slices(whole.shape[cut], team.size, team.rank, segments)})
+            local = piece.take(whole).requires_grad_()
+            try:
+                found = gathered(function(Sliced(local, cut, team, segments)))
+                wide = [error(found, truth)]
+                if truth.requires_grad:
+                    (truth_gradient,) = torch.autograd.grad((truth * weights).sum(), whole, retain_graph=True)
+                    (gradient,) = torch.autograd.grad((found * weights).sum(), local)
+                    wide.append(error(gradient, piece.take(truth_gradient)))
+                if max(wide) > TOLERANCE:
+                    wrong.append(f"{name}, cut {cut} in {segments}: {wide}")
+            except Exception as problem:
+                wrong.append(f"{name}, cut {cut} in {segments}: {problem!r}"[:300])
+    return wrong
+
+
 def everything(group: Group) -> dict[str, Any]:
     team = Team(group)
     checks: dict[str, Callable[[], float]] = {name: lambda of=of: worst(team, of) for name, of in CASES.items()}
@@ -404,6 +502,7 @@ def everything(group: Group) -> dict[str, Any]:
             found[name] = check()
         except Exception:  # so that the others are seen too
             found[name] = traceback.format_exc()[-1500:]
+    found["operators"] = operators(team)
     return found
 
 
@@ -418,6 +517,11 @@ def test_a_split_model_is_the_whole_model(name: str, two: list[dict[str, Any]]) 
     for rank, found in enumerate(two):
         assert isinstance(found[name], float), f"rank {rank}: {found[name]}"
         assert found[name] < TOLERANCE
+
+
+def test_an_operator_on_slices_is_the_operator_on_the_whole(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found["operators"] == []
 
 
 @pytest.mark.parametrize(("name", "limit"), [("automatic", 0.05), ("padded_evaluation", 1e-9), ("exchanged", 1e-9)])
@@ -522,6 +626,11 @@ def test_three_projections_in_one_are_cut_each(size: int) -> None:
     assert "attn.c_attn  column, 3 segments" in rules.lines()
 
 
+def test_a_wish_for_a_column_does_not_forbid_its_segments() -> None:
+    rules = find_rules(on_meta(Attention("flash")), numbers(*X), 2, {"c_*": "column"})
+    assert dict(rules.modules) == {"c_attn": Rule("column", 3), "c_proj": COLUMN}
+
+
 def test_three_workers_do_not_get_queries_keys_and_values() -> None:
     rules = find_rules(on_meta(Attention("vit", heads=3, width=12)), (numbers(B, T, 12),), 3)
     assert rules.modules["c_attn"] == Rule("column", 3)
@@ -551,6 +660,19 @@ def test_what_is_gathered_at_once_is_whole() -> None:
     pair = {"fc1": COLUMN, "fc2": ROW}
     expected = {f"{number}.{name}": rule for number in (2, 3) for name, rule in pair.items()}
     assert dict(find_rules(on_meta(stream), (numbers(*X),), 2).modules) == expected
+
+
+class Own(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight * 2, self.bias)
+
+
+def test_modules_that_do_more_than_their_kind_are_whole() -> None:
+    lookup = nn.Sequential(nn.Embedding(V, C, max_norm=1.0), Own(C, C), weight_norm(linear(C, C)), nn.LayerNorm(C))
+    assert find_rules(on_meta(lookup), words(), 2).modules == {}
+    layer = nn.TransformerEncoderLayer(C, H, 4 * C, batch_first=True)
+    layer.self_attn = nn.MultiheadAttention(C, H, add_zero_attn=True, batch_first=True)
+    assert dict(find_rules(on_meta(layer), numbers(*X).float(), 2).modules) == {"linear1": COLUMN, "linear2": ROW}
 
 
 def test_weights_that_want_different_slices_are_whole() -> None:

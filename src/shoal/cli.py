@@ -45,6 +45,8 @@ from shoal.report.folder import RunFolder, find_run, list_runs
 from shoal.report.summary import closing, runs_table
 from shoal.report.why import render
 from shoal.seat import Settings
+from shoal.show_blocks import text as blocks_text
+from shoal.show_blocks import value as blocks_value
 from shoal.show_schedule import text as schedule_text
 from shoal.show_schedule import value as schedule_value
 from shoal.verdict import Interrupted, RunFailed
@@ -62,7 +64,8 @@ from shoal.verify import (
 HELP = """\
 Distributed PyTorch training with the same bits on any number of workers.
 
-Before   schedule NAME|all     pipeline schedules as pictures: waiting, and activations held
+Before   blocks FILE           a job's model as a row of blocks: parameters, costs, where a layout cuts
+         schedule NAME|all     pipeline schedules as pictures: waiting, and activations held
 Run      train FILE[:job]      train a job
          run SCRIPT -- ARGS    start any torch.distributed script, or a loop with shoal.join
          verify FILE           prove that every placement gives one sha256
@@ -142,6 +145,22 @@ def build_parser() -> Parser:
     parser = Parser(prog="shoal", description=HELP, epilog="example: shoal train examples/digits.py --workers 2")
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
+
+    blocks = _command(
+        commands,
+        "blocks",
+        "a job's model as a row of blocks: what each costs, and where a layout cuts between and through them",
+        _blocks,
+        "shoal blocks examples/gpt.py --layout pipeline=2,tensor=2",
+    )
+    blocks.add_argument("file", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
+    _job_options(blocks)
+    blocks.add_argument(
+        "--layout", metavar="LIST", default="data=1", help="pipeline=2,tensor=2: shows stages and slices"
+    )
+    blocks.add_argument("--schedule", default="1f1b", metavar="NAME", help="of the pipeline (1f1b)")
+    blocks.add_argument("--chunks", type=int, metavar="N", help="stages on each worker (as the schedule has it)")
+    blocks.add_argument("--json", action="store_true", help="print them as JSON")
 
     pipeline = _command(
         commands,
@@ -385,6 +404,15 @@ def _parse(given: list[str]) -> argparse.Namespace:
     if script and options.command not in ("run", "lab"):
         raise InputError(f"arguments after -- belong to a script, and {options.command} runs none")
     return options
+
+
+def _blocks(given: argparse.Namespace) -> int:
+    job, layout = load_job(given.file, given.settings), Layout.read(given.layout)
+    if given.json:
+        print(msgspec.json.encode(blocks_value(job, layout, given.schedule, given.chunks)).decode())
+    else:
+        print(blocks_text(job, layout, given.schedule, given.chunks))
+    return 0
 
 
 def _schedule(given: argparse.Namespace) -> int:

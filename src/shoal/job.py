@@ -64,6 +64,7 @@ class Job:
     target: Any = None  # "accuracy >= 0.97": training ends when an evaluation reaches it
     evaluate_every: int | None = None  # steps; once per pass over the data
     checkpoint_every: int | None = None  # steps; once per pass over the data
+    tokens: int | None = None  # of a sample: speed is then told in tokens, too
     name: str = "job"
     _lanes_given: bool = field(init=False, repr=False, compare=False)
 
@@ -76,7 +77,7 @@ class Job:
         self._check_calls()
         for name in ("batch", "microbatches", "threads"):
             _whole(name, getattr(self, name), least=1)
-        for name in ("steps", "epochs", "evaluate_every", "checkpoint_every", "lanes"):
+        for name in ("steps", "epochs", "evaluate_every", "checkpoint_every", "lanes", "tokens"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), least=1)
         _whole("seed", self.seed, least=0)

@@ -183,6 +183,7 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
         exact=plan.exact,
         steps=opened.steps,
         steps_per_epoch=schedule.steps_per_epoch,
+        tokens=job.tokens,
     )
     config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job} | where(options, plan.workers)
     with folder:

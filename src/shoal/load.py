@@ -11,7 +11,18 @@ from shoal.errors import InputError, JobError, ShoalError
 from shoal.exact.seeds import MODULE_LOAD, seed_everything
 from shoal.job import Job
 
-WHOLE = ("batch", "steps", "epochs", "lanes", "microbatches", "seed", "threads", "evaluate_every", "checkpoint_every")
+WHOLE = (
+    "batch",
+    "steps",
+    "epochs",
+    "lanes",
+    "microbatches",
+    "seed",
+    "threads",
+    "evaluate_every",
+    "checkpoint_every",
+    "tokens",
+)
 NUMBERS = ("clip_norm",)
 SWITCHES = ("shuffle", "compile")
 WORDS = ("last", "isa", "precision", "target", "name")

@@ -29,7 +29,7 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> Blocks:
-    """The job's own list, checked, or the model's direct parts with containers opened."""
+    """The job's own list, checked, or the model's direct parts with containers and stacks of layers opened."""
     if wanted is not None:
         known = {name for name, _ in model.named_modules()}
         for name in wanted:
@@ -42,11 +42,26 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> Blocks
 def _open(module: nn.Module, prefix: str) -> list[str]:
     names: list[str] = []
     for name, child in module.named_children():
-        if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict) or _has_stack(child):
             names += _open(child, f"{prefix}{name}.")
         else:
             names.append(prefix + name)
     return names
+
+
+def _has_stack(module: nn.Module) -> bool:
+    """Whether a module's own code calls layers one after the other: `transformer.h`, `encoder.layers`. Experts are a
+    list of the same kind, but a layer's own code chooses among them."""
+    return any(
+        isinstance(child, nn.Sequential | nn.ModuleList) and "expert" not in name.lower() and _is_stack(list(child))
+        for name, child in module.named_children()
+    )
+
+
+def _is_stack(layers: Sequence[nn.Module]) -> bool:
+    """Two or more of one kind, each made of other modules."""
+    same = len(layers) > 1 and len({type(layer) for layer in layers}) == 1
+    return same and all(next(layer.children(), None) is not None for layer in layers)
 
 
 def _suggest(known: set[str], name: str) -> str:

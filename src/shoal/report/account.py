@@ -52,6 +52,7 @@ def report(
         "layout": started.layout if started else None,
         "deal": [list(worker.lanes) for worker in tally.present],
         "samples_per_second": _rounded(tally.samples_per_second),
+        "tokens_per_second": _tokens_per_second(tally),
         "step_ms": step_ms,
         "per_worker": [_worker(worker) for worker in tally.ranks],
         "speedup": _speedup(tally),
@@ -184,6 +185,8 @@ def _speedup(tally: Tally) -> dict[str, Any]:
     workers, step_ms = tally.present, _step_ms(tally.ranks)
     if step_ms is None or tally.started is None or not step_ms["total"]:
         return {**facts, "basis": "no step was committed"}
+    if _cut(tally):  # a worker's time says nothing of what one would need for the whole model
+        return {**facts, "basis": "every worker has a part of the model"}
     if tally.num_workers == 1:
         return {
             **facts,
@@ -231,7 +234,7 @@ def _most_gain(tally: Tally) -> dict[str, Any] | None:
     """The slowest member, and what a step would take if it were like the others with the lanes as they are dealt."""
     workers, step_ms = tally.present, _step_ms(tally.ranks)
     slow = slowness(workers)
-    if step_ms is None or not slow:
+    if step_ms is None or not slow or _cut(tally):
         return None
     rank = max(slow, key=lambda each: slow[each])
     if slow[rank] < SLOW:
@@ -245,6 +248,17 @@ def _most_gain(tally: Tally) -> dict[str, Any] | None:
         "times_slower": _rounded(slow[rank]),
         "step_ms": _rounded(max(0.0, step_ms["total"] - saved)),
     }
+
+
+def _tokens_per_second(tally: Tally) -> float | None:
+    tokens = None if tally.started is None else tally.started.tokens
+    speed = tally.samples_per_second
+    return None if tokens is None or speed is None else _rounded(speed * tokens)
+
+
+def _cut(tally: Tally) -> bool:
+    """Whether a worker has less than the whole model."""
+    return tally.started is not None and any(axis in tally.started.layout for axis in ("pipeline", "tensor"))
 
 
 def _carried(event: Carried) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     exact: bool
     steps: int | None
     steps_per_epoch: int | None
+    tokens: int | None = None  # of a sample, where it has any
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True, tag="worker-started"):

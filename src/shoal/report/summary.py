@@ -178,6 +178,10 @@ def _why_not_exact(report: Report) -> str:
             return f"gradients were compressed ({', '.join(used)}), and another placement can give other weights"
         if travel["way"] == "ring":
             return "a ring adds in an order of its own, and another placement can give other weights"
+    if "tensor" in str(report.get("layout")):
+        return (
+            "operators were split, which adds in another order; shoal verify --layouts measures by how much it differs"
+        )
     return "other workers, or another run, can give other weights"
 
 
@@ -211,6 +215,8 @@ def _speed(report: Report) -> Iterator[Row]:
     if speed is None:
         return
     text = f"{figures.rate(speed)} samples/s"
+    if report.get("tokens_per_second") is not None:
+        text += f", {figures.rate(report['tokens_per_second'])} tokens/s"
     if report["workers"] == 1:
         yield "speed", f"{text} on 1 worker"
         return

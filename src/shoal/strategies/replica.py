@@ -283,7 +283,10 @@ class _Kept:
     def reset(self) -> None:
         if not self.untouched:
             assert self.tensor is not None
-            self.tensor.copy_(self.start)
+            # In a pipeline another lane's backward is still to come: batch norm saves running statistics for it, and
+            # does not read them. What a model's own code changes in place raises the version by itself.
+            with torch.autograd._unsafe_preserve_version_counter(self.tensor):
+                self.tensor.copy_(self.start)
             self.module._buffers[self.leaf] = self.tensor
             self.version = self.tensor._version
 

@@ -108,7 +108,9 @@ class Whole:
         self.num_bytes = self._storage.nbytes()
         # What leaves show while there is nothing: using it by mistake gives NaN, where freed memory would crash.
         self.nothing = torch.full((), math.nan, dtype=form.dtype).expand(form.shape)
-        self.leaves = [nn.Parameter(self.tensor, requires_grad=local.requires_grad) for _ in blocks]
+        self.leaves = [nn.Parameter(torch.empty(0, dtype=form.dtype), local.requires_grad) for _ in blocks]
+        for leaf in self.leaves:
+            leaf.data = self.tensor  # so each counts its own versions: filling it again changes nothing for autograd
         self.blocks = list(blocks)
         self.users = 1  # who needs it now
 

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -70,7 +71,10 @@ class ShardedParallel(DataParallel):
                 self.hooks.append(module.register_forward_hook(self._after(number)))
         for index, whole in enumerate(self.wholes):
             for leaf in whole.leaves:
+                trained = leaf.requires_grad
+                leaf.requires_grad_(True)  # a frozen one may be freed later, and has no hooks meanwhile
                 self.hooks.append(leaf.register_post_accumulate_grad_hook(self._fired(index)))
+                leaf.requires_grad_(trained)
         self.orders: dict[bool, list[int]] = {}  # with gradients, or without -> blocks as they are called
         self.walk: _Walk | None = None  # the pass under way
         self.round = _Round()
@@ -161,7 +165,7 @@ class ShardedParallel(DataParallel):
             for view, index in zip(rows.views(own, self.part.rank), indices, strict=True):
                 view.copy_(self.wholes[index].local.detach())
             if isinstance(self.part, Workers) and rows.num_bytes:
-                self.part.process_group.allgather([others], [own]).wait()
+                self.part.process_group.allgather([others], [own], _at_once(AllgatherOptions())).wait()
             else:
                 others = [own]
             for owner, message in enumerate(others):
@@ -202,7 +206,7 @@ class ShardedParallel(DataParallel):
             began = time.perf_counter()
             incoming = [torch.empty(0 if lane is None else rows.num_bytes, dtype=torch.uint8) for lane in lanes]
             if isinstance(self.part, Workers):
-                self.part.process_group.alltoall(incoming, outgoing).wait()
+                self.part.process_group.alltoall(incoming, outgoing, _at_once(AllToAllOptions())).wait()
             else:
                 incoming[0].copy_(outgoing[0])
             self.waited += time.perf_counter() - began
@@ -607,6 +611,12 @@ class _Gathered:
 
     def meet(self) -> None:
         return
+
+
+def _at_once(options: Any) -> Any:
+    """In this thread: there is nothing to do meanwhile, and a hand-over to another costs more than it brings."""
+    options.asyncOp = False
+    return options
 
 
 def _absent_or(add: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor | None, Tensor | None], Tensor | None]:

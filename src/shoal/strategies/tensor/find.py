@@ -47,7 +47,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 def find_rules(
     model_on_meta: nn.Module, example_inputs: Any, size: int, wanted: Mapping[str, str] | None = None
 ) -> Rules:
-    """`example_inputs`: a tuple of arguments, or a dict of named ones, of one microbatch."""
+    """`example_inputs`: what the model is called with, of one microbatch: a tensor, a tuple, a dict of named ones."""
     forced = read_wanted(wanted or {}, model_on_meta, size)
     if size == 1:
         return Rules(1)
@@ -113,7 +113,7 @@ class _Look:
     def run(self, example_inputs: Any) -> None:
         installed = Installed()
         for name, module in self.model.named_modules():
-            if kinds_of(module):
+            if len(kinds_of(module)) > 1:
                 installed.forward(module, self._forward(name, module))
         installed.step_by_step(self.model)
         inputs = _as_meta(example_inputs)
@@ -122,7 +122,7 @@ class _Look:
                 if isinstance(inputs, dict):
                     self.model(**inputs)
                 else:
-                    self.model(*inputs)
+                    self.model(*((inputs,) if isinstance(inputs, Tensor) else inputs))
         finally:
             installed.remove()
 
@@ -138,7 +138,7 @@ class _Look:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if name not in self.found:
-                self.note(name, self._decide(name, module, args))
+                self.note(name, self._decide(name, module, args[0] if args else kwargs.get("input")))
             rule = self.found[name]
             self.inside += 1
             try:
@@ -153,12 +153,13 @@ class _Look:
 
         return forward
 
-    def _decide(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> Rule:
-        size, choices = self.team.size, kinds_of(module)
-        if name in self.whole or name in self.forced or choices == ("whole",):
-            return WHOLE if name in self.whole else self.forced.get(name, WHOLE)
+    def _decide(self, name: str, module: nn.Module, value: Any) -> Rule:
+        size, forced = self.team.size, self.forced.get(name)
+        if name in self.whole:
+            return WHOLE
+        if forced is not None:
+            return Rule("column", self.fused[name]) if forced == Rule("column") and name in self.fused else forced
         if isinstance(module, nn.Linear):
-            value = args[0] if args else None
             if isinstance(value, Sliced) and value.cut == value.ndim - 1:
                 return Rule("row", value.segments)
             segments = self.fused.get(name, 1)
