@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -89,7 +88,7 @@ class Half(nn.Module):
 
 def border(case: Case) -> int:
     """How many blocks the first stage has: as Shoal cuts it, so that both compute the same."""
-    job, options = _job(case, {}), Options(layout=Layout.read("pipeline=2"), quiet=True)
+    job, options = _job(case, {"microbatches": MICROBATCHES}), Options(layout=Layout.read("pipeline=2"), quiet=True)
     stages = outline(job, open_job(job).source, plan_for(job, options)).stages
     assert stages is not None
     return sum(name.startswith("blocks.") for name in stages.blocks_of(0))
@@ -300,7 +299,3 @@ KINDS: dict[str, dict[str, Peer]] = {
         "zero=3": Peer(run=_ours("data=2,zero=3", lanes=2), against=HAND_SHOAL),
     },
 }
-
-
-def note_path(folder: Path, rank: int) -> Path:
-    return folder / str(rank)

@@ -229,4 +229,4 @@ def test_weights_can_have_the_names_that_a_job_sorts_by() -> None:
         groups = {flag: [weight for name, weight in weights if name.endswith("bias") == flag] for flag in (False, True)}
         return torch.optim.SGD([{"params": groups[False], "momentum": 0.9}, {"params": groups[True]}], lr=0.1)
 
-    assert state_factor(optimizer, ("a.weight", "a.bias")) == 0.5
+    assert state_factor(optimizer, {"a.weight": 2, "a.bias": 2}) == 0.5

@@ -116,7 +116,8 @@ def need_of(job: Job, made: Outline, plan: Plan, part: int) -> Need:
         shapes = [(name, pieces.get(name, WHOLE).shape(made.shapes[name])) for name in names]
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes)
 
-    own = [name for name in share.held if name in made.parameters]
+    order = [name for name in made.shapes if name in made.parameters]
+    own = [name for name in order if name in share.held]
     weights = size(own, share.pieces)
     masters = job.precision == "bf16-weights"
     updated = size(
@@ -125,7 +126,7 @@ def need_of(job: Job, made: Outline, plan: Plan, part: int) -> Need:
     start, stop = plan.deal[0]
     return need(
         weights // 2 if masters else weights,
-        state=state_factor(job.optimizer) + (1.0 if masters else 0.0),
+        state=state_factor(job.optimizer, {name: len(made.shapes[name]) for name in order}) + (1.0 if masters else 0.0),
         stored=updated,
         lanes=stop - start if plan.zero < 2 else 1,
         merged=len(plan.deal) > 1,

@@ -9,10 +9,11 @@ import ctypes
 import math
 import re
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -190,24 +191,28 @@ def need(
     )
 
 
-def state_factor(optimizer: Callable[[Any], torch.optim.Optimizer], names: Sequence[str] = ("weight",)) -> float:
+def state_factor(
+    optimizer: Callable[[Any], torch.optim.Optimizer], dims: Mapping[str, int] = MappingProxyType({"weight": 2})
+) -> float:
     """Bytes of optimizer state per byte of weights: 2 for Adam. Builds it on tiny weights and takes a step.
 
-    `names`: what the weights are called, for a job that sorts them by name. A number per tensor (a count of steps) is
-    not counted. 0.0 where no step can be taken without the job's own loss.
+    `dims`: what the weights are called and how many dimensions each has, for a job that sorts them by either. A number
+    per tensor (a count of steps) is not counted. 0.0 where no step can be taken without the job's own loss, or the job
+    wants other weights than tiny ones: then less is known of what it needs, not more.
     """
-    weights = [(name, nn.Parameter(torch.zeros(4, 4))) for name in names]
-    built = optimizer(weights)
-    for _, weight in weights:
-        weight.grad = torch.zeros_like(weight)
+    weights = [(name, nn.Parameter(torch.zeros((4,) * dim))) for name, dim in dims.items()]
     try:
+        built = optimizer(weights)
+        for _, weight in weights:
+            weight.grad = torch.zeros_like(weight)
         built.step()
-    except TypeError:  # a closure is asked for
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError):  # a closure is asked for, or other shapes
         return 0.0
+    large = {id(weight): weight.nbytes for _, weight in weights if weight.numel() >= 4}
     state = [
         value.nbytes
-        for kept in built.state.values()
+        for weight, kept in built.state.items()
         for value in kept.values()
-        if isinstance(value, torch.Tensor) and value.numel() >= 16
+        if id(weight) in large and isinstance(value, torch.Tensor) and value.numel() >= 4
     ]
-    return sum(state) / sum(weight.nbytes for _, weight in weights)
+    return sum(state) / (sum(large.values()) or 1)

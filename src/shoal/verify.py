@@ -21,6 +21,7 @@ from shoal.job import Job
 from shoal.launch import open_job, train_opened
 from shoal.objective import split_sample
 from shoal.plan.layout import Layout
+from shoal.recovery.checkpoint import Checkpoints
 from shoal.recovery.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.schedule import NAMES, check_name
@@ -185,7 +186,7 @@ def verify(job: Job, wanted: list[Placement], steps: int, *, name: str) -> Itera
         for number, placement in enumerate(wanted):
             row, digests = _trace(opened, placement, root / str(number), name)
             if not placement.exact:
-                row = _distance(row, job, root / "reference", root / str(number))
+                row = _distance(row, root / "reference", root / str(number))
                 if row.distance is not None and row.distance <= row.bound:
                     yield row
                     continue
@@ -219,13 +220,14 @@ def _trace(opened: OpenJob, placement: Placement, folder: Path, name: str) -> tu
     return row, {event.step: event.tensors for event in events if isinstance(event, StepDigest)}
 
 
-def _distance(row: Row, job: Job, reference: Path, folder: Path) -> Row:
+def _distance(row: Row, reference: Path, folder: Path) -> Row:
     left, _ = load_weights(reference / "model.safetensors")
     right, _ = load_weights(folder / "model.safetensors")
     numbers = {name: tensor.double() for name, tensor in left.items() if tensor.is_floating_point()}
     gap = sum((right[name].double() - tensor).square().sum().item() for name, tensor in numbers.items()) ** 0.5
     size = sum(tensor.square().sum().item() for tensor in numbers.values()) ** 0.5
-    kind = type(job.optimizer([("weight", nn.Parameter(torch.zeros(2, 2)))])).__name__
+    found = Checkpoints(reference / "checkpoints").newest()
+    kind = "" if found is None else found.snapshot.values["optimizer"]["kind"]
     bound = ADAPTIVE_TOLERANCE if kind in ADAPTIVE else SPLIT_TOLERANCE
     return replace(row, distance=gap / (size or 1.0), bound=bound)
 

@@ -22,7 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.errors import JobError
 from shoal.partition.blocks import ROOT, Blocks
 from shoal.partition.lanes import Span
+from shoal.stack import own_line
 
+LONGEST = 160  # letters of an error that is quoted
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 
@@ -153,9 +155,10 @@ class _Recorder(TorchFunctionMode):
         self.segments: list[Segment] = []
         self.inside = 0
         self.made = 0  # elements
-        self.at: list[str] = []  # the blocks that are being called
+        self.at: list[str] = []  # the modules that are being called
         self.stand: dict[str, Tensor] = {}  # the model's tensors on meta, by name
         self.known: dict[int, str] = {}
+        self.same: dict[str, int] = {}  # what a name is the name of: tied weights have several
 
     def record(self, inputs: list[Any]) -> Row:
         for kind in (self.model.named_parameters, self.model.named_buffers):
@@ -163,13 +166,19 @@ class _Recorder(TorchFunctionMode):
                 shadow = torch.empty_like(tensor, device=META).requires_grad_(tensor.requires_grad)
                 self.stand[name] = shadow
                 self.known[id(shadow)] = name
+                self.same[name] = id(tensor)
+                self.kept.append(shadow)
         leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
         for leaf in leaves:
             self._number(leaf, "an input of the model")
         hooks = []
+        for name, module in self.model.named_modules():
+            if name not in self.blocks.names:
+                hooks.append(module.register_forward_pre_hook(self._enter(name, 0), prepend=True))
+                hooks.append(module.register_forward_hook(self._pass()))
         for name in self.blocks.names:
             module = self.model.get_submodule(name)
-            hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True, prepend=True))
+            hooks.append(module.register_forward_pre_hook(self._enter(name, 1), prepend=True))
             hooks.append(module.register_forward_hook(self._leave(name), with_kwargs=True, always_call=False))
         self.counter = FlopCounterMode(display=False)
         self.counted = 0.0
@@ -183,6 +192,7 @@ class _Recorder(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
+        self._check_replaced()
         if not self.segments:
             raise JobError(
                 "the model's code calls none of its blocks, so there is nothing to cut between",
@@ -205,14 +215,28 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _refused(self, error: Exception) -> JobError:
-        place = f"in block {self.at[-1]}" if self.at else f"in the model's own code, after {len(self.segments)} blocks"
+        called = [name for name in self.at if name != ROOT]
+        done = f"after block {self.segments[-1].block}" if self.segments else "before its first block"
+        place = f"in {called[-1]}" if called else f"in the model's own forward, {done},"
         text = str(error).split("\n")[0]
+        text = text if len(text) <= LONGEST else text[:LONGEST].rsplit(" ", 1)[0] + " …"
         return JobError(
             f"the model cannot be cut: {place} it does what needs values, not only shapes:"
             f" {type(error).__name__}: {text}",
-            fix="a forward whose steps follow from shapes alone; or blocks=[…] so that such code lies outside the cuts;"
-            " or a layout without pipeline",
+            where=own_line(error),
+            fix="a forward whose steps and shapes follow from the shapes of its inputs (torch.where for a choice by"
+            " value); or a layout without pipeline and tensor",
         )
+
+    def _check_replaced(self) -> None:
+        """functional_call leaves what the model's code put in the place of a buffer."""
+        shadows = {name: shadow for shadow, name in ((each, self.known.get(id(each))) for each in self.kept) if name}
+        for name, tensor in self.stand.items():
+            if tensor is not shadows[name] and self._block_of(name) not in {each.block for each in self.segments}:
+                raise JobError(
+                    f"the model cannot be cut: its own code puts another tensor in the place of {name}",
+                    fix=f"change it in place ({name.rpartition('.')[2]}.copy_(…)), or do it inside of a block",
+                )
 
     def _joined(self) -> tuple[Span, ...]:
         first: dict[str, int] = {}
@@ -225,7 +249,7 @@ class _Recorder(TorchFunctionMode):
         for number, segment in enumerate(self.segments):
             leaves = [leaf for each in segment.operations for leaf in tree_flatten(each.arguments)[0]]
             for name in {leaf.name for leaf in leaves if isinstance(leaf, Held)}:
-                key = f"{name} of {self.blocks.of(name)}"
+                key = f"{self.same[name]} of {self.blocks.of(name)}"
                 owner = first.get(self._block_of(name), number)
                 begun, ended = spans.get(key, (owner, owner))
                 spans[key] = (min(begun, number), max(ended, number))
@@ -237,10 +261,16 @@ class _Recorder(TorchFunctionMode):
 
     # -- blocks -----------------------------------------------------------------------------------------------------
 
-    def _enter(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, name: str, deeper: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
             self.at.append(name)
-            self.inside += 1
+            self.inside += deeper
+
+        return hook
+
+    def _pass(self) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.at.pop()
 
         return hook
 

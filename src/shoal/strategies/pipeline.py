@@ -419,29 +419,19 @@ class Stream(Lap):
         self.tied: dict[int, dict[int, list[Tensor | None]]] = {}  # by lane: gradients of tied weights, by leaf
         self.folding: Folding[Values] = Folding(strategy.lanes, strategy.held, _sum)
 
-    def _blocks_of(self, stage: int) -> set[int]:
-        names, span = self.pipeline.replica.blocks.names, self.pipeline.stages.spans[stage]
-        numbers = {names.index(block) + 1 for block in self.pipeline.stages.blocks[slice(*span)]}
-        return numbers | {0} if stage == self.pipeline.own_stages[0] else numbers
-
     def _leaves_of(self, stage: int) -> list[tuple[int, int, nn.Parameter]]:
-        """(number of the parameter, number of the leaf, leaf) of a stage. What lies in no block, or in one that is
-        never called, goes with the worker's first stage."""
-        replica = self.pipeline.replica
-        blocks, called = (
-            self._blocks_of(stage),
-            {block for each in self.pipeline.own_stages for block in self._blocks_of(each)},
-        )
-        found = []
-        for index, (name, parameter) in enumerate(replica.parameters):
-            for place, (leaf, block) in enumerate(replica.leaves_by_block(name, parameter)):
-                if block in blocks or (block not in called and stage == self.pipeline.own_stages[0]):
-                    found.append((index, place, leaf))
-        return found
+        """(number of the parameter, number of the leaf, leaf) of a stage."""
+        replica, homes = self.pipeline.replica, self.pipeline.stages.homes
+        return [
+            (index, place, leaf)
+            for index, (name, parameter) in enumerate(replica.parameters)
+            for place, (leaf, known) in enumerate(replica.leaves_by_name(name, parameter))
+            if homes[known] == stage
+        ]
 
     def _buffers_of(self, stage: int) -> set[int]:
-        replica, blocks = self.pipeline.replica, self._blocks_of(stage)
-        return {number for number, name in enumerate(replica.buffers.names) if replica.blocks.of(name) in blocks}
+        names, homes = self.pipeline.replica.buffers.names, self.pipeline.stages.homes
+        return {number for number, name in enumerate(names) if homes[name] == stage}
 
     def parts(self, exchange: Exchange) -> Parts:
         strategy = self.pipeline
@@ -480,7 +470,7 @@ class Stream(Lap):
         strategy.replica.nowhere()
         key, row = strategy.row(inputs)
         if each.first:
-            strategy.replica.buffers.begin_lane(self.buffers[stage])
+            strategy.replica.buffers.begin_lane(self.buffers[stage], fresh=True)
         values = _numbered(inputs)
         passing = self.passing[stage, number] = Passing()
         passing.arrived = self.wires.arrive(stage, key, row, values)

@@ -12,6 +12,8 @@ from shoal.partition.row import Row
 from shoal.partition.stages import cut_stages
 from shoal.schedule import Schedule, fit_schedule
 
+KINDS = (nn.Module.named_parameters, nn.Module.named_buffers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
@@ -24,6 +26,7 @@ class Stages:
     schedule: str
     chunks: int
     names: tuple[frozenset[str], ...]  # tensors by rank, by their first names
+    homes: Mapping[str, int]  # the stage of each tensor, by any of its names
     tied: Mapping[str, tuple[int, ...]]  # weights that several ranks use -> those ranks, in block order
 
     def order(self, microbatches: int) -> Schedule:
@@ -48,26 +51,27 @@ def cut_model(
     stages = ranks * chunks
     spans = cut_stages(row.costs(), stages, joined=row.joined)
     order = fit_schedule(schedule, ranks=ranks, microbatches=1, chunks=chunks)
-    rank_of_block: dict[int, int] = {0: 0}
+    stage_of_block: dict[int, int] = {}
+    stage_of_held: dict[tuple[int, int], int] = {}  # what the model's own code uses -> where
+    tensors = {name: tensor for kind in KINDS for name, tensor in kind(model, remove_duplicate=False)}
     for stage, span in enumerate(spans):
         for segment in row.segments[slice(*span)]:
-            rank_of_block.setdefault(blocks.names.index(segment.block) + 1, order.rank_of(stage))
-    held_by: dict[str, int] = {}  # what belongs to no block -> the rank whose stage uses it
-    for stage, span in enumerate(spans):
+            stage_of_block.setdefault(blocks.names.index(segment.block) + 1, stage)
         for name in row.held(span):
-            if blocks.of(name) == 0:
-                held_by[name] = order.rank_of(stage)
+            stage_of_held.setdefault((id(tensors[name]), blocks.of(name)), stage)
+    homes: dict[str, int] = {}
+    for name, tensor in tensors.items():  # what nobody uses is with the first
+        block = blocks.of(name)
+        homes[name] = stage_of_block.get(block, stage_of_held.get((id(tensor), block), 0))
     names: list[set[str]] = [set() for _ in range(ranks)]
     uses: dict[str, dict[int, int]] = {}  # first name of a parameter -> block -> rank
     first: dict[int, str] = {}
-    for kind in (model.named_parameters, model.named_buffers):
-        for name, tensor in kind(remove_duplicate=False):
-            known = first.setdefault(id(tensor), name)
-            block = blocks.of(name)
-            rank = held_by.get(name, rank_of_block.get(block, 0))
-            names[rank].add(known)
-            if kind == model.named_parameters:
-                uses.setdefault(known, {})[block] = rank
+    for name, tensor in tensors.items():
+        known = first.setdefault(id(tensor), name)
+        rank = order.rank_of(homes[name])
+        names[rank].add(known)
+        if isinstance(tensor, nn.Parameter):
+            uses.setdefault(known, {})[blocks.of(name)] = rank
     tied = {name: tuple(found[block] for block in sorted(found)) for name, found in uses.items()}
     for rank in range(ranks):
         if not any(name in names[rank] for name in uses):
@@ -86,5 +90,6 @@ def cut_model(
         schedule=schedule,
         chunks=chunks,
         names=tuple(frozenset(each) for each in names),
+        homes=homes,
         tied={name: found for name, found in tied.items() if len(set(found)) > 1},
     )

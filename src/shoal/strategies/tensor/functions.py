@@ -54,7 +54,9 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, segments: int, team: Team) -> Tensor:
         ctx.dim, ctx.segments, ctx.team = dim, segments, team
-        return team.gather(local, dim, segments)
+        found = team.gather(local, dim, segments)
+        # Of a view that a function made autograd allows no writing: it would be lost with this copy of the slices.
+        return found.view_as(found)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -223,7 +223,7 @@ def fallback(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     target = args[0] if args else None
     if not writes or not isinstance(target, Sliced):
         return func(*gathered(args), **gathered(kwargs))
-    whole = target.whole()
+    whole = target.whole().clone()
     func(whole, *gathered(args[1:]), **gathered(kwargs))
     target.local.copy_(functions.cut(whole, target.cut, target.team, target.segments))
     return None if name == "__setitem__" else target

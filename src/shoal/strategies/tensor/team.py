@@ -105,6 +105,7 @@ def joined(rows: Tensor, dim: int, segments: int) -> Tensor:
     row 1   q1 k1 v1      three segments: q0 q1 k0 k1 v0 v1
     """
     size, *shape = rows.shape
-    apart = rows.view(size, *shape[:dim], segments, shape[dim] // segments, *shape[dim + 1 :])
-    whole = [*shape[:dim], shape[dim] * size, *shape[dim + 1 :]]
-    return apart.movedim(0, dim + 1).reshape(whole)
+    apart = rows.view(size, *shape[:dim], segments, shape[dim] // segments, *shape[dim + 1 :]).movedim(0, dim + 1)
+    whole = rows.new_empty([*shape[:dim], shape[dim] * size, *shape[dim + 1 :]])
+    whole.view(apart.shape).copy_(apart)
+    return whole
