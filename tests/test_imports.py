@@ -14,7 +14,7 @@ SOURCE = Path(shoal.__file__).parent
 ROOMS = {
     "errors": set(),
     "exact": {"exact", "errors"},
-    "partition": {"exact", "errors", "partition"},
+    "partition": {"exact", "errors", "partition", "stack"},
     "plan": {"partition", "errors", "plan", "schedule"},
     "schedule": {"errors"},
     "collectives": {"partition", "errors", "exact", "collectives"},

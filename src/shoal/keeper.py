@@ -1,7 +1,7 @@
 """Saving a run and coming back to it: the run's live objects on one side, checkpoints on the other."""
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from shoal.report.events import Event, Saved, SaveFailed
 # Before each look for the newest checkpoint, seconds. A folder that hosts share, or that a worker thought dead still
 # writes to, may look different to two of them for a moment.
 PAUSES = (0.0, 0.2, 0.5, 1.0, 3.0)
+POLL_SECONDS = 0.005  # between two looks whether a checkpoint in parts stands
 
 
 @dataclass(kw_only=True)
@@ -132,8 +133,11 @@ class Keeper:
         *,
         writes: bool,
         holding: Holding | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
+        """`check`: raises when another worker is lost; asked while one's part of a checkpoint is waited for."""
         self.folder = folder
+        self._check = check
         self.live = live
         if holding is not None:
             live.holding = holding
@@ -167,6 +171,21 @@ class Keeper:
         if self._share is not None:
             self._share.given_up.set()
 
+    def forsake(self, present: Collection[Hashable]) -> None:
+        """Others than these write nothing any more: a checkpoint that lacks a part of theirs is given up."""
+        share = self._share
+        if share is None or self._saver is None or not self._saver.busy:
+            return
+        absent = [part for part, writer in enumerate(self._writers) if writer not in present]
+        if any(not self.checkpoints.delivered(self._asked, share.token, part) for part in absent):
+            share.given_up.set()
+
+    def _wait_for_others(self) -> None:
+        """Until what is being written in parts stands, as long as nobody is lost."""
+        while self._share is not None and self._check is not None and self.busy:
+            self._check()
+            time.sleep(POLL_SECONDS)
+
     @property
     def leads(self) -> bool:
         """Whether this worker tells of checkpoints, and exports."""
@@ -185,6 +204,7 @@ class Keeper:
             return
         if self._saver is not None and self._share is not None and self._share.given_up.is_set():
             self._saver.wait()  # it may have been written all the same
+        self._wait_for_others()
         if self._asked == step and (holding is None or holding.leads or self._delivered(step, token, holding)):
             return
         began = time.perf_counter()
@@ -251,6 +271,7 @@ class Keeper:
 
     def _export_parts(self, step: int) -> None:
         """Nobody has the whole model, but the checkpoint of the last step does."""
+        self._wait_for_others()
         if self._saver is not None:
             self._saver.wait()
         target = self.folder / "model.safetensors"

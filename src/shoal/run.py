@@ -128,10 +128,12 @@ class Run:
         self._merged: tuple[Batch, Outcome, int] | None = None  # a step whose update is applied; its crew's epoch
         self._order: Sequence[int] = ()  # of the samples in this pass
         self._numbers = np.empty(0, dtype=np.int64)  # the same, for the record of each step
+        self._writers: Sequence[Who] = ()  # of the parts of checkpoints
         self._travel_told = False
         self._watched: list[list[float]] = []  # compute seconds of every worker, by step
         self._met_in = -1  # the crew's epoch in which the last step was committed
         self._evicted = False  # too slow: asks to leave
+        self._finishes = False  # the step in doubt was committed by somebody
         self._noticed: float | None = None  # when something was wrong with the crew, until the next commit
         self._journal = Journal(seat.wire, crew.who.worker, samples=seat.settings.samples)
         self._began = 0.0  # the step under way
@@ -158,6 +160,7 @@ class Run:
             workers=plan.workers,
             survives=self._recovers and not self.layout.zero,
             holding=built.holding,
+            check=lambda: self.group.check(),
         )
         self._enter()
 
@@ -235,7 +238,8 @@ class Run:
             self.seat.wire.send(event)
 
     def _recover(self, error: PeerLost, inside_step: bool = False) -> Settlement:
-        """A group that stands, and whoever was behind in it has the state."""
+        """A group that stands, and whoever was behind in it has the state. If another is lost meanwhile it begins anew;
+        a step that was found to be committed stays so (`_finishes`)."""
         if not self._recovers:
             raise error
         if self._noticed is None:
@@ -244,7 +248,10 @@ class Run:
         while True:
             try:
                 settlement = self.crew.recover(error)
-                if inside_step and self.crew.who not in settlement.finishing:
+                if inside_step and self.crew.who in settlement.finishing:
+                    self._finishes = True
+                    self.crew.busy(True)  # it counts as committed from now on, and its update has yet to be made
+                if inside_step and not self._finishes:
                     self.strategy.drop()  # before the state is handed to anybody: lanes have touched buffers
                 self._form_teams()
                 self._hand_over(settlement)
@@ -265,7 +272,8 @@ class Run:
         """Lanes are dealt to whoever is there now. `next_step`: whose samples are needed next, if not `step`'s."""
         self._watched.clear()
         self.strategy.regroup(self._teams, self._deal())
-        self.saving.regroup(self.workers, self.leader, *self._roles())
+        holding, self._writers = self._roles()
+        self.saving.regroup(self.workers, self.leader, holding, self._writers)
         self._travel_told = False
         self._announce(self.step if next_step is None else next_step)
         view = settlement.view
@@ -461,7 +469,8 @@ class Run:
                 return epoch, self.strategy.finish(seconds)
             except PeerLost as error:
                 settlement = self._recover(error, inside_step=True)
-            if self.crew.who in settlement.finishing:  # the others have committed it, and all of it is here
+            if self._finishes:  # the others have committed it, and all of it is here
+                self._finishes = False
                 outcome = self.strategy.finish()
                 self._regroup(settlement, redone=0, next_step=work.step + 1)
                 return epoch, outcome
@@ -548,8 +557,8 @@ class Run:
         """After a loss: whoever has heard what an evaluation came to tells those that have not."""
         if not self.layout.cuts:
             return
-        texts = gather_bytes(self.group, msgspec.json.encode(self._evaluations))
-        known = [msgspec.json.decode(text, type=tuple[int, Any]) for text in texts]
+        texts = gather_bytes(self.group, msgspec.msgpack.encode(self._evaluations))
+        known = [msgspec.msgpack.decode(text, type=tuple[int, Any]) for text in texts]
         self._evaluations = max(known, key=lambda each: each[0])
 
     def _not_finite(self, batch: Batch, outcome: Outcome) -> None:
@@ -574,6 +583,7 @@ class Run:
         self.saving.pacer.stepped(time.perf_counter() - self._began)
         (batch, outcome, epoch), self._merged = self._merged, None
         self.step = batch.step + 1
+        self.crew.busy(False)
         self.loss = None if math.isnan(outcome.loss) else outcome.loss
         self.compute_seconds = outcome.compute_seconds
         first = (batch.step - self.epoch * self.schedule.steps_per_epoch) * self.schedule.batch
@@ -590,9 +600,7 @@ class Run:
         if self.leader and not self._travel_told:
             self._tell_travel()
         if self.seat.settings.digests and (self.leader or self.layout.cuts):
-            tensors = self._digests()
-            if self.leader:
-                self.seat.wire.send(StepDigest(time=time.time(), step=self.step, tensors=tensors))
+            self._tell_digests()
         if self.stopped is None and not self._at_limit():
             self._stop_if_asked(outcome)
         watched = self.plan.shares == "auto" or self.seat.settings.slow != "ignore"
@@ -602,9 +610,20 @@ class Run:
             self._tell()  # what led to a checkpoint is on record before it: nothing of it is told again
             began = time.perf_counter()
             self._agree_on_weights({name: quick(tensor) for name, tensor in self.named_tensors()})
-            self.save()
+            self._save_with_others()
             self.saving.kept(self.step, time.perf_counter() - began)
         self._boundary(outcome.asked, epoch)
+
+    def _tell_digests(self) -> None:
+        if self.layout.cuts and not self._in_step_with_all:
+            return
+        try:
+            tensors = self._digests()
+        except PeerLost as error:  # some may have them and be far ahead
+            self._regroup(self._recover(error), redone=0)
+            return
+        if self.leader:
+            self.seat.wire.send(StepDigest(time=time.time(), step=self.step, tensors=tensors))
 
     def _wishes(self, step: int) -> int:
         """What this worker asks of all for the end of this step. It travels with the step, so all act on it alike."""
@@ -719,7 +738,15 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint of the last committed step while training goes on."""
-        self.saving.save(self.step, self._told(), token=f"{self.crew.epoch}-{self.step}")
+        self.saving.save(self.step, self._told(), token=f"{self.step} {' '.join(map(str, self._writers))}")
+
+    def _save_with_others(self) -> None:
+        """Whoever is lost meanwhile may be one whose part of the checkpoint before is waited for."""
+        while True:
+            try:
+                return self.save()
+            except PeerLost as error:
+                self._regroup(self._recover(error), redone=0)
 
     def _resume(self) -> None:
         """All begin with the newest checkpoint that verifies."""

@@ -1,7 +1,7 @@
 """When a run is saved, and what comes back: checkpoints as often as asked, or as often as they are worth their cost."""
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,14 @@ class Saving:
         workers: int,
         survives: bool,
         holding: Holding | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         """`every`: steps, as asked; None: once a pass. `auto`: by what a checkpoint costs and how often a run is lost.
-        `survives`: a lost worker costs no checkpoint, since others have the state. `holding`: of a cut model."""
-        self.keeper = None if folder is None else Keeper(folder, live, send, writes=False, holding=holding)
+        `survives`: a lost worker costs no checkpoint, since others have the state. `holding`: of a cut model; `check`
+        raises when somebody is lost whose part of it may be waited for."""
+        self.keeper = None
+        if folder is not None:
+            self.keeper = Keeper(folder, live, send, writes=False, holding=holding, check=check)
         self.every, self.auto, self.steps_per_epoch = every, auto, steps_per_epoch
         self._send = send
         self._saved_at = time.monotonic()
@@ -102,6 +106,11 @@ class Saving:
     def export(self) -> None:
         if self.keeper is not None:
             self.keeper.export()
+
+    def forsake(self, present: Collection[Hashable]) -> None:
+        """Only these are left to write their parts of a checkpoint under way."""
+        if self.keeper is not None:
+            self.keeper.forsake(present)
 
     def close(self, *, give_up: bool = False) -> None:
         """Waits for what is being written; with `give_up` not for other workers' parts of it."""

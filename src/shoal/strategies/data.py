@@ -170,16 +170,27 @@ class DataParallel:
             exchange.meet()
             self._feed_followers(merged)
             return merged
-        anywhere = [any(bits) for bits in zip(*told.present, strict=True)]
+        source = self.teams.part_ranks[0]
         likes = [parameter for _, parameter in self.replica.parameters] + self.replica.buffers.starts()
-        found: Values = [torch.empty_like(like) if there else None for like, there in zip(likes, anywhere, strict=True)]
-        for value in found:
-            if value is not None:
-                self.group.receive(value, self.teams.part_ranks[0])
+        there = torch.zeros(len(likes), dtype=torch.uint8)
+        if likes:
+            self.group.receive(there, source)
+        found: Values = []
+        for like, present in zip(likes, there.tolist(), strict=True):
+            if not present:
+                found.append(None)
+                continue
+            came = torch.empty(like.shape, dtype=like.dtype)
+            self.group.receive(came, source)
+            found.append(came if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(came))
         return found
 
     def _feed_followers(self, merged: Values) -> None:
+        """What there is is said first: of a tied weight its first stage alone knows from the rows."""
+        there = torch.tensor([value is not None for value in merged], dtype=torch.uint8)
         for follower in self.teams.followers if self.teams.replica == 0 else ():
+            if merged:
+                self.group.send(there, follower)
             for value in merged:
                 if value is not None:
                     self.group.send(value.contiguous(), follower)

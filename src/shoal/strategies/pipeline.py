@@ -570,7 +570,8 @@ class Stream(Lap):
                 by_leaf.setdefault(index, {})[place] = gradient
         values: Values = [None] * strategy.gradient_count
         for index, found in by_leaf.items():
-            ordered = [found[place] for place in sorted(found)]
+            leaves = strategy.replica.leaves(*strategy.replica.parameters[index])
+            ordered = [found.get(place) for place in range(len(leaves))]
             if index in strategy.tied:
                 self.tied.setdefault(lane, {})[index] = ordered
             else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import JobError
@@ -43,12 +43,13 @@ class Replica:
         self.pieces, self.shapes = pieces or {}, shapes or {}
         for _, parameter in self.parameters:
             _align(parameter)
-        self._blocks_of_leaves = _untie(model, blocks)
-        self.shared = {name: [leaf for leaf, _ in leaves] for name, leaves in self._blocks_of_leaves.items()}
+        self._names_of_leaves = _untie(model, blocks)
+        self.shared = {name: [leaf for leaf, _ in leaves] for name, leaves in self._names_of_leaves.items()}
         self.buffers = Buffers(model)
         self._position: tuple[int, int, int] | None = None  # step, lane, microbatch
         self._calls: dict[int, int] = {}
         self._plain: list[nn.Module] = []  # whose forward was replaced
+        self._changes_inputs: dict[int, bool] = {}  # blocks that were recomputed: whether they do that
         self._hooks = []
         for number, name in enumerate(blocks.names, start=1):
             module = model.get_submodule(name)
@@ -81,12 +82,17 @@ class Replica:
 
     def _recomputed(self, module: nn.Module, number: int) -> None:
         forward = module.forward
+        changes = self._changes_inputs
         self._plain.append(module)
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             position, call = self._position, self._calls.get(number, 1) - 1
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            versions = [tensor._version for tensor in given]
+            # A block that changes its inputs in place gets copies the second time; whether it does, the first shows.
+            copies = None if number in changes and not changes[number] else [tensor.detach().clone() for tensor in given]
             again = False
 
             def once_more(*args: Any, **kwargs: Any) -> Any:
@@ -94,10 +100,16 @@ class Replica:
                 if not again:
                     again = True
                     return forward(*args, **kwargs)
+                if copies is not None:
+                    fresh = iter([_as_result(copy, like) for copy, like in zip(copies, given, strict=True)])
+                    args, kwargs = tree_map(lambda leaf: next(fresh) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
                 with self._as_it_was(module, position, number, call):
                     return forward(*args, **kwargs)
 
-            return checkpoint(once_more, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            output = checkpoint(once_more, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            changes[number] = changes.get(number, False) or versions != [tensor._version for tensor in given]
+            copies = copies if changes[number] else None
+            return output
 
         module.forward = recomputed
 
@@ -136,7 +148,11 @@ class Replica:
 
     def leaves_by_block(self, name: str, parameter: nn.Parameter) -> list[tuple[nn.Parameter, int]]:
         """The same, with each one's block."""
-        return self._blocks_of_leaves.get(name) or [(parameter, self.blocks.of(name))]
+        return [(leaf, self.blocks.of(known)) for leaf, known in self.leaves_by_name(name, parameter)]
+
+    def leaves_by_name(self, name: str, parameter: nn.Parameter) -> list[tuple[nn.Parameter, str]]:
+        """The same, with a name that each one has in its block."""
+        return self._names_of_leaves.get(name) or [(parameter, name)]
 
     def clear_gradients(self) -> None:
         for name, parameter in self.parameters:
@@ -176,6 +192,11 @@ def _taken(leaf: nn.Parameter, name: str) -> Tensor | None:
     return gradient
 
 
+def _as_result(copy: Tensor, like: Tensor) -> Tensor:
+    """A copy that may be changed in place, with or without a gradient as the original."""
+    return copy.detach().requires_grad_().clone() if like.requires_grad else copy.clone()
+
+
 def _edge(tensor: Tensor) -> Tensor:
     if type(tensor) is not Tensor:  # a slice of something has no memory of its own
         return tensor
@@ -207,12 +228,12 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), leaf
 
 
-def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[tuple[nn.Parameter, int]]]:
+def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[tuple[nn.Parameter, str]]]:
     """Gives each further block that uses a parameter a leaf of its own on the same memory, so that each has its own
     accumulator. Returns all leaves of such a parameter, its own among them, by its first name and in block order, each
-    with its block."""
+    with a name that it has there."""
     first: dict[int, str] = {}
-    leaves: dict[str, dict[int, nn.Parameter]] = {}
+    leaves: dict[str, dict[int, tuple[nn.Parameter, str]]] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if parameter.is_meta:
             continue
@@ -220,16 +241,14 @@ def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[tuple[nn.Paramete
         by_block = leaves.setdefault(known, {})
         block = blocks.of(name)
         if known == name:
-            by_block[block] = parameter
+            by_block[block] = parameter, name
             continue
         if block not in by_block:
-            by_block[block] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            by_block[block] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad), name
         module, leaf = _owner(model, name)
-        module._parameters[leaf] = by_block[block]
+        module._parameters[leaf] = by_block[block][0]
     return {
-        name: [(by_block[block], block) for block in sorted(by_block)]
-        for name, by_block in leaves.items()
-        if len(by_block) > 1
+        name: [by_block[block] for block in sorted(by_block)] for name, by_block in leaves.items() if len(by_block) > 1
     }
 
 
@@ -280,15 +299,16 @@ class _Kept:
             self.start = self.tensor.detach().clone()
             self.version = self.tensor._version
 
-    def reset(self) -> None:
-        if not self.untouched:
-            assert self.tensor is not None
-            # In a pipeline another lane's backward is still to come: batch norm saves running statistics for it, and
-            # does not read them. What a model's own code changes in place raises the version by itself.
-            with torch.autograd._unsafe_preserve_version_counter(self.tensor):
-                self.tensor.copy_(self.start)
-            self.module._buffers[self.leaf] = self.tensor
-            self.version = self.tensor._version
+    def reset(self, fresh: bool = False) -> None:
+        if self.untouched:
+            return
+        assert self.tensor is not None
+        if fresh:
+            self.module._buffers[self.leaf] = self.start.clone()
+            return
+        self.tensor.copy_(self.start)
+        self.module._buffers[self.leaf] = self.tensor
+        self.version = self.tensor._version
 
     @property
     def changed(self) -> bool:
@@ -311,12 +331,13 @@ class Buffers:
         for kept in self.kept:
             kept.begin()
 
-    def begin_lane(self, only: Collection[int] | None = None) -> None:
-        """Back to the step's start. `only`: some of them, by number."""
+    def begin_lane(self, only: Collection[int] | None = None, *, fresh: bool = False) -> None:
+        """Back to the step's start. `only`: some of them, by number. `fresh`: as other tensors, since backward passes
+        of the lane before are still to come."""
         with torch.no_grad():
             for number, kept in enumerate(self.kept):
                 if only is None or number in only:
-                    kept.reset()
+                    kept.reset(fresh)
 
     def end_lane(self, weight: float, lane: int, only: Collection[int] | None = None) -> list[Tensor | None]:
         """A lane's share of each buffer that it changed. Counters and flags: the first lane's word counts."""
