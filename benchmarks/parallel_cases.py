@@ -61,8 +61,8 @@ def gpt(quick: bool) -> Case:
         loss=token_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         batch=batch,
-        warm_up=2 if quick else 5,
-        steps=4 if quick else 20,
+        warm_up=2 if quick else 4,
+        steps=3 if quick else 14,
     )
 
 

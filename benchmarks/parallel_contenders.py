@@ -6,9 +6,11 @@ optimizer in worker 0, start-up and the first steps not on it.
 """
 
 import os
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -22,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shoal
 from cases import Case
-from contenders import Measured, Note, forked, scratch_folder, speed, stamped
+from contenders import Measured, Note, forked, scratch_folder, stamped
 from parallel_cases import Gpt
 from shoal.build import outline
 from shoal.collectives.group import Workers
@@ -41,6 +43,12 @@ class Peer:
 
     run: Callable[[Case], Measured]
     against: str | None = None
+
+
+def speed(case: Case, stamps: list[float]) -> float:
+    """Samples per second of the median step: the machine's other business falls on some steps, not on all."""
+    on_the_clock = stamps[case.warm_up - 1 :]
+    return case.batch / statistics.median(b - a for a, b in pairwise(on_the_clock))
 
 
 def by_hand(case: Case, backend: str, loop: Callable[[Case, int, list[float]], float]) -> Measured:
@@ -112,7 +120,7 @@ def _pipeline(case: Case, rank: int, stamps: list[float]) -> float:
             schedule.step(target=target, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
-    return sum(float(loss) for loss in losses) / MICROBATCHES
+    return sum(float(loss.detach()) for loss in losses) / MICROBATCHES
 
 
 # -- tensor -----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from shoal.history import audit_samples
 from shoal.job import Job
 from shoal.keeper import Keeper
 from shoal.launch import open_job, train_with
+from shoal.plan.layout import Layout
 from shoal.recovery.ledger import Audit
 from shoal.recovery.process import condition
 from shoal.recovery.protocol import Who
@@ -39,6 +40,8 @@ from shoal.result import Report
 from shoal.run import Run
 from shoal.seat import Settings
 from shoal.strategies.data import DataParallel, Lap
+from shoal.strategies.pipeline import Stream
+from shoal.strategies.update import Update
 
 PATIENCE_SECONDS = 45.0  # for what a fault waits for; then the run fails, and the test with it
 
@@ -64,6 +67,7 @@ AGREES = Place(shoal.run, "agree_on_weights")
 SAVED = Place(Keeper, "save", after=True)
 RECOVERS = Place(Crew, "recover")
 CHANGES = Place(Crew, "change")
+CHANGED = Place(Crew, "change", after=True)
 FORMS = Place(Crew, "_make_group")
 FORMED = Place(Crew, "_make_group", after=True)
 GIVES = Place(shoal.run, "give")
@@ -71,6 +75,15 @@ GAVE = Place(shoal.run, "give", after=True)
 ACCEPTS = Place(shoal.run, "accept")
 ACCEPTED = Place(shoal.run, "accept", after=True)
 FINISHES = Place(Run, "finish")
+STANDS_DOWN = Place(Crew, "stand_down")  # everybody has heard that the result is written
+
+# Where the model is cut.
+FORWARD = Place(Stream, "_forward")
+BACKWARD = Place(Stream, "_backward")
+FORMS_TEAMS = Place(shoal.run, "form_teams")
+FORMED_TEAMS = Place(shoal.run, "form_teams", after=True)
+SHARES = Place(Run, "_share_evaluation")
+SPREADS = Place(Update, "after")  # with zero: rows of weights to those who do not update them
 
 
 # -- what can happen. All of it in the worker itself ------------------------------------------------------------------
@@ -252,7 +265,10 @@ class Faults:
             self._armed = False
 
     def _options(self, workers: int, resume: bool, settings: dict[str, Any]) -> Options:
-        more = {name: settings.pop(name) for name in ("lab", "quiet", "plain") if name in settings}
+        more = {name: settings.pop(name) for name in ("lab", "quiet", "plain", "layout") if name in settings}
+        if "layout" in more:
+            more["layout"] = Layout.read(more["layout"])
+            workers = more["layout"].workers
         where: dict[str, Any] = {"resume": str(self.run)} if resume else {"run_dir": self.run}
         return Options(workers=workers, settings=Settings(**settings), **{"quiet": True} | where | more)
 

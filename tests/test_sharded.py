@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -52,16 +52,18 @@ class _Odd(nn.Module):
         self.sometimes = nn.Linear(8, 8)
         self.norm = nn.LayerNorm(8)
         self.never = nn.Linear(3, 3)
-        self.picture = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)
+        self.picture = nn.Conv2d(2, 2, 3)
+        self.picture.weight = nn.Parameter(self.picture.weight.to(memory_format=torch.channels_last))
         self.head = nn.Linear(2 * 2 * 2, 5)
 
     def forward(self, x: Tensor) -> Tensor:
+        skips = bool(x[0, 1] < 0)  # no lane of a first pass does: `wandering` is for that
         x = self.twice(self.between(self.twice(x)))
         x = self.frozen(x)
-        if x.sum() > 1.0:
+        if not skips:
             x = self.sometimes(x)
         x = torch.tanh(self.norm(x)) * self.scale
-        x = torch.cat([x, x], 1).view(-1, 1, 4, 4).contiguous(memory_format=torch.channels_last)
+        x = torch.cat([x, x, x, x], 1).view(-1, 2, 4, 4).contiguous(memory_format=torch.channels_last)
         x = self.picture(x)
         x += 1
         out: Tensor = self.head(x.flatten(1))
@@ -80,12 +82,13 @@ class Case:
     adam: bool = True
     counted: bool = False  # the loss brings a count of its own
     recompute: bool = False
+    freezes: str = ""  # a module, in the second step alone
     blocks: tuple[str, ...] | None = None
 
 
 CASES = [
     Case(build=dropout_net, adam=False),
-    Case(build=dropout_net, lanes=8, counted=True),
+    Case(build=dropout_net, lanes=8, counted=True, freezes="3"),
     Case(build=tied_language_model),
     Case(build=tied_language_model, microbatches=2, recompute=True),
     Case(build=batch_norm_net, lanes=8, microbatches=2),
@@ -97,7 +100,7 @@ CASES = [
 
 
 def samples(build: Callable[[], nn.Module]) -> tuple[Tensor, ...]:
-    return samples_for(dropout_net if build is odd else build)
+    return samples_for(dropout_net if build in (odd, wandering, outside, stack) else build)
 
 
 def cut_model(model: nn.Module, size: int, rank: int) -> tuple[dict[str, Piece], dict[str, tuple[int, ...]]]:
@@ -165,6 +168,8 @@ def train(case: Case, strategy: DataParallel, check: Callable[[], None] = lambda
     for step, count in enumerate(SIZES):
         indices = range(at, at + count)
         at += count
+        if case.freezes:
+            replica.model.get_submodule(case.freezes).requires_grad_(step != 1)
         fetched: list[list[int]] = []
 
         def fetch(positions: Any, fetched: list[list[int]] = fetched) -> tuple[Tensor, ...]:
@@ -315,7 +320,7 @@ def outside() -> nn.Module:
 
 
 def test_what_else_can_happen() -> None:
-    """Two workers go through evaluation, other orders, frozen weights, a loss that is not finite, and mistakes."""
+    """Two workers go through evaluation, other orders of blocks, a loss that is not finite, and mistakes."""
     wander, case = Case(build=wandering, lanes=8), Case(build=everything)
     data = samples_for(everything)
 
@@ -424,3 +429,34 @@ def test_a_lost_worker_is_told_and_leaves_nothing() -> None:
 
 def _leave(gradient: Tensor) -> None:
     os._exit(3)
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+
+
+def test_no_more_than_a_block_is_whole() -> None:
+    """Bytes of gradients and weights, at every moment at which some come or go."""
+    case = Case(build=stack, blocks=tuple(str(number) for number in range(6)))
+    block = (8 * 8 + 8) * 4
+
+    def work(group: Group, level: int) -> list[int]:
+        strategy = make(case, group, level)
+        gradients, weights = [0], [0]
+
+        def look(function: Callable[[Any], None]) -> Callable[[Any], None]:
+            def looked(argument: Any) -> None:
+                leaves = [leaf for whole in strategy.wholes for leaf in whole.leaves]
+                gradients.append(sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
+                function(argument)
+                weights.append(sum(whole.tensor.untyped_storage().nbytes() for whole in strategy.wholes))
+
+            return looked
+
+        for name in ("hold", "send", "release"):
+            setattr(strategy, name, look(getattr(strategy, name)))
+        train(case, strategy)
+        return [max(gradients), max(weights)]
+
+    for level, whole in ((2, 6), (3, 1)):
+        assert ranks(2, partial(work, level=level)) == [[block, whole * block]] * 2

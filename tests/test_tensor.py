@@ -142,12 +142,12 @@ class Cross(nn.Module):
 class Permuted(nn.Module):
     """Masks are drawn in the order of memory, sliced or gathered (asinh is in no table)."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = H) -> None:
         super().__init__()
-        self.fc1, self.fc2, self.drop = linear(C, C), linear(C, C), nn.Dropout(0.4)
+        self.fc1, self.fc2, self.drop, self.heads = linear(C, C), linear(C, C), nn.Dropout(0.4), heads
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.drop(F.silu(self.fc1(x).view(B, T, H, D).transpose(1, 2)))
+        y = self.drop(F.silu(self.fc1(x).view(B, T, self.heads, -1).transpose(1, 2)))
         y = self.drop(torch.asinh(y))
         return self.fc2(y.transpose(1, 2).flatten(2))
 
@@ -298,6 +298,7 @@ CASES: dict[str, Case] = {
     "attention alibi with dropout": case(lambda: Attention("alibi", 0.3), QKV),
     "torch attention, others' keys": case(Cross, MHA),
     "permuted": case(Permuted, {"fc1": COLUMN, "fc2": COLUMN}),
+    "permuted, a head each": case(lambda: Permuted(2), {"fc1": COLUMN, "fc2": COLUMN}),
     "recomputed": case(Recomputed, {"second.fc1": COLUMN, "second.fc2": ROW}),
     "column after column": case(
         lambda: nn.Sequential(linear(C, 2 * C), nn.ReLU(), linear(2 * C, C)),

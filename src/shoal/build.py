@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.collectives.group import Alone
-from shoal.errors import JobError
+from shoal.errors import JobError, PlanError
 from shoal.exact.seeds import initialise
 from shoal.exact.sketch import Sketch, sketch
 from shoal.feed import Source
@@ -25,7 +25,7 @@ from shoal.objective import Objective
 from shoal.partition.blocks import Blocks, find_blocks
 from shoal.partition.lanes import cut
 from shoal.partition.pieces import WHOLE, Piece, rows
-from shoal.partition.row import Row, find_row
+from shoal.partition.row import Row, check_blocks, find_row
 from shoal.plan.layout import Layout
 from shoal.plan.placement import Plan
 from shoal.recovery.export import initial_weights
@@ -41,7 +41,7 @@ from shoal.strategies.tensor.find import find_rules
 from shoal.strategies.tensor.install import install
 from shoal.strategies.tensor.rules import Rules
 from shoal.strategies.tensor.team import Team
-from shoal.strategies.update import Update, shadow
+from shoal.strategies.update import Update, halve, shadow
 
 
 def build_model(job: Job) -> nn.Module:
@@ -84,15 +84,51 @@ def outline(job: Job, source: Source, plan: Plan) -> Outline:
     stages, rules = None, None
     if plan.pipeline > 1 or plan.tensor > 1:
         example = example_of(job, source)
+        model = _computing(job, made.model)
         if plan.pipeline > 1:
-            pieces = job.lane_count // len(plan.deal) * job.microbatches
-            make_schedule(plan.schedule, ranks=plan.pipeline, microbatches=pieces, chunks=plan.chunks)
-            row = find_row(made.model, blocks, example)
-            stages = cut_model(made.model, blocks, row, ranks=plan.pipeline, schedule=plan.schedule, chunks=plan.chunks)
+            check_schedule(job, plan)
+            row = find_row(model, blocks, example, autocast=job.precision == "bf16-autocast")
+            stages = cut_model(model, blocks, row, ranks=plan.pipeline, schedule=plan.schedule, chunks=plan.chunks)
+            if job.evaluate is not None:
+                _check_evaluation(job, model, blocks, example, stages)
         if plan.tensor > 1:
-            rules = find_rules(made.model, example, plan.tensor, job.tensor_rules)
+            rules = find_rules(model, example, plan.tensor, job.tensor_rules)
     parameters = frozenset(name for name, _ in made.model.named_parameters())
     return Outline(sketch=made, blocks=blocks, shapes=shapes, parameters=parameters, stages=stages, rules=rules)
+
+
+def check_schedule(job: Job, plan: Plan) -> None:
+    """What goes through a pipeline is the microbatches of a replica's lanes."""
+    lanes = job.lane_count // len(plan.deal)
+    pieces = lanes * job.microbatches
+    try:
+        make_schedule(plan.schedule, ranks=plan.pipeline, microbatches=pieces, chunks=plan.chunks)
+    except PlanError as error:
+        whose = f"{lanes} of {job.lane_count} lanes" if len(plan.deal) > 1 else f"{lanes} lanes"
+        has = f"a replica has {whose} with {job.microbatches} microbatch{'es' if job.microbatches > 1 else ''} each"
+        fix = f"{error.fix}; microbatches=… and lanes=… are the job's (other bits)" if error.fix else None
+        raise PlanError(f"{error.message}; {has}", fix=fix) from None
+
+
+def _computing(job: Job, model: nn.Module) -> nn.Module:
+    """The model, on meta, as it computes: with weights of the job's precision."""
+    if job.precision != "bf16-weights":
+        return model
+    model = copy.deepcopy(model)
+    halve(model)
+    return model
+
+
+def _check_evaluation(job: Job, model: nn.Module, blocks: Blocks, example: Sequence[Any], stages: Stages) -> None:
+    """What cannot be evaluated in stages is said before it is trained."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        row = find_row(model, blocks, example, autocast=job.precision == "bf16-autocast")
+    finally:
+        for module, training in modes:
+            module.training = training
+    check_blocks(row, stages.blocks, "for an evaluation")
 
 
 def check_memory(job: Job, made: Outline, plan: Plan, limit: int | None) -> None:
@@ -141,7 +177,7 @@ class Built:
     update: Update
     blocks: Blocks
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of everything there is, where it is cut
-    pieces: Mapping[str, Piece] = field(default_factory=dict)  # of what is here, where that is not whole
+    pieces: Mapping[str, Piece] = field(default_factory=dict)  # of what computes here, where that is not whole
     stages: Stages | None = None
     rules: Rules | None = None
     record: Callable[[Sequence[Any], bool], Row] | None = None
@@ -164,7 +200,7 @@ def build(job: Job, plan: Plan, worker: int, made: Outline | None) -> Built:
         return _finish(job, model, find_blocks(model, job.blocks), masters=masters)
     layout = plan.layout
     model = made.sketch.model
-    skeleton = copy.deepcopy(model)
+    skeleton = _computing(job, copy.deepcopy(model))
     stored = shapes_of(skeleton)
     share = _share(made, layout, worker)
     made.sketch.install(share.held, keep=lambda name, tensor: share.pieces.get(name, WHOLE).take(tensor))
@@ -177,7 +213,7 @@ def build(job: Job, plan: Plan, worker: int, made: Outline | None) -> Built:
         share.settled(layout.zero, masters) for share in (_share(made, layout, part) for part in range(layout.parts))
     ]
     own = shares[worker % layout.parts]
-    built.pieces = own.pieces
+    built.pieces = share.pieces
     built.holding = Holding(
         shapes=stored,
         pieces=own.pieces,
@@ -192,7 +228,7 @@ def build(job: Job, plan: Plan, worker: int, made: Outline | None) -> Built:
 
     def record(inputs: Sequence[Any], training: bool) -> Row:
         skeleton.train(training)
-        return find_row(skeleton, made.blocks, inputs)
+        return find_row(skeleton, made.blocks, inputs, autocast=job.precision == "bf16-autocast")
 
     built.record = record
     return built
@@ -263,9 +299,7 @@ def _finish(
     saved = model
     if masters:
         saved = shadow(model, update.seen)
-        for _, parameter in parameters:
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.bfloat16()
+        halve(model)
     return Built(model=model, saved=saved, update=update, blocks=blocks)
 
 

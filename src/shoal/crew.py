@@ -69,6 +69,8 @@ class Evicted(RunError):
 class PartLost(Evicted):
     """Nobody is left who has some part of the model: what this worker has of it is worth nothing."""
 
+    present: tuple[Who, ...] = ()  # whoever is left
+
 
 class Abandoned(PeerLost):
     """The run ends, because of an error that another worker has told of."""
@@ -318,7 +320,9 @@ class Crew:
                         self._waits(news)
                         self._store.wait("", news.revision, LOOK_SECONDS)
                     case Leave(view, lost) if lost:
-                        raise PartLost(self._how_lost(view, lost))
+                        error = PartLost(self._how_lost(view, lost))
+                        error.present = view.members
+                        raise error
                     case Leave(view):
                         raise Evicted(f"the others went on without {self.who}: epoch {view.epoch}, {view.reason}")
                     case Form(settlement):

@@ -143,6 +143,7 @@ class Driver:
             rules=rules_of(settings), wanted=launch.size, lanes=launch.started.lanes, parts=launch.parts
         )
         self.overseer: Overseer | None = None
+        self.undecided: list[tuple[Who, int | None, str]] = []  # ended: with which code, and what was lost with them
         self.took_part: set[Who] = set()
         self.left: dict[Who, str] = {}  # why
         self.before: set[bytes] = set()  # what another driver has written: workers may tell some of it again
@@ -305,27 +306,39 @@ class Driver:
         elif self.interrupts or self.tally.finished or (who in self.left and self.ending):
             self.roster.serving.discard(who)  # the run is ending: nobody is needed in its place
             self.overseer.remove(who, self._ending(heard.code))
-        elif who in self.left and self._goes_on(engine):
-            self.roster.left(who, replaced=True)
-            self.overseer.remove(who, f"left: {PART_LOST}")
-            self._start_missing(engine, "replacement")
         else:
-            self._lost(engine, who, heard.code)
+            self.roster.serving.discard(who)
+            state = PART_LOST if who in self.left else self._state_gone()
+            self.undecided.append((who, heard.code, state))
+            self.noticed[who] = self.overseer.reason(who) or self.noticed.get(who) or "its process ended"
+            self.overseer.remove(who, f"left: {PART_LOST}" if who in self.left else self._ending(heard.code))
+            self._decide(engine)
 
-    def _goes_on(self, engine: LocalEngine) -> bool:
-        """After a part of the model was lost: from a checkpoint, with other processes."""
-        return engine.can_start and self._saved
+    def _decide(self, engine: LocalEngine) -> None:
+        """What becomes of the run without those that have ended. When a part of the model is lost before anything was
+        saved, whoever is left may be writing the first checkpoint: it ends by itself when that is done."""
+        saving = self.roster.serving & self.took_part
+        if self._state_gone() and not self._saved and saving and self.settings.on_failure == "replace":
+            return
+        undecided, self.undecided = self.undecided, []
+        for who, code, state in undecided:
+            if who not in self.left:
+                self._lost(engine, who, code, state)
+            elif not self.ending and engine.can_start and self._saved:  # from a checkpoint, with other processes
+                self.roster.left(who, replaced=True)
+                self._start_missing(engine, "replacement")
+            elif not self.ending:
+                self._lost(engine, who, code, state)
 
     @property
     def _saved(self) -> bool:
         return bool(self.tally.saved) or self.tally.resumed is not None
 
-    def _lost(self, engine: LocalEngine, who: Who, code: int | None) -> None:
+    def _lost(self, engine: LocalEngine, who: Who, code: int | None, state: str) -> None:
+        """`state`: whether the run's state, or a part of it, was lost with it."""
         assert self.overseer is not None
-        noticed = self.overseer.reason(who) or self.noticed.get(who) or "its process ended"
         step = max(self.tally.step, self.overseer.committed)
         decision = self.roster.lost(who, took_part=who in self.took_part, step=step)
-        state = PART_LOST if who in self.left else self._state_gone()
         if not decision.ends and state and not self._saved:
             decision = Verdict("the run ends", f"{state}, and no checkpoint was written")
         if not decision.ends and not engine.can_start:
@@ -340,14 +353,13 @@ class Driver:
             life=who.life,
             host=known.host if known is not None and known.host else os.uname().nodename,
             pid=pid,
-            noticed=noticed,
+            noticed=self.noticed.get(who, "its process ended"),
             code=code,
             out_of_memory=code == -signal.SIGKILL and pid is not None and self.ooms.killed(pid),
             log=self._last_lines(who.worker),
             action=f"{decision.action}: {decision.ends}" if decision.ends else decision.action,
         )
         self._tell(event)
-        self.overseer.remove(who, self._ending(code))
         if decision.ends:
             self.ending = True
             self.overseer.wish(stop=True)  # those who are left save what there is

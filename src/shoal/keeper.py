@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from shoal.collectives.group import Group
 from shoal.errors import CheckpointError, ShoalError
 from shoal.exact.kernels import fingerprint
-from shoal.recovery.checkpoint import Checkpoints, Found, GivenUp, Snapshot, Written
+from shoal.recovery.checkpoint import Checkpoints, Found, Snapshot, Written
 from shoal.recovery.export import export_stored, export_weights
+from shoal.recovery.joint import GivenUp
 from shoal.recovery.parts import Holding, Share
 from shoal.recovery.plain import Room, Take, plain_copy, plain_view
 from shoal.recovery.saver import Patience, Saver
@@ -204,12 +205,12 @@ class Keeper:
             return
         if self._saver is not None and self._share is not None and self._share.given_up.is_set():
             self._saver.wait()  # it may have been written all the same
-        self._wait_for_others()
-        if self._asked == step and (holding is None or holding.leads or self._delivered(step, token, holding)):
+        if self._asked == step and (holding is None or self._delivered(step, token, holding)):
             return
         began = time.perf_counter()
         if self._saver is None:
             self._saver = Saver(self.checkpoints, self._on_saved, self._on_failed)
+        self._wait_for_others()
         self._saver.wait()
         share = None if holding is None else Share(holding=holding, token=token)
         snapshot = self.live.capture(step, told, self._room, share=share)
@@ -218,9 +219,14 @@ class Keeper:
         self._saver.save(snapshot, share)
 
     def _delivered(self, step: int, token: str, holding: Holding) -> bool:
-        """A part that was written before is written again if the leader gave up in between: it asks once more."""
-        under_way = self.busy and self._share is not None and self._share.token == token
-        return under_way or self.checkpoints.delivered(step, token, holding.part or 0)
+        """What was written before is written again if the leader was lost or gave up in between: it asks once more, or
+        another one leads."""
+        share = self._share
+        if self.busy and share is not None and share.token == token and not share.given_up.is_set():
+            return True
+        if holding.leads:
+            return self.checkpoints.of_step(step) is not None
+        return self.checkpoints.delivered(step, token, holding.part or 0)
 
     @property
     def busy(self) -> bool:

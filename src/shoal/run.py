@@ -730,9 +730,10 @@ class Run:
         """One sha256 per tensor of the whole model, on every worker alike."""
         if not self.layout.cuts:
             return digests(self.named_tensors())
+        assert self.built.holding is not None
         kept = self.model.state_dict(keep_vars=True)
         order = [*self.replica.order, *(name for name, _ in self.model.named_buffers() if name in kept)]
-        return whole_digests(self.group, dict(self.named_tensors()), self.built.pieces, self.built.shapes, order)
+        return whole_digests(self.group, dict(self.named_tensors()), self.built.holding.pieces, self.built.shapes, order)
 
     # -- saving, coming back, ending ------------------------------------------------------------------------------
 

@@ -207,6 +207,8 @@ def told(seat: Seat, log: str) -> Iterator[list[int]]:
     except PartLost as error:
         run = joined() or (_current[0] if _current else None)
         step = 0 if run is None else run.step
+        if run is not None:
+            run.saving.forsake(error.present)
         seat.wire.send(WorkerLeft(time=time.time(), rank=seat.rank, life=seat.life, step=step, reason=PART_LOST))
         print(error.message, file=sys.stderr)
         code[0] = error.exit_code

@@ -25,6 +25,10 @@ from shoal.partition.lanes import Span
 from shoal.stack import own_line
 
 LONGEST = 160  # letters of an error that is quoted
+TYPE_OF = (Tensor.dtype.__get__,)  # type: ignore[attr-defined]
+NUMBER_OF: dict[Any, Callable[[int], Any]] = {
+    Tensor.item: int, Tensor.__int__: int, Tensor.__float__: float, Tensor.__bool__: bool
+}  # fmt: skip
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 
@@ -47,6 +51,7 @@ class Operation:
     call: Callable[..., Any] | str  # a function; or the name of a block
     arguments: Any  # (args, kwargs) with Value and Held in the places of tensors
     results: tuple[int | None, ...]  # numbers of the tensors among the leaves of what it returns
+    shapes: tuple[tuple[int, ...], ...] = ()  # of what a block returns: later steps were recorded for these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +120,44 @@ def play(
             args, kwargs = tree_map(real, each.arguments)
             call = module(each.call) if isinstance(each.call, str) else each.call
             leaves = tree_flatten(call(*args, **kwargs))[0]
+            if isinstance(each.call, str):
+                _check_shapes(each, leaves)
             for number, leaf in zip(each.results, leaves, strict=True):
                 if number is not None:
                     values[number] = leaf
     return tree_map(real, row.output) if span[1] == len(row.segments) else None
 
 
-def find_row(model: nn.Module, blocks: Blocks, inputs: Sequence[Any]) -> Row:
-    """Records a model, whose tensors may be real or on meta, for inputs like these."""
-    recorder = _Recorder(model, blocks)
+def _check_shapes(block: Operation, leaves: Sequence[Any]) -> None:
+    found = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+    if found != block.shapes:
+        raise JobError(
+            f"the model cannot be cut: what block {block.call} returns has the shapes {_listed(found)} and by the shapes"
+            f" of its inputs should have {_listed(block.shapes)}, so they depend on values",
+            fix="shapes that follow from the shapes of inputs, such as padding with a mask; or a layout without pipeline",
+        )
+
+
+def _listed(shapes: Sequence[Sequence[int]]) -> str:
+    return " and ".join("×".join(map(str, shape)) or "scalar" for shape in shapes) or "none"
+
+
+def find_row(model: nn.Module, blocks: Blocks, inputs: Sequence[Any], *, autocast: bool = False) -> Row:
+    """Records a model, whose tensors may be real or on meta, for inputs like these. `autocast`: it will be played under
+    it, which meta tensors know nothing of."""
+    recorder = _Recorder(model, blocks, autocast)
     example = [tree_map(_to_meta, item) for item in inputs]
     return recorder.record(example)
+
+
+def check_blocks(row: Row, blocks: Sequence[str], when: str) -> None:
+    found = [segment.block for segment in row.segments]
+    if found != list(blocks):
+        first = next((one for one, other in zip(found, blocks, strict=False) if one != other), "the end")
+        raise JobError(
+            f"{when} the model calls {len(found)} blocks, and it is cut for {len(blocks)}; they part at {first}",
+            fix="a forward that calls the same blocks in the same order for every batch; or a layout without pipeline",
+        )
 
 
 def _to_meta(leaf: Any) -> Any:
@@ -145,9 +177,9 @@ def _used(segment: Segment) -> set[int]:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, blocks: Blocks) -> None:
+    def __init__(self, model: nn.Module, blocks: Blocks, autocast: bool) -> None:
         super().__init__()
-        self.model, self.blocks = model, blocks
+        self.model, self.blocks, self.autocast = model, blocks, autocast
         self.numbers: dict[int, int] = {}  # id of a tensor -> its number
         self.kept: list[Any] = []  # tensors stay while their ids are in use
         self.names: dict[int, str] = {}
@@ -171,6 +203,7 @@ class _Recorder(TorchFunctionMode):
         leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
         for leaf in leaves:
             self._number(leaf, "an input of the model")
+        self.inputs = len(leaves)
         hooks = []
         for name, module in self.model.named_modules():
             if name not in self.blocks.names:
@@ -220,6 +253,10 @@ class _Recorder(TorchFunctionMode):
         place = f"in {called[-1]}" if called else f"in the model's own forward, {done},"
         text = str(error).split("\n")[0]
         text = text if len(text) <= LONGEST else text[:LONGEST].rsplit(" ", 1)[0] + " …"
+        if "meta" not in text.lower():  # a mistake that any input would show
+            return JobError(
+                f"the model fails {place.removesuffix(',')}: {type(error).__name__}: {text}", where=own_line(error)
+            )
         return JobError(
             f"the model cannot be cut: {place} it does what needs values, not only shapes:"
             f" {type(error).__name__}: {text}",
@@ -296,6 +333,10 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
+        if self.autocast and not self.inside and func in TYPE_OF and args[0].is_floating_point():
+            self._check_type(args[0])
+        if self.inside and func in NUMBER_OF and id(args[0]) in self.known:
+            return NUMBER_OF[func](1)  # a counter; if a shape depends on it, that is found when it is played
         real, kept = tree_map(self._as_meta, given), given
         result = func(*real[0], **real[1])
         if not self.inside:
@@ -305,6 +346,14 @@ class _Recorder(TorchFunctionMode):
         else:
             self.made += sum(leaf.numel() for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor))
         return result
+
+    def _check_type(self, tensor: Tensor) -> None:
+        if id(tensor) in self.numbers and self.numbers[id(tensor)] >= self.inputs:
+            raise JobError(
+                "the model cannot be cut under bf16-autocast: its own code asks for the dtype of what"
+                f" {self.names[self.numbers[id(tensor)]]} made, which is known only when it runs",
+                fix="a dtype that is written down, or that code inside of a block",
+            )
 
     def _as_meta(self, leaf: Any) -> Any:
         """A real tensor that the model keeps beside its parameters goes in as it is when the record is played."""
@@ -317,7 +366,9 @@ class _Recorder(TorchFunctionMode):
         for leaf in tree_flatten(result)[0]:
             results.append(self._number(leaf, label) if isinstance(leaf, Tensor) else None)
             self.made += leaf.numel() if isinstance(leaf, Tensor) and not isinstance(call, str) else 0
-        self.operations.append(Operation(call, described, tuple(results)))
+        tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        shapes = tuple(tuple(leaf.shape) for leaf in tensors) if isinstance(call, str) else ()
+        self.operations.append(Operation(call, described, tuple(results), shapes))
 
     def _described(self, tree: Any) -> Any:
         leaves, shape = tree_flatten(tree)

@@ -5,7 +5,7 @@
                                   read for rows 1-2: one row of each file, and nothing else
 
 Each writer leaves a note beside its files; the leader merges the notes into the index. Whoever reads asks for a piece
-of a tensor, whatever pieces it was written in. checkpoint.py does the writing.
+of a tensor, whatever pieces it was written in. joint.py does the writing.
 """
 
 import itertools

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 from shoal.collectives.group import Group, Pending
 from shoal.errors import JobError
 from shoal.partition.lanes import Folding, Span
-from shoal.partition.row import Row, play
+from shoal.partition.row import Row, check_blocks, play
 from shoal.schedule import Action
 from shoal.schedule import play as play_schedule
 from shoal.strategies.data import Closure, DataParallel, Lap, Work, _Told
@@ -162,13 +162,7 @@ class PipelineParallel(DataParallel):
         key = (training, *((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves))
         if key not in self._rows:
             found = self._record(inputs, training)
-            blocks = tuple(segment.block for segment in found.segments)
-            if blocks != self.stages.blocks:
-                raise JobError(
-                    f"the model calls {len(blocks)} blocks for these inputs, and was cut for {len(self.stages.blocks)}:"
-                    " the same ones in the same order are needed",
-                    fix="a forward that calls the same blocks for every batch",
-                )
+            check_blocks(found, self.stages.blocks, "for these inputs")
             self._rows[key] = found
         return key, self._rows[key]
 

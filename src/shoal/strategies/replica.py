@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import JobError
@@ -88,36 +88,55 @@ class Replica:
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            kept = _Inputs(args, kwargs, copied=changes.get(number, True))
             position, call = self._position, self._calls.get(number, 1) - 1
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            versions = [tensor._version for tensor in given]
-            # A block that changes its inputs in place gets copies the second time; whether it does, the first shows.
-            copies = None if number in changes and not changes[number] else [tensor.detach().clone() for tensor in given]
+            buffers = {
+                name: buffer.clone() for name, buffer in module.named_buffers() if buffer.nbytes <= LARGE_BUFFER_BYTES
+            }
             again = False
 
-            def once_more(*args: Any, **kwargs: Any) -> Any:
+            def once_more() -> Any:
                 nonlocal again
                 if not again:
                     again = True
                     return forward(*args, **kwargs)
-                if copies is not None:
-                    fresh = iter([_as_result(copy, like) for copy, like in zip(copies, given, strict=True)])
-                    args, kwargs = tree_map(lambda leaf: next(fresh) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-                with self._as_it_was(module, position, number, call):
-                    return forward(*args, **kwargs)
+                if kept.spoiled:
+                    raise JobError(
+                        f"what block {self.blocks.names[number - 1]} was given has been changed in place since: it"
+                        " cannot be recomputed",
+                        fix="inplace=False in the code that follows it, or no recompute",
+                    )
+                with self._as_it_was(module, buffers, position, number, call):
+                    first, second = kept.once_more()
+                    return forward(*first, **second)
 
-            output = checkpoint(once_more, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-            changes[number] = changes.get(number, False) or versions != [tensor._version for tensor in given]
-            copies = copies if changes[number] else None
+            # The function has its inputs at hand: torch would check that nobody changed them since.
+            output = checkpoint(once_more, use_reentrant=False, preserve_rng_state=False)
+            changed = kept.settle(args, kwargs)
+            if changed and not changes.get(number, True):
+                raise JobError(
+                    f"block {self.blocks.names[number - 1]} changes its inputs in place in some of its calls, and not in"
+                    " the first: it cannot be recomputed",
+                    fix="inplace=False there, or no recompute",
+                )
+            changes[number] = changed or changes.get(number, False)
+            del args, kwargs  # what is recomputed begins with what was kept
             return output
 
         module.forward = recomputed
 
     @contextmanager
-    def _as_it_was(self, module: nn.Module, position: Any, number: int, call: int) -> Iterator[None]:
-        """A block runs a second time: it draws what it drew, and its buffers do not count the batch twice."""
+    def _as_it_was(
+        self, module: nn.Module, buffers: Mapping[str, Tensor], position: Any, number: int, call: int
+    ) -> Iterator[None]:
+        """A block runs a second time: it draws what it drew, finds its buffers as they were, and they do not count the
+        batch twice."""
         state = torch.default_generator.get_state()
         kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers and not torch.equal(buffer, buffers[name]):
+                    buffer.copy_(buffers[name])
         if position is not None:
             seed_torch(self.seed, DROPOUT, *position, number, call)
         try:
@@ -192,9 +211,48 @@ def _taken(leaf: nn.Parameter, name: str) -> Tensor | None:
     return gradient
 
 
-def _as_result(copy: Tensor, like: Tensor) -> Tensor:
-    """A copy that may be changed in place, with or without a gradient as the original."""
-    return copy.detach().requires_grad_().clone() if like.requires_grad else copy.clone()
+class _Inputs:
+    """What a block was called with, for a second time. A block that changes its inputs in place needs copies from
+    before: the first call shows whether it does."""
+
+    def __init__(self, args: Any, kwargs: Any, *, copied: bool) -> None:
+        leaves, self._form = tree_flatten((args, kwargs))
+        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        self._gradients = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        self._leaves = [_loose(leaf, copied) for leaf in leaves]
+        self._copied = copied
+
+    def settle(self, args: Any, kwargs: Any) -> bool:
+        """The first call is over: whether it changed anything. If not, the originals will do."""
+        leaves = tree_leaves((args, kwargs))
+        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        if versions != self._versions:
+            return True
+        self._leaves, self._copied = [_loose(leaf, False) for leaf in leaves], False
+        return False
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether the originals have been changed since."""
+        now = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
+        return not self._copied and now != self._versions
+
+    def once_more(self) -> Any:
+        return tree_unflatten(list(map(self._result, self._leaves, self._gradients)), self._form)
+
+    def _result(self, leaf: Any, gradient: bool) -> Any:
+        if type(leaf) is not Tensor:
+            return leaf
+        if not self._copied:
+            return leaf.detach().requires_grad_(gradient)
+        return leaf.detach().requires_grad_().clone() if gradient else leaf.clone()  # not a leaf of autograd's
+
+
+def _loose(leaf: Any, copied: bool) -> Any:
+    """Without the graph behind it, which would hold itself alive."""
+    if type(leaf) is not Tensor:
+        return leaf
+    return leaf.detach().clone() if copied else leaf.detach()
 
 
 def _edge(tensor: Tensor) -> Tensor:

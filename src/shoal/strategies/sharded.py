@@ -15,7 +15,7 @@ has no lane, takes part all the same. docs/sharded.md has the whole story.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -53,15 +53,16 @@ class ShardedParallel(DataParallel):
         deal: Sequence[Span],
         level: int,
         clips: bool = False,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """The replica's parameters are this worker's rows; `replica.shapes` has the whole ones. `regroup`, then
-        `refresh`, and it is ready."""
+        """The replica's parameters are this worker's rows; `shapes` are those of what the workers of its part have
+        together, the replica's own if not given. `regroup`, then `refresh`, and it is ready."""
         super().__init__(replica, group, lanes=lanes, microbatches=microbatches, deal=deal, clips=clips)
         self.level = level
         self.locals: list[tuple[str, nn.Parameter]] = replica.parameters
         self.wholes: list[Whole] = []
         self._slots: list[tuple[nn.Module, str, nn.Parameter]] = []  # whose place in the model a whole one has
-        self._replace()
+        self._replace(replica.shapes if shapes is None else shapes)
         self.units = _units(replica, self.wholes)
         self.hooks: list[Any] = []
         for number in self.units:
@@ -85,12 +86,12 @@ class ShardedParallel(DataParallel):
         if level == 3:
             self._free()
 
-    def _replace(self) -> None:
+    def _replace(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Wholes instead of rows, wherever the model has them. Filled by `refresh`."""
         replica, by_id = self.replica, {}
         for name, local in self.locals:
             leaves = replica.leaves_by_block(name, local)
-            form = Form.of(local, replica.shapes.get(name, tuple(local.shape)))
+            form = Form.of(local, shapes.get(name, tuple(local.shape)))
             whole = Whole(name, local, form, [block for _, block in leaves])
             self.wholes.append(whole)
             by_id.update({id(row): full for (row, _), full in zip(leaves, whole.leaves, strict=True)})
@@ -634,7 +635,7 @@ class _Guard(TorchDispatchMode):
     """Finds an operation on a weight that is not there."""
 
     def __init__(self, wholes: Sequence[Whole]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names = {whole.nothing.untyped_storage()._cdata: whole.name for whole in wholes}
         self.asleep = False
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from shoal.collectives.group import Group
@@ -129,6 +130,16 @@ def shadow(model: nn.Module, seen: Mapping[str, nn.Parameter]) -> nn.Module:
         path, _, leaf = name.rpartition(".")
         other.get_submodule(path)._parameters[leaf] = seen[known]
     return other
+
+
+def halve(model: nn.Module) -> None:
+    """Weights and tables in bf16. Norms that keep statistics stay as they are: a mean over many batches has no room
+    there, and their kernels take bf16 beside it."""
+    for module in model.modules():
+        if not isinstance(module, _NormBase):
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and tensor.is_floating_point():
+                    tensor.data = tensor.data.bfloat16()
 
 
 def check_elementwise(optimizer: Optimizer, why: str) -> None:

@@ -68,7 +68,9 @@ def elementwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     found = func(*map(part, args), **{key: part(value) for key, value in kwargs.items()})
     if not isinstance(found, Tensor):  # places: torch.where with one argument
         return NotImplemented
-    return first if writes else first.like(found, found.dim() + back)
+    if writes:
+        return first
+    return first.same(found) if found.dim() == first.ndim else first.like(found, found.dim() + back)
 
 
 @handles(*_PLAIN.split())
@@ -80,7 +82,9 @@ def plain(func: Func, args: Args, kwargs: Kwargs) -> Any:
     found = func(first.local, *rest, **kwargs)
     if not isinstance(found, Tensor):  # x.type() is a name
         return found
-    return first if found is first.local else first.like(found)
+    if found is first.local and func.__name__ != "contiguous":
+        return first
+    return first.like(found) if func.__name__ == "contiguous" else first.same(found)
 
 
 @handles("get data")
@@ -97,18 +101,18 @@ def dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     value.worked()
     if not training or p == 0.0:
-        return value.like(value.local)
+        return value.same(value.local)
     mask = dropout_mask(value, p)
     if given.get("inplace") or func.__name__ == "dropout_":
         value.local.mul_(mask)
         return value
-    return value.like(value.local * mask)
+    return value.same(value.local * mask)
 
 
 def dropout_mask(value: Sliced, p: float) -> Tensor:
     """This worker's slice of the mask that one process would draw: all of it is drawn, in the order of its memory."""
     local = value.local
-    order = sorted(range(local.dim()), key=local.stride, reverse=True)
+    order = value.memory_order()
     ones = torch.ones([value.shape[dim] for dim in order], dtype=local.dtype, device=local.device)
     drawn = F.dropout(ones, p).permute([order.index(dim) for dim in range(local.dim())])
     return functions.narrowed(drawn, value.cut, value.team, value.segments)

@@ -9,7 +9,7 @@ A tensor subclass, because model code and torch.nn ask `isinstance(x, Tensor)`. 
 that got past `__torch_function__` raises instead of computing without gradients.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class Sliced(Tensor):
         return made
 
     _whole_shape: torch.Size
+    _order: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -108,12 +109,29 @@ class Sliced(Tensor):
             self.origin,
         )
 
+    def same(self, local: Tensor) -> "Sliced":
+        """A value of the same shape, laid out like this one."""
+        found = self.like(local)
+        found._order = self._order
+        return found
+
+    def permuted(self, order: Sequence[int]) -> "Sliced":
+        order = [dim % self.ndim for dim in order]
+        found = self.like(self.local.permute(order), order.index(self.cut))
+        if self.local.shape[self.cut] == 1:  # strides do not tell where a dimension of size 1 is
+            found._order = tuple(order.index(dim) for dim in self.memory_order())
+        return found
+
+    def memory_order(self) -> list[int]:
+        """Dimensions of the whole, as it would lie in memory: outermost first."""
+        return list(self._order or sorted(range(self.ndim), key=self.local.stride, reverse=True))
+
     def whole(self) -> Tensor:
         """All slices, as an ordinary tensor. Its gradient is cut."""
         if self.origin is not None:
             self.origin.gathered = True
         # Dimensions keep their order in memory: dropout masks are drawn in that order.
-        order = sorted(range(self.ndim), key=self.local.stride, reverse=True)
+        order = self.memory_order()
         found = functions.gather(self.local.permute(order), order.index(self.cut), self.team, self.segments)
         return found.permute([order.index(dim) for dim in range(self.ndim)])
 

@@ -114,14 +114,9 @@ def expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return value.like(value.local.expand(target), cut)
 
 
-def permuted(value: Sliced, order: Sequence[int]) -> Sliced:
-    order = [dim % value.ndim for dim in order]
-    return value.like(value.local.permute(order), order.index(value.cut))
-
-
 @handles("permute")
 def permute(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return permuted(args[0], _sizes(args, kwargs, "dims"))
+    return args[0].permuted(_sizes(args, kwargs, "dims"))
 
 
 @handles("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint")
@@ -129,12 +124,12 @@ def transpose(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
     # A tensor that knows nothing but the number of each dimension tells the order.
     numbers = torch.empty(tuple(range(2, 2 + value.ndim)), device="meta")
-    return permuted(value, [size - 2 for size in func(numbers, *args[1:], **kwargs).shape])
+    return value.permuted([size - 2 for size in func(numbers, *args[1:], **kwargs).shape])
 
 
 @handles("get T", "get mT")
 def transposed(func: Func, args: Args, kwargs: Kwargs) -> Any:
     order = list(range(args[0].ndim))
     if func.__self__.__name__ == "T":  # type: ignore[attr-defined]
-        return permuted(args[0], order[::-1])
-    return permuted(args[0], [*order[:-2], order[-1], order[-2]])
+        return args[0].permuted(order[::-1])
+    return args[0].permuted([*order[:-2], order[-1], order[-2]])

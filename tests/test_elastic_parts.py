@@ -1,0 +1,325 @@
+"""Faults where the model is cut: as long as every part has a holder nothing is lost; else the newest checkpoint."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from command import Caller, Forked, checkpoint_sha256, events, newest
+from faults import (
+    ACCEPTED,
+    ACCEPTS,
+    AGREES,
+    ASKS,
+    BACKWARD,
+    CHANGED,
+    EVALUATED,
+    EVALUATES,
+    FINISHES,
+    FORMED_TEAMS,
+    FORMS,
+    FORMS_TEAMS,
+    FORWARD,
+    GIVES,
+    LANE,
+    MEETS,
+    MERGED,
+    MET,
+    RECOVERS,
+    SHARES,
+    SPREADS,
+    Faults,
+    Place,
+    both,
+    kill,
+    kills,
+    leave,
+    stop,
+    unheard,
+    until,
+    until_stored,
+    until_true,
+)
+from shoal.cluster import even_cluster
+from shoal.engines.lab import Lab
+from shoal.recovery.protocol import Who
+from shoal.testing import everything, job_for, samples_for
+from shoal.testing.leftovers import end_detached
+from shoal.verdict import Interrupted, RunFailed
+
+STEPS = 16
+PAIRS = "data=2,pipeline=2"  # workers 0 and 2 have the first stage, 1 and 3 the second
+root = pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="a lab needs root, ip and tc"
+)
+
+
+@lru_cache
+def job(name: str = "saved") -> shoal.Job:
+    """Four passes of four steps, the last of each a short one; evaluated after steps 2, 5, 8, …, saved after 3, 7, 11.
+
+    The model has dropout, batch norm and a weight that its first and its last block share.
+    """
+    return job_for(
+        everything,
+        evaluate=samples_for(everything, 24),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+        clip_norm=0.5,
+        epochs=4,
+        evaluate_every=3,
+        checkpoint_every=4 if name == "saved" else 100,
+    )
+
+
+@lru_cache
+def undisturbed(layout: str | None = None) -> tuple[str, Any]:
+    """Weights and metrics of one worker, or of a layout whose bits are its own."""
+    report = shoal.train(job(), layout=layout, quiet=True)
+    return report.weights_sha256, report.value["metrics"]
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(tmp_path / "run", monkeypatch)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield Caller(capsys)
+    end_detached()  # of a test that failed
+
+
+def train(faults: Faults, layout: str = PAIRS, *, back_to: int | None = None, **settings: Any) -> dict[str, Any]:
+    """Trains under the declared faults to the bits of the undisturbed run, every sample once. `back_to`: the step of
+    the checkpoint that it goes back to, if it does."""
+    expected = undisturbed(layout if "tensor" in layout else None)
+    report = faults.train(job(), layout=layout, **settings)
+    assert (report.weights_sha256, report.value["metrics"]) == expected
+    seen = faults.audit(job())
+    assert seen.sound and seen.steps == STEPS, seen
+    assert [one["step"] for one in faults.told("resumed")] == ([] if back_to is None else [back_to])
+    assert {one.get("term", 0) for one in faults.told("changed")} <= ({0} if back_to is None else {0, 1})
+    assert report.value["outcome"] == "done"
+    return report.value
+
+
+def lost(faults: Faults) -> list[int]:
+    return [one["rank"] for one in faults.told("worker-lost")]
+
+
+def members(faults: Faults) -> list[list[int]]:
+    return [one["members"] for one in faults.told("changed")]
+
+
+def kill_in_turn(faults: Faults, *schedule: tuple[Place, int, int]) -> None:
+    """Kills at these (place, step, worker), each but the last replaced before the next is due: two steps later."""
+    lives: dict[int, int] = {}
+    for number, (place, step, worker) in enumerate(schedule):
+        faults.at(place, kill, step=step, worker=worker, life=lives.get(worker, 0))
+        lives[worker] = lives.get(worker, 0) + 1
+        if number + 1 < len(schedule):
+            faults.at(ASKS, until(Who(worker, lives[worker])), step=step + 1)
+
+
+# -- kill -9, while every part has a holder ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worker", range(4))
+def test_any_worker_may_die_anywhere_in_its_work(faults: Faults, worker: int) -> None:
+    places = [(FORWARD, 0), (EVALUATES, 2), (BACKWARD, 4), (AGREES, 7), (MET, 9), (EVALUATED, 11), (MERGED, 13)]
+    kill_in_turn(faults, *((place, step, worker) for place, step in [*places, (FINISHES, 15)]))
+    train(faults)
+    assert lost(faults)[:7] == [worker] * 7
+    given = [(one["rank"], one["donor"]) for one in faults.told("handed-over")]
+    assert given[:7] == [(worker, (worker + 2) % 4)] * 7, "by the one that holds the same part"
+
+
+def test_a_step_in_doubt_is_committed_by_all_or_done_again_by_all(faults: Faults) -> None:
+    """Some have the gradient of their part and do not hear that all have theirs, while others do, and die or not."""
+    faults.at(MET, unheard, step=1, worker=1)
+
+    faults.at(MET, unheard, step=4, worker=1)
+    faults.at(MET, unheard, step=4, worker=2)
+    faults.at(MERGED, kill, step=4, worker=0)  # it had committed, as worker 3 has
+    faults.at(ASKS, until(Who(0, 1)), step=5)
+
+    for worker in range(3):
+        faults.at(MET, unheard, step=8, worker=worker)
+    faults.at(MET, kill, step=8, worker=3)  # nobody is left who has heard
+    faults.at(ASKS, until(Who(3, 1)), step=9)
+
+    faults.at(MET, unheard, step=11, worker=0)
+    faults.at(MEETS, kill, step=11, worker=2)
+    train(faults)
+    assert lost(faults) == [0, 3, 2]
+
+
+@pytest.mark.parametrize("place", [FORMS_TEAMS, FORMED_TEAMS, SHARES], ids=lambda each: each.name)
+def test_a_step_in_doubt_outlives_a_second_loss_in_the_recovery(faults: Faults, place: Place) -> None:
+    """Workers 0 and 1 have yet to apply what 2 and 3 have committed, when one of these dies in the recovery, too."""
+    faults.at(MET, unheard, step=5, worker=0)
+    faults.at(MET, unheard, step=5, worker=1)
+    faults.at(RECOVERS, until_true(lambda: True), step=5, worker=3)
+    faults.at(place, kill, step=5, worker=2)
+    train(faults)
+    assert lost(faults) == [2]
+    assert sum(one.get("redone", 0) for one in faults.told("changed")) == 0, "a committed step is not done again"
+
+
+def test_workers_may_die_while_groups_and_teams_are_formed(faults: Faults) -> None:
+    faults.at(FORMS_TEAMS, kill, worker=1)  # the first of all
+    faults.at(ASKS, until(Who(1, 1)), step=1)
+    faults.at(BACKWARD, kill, step=4, worker=1)
+    faults.at(FORMED_TEAMS, kill, step=4, worker=0)
+    faults.at(ASKS, until(Who(0, 1), Who(1, 2)), step=6)
+    faults.at(FORWARD, kill, step=9, worker=3)
+    faults.at(FORMS, kill, step=9, worker=0)
+    train(faults)
+
+
+@pytest.mark.parametrize(
+    ("place", "worker", "life"),
+    [(GIVES, 3, 0), (ACCEPTS, 1, 1), (ACCEPTED, 1, 1), (FORMS_TEAMS, 1, 1), (CHANGED, 0, 0)],
+    ids=lambda each: each.name + " after" * each.after if isinstance(each, Place) else str(each),
+)
+def test_a_newcomer_its_donor_or_a_bystander_may_die_while_a_part_is_handed_over(
+    faults: Faults, place: Place, worker: int, life: int
+) -> None:
+    """Without a donor the newcomer's part is lost: then it is the checkpoint after all."""
+    faults.at(BACKWARD, kill, step=5, worker=1)
+    faults.at(ASKS, until(Who(1, 1)), step=7)
+    faults.at(place, kill, worker=worker, life=life)
+    train(faults, back_to=4 if place is GIVES else None)
+    assert lost(faults)[:2] == [1, worker]
+
+
+def test_two_broken_replicas_make_one(faults: Faults) -> None:
+    """Workers 1 and 2 are left: the second stage of one replica and the first of the other."""
+    faults.at(FORWARD, kills(0, 3), step=5, worker=3)
+    train(faults)
+    assert [1, 2] in members(faults)
+    assert sorted(lost(faults)) == [0, 3]
+
+
+# -- a part is lost ---------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_part_goes_back_to_the_newest_checkpoint(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
+    faults.at(BACKWARD, both(until_stored(10), kills(1, 3)), step=10, worker=3)
+    train(faults, back_to=8, quiet=False, plain=True)
+    (resumed,) = faults.told("resumed")
+    assert resumed["repeated"] == 2
+    assert sorted(lost(faults)) == [1, 3]
+    assert [(left["rank"], left["reason"]) for left in faults.told("worker-left")] == [
+        (0, "a part of the model was lost"),
+        (2, "a part of the model was lost"),
+    ]
+    said = capfd.readouterr().err
+    assert "2 steps" in said, said
+
+
+def test_a_part_that_is_lost_before_anything_was_saved(faults: Faults) -> None:
+    faults.at(FORWARD, kills(1, 3), step=3, worker=1)
+    with pytest.raises(RunFailed, match="no worker is left that has part 1 of the model, and no checkpoint was written"):
+        faults.train(job("unsaved"), layout=PAIRS)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_one_replica_alone_goes_back_with_any_loss(faults: Faults, worker: int) -> None:
+    faults.at(BACKWARD, kill, step=6, worker=worker)
+    train(faults, "pipeline=2", back_to=4)
+    assert lost(faults) == [worker]
+
+
+def test_all_at_once(faults: Faults) -> None:
+    faults.at(FORWARD, kills(0, 1, 2, 3), step=6, worker=2)
+    train(faults, back_to=4)
+
+
+# -- silence, leaving, fewer and more ---------------------------------------------------------------------------------
+
+
+def test_a_stopped_worker_is_dropped_ended_and_replaced(faults: Faults) -> None:
+    faults.at(FORWARD, stop, step=2, worker=1, life=0)
+    faults.at(ASKS, until(Who(1, 1)), step=4)
+    faults.at(MEETS, stop, step=8, worker=0)
+    train(faults)
+    found = faults.told("worker-lost")
+    assert [(one["rank"], one["noticed"], one["code"]) for one in found] == [(1, "is stopped", -9), (0, "is stopped", -9)]
+    assert not any(Path(f"/proc/{one['pid']}").exists() for one in found)
+
+
+def test_one_of_a_pair_leaves_and_the_other_follows(faults: Faults) -> None:
+    """Worker 2 keeps its copy of the first stage up to date: when worker 0 goes, it takes its place."""
+    faults.at(ASKS, leave, step=2, worker=3)
+    faults.at(ASKS, leave, step=6, worker=0)
+    train(faults)
+    assert [(left["rank"], left["step"]) for left in faults.told("worker-left")] == [(3, 3), (0, 7)]
+    assert members(faults) == [[0, 1, 2], [1, 2]]
+    assert [one.get("redone", 0) for one in faults.told("changed")] == [0, 0]
+    assert faults.told("worker-lost") == faults.told("replaced") == []
+
+
+def test_the_last_holder_of_a_part_does_not_leave_alone(faults: Faults) -> None:
+    faults.at(ASKS, leave, step=5, worker=1)
+    faults.at(ASKS, leave, step=5, worker=3)
+    with pytest.raises(Interrupted, match="the last worker that has a part of the model was asked to leave"):
+        faults.train(job(), layout=PAIRS)
+    assert faults.train(job(), layout="pipeline=2", resume=True).weights_sha256 == undisturbed()[0]
+
+
+def test_shrink_goes_on_with_one_replica_and_ends_when_a_part_is_lost(faults: Faults) -> None:
+    faults.at(FORWARD, kill, step=2, worker=2)
+    faults.at(BACKWARD, kill, step=6, worker=1)
+    faults.at(FORWARD, kill, step=10, worker=3)
+    with pytest.raises(RunFailed, match=r"no worker is left that has part 1 of the model \(--on-failure shrink\)"):
+        faults.train(job(), layout=PAIRS, on_failure="shrink")
+    assert members(faults) == [[0, 1, 3], [0, 3]]
+    assert faults.told("replaced") == []
+
+
+def test_shrink_goes_on_to_the_end(faults: Faults) -> None:
+    faults.at(FORWARD, kill, step=2, worker=1)
+    train(faults, on_failure="shrink")
+    assert members(faults) == [[0, 2, 3]]
+
+
+# -- other layouts ----------------------------------------------------------------------------------------------------
+
+
+def test_slices(faults: Faults) -> None:
+    kill_in_turn(faults, (LANE, 3, 1), (MET, 9, 2))
+    train(faults, "data=2,tensor=2")
+    assert lost(faults) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "place"),
+    [("data=2,zero=1", LANE), ("data=2,zero=1", SPREADS), ("data=2,pipeline=2,zero=1", BACKWARD)],
+    ids=lambda each: each.name if isinstance(each, Place) else each,
+)
+def test_shared_states_go_back_with_any_loss(faults: Faults, layout: str, place: Place) -> None:
+    """No two workers hold the same rows of the optimizer's state."""
+    faults.at(place, kill, step=6, worker=1)
+    train(faults, layout, back_to=4)
+    assert lost(faults) == [1]
+
+
+# -- several hosts, without a driver ----------------------------------------------------------------------------------
+
+
+@root
+def test_on_several_hosts(faults: Faults) -> None:
+    """A replica on each host. A loss breaks one, and its mate follows from the other host."""
+    kill_in_turn(faults, (BACKWARD, 3, 1), (MET, 8, 2))
+    with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
+        train(faults, lab=lab, lease_seconds=1.0)
+    assert lost(faults) == [1, 2]
