@@ -36,6 +36,7 @@ from shoal.schedule import make_schedule
 from shoal.strategies.data import DataParallel
 from shoal.strategies.pipeline import PipelineParallel
 from shoal.strategies.replica import Replica
+from shoal.strategies.sharded import ShardedParallel
 from shoal.strategies.stages import Stages, cut_model
 from shoal.strategies.tensor.find import find_rules
 from shoal.strategies.tensor.install import install
@@ -183,6 +184,7 @@ class Built:
     record: Callable[[Sequence[Any], bool], Row] | None = None
     holding: Holding | None = None  # for checkpoints, where it is cut
     slices: Team | None = None  # whoever has the other slices
+    slice_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of what a replica has, all rows of it
 
     @property
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -207,7 +209,15 @@ def build(job: Job, plan: Plan, worker: int, made: Outline | None) -> Built:
     made.sketch.drop_rest()
     if job.start_from is not None:
         _begin_from(model, job, share.pieces, stored)
-    built = _finish(job, model, made.blocks, masters=masters, optimized=share.updated if layout.zero == 1 else None)
+    optimized = share.updated if layout.zero == 1 else None
+    built = _finish(job, model, made.blocks, masters=masters, optimized=optimized, sharded=layout.zero >= 2)
+    if made.rules is not None:
+        number = layout.place(worker).slice
+        built.slice_shapes = {
+            name: made.rules.piece(name, shape, number).shape(shape) for name, shape in made.shapes.items()
+        }
+    else:
+        built.slice_shapes = made.shapes
     built.shapes, built.stages, built.rules = made.shapes, made.stages, made.rules
     shares = [
         share.settled(layout.zero, masters) for share in (_share(made, layout, part) for part in range(layout.parts))
@@ -292,13 +302,21 @@ def plain(model: nn.Module, blocks: Blocks) -> Built:
 
 
 def _finish(
-    job: Job, model: nn.Module, blocks: Blocks, *, masters: bool, optimized: Mapping[str, Piece] | None = None
+    job: Job,
+    model: nn.Module,
+    blocks: Blocks,
+    *,
+    masters: bool,
+    optimized: Mapping[str, Piece] | None = None,
+    sharded: bool = False,
 ) -> Built:
+    """`optimized`: the rows that the optimizer sees; `sharded`: rows are all that is here."""
     parameters = list(model.named_parameters())
     update = Update(parameters, masters=masters, rows=optimized)
     saved = model
-    if masters:
+    if masters or sharded:
         saved = shadow(model, update.seen)
+    if masters:
         halve(model)
     return Built(model=model, saved=saved, update=update, blocks=blocks)
 
@@ -327,6 +345,17 @@ def choose_strategy(
             record=built.record,
             clips=clips,
             recompute=plan.recompute,
+        )
+    if plan.zero >= 2:
+        return ShardedParallel(
+            replica,
+            Alone(),
+            lanes=plan.lanes,
+            microbatches=microbatches,
+            deal=deal,
+            level=plan.zero,
+            clips=clips,
+            shapes=built.slice_shapes,
         )
     return DataParallel(replica, Alone(), lanes=plan.lanes, microbatches=microbatches, deal=deal, clips=clips)
 

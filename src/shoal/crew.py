@@ -491,7 +491,9 @@ class Crew:
     def _heard(self, news: News) -> None:
         gone = self._beat.gone(news)
         current = self._current
-        if current is not None and not news.wish.done:  # else whoever goes now goes as it should: all have come to the end
+        if (
+            current is not None and not news.wish.done
+        ):  # else whoever goes now goes as it should: all have come to the end
             epoch, members, group = current
             lost = [f"{who} {gone[who]}" for who in members if who in gone]
             if lost:

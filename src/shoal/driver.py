@@ -70,7 +70,9 @@ STANDING = "driver.json"  # in the run's folder: what another driver needs to ta
 ENGINE_SOCKET = "engine.sock"  # in the run's folder: where the server that starts workers listens
 DROPPED_SECONDS = 1.0  # for a worker that the others dropped to end by itself
 FILL_SECONDS = 1.0  # after taking over: for the server to tell who ended meanwhile
-FROM_TORCH = re.compile(r"\[[WE]\d{4} \S+ \w+\.cpp:\d+\]|Exception raised from \S+ at|frame #\d+: ")  # stays in the log
+FROM_TORCH = re.compile(  # stays in the log
+    r"(\[rank\d+\]:)?\[[WE]\d{4} \S+ \w+\.cpp:\d+\]|Exception raised from \S+ at|frame #\d+: |" + (OMITTED := "<omitting ")
+)
 LOG_BYTES = 1 << 14  # of the end of a log in which they are looked for
 LOG_LINES = 5  # of a lost worker that its story shows
 
@@ -643,6 +645,7 @@ class _Tail:
         self.offset = path.stat().st_size if path.exists() else 0
         self.partial = ""
         self.ended = False
+        self.omitted = False  # the last line ended a stack of torch's
 
     def more(self) -> None:
         """Another process writes to it now."""
@@ -663,7 +666,11 @@ class _Tail:
         if TRACEBACK_FOLLOWS in whole:
             self.ended = True
             whole = whole[: whole.index(TRACEBACK_FOLLOWS)]
-        return [line for line in whole if not line.startswith(LOG_ONLY) and not FROM_TORCH.match(line)]
+        return [line for line in whole if self._is_for_users(line)]
+
+    def _is_for_users(self, line: str) -> bool:
+        after, self.omitted = self.omitted, line.startswith(OMITTED)  # torch leaves a line empty there
+        return not (line.startswith(LOG_ONLY) or FROM_TORCH.match(line) or (after and not line))
 
 
 def rules_of(settings: Settings) -> Rules:

@@ -133,7 +133,7 @@ def plan_for(job: Job, options: Options) -> Plan:
 
 def check_fits(job: Job, plan: Plan) -> None:
     """What a job cannot have under a layout."""
-    if job.compile and (plan.tensor > 1 or plan.recompute or plan.zero > 2):
+    if job.compile and (plan.tensor > 1 or plan.recompute or plan.zero >= 2):
         what = "tensor" if plan.tensor > 1 else "recompute" if plan.recompute else f"zero={plan.zero}"
         raise PlanError(f"compile=True does not go with {what}", fix="compile=False, or another layout")
 

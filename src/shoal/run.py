@@ -114,7 +114,7 @@ class Run:
             plan, built, self.replica, objective=objective, microbatches=microbatches, clips=clips
         )
         self.update = built.update
-        self.update.team = lambda: self.strategy.teams.part
+        self.update.team = lambda: self._teams.part
         self.step = 0  # committed so far
         self.epoch = 0
         self._passes = 0  # that are over, with what the loop does after its last batch
@@ -196,10 +196,11 @@ class Run:
         )
         self.seat.wire.send(event)
         self._regroup(settlement, redone=0)
+        self.updated()
 
     def _take_state(self, settlement: Settlement) -> None:
-        self._form_teams()
         if settlement.begins:
+            self._form_teams()
             agree_on_kernels(self.group, self._traits)
             resumes = self.seat.settings.resume or settlement.view.term > 0
             if self._share and not resumes and not self.layout.cuts:
@@ -212,7 +213,14 @@ class Run:
             self.crew.begun(self.step)
             self._met_in = self.crew.epoch
         else:
-            self._hand_over(settlement)
+            self._meet(settlement)
+
+    def _meet(self, settlement: Settlement) -> None:
+        """What all members of a new epoch do together before each goes on, wherever they come from: one that comes in,
+        one that lets it in, one that has lost another."""
+        self._form_teams()
+        self._hand_over(settlement)
+        self._share_evaluation()
 
     def _hand_over(self, settlement: Settlement) -> None:
         """Those behind get the state from one that has it; the others go on."""
@@ -253,9 +261,7 @@ class Run:
                     self.crew.busy(True)  # it counts as committed from now on, and its update has yet to be made
                 if inside_step and not self._finishes:
                     self.strategy.drop()  # before the state is handed to anybody: lanes have touched buffers
-                self._form_teams()
-                self._hand_over(settlement)
-                self._share_evaluation()
+                self._meet(settlement)
                 self._journal.dropped()
                 self.saving.pacer.failed(max(1, before - len(settlement.view.members)))
                 return settlement
@@ -356,8 +362,7 @@ class Run:
         self._noticed = self._noticed or time.monotonic()
         try:
             settlement = self.crew.change(leaving)
-            self._form_teams()
-            self._hand_over(settlement)
+            self._meet(settlement)
         except PeerLost as error:
             settlement = self._recover(error)
         self._regroup(settlement, redone=0)
@@ -487,6 +492,7 @@ class Run:
         gets what it made of them."""
         try:
             self.update.after()
+            self.strategy.refresh()
         except PeerLost as error:
             self._recover(error)  # rows went with the one that is lost: it does not come back from there
             raise
@@ -554,7 +560,7 @@ class Run:
         return self._evaluations[1]
 
     def _share_evaluation(self) -> None:
-        """After a loss: whoever has heard what an evaluation came to tells those that have not."""
+        """Whoever has heard what an evaluation came to tells those that have not."""
         if not self.layout.cuts:
             return
         texts = gather_bytes(self.group, msgspec.msgpack.encode(self._evaluations))
@@ -733,7 +739,9 @@ class Run:
         assert self.built.holding is not None
         kept = self.model.state_dict(keep_vars=True)
         order = [*self.replica.order, *(name for name, _ in self.model.named_buffers() if name in kept)]
-        return whole_digests(self.group, dict(self.named_tensors()), self.built.holding.pieces, self.built.shapes, order)
+        return whole_digests(
+            self.group, dict(self.named_tensors()), self.built.holding.pieces, self.built.shapes, order
+        )
 
     # -- saving, coming back, ending ------------------------------------------------------------------------------
 
@@ -802,6 +810,7 @@ class Run:
             tensors=tensors if self.leader else {},
         )
         self.seat.wire.send(event)
+        self.strategy.close()
         self.replica.close()
         self.crew.done()
         self.crew.close()

@@ -48,7 +48,7 @@ from shoal.recovery.files import (
     step_name,
     writable,
 )
-from shoal.recovery.manifest import read_manifest, seal, verify
+from shoal.recovery.manifest import fsync, read_manifest, seal, verify
 from shoal.recovery.parts import Holding, Share, Stored, Unfit, note_file, num_bytes
 
 __all__ = ["Checkpoints", "Found", "Overtaken", "Snapshot", "Written"]
@@ -174,8 +174,9 @@ class Checkpoints:
 
     def _lead(self, snapshot: Snapshot, share: Share) -> Written:
         began = time.perf_counter()
-        step, partial, me = snapshot.step, joint.shared_folder(self.folder, snapshot.step, share.token), _me()
+        step, partial = snapshot.step, joint.shared_folder(self.folder, snapshot.step, share.token)
         try:
+            me = _me()
             make_folder(self.folder)
             self._sweep(spare=partial)
             before = self._inodes()
@@ -219,6 +220,8 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+    # -- what stands --------------------------------------------------------------------------------------------------
 
     def _put(self, partial: Path, path: Path, step: int, before: dict[str, int]) -> Path:
         """A full folder cannot be renamed over another, so the old one steps aside, to where newest() still sees it."""

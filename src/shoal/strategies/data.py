@@ -93,6 +93,16 @@ class DataParallel:
     def held(self) -> Span:
         return (0, 0) if self.teams.replica is None else self.deal[self.teams.replica]
 
+    def owners(self) -> dict[int, int]:
+        """Who tells of a lane, as a rank of everyone."""
+        return {lane: self.teams.tellers[replica] for replica, held in enumerate(self.deal) for lane in range(*held)}
+
+    def refresh(self) -> None:
+        """The weights were updated, or restored: whatever was made of them is made again. All do it together."""
+
+    def close(self) -> None:
+        """The model is as it was before the strategy came."""
+
     def compute(self, work: Work, closure: Closure, ask: int = 0) -> None:
         """Runs this worker's lanes and hands its sums on. When it returns, this worker has what the step comes to."""
         self._ready = None
@@ -118,7 +128,7 @@ class DataParallel:
         rows = self.group.gather(self._fit(lap.row(ask, compute_seconds)))
         wait_seconds = time.perf_counter() - arrived + lap.idle_seconds
         sizes = [sum(map(len, pieces)) for pieces in lap.cuts]
-        told = _Told(rows, sizes, self.deal, self.teams, self.gradient_count, len(self.replica.buffers.names))
+        told = _Told(rows, sizes, self.owners(), self.teams, self.gradient_count, len(self.replica.buffers.names))
 
         began = time.perf_counter()
         loss, scale = told.loss(work)
@@ -320,13 +330,20 @@ class Lap:
             batch = self.work.fetch([self.work.indices[position] for position in positions])
             self.data_seconds += time.perf_counter() - began
             replica.at(self.work.step, lane, number)
-            self.weighted(self.closure(batch), lane, len(positions)).backward()
+            self.microbatch(batch, lane, number, len(positions))
         samples = sum(len(piece) for piece in pieces)
         shares = replica.buffers.end_lane(samples / len(self.work.indices), lane)
-        values = replica.take_gradients() + shares
+        values = self.gradients() + shares
         self.lane_buffers[lane] = [share is not None for share in shares]
         self.note(values)
         return values
+
+    def microbatch(self, batch: Any, lane: int, number: int, samples: int) -> None:
+        self.weighted(self.closure(batch), lane, samples).backward()
+
+    def gradients(self) -> Values:
+        """Of the lane, one per parameter."""
+        return self.strategy.replica.take_gradients()
 
     def weighted(self, given: Any, lane: int, samples: int) -> Tensor:
         """A microbatch's loss as its gradients are taken from it, written down for the step's own loss.
@@ -381,7 +398,7 @@ class _Told:
         self,
         rows: Tensor,
         sizes: Sequence[int],
-        deal: Sequence[Span],
+        owners: dict[int, int],
         teams: Teams,
         parameters: int,
         buffers: int,
@@ -394,7 +411,7 @@ class _Told:
         self.counted = any(row[3] for row in table)
         self.sums: dict[int, tuple[float, float]] = {}
         self.not_finite: list[tuple[int, int]] = []
-        self.owners = {lane: teams.tellers[replica] for replica, held in enumerate(deal) for lane in range(*held)}
+        self.owners = owners
         for lane, rank in self.owners.items():
             total, count, state = table[rank][4 + 3 * lane : 7 + 3 * lane]
             if state == 2.0:

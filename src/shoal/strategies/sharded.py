@@ -15,7 +15,7 @@ has no lane, takes part all the same. docs/sharded.md has the whole story.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -35,6 +35,7 @@ from shoal.strategies.exchange import Exchange, Parts, Values
 from shoal.strategies.norms import gather_bytes
 from shoal.strategies.replica import Replica
 from shoal.strategies.rows import Form, Rows, Whole
+from shoal.strategies.tensor.sliced import Sliced
 from shoal.strategies.teams import Teams
 
 ROOT = 0  # the unit of what belongs to no block
@@ -257,6 +258,23 @@ class ShardedParallel(DataParallel):
         if self.level == 3:
             self._free()
 
+    def measure(self, model: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
+        """All make as many passes as whoever has the most batches."""
+        closure = model.measured()
+
+        def passes(fetches: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
+            longest = int(self.group.gather(torch.tensor([len(fetches)], dtype=torch.int64)).max())
+            for number in range(longest):
+                if number < len(fetches):
+                    batch = fetches[number]()
+                    with self.forward_pass():
+                        value = closure(batch)
+                    yield number, value
+                else:
+                    self.idle_forward()
+
+        return passes
+
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         """Around what calls the model outside of a step. All workers do it equally often, or `idle_forward`."""
@@ -401,8 +419,9 @@ class _Walk:
             self.strategy.release(number)
         if self.learns and not self.astray:
             for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda gradient, place=place: self.reach(place))
+                made = leaf.local if isinstance(leaf, Sliced) else leaf
+                if isinstance(made, Tensor) and made.requires_grad:
+                    made.register_hook(lambda gradient, place=place: self.reach(place))
 
     def _stays(self, place: int) -> bool:
         return self.keeps and self.order is not None and place == len(self.order) - 1
