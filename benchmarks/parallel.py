@@ -15,16 +15,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch._dynamo  # optimizers load it at their first step; loaded here once, every forked process has it
 
 import parallel_pipeline as pipeline
-from contenders import Measured
 from parallel_cases import Equal, gpt
-from parallel_contenders import KINDS, MICROBATCHES
+from parallel_contenders import KINDS, MICROBATCHES, Measured
+from shoal import schedule as schedules
+from shoal.errors import ShoalError
 from shoal.report import figures
 from train import machine, ratio
 
@@ -94,7 +95,7 @@ def speeds(options: argparse.Namespace) -> dict[str, Any]:
                     continue
                 try:
                     measured = KINDS[kind][name].run(gpt(options.quick))
-                except Exception as error:
+                except (RuntimeError, ShoalError) as error:
                     skipped[f"{kind}: {name}"] = str(error).splitlines()[0]
                     continue
                 found[kind][name].append(measured)
@@ -116,6 +117,7 @@ def speeds(options: argparse.Namespace) -> dict[str, Any]:
 
 def _kind(kind: str, found: dict[str, list[Measured]]) -> dict[str, Any]:
     rates = {name: [each.samples_per_second for each in rounds] for name, rounds in found.items()}
+    costs = {name: [1 / each.cpu_ms for each in rounds] for name, rounds in found.items()}
     losses = {name: rounds[-1].final_loss for name, rounds in found.items()}
     first = next(iter(losses.values()))
     return {
@@ -124,6 +126,7 @@ def _kind(kind: str, found: dict[str, list[Measured]]) -> dict[str, Any]:
                 "samples_per_second": rates[name],
                 "best": max(rates[name]),
                 "median": statistics.median(rates[name]),
+                "cpu_ms": {"best": 1 / max(costs[name]), "median": 1 / statistics.median(costs[name])},
                 "final_loss": losses[name],
             }
             for name in found
@@ -131,6 +134,7 @@ def _kind(kind: str, found: dict[str, list[Measured]]) -> dict[str, Any]:
         "losses_alike": all(abs(loss - first) <= SAME * abs(first) for loss in losses.values()),
         "ratios": {
             f"{name} / {peer.against}": ratio(rates[name], rates[peer.against])
+            | {"cpu": ratio(costs[name], costs[peer.against])["median"]}
             for name, peer in KINDS[kind].items()
             if name in rates and peer.against in rates and len(rates[name]) == len(rates[peer.against])
         },
@@ -141,38 +145,51 @@ def _kind(kind: str, found: dict[str, list[Measured]]) -> dict[str, Any]:
 
 
 def bubbles(options: argparse.Namespace) -> dict[str, Any]:
-    sizes = (4,) if options.quick else (4, 8, 16)
+    """Of stages that compute, as many as there are cores; and of stages that only take their time."""
     cores = len(os.sched_getaffinity(0))
     cells = [
-        (ranks, schedule, size)
-        for ranks in (2, 4)
-        if ranks <= cores and (ranks == 2 or not options.quick)
-        for schedule in SCHEDULES
-        for size in sizes
+        Cell(kind, ranks, schedule, size)
+        for kind in ("timed", "computing")
+        for ranks in ((2,) if options.quick else (2, 4))
+        if kind == "timed" or ranks <= cores
+        for schedule in (SCHEDULES[1:2] if options.quick else SCHEDULES)
+        for size in ((4,) if options.quick else (4, 8, 16))
+        if not options.quick or kind == "timed"
     ]
-    rows: dict[tuple[int, str, int], list[dict[str, float]]] = {cell: [] for cell in cells}
+    found: dict[Cell, list[dict[str, float]]] = {cell: [] for cell in cells}
     for number in range(options.rounds):
         for cell in cells[number % len(cells) :] + cells[: number % len(cells)]:
-            ranks, schedule, size = cell
-            width, depth, samples, steps = (16, 8, 4, 4) if options.quick else (512, 8, 128, 12)
-            case = Equal(width=width, depth=depth, samples=samples, microbatches=size, steps=steps)
-            rows[cell].append(pipeline.bubble(case, ranks, schedule))
-            measured = rows[cell][-1]["measured"]
-            print(f"bubble  round {number + 1}  {schedule} {size}: {measured:.3f}", file=sys.stderr)
-    return {
-        "stages_on_cores": cores,
-        "rows": [_bubble_row(*cell, found) for cell, found in rows.items()],
-    }
+            found[cell].append(pipeline.bubble(_bubble_case(cell, options.quick), cell.ranks, cell.schedule))
+            print(f"bubble  round {number + 1}  {cell}: {found[cell][-1]['measured']:.3f}", file=sys.stderr)
+    return {"cores": cores, "rows": [_bubble_row(cell, rows) for cell, rows in found.items()]}
 
 
-def _bubble_row(ranks: int, schedule: str, size: int, found: list[dict[str, float]]) -> dict[str, Any]:
-    theory = pipeline.bubble_in_theory(ranks, schedule, size)
+class Cell(NamedTuple):
+    kind: str
+    ranks: int
+    schedule: str
+    microbatches: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.schedule}, {self.ranks} x {self.microbatches}"
+
+
+def _bubble_case(cell: Cell, quick: bool) -> Equal:
+    if cell.kind == "computing":
+        return Equal(width=512, depth=8, samples=128, microbatches=cell.microbatches, steps=12)
+    # A stage's forward takes 20 ms, however many stages there are and blocks in each.
+    depth = 8
+    stages = cell.ranks * (1 if cell.schedule in schedules.ONE_STAGE else 2)
+    seconds = 0.002 if quick else 0.02 * stages / depth
+    return Equal(width=0, depth=depth, samples=1, microbatches=cell.microbatches, steps=6, seconds=seconds)
+
+
+def _bubble_row(cell: Cell, found: list[dict[str, float]]) -> dict[str, Any]:
+    theory = pipeline.bubble_in_theory(cell.ranks, cell.schedule, cell.microbatches)
     all_measured = [each["measured"] for each in found]
     best, median = min(all_measured), statistics.median(all_measured)
     return {
-        "ranks": ranks,
-        "schedule": schedule,
-        "microbatches": size,
+        **cell._asdict(),
         "theory": theory,
         "measured": all_measured,
         "best": best,
@@ -220,12 +237,13 @@ def _sharded_memory(options: argparse.Namespace) -> dict[str, Any]:
     width, depth = (32, 2) if options.quick else (1024, 8)
     case = Equal(width=width, depth=depth, samples=4, microbatches=2, steps=3)
     rows, skipped = [], {}
-    for layout in ("data=2", "data=2,zero=1", "data=2,zero=2", "data=2,zero=3"):
-        more = {"lanes": 2, "microbatches": 1}
+    layouts = ("data=2", "data=2,zero=1", "data=2,zero=2", "data=2,zero=3")
+    for layout in layouts[3:] if options.quick else layouts:
+        more: dict[str, Any] = {"lanes": 2, "microbatches": 1}
         try:
             peak = max(pipeline.peaks(case, layout, **more))
             need = pipeline.needed(case, layout, **more)
-        except Exception as error:
+        except (RuntimeError, ShoalError) as error:
             skipped[layout] = str(error).splitlines()[0]
             continue
         rows.append(
@@ -253,26 +271,27 @@ def _show_speed(found: dict[str, Any]) -> list[str]:
         f" (or 4 lanes x {found['microbatches'] // 4}); sharding: half a batch each, which a job has as 2 lanes",
     ]
     for kind, row in found["kinds"].items():
-        lines += ["", f"{kind:28}{'samples/s: best':>16}{'median':>10}{'last loss':>12}"]
+        lines += ["", f"{kind:28}{'samples/s: best':>16}{'median':>10}{'cpu ms a step':>16}{'last loss':>12}"]
         for name, each in row["contenders"].items():
-            lines.append(f"  {name:26}{each['best']:16,.1f}{each['median']:10,.1f}{each['final_loss']:12.6f}")
+            speed, cpu = f"{each['best']:16,.1f}{each['median']:10,.1f}", f"{each['cpu_ms']['median']:16,.1f}"
+            lines.append(f"  {name:26}{speed}{cpu}{each['final_loss']:12.6f}")
         lines.append("  losses are alike" if row["losses_alike"] else "  LOSSES DIFFER: not the same work")
-        lines.append(f"  {'ratio of speeds':48}{'best':>6}{'median':>8}   in one round")
+        lines.append(f"  {'ratio of speeds':48}{'best':>6}{'median':>8}{'by cpu':>8}   in one round")
         for label, each in row["ratios"].items():
             within = f"{each['lowest']:.2f} to {each['highest']:.2f}"
-            lines.append(f"  {label:48}{each['best']:6.2f}{each['median']:8.2f}   {within}")
+            lines.append(f"  {label:48}{each['best']:6.2f}{each['median']:8.2f}{each['cpu']:8.2f}   {within}")
     return [*lines, *(f"left out: {name}: {reason}" for name, reason in found["skipped"].items())]
 
 
 def _show_bubble(found: dict[str, Any]) -> list[str]:
     lines = [
-        f"bubble: stages of equal blocks on {found['stages_on_cores']} cores",
-        f"{'':24}{'theory':>8}{'best':>8}{'off':>8}{'points':>8}{'median':>9}{'off':>8}{'points':>8}",
+        f"bubble: equal stages, which compute (on {found['cores']} cores) or only take their time (timed)",
+        f"{'':30}{'theory':>8}{'best':>8}{'off':>8}{'points':>8}{'median':>9}{'off':>8}{'points':>8}",
     ]
     for row in found["rows"]:
-        name = f"{row['schedule']}, {row['ranks']} x {row['microbatches']}"
+        name = str(Cell(*(row[field] for field in Cell._fields)))
         lines.append(
-            f"{name:24}{row['theory']:8.3f}{row['best']:8.3f}{row['best_relative']:+8.0%}"
+            f"{name:30}{row['theory']:8.3f}{row['best']:8.3f}{row['best_relative']:+8.0%}"
             f"{100 * row['best_absolute']:+8.1f}{row['median']:9.3f}{row['median_relative']:+8.0%}"
             f"{100 * row['median_absolute']:+8.1f}"
         )

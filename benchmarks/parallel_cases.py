@@ -4,6 +4,7 @@ Written once, in the form that torch's own tensor parallelism wants: queries, ke
 one projection, so that a cut between heads is a cut of consecutive rows, and `-1` where the number of heads stands.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,8 @@ def gpt(quick: bool) -> Case:
         loss=token_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         batch=batch,
-        warm_up=2 if quick else 4,
-        steps=3 if quick else 14,
+        warm_up=2 if quick else 3,
+        steps=3 if quick else 12,
     )
 
 
@@ -87,6 +88,54 @@ def equal_blocks(width: int, depth: int) -> nn.Module:
     return nn.Sequential(nn.Linear(NARROW, width), *(Residual(width) for _ in range(depth)), nn.Linear(width, NARROW))
 
 
+class _Slow(torch.autograd.Function):
+    """Takes a while forward, and as long again on the way back to what came in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        if not x.is_meta:
+            time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class _Late(torch.autograd.Function):
+    """Takes a while on the way back to a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Timed(nn.Module):
+    """A block that takes its time by the clock, and hardly any of a core's: backward twice what forward takes, half of
+    it for inputs and half for weights."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(NARROW))
+
+    def forward(self, x: Tensor) -> Tensor:
+        slow, late = _Slow.apply(x, self.seconds), _Late.apply(self.weight, self.seconds)  # type: ignore[no-untyped-call]
+        found: Tensor = slow + late
+        return found
+
+
+def timed_blocks(seconds: float, depth: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(NARROW, NARROW), *(Timed(seconds) for _ in range(depth)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Equal:
     """A pipeline's job: so many microbatches of so many samples."""
@@ -96,10 +145,11 @@ class Equal:
     samples: int  # of a microbatch
     microbatches: int
     steps: int
+    seconds: float | None = None  # a forward through a block, by the clock; None: it computes
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        return equal_blocks(self.width, self.depth)
+        return equal_blocks(self.width, self.depth) if self.seconds is None else timed_blocks(self.seconds, self.depth)
 
     def job(self) -> dict[str, Any]:
         batch = self.samples * self.microbatches

@@ -2,15 +2,17 @@
 
 By hand: forked from this process like all else, once over gloo and once with `init_process_group("shoal")`. Shoal: one
 job, one layout. Everyone has the same weights, batches, optimizer and microbatches, and the same clock: a hook of the
-optimizer in worker 0, start-up and the first steps not on it.
+optimizer, start-up and the first steps not on it.
 """
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import shoal
 from cases import Case
-from contenders import Measured, Note, forked, scratch_folder, stamped
+from contenders import forked, scratch_folder
 from parallel_cases import Gpt
 from shoal.build import outline
 from shoal.collectives.group import Workers
@@ -38,6 +40,45 @@ WHOLE = {"embed": "whole", "place": "whole", "head": "whole"}  # what the one by
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    samples_per_second: float
+    cpu_ms: float  # of both workers together, a step
+    final_loss: float
+
+
+class Note(msgspec.Struct):
+    """What a worker leaves behind: the time after each step, by the wall's clock and by its own processor's."""
+
+    wall: list[float] = msgspec.field(default_factory=list)
+    cpu: list[float] = msgspec.field(default_factory=list)
+    loss: float = 0.0
+
+
+def stamped(optimizer: torch.optim.Optimizer, note: Note, then: Callable[[Note], None]) -> torch.optim.Optimizer:
+    def after(*_: Any) -> None:
+        note.wall.append(time.perf_counter())
+        note.cpu.append(time.process_time())
+        then(note)
+
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
+def measured(case: Case, folder: Path, loss: float | None = None) -> Measured:
+    """Of the median step: the machine's other business falls on some steps, not on all."""
+    notes = [msgspec.json.decode((folder / str(rank)).read_bytes(), type=Note) for rank in range(2)]
+
+    def typical(stamps: list[float]) -> float:
+        return statistics.median(b - a for a, b in pairwise(stamps[case.warm_up - 1 :]))
+
+    return Measured(
+        samples_per_second=case.batch / typical(notes[0].wall),
+        cpu_ms=1000 * sum(typical(note.cpu) for note in notes),
+        final_loss=notes[1].loss if loss is None else loss,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Peer:
     """Who runs, on which backend, and who is its measure."""
 
@@ -45,32 +86,27 @@ class Peer:
     against: str | None = None
 
 
-def speed(case: Case, stamps: list[float]) -> float:
-    """Samples per second of the median step: the machine's other business falls on some steps, not on all."""
-    on_the_clock = stamps[case.warm_up - 1 :]
-    return case.batch / statistics.median(b - a for a, b in pairwise(on_the_clock))
+Loop = Callable[[Case, int, Note], float]  # trains as one of two ranks; the last step's loss, where it knows it
 
 
-def by_hand(case: Case, backend: str, loop: Callable[[Case, int, list[float]], float]) -> Measured:
-    """`loop` trains as one of two ranks, leaves its stamps, and returns the last step's loss where it knows it."""
+def by_hand(case: Case, backend: str, loop: Loop) -> Measured:
     with scratch_folder() as folder:
 
         def work(rank: int) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
-            stamps: list[float] = []
-            loss = loop(case, rank, stamps)
-            (folder / str(rank)).write_bytes(msgspec.json.encode(Note(stamps, loss)))
+            note = Note()
+            note.loss = loop(case, rank, note)
+            (folder / str(rank)).write_bytes(msgspec.json.encode(note))
             dist.barrier()
             dist.destroy_process_group()
 
         forked(2, work)
-        notes = [msgspec.json.decode((folder / str(rank)).read_bytes(), type=Note) for rank in range(2)]
-        return Measured(samples_per_second=speed(case, notes[0].stamps), final_loss=notes[1].loss)
+        return measured(case, folder)
 
 
-def _optimizer(case: Case, model: nn.Module, stamps: list[float]) -> torch.optim.Optimizer:
-    return stamped(case.optimizer(model.parameters()), stamps.extend, case.total_steps)
+def _optimizer(case: Case, model: nn.Module, note: Note) -> torch.optim.Optimizer:
+    return stamped(case.optimizer(model.parameters()), note, lambda _: None)
 
 
 # -- pipeline ---------------------------------------------------------------------------------------------------------
@@ -102,12 +138,12 @@ def border(case: Case) -> int:
     return sum(name.startswith("blocks.") for name in stages.blocks_of(0))
 
 
-def _pipeline(case: Case, rank: int, stamps: list[float]) -> float:
+def _pipeline(case: Case, rank: int, note: Note) -> float:
     model = case.model
     assert isinstance(model, Gpt)
     middle = border(case)
     half = Half(model, range(middle) if rank == 0 else range(middle, len(model.blocks)))
-    optimizer = _optimizer(case, half, stamps)
+    optimizer = _optimizer(case, half, note)
     stage = PipelineStage(half, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=case.loss)
     losses: list[Tensor] = []
@@ -126,22 +162,20 @@ def _pipeline(case: Case, rank: int, stamps: list[float]) -> float:
 # -- tensor -----------------------------------------------------------------------------------------------------------
 
 
-def _tensor(case: Case, rank: int, stamps: list[float]) -> float:
-    plan = {
-        f"blocks.*.{name}": kind()
-        for name, kind in {
-            "qkv": ColwiseParallel,
-            "proj": RowwiseParallel,
-            "fc": ColwiseParallel,
-            "out": RowwiseParallel,
-        }.items()
+def _tensor(case: Case, rank: int, note: Note) -> float:
+    kinds: dict[str, ParallelStyle] = {
+        "qkv": ColwiseParallel(),
+        "proj": RowwiseParallel(),
+        "fc": ColwiseParallel(),
+        "out": RowwiseParallel(),
     }
+    plan = {f"blocks.*.{name}": kind for name, kind in kinds.items()}
     model = parallelize_module(case.model, init_device_mesh("cpu", (2,)), plan)
-    return _plain_loop(case, model, stamps, rank=0, size=1)
+    return _plain_loop(case, model, note, rank=0, size=1)
 
 
-def _plain_loop(case: Case, model: nn.Module, stamps: list[float], *, rank: int, size: int) -> float:
-    optimizer = _optimizer(case, model, stamps)
+def _plain_loop(case: Case, model: nn.Module, note: Note, *, rank: int, size: int) -> float:
+    optimizer = _optimizer(case, model, note)
     for step in range(case.total_steps):
         inputs, target = case.share(step, rank, size)
         loss = case.loss(model(inputs), target)
@@ -157,17 +191,17 @@ def _plain_loop(case: Case, model: nn.Module, stamps: list[float], *, rank: int,
 # -- sharding ---------------------------------------------------------------------------------------------------------
 
 
-def _sharded(keep: bool) -> Callable[[Case, int, list[float]], float]:
+def _sharded(keep: bool) -> Loop:
     """`keep`: weights stay from forward to backward, as with zero=2."""
 
-    def loop(case: Case, rank: int, stamps: list[float]) -> float:
+    def loop(case: Case, rank: int, note: Note) -> float:
         model = case.model
         assert isinstance(model, Gpt)
         mesh = init_device_mesh("cpu", (2,))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
         fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
-        return _plain_loop(case, model, stamps, rank=rank, size=2)
+        return _plain_loop(case, model, note, rank=rank, size=2)
 
     return loop
 
@@ -193,23 +227,18 @@ def _job(case: Case, more: Mapping[str, Any]) -> shoal.Job:
 
 def by_layout(case: Case, layout: str, **more: Any) -> Measured:
     with scratch_folder() as folder:
-        note = folder / "note"
 
-        def keep(stamps: list[float]) -> None:
-            if os.environ["RANK"] == "0":
-                note.write_bytes(msgspec.json.encode(Note(stamps)))
+        def keep(note: Note) -> None:
+            if len(note.wall) == case.total_steps:
+                (folder / os.environ["RANK"]).write_bytes(msgspec.json.encode(note))
 
         def optimizer(named: Any) -> torch.optim.Optimizer:
-            # Built once more on tiny weights, in the driver, to see how much it keeps: that one has no clock.
-            return stamped(case.optimizer(named), keep, case.total_steps)
+            return stamped(case.optimizer(named), Note(), keep)
 
         job = _job(case, {"optimizer": optimizer, **more})
         options = Options(layout=Layout.read(layout), run_dir=folder / "run", quiet=True)
         value = train_with(job, options).value
-        stamps = msgspec.json.decode(note.read_bytes(), type=Note).stamps
-        return Measured(
-            samples_per_second=speed(case, stamps), final_loss=float(value["final_loss"]), step_ms=value["step_ms"]
-        )
+        return measured(case, folder, loss=float(value["final_loss"]))
 
 
 @contextmanager
@@ -225,7 +254,7 @@ def over_gloo() -> Iterator[None]:
         self.gloo = dist.new_group(backend="gloo")
 
     def team(self: Any, ranks: Any) -> Any:
-        made = kept["team"](self, ranks)
+        made: Any = kept["team"](self, ranks)
         if isinstance(made, Workers):
             made.gloo = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         return made
@@ -269,7 +298,7 @@ def by_layout_over_gloo(case: Case, layout: str, **more: Any) -> Measured:
         return by_layout(case, layout, **more)
 
 
-def _hand(backend: str, loop: Callable[[Case, int, list[float]], float]) -> Callable[[Case], Measured]:
+def _hand(backend: str, loop: Loop) -> Callable[[Case], Measured]:
     return lambda case: by_hand(case, backend, loop)
 
 
@@ -283,9 +312,7 @@ KINDS: dict[str, dict[str, Peer]] = {
         HAND: Peer(run=_hand("gloo", _pipeline)),
         HAND_SHOAL: Peer(run=_hand("shoal", _pipeline), against=HAND),
         "pipeline=2": Peer(run=_ours("pipeline=2", microbatches=MICROBATCHES), against=HAND_SHOAL),
-        "pipeline=2, gloo": Peer(
-            run=_ours("pipeline=2", by_layout_over_gloo, microbatches=MICROBATCHES), against=HAND
-        ),
+        "pipeline=2, gloo": Peer(run=_ours("pipeline=2", by_layout_over_gloo, microbatches=MICROBATCHES), against=HAND),
         "pipeline=2, 4 lanes": Peer(
             run=_ours("pipeline=2", lanes=4, microbatches=MICROBATCHES // 4), against=HAND_SHOAL
         ),
@@ -300,7 +327,7 @@ KINDS: dict[str, dict[str, Peer]] = {
     "sharding": {
         HAND: Peer(run=_hand("gloo", _sharded(keep=False))),
         HAND_SHOAL: Peer(run=_hand("shoal", _sharded(keep=False)), against=HAND),
-        "by hand, shoal, kept": Peer(run=_hand("shoal", _sharded(keep=True)), against=HAND),
+        "by hand, shoal, kept": Peer(run=_hand("shoal", _sharded(keep=True))),
         "data=2": Peer(run=_ours("data=2", lanes=2), against=HAND_SHOAL),
         "zero=1": Peer(run=_ours("data=2,zero=1", lanes=2), against=HAND_SHOAL),
         "zero=2": Peer(run=_ours("data=2,zero=2", lanes=2), against="by hand, shoal, kept"),

@@ -146,6 +146,11 @@ def until_stored(step: int) -> Callable[[], None]:
     return until_true(lambda: crew().committed_before() >= step)
 
 
+def until_saved(run: Path, step: int) -> Callable[[], None]:
+    """Waits until the checkpoint of a step stands: it is written beside training, and may be given up by a loss."""
+    return until_true((run / "checkpoints" / f"step-{step:08}").exists)
+
+
 def until_true(true: Callable[[], bool]) -> Callable[[], None]:
     def act() -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -1,9 +1,11 @@
 """Faults where the model is cut: as long as every part has a holder nothing is lost; else the newest checkpoint."""
 
+import json
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 import shoal
-from command import Caller, Forked, checkpoint_sha256, events, newest
+from command import Caller
 from faults import (
     ACCEPTED,
     ACCEPTS,
@@ -32,23 +34,25 @@ from faults import (
     MEETS,
     MERGED,
     MET,
-    RECOVERS,
     SHARES,
     SPREADS,
     Faults,
     Place,
     both,
+    crew,
     kill,
     kills,
     leave,
     stop,
     unheard,
     until,
+    until_saved,
     until_stored,
     until_true,
 )
 from shoal.cluster import even_cluster
 from shoal.engines.lab import Lab
+from shoal.recovery import joint
 from shoal.recovery.protocol import Who
 from shoal.testing import everything, job_for, samples_for
 from shoal.testing.leftovers import end_detached
@@ -119,6 +123,14 @@ def members(faults: Faults) -> list[list[int]]:
     return [one["members"] for one in faults.told("changed")]
 
 
+def report_of(faults: Faults) -> Any:
+    return json.loads((faults.run / "report.json").read_text())
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def kill_in_turn(faults: Faults, *schedule: tuple[Place, int, int]) -> None:
     """Kills at these (place, step, worker), each but the last replaced before the next is due: two steps later."""
     lives: dict[int, int] = {}
@@ -132,14 +144,21 @@ def kill_in_turn(faults: Faults, *schedule: tuple[Place, int, int]) -> None:
 # -- kill -9, while every part has a holder ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("worker", range(4))
-def test_any_worker_may_die_anywhere_in_its_work(faults: Faults, worker: int) -> None:
-    places = [(FORWARD, 0), (EVALUATES, 2), (BACKWARD, 4), (AGREES, 7), (MET, 9), (EVALUATED, 11), (MERGED, 13)]
-    kill_in_turn(faults, *((place, step, worker) for place, step in [*places, (FINISHES, 15)]))
+@pytest.mark.parametrize(
+    ("workers", "first", "last"),
+    [((0, 1, 2, 3, 0, 1, 2, 3), ASKS, MERGED), ((3, 2, 1, 0, 3, 2, 1, 0), FORWARD, MEETS)],
+    ids=["0 1 2 3", "3 2 1 0"],
+)
+def test_any_worker_may_die_anywhere_in_its_work(
+    faults: Faults, workers: tuple[int, ...], first: Place, last: Place
+) -> None:
+    places = [(first, 0), (EVALUATES, 2), (BACKWARD, 4), (AGREES, 7), (MET, 9), (EVALUATED, 11), (last, 13)]
+    places.append((FINISHES, 15))
+    kill_in_turn(faults, *((place, step, worker) for (place, step), worker in zip(places, workers, strict=True)))
     train(faults)
-    assert lost(faults)[:7] == [worker] * 7
+    assert lost(faults)[:7] == list(workers[:7])
     given = [(one["rank"], one["donor"]) for one in faults.told("handed-over")]
-    assert given[:7] == [(worker, (worker + 2) % 4)] * 7, "by the one that holds the same part"
+    assert given[:7] == [(worker, (worker + 2) % 4) for worker in workers[:7]], "by the one that holds the same part"
 
 
 def test_a_step_in_doubt_is_committed_by_all_or_done_again_by_all(faults: Faults) -> None:
@@ -167,7 +186,6 @@ def test_a_step_in_doubt_outlives_a_second_loss_in_the_recovery(faults: Faults, 
     """Workers 0 and 1 have yet to apply what 2 and 3 have committed, when one of these dies in the recovery, too."""
     faults.at(MET, unheard, step=5, worker=0)
     faults.at(MET, unheard, step=5, worker=1)
-    faults.at(RECOVERS, until_true(lambda: True), step=5, worker=3)
     faults.at(place, kill, step=5, worker=2)
     train(faults)
     assert lost(faults) == [2]
@@ -194,8 +212,8 @@ def test_a_newcomer_its_donor_or_a_bystander_may_die_while_a_part_is_handed_over
     faults: Faults, place: Place, worker: int, life: int
 ) -> None:
     """Without a donor the newcomer's part is lost: then it is the checkpoint after all."""
-    faults.at(BACKWARD, kill, step=5, worker=1)
-    faults.at(ASKS, until(Who(1, 1)), step=7)
+    faults.at(BACKWARD, both(until_saved(faults.run, 4), kill), step=5, worker=1)
+    faults.at(ASKS, until(Who(1, 1)), step=6)
     faults.at(place, kill, worker=worker, life=life)
     train(faults, back_to=4 if place is GIVES else None)
     assert lost(faults)[:2] == [1, worker]
@@ -213,12 +231,12 @@ def test_two_broken_replicas_make_one(faults: Faults) -> None:
 
 
 def test_a_lost_part_goes_back_to_the_newest_checkpoint(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
-    faults.at(BACKWARD, both(until_stored(10), kills(1, 3)), step=10, worker=3)
+    faults.at(BACKWARD, both(until_stored(10), until_saved(faults.run, 8), kills(1, 3)), step=10, worker=3)
     train(faults, back_to=8, quiet=False, plain=True)
     (resumed,) = faults.told("resumed")
     assert resumed["repeated"] == 2
     assert sorted(lost(faults)) == [1, 3]
-    assert [(left["rank"], left["reason"]) for left in faults.told("worker-left")] == [
+    assert sorted((left["rank"], left["reason"]) for left in faults.told("worker-left")) == [
         (0, "a part of the model was lost"),
         (2, "a part of the model was lost"),
     ]
@@ -228,19 +246,21 @@ def test_a_lost_part_goes_back_to_the_newest_checkpoint(faults: Faults, capfd: p
 
 def test_a_part_that_is_lost_before_anything_was_saved(faults: Faults) -> None:
     faults.at(FORWARD, kills(1, 3), step=3, worker=1)
-    with pytest.raises(RunFailed, match="no worker is left that has part 1 of the model, and no checkpoint was written"):
+    with pytest.raises(
+        RunFailed, match="no worker is left that has part 1 of the model, and no checkpoint was written"
+    ):
         faults.train(job("unsaved"), layout=PAIRS)
 
 
 @pytest.mark.parametrize("worker", [0, 1])
 def test_one_replica_alone_goes_back_with_any_loss(faults: Faults, worker: int) -> None:
-    faults.at(BACKWARD, kill, step=6, worker=worker)
+    faults.at(BACKWARD, both(until_saved(faults.run, 4), kill), step=6, worker=worker)
     train(faults, "pipeline=2", back_to=4)
     assert lost(faults) == [worker]
 
 
 def test_all_at_once(faults: Faults) -> None:
-    faults.at(FORWARD, kills(0, 1, 2, 3), step=6, worker=2)
+    faults.at(FORWARD, both(until_saved(faults.run, 4), kills(0, 1, 2, 3)), step=6, worker=2)
     train(faults, back_to=4)
 
 
@@ -253,7 +273,10 @@ def test_a_stopped_worker_is_dropped_ended_and_replaced(faults: Faults) -> None:
     faults.at(MEETS, stop, step=8, worker=0)
     train(faults)
     found = faults.told("worker-lost")
-    assert [(one["rank"], one["noticed"], one["code"]) for one in found] == [(1, "is stopped", -9), (0, "is stopped", -9)]
+    assert [(one["rank"], one["noticed"], one["code"]) for one in found] == [
+        (1, "is stopped", -9),
+        (0, "is stopped", -9),
+    ]
     assert not any(Path(f"/proc/{one['pid']}").exists() for one in found)
 
 
@@ -274,6 +297,27 @@ def test_the_last_holder_of_a_part_does_not_leave_alone(faults: Faults) -> None:
     with pytest.raises(Interrupted, match="the last worker that has a part of the model was asked to leave"):
         faults.train(job(), layout=PAIRS)
     assert faults.train(job(), layout="pipeline=2", resume=True).weights_sha256 == undisturbed()[0]
+
+
+def test_scaled_to_one_replica_and_back(faults: Faults, call: Caller) -> None:
+    """At step 3 at the latest it has been asked for two workers, at step 6 there are four again."""
+    for worker in range(4):
+        faults.at(ASKS, until_true(lambda: crew()._beat.news.wish.workers is not None), step=3, worker=worker)
+    for worker in range(2):
+        faults.at(ASKS, until(Who(2, 1), Who(3, 1)), step=6, worker=worker)
+    with faults.drive(job(), layout=PAIRS) as driver:
+        until_true(lambda: (faults.run / "events.jsonl").exists() and len(faults.told("worker-started")) == 4)()
+        refused = call("scale", faults.run, "--workers", "3")
+        assert refused.code == 2
+        assert "3 workers, but the layout's replicas have 2 workers each" in refused.err
+        assert "--workers 2 or 4" in refused.err
+        assert call.good("scale", faults.run, "--workers", "2", "--json").value["members"] == [0, 1]
+        assert call.good("scale", faults.run, "--workers", "4", "--json").value["members"] == [0, 1, 2, 3]
+        assert driver.end().code == 0
+    assert report_of(faults)["weights_sha256"] == undisturbed()[0]
+    assert all(one.get("redone", 0) == 0 for one in faults.told("changed")), "nothing was done again"
+    assert sorted(left["rank"] for left in faults.told("worker-left")) == [2, 3]
+    assert faults.audit(job()).sound
 
 
 def test_shrink_goes_on_with_one_replica_and_ends_when_a_part_is_lost(faults: Faults) -> None:
@@ -302,14 +346,34 @@ def test_slices(faults: Faults) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "place"),
-    [("data=2,zero=1", LANE), ("data=2,zero=1", SPREADS), ("data=2,pipeline=2,zero=1", BACKWARD)],
-    ids=lambda each: each.name if isinstance(each, Place) else each,
+    ("layout", "place", "act"),
+    [
+        ("data=2,zero=1", LANE, kill),
+        ("data=2,zero=1", SPREADS, kill),
+        ("data=2,zero=1", SPREADS, unheard),
+        ("data=2,zero=2", LANE, kill),
+        ("data=2,zero=3", LANE, kill),
+        ("data=2,pipeline=2,zero=1", BACKWARD, kill),
+    ],
+    ids=lambda each: getattr(each, "name", getattr(each, "__name__", each)),
 )
-def test_shared_states_go_back_with_any_loss(faults: Faults, layout: str, place: Place) -> None:
-    """No two workers hold the same rows of the optimizer's state."""
-    faults.at(place, kill, step=6, worker=1)
+def test_shared_states_go_back_with_any_loss(
+    faults: Faults, layout: str, place: Place, act: Callable[[], None]
+) -> None:
+    """No two workers hold the same rows. One that did not hear of the others' new rows cannot go on either."""
+    faults.at(place, both(until_saved(faults.run, 4), act), step=6, worker=1)
     train(faults, layout, back_to=4)
+    assert lost(faults) == ([1] if act is kill else [])
+
+
+def test_the_first_checkpoint_may_still_be_under_way_when_a_part_is_lost(faults: Faults) -> None:
+    """The driver does not give the run up before whoever is left has finished it."""
+    has_its_part = Place(joint, "_await", after=True)
+    gone = until_true(lambda: bool(faults.told("worker-exited")))  # the driver has heard of it
+    faults.at(has_its_part, gone, worker=0)
+    delivered = until_true(lambda: any((faults.run / "checkpoints").glob(".*/part-1.json")))
+    faults.at(LANE, both(delivered, kill), step=5, worker=1)
+    train(faults, "data=2,zero=1", back_to=4)
     assert lost(faults) == [1]
 
 
@@ -323,3 +387,22 @@ def test_on_several_hosts(faults: Faults) -> None:
     with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
         train(faults, lab=lab, lease_seconds=1.0)
     assert lost(faults) == [1, 2]
+
+
+def test_another_driver_takes_over_and_replaces_whoever_was_lost_meanwhile(faults: Faults, call: Caller) -> None:
+    def driven() -> bool:
+        entry = crew()._store.read("driver").entries.get("driver")
+        return entry is not None and Path(f"/proc/{json.loads(entry.value)['pid']}").exists()
+
+    faults.at(FORWARD, lambda: os.kill(parent(os.getppid()), signal.SIGKILL), step=3, worker=1)
+    faults.at(BACKWARD, kill, step=5, worker=0)
+    faults.at(ASKS, until_true(driven), step=8)
+    faults.at(ASKS, until(Who(0, 1)), step=10)
+    with faults.drive(job(), layout=PAIRS) as driver:
+        assert driver.end().code == -signal.SIGKILL
+    result = call("attach", faults.run, "--json")
+    assert result.code == 0, result.err
+    assert result.sha256 == undisturbed()[0]
+    assert faults.audit(job()).sound
+    assert [(one["rank"], one["life"]) for one in faults.told("replaced")] == [(0, 1)]
+    assert faults.told("resumed") == []

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from command import Caller, Result, events
+from faults import STANDS_DOWN, Faults, crew, until_true
+from shoal.crew import Crew
+from shoal.recovery.beat import News
+from shoal.recovery.protocol import Who
 
 LOOP = """\
 import os
@@ -244,6 +248,27 @@ def test_evaluation_counts_each_sample_once(workers: int, call: Caller) -> None:
     for _, found, single in told:
         assert found == {"mean": 50.0, "even": 51 / 101, "one": 1.0}
         assert single == 50.0
+
+
+def test_whoever_goes_first_takes_nothing_from_an_evaluation_after_the_end(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have given their leases back before worker 1 has left the last meeting behind."""
+    faults = Faults(tmp_path / "run", monkeypatch)
+    write(after=EVALUATION)
+    heard: list[set[Who]] = [set()]
+    hear = Crew._heard
+
+    def listen(crew: Crew, news: News) -> None:
+        hear(crew, news)
+        heard.append(set(news.alive))
+
+    monkeypatch.setattr(Crew, "_heard", listen)
+    faults.at(STANDS_DOWN, until_true(lambda: heard[-1] == {crew().who}), worker=1)
+    with faults.armed():
+        run(call, "--run-dir", str(faults.run), workers=3)
+    told = [json.loads(Path(f"counted-{rank}.json").read_text()) for rank in range(3)]
+    assert sorted(sample for counted, _, _ in told for sample in counted) == list(range(101))
 
 
 def test_a_joined_run_is_told_of_like_a_job(call: Caller) -> None:

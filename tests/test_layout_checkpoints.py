@@ -81,7 +81,7 @@ def test_training_begins_with_a_file(written: tuple[Path, str]) -> None:
 class Wider(Language):
     def __init__(self) -> None:
         super().__init__()
-        self.body.h[1].up = nn.Linear(16, 65)
+        self.body.h[1].up, self.body.h[1].down = nn.Linear(16, 65), nn.Linear(65, 16)
 
 
 @pytest.mark.parametrize("layout", [None, "pipeline=2"])

@@ -18,6 +18,8 @@ from layout_models import (
     perceptron_job,
     winding_job,
 )
+from shoal.exact.digest import combine, digests
+from shoal.exact.seeds import initialise
 from shoal.partition.blocks import find_blocks
 from shoal.recovery.export import load_weights
 from shoal.schedule import NAMES
@@ -164,6 +166,25 @@ def test_what_belongs_to_no_block_is_where_it_is_used() -> None:
     alone = train(job)
     for schedule in ("1f1b", "zbv"):
         assert train(job, "pipeline=2", schedule=schedule) == alone
+
+
+def test_a_step_that_is_left_out() -> None:
+    rows, labels = perceptron_job().data
+    rows = rows.clone()
+    rows[5, 0] = torch.nan
+    job = perceptron_job(data=(rows, labels), clip_norm=0.5)
+    alone = train(job, nonfinite="skip")
+    assert alone[0] != train(perceptron_job(clip_norm=0.5))[0]
+    for layout in ("pipeline=2", "data=2,zero=1"):
+        assert train(job, layout, nonfinite="skip") == alone
+
+
+def test_an_instance_is_cut_and_stays_as_it_was() -> None:
+    model = initialise(everything, 5)
+    before = combine(digests(model.state_dict().items()))
+    job = job_for(everything, model=model, epochs=1)
+    assert len({train(job, layout)[0] for layout in (None, "pipeline=2", "data=2,zero=1")}) == 1
+    assert combine(digests(model.state_dict().items())) == before
 
 
 # -- bf16 -------------------------------------------------------------------------------------------------------------

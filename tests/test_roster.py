@@ -119,6 +119,9 @@ def test_what_a_model_that_is_cut_cannot_be_scaled_to(
     assert found is not None
     assert (found.message, found.fix) == (said, fix)
     assert refusal(4, Rules(), 2, 2) is None
+    fixed = refusal(4, Rules(), 4, 2, fixed=True)
+    assert fixed is not None and "the state is shared among 2" in fixed.message
+    assert refusal(2, Rules(), 4, 2, fixed=True) is None
 
 
 @pytest.mark.parametrize(

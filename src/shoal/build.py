@@ -28,7 +28,7 @@ from shoal.partition.pieces import WHOLE, Piece, rows
 from shoal.partition.row import Row, check_blocks, find_row
 from shoal.plan.layout import Layout
 from shoal.plan.placement import Plan
-from shoal.recovery.export import initial_weights
+from shoal.recovery.export import check_weights, initial_weights
 from shoal.recovery.parts import Holding
 from shoal.recovery.state import shapes_of
 from shoal.report import figures
@@ -42,7 +42,7 @@ from shoal.strategies.tensor.find import find_rules
 from shoal.strategies.tensor.install import install
 from shoal.strategies.tensor.rules import Rules
 from shoal.strategies.tensor.team import Team
-from shoal.strategies.update import Update, halve, shadow
+from shoal.strategies.update import Update, check_elementwise, halve, shadow
 
 
 def build_model(job: Job) -> nn.Module:
@@ -77,7 +77,7 @@ def example_of(job: Job, source: Source) -> Sequence[Any]:
 
 def outline(job: Job, source: Source, plan: Plan) -> Outline:
     """Finds out how the model is cut; whatever does not fit is an error here."""
-    made = Sketch.of(job.model) if isinstance(job.model, nn.Module) else sketch(job.model, job.seed)
+    made = sketch_of(job)
     blocks = find_blocks(made.model, job.blocks)
     shapes = {
         name: tuple(tensor.shape) for name, tensor in (*made.model.named_parameters(), *made.model.named_buffers())
@@ -130,6 +130,27 @@ def _check_evaluation(job: Job, model: nn.Module, blocks: Blocks, example: Seque
         for module, training in modes:
             module.training = training
     check_blocks(row, stages.blocks, "for an evaluation")
+
+
+def check_start(job: Job, made: Outline | None) -> None:
+    """Whether the file that training begins with fits the model; without a worker, and without its weights."""
+    if job.start_from is not None:
+        model = sketch_of(job).model if made is None else made.sketch.model
+        check_weights(Path(job.start_from), shapes_of(model), model.state_dict().keys())
+
+
+def check_optimizer(job: Job, made: Outline, plan: Plan) -> None:
+    """One that cannot work on pieces is refused where parameters are cut. It is built on tiny ones for that."""
+    if plan.zero or plan.tensor > 1:
+        tiny = [
+            (name, nn.Parameter(torch.zeros((2,) * each.ndim), requires_grad=each.requires_grad))
+            for name, each in made.sketch.model.named_parameters()
+        ]
+        check_elementwise(job.optimizer(tiny), f"layout {plan.layout} cuts parameters")
+
+
+def sketch_of(job: Job) -> Sketch:
+    return Sketch.of(job.model) if isinstance(job.model, nn.Module) else sketch(job.model, job.seed)
 
 
 def check_memory(job: Job, made: Outline, plan: Plan, limit: int | None) -> None:

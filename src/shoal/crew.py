@@ -491,9 +491,8 @@ class Crew:
     def _heard(self, news: News) -> None:
         gone = self._beat.gone(news)
         current = self._current
-        if (
-            current is not None and not news.wish.done
-        ):  # else whoever goes now goes as it should: all have come to the end
+        # When the run is done all have come to its end: whoever goes now goes as it should.
+        if current is not None and not news.wish.done:
             epoch, members, group = current
             lost = [f"{who} {gone[who]}" for who in members if who in gone]
             if lost:

@@ -71,7 +71,8 @@ ENGINE_SOCKET = "engine.sock"  # in the run's folder: where the server that star
 DROPPED_SECONDS = 1.0  # for a worker that the others dropped to end by itself
 FILL_SECONDS = 1.0  # after taking over: for the server to tell who ended meanwhile
 FROM_TORCH = re.compile(  # stays in the log
-    r"(\[rank\d+\]:)?\[[WE]\d{4} \S+ \w+\.cpp:\d+\]|Exception raised from \S+ at|frame #\d+: |" + (OMITTED := "<omitting ")
+    r"(\[rank\d+\]:)?\[[WE]\d{4} \S+ \w+\.cpp:\d+\]|Exception raised from \S+ at|frame #\d+: |"
+    + (OMITTED := "<omitting ")
 )
 LOG_BYTES = 1 << 14  # of the end of a log in which they are looked for
 LOG_LINES = 5  # of a lost worker that its story shows
@@ -112,6 +113,7 @@ class Launch:
     started: RunStarted
     files: dict[Path, Any]  # what the run's folder should say about it
     parts: int = 1  # that the model is cut into
+    fixed: bool = False  # no two workers hold the same
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +127,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     pin: bool = False
     parts: int = 1
+    fixed: bool = False
 
 
 class Driver:
@@ -142,7 +145,11 @@ class Driver:
         self.fatal = False  # an error that whoever took over would meet, too
         self.fill_at: float | None = None  # after taking over: when all ends that nobody heard of have been told
         self.roster = Roster(
-            rules=rules_of(settings), wanted=launch.size, lanes=launch.started.lanes, parts=launch.parts
+            rules=rules_of(settings),
+            wanted=launch.size,
+            lanes=launch.started.lanes,
+            parts=launch.parts,
+            fixed=launch.fixed,
         )
         self.overseer: Overseer | None = None
         self.undecided: list[tuple[Who, int | None, str]] = []  # ended: with which code, and what was lost with them
@@ -179,6 +186,7 @@ class Driver:
                 command=self.launch.started.command,
                 pin=self.options.pin,
                 parts=self.launch.parts,
+                fixed=self.launch.fixed,
             )
             self.folder.write_json(self.folder.path / STANDING, standing)
         return self._drive(engine, lambda: self._begin(engine, first))
@@ -196,7 +204,7 @@ class Driver:
         started = next(event for event in reversed(events) if isinstance(event, RunStarted))
         launch = Launch(
             work=_nobody, size=standing.size, plan=None, threads=standing.threads, target=standing.target,
-            started=started, files={}, parts=standing.parts,
+            started=started, files={}, parts=standing.parts, fixed=standing.fixed,
         )  # fmt: skip
         driver = cls(launch, folder, standing.settings, options)
         for event in events:

@@ -44,7 +44,7 @@ def stop(folder: RunFolder) -> int:
 def scale(folder: RunFolder, workers: int) -> list[int]:
     """Another number of workers from the next step on. Returns the numbers of those that take part then."""
     standing = read_standing(folder)
-    refused = refusal(workers, rules_of(standing.settings), standing.lanes, standing.parts)
+    refused = refusal(workers, rules_of(standing.settings), standing.lanes, standing.parts, standing.fixed)
     if refused is not None:
         raise refused
     with _store(folder) as store:

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from shoal.build import check_memory, outline
+from shoal.build import check_memory, check_optimizer, check_start, outline
 from shoal.collectives.topology import Place
 from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
 from shoal.driver import Driver, Launch, Options, rules_of
@@ -17,6 +17,7 @@ from shoal.exact.kernels import ISA_ENVIRONMENT, ISA_IN_FORCE
 from shoal.feed import open_source
 from shoal.history import committed_floor
 from shoal.job import Job
+from shoal.memory import read_size
 from shoal.plan.layout import Layout
 from shoal.plan.placement import Plan, make_plan
 from shoal.report.disk import try_to_write
@@ -25,6 +26,7 @@ from shoal.report.folder import DEFAULT_ROOT, RunFolder, find_run
 from shoal.report.tensorboard import TensorBoard
 from shoal.result import Report
 from shoal.roster import check
+from shoal.schedule import check_name
 from shoal.seat import Seat, Settings
 from shoal.worker import OpenJob, run_script, train_job
 
@@ -55,6 +57,7 @@ def train(
     max_failures: int = 100,
     slow: str = "rebalance",
     store: str | None = None,
+    memory: str | int | None = None,
 ) -> Report:
     """Trains a job on workers of this machine and returns the report. Works in scripts and notebooks."""
     for name, value, known in (
@@ -74,6 +77,7 @@ def train(
         max_failures=max_failures,
         slow=slow,  # type: ignore[arg-type]
         store=store,
+        memory=read_size(memory) if isinstance(memory, str) else memory,
     )
     options = Options(
         workers=workers,
@@ -102,6 +106,7 @@ def open_job(job: Job) -> OpenJob:
 
 def plan_for(job: Job, options: Options) -> Plan:
     wish = wish_of(options)
+    check_name(options.schedule)
     if options.plan is None:
         layout = options.layout
         if layout is not None:
@@ -127,6 +132,7 @@ def plan_for(job: Job, options: Options) -> Plan:
         raise PlanError(f"the plan has {plan.lanes} lanes, the job {job.lane_count}", fix="a plan made for this job")
     if options.workers not in (None, plan.workers):
         raise PlanError(f"--workers {options.workers}, but the plan has {plan.workers}", fix="leave --workers out")
+    check_fits(job, plan)
     exact = plan.exact and stays_exact(options, plan.workers)
     return structs.replace(plan, algorithm=wish.algorithm, compress=wish.compress, exact=exact)
 
@@ -168,8 +174,10 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
     check(rules_of(options.settings), plan.workers)
     if plan.layout.cuts or options.settings.memory is not None:  # what does not fit is said before there is a folder
         made = outline(job, opened.source, plan)
+        check_optimizer(job, made, plan)
         check_memory(job, made, plan, options.settings.memory)
         opened = replace(opened, outline=made if plan.layout.cuts else None)
+    check_start(job, opened.outline)
     options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
     folder, settings = open_folder(options)
     schedule = job.schedule(opened.source.samples, opened.source.last)
@@ -196,6 +204,7 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
             plan=plan,
             size=plan.workers,
             parts=plan.layout.parts,
+            fixed=plan.layout.zero > 0,
             started=started,
             threads=job.threads,
             target=None if job.target is None else str(job.target),

@@ -31,6 +31,7 @@ class Roster:
     wanted: int
     lanes: int  # 0: not known
     parts: int = 1  # that the model is cut into; a worker has one of them, by its number
+    fixed: bool = False  # no two workers hold the same: there cannot be more or fewer of them
     lives: dict[int, int] = field(default_factory=dict)  # worker -> its newest life
     serving: set[Who] = field(default_factory=set)
     failures: int = 0
@@ -97,7 +98,7 @@ class Roster:
 
     def scale(self, workers: int) -> bool:
         """Another number of workers from now on. False: it is that already, or cannot be."""
-        if workers == self.wanted or refusal(workers, self.rules, self.lanes, self.parts) is not None:
+        if workers == self.wanted or refusal(workers, self.rules, self.lanes, self.parts, self.fixed) is not None:
             return False
         self.wanted = workers
         return True
@@ -117,10 +118,16 @@ def nobody_has(workers: Collection[Who], parts: int) -> str:
     return f"no worker is left that has part{'' if len(without) == 1 else 's'} {names} of the model"
 
 
-def refusal(workers: int, rules: Rules, lanes: int, parts: int = 1) -> InputError | None:
+def refusal(workers: int, rules: Rules, lanes: int, parts: int = 1, fixed: bool = False) -> InputError | None:
     """Why a run cannot have that many workers."""
     if workers < 1:
         return InputError(f"{workers} workers: at least 1 is needed", fix="shoal stop ends a run")
+    if fixed and workers != parts:
+        count = "1 worker" if workers == 1 else f"{workers} workers"
+        return InputError(
+            f"{count}, but with zero the state is shared among {parts}, and each has its own rows of it",
+            fix="shoal stop, then --resume with another layout: a checkpoint fits any number of workers",
+        )
     if workers % parts:
         below, above = workers // parts * parts, (workers // parts + 1) * parts
         count = "1 worker" if workers == 1 else f"{workers} workers"

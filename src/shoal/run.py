@@ -24,7 +24,7 @@ from shoal.agreement import agree_on_kernels, agree_on_weights, share_weights, w
 from shoal.build import Built, choose_strategy
 from shoal.collectives.group import Alone, Group
 from shoal.collectives.travel import Travel
-from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, TOO_SLOW, Abandoned, Membership, Over
+from shoal.crew import CHANGE, EVICT, LEAVE, SAVE, STOP, TOO_SLOW, Abandoned, Membership, Over, PartLost
 from shoal.errors import JobError, NonFiniteError, PeerLost
 from shoal.evaluation import evaluate, one_by_one
 from shoal.exact import kernels
@@ -494,8 +494,10 @@ class Run:
             self.update.after()
             self.strategy.refresh()
         except PeerLost as error:
-            self._recover(error)  # rows went with the one that is lost: it does not come back from there
-            raise
+            self._recover(error)  # whoever is lost has taken rows with it: it does not come back from there
+            left = PartLost(f"rows of step {self.step} did not arrive: the run goes on from the newest checkpoint")
+            left.present = self.crew.view.members
+            raise left from error
 
     def evaluate(self, data: Any, closure: Callable[[Any], Any]) -> Any:
         """The mean of what the closure returns (a mean, (sum, count), or a dict of these) over held-out data.

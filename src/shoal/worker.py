@@ -17,15 +17,16 @@ from torch import nn
 
 from shoal.build import Outline, build
 from shoal.crew import PART_LOST, Evicted, PartLost
-from shoal.errors import PeerLost, ShoalError
+from shoal.errors import PeerLost, RunError, ShoalError
 from shoal.exact import kernels
 from shoal.exact.seeds import MODULE_LOAD, seed_everything
 from shoal.feed import Source
 from shoal.job import Job
 from shoal.join import finish_joined, joined
 from shoal.lanecost import lane_cost
-from shoal.memory import Meter, cap
+from shoal.memory import Meter, cap, ran_out
 from shoal.objective import Objective
+from shoal.report import figures
 from shoal.report.events import Carried, Evaluated, Failed, WorkerLeft
 from shoal.run import Run
 from shoal.seat import Seat, take
@@ -219,7 +220,7 @@ def told(seat: Seat, log: str) -> Iterator[list[int]]:
     except BaseException as error:
         run = joined() or (_current[0] if _current else None)
         code[0] = error.exit_code if isinstance(error, ShoalError) else 1
-        event = failure(error, seat.rank, run, log)
+        event = failure(error, seat.rank, run, log, memory=seat.settings.memory)
         seat.wire.send(event)
         print(TRACEBACK_FOLLOWS, file=sys.stderr)
         traceback.print_exc()
@@ -233,7 +234,10 @@ def _finish_saving(failed: str = "") -> None:
         run.close(failed)
 
 
-def failure(error: BaseException, rank: int, run: Run | None, log: str) -> Failed:
+def failure(error: BaseException, rank: int, run: Run | None, log: str, memory: int | None = None) -> Failed:
+    """`memory`: what the worker may use."""
+    if ran_out(error):
+        error = _out_of_memory(error, memory)
     step = None if run is None else run.step
     lane = None if run is None else run.strategy.lane_now
     if isinstance(error, ShoalError):
@@ -250,3 +254,13 @@ def failure(error: BaseException, rank: int, run: Run | None, log: str) -> Faile
         time=time.time(), rank=rank, kind=kind, message=message, exit_code=code, step=step, lane=lane, where=where,
         fix=fix, log=log,
     )  # fmt: skip
+
+
+def _out_of_memory(error: BaseException, memory: int | None) -> RunError:
+    has = "the machine has no more" if memory is None else f"it may use {figures.size(memory)} (--memory), and no more"
+    return RunError(
+        f"out of memory: {has}",
+        where=[*own_line(error), str(error).split("\n")[0][:200]],
+        fix="a layout that gives a worker less to hold (more stages or slices, zero=3), --recompute, more microbatches,"
+        " or more memory",
+    )

@@ -11,12 +11,13 @@ Played back on real tensors it is the same sequence of operations as the model's
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_map, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.errors import JobError
@@ -53,6 +54,12 @@ class Operation:
     results: tuple[int | None, ...]  # numbers of the tensors among the leaves of what it returns
     shapes: tuple[tuple[int, ...], ...] = ()  # of what a block returns: later steps were recorded for these
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """No argument is a list, a dict or the like: each can be looked at for itself."""
+        args, kwargs = self.arguments
+        return all(tree_is_leaf(argument) for argument in (*args, *kwargs.values()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
@@ -71,6 +78,7 @@ class Row:
     output: Any  # what the model returns, with Values
     joined: tuple[Span, ...] = ()  # segments that must stay together, from the first to the last of them
     names: Mapping[int, str] = field(default_factory=dict)  # what made a value, for messages
+    _crossing: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def costs(self) -> list[float]:
         """Work by segment: matrix products, and something for every number that is written."""
@@ -79,9 +87,11 @@ class Row:
     def crossing(self, cut: int) -> tuple[int, ...]:
         """The values that segments from `cut` on need of those before. Inputs of the model are not among them: every
         stage can fetch those itself."""
-        made = {number for segment in self.segments[:cut] for number in _made(segment)}
-        used = {number for segment in self.segments[cut:] for number in _used(segment)} | set(_values(self.output))
-        return tuple(sorted(made & used))
+        if cut not in self._crossing:  # asked for with every microbatch
+            made = {number for segment in self.segments[:cut] for number in _made(segment)}
+            used = {number for segment in self.segments[cut:] for number in _used(segment)} | set(_values(self.output))
+            self._crossing[cut] = tuple(sorted(made & used))
+        return self._crossing[cut]
 
     def inputs_used(self, span: Span) -> tuple[int, ...]:
         used = {number for segment in self.segments[slice(*span)] for number in _used(segment)}
@@ -113,13 +123,18 @@ def play(
             return values[leaf.number]
         if isinstance(leaf, Held):
             return tensor(leaf.name)
-        return device if leaf == META and isinstance(leaf, torch.device) else leaf
+        return device if isinstance(leaf, torch.device) and leaf == META else leaf
 
     for segment in row.segments[slice(*span)]:
         for each in segment.operations:
-            args, kwargs = tree_map(real, each.arguments)
+            args, kwargs = each.arguments
+            if each.is_plain:
+                args, kwargs = [real(leaf) for leaf in args], {name: real(leaf) for name, leaf in kwargs.items()}
+            else:
+                args, kwargs = tree_map(real, each.arguments)
             call = module(each.call) if isinstance(each.call, str) else each.call
-            leaves = tree_flatten(call(*args, **kwargs))[0]
+            result = call(*args, **kwargs)
+            leaves = [result] if isinstance(result, Tensor) else tree_flatten(result)[0]
             if isinstance(each.call, str):
                 _check_shapes(each, leaves)
             for number, leaf in zip(each.results, leaves, strict=True):
@@ -132,9 +147,9 @@ def _check_shapes(block: Operation, leaves: Sequence[Any]) -> None:
     found = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
     if found != block.shapes:
         raise JobError(
-            f"the model cannot be cut: what block {block.call} returns has the shapes {_listed(found)} and by the shapes"
-            f" of its inputs should have {_listed(block.shapes)}, so they depend on values",
-            fix="shapes that follow from the shapes of inputs, such as padding with a mask; or a layout without pipeline",
+            f"the model cannot be cut: what block {block.call} returns has the shapes {_listed(found)} and by the"
+            f" shapes of its inputs should have {_listed(block.shapes)}, so they depend on values",
+            fix="shapes that follow from the shapes of inputs (padding, with a mask); or a layout without pipeline",
         )
 
 

@@ -102,7 +102,7 @@ class Beat:
         self._absent: dict[Who, float] = {}  # since when there has been no sign of it
         self._stopped: dict[Who, float] = {}
         self._renewed = 0.0
-        self._told, self._told_at = 0, 0.0  # committed steps
+        self._told_at = 0.0  # committed steps
         self._judging_from = 0.0  # before that, leases may be missing because the store was away
         self._away_since: float | None = None
         self._closed = threading.Event()
@@ -190,9 +190,11 @@ class Beat:
             if self.lease is None or time.monotonic() - self._renewed >= min(1.0, self.lease_seconds / RENEWALS):
                 self._keep_lease()
         now = time.monotonic()
-        if self.committed is not None and self.committed > self._told and now - self._told_at >= COMMITTED_SECONDS:
-            self._store.put("committed", str(self.committed).encode())
-            self._told, self._told_at = self.committed, now
+        committed = self.committed
+        # Measured by what the store says: one that led before may still have put an older number there.
+        if committed is not None and committed > self.news.committed and now - self._told_at >= COMMITTED_SECONDS:
+            self._store.put("committed", str(committed).encode())
+            self._told_at = now
         reading = self._store.wait("", self.news.revision, INTERVAL_SECONDS)
         self._back()
         if reading is not None:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from shoal.errors import CheckpointError
 from shoal.exact.digest import tensor_bytes
 from shoal.recovery.parts import Holding, Stored, index_of
 from shoal.recovery.plain import STORABLE_DTYPES
+from shoal.recovery.reader import TensorFile
 
 
 def export_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
@@ -79,16 +80,44 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"the weights {path} cannot be read: {error}") from None
 
 
+def check_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], other: Collection[str] = ()) -> None:
+    """Whether a file has the weights of a model with these shapes, no more and no less. Reads its header alone.
+    `other`: further names of tied weights, which may be there."""
+    fix = "a file that was written for this model, such as a run's model.safetensors"
+    try:
+        with TensorFile(path) as file:
+            aliases: dict[str, str] = json.loads(file.metadata.get("aliases", "{}"))
+            there = {name: file.shape(name) for name in file}
+    except (OSError, ValueError) as error:
+        text = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"the weights {path} cannot be read: {text}", fix=fix) from None
+    missing = [name for name in shapes if aliases.get(name, name) not in there]
+    if missing:
+        raise CheckpointError(f"the weights {path} have no {_listed(missing)}, and the model has", fix=fix)
+    for name, shape in shapes.items():
+        if there[aliases.get(name, name)] != shape:
+            then = there[aliases.get(name, name)]
+            raise CheckpointError(f"{name}: {then} in the weights {path}, {shape} in the model", fix=fix)
+    known = {*shapes, *other, *(aliases.get(name, name) for name in shapes)}
+    more = [name for name in there if name not in known]
+    if more:
+        raise CheckpointError(f"the weights {path} have {_listed(more)}, and the model has not", fix=fix)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{', …' if names[5:] else ''}"
+
+
 def initial_weights(path: Path, holding: Holding | None = None) -> dict[str, Tensor]:
     """What a worker holds of the weights in a file, under every name that it holds: a tied one under each of them.
 
     Without a `holding` it is all that the file has.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            aliases: dict[str, str] = json.loads((file.metadata() or {}).get("aliases", "{}"))
+        with TensorFile(path) as file:
+            aliases: dict[str, str] = json.loads(file.metadata.get("aliases", "{}"))
         index = index_of(path.parent, {"weights": path.name})
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"the weights {path} cannot be read: {error}") from None
     entries = index["weights"]
     if holding is None:

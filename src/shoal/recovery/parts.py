@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from shoal.errors import CheckpointError
@@ -29,6 +28,7 @@ from shoal.exact.digest import tensor_sha256
 from shoal.partition.pieces import WHOLE, Piece, Range
 from shoal.recovery.manifest import FileSeal
 from shoal.recovery.plain import STORABLE_DTYPES
+from shoal.recovery.reader import TensorFile
 
 KINDS = {"weights": "model", "optimizer": "optimizer"}  # what is cut -> how its files are named
 _OPEN_FILES = 64  # at once
@@ -288,7 +288,7 @@ class Stored:
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder, self.index = folder, index
         self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, TensorFile] = {}
 
     def __enter__(self) -> "Stored":
         return self
@@ -314,7 +314,7 @@ class Stored:
             for box in itertools.product(*overlaps):
                 file = self._file(placed.file)
                 source, place = tuple(each[0] for each in box), tuple(each[1] for each in box)
-                found = file.get_slice(name)[source] if source else file.get_tensor(name)
+                found = file.read(name, source)
                 target[place].copy_(found)
                 filled += found.numel()
         if filled != target.numel():
@@ -323,15 +323,14 @@ class Stored:
 
     def label(self, kind: str, name: str) -> str:
         """The dtype as safetensors calls it."""
-        return str(self._file(self.index[kind][name].pieces[0].file).get_slice(name).get_dtype())
+        return self._file(self.index[kind][name].pieces[0].file).label(name)
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> TensorFile:
         if name not in self._open:
             if len(self._open) >= _OPEN_FILES:
                 self._open.clear()
                 self._stack.close()
-            file = safe_open(self.folder / name, framework="pt", device="cpu")
-            self._open[name] = self._stack.enter_context(file)
+            self._open[name] = self._stack.enter_context(TensorFile(self.folder / name))
         return self._open[name]
 
 
@@ -339,13 +338,11 @@ def index_of(folder: Path, files: Mapping[str, str]) -> Index:
     """Of files that hold whole tensors; kind -> file."""
     index: Index = {}
     for kind, name in files.items():
-        with safe_open(folder / name, framework="pt", device="cpu") as file:
-            index[kind] = {}
-            for tensor in file.keys():  # noqa: SIM118
-                found = file.get_slice(tensor)
-                shape = tuple(found.get_shape())
-                dtype = (found[0:0] if shape else file.get_tensor(tensor)).dtype
-                index[kind][tensor] = Entry(shape, str(dtype).removeprefix("torch."), [Placed(name)])
+        with TensorFile(folder / name) as file:
+            index[kind] = {
+                tensor: Entry(file.shape(tensor), str(file.dtype(tensor)).removeprefix("torch."), [Placed(name)])
+                for tensor in file
+            }
     return index
 
 

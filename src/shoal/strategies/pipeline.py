@@ -127,6 +127,7 @@ class PipelineParallel(DataParallel):
         """`record`: the model's row for inputs like these, in training or in evaluation."""
         super().__init__(replica, group, lanes=lanes, microbatches=microbatches, deal=deal, clips=clips)
         self.stages, self.halves_of, self.recompute = stages, model, recompute
+        self.block_names = frozenset(stages.blocks)
         self._record = record
         self._rows: dict[Any, Row] = {}
         self.known: dict[Any, list[Described]] = {}  # what arrives at a stage, for inputs of some shapes
@@ -257,6 +258,7 @@ class _Wires:
     def __init__(self, strategy: PipelineParallel) -> None:
         self.strategy = strategy
         self.group = strategy.group
+        self._own = strategy.own_stages
         self.seconds = 0.0  # spent waiting for a message
         self._under_way: list[Pending] = []
         self._here: dict[tuple[int, int], list[Any]] = {}  # (tag, stage) -> messages that did not have to travel
@@ -275,7 +277,7 @@ class _Wires:
         self.seconds += time.perf_counter() - began
 
     def _is_here(self, stage: int) -> bool:
-        return stage in self.strategy.own_stages
+        return stage in self._own
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -283,7 +285,7 @@ class _Wires:
         """Sends on what later stages need. Returns what has a gradient to come."""
         numbers = row.crossing(self.strategy.stages.spans[stage][1])
         going = [values[number] for number in numbers]
-        blocks = set(self.strategy.stages.blocks)
+        blocks = self.strategy.block_names
         for number, tensor in zip(numbers, going, strict=True):
             if not is_dense(tensor) and row.names[number] not in blocks:
                 raise _not_dense(f"what {row.names[number]} made")
@@ -323,7 +325,7 @@ class _Wires:
                 self._receive(_flat(tensor), stage - 1, FORWARD + stage - 1)
         leaves: list[Tensor] = []
         glue: list[str | None] = []
-        blocks = set(self.strategy.stages.blocks)
+        blocks = self.strategy.block_names
         for number, tensor, each in zip(numbers, came, described, strict=True):
             values[number] = tensor
             if each.differentiable and torch.is_grad_enabled():

@@ -93,13 +93,12 @@ class Replica:
             buffers = {
                 name: buffer.clone() for name, buffer in module.named_buffers() if buffer.nbytes <= LARGE_BUFFER_BYTES
             }
-            again = False
+            once = [(args, kwargs)]
 
             def once_more() -> Any:
-                nonlocal again
-                if not again:
-                    again = True
-                    return forward(*args, **kwargs)
+                if once:
+                    first, second = once.pop()  # the originals are not kept: their graph would hold itself alive
+                    return forward(*first, **second)
                 if kept.spoiled:
                     raise JobError(
                         f"what block {self.blocks.names[number - 1]} was given has been changed in place since: it"
@@ -115,12 +114,11 @@ class Replica:
             changed = kept.settle(args, kwargs)
             if changed and not changes.get(number, True):
                 raise JobError(
-                    f"block {self.blocks.names[number - 1]} changes its inputs in place in some of its calls, and not in"
-                    " the first: it cannot be recomputed",
+                    f"block {self.blocks.names[number - 1]} changes its inputs in place in some of its calls, and not"
+                    " in the first: it cannot be recomputed",
                     fix="inplace=False there, or no recompute",
                 )
             changes[number] = changed or changes.get(number, False)
-            del args, kwargs  # what is recomputed begins with what was kept
             return output
 
         module.forward = recomputed

@@ -1,0 +1,95 @@
+"""A safetensors file, read where it is asked for and not mapped: a mapping counts as a process's own memory, and a
+worker under a cap may have less left than the file is long."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LENGTH_BYTES = 8  # of the header, at the beginning
+# fmt: off
+LABELS: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+# fmt: on
+
+
+class TensorFile:
+    """What is wrong with a file is an OSError or a ValueError."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb")
+        try:
+            size = path.stat().st_size
+            length = int.from_bytes(self._file.read(LENGTH_BYTES), "little")
+            if size < LENGTH_BYTES or LENGTH_BYTES + length > size:
+                raise ValueError(f"{path.name} is no safetensors file, or only the beginning of one")
+            header: dict[str, Any] = json.loads(self._file.read(length))
+            self._start = LENGTH_BYTES + length
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self._tensors = {name: _Tensor(name, entry, size - self._start) for name, entry in header.items()}
+        except (AttributeError, KeyError, TypeError) as error:
+            self._file.close()
+            raise ValueError(f"{path.name} is no safetensors file: {error}") from None
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return LABELS[self._tensors[name].label]
+
+    def label(self, name: str) -> str:
+        """The dtype as safetensors calls it."""
+        return self._tensors[name].label
+
+    def read(self, name: str, box: tuple[slice, ...] = ()) -> Tensor:
+        """A tensor, or a box of it: a range in each dimension. Rows that are not wanted are not read."""
+        found = self._tensors.get(name)
+        if found is None:
+            raise ValueError(f"{self._file.name} has no {name}")
+        shape, start, dtype = found.shape, found.start, LABELS[found.label]
+        if box and shape:
+            first, stop, _ = box[0].indices(shape[0])
+            start += first * math.prod(shape[1:]) * dtype.itemsize
+            shape = (max(0, stop - first), *shape[1:])
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            self._file.seek(self._start + start)
+            room = tensor.reshape(-1).view(torch.uint8).numpy().data
+            if self._file.readinto(room) != room.nbytes:
+                raise ValueError(f"{self._file.name} ends within {name}")
+        return tensor[(slice(None), *box[1:])] if len(box) > 1 else tensor
+
+
+class _Tensor:
+    def __init__(self, name: str, entry: dict[str, Any], size: int) -> None:
+        self.label, self.shape = str(entry["dtype"]), tuple(int(each) for each in entry["shape"])
+        self.start, stop = entry["data_offsets"]
+        if self.label not in LABELS:
+            raise ValueError(f"{name} has the dtype {self.label}, which is not known")
+        length = math.prod(self.shape) * LABELS[self.label].itemsize
+        if not 0 <= self.start <= stop <= size or stop - self.start != length:
+            raise ValueError(f"{name} does not lie within the file")
