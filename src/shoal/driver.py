@@ -342,7 +342,9 @@ class Driver:
 
     @property
     def _saved(self) -> bool:
-        return bool(self.tally.saved) or self.tally.resumed is not None
+        """Whether there is a checkpoint. Whoever wrote it may have died before it could tell."""
+        standing = (self.folder.path / "checkpoints").glob("step-" + "[0-9]" * 8)
+        return bool(self.tally.saved) or self.tally.resumed is not None or any(standing)
 
     def _lost(self, engine: LocalEngine, who: Who, code: int | None, state: str) -> None:
         """`state`: whether the run's state, or a part of it, was lost with it."""
