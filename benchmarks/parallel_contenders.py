@@ -28,7 +28,7 @@ import shoal
 from cases import Case
 from contenders import forked, scratch_folder
 from parallel_cases import Gpt
-from shoal.build import outline
+from shoal.outline import outline
 from shoal.collectives.group import Workers
 from shoal.driver import Options
 from shoal.launch import open_job, plan_for, train_with

@@ -21,7 +21,6 @@ from rich.table import Table
 
 import shoal
 from shoal.bench import bench_collectives, text
-from shoal.build import outline
 from shoal.chaos.player import Subject, run_chaos
 from shoal.chaos.schedule import KINDS, make_schedule, read_schedule, read_seconds
 from shoal.chaos.scorecard import lines
@@ -39,6 +38,7 @@ from shoal.job import Job
 from shoal.launch import isa_environment, open_job, plan_for, run_with, train_with
 from shoal.load import load_job
 from shoal.memory import read_size
+from shoal.outline import outline
 from shoal.plan.layout import Layout
 from shoal.plan.placement import read_plan
 from shoal.report.folder import RunFolder, find_run, list_runs

@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec import structs
 
-from shoal.build import check_memory, check_optimizer, check_start, outline
 from shoal.collectives.topology import Place
 from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
 from shoal.driver import Driver, Launch, Options, rules_of
@@ -18,6 +17,7 @@ from shoal.feed import open_source
 from shoal.history import committed_floor
 from shoal.job import Job
 from shoal.memory import read_size
+from shoal.outline import check_memory, check_optimizer, check_start, outline
 from shoal.plan.layout import Layout
 from shoal.plan.placement import Plan, make_plan
 from shoal.report.disk import try_to_write

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.build import Outline, example_of, outline
 from shoal.feed import open_source
 from shoal.job import Job
+from shoal.outline import Outline, example_of, outline
 from shoal.partition.row import Row, find_row
 from shoal.plan.layout import Layout
 from shoal.plan.placement import make_plan

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.build import Outline, build
+from shoal.build import build
 from shoal.crew import PART_LOST, Evicted, PartLost
 from shoal.errors import PeerLost, RunError, ShoalError
 from shoal.exact import kernels
@@ -26,6 +26,7 @@ from shoal.join import finish_joined, joined
 from shoal.lanecost import lane_cost
 from shoal.memory import Meter, cap, ran_out
 from shoal.objective import Objective
+from shoal.outline import Outline
 from shoal.report import figures
 from shoal.report.events import Carried, Evaluated, Failed, WorkerLeft
 from shoal.run import Run

@@ -35,8 +35,8 @@ from shoal.strategies.exchange import Exchange, Parts, Values
 from shoal.strategies.norms import gather_bytes
 from shoal.strategies.replica import Replica
 from shoal.strategies.rows import Form, Rows, Whole
-from shoal.strategies.tensor.sliced import Sliced
 from shoal.strategies.teams import Teams
+from shoal.strategies.tensor.sliced import Sliced
 
 ROOT = 0  # the unit of what belongs to no block
 IDLE, OVER = -1, 0  # said in a first pass instead of a block's number: I call none; I have called all
