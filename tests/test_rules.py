@@ -32,8 +32,9 @@ from shoal.partition.blocks import Blocks, find_blocks
 from shoal.partition.lanes import cut, fold
 from shoal.recovery.checkpoint import Checkpoints
 from shoal.strategies.buckets import pack
+from shoal.strategies.buffers import LARGE_BUFFER_BYTES
 from shoal.strategies.data import Closure, DataParallel, Outcome, Work
-from shoal.strategies.replica import LARGE_BUFFER_BYTES, Replica
+from shoal.strategies.replica import Replica
 from shoal.testing import (
     batch_norm_net,
     cross_entropy,

@@ -1,23 +1,22 @@
 """A model made ready for exact steps: aligned, its tied weights untied, its blocks seeded, its buffers kept by lane.
 
-EXACT rules 4 (tied weights), 6 (alignment), 14 (seeds) and 15 (buffers) live here.
+EXACT rules 4 (tied weights), 6 (alignment) and 14 (seeds) live here; 15 in buffers.py, 16 in recompute.py.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_map
 
 from shoal.errors import JobError
 from shoal.exact.kernels import is_aligned
 from shoal.exact.seeds import DROPOUT, seed_torch
 from shoal.partition.blocks import Blocks
 from shoal.partition.pieces import Piece
+from shoal.strategies.buffers import Buffers, owner_of
+from shoal.strategies.recompute import Recompute
 
 
 class Replica:
@@ -48,15 +47,12 @@ class Replica:
         self.buffers = Buffers(model)
         self._position: tuple[int, int, int] | None = None  # step, lane, microbatch
         self._calls: dict[int, int] = {}
-        self._plain: list[nn.Module] = []  # whose forward was replaced
-        self._changes_inputs: dict[int, bool] = {}  # blocks that were recomputed: whether they do that
         self._hooks = []
         for number, name in enumerate(blocks.names, start=1):
             module = model.get_submodule(name)
             self._hooks.append(module.register_forward_pre_hook(self._before(number)))
             self._hooks.append(module.register_forward_hook(self._after(number)))
-            if recompute:
-                self._recomputed(module, number)
+        self._again = Recompute(self, blocks) if recompute else None
 
     def _before(self, number: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
@@ -72,78 +68,14 @@ class Replica:
         What the model's own code draws from here on has a stream of its own, for the same reason."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if self._position is not None:
-                seed_torch(self.seed, DROPOUT, *self._position, number, self._calls.get(number, 1) - 1, 1)
+            place = self.where(number)
+            if place is not None:
+                seed_torch(self.seed, DROPOUT, *place, 1)
             if isinstance(output, Tensor):
                 return _edge(output)
             return tree_map(lambda leaf: _edge(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
         return hook
-
-    def _recomputed(self, module: nn.Module, number: int) -> None:
-        forward = module.forward
-        changes = self._changes_inputs
-        self._plain.append(module)
-
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            kept = _Inputs(args, kwargs, copied=changes.get(number, True))
-            position, call = self._position, self._calls.get(number, 1) - 1
-            buffers = {
-                name: buffer.clone() for name, buffer in module.named_buffers() if buffer.nbytes <= LARGE_BUFFER_BYTES
-            }
-            once = [(args, kwargs)]
-
-            def once_more() -> Any:
-                if once:
-                    first, second = once.pop()  # the originals are not kept: their graph would hold itself alive
-                    return forward(*first, **second)
-                if kept.spoiled:
-                    raise JobError(
-                        f"what block {self.blocks.names[number - 1]} was given has been changed in place since: it"
-                        " cannot be recomputed",
-                        fix="inplace=False in the code that follows it, or no recompute",
-                    )
-                with self._as_it_was(module, buffers, position, number, call):
-                    first, second = kept.once_more()
-                    return forward(*first, **second)
-
-            # The function has its inputs at hand: torch would check that nobody changed them since.
-            output = checkpoint(once_more, use_reentrant=False, preserve_rng_state=False)
-            changed = kept.settle(args, kwargs)
-            if changed and not changes.get(number, True):
-                raise JobError(
-                    f"block {self.blocks.names[number - 1]} changes its inputs in place in some of its calls, and not"
-                    " in the first: it cannot be recomputed",
-                    fix="inplace=False there, or no recompute",
-                )
-            changes[number] = changed or changes.get(number, False)
-            return output
-
-        module.forward = recomputed
-
-    @contextmanager
-    def _as_it_was(
-        self, module: nn.Module, buffers: Mapping[str, Tensor], position: Any, number: int, call: int
-    ) -> Iterator[None]:
-        """A block runs a second time: it draws what it drew, finds its buffers as they were, and they do not count the
-        batch twice."""
-        state = torch.default_generator.get_state()
-        kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in buffers and not torch.equal(buffer, buffers[name]):
-                    buffer.copy_(buffers[name])
-        if position is not None:
-            seed_torch(self.seed, DROPOUT, *position, number, call)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in kept:
-                    buffer.copy_(before)
-            torch.default_generator.set_state(state)
 
     def at(self, step: int, lane: int, microbatch: int, after: tuple[int, int] | None = None) -> None:
         """Every block called from now on draws from its stream of this microbatch. `after`: which block was called
@@ -158,6 +90,10 @@ class Replica:
     def nowhere(self) -> None:
         """Blocks leave the generator alone again (evaluation, the user's own calls)."""
         self._position = None
+
+    def where(self, number: int) -> tuple[int, ...] | None:
+        """What a block that is being called draws from; None: whatever there is."""
+        return None if self._position is None else (*self._position, number, self._calls.get(number, 1) - 1)
 
     def leaves(self, name: str, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
         """A tied weight has one for each block that uses it, in block order."""
@@ -179,15 +115,15 @@ class Replica:
     def take_gradients(self) -> list[Tensor | None]:
         """What a lane's backward passes left, one per parameter; None where it got no gradient."""
         return [
-            added([_taken(leaf, name) for leaf in self.leaves(name, parameter)]) for name, parameter in self.parameters
+            added([taken(leaf, name) for leaf in self.leaves(name, parameter)]) for name, parameter in self.parameters
         ]
 
     def close(self) -> None:
         """Ties the weights again and takes the hooks off: the model is the user's as it was."""
         for hook in self._hooks:
             hook.remove()
-        for module in self._plain:
-            del module.forward
+        if self._again is not None:
+            self._again.close()
         _tie(self.model, dict(self.parameters), self.shared)
 
 
@@ -202,55 +138,11 @@ def added(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
-def _taken(leaf: nn.Parameter, name: str) -> Tensor | None:
+def taken(leaf: nn.Parameter, name: str) -> Tensor | None:
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None and gradient.is_sparse:
         raise JobError(f"{name} has a sparse gradient, which lanes cannot merge", fix="sparse=False")
     return gradient
-
-
-class _Inputs:
-    """What a block was called with, for a second time. A block that changes its inputs in place needs copies from
-    before: the first call shows whether it does."""
-
-    def __init__(self, args: Any, kwargs: Any, *, copied: bool) -> None:
-        leaves, self._form = tree_flatten((args, kwargs))
-        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
-        self._gradients = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        self._leaves = [_loose(leaf, copied) for leaf in leaves]
-        self._copied = copied
-
-    def settle(self, args: Any, kwargs: Any) -> bool:
-        """The first call is over: whether it changed anything. If not, the originals will do."""
-        leaves = tree_leaves((args, kwargs))
-        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
-        if versions != self._versions:
-            return True
-        self._leaves, self._copied = [_loose(leaf, False) for leaf in leaves], False
-        return False
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether the originals have been changed since."""
-        now = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
-        return not self._copied and now != self._versions
-
-    def once_more(self) -> Any:
-        return tree_unflatten(list(map(self._result, self._leaves, self._gradients)), self._form)
-
-    def _result(self, leaf: Any, gradient: bool) -> Any:
-        if type(leaf) is not Tensor:
-            return leaf
-        if not self._copied:
-            return leaf.detach().requires_grad_(gradient)
-        return leaf.detach().requires_grad_().clone() if gradient else leaf.clone()  # not a leaf of autograd's
-
-
-def _loose(leaf: Any, copied: bool) -> Any:
-    """Without the graph behind it, which would hold itself alive."""
-    if type(leaf) is not Tensor:
-        return leaf
-    return leaf.detach().clone() if copied else leaf.detach()
 
 
 def _edge(tensor: Tensor) -> Tensor:
@@ -279,11 +171,6 @@ def _align(parameter: nn.Parameter) -> None:
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format).copy_(parameter)
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
-
-
 def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[tuple[nn.Parameter, str]]]:
     """Gives each further block that uses a parameter a leaf of its own on the same memory, so that each has its own
     accumulator. Returns all leaves of such a parameter, its own among them, by its first name and in block order, each
@@ -301,7 +188,7 @@ def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[tuple[nn.Paramete
             continue
         if block not in by_block:
             by_block[block] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad), name
-        module, leaf = _owner(model, name)
+        module, leaf = owner_of(model, name)
         module._parameters[leaf] = by_block[block][0]
     return {
         name: [by_block[block] for block in sorted(by_block)] for name, by_block in leaves.items() if len(by_block) > 1
@@ -312,111 +199,5 @@ def _tie(model: nn.Module, parameters: dict[str, nn.Parameter], shared: dict[str
     original = {id(leaf): parameters[name] for name, leaves in shared.items() for leaf in leaves}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) in original:
-            module, leaf = _owner(model, name)
+            module, leaf = owner_of(model, name)
             module._parameters[leaf] = original[id(parameter)]
-
-
-LARGE_BUFFER_BYTES = 1 << 18
-LOOKED_AT = 1 << 10  # elements
-
-
-@dataclass(kw_only=True)
-class _Kept:
-    """One buffer and what it was when the step began.
-
-    Compared by its version, which costs nothing, and by its values, because the batch-norm kernels write running
-    statistics without raising the version. They write all of them, so of a large one (a mask, a table) the beginning
-    is enough.
-    """
-
-    module: nn.Module
-    leaf: str
-    tensor: Tensor | None = None
-    version: int = -1
-    start: Tensor
-
-    def now(self) -> Tensor:
-        found = self.module._buffers[self.leaf]
-        assert found is not None
-        return found
-
-    @property
-    def untouched(self) -> bool:
-        now = self.now()
-        if now is not self.tensor or now._version != self.version:
-            return False
-        if now.nbytes > LARGE_BUFFER_BYTES and now.is_contiguous() and self.start.is_contiguous():
-            return torch.equal(now.view(-1)[:LOOKED_AT], self.start.view(-1)[:LOOKED_AT])
-        return torch.equal(now, self.start)
-
-    def begin(self) -> None:
-        if not self.untouched:
-            self.tensor = self.now()
-            self.start = self.tensor.detach().clone()
-            self.version = self.tensor._version
-
-    def reset(self, fresh: bool = False) -> None:
-        if self.untouched:
-            return
-        assert self.tensor is not None
-        if fresh:
-            self.module._buffers[self.leaf] = self.start.clone()
-            return
-        self.tensor.copy_(self.start)
-        self.module._buffers[self.leaf] = self.tensor
-        self.version = self.tensor._version
-
-    @property
-    def changed(self) -> bool:
-        now = self.now()
-        return not self.untouched and (now.shape != self.start.shape or not torch.equal(now, self.start))
-
-
-class Buffers:
-    """Each lane starts from the buffers of the step's start. What lanes made of them is averaged by samples."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.names = [name for name, buffer in model.named_buffers() if not buffer.is_meta]
-        owners = [_owner(model, name) for name in self.names]
-        self.kept = [_Kept(module=module, leaf=leaf, start=torch.empty(0)) for module, leaf in owners]
-
-    def starts(self) -> list[Tensor]:
-        return [kept.start for kept in self.kept]
-
-    def begin_step(self) -> None:
-        for kept in self.kept:
-            kept.begin()
-
-    def begin_lane(self, only: Collection[int] | None = None, *, fresh: bool = False) -> None:
-        """Back to the step's start. `only`: some of them, by number. `fresh`: as other tensors, since backward passes
-        of the lane before are still to come."""
-        with torch.no_grad():
-            for number, kept in enumerate(self.kept):
-                if only is None or number in only:
-                    kept.reset(fresh)
-
-    def end_lane(self, weight: float, lane: int, only: Collection[int] | None = None) -> list[Tensor | None]:
-        """A lane's share of each buffer that it changed. Counters and flags: the first lane's word counts."""
-        shares: list[Tensor | None] = []
-        for number, kept in enumerate(self.kept):
-            if (only is not None and number not in only) or not kept.changed:
-                shares.append(None)
-            elif kept.start.is_floating_point() or kept.start.is_complex():
-                shares.append(kept.now().detach() * weight)
-            else:
-                shares.append(kept.now().detach().clone() if lane == 0 else None)
-        return shares
-
-    def drop(self) -> None:
-        """Nothing of the step is applied."""
-        self.begin_lane()
-
-    def commit(self, merged: list[Tensor | None], missing: list[float]) -> None:
-        """`missing` is the weight of the lanes that left a buffer alone: they count with its old value."""
-        self.begin_lane()
-        with torch.no_grad():
-            for kept, share, rest in zip(self.kept, merged, missing, strict=True):
-                if share is not None:
-                    if rest and (kept.start.is_floating_point() or kept.start.is_complex()):
-                        share = share + kept.start * rest
-                    kept.now().copy_(share.view_as(kept.start))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.partition.pieces import Range, share
-from shoal.strategies.replica import _taken, added
+from shoal.strategies.replica import added, taken
 
 ALIGN = 64  # bytes
 
@@ -141,4 +141,4 @@ class Whole:
 
     def gradient(self) -> Tensor | None:
         """Of all leaves, in block order (EXACT rule 4)."""
-        return added([_taken(leaf, self.name) for leaf in self.leaves])
+        return added([taken(leaf, self.name) for leaf in self.leaves])
