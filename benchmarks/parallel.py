@@ -91,7 +91,7 @@ def speeds(options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.rounds):
         for kind in options.kinds:
             for name in rotated(list(KINDS[kind]), number):
-                if f"{kind}: {name}" in skipped:
+                if f"{kind}: {name}" in skipped or (options.quick and not KINDS[kind][name].quick):
                     continue
                 try:
                     measured = KINDS[kind][name].run(gpt(options.quick))

@@ -28,10 +28,10 @@ import shoal
 from cases import Case
 from contenders import forked, scratch_folder
 from parallel_cases import Gpt
-from shoal.outline import outline
 from shoal.collectives.group import Workers
 from shoal.driver import Options
 from shoal.launch import open_job, plan_for, train_with
+from shoal.outline import outline
 from shoal.plan.layout import Layout
 from shoal.strategies.tensor.team import Team
 
@@ -84,6 +84,7 @@ class Peer:
 
     run: Callable[[Case], Measured]
     against: str | None = None
+    quick: bool = True  # runs with --quick, too
 
 
 Loop = Callable[[Case, int, Note], float]  # trains as one of two ranks; the last step's loss, where it knows it
@@ -314,7 +315,7 @@ KINDS: dict[str, dict[str, Peer]] = {
         "pipeline=2": Peer(run=_ours("pipeline=2", microbatches=MICROBATCHES), against=HAND_SHOAL),
         "pipeline=2, gloo": Peer(run=_ours("pipeline=2", by_layout_over_gloo, microbatches=MICROBATCHES), against=HAND),
         "pipeline=2, 4 lanes": Peer(
-            run=_ours("pipeline=2", lanes=4, microbatches=MICROBATCHES // 4), against=HAND_SHOAL
+            run=_ours("pipeline=2", lanes=4, microbatches=MICROBATCHES // 4), against=HAND_SHOAL, quick=False
         ),
     },
     "tensor": {
@@ -322,7 +323,7 @@ KINDS: dict[str, dict[str, Peer]] = {
         HAND_SHOAL: Peer(run=_hand("shoal", _tensor), against=HAND),
         "tensor=2": Peer(run=_ours("tensor=2", tensor_rules=WHOLE), against=HAND_SHOAL),
         "tensor=2, gloo": Peer(run=_ours("tensor=2", by_layout_over_gloo, tensor_rules=WHOLE), against=HAND),
-        "tensor=2, its own rules": Peer(run=_ours("tensor=2"), against=HAND_SHOAL),
+        "tensor=2, its own rules": Peer(run=_ours("tensor=2"), against=HAND_SHOAL, quick=False),
     },
     "sharding": {
         HAND: Peer(run=_hand("gloo", _sharded(keep=False))),

@@ -10,10 +10,10 @@ import shoal
 from contenders import scratch_folder
 from parallel_cases import Equal
 from shoal import schedule as schedules
-from shoal.outline import need_of, outline
 from shoal.driver import Options
 from shoal.launch import open_job, plan_for, train_with
 from shoal.memory import Need
+from shoal.outline import need_of, outline
 from shoal.plan.layout import Layout
 from shoal.seat import Settings
 

@@ -321,14 +321,16 @@ class Driver:
             state = PART_LOST if who in self.left else self._state_gone()
             self.undecided.append((who, heard.code, state))
             self.noticed[who] = self.overseer.reason(who) or self.noticed.get(who) or "its process ended"
-            self.overseer.remove(who, f"left: {PART_LOST}" if who in self.left else self._ending(heard.code))
             self._decide(engine)
 
     def _decide(self, engine: LocalEngine) -> None:
         """What becomes of the run without those that have ended. When a part of the model is lost before anything was
         saved, whoever is left may be writing the first checkpoint: it ends by itself when that is done."""
+        assert self.overseer is not None
         saving = self.roster.serving & self.took_part
         if self._state_gone() and not self._saved and saving and self.settings.on_failure == "replace":
+            for who, code, _ in self.undecided:
+                self.overseer.remove(who, self._ending(code))
             return
         undecided, self.undecided = self.undecided, []
         for who, code, state in undecided:
@@ -336,6 +338,7 @@ class Driver:
                 self._lost(engine, who, code, state)
             elif not self.ending and engine.can_start and self._saved:  # from a checkpoint, with other processes
                 self.roster.left(who, replaced=True)
+                self.overseer.remove(who, f"left: {PART_LOST}")
                 self._start_missing(engine, "replacement")
             elif not self.ending:
                 self._lost(engine, who, code, state)
@@ -374,11 +377,13 @@ class Driver:
         self._tell(event)
         if decision.ends:
             self.ending = True
-            self.overseer.wish(stop=True)  # those who are left save what there is
+            self.overseer.wish(stop=True)  # those who are left save what there is, and nobody begins anew
+            self.overseer.remove(who, self._ending(code))
             self._ask_to_stop(engine)
             if self.settings.on_failure == "stop" or not self.roster.serving:
                 self.failed_at = time.monotonic()
             return
+        self.overseer.remove(who, self._ending(code))
         if engine.can_start:
             self._start_missing(engine, "replacement")
 
@@ -485,12 +490,16 @@ class Driver:
             self.roster.lives[event.rank] = max(event.life, self.roster.lives.get(event.rank, 0))
         if isinstance(event, Failed) and event.kind != "PeerLost":
             # One that came later and failed before it took part, as its state arrived changed, is none of the others'.
-            newcomer = Who(event.rank, self.roster.lives.get(event.rank, 0)) not in self.took_part
-            self.fatal = self.fatal or not newcomer or not self.took_part
+            self.fatal = self.fatal or not self._is_newcomer(event.rank) or not self.took_part
         if isinstance(event, WorkerLeft):
             self.left[Who(event.rank, event.life)] = event.reason
 
+    def _is_newcomer(self, worker: int) -> bool:
+        return Who(worker, self.roster.lives.get(worker, 0)) not in self.took_part
+
     def _tell(self, event: AnyEvent) -> None:
+        if isinstance(event, Failed) and self.ending and self._is_newcomer(event.rank):
+            return  # why the run ends has been said; what befalls one that never took part stays in its log
         self._learn(event)
         self.folder.append_event(event)
         if self.board is not None:
