@@ -4,7 +4,7 @@
     shoal train examples/gpt.py --layout pipeline=2               two stages: the same weights, to the bit
     shoal train examples/gpt.py --layout data=2,pipeline=2        two copies of two stages: the same again
     shoal train examples/gpt.py --layout tensor=2                 operators on two workers: equal up to rounding
-    shoal train examples/gpt.py:larger --layout pipeline=2 --memory 250MB    more than one such worker can hold
+    shoal train examples/gpt.py:larger --layout pipeline=2 --memory 400MB    more than one such worker can hold
 
 It reads bytes: those of Python's own sources, or of the *.txt files in the folder SHOAL_DATA. See docs/gpt.md.
 """
@@ -119,4 +119,6 @@ job = shoal.Job(
     evaluate_every=50,
     tokens=CONTEXT,
 )
-larger = job.changed(name="larger gpt", model=lambda: GPT(width=512, depth=6, heads=8), steps=20)
+larger = job.changed(
+    name="larger gpt", model=lambda: GPT(width=512, depth=6, heads=8), batch=8, microbatches=1, steps=20
+)

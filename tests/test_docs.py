@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/tutorial.md", "docs/howto.md", "docs/collectives.md"]
+PAGES = ["README.md", "docs/tutorial.md", "docs/howto.md", "docs/collectives.md", "docs/gpt.md"]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MADE_ELSEWHERE = ("make ", "pip ", "git ")  # the test suite itself runs under `make test`
 
