@@ -25,7 +25,7 @@ import parallel_pipeline as pipeline
 from parallel_cases import Equal, gpt
 from parallel_contenders import KINDS, MICROBATCHES, Measured
 from shoal import schedule as schedules
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, Stopped
 from shoal.report import figures
 from train import machine, ratio
 
@@ -95,6 +95,8 @@ def speeds(options: argparse.Namespace) -> dict[str, Any]:
                     continue
                 try:
                     measured = KINDS[kind][name].run(gpt(options.quick))
+                except Stopped:  # by whoever runs this, not by the contender
+                    raise
                 except (RuntimeError, ShoalError) as error:
                     skipped[f"{kind}: {name}"] = str(error).splitlines()[0]
                     continue
@@ -108,7 +110,7 @@ def speeds(options: argparse.Namespace) -> dict[str, Any]:
         "microbatches": MICROBATCHES,
         "steps": case.steps,
         "kinds": {
-            kind: _kind(kind, {name: rounds for name, rounds in by_name.items() if rounds})
+            kind: _kind(kind, {n: rounds for n, rounds in by_name.items() if rounds and f"{kind}: {n}" not in skipped})
             for kind, by_name in found.items()
         },
         "skipped": skipped,
@@ -243,6 +245,8 @@ def _sharded_memory(options: argparse.Namespace) -> dict[str, Any]:
         try:
             peak = max(pipeline.peaks(case, layout, **more))
             need = pipeline.needed(case, layout, **more)
+        except Stopped:
+            raise
         except (RuntimeError, ShoalError) as error:
             skipped[layout] = str(error).splitlines()[0]
             continue

@@ -155,6 +155,8 @@ def need_of(job: Job, made: Outline, plan: Plan, part: int) -> Need:
     order = [name for name in made.shapes if name in made.parameters]
     own = [name for name in order if name in share.held]
     weights = size(own, share.pieces)
+    if plan.zero == 2:  # kernels use them whole, beside the rows that are updated
+        weights += size(own, {} if made.rules is None else share_of(made, replace(plan.layout, zero=0), part).pieces)
     masters = job.precision == "bf16-weights"
     updated = size(
         own, {name: piece.of(share.pieces.get(name, WHOLE)) for name, piece in share.updated.items()} or share.pieces
@@ -163,6 +165,7 @@ def need_of(job: Job, made: Outline, plan: Plan, part: int) -> Need:
     return need(
         weights // 2 if masters else weights,
         state=state_factor(job.optimizer, {name: len(made.shapes[name]) for name in order}) + (1.0 if masters else 0.0),
+        trained=updated if plan.zero >= 2 else None,
         stored=updated,
         lanes=stop - start if plan.zero < 2 else 1,
         merged=len(plan.deal) > 1,

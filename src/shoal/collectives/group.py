@@ -43,6 +43,13 @@ class Doing:
     seconds: float
 
 
+class Posted(Pending, Protocol):
+    """A message under way."""
+
+    @property
+    def done(self) -> bool: ...
+
+
 class Group(Protocol):
     rank: int
     size: int
@@ -65,8 +72,8 @@ class Group(Protocol):
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None: ...
 
-    def post(self, tensor: Tensor, to: int, tag: int) -> Pending:
-        """Begins to send; the tensor belongs to the message until it has been waited for."""
+    def post(self, tensor: Tensor, to: int, tag: int) -> "Posted":
+        """Begins to send; the tensor belongs to the message until that is done."""
         ...
 
     def team(self, ranks: Sequence[int]) -> "Group":
@@ -137,7 +144,7 @@ class Alone:
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None:
         raise RunError("one worker alone has nobody to receive from")
 
-    def post(self, tensor: Tensor, to: int, tag: int) -> Pending:
+    def post(self, tensor: Tensor, to: int, tag: int) -> Posted:
         raise RunError("one worker alone has nobody to send to")
 
     def team(self, ranks: Sequence[int]) -> Group:
@@ -226,7 +233,7 @@ class Workers:
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None:
         self.process_group.recv([tensor], source, tag).wait()
 
-    def post(self, tensor: Tensor, to: int, tag: int) -> Pending:
+    def post(self, tensor: Tensor, to: int, tag: int) -> Posted:
         return _Message(tensor, self.process_group.send([tensor], to, tag))
 
     def team(self, ranks: Sequence[int]) -> Group:
@@ -293,6 +300,10 @@ class Workers:
 class _Message:
     def __init__(self, tensor: Tensor, work: dist.Work) -> None:
         self._tensor, self._work = tensor, work
+
+    @property
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
 
     def wait(self) -> Tensor:
         self._work.wait()

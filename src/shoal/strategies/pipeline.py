@@ -9,6 +9,7 @@ of a lane accumulate in order, lanes are folded in the tree, and tied weights of
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from shoal.collectives.group import Group, Pending
+from shoal.collectives.group import Group, Posted
 from shoal.errors import JobError
 from shoal.partition.lanes import Folding, Span
 from shoal.partition.row import Row, check_blocks, play
@@ -260,15 +261,17 @@ class _Wires:
         self.group = strategy.group
         self._own = strategy.own_stages
         self.seconds = 0.0  # spent waiting for a message
-        self._under_way: list[Pending] = []
+        self._under_way: deque[Posted] = deque()
         self._here: dict[tuple[int, int], list[Any]] = {}  # (tag, stage) -> messages that did not have to travel
 
     def settle(self, most: int) -> None:
         """Waits until at most so many messages are still under way."""
         while len(self._under_way) > most:
-            self._under_way.pop(0).wait()
+            self._under_way.popleft().wait()
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> None:
+        while self._under_way and self._under_way[0].done:  # what has arrived need not be kept
+            self._under_way.popleft().wait()
         self._under_way.append(self.group.post(tensor, self.strategy.rank_of(to), tag))
 
     def _receive(self, tensor: Tensor, source: int, tag: int) -> None:
