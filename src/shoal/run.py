@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -31,16 +31,15 @@ from shoal.exact import kernels
 from shoal.exact.digest import combine, digests, quick
 from shoal.exact.seeds import LOOP, seed_everything
 from shoal.feed import Source, open_source
+from shoal.formation import deal_to, form, roles
 from shoal.handover import accept, give, prepare
 from shoal.journal import Journal
 from shoal.keeper import Live
 from shoal.objective import Objective
-from shoal.partition.lanes import Span, deal, redeal, too_slow
+from shoal.partition.lanes import Span, redeal, too_slow
 from shoal.partition.samples import Schedule
-from shoal.plan.layout import part_of, replicas
-from shoal.plan.placement import Plan, read_shares
+from shoal.plan.placement import Plan
 from shoal.recovery.checkpoint import Snapshot
-from shoal.recovery.parts import Holding
 from shoal.recovery.protocol import Settlement, Who, covers
 from shoal.report.events import (
     Changed,
@@ -60,7 +59,6 @@ from shoal.seat import Seat
 from shoal.strategies.data import Closure, Outcome, Work
 from shoal.strategies.norms import gather_bytes
 from shoal.strategies.replica import Replica
-from shoal.strategies.teams import Teams, form_teams
 
 REDEAL_STEPS = 10  # how many steps are watched before lanes are dealt anew
 SLOW = 0.3  # a slow worker is given fewer lanes when that makes steps this much shorter
@@ -277,8 +275,9 @@ class Run:
     def _regroup(self, settlement: Settlement, redone: int, next_step: int | None = None) -> None:
         """Lanes are dealt to whoever is there now. `next_step`: whose samples are needed next, if not `step`'s."""
         self._watched.clear()
-        self.strategy.regroup(self._teams, self._deal())
-        holding, self._writers = self._roles()
+        members = self.crew.view.members
+        self.strategy.regroup(self._teams, deal_to(self.plan, members, self._teams.replicas))
+        holding, self._writers = roles(self.layout, self.crew, self.built.holding)
         self.saving.regroup(self.workers, self.leader, holding, self._writers)
         self._travel_told = False
         self._announce(self.step if next_step is None else next_step)
@@ -300,50 +299,7 @@ class Run:
 
     def _form_teams(self) -> None:
         """The groups of this epoch. All members form them together."""
-        workers = [who.worker for who in self.crew.view.members]
-        if not self.layout.cuts:
-            self._teams = Teams.equal(self.group)
-            return
-        if self.layout.zero:  # nobody is missing: a loss ends in another term
-            whole = [workers[first : first + self.layout.span] for first in range(0, len(workers), self.layout.span)]
-            left: list[int] = []
-        else:
-            found, left = replicas(workers, self.layout.span)
-            whole = [list(each) for each in found]
-        self._teams = form_teams(
-            self.group,
-            self.crew.team,
-            whole=[[workers.index(worker) for worker in each] for each in whole],
-            left=[workers.index(worker) for worker in left],
-            parts=[part_of(worker, self.layout.span) for worker in workers],
-            pipeline=self.layout.pipeline,
-            tensor=self.layout.tensor,
-            teller=0 if self.built.stages is None else self.built.stages.last * self.layout.tensor,
-        )
-        if self.built.slices is not None:
-            self.built.slices.group = self._teams.slices
-
-    def _roles(self) -> tuple[Holding | None, Sequence[Who]]:
-        """What this worker writes of a checkpoint, and who writes the parts: the first that hold them."""
-        holding = self.built.holding
-        if holding is None:
-            return None, ()
-        first: dict[int, Who] = {}
-        for who in self.crew.view.members:
-            first.setdefault(part_of(who.worker, self.layout.parts), who)
-        writers = sorted(first.values(), key=self.crew.view.rank)
-        part = writers.index(self.crew.who) if self.crew.who in writers else None
-        return replace(holding, part=part, parts=len(writers)), writers
-
-    def _deal(self) -> tuple[Span, ...]:
-        members = self.crew.view.members
-        if len(members) == self.plan.workers and [who.worker for who in members] == list(range(self.plan.workers)):
-            return self.plan.deal
-        speeds = [1.0] * self._teams.replicas
-        if self.plan.shares not in ("even", "auto") and not self.layout.cuts:
-            shares = read_shares(self.plan.shares, self.plan.workers)
-            speeds = [shares[who.worker] if who.worker < len(shares) else 1.0 for who in members]
-        return deal(self.plan.lanes, speeds)
+        self._teams = form(self.layout, self.crew, self.built)
 
     def _boundary(self, asked: Sequence[int], epoch: int) -> None:
         """Between two steps: whoever leaves, leaves, and whoever waits comes in. All know of it from the step."""
