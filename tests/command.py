@@ -227,3 +227,23 @@ def checkpoint_sha256(run: Path) -> str:
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     lines = map(msgspec.json.decode, (run / "events.jsonl").read_bytes().splitlines())
     return [line for line in lines if line["event"] == kind]
+
+
+def forked(play: Callable[[], object]) -> int:
+    """A process that does this and ends with 0, or with 1 after a traceback."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        play()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def in_child(play: Callable[[], object]) -> None:
+    """In a fork, as workers are: what it does to its memory stays there."""
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(play), 0)[1]) == 0

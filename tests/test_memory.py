@@ -4,32 +4,17 @@ import ctypes
 import mmap
 import os
 import threading
-import traceback
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from command import in_child
 from shoal.errors import InputError, MemoryNeeded
 from shoal.exact import kernels
 from shoal.memory import Meter, Need, cap, need, ran_out, read_size, return_freed, state_factor
 
 MB = 10**6
-
-
-def in_child(play: Callable[[], None]) -> None:
-    """A fork, as workers are: what it does to its memory stays there."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            play()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def hold(num_bytes: int) -> torch.Tensor:

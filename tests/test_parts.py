@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 
+from command import forked
 from shoal.errors import CheckpointError
 from shoal.exact.digest import digests, tensor_sha256
 from shoal.keeper import Keeper, Live
@@ -539,20 +539,6 @@ def test_a_part_that_comes_after_the_leader_gave_up_is_nobodys_trouble(
     with pytest.raises(checkpoint.Overtaken):
         checkpoints.write_part(cut(whole, layout[1]).capture(5, {}, share=share), share)
     assert names(tmp_path) == []
-
-
-def forked(play: Callable[[], object]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        play()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -1,9 +1,7 @@
 """A model built without its weights: whatever is filled in has the bits of the whole."""
 
 import math
-import os
 import random
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from command import in_child
 from shoal.errors import JobError
 from shoal.exact import kernels
 from shoal.exact import sketch as module
@@ -360,20 +359,6 @@ def test_a_model_that_is_there(copy: bool) -> None:
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def in_child(play: Callable[[], None]) -> None:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            play()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def large() -> nn.Module:
