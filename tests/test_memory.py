@@ -14,6 +14,7 @@ from shoal.errors import InputError, MemoryNeeded
 from shoal.exact import kernels
 from shoal.memory import Meter, Need, cap, need, ran_out, read_size, return_freed, state_factor
 
+pytestmark = pytest.mark.clean_heap
 MB = 10**6
 
 

@@ -11,6 +11,7 @@ import shoal
 from shoal import launch
 from shoal.errors import MemoryNeeded
 
+pytestmark = pytest.mark.clean_heap
 WIDTH, LAYERS, CAP = 384, 6, "80MB"  # 7.1 million parameters: 28 MB of weights, 113 MB with gradients and AdamW's state
 
 

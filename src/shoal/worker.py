@@ -24,7 +24,7 @@ from shoal.feed import Source
 from shoal.job import Job
 from shoal.join import finish_joined, joined
 from shoal.lanecost import lane_cost
-from shoal.memory import Meter, cap, ran_out
+from shoal.memory import Meter, cap, ran_out, return_freed
 from shoal.objective import Objective
 from shoal.outline import Outline
 from shoal.report import figures
@@ -54,6 +54,8 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
     job = opened.job
     kernels.settle(threads=job.threads, exact=seat.settings.exact)
     assert seat.plan is not None
+    if seat.settings.memory is not None:
+        return_freed()  # before anything is measured: what the driver had freed goes back
     meter = Meter()
     if seat.settings.memory is not None:
         cap(seat.settings.memory)
