@@ -3,6 +3,9 @@ for, later the rest. Torch's own code for it, where it gives all that a whole ba
 
 It finds weights by the paths between a stage's inputs and its outputs; one that lies on none of them (a table that is
 added to what came in) would get no gradient. Such a stage goes backward whole, at the moment of the first half.
+
+Torch's pipelines take a second to import, so it is done where they are needed: in the driver, when it makes a schedule
+with halves, and in workers for nothing.
 """
 
 from collections.abc import Sequence
@@ -11,13 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    get_param_groups,
-    stage_backward_input,
-    stage_backward_weight,
-)
 
 
 @dataclass
@@ -34,6 +30,8 @@ def backward_of_inputs(
     weights: Sequence[nn.Parameter],
 ) -> Halves:
     """Leaves the inputs' gradients in their `.grad`."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
     wanted = [weight for weight in weights if weight.requires_grad]
     if not inputs or not _separable(outputs, inputs, wanted):
         torch.autograd.backward(list(outputs), None if gradients is None else list(gradients))
@@ -46,6 +44,8 @@ def backward_of_inputs(
 
 
 def backward_of_weights(halves: Halves, weights: Sequence[nn.Parameter]) -> None:
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
     if halves.groups is not None:
         groups = [group for group in halves.groups if group.get("grads") is not None]
         stage_backward_weight(iter([weight for weight in weights if weight.requires_grad]), groups)
@@ -53,12 +53,13 @@ def backward_of_weights(halves: Halves, weights: Sequence[nn.Parameter]) -> None
 
 def _separable(outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> bool:
     """Whether every weight that the outputs depend on lies beside a path from the inputs."""
-    nodes = {id(weight): _get_grad_fn_or_grad_acc(weight) for weight in weights}
-    roots = [node for node in map(_get_grad_fn_or_grad_acc, outputs) if node is not None]
-    edges = construct_reverse_graph(roots)
+    from torch.distributed.pipelining import _backward as torchs
+
+    node_of = torchs._get_grad_fn_or_grad_acc
+    nodes = {id(weight): node_of(weight) for weight in weights}
+    roots = [node for node in map(node_of, outputs) if node is not None]
+    edges = torchs.construct_reverse_graph(roots)
     reached = {node for node in nodes.values() if node is not None and edges.get(node)}
-    groups = get_param_groups(
-        [node for node in map(_get_grad_fn_or_grad_acc, inputs) if node is not None], list(reached), edges
-    )
+    groups = torchs.get_param_groups([node for node in map(node_of, inputs) if node is not None], list(reached), edges)
     covered = {node for group in groups for node in group["params"]}
     return reached <= covered

@@ -9,6 +9,7 @@ of a lane accumulate in order, lanes are folded in the tree, and tied weights of
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from shoal.strategies.replica import Replica, added
 from shoal.strategies.stages import Stages
 from shoal.strategies.teams import Teams
 
+KEPT_LAPS = 1000
 RUN_AHEAD = 2  # messages of an evaluation that may wait for their receiver
 
 
@@ -87,8 +89,7 @@ class PipelineParallel(DataParallel):
         self._rows: dict[Any, Row] = {}
         self.known: dict[Any, list[Described]] = {}  # what arrives at a stage, for inputs of some shapes
         self.told: set[Any] = set()  # of what the next stage was told
-        self.laps: list[tuple[float, float]] = []  # of each step: seconds waited, and in all
-        self._tensors: dict[str, Tensor] = dict(replica.model.named_parameters(remove_duplicate=False))
+        self.laps: deque[tuple[float, float]] = deque(maxlen=KEPT_LAPS)  # of each step: seconds waited, and in all
         numbers = {name: index for index, (name, _) in enumerate(replica.parameters)}
         self.tied = {numbers[name]: ranks for name, ranks in stages.tied.items() if name in numbers}
 
@@ -102,7 +103,7 @@ class PipelineParallel(DataParallel):
         return self.stages.of(self.teams.stage)
 
     def pace(self) -> tuple[float | None, float | None, float | None]:
-        laps = sorted(self.laps[1:], key=lambda lap: lap[1])
+        laps = sorted(list(self.laps)[1:], key=lambda lap: lap[1])  # the first one is the slowest
         pieces = (self.held[1] - self.held[0]) * self.microbatches
         if not laps or not pieces:
             return None, None, None
