@@ -275,6 +275,10 @@ def over_gloo() -> Iterator[None]:
         def __init__(self, tensor: Tensor, work: Any) -> None:
             self.tensor, self._work = tensor, work
 
+        @property
+        def done(self) -> bool:
+            return bool(self._work.is_completed())
+
         def wait(self) -> Tensor:
             self._work.wait()
             return self.tensor

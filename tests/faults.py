@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+import shoal.formation
 import shoal.run
 from command import Forked, events
 from shoal.collectives.commons import Commons
@@ -80,8 +81,8 @@ STANDS_DOWN = Place(Crew, "stand_down")  # everybody has heard that the result i
 # Where the model is cut.
 FORWARD = Place(Stream, "_forward")
 BACKWARD = Place(Stream, "_backward")
-FORMS_TEAMS = Place(shoal.run, "form_teams")
-FORMED_TEAMS = Place(shoal.run, "form_teams", after=True)
+FORMS_TEAMS = Place(shoal.formation, "form_teams")
+FORMED_TEAMS = Place(shoal.formation, "form_teams", after=True)
 SHARES = Place(Run, "_share_evaluation")
 SPREADS = Place(Update, "after")  # with zero: rows of weights to those who do not update them
 
