@@ -93,12 +93,6 @@ class Row:
             self._crossing[cut] = tuple(sorted(made & used))
         return self._crossing[cut]
 
-    def inputs_used(self, span: Span) -> tuple[int, ...]:
-        used = {number for segment in self.segments[slice(*span)] for number in _used(segment)}
-        if span[1] == len(self.segments):
-            used |= set(_values(self.output))
-        return tuple(sorted(number for number in used if number < self.inputs))
-
     def held(self, span: Span) -> set[str]:
         """Parameters and buffers that the model's own code uses there."""
         operations = [each for segment in self.segments[slice(*span)] for each in segment.operations]
