@@ -5,14 +5,12 @@ Exit codes: 0 good, 1 the run failed or verify differs, 2 the user's input, 3 st
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import torch
@@ -26,6 +24,12 @@ from shoal.chaos.schedule import KINDS, make_schedule, read_schedule, read_secon
 from shoal.chaos.scorecard import lines
 from shoal.cluster import ORDERS, Cluster, even_cluster, read_cluster
 from shoal.collectives.traffic import Wish
+from shoal.commands import cluster as cluster_command
+from shoal.commands import estimate as estimate_command
+from shoal.commands import plan as plan_command
+from shoal.commands import predict as predict_command
+from shoal.commands import simulate as simulate_command
+from shoal.commands.parser import HelpAll, Parser, command, job_options, rare
 from shoal.driver import Options
 from shoal.during import attach, scale, stop, why
 from shoal.engines.lab import Lab, check_machine
@@ -64,7 +68,12 @@ from shoal.verify import (
 HELP = """\
 Distributed PyTorch training with the same bits on any number of workers.
 
-Before   blocks FILE           a job's model as a row of blocks: parameters, costs, where a layout cuts
+Before   estimate FILE         compute, memory and traffic of a job, before anything runs
+         plan FILE             the fastest ways to spread it over a cluster that fit, and why
+         predict               seconds and memory of one configuration, or of a table of them
+         simulate              a plan played with a virtual clock: stragglers, failures, shared links
+         cluster probe|show    this machine measured; a cluster drawn with its narrow places
+         blocks FILE           a job's model as a row of blocks: parameters, costs, where a layout cuts
          schedule NAME|all     pipeline schedules as pictures: waiting, and activations held
 Run      train FILE[:job]      train a job
          run SCRIPT -- ARGS    start any torch.distributed script, or a loop with shoal.join
@@ -95,58 +104,15 @@ examples:
 VERIFY_STEPS = 20
 
 
-class Parser(argparse.ArgumentParser):
-    """One plain line for a mistake, with the nearest name."""
-
-    def __init__(self, **more: Any) -> None:
-        more |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        super().__init__(**more)
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message)
-        if unknown:
-            names = re.findall(r"\w+", unknown[2])
-            near = get_close_matches(unknown[1], names, n=1)
-            fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}"
-            raise InputError(f"unknown command {unknown[1]}", fix=fix)
-        raise InputError(f"{message[0].lower()}{message[1:]}", fix=f"{self.prog} --help")
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            raise self.unknown(unknown[0], found)
-        return found
-
-    def unknown(self, name: str, found: argparse.Namespace) -> InputError:
-        command = getattr(found, "parser", self)
-        options = [option for action in command._actions for option in action.option_strings]
-        near = get_close_matches(name.partition("=")[0], options, n=1)
-        kind = "option" if name.startswith("-") else "argument"
-        fix = f"did you mean {near[0]}?" if near else f"{command.prog} --help shows what there is"
-        return InputError(f"unknown {kind} {name}", fix=fix)
-
-
-class HelpAll(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
-        for action in parser._actions:
-            if action.help == argparse.SUPPRESS:
-                action.help = getattr(action, "full_help", None)
-        parser.print_help()
-        parser.exit(0)
-
-
-def rare(parser: argparse.ArgumentParser, *names: str, help: str, **more: Any) -> None:
-    """An option that `--help` leaves out and `--help-all` shows."""
-    action = parser.add_argument(*names, help=argparse.SUPPRESS, **more)
-    action.full_help = help  # type: ignore[attr-defined]
-
-
 def build_parser() -> Parser:
     parser = Parser(prog="shoal", description=HELP, epilog="example: shoal train examples/digits.py --workers 2")
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
 
-    blocks = _command(
+    for before in (estimate_command, plan_command, predict_command, simulate_command, cluster_command):
+        before.add(commands)
+
+    blocks = command(
         commands,
         "blocks",
         "a job's model as a row of blocks: what each costs, and where a layout cuts between and through them",
@@ -154,7 +120,7 @@ def build_parser() -> Parser:
         "shoal blocks examples/gpt.py --layout pipeline=2,tensor=2",
     )
     blocks.add_argument("file", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
-    _job_options(blocks)
+    job_options(blocks)
     blocks.add_argument(
         "--layout", metavar="LIST", default="data=1", help="pipeline=2,tensor=2: shows stages and slices"
     )
@@ -162,7 +128,7 @@ def build_parser() -> Parser:
     blocks.add_argument("--chunks", type=int, metavar="N", help="stages on each worker (as the schedule has it)")
     blocks.add_argument("--json", action="store_true", help="print them as JSON")
 
-    pipeline = _command(
+    pipeline = command(
         commands,
         "schedule",
         "a pipeline schedule as a picture, with its bubble and what it holds; or all, compared",
@@ -177,20 +143,20 @@ def build_parser() -> Parser:
     )
     pipeline.add_argument("--json", action="store_true", help="print actions, times and figures as JSON")
 
-    train = _command(commands, "train", "train a job", _train, "shoal train digits.py --workers 2 --set steps=50")
+    train = command(commands, "train", "train a job", _train, "shoal train digits.py --workers 2 --set steps=50")
     train.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
-    _job_options(train)
+    job_options(train)
     _layout_options(train)
     train.add_argument("--dry-run", action="store_true", help="print the job and the plan, and start nothing")
     _run_options(train)
 
-    run = _command(
+    run = command(
         commands, "run", "start any torch.distributed script", _run, "shoal run train.py --workers 2 -- --lr 0.1"
     )
     run.add_argument("script", help="a Python script; what follows -- is its own")
     _run_options(run)
 
-    check = _command(
+    check = command(
         commands, "verify", "prove that placements agree", _verify, "shoal verify digits.py --workers 1,2,4 --steps 20"
     )
     check.add_argument("file", metavar="FILE[:job]")
@@ -221,7 +187,7 @@ def build_parser() -> Parser:
         ("scale", "more or fewer workers, from the next step on", _scale, "shoal scale 7f3a --workers 4"),
         ("stop", "let a run finish its step, save and stop", _stop, "shoal stop 7f3a"),
     ):
-        during = _command(commands, name, words, call, example)
+        during = command(commands, name, words, call, example)
         during.add_argument("run", nargs="?", help="a folder or the beginning of an id (the newest)")
         if name == "scale":
             during.add_argument("--workers", type=int, required=True, metavar="N", help="processes in all")
@@ -230,15 +196,15 @@ def build_parser() -> Parser:
             during.add_argument("-q", "--quiet", action="store_true", help="only the closing report")
         during.add_argument("--json", action="store_true", help="print the result as JSON")
 
-    report = _command(commands, "report", "the closing report of a run", _report, "shoal report 7f3a")
+    report = command(commands, "report", "the closing report of a run", _report, "shoal report 7f3a")
     report.add_argument("run", nargs="?", help="a folder or the beginning of an id (the newest)")
     report.add_argument("--json", action="store_true", help="print report.json")
 
-    runs = _command(commands, "runs", "the runs in this folder", _runs, "shoal runs")
+    runs = command(commands, "runs", "the runs in this folder", _runs, "shoal runs")
     runs.add_argument("--root", type=Path, default=Path("runs"), metavar="DIR", help="where to look (runs)")
     runs.add_argument("--json", action="store_true", help="print them as JSON")
 
-    bench = _command(
+    bench = command(
         commands,
         "bench",
         "predicted against measured, on this machine",
@@ -250,7 +216,7 @@ def build_parser() -> Parser:
     bench.add_argument("--quick", action="store_true", help="two small sizes, in seconds; rough")
     bench.add_argument("--json", action="store_true", help="print the figures as JSON")
 
-    chaos = _command(
+    chaos = command(
         commands,
         "chaos",
         "faults on purpose, and what the run made of them",
@@ -268,9 +234,9 @@ def build_parser() -> Parser:
     chaos.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (a fresh one under runs/)")
     chaos.add_argument("--json", action="store_true", help="print the scorecard as JSON")
     chaos.add_argument("-q", "--quiet", action="store_true", help="only the scorecard")
-    _job_options(chaos)
+    job_options(chaos)
 
-    lab = _command(commands, "lab", "a cluster in a box: hosts with slow links between them", _lab, "")
+    lab = command(commands, "lab", "a cluster in a box: hosts with slow links between them", _lab, "")
     lab.usage, lab.epilog = "shoal lab [options] [-- COMMAND …] | shoal lab clean", LAB_EXAMPLES
     lab.add_argument("words", nargs="*", metavar="clean", help="remove what a lab left that was killed")
     lab.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster file (TOML), instead of the next five")
@@ -284,17 +250,6 @@ def build_parser() -> Parser:
         "--order", choices=ORDERS, default="blocks", help="ranks host by host (blocks), or each on another rack"
     )
     return parser
-
-
-def _command(commands: Any, name: str, text: str, call: Any, example: str) -> Parser:
-    parser: Parser = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
-    parser.set_defaults(call=call, parser=parser)
-    return parser
-
-
-def _job_options(parser: Parser) -> None:
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings",
-                        help="change the job: --set steps=50 (repeats)")  # fmt: skip
 
 
 def _layout_options(parser: Parser) -> None:

@@ -20,16 +20,14 @@ is here: devices under `hosts`, the links inside a host under `links`; a key tha
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from shoal.cluster.parts import Cluster, Host, Link, Rack
 from shoal.errors import InputError
-
-Order = Literal["blocks", "interleaved"]
-ORDERS: tuple[Order, ...] = ("blocks", "interleaved")
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([^\s\d.]\S*)\s*")
@@ -37,121 +35,6 @@ PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 BANDWIDTHS = {f"{prefix}{unit}/s": factor / bits for prefix, factor in PREFIXES.items()
               for unit, bits in (("bit", 8), ("b", 8), ("B", 1))}  # fmt: skip
 LATENCIES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """One direction of a full-duplex link; the other is its equal."""
-
-    bytes_per_second: float
-    latency_seconds: float | None = None
-
-    def __str__(self) -> str:
-        text = bandwidth_text(self.bytes_per_second)
-        return text if self.latency_seconds is None else f"{text}, {latency_text(self.latency_seconds)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    name: str
-    rack: str
-    workers: int
-    link: Link
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rack:
-    name: str
-    hosts: tuple[Host, ...]
-    uplink: Link
-
-    @property
-    def oversubscription(self) -> float:
-        return sum(host.link.bytes_per_second for host in self.hosts) / self.uplink.bytes_per_second
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    racks: tuple[Rack, ...]
-
-    def __post_init__(self) -> None:
-        if not self.hosts:
-            raise InputError("a cluster without a host", fix='[[racks]] with hosts = 2, or hosts = ["a", "b"]')
-        for kind, names in (("racks", [r.name for r in self.racks]), ("hosts", [h.name for h in self.hosts])):
-            twice = [name for name in names if names.count(name) > 1]
-            if twice:
-                raise InputError(f"two {kind} are called {twice[0]}", fix="a name of its own for each")
-
-    @property
-    def hosts(self) -> tuple[Host, ...]:
-        return tuple(host for rack in self.racks for host in rack.hosts)
-
-    def with_workers(self, each: int) -> "Cluster":
-        """The same with this many workers on every host."""
-        racks = (replace(rack, hosts=tuple(replace(host, workers=each) for host in rack.hosts)) for rack in self.racks)
-        return Cluster(racks=tuple(racks))
-
-    @property
-    def workers(self) -> int:
-        return sum(host.workers for host in self.hosts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """Where one worker runs, and who it is there."""
-
-    rank: int
-    size: int
-    host: Host
-    local_rank: int
-    local_size: int
-    host_rank: int  # of the hosts in use, by their first worker
-    host_count: int
-
-
-def deal(cluster: Cluster, workers: int, order: Order = "blocks") -> tuple[Slot, ...]:
-    """Workers to hosts, by rank: as many to each as the cluster says, else as evenly as their number allows.
-
-    blocks       ranks 0, 1 on the first host, 2, 3 on the next: neighbours are near each other
-    interleaved  every rank on another rack than the one before it, as far as there are racks: neighbours are far apart
-    """
-    if workers < 1:
-        raise InputError(f"{workers} workers: at least 1 is needed", fix="--workers 1")
-    if order == "blocks":
-        used = _filled(cluster.hosts, workers)
-        hosts = [host for host, count in used for _ in range(count)]
-    elif order == "interleaved":
-        used = _filled(list(_turns([rack.hosts for rack in cluster.racks])), workers)
-        hosts = list(_turns([[host] * count for host, count in used]))
-    else:
-        raise InputError(f"order {order!r} is not known", fix=f"one of {', '.join(ORDERS)}")
-    names = [host.name for host in hosts]
-    distinct = list(dict.fromkeys(names))
-    return tuple(
-        Slot(
-            rank=rank,
-            size=workers,
-            host=host,
-            local_rank=names[:rank].count(host.name),
-            local_size=names.count(host.name),
-            host_rank=distinct.index(host.name),
-            host_count=len(distinct),
-        )
-        for rank, host in enumerate(hosts)
-    )
-
-
-def _filled(hosts: Sequence[Host], workers: int) -> list[tuple[Host, int]]:
-    if workers == sum(host.workers for host in hosts):
-        return [(host, host.workers) for host in hosts]
-    each, more = divmod(workers, len(hosts))
-    return [(host, each + (number < more)) for number, host in enumerate(hosts)]
-
-
-def _turns(rows: Sequence[Sequence[Host]]) -> Iterator[Host]:
-    """The first of each row, then the second of each, …"""
-    for turn in range(max(map(len, rows))):
-        yield from (row[turn] for row in rows if turn < len(row))
 
 
 def even_cluster(
@@ -333,19 +216,3 @@ class _Reader:
 
     def _at(self, message: str) -> str:
         return f"{self.source}: {message}" if self.source else message
-
-
-# -- as text ----------------------------------------------------------------------------------------------------------
-
-
-def bandwidth_text(bytes_per_second: float) -> str:
-    return _scaled(bytes_per_second * 8, [("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)], "bit/s")
-
-
-def latency_text(seconds: float) -> str:
-    return _scaled(seconds, [("s", 1.0), ("ms", 1e-3), ("us", 1e-6)], "ns", last=1e-9)
-
-
-def _scaled(value: float, units: Sequence[tuple[str, float]], smallest: str, last: float = 1.0) -> str:
-    unit, factor = next((found for found in units if value >= found[1]), (smallest, last))
-    return f"{value / factor:.4g} {unit}"

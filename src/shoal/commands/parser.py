@@ -1,0 +1,65 @@
+"""How commands are declared: one plain line for a mistake, `--help` with an example, `--help-all` for the rest."""
+
+import argparse
+import re
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from shoal.errors import InputError
+
+
+class Parser(argparse.ArgumentParser):
+    """One plain line for a mistake, with the nearest name."""
+
+    def __init__(self, **more: Any) -> None:
+        more |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**more)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if unknown:
+            names = re.findall(r"\w+", unknown[2])
+            near = get_close_matches(unknown[1], names, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}"
+            raise InputError(f"unknown command {unknown[1]}", fix=fix)
+        raise InputError(f"{message[0].lower()}{message[1:]}", fix=f"{self.prog} --help")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise self.unknown(unknown[0], found)
+        return found
+
+    def unknown(self, name: str, found: argparse.Namespace) -> InputError:
+        command = getattr(found, "parser", self)
+        options = [option for action in command._actions for option in action.option_strings]
+        near = get_close_matches(name.partition("=")[0], options, n=1)
+        kind = "option" if name.startswith("-") else "argument"
+        fix = f"did you mean {near[0]}?" if near else f"{command.prog} --help shows what there is"
+        return InputError(f"unknown {kind} {name}", fix=fix)
+
+
+class HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
+        for action in parser._actions:
+            if action.help == argparse.SUPPRESS:
+                action.help = getattr(action, "full_help", None)
+        parser.print_help()
+        parser.exit(0)
+
+
+def rare(parser: argparse.ArgumentParser, *names: str, help: str, **more: Any) -> None:
+    """An option that `--help` leaves out and `--help-all` shows."""
+    action = parser.add_argument(*names, help=argparse.SUPPRESS, **more)
+    action.full_help = help  # type: ignore[attr-defined]
+
+
+def command(commands: Any, name: str, text: str, call: Any, example: str) -> Parser:
+    parser: Parser = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
+    parser.set_defaults(call=call, parser=parser)
+    return parser
+
+
+def job_options(parser: Parser) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings",
+                        help="change the job: --set steps=50 (repeats)")  # fmt: skip

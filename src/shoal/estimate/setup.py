@@ -1,0 +1,42 @@
+"""One way to train: how the model is spread, and how a batch goes through it. What a prediction is asked for."""
+
+from dataclasses import dataclass
+
+RECOMPUTE = ("none", "selective", "full")
+EXCHANGES = ("collectives", "servers")
+MODES = ("sync", "quorum", "stale", "async")  # of servers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    zero: int = 0
+    batch: int = 1  # samples of a step, over all replicas
+    microbatch: int = 1  # samples
+    chunks: int = 1  # stages on each worker of a pipeline
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    sequence_parallel: bool = False  # with tensor: what is not sliced is cut along the sequence
+    lanes: int | None = None  # a job's: replicas get whole lanes
+    exchange: str = "collectives"
+    servers: int = 0
+    mode: str = "sync"
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def microbatches(self) -> int:
+        """Of the replica that has most of them."""
+        if self.lanes is None:
+            return max(1, -(-self.batch // (self.data * self.microbatch)))
+        per_lane = max(1, self.batch // (self.lanes * self.microbatch))
+        return -(-self.lanes // self.data) * per_lane
+
+    def __str__(self) -> str:
+        """As `--layout` has it."""
+        axes = [f"{axis}={n}" for axis in ("data", "pipeline", "tensor") if (n := getattr(self, axis)) > 1]
+        return ",".join([*axes, *([f"zero={self.zero}"] if self.zero else [])]) or "data=1"
