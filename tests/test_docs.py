@@ -1,4 +1,5 @@
-"""The README and the docs are run: each Python block that names its file is saved, each console line is executed."""
+"""The README and the docs are run: each Python block that names its file is saved, each console line is executed:
+those of the README in a process of their own, as a reader would, the others in forks, which need not import torch."""
 
 import os
 import re
@@ -8,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from command import Forked, Result, command
+from shoal.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/tutorial.md", "docs/howto.md", "docs/collectives.md", "docs/gpt.md"]
@@ -31,20 +35,34 @@ def test_what_a_page_shows_works(page: str, tmp_path: Path) -> None:
             continue
         for line in text.splitlines():
             if line.startswith("$ ") and not line[2:].startswith(MADE_ELSEWHERE):
-                execute(line[2:], tmp_path)
+                execute(line[2:], tmp_path, own_process=page == "README.md")
                 ran += 1
     assert ran > 0
 
 
-def execute(line: str, folder: Path) -> None:
-    command, _, remark = line.partition("#")
+def execute(line: str, folder: Path, *, own_process: bool) -> None:
+    text, _, remark = line.partition("#")
     expected = re.search(r"exits with (\d)", remark)
-    words = shlex.split(command)
-    program = {"shoal": [sys.executable, "-m", "shoal"], "python": [sys.executable]}[words[0]]
-    done = subprocess.run(
-        [*program, *words[1:]], cwd=folder, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == (int(expected[1]) if expected else 0), f"$ {line}\n{done.stdout}\n{done.stderr}"
+    words = shlex.split(text)
+    if words[0] == "shoal" and not own_process:
+        result = forked(words[1:], folder)
+    else:
+        program = {"shoal": command(), "python": [sys.executable]}[words[0]]
+        done = subprocess.run(
+            [*program, *words[1:]], cwd=folder, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        )
+        result = Result(code=done.returncode, out=done.stdout, err=done.stderr)
+    assert result.code == (int(expected[1]) if expected else 0), f"$ {line}\n{result.out}\n{result.err}"
+
+
+def forked(words: list[str], folder: Path) -> Result:
+    def call() -> int:
+        os.chdir(folder)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        return main(words)
+
+    with Forked(call=call) as child:
+        return child.end()
 
 
 def test_links_between_pages_lead_somewhere() -> None:
