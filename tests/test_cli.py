@@ -84,7 +84,9 @@ def test_dry_run_prints_job_and_plan_and_begins_nothing(call: Caller, tmp_path: 
     assert result.out.endswith(
         "layout data=3, 4 lanes, shares even\n"
         "worker 0: lanes 0\nworker 1: lanes 1\nworker 2: lanes 2 to 3\n3 partial sums a step for 3 workers\n"
+        f"predicted: nothing: {fields['predicted:'].removeprefix('nothing: ')}\n"
     )
+    assert "this runs nothing" in fields["predicted:"], "the loss cannot be followed"
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["job.py"]
 
 
@@ -135,7 +137,7 @@ def test_a_run_folder_holds_everything(call: Caller, tmp_path: Path) -> None:
     folder = Path("deep/run")
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "plan.json", "events.jsonl", "metrics.jsonl", "report.json", "model.safetensors"),
-        *("checkpoints", "worker-0.log", "worker-1.log"),
+        *("checkpoints", "worker-0.log", "worker-1.log", "prediction.json"),
     }
     assert json.loads((folder / "report.json").read_text()) == result.value
     assert json.loads((folder / "plan.json").read_text())["deal"] == [[0, 2], [2, 4]]

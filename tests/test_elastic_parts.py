@@ -320,14 +320,23 @@ def test_scaled_to_one_replica_and_back(faults: Faults, call: Caller) -> None:
     assert faults.audit(job()).sound
 
 
-def test_shrink_goes_on_with_one_replica_and_ends_when_a_part_is_lost(faults: Faults) -> None:
+def test_shrink_goes_on_with_one_replica_and_then_with_another_layout(faults: Faults) -> None:
+    """With the third loss nobody has part 1 of the model any more: the one that is left goes on alone."""
     faults.at(FORWARD, kill, step=2, worker=2)
     faults.at(BACKWARD, kill, step=6, worker=1)
-    faults.at(FORWARD, kill, step=10, worker=3)
-    with pytest.raises(RunFailed, match=r"no worker is left that has part 1 of the model \(--on-failure shrink\)"):
-        faults.train(job(), layout=PAIRS, on_failure="shrink")
-    assert members(faults) == [[0, 1, 3], [0, 3]]
+    faults.at(FORWARD, both(until_saved(faults.run, 8), kill), step=10, worker=3)
+    value = train(faults, on_failure="shrink", back_to=8)
+    assert members(faults) == [[0, 1, 3], [0, 3], [0]]
     assert faults.told("replaced") == []
+    assert value["layout"] == "data=1"
+    (told,) = [fault["reason"] for fault in value["faults"] if fault["kind"] == "relaid"]
+    assert told == "layout data=2,pipeline=2 → data=1: 1 worker left"
+
+
+def test_shrink_ends_where_no_layout_is_left(faults: Faults) -> None:
+    faults.at(FORWARD, both(until_saved(faults.run, 4), kill), step=6, worker=1)
+    with pytest.raises(RunFailed, match="1 worker left, and --min-workers is 2"):
+        faults.train(job(), layout="pipeline=2", on_failure="shrink", min_workers=2)
 
 
 def test_shrink_goes_on_to_the_end(faults: Faults) -> None:

@@ -35,6 +35,7 @@ PROCESSES = {"collectives", "engines", "report", "launch", "strategies", "recove
 ABOVE_THE_DRIVER = {
     *("__init__", "__main__", "launch", "driver", "overseer", "roster", "during", "chaos"),
     *("verdict", "cli", "commands", "verify", "load", "bench", "testing"),
+    *("forecast", "auto", "observed", "planning", "probe"),
 }
 DRIVER_SIDE = ABOVE_THE_DRIVER - {"__init__", "__main__"} | {"engines"}
 

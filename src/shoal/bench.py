@@ -100,19 +100,10 @@ def bench_collectives(workers: Sequence[int], *, quick: bool = False, lab: Lab |
 
 def _work(group: Any, quick: bool) -> Any:
     assert isinstance(group, Workers)
-    process_group, rank = group.process_group, group.rank
+    process_group, rounds = group.process_group, 2 if quick else 5
     places = places_of(process_group.members)
-    rounds = 2 if quick else 5
-    say = _say(rank, len(places))
-    links: dict[str, tuple[float, float]] = {}
-    for where, those in pairs(places).items():
-        say(f"ping-pongs and streams between {BETWEEN[where]}")
-        found = _link(process_group.way, places, rank, where, those, QUICK_STREAMS if quick else STREAMS, rounds)
-        links[where] = (found.latency, found.bandwidth)
-    if "rack" in links and "host" not in links:
-        links["host"] = links["rack"]  # no two hosts share a rack: their own links are at least as fast
-    links = _of_the_first(links)
-    memory = _memory(process_group.way, rounds) if isinstance(process_group.way, OnHost) else None
+    say = _say(group.rank, len(places))
+    links, memory = measure_links(group, quick=quick, say=say)
     sizes = []
     groups: dict[str, Any] = {SHARED_MEMORY: process_group}
     for num_bytes in QUICK_SIZES if quick else SIZES:
@@ -138,6 +129,25 @@ def _work(group: Any, quick: bool) -> Any:
             sizes=sizes,
         )
     )
+
+
+def measure_links(
+    group: Workers, *, quick: bool, say: Callable[[str], None]
+) -> tuple[dict[str, tuple[float, float]], Memory | None]:
+    """Latency and bandwidth of every level between these workers, and on one host what shared memory costs. The same
+    figures on all of them."""
+    process_group, rank = group.process_group, group.rank
+    places = places_of(process_group.members)
+    rounds = 2 if quick else 5
+    links: dict[str, tuple[float, float]] = {}
+    for where, those in pairs(places).items():
+        say(f"ping-pongs and streams between {BETWEEN[where]}")
+        found = _link(process_group.way, places, rank, where, those, QUICK_STREAMS if quick else STREAMS, rounds)
+        links[where] = (found.latency, found.bandwidth)
+    if "rack" in links and "host" not in links:
+        links["host"] = links["rack"]  # no two hosts share a rack: their own links are at least as fast
+    links = _of_the_first(links)
+    return links, _memory(process_group.way, rounds) if isinstance(process_group.way, OnHost) else None
 
 
 def pairs(places: Sequence[Place]) -> dict[Level, Pairs]:

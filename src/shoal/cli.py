@@ -39,14 +39,14 @@ from shoal.engines.wiring import picture, summary
 from shoal.errors import InputError, ShoalError
 from shoal.exact.kernels import ISA_IN_FORCE
 from shoal.job import Job
-from shoal.launch import isa_environment, open_job, plan_for, run_with, train_with
+from shoal.launch import Prepared, isa_environment, open_job, plan_for, run_with, train_with
 from shoal.load import load_job
 from shoal.memory import read_size
 from shoal.outline import outline
 from shoal.plan.layout import Layout
 from shoal.plan.placement import read_plan
 from shoal.report.folder import RunFolder, find_run, list_runs
-from shoal.report.summary import closing, runs_table
+from shoal.report.summary import closing, foreseen_lines, runs_table
 from shoal.report.why import render
 from shoal.seat import Settings
 from shoal.show_blocks import text as blocks_text
@@ -88,7 +88,7 @@ Prove    lab -- COMMAND        a cluster in a box: run a command on hosts with s
          bench collectives     measure the links between workers, and hold predictions against the clock
          chaos FILE            faults on purpose: does the run end with the hash of one without any?
 """
-IN_A_LAB = ("train", "run", "verify", "bench")  # commands whose workers can be on its hosts
+IN_A_LAB = ("train", "run", "verify", "bench", "cluster")  # commands whose workers can be on its hosts
 LAB_EXAMPLES = """\
 examples:
   shoal lab --racks 2 --hosts 2 --link "1 Gbit/s" --oversubscription 4
@@ -102,6 +102,7 @@ examples:
   shoal lab clean
         removes what a lab left that was killed"""
 VERIFY_STEPS = 20
+AUTO = Path("auto")  # as a plan
 
 
 def build_parser() -> Parser:
@@ -198,6 +199,8 @@ def build_parser() -> Parser:
 
     report = command(commands, "report", "the closing report of a run", _report, "shoal report 7f3a")
     report.add_argument("run", nargs="?", help="a folder or the beginning of an id (the newest)")
+    report.add_argument("--calibration", type=Path, metavar="FILE",
+                        help="write what the run says of predictions, for --calibrate FILE.json")  # fmt: skip
     report.add_argument("--json", action="store_true", help="print report.json")
 
     runs = command(commands, "runs", "the runs in this folder", _runs, "shoal runs")
@@ -264,12 +267,16 @@ def _layout_options(parser: Parser) -> None:
     rare(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)")
     rare(parser, "--recompute", action="store_true", help="keep only the inputs of blocks, and compute them again")
     rare(parser, "--memory", metavar="SIZE", help="what a worker may use at the most: 250MB; enforced (no limit)")
+    rare(parser, "--cluster", metavar="NAME|FILE", help="what the run is predicted and planned for (laptop)")
+    rare(parser, "--calibrate", nargs="+", default=[], metavar="RUN",
+         help="earlier runs, whose predictions say how to correct this one's")  # fmt: skip
 
 
 def _run_options(parser: Parser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="processes in all (1)")
     parser.add_argument("--shares", metavar="LIST", help="uneven shares of the lanes: 3,1; or auto: by measured speed")
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="replay a saved plan.json")
+    parser.add_argument("--plan", type=Path, metavar="auto|FILE",
+                        help="the planner chooses the layout (the default); or replay a plan.json")  # fmt: skip
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (a fresh one under runs/)")
     parser.add_argument("--resume", nargs="?", const=True, default=False, metavar="RUN",
                         help="go on with a run (folder, id, or nothing: the newest), on any workers")  # fmt: skip
@@ -384,21 +391,27 @@ def _schedule(given: argparse.Namespace) -> int:
 def _train(given: argparse.Namespace) -> int:
     if given.file is None and isinstance(given.resume, str) and ".py" in given.resume:
         given.file, given.resume = given.resume, True  # `--resume digits.py`: a bare --resume, then the file
+    if given.file is None and given.calibrate and ".py" in given.calibrate[-1]:
+        given.file = given.calibrate.pop()  # likewise
     if given.file is None:
         raise InputError("which job? a file is missing", fix="shoal train digits.py")
     job = load_job(given.file, given.settings)
     _pin_isa(job, given)
     options = _options(given)
     if given.dry_run:
-        opened, plan = open_job(job), plan_for(job, options)
+        opened = open_job(job)
+        with Prepared(opened, options) as prepared:
+            prepared.decide()
+            plan, foreseen = prepared.plan, prepared.foreseen(True) or {}
         if given.json:
             value = {"job": job.resolved(), "plan": plan, "samples": opened.source.samples, "steps": opened.steps}
-            print(msgspec.json.encode(value).decode())
+            print(msgspec.json.encode(value | {"chosen": prepared.why, "prediction": foreseen}).decode())
             return 0
         for name, value in job.resolved().items():
             print(f"{name:17} {value}")
         print(f"{'samples':17} {opened.source.samples}, {opened.steps} steps in all")
         print("\n".join(plan.lines()))
+        print("\n".join(foreseen_lines(foreseen, str(plan.layout), prepared.why)))
         return 0
     report = train_with(job, options, name=given.file)
     _print_report(report.value, given.json)
@@ -440,8 +453,10 @@ def _options(given: argparse.Namespace) -> Options:
         wish=Wish(algorithm=given.algorithm, compress=given.compress, inexact=given.inexact),
         memory=read_size(given.memory) if getattr(given, "memory", None) is not None else None,
     )
+    if given.plan == AUTO and given.shares is not None:
+        raise InputError(f"--plan auto and --shares {given.shares}: both say who gets what", fix="one of them")
     workers = given.workers
-    if workers is None and given.plan is None and given.lab is not None:
+    if workers is None and given.plan in (None, AUTO) and given.lab is not None:
         workers = given.lab.cluster.workers
     return Options(
         workers=workers,
@@ -450,7 +465,11 @@ def _options(given: argparse.Namespace) -> Options:
         chunks=getattr(given, "chunks", None),
         recompute=getattr(given, "recompute", False),
         shares=given.shares,
-        plan=read_plan(given.plan) if given.plan is not None else None,
+        plan=read_plan(given.plan) if given.plan not in (None, AUTO) else None,
+        auto=given.plan == AUTO,
+        cluster=getattr(given, "cluster", None),
+        calibrate=tuple(getattr(given, "calibrate", ())),
+        foresee=given.command == "train",
         run_dir=given.run_dir,
         resume=given.resume,
         quiet=given.quiet or given.json,
@@ -475,7 +494,8 @@ def _layout(given: argparse.Namespace) -> Layout | None:
             f"--layout {text} and --{next(iter(named))}: both say how the model is spread", fix="one of them"
         )
     if given.plan is not None:
-        raise InputError(f"--plan {given.plan} and a layout: the plan has one", fix="one of them")
+        has = "the planner chooses one" if given.plan == AUTO else "the plan has one"
+        raise InputError(f"--plan {given.plan} and a layout: {has}", fix="one of them")
     layout = Layout.read(text) if text is not None else Layout(**named)
     if given.workers is not None and "data" not in (text or "") and "data" not in named and layout.span > 0:
         copies, rest = divmod(given.workers, layout.span)
@@ -496,14 +516,16 @@ def _checkpoint(given: argparse.Namespace) -> tuple[int | None, bool]:
     return int(given.checkpoint), False
 
 
-def _print_report(value: dict[str, Any], as_json: bool) -> None:
+def _print_report(value: dict[str, Any], as_json: bool, *, prediction: bool = False) -> None:
     if as_json:
         print(msgspec.json.encode(value).decode())
     else:
-        Console().print(closing(value))
+        Console().print(closing(value, prediction=prediction))
 
 
 def _run(given: argparse.Namespace) -> int:
+    if given.plan == AUTO:
+        raise InputError("--plan auto: a script has no layout to choose", fix="shoal train FILE: a job has")
     report = run_with(Path(given.script), given.script_arguments, _options(given))
     if report.value["weights_sha256"] or given.json:
         _print_report(report.value, given.json)
@@ -649,6 +671,13 @@ def _stop(given: argparse.Namespace) -> int:
 
 def _report(given: argparse.Namespace) -> int:
     folder = find_run(given.run)
+    if given.calibration is not None:
+        from shoal.observed import calibration_of, write_calibration
+
+        found = calibration_of([str(folder.path)])
+        write_calibration(given.calibration, found)
+        print(f"{given.calibration}: {found}     next: shoal plan FILE --calibrate {given.calibration}")
+        return 0
     try:
         value = msgspec.json.decode(folder.report.read_bytes())
     except FileNotFoundError:
@@ -658,7 +687,7 @@ def _report(given: argparse.Namespace) -> int:
         ) from None
     except (OSError, msgspec.DecodeError) as error:
         raise InputError(f"{folder.report} cannot be read: {error}") from None
-    _print_report(value, given.json)
+    _print_report(value, given.json, prediction=True)
     return 0
 
 

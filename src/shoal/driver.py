@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,7 @@ from shoal.report.events import (
     Changed,
     DriverChanged,
     Failed,
+    Predicted,
     Printed,
     Replaced,
     Resumed,
@@ -54,6 +55,7 @@ from shoal.report.events import (
     decode,
     encode,
 )
+from shoal.report.figures import plural
 from shoal.report.folder import RunFolder
 from shoal.report.oom import OomWatch
 from shoal.report.progress import Progress, choose
@@ -96,6 +98,10 @@ class Options:
     tensorboard: bool = False
     pin: bool = False  # give each worker cores of its own
     lab: Lab | None = None  # whose hosts the workers run on
+    auto: bool = False  # the planner chooses the layout: asked for; it does anyway where nobody says one
+    cluster: str | None = None  # a preset or a file: what predictions are made for
+    calibrate: tuple[str, ...] = ()  # runs that say how good they are
+    foresee: bool = False  # the run is predicted, for its report
     elastic: bool = True  # workers may come and go; else the first loss ends the run, and no store is kept
     outlives: bool = False  # the run goes on when this process is gone
     settings: Settings = field(default_factory=Settings)
@@ -114,6 +120,9 @@ class Launch:
     files: dict[Path, Any]  # what the run's folder should say about it
     parts: int = 1  # that the model is cut into
     fixed: bool = False  # no two workers hold the same
+    # What is foreseen of the run, as prediction.json has it; None: not known yet. `True`: it is needed now.
+    foreseen: Callable[[bool], Mapping[str, Any] | None] | None = None
+    another: Callable[[int], Plan] | None = None  # a plan for so many workers that are left; raises if there is none
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,9 +140,19 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Driver:
-    def __init__(self, launch: Launch, folder: RunFolder, settings: Settings, options: Options) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        folder: RunFolder,
+        settings: Settings,
+        options: Options,
+        before: "Driver | None" = None,
+    ) -> None:
+        """`before`: of the same run, which goes on with another layout."""
         self.launch, self.folder, self.settings, self.options = launch, folder, settings, options
-        self.tally = Tally()
+        self.tally: Tally = Tally() if before is None else before.tally
+        self.prediction: Mapping[str, Any] | None = None
+        self.next: tuple[Plan, str] | None = None  # that the run goes on with when this sitting is over, and why
         self.board = TensorBoard(folder) if options.tensorboard else None
         self.progress: Progress = choose(Console(stderr=True), quiet=options.quiet, plain=options.plain)
         self.tails: dict[int, _Tail] = {}
@@ -144,12 +163,13 @@ class Driver:
         self.ending = False  # because of a loss: nobody is started any more
         self.fatal = False  # an error that whoever took over would meet, too
         self.fill_at: float | None = None  # after taking over: when all ends that nobody heard of have been told
-        self.roster = Roster(
+        self.roster: Roster = Roster(
             rules=rules_of(settings),
             wanted=launch.size,
             lanes=launch.started.lanes,
             parts=launch.parts,
             fixed=launch.fixed,
+            failures=0 if before is None else before.roster.failures,
         )
         self.overseer: Overseer | None = None
         self.undecided: list[tuple[Who, int | None, str]] = []  # ended: with which code, and what was lost with them
@@ -210,6 +230,8 @@ class Driver:
         for event in events:
             driver._learn(event)
         driver.before = {encode(event) for event in events}
+        with suppress(OSError, msgspec.MsgspecError):
+            driver.prediction = msgspec.json.decode(folder.prediction.read_bytes(), type=dict[str, Any])
         driver.overseer = Overseer(folder.path, folder.id, standing.settings.store, host=None)
         driver.overseer.check_free()
         engine = None
@@ -266,10 +288,13 @@ class Driver:
             self._hear_prints()
             ended = verdict.outcome(self.tally, size=self.launch.size, interrupted=self.interrupts > 0)
             self._close_store(for_good=ended == "done")
-            value = self._report(ended)
+            self.next = self.next if ended == "failed" else None
+            value = self._report(ended) if self.next is None else {}
             self.progress.close()
             if self.board is not None:
                 self.board.close()
+        if self.next is not None:  # there is no end yet to report of
+            return value
         error = verdict.error(self.tally, ended, value)
         if error is not None:
             raise error
@@ -287,6 +312,7 @@ class Driver:
             self._accept(engine)
             self._hear_prints()
             self._oversee(engine)
+            self._foresee()
             self.progress.tick(self.tally)
             self._say_stopping()
             if self.failed_at is not None and time.monotonic() - self.failed_at > GRACE_SECONDS:
@@ -354,9 +380,10 @@ class Driver:
         assert self.overseer is not None
         step = max(self.tally.step, self.overseer.committed)
         decision = self.roster.lost(who, took_part=who in self.took_part, step=step)
+        decision = self._with_another_layout(decision)
         if not decision.ends and state and not self._saved:
             decision = Verdict("the run ends", f"{state}, and no checkpoint was written")
-        if not decision.ends and not engine.can_start:
+        if not decision.ends and self.next is None and not engine.can_start:
             decision = Verdict("the others go on, since the process that starts workers is gone")
             if self.launch.parts > 1 and state:
                 decision = Verdict("the run ends", f"{state}, and the process that starts workers is gone")
@@ -375,7 +402,7 @@ class Driver:
             action=f"{decision.action}: {decision.ends}" if decision.ends else decision.action,
         )
         self._tell(event)
-        if decision.ends:
+        if decision.ends or self.next is not None:
             self.ending = True
             self.overseer.wish(stop=True)  # those who are left save what there is, and nobody begins anew
             self.overseer.remove(who, self._ending(code))
@@ -386,6 +413,19 @@ class Driver:
         self.overseer.remove(who, self._ending(code))
         if engine.can_start:
             self._start_missing(engine, "replacement")
+
+    def _with_another_layout(self, decision: Verdict) -> Verdict:
+        """When a part of the model is lost with all who had it and nobody comes in their place, those who are left may
+        be enough for another layout: this sitting ends, and the run goes on from its newest checkpoint."""
+        self.next = None
+        if not decision.uncovered or not self._saved or self.launch.another is None:
+            return decision
+        left = len(self.roster.serving)
+        try:
+            self.next = self.launch.another(left), f"{plural(left, 'worker')} left"
+        except ShoalError as error:
+            return Verdict(decision.action, f"{decision.ends}; no other layout for those who are left: {error.message}")
+        return Verdict(f"the run goes on with layout {self.next[0].layout}")
 
     def _state_gone(self) -> str:
         """Whether the state, or a part of it, was there once and nobody is left for it; empty while it is whole."""
@@ -483,6 +523,9 @@ class Driver:
 
     def _learn(self, event: AnyEvent) -> None:
         self.tally.add(event)
+        if isinstance(event, RunStarted):  # another sitting: nobody of the one before is there
+            self.took_part.clear()
+            self.left.clear()
         if isinstance(event, WorkerStarted):
             self.took_part.add(Who(event.rank, event.life))
             self.elastic = self.elastic or (event.elastic and self.options.elastic)
@@ -511,6 +554,28 @@ class Driver:
     def _write_files(self) -> None:
         for path, value in self.launch.files.items():
             self.folder.write_json(path, value)
+        if self.prediction is not None:
+            self.folder.write_json(self.folder.prediction, self.prediction)
+
+    def _foresee(self, now: bool = False) -> None:
+        """Takes down what was foreseen of the run as soon as it is known. It is never worth an error."""
+        if self.launch.foreseen is None or self.prediction is not None:
+            return
+        found = self.launch.foreseen(now)
+        if found is None:
+            return
+        self.prediction = found
+        if not self.settings.resume or self.tally.resumed is not None:
+            with suppress(OSError, ShoalError):
+                self.folder.write_json(self.folder.prediction, found)
+        event = Predicted(
+            time=time.time(),
+            cluster=found["cluster"],
+            step_seconds=found["seconds"],
+            samples_per_second=found["samples_per_second"],
+            reason=found["reason"] or "",
+        )
+        self._tell(event)
 
     def _hear_prints(self) -> None:
         for rank, tail in self.tails.items():
@@ -636,6 +701,7 @@ class Driver:
             engine.tell(rank, STOP_WORD + b"\n")
 
     def _report(self, ended: str) -> dict[str, Any]:
+        self._foresee(now=True)
         value = report(
             self.tally,
             outcome=ended,
@@ -643,6 +709,7 @@ class Driver:
             failure=verdict.cause(self.tally) if ended == "failed" else None,
             folder=str(self.folder.path),
             files=self.folder.files(),
+            prediction=self.prediction,
         )
         # A joined script's lanes are known from what its workers hold.
         value["lanes"] = value["lanes"] or max((stop for _, stop in value["deal"]), default=0)

@@ -55,7 +55,7 @@ class PlanError(InputError):
 
 
 class MemoryNeeded(InputError):
-    pass
+    needed: int = 0  # bytes, at the least
 
 
 class RunFolderError(InputError):

@@ -17,7 +17,7 @@ from shoal.build import plain
 from shoal.describe import describe
 from shoal.errors import JobError
 from shoal.exact import kernels
-from shoal.feed import open_source
+from shoal.feed import Source, open_source
 from shoal.job import Job
 from shoal.partition.blocks import find_blocks
 from shoal.plan.placement import make_plan
@@ -54,21 +54,15 @@ def join(
     seat = seats.current(Path(run_dir) if run_dir is not None else None, resume)
     kernels.settle(threads=threads, exact=seat.settings.exact)
     source = open_source(loader, seed=seed)
-    # The same checks as a job's, by the same code.
-    checked = Job(
-        model=model,
-        data=None,
-        loss=_never,
-        optimizer=_never,
-        batch=source.batch,
-        epochs=1,
+    checked = as_job(
+        model,
+        source,
         lanes=lanes,
         microbatches=microbatches,
         seed=seed,
         blocks=blocks,
         threads=threads,
         checkpoint_every=checkpoint_every,
-        last="drop" if source.last == "drop" else "short",
     )
     schedule = checked.schedule(source.samples)
     plan = seat.plan or make_plan(
@@ -116,6 +110,14 @@ def join(
     _joined = os.getpid(), run
     atexit.register(finish_joined)
     return run
+
+
+def as_job(model: nn.Module, source: Source, **arithmetic: Any) -> Job:
+    """The same checks as a job's, by the same code."""
+    last: Any = "drop" if source.last == "drop" else "short"
+    return Job(
+        model=model, data=None, loss=_never, optimizer=_never, batch=source.batch, epochs=1, last=last, **arithmetic
+    )
 
 
 def finish_joined() -> None:

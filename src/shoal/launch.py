@@ -2,24 +2,29 @@
 
 import os
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
+from shoal.auto import Chooser
 from shoal.collectives.topology import Place
 from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
 from shoal.driver import Driver, Launch, Options, rules_of
-from shoal.errors import InputError, PlanError, RunFolderError
+from shoal.errors import InputError, PlanError, RunFolderError, ShoalError
 from shoal.exact.kernels import ISA_ENVIRONMENT, ISA_IN_FORCE
 from shoal.feed import open_source
+from shoal.forecast import BESIDE_SECONDS, Foresight, ground
 from shoal.history import committed_floor
 from shoal.job import Job
 from shoal.memory import read_size
-from shoal.outline import check_memory, check_optimizer, check_start, outline
+from shoal.outline import Outline, check_memory, check_optimizer, check_start, outline
 from shoal.plan.layout import Layout
-from shoal.plan.placement import Plan, make_plan
+from shoal.plan.placement import Plan, make_plan, read_plan
+from shoal.report import figures
 from shoal.report.disk import try_to_write
 from shoal.report.events import RunStarted
 from shoal.report.folder import DEFAULT_ROOT, RunFolder, find_run
@@ -42,7 +47,9 @@ def train(
     chunks: int | None = None,
     recompute: bool = False,
     shares: str | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | None = None,
+    cluster: str | Path | None = None,
+    calibrate: Sequence[str | Path] = (),
     run_dir: str | Path | None = None,
     resume: str | bool = False,
     stop_after: int | None = None,
@@ -59,7 +66,12 @@ def train(
     store: str | None = None,
     memory: str | int | None = None,
 ) -> Report:
-    """Trains a job on workers of this machine and returns the report. Works in scripts and notebooks."""
+    """Trains a job on workers of this machine and returns the report. Works in scripts and notebooks.
+
+    `plan`: one that was saved, or "auto": the planner chooses, as it does with several workers where nobody says how.
+    `cluster`: a preset or a file that the run is predicted for, `calibrate`: runs that say how good predictions are."""
+    if isinstance(plan, str) and plan != "auto":
+        plan = read_plan(Path(plan))
     for name, value, known in (
         ("nonfinite", nonfinite, ("stop", "skip")),
         ("on_failure", on_failure, ("replace", "shrink", "stop")),
@@ -86,7 +98,11 @@ def train(
         chunks=chunks,
         recompute=recompute,
         shares=shares,
-        plan=plan,
+        plan=None if isinstance(plan, str) else plan,
+        auto=plan == "auto",
+        cluster=None if cluster is None else str(cluster),
+        calibrate=tuple(map(str, calibrate)),
+        foresee=True,
         run_dir=Path(run_dir) if run_dir is not None else None,
         resume=resume,
         quiet=quiet,
@@ -169,17 +185,114 @@ def train_with(job: Job, options: Options, *, name: str | None = None) -> Report
 
 
 def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) -> Report:
-    job = opened.job
-    plan = plan_for(job, options)
-    check(rules_of(options.settings), plan.workers)
-    if plan.layout.cuts or options.settings.memory is not None:  # what does not fit is said before there is a folder
-        made = outline(job, opened.source, plan)
+    with Prepared(opened, options) as prepared:
+        prepared.decide()
+        check_start(opened.job, prepared.opened.outline)
+        options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
+        folder, settings = open_folder(options)
+        with folder:
+            driver = Driver(_launch(prepared, folder, options, name), folder, settings, options)
+            value = driver.run()
+            while driver.next is not None:  # the same run, with another layout
+                driver = _relaid(prepared, driver, *driver.next, name)
+                value = driver.run()
+    return Report(folder.path, value, job=opened.job)
+
+
+class Prepared:
+    """A job that is about to run: its plan, and what is foreseen of it."""
+
+    def __init__(self, opened: OpenJob, options: Options) -> None:
+        self.opened, self.options = opened, options
+        self.plan = plan_for(opened.job, options)
+        self.why = ""  # another plan than was asked for
+        self._foresight: Foresight | None = None
+        check(rules_of(options.settings), self.plan.workers)
+
+    def __enter__(self) -> "Prepared":
+        if self.options.foresee:
+            self.foresight().begin()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._foresight is not None:
+            self._foresight.close()
+
+    def foresight(self) -> Foresight:
+        if self._foresight is None:
+            options, lab = self.options, self.options.lab
+            known = ground(options.cluster, options.calibrate, lab=None if lab is None else lab.cluster)
+            self._foresight = Foresight(self.opened.job, self.opened.source, known)
+        return self._foresight
+
+    def decide(self) -> None:
+        """The layout, where it was left to the planner; and what does not fit is said before there is a folder."""
+        options, workers = self.options, self.plan.workers
+        free = options.plan is None and options.layout is None and options.shares is None
+        former = _former(options) if free else None
+        known = options.settings.memory is not None or options.cluster is not None  # else plain copies are all there is
+        if former is not None:
+            self.plan = self.chooser().choose_again(former, workers, workers)
+            now = f", and there are {figures.plural(workers, 'worker')} now" if workers < former.workers else ""
+            self.why = f"the run had {former.layout}{now}"
+        elif free and known and (workers > 1 or options.auto):
+            self.plan, self.why = self.chooser().choose(workers)
+        self.settle(self.plan)
+
+    def settle(self, plan: Plan) -> None:
+        """With this plan."""
+        made = self.check(plan)
+        self.plan, self.opened = plan, replace(self.opened, outline=made if plan.layout.cuts else None)
+
+    def check(self, plan: Plan) -> Outline | None:
+        """How the model is cut. Whatever does not fit is an error."""
+        job, limit = self.opened.job, self.options.settings.memory
+        if not plan.layout.cuts and limit is None:
+            return None
+        made = outline(job, self.opened.source, plan)
         check_optimizer(job, made, plan)
-        check_memory(job, made, plan, options.settings.memory)
-        opened = replace(opened, outline=made if plan.layout.cuts else None)
-    check_start(job, opened.outline)
-    options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
-    folder, settings = open_folder(options)
+        check_memory(job, made, plan, limit)
+        return made
+
+    def chooser(self) -> Chooser:
+        def make(layout: Layout, *, schedule: str = "", chunks: int | None = None, recompute: bool = False) -> Plan:
+            asked = self.options
+            recompute = recompute or asked.recompute
+            wanted = replace(
+                asked, workers=None, layout=layout, schedule=schedule or asked.schedule, chunks=chunks,
+                recompute=recompute,
+            )  # fmt: skip
+            return plan_for(self.opened.job, wanted)
+
+        def refuse(plan: Plan) -> None:
+            self.check(plan)
+
+        limit = self.options.settings.memory
+        return Chooser(foresight=self.foresight(), make=make, check=refuse, limit=limit)
+
+    def another(self, left: int) -> Plan:
+        """For the workers that are left of a run."""
+        return self.chooser().choose_again(self.plan, left, self.options.settings.min_workers)
+
+    def foreseen(self, now: bool) -> Mapping[str, Any] | None:
+        """As prediction.json has it."""
+        found = self.foresight().forecast(self.plan, wait=BESIDE_SECONDS if now else None)
+        return None if found is None else structs.asdict(found)
+
+
+def _former(options: Options) -> Plan | None:
+    """The plan of the run that is resumed, where it cut the model and had as many workers as there are now, or more."""
+    if options.resume is False or options.workers is None:
+        return None
+    with suppress(ShoalError):
+        plan = read_plan(_resumed(options).plan)
+        return plan if plan.layout.cuts and options.workers <= plan.workers else None
+    return None
+
+
+def _launch(prepared: Prepared, folder: RunFolder, options: Options, name: str | None, relaid: str = "") -> Launch:
+    opened, plan = prepared.opened, prepared.plan
+    job = opened.job
     schedule = job.schedule(opened.source.samples, opened.source.last)
     started = RunStarted(
         time=time.time(),
@@ -192,26 +305,37 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
         steps=opened.steps,
         steps_per_epoch=schedule.steps_per_epoch,
         tokens=job.tokens,
+        chosen=prepared.why,
+        relaid=relaid,
     )
     config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job} | where(options, plan.workers)
-    with folder:
 
-        def work(seat: Seat) -> None:
-            train_job(opened, seat)
+    def work(seat: Seat) -> None:
+        train_job(opened, seat)
 
-        launch = Launch(
-            work=work,
-            plan=plan,
-            size=plan.workers,
-            parts=plan.layout.parts,
-            fixed=plan.layout.zero > 0,
-            started=started,
-            threads=job.threads,
-            target=None if job.target is None else str(job.target),
-            files={folder.config: config, folder.plan: plan},
-        )
-        value = Driver(launch, folder, settings, options).run()
-    return Report(folder.path, value, job=job)
+    return Launch(
+        work=work,
+        plan=plan,
+        size=plan.workers,
+        parts=plan.layout.parts,
+        fixed=plan.layout.zero > 0,
+        started=started,
+        threads=job.threads,
+        target=None if job.target is None else str(job.target),
+        files={folder.config: config, folder.plan: plan},
+        foreseen=prepared.foreseen if options.foresee else None,
+        another=prepared.another,
+    )
+
+
+def _relaid(prepared: Prepared, driver: Driver, plan: Plan, why: str, name: str | None) -> Driver:
+    """The run goes on from its newest checkpoint, with another layout."""
+    old, prepared.why = prepared.plan.layout, why
+    prepared.settle(plan)
+    folder = driver.folder
+    settings = replace(driver.settings, resume=True, committed=committed_floor(folder.read_events()))
+    launch = _launch(prepared, folder, driver.options, name, relaid=str(old))
+    return Driver(launch, folder, settings, driver.options, before=driver)
 
 
 def where(options: Options, workers: int) -> dict[str, Any]:
@@ -234,16 +358,19 @@ def isa_environment(isa: str) -> dict[str, str]:
     return ISA_ENVIRONMENT[isa] | {ISA_IN_FORCE: isa}
 
 
+def _resumed(options: Options) -> RunFolder:
+    if options.resume is True:
+        return RunFolder.open(options.run_dir) if options.run_dir is not None else find_run(None)
+    return find_run(str(options.resume))
+
+
 def open_folder(options: Options) -> tuple[RunFolder, Settings]:
     """A fresh folder, or the one to go on with."""
     if options.tensorboard:  # a missing package is said before there is a folder
         TensorBoard(RunFolder(DEFAULT_ROOT))
     if options.resume is False:
         return RunFolder.create(options.run_dir), options.settings
-    if options.resume is True:
-        folder = RunFolder.open(options.run_dir) if options.run_dir is not None else find_run(None)
-    else:
-        folder = find_run(str(options.resume))
+    folder = _resumed(options)
     try:
         try_to_write(folder.path)
     except OSError as error:

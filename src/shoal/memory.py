@@ -160,9 +160,11 @@ class Need:
         """`by`: who says that there is so much, such as the option."""
         if self.total > have:
             parts = ", ".join(f"{part} {figures.size(num_bytes)}" for part, num_bytes in self.parts().items())
-            raise MemoryNeeded(
+            refused = MemoryNeeded(
                 f"one worker needs {figures.size(self.total)} ({parts}) and has {figures.size(have)} ({by})", fix=fix
             )
+            refused.needed = self.total
+            raise refused
 
 
 def need(

@@ -67,7 +67,15 @@ def outline(job: Job, source: Source, plan: Plan) -> Outline:
         if plan.pipeline > 1:
             check_schedule(job, plan)
             row = find_row(model, blocks, example, autocast=job.precision == "bf16-autocast")
-            stages = cut_model(model, blocks, row, ranks=plan.pipeline, schedule=plan.schedule, chunks=plan.chunks)
+            stages = cut_model(
+                model,
+                blocks,
+                row,
+                ranks=plan.pipeline,
+                schedule=plan.schedule,
+                chunks=plan.chunks,
+                weights=plan.stages,
+            )
             if job.evaluate is not None:
                 _check_evaluation(job, model, blocks, example, stages)
         if plan.tensor > 1:

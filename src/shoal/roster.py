@@ -23,6 +23,7 @@ class Verdict:
 
     action: str
     ends: str = ""
+    uncovered: bool = False  # it ends because nobody is left who has some part of the model
 
 
 @dataclass(kw_only=True)
@@ -93,7 +94,8 @@ class Roster:
             count = f"{self.wanted} worker{'' if self.wanted == 1 else 's'} left"
             return Verdict("the run ends", f"{count}, and --min-workers is {self.rules.min_workers}")
         if not covers(self.serving, self.parts):
-            return Verdict("the run ends", f"{nobody_has(self.serving, self.parts)} (--on-failure shrink)")
+            ends = f"{nobody_has(self.serving, self.parts)} (--on-failure shrink)"
+            return Verdict("the run ends", ends, uncovered=True)
         return Verdict("the others go on")
 
     def scale(self, workers: int) -> bool:

@@ -189,6 +189,15 @@ def _check_sizes(name: str, ranks: int, microbatches: int, chunks: int) -> None:
         )
 
 
+def fits(name: str, *, ranks: int, microbatches: int, chunks: int) -> bool:
+    """Whether `make_schedule` would make it: the same rules, for those who ask of thousands."""
+    if name in ONE_STAGE:
+        return chunks == 1 and (name == "gpipe" or microbatches >= ranks)
+    if name in V_SHAPED:
+        return chunks == 2 and (name == "zbv" or microbatches >= 2 * ranks)
+    return (chunks >= 2 or name == "zero-bubble") and _in_rounds(microbatches, ranks)
+
+
 def _in_rounds(microbatches: int, ranks: int) -> bool:
     return microbatches % max(1, microbatches // ranks) == 0
 

@@ -1,5 +1,6 @@
 """Workers to hosts."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -40,20 +41,24 @@ def deal(cluster: Cluster, workers: int, order: Order = "blocks") -> tuple[Slot,
         hosts = list(_turns([[host] * count for host, count in used]))
     else:
         raise InputError(f"order {order!r} is not known", fix=f"one of {', '.join(ORDERS)}")
-    names = [host.name for host in hosts]
-    distinct = list(dict.fromkeys(names))
-    return tuple(
-        Slot(
-            rank=rank,
-            size=workers,
-            host=host,
-            local_rank=names[:rank].count(host.name),
-            local_size=names.count(host.name),
-            host_rank=distinct.index(host.name),
-            host_count=len(distinct),
+    sizes = Counter(host.name for host in hosts)
+    numbers = {name: number for number, name in enumerate(sizes)}
+    slots = []
+    came: Counter[str] = Counter()
+    for rank, host in enumerate(hosts):
+        slots.append(
+            Slot(
+                rank=rank,
+                size=workers,
+                host=host,
+                local_rank=came[host.name],
+                local_size=sizes[host.name],
+                host_rank=numbers[host.name],
+                host_count=len(sizes),
+            )
         )
-        for rank, host in enumerate(hosts)
-    )
+        came[host.name] += 1
+    return tuple(slots)
 
 
 def _filled(hosts: Sequence[Host], workers: int) -> list[tuple[Host, int]]:

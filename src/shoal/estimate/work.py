@@ -19,6 +19,10 @@ class Op(NamedTuple):
     sliced: bool = False  # tensor parallelism divides it
     core: bool = False  # of attention's core: what selective recomputation does again
     times: float = 1.0  # so many of them; the sizes above are of one
+    rate: float = 1.0  # its speed over that of a plain matrix product of so many FLOPs
+    fused: bool = False  # products inside a larger kernel, such as flash attention
+    half: bool = False  # in bf16 even where others are in fp8
+    last: bool = False  # gives the block's output, which recomputation does not need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +38,13 @@ class Block:
     saved: float = 0.0  # by all ops, as without recomputation
     saved_sliced: float = 0.0  # of those: what tensor parallelism divides
     saved_core: float = 0.0  # of those: attention's core, which selective recomputation does not keep (it is sliced)
+    saved_fixed: float = 0.0  # of those: what does not grow with the samples, such as weights in another dtype
     saved_input: float = 0.0  # the block's input: all that full recomputation keeps
     working: float = 0.0  # besides: the most that is alive at once inside of forward or backward
     output: float = 0.0  # bytes that go on to the next block
     reduced: float = 0.0  # bytes that one all-reduce of tensor parallelism sums
     reductions: float = 0.0  # all-reduces of that size in forward; as many in backward
+    recomputed: bool = True  # whether full recomputation does this block again
 
     def flops(self, *, backward: bool) -> float:
         return sum(op.flops * op.times for op in self.ops if op.backward == backward)
@@ -62,6 +68,8 @@ class Work:
     lanes: int | None = None
     microbatches: int | None = None
     batch: int | None = None
+    clips: bool = False  # the gradient's norm is taken in every step
+    notes: tuple[str, ...] = ()  # what could not be followed, in sentences
 
     @property
     def parameters(self) -> float:

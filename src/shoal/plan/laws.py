@@ -1,4 +1,4 @@
-"""How much faster n workers can be: the laws of Amdahl and Gustafson. Pure; used by plans and reports.
+"""How much faster n workers can be: the laws of Amdahl, Gustafson and Gunther. Pure; used by plans and reports.
 
 `parallel` is the share of one worker's time that can be divided among workers, 0 to 1.
 """
@@ -43,6 +43,20 @@ def gustafson_speedup(parallel: float, workers: int) -> float:
     """
     _check(parallel, workers)
     return (1.0 - parallel) + parallel * workers
+
+
+def usl_speedup(contention: float, coherence: float, workers: float) -> float:
+    """n / (1 + σ(n - 1) + κ n(n - 1)): σ is what waits in line, κ what every pair of workers has to agree on.
+
+    With κ = 0 it is Amdahl's law, with p = 1 - σ; with κ > 0 there is a number of workers past which more are slower.
+    Gunther, "A simple capacity model of massively parallel transaction systems", 1993.
+    """
+    return workers / (1.0 + contention * (workers - 1.0) + coherence * workers * (workers - 1.0))
+
+
+def usl_peak(contention: float, coherence: float) -> float:
+    """√((1 - σ) / κ): the number of workers past which more are slower; infinite without κ."""
+    return math.inf if coherence == 0.0 else math.sqrt(max(0.0, 1.0 - contention) / coherence)
 
 
 def _check(parallel: float, workers: int) -> None:

@@ -22,6 +22,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     schedule: str = "1f1b"  # the order of a pipeline's work
     chunks: int = 1  # stages of a pipeline's worker
     recompute: bool = False  # blocks keep their inputs alone
+    stages: tuple[float, ...] = ()  # how fast a pipeline's workers are: their parts are as large; empty: equal ones
     shares: str = "even"  # how the lanes were dealt: even, auto (dealt anew when speeds drift), or as given: 3,1
     threads: int = 1  # per worker; part of the job's arithmetic, repeated here for the reader
     exact: bool = True
@@ -35,6 +36,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if len(self.deal) * self.pipeline * self.tensor != self.workers:
             whom = f"{len(self.deal)}" if not self.split else f"{len(self.deal)} replicas of {self.layout.span} each"
             raise PlanError(f"the plan has {self.workers} workers but deals lanes to {whom}")
+        if self.stages and (len(self.stages) != self.pipeline or min(self.stages) <= 0):
+            told = ", ".join(f"{weight:g}" for weight in self.stages)
+            raise PlanError(f"the plan has {self.pipeline} stages, of the weights {told}: one above 0 for each")
         expected = 0
         for rank, (start, stop) in enumerate(self.deal):
             if start != expected or stop <= start:
@@ -70,6 +74,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ways = [f"between hosts: {', '.join(travel)}"] if travel else []
         ways += [] if self.exact else ["not exact: other workers, or another run, can give other weights"]
         order = [f"schedule {self.schedule}, {self.chunks} stages a worker"] if self.pipeline > 1 else []
+        order += [f"stages as {', '.join(f'{weight:g}' for weight in self.stages)}"] if self.stages else []
         order += ["blocks are recomputed"] if self.recompute else []
         return [f"layout {self.layout}, {self.lanes} lanes, shares {self.shares}", *held, *order, sums, *ways]
 
@@ -87,6 +92,7 @@ def make_plan(
     schedule: str = "1f1b",
     chunks: int | None = None,
     recompute: bool = False,
+    stages: Sequence[float] = (),
 ) -> Plan:
     if workers < 1:
         raise PlanError(f"{workers} workers: at least 1 is needed", fix="--workers 1")
@@ -116,6 +122,7 @@ def make_plan(
         schedule=schedule,
         chunks=chunks or default_chunks(schedule),
         recompute=recompute,
+        stages=tuple(stages),
         lanes=lanes,
         deal=spans,
         shares=shares or "even",

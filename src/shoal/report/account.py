@@ -2,13 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.plan.laws import amdahl_limit, gustafson_speedup, parallel_fraction
 from shoal.report.events import Carried, Failed, Spent, Travelled
+from shoal.report.reconcile import reconcile
 from shoal.report.tally import Tally, WorkerTally
 from shoal.report.words import exit_text
 
@@ -24,13 +25,15 @@ def report(
     failure: Failed | None = None,
     folder: str | None = None,
     files: Sequence[str] = (),
+    prediction: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `report.json` says. `outcome` and `failure` are read from the events unless the driver knows better."""
+    """What `report.json` says. `outcome` and `failure` are read from the events unless the driver knows better.
+    `prediction`: what prediction.json says."""
     started = tally.started
     lowest = min(tally.finished.values(), key=lambda each: each.rank, default=None)
     outcome = outcome or _outcome(tally)
     step_ms = _step_ms(tally.ranks)
-    return {
+    value = {
         "run": started.run if started else None,
         "job": started.job if started else None,
         "command": started.command if started else None,
@@ -50,10 +53,12 @@ def report(
         "workers": tally.num_workers,
         "lanes": started.lanes if started else None,
         "layout": started.layout if started else None,
+        "layout_chosen": (started.chosen or None) if started else None,
         "deal": [list(worker.lanes) for worker in tally.present],
         "samples_per_second": _rounded(tally.samples_per_second),
         "tokens_per_second": _tokens_per_second(tally),
         "step_ms": step_ms,
+        "evaluation_ms": _evaluation_ms(tally, step_ms),
         "per_worker": [_worker(worker) for worker in tally.ranks],
         "speedup": _speedup(tally),
         "most_gain": _most_gain(tally),
@@ -83,6 +88,7 @@ def report(
         "folder": folder,
         "files": ["report.json", *(name for name in files if name != "report.json")] if folder else list(files),
     }
+    return value | {"prediction": reconcile(prediction, value)}
 
 
 def _exact(tally: Tally) -> bool | None:
@@ -157,6 +163,14 @@ def _step_ms(workers: Sequence[WorkerTally]) -> dict[str, float] | None:
     spent = sum((worker.spent for worker in workers), Spent())
     parts = {part: round(1000 * getattr(spent, part) / steps, 6) for part in PARTS}
     return {"total": round(sum(parts.values()), 6), **parts}
+
+
+def _evaluation_ms(tally: Tally, step_ms: dict[str, float] | None) -> float:
+    """Milliseconds of a step's `other` that were evaluations: all workers do them together."""
+    steps = [worker.steps for worker in tally.ranks if worker.steps]
+    if step_ms is None or not steps:
+        return 0.0
+    return round(min(step_ms["other"], 1000 * tally.evaluation_seconds * len(steps) / sum(steps)), 6)
 
 
 def _worker(worker: WorkerTally) -> dict[str, Any]:

@@ -24,6 +24,17 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     steps: int | None
     steps_per_epoch: int | None
     tokens: int | None = None  # of a sample, where it has any
+    chosen: str = ""  # why this layout, where the planner chose another one than plain copies
+    relaid: str = ""  # the layout that the run had until now: it goes on with another one
+
+
+class Predicted(Event, frozen=True, kw_only=True, tag="predicted"):
+    """What was foreseen of the run: the short of prediction.json. Told by the driver when it is known."""
+
+    cluster: str
+    step_seconds: float | None = None
+    samples_per_second: float | None = None
+    reason: str = ""  # why nothing could be predicted
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True, tag="worker-started"):
@@ -304,6 +315,7 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run-finished"):
 
 AnyEvent = (
     RunStarted
+    | Predicted
     | WorkerStarted
     | Steps
     | Evaluated

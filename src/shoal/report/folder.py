@@ -1,6 +1,7 @@
 """The run folder: everything a run leaves behind, in forms that a program can read. Used by driver, report, resume.
 
-config.json  plan.json  events.jsonl  metrics.jsonl  report.json  model.safetensors  checkpoints/  worker-0.log …
+config.json  plan.json  prediction.json  events.jsonl  metrics.jsonl  report.json  model.safetensors  checkpoints/
+worker-0.log …
 """
 
 import contextlib
@@ -74,6 +75,10 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def prediction(self) -> Path:
+        return self.path / "prediction.json"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 
@@ -99,7 +104,7 @@ class RunFolder:
 
     def files(self) -> list[str]:
         """Names of the files worth knowing that are there."""
-        known = (self.report, self.plan, self.config, self.events, self.metrics, self.model)
+        known = (self.report, self.plan, self.prediction, self.config, self.events, self.metrics, self.model)
         return [file.name for file in known if disk.exists(file)]
 
     def write_json(self, path: Path, value: Any) -> None:

@@ -101,6 +101,9 @@ class Membership:
     def add(self, event: AnyEvent) -> Turn | None:
         """Returns what a change of the members came to; None for everything else."""
         match event:
+            case RunStarted() if event.relaid:  # the same run, with others from here on
+                self._members, self.epoch = [], None
+                self._want(event.workers, event.time)
             case RunStarted():
                 self._wanted = [(event.time, event.workers)]
             case Replaced():

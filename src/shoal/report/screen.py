@@ -14,6 +14,7 @@ from shoal.report.events import (
     Failed,
     Interval,
     Resumed,
+    RunStarted,
     Saved,
     SaveFailed,
     Skipped,
@@ -85,7 +86,9 @@ def loss_line(tally: Tally, *, sparks: bool = False) -> str:
     parts += [f"{measured(name)} {figures.value(number)}" for name, number in tally.metrics.items()]
     speed = tally.recent_samples_per_second
     if speed is not None:
-        parts.append(f"{figures.rate(speed)} samples/s")
+        predicted = tally.predicted.samples_per_second if tally.predicted else None
+        told = "" if predicted is None else f" (predicted {figures.rate(predicted)})"
+        parts.append(f"{figures.rate(speed)} samples/s{told}")
     if tally.faults and tally.commits.goodput is not None:
         parts.append(f"goodput {figures.share(tally.commits.goodput)}")
     return "    ".join(parts)
@@ -246,6 +249,8 @@ def _split_bar(worker: WorkerTally, width: int) -> Text:
 
 def _event_text(event: AnyEvent, *, routine: bool) -> str | None:
     match event:
+        case RunStarted(chosen=why) if why and not event.relaid:
+            return f"layout {event.layout}: {why}"
         case Evaluated():
             text = "  ".join(f"{measured(name)} {figures.value(number)}" for name, number in event.metrics.items())
             if event.target_reached:

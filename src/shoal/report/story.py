@@ -14,6 +14,7 @@ from shoal.report.events import (
     Recovered,
     Replaced,
     Resumed,
+    RunStarted,
     Steps,
     StoreAwayFor,
     WorkerLeft,
@@ -27,7 +28,9 @@ RUN_ENDS = "the run ends"  # how a WorkerLost's action begins if nobody goes on
 class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Something that happened to the members of a run, good or bad. Fields that are not known keep their defaults."""
 
-    kind: str  # lost, left, joined; regrouped: the same ones; back: to a checkpoint; store: away; driver: another one
+    # lost, left, joined; regrouped: the same ones; back: to a checkpoint; relaid: another layout; store: away;
+    # driver: another one
+    kind: str
     time: float
     worker: int | None = None
     life: int = 0
@@ -108,6 +111,11 @@ class Story:
     def add(self, event: AnyEvent) -> None:
         turn = None if isinstance(event, WorkerLost | WorkerLeft) else self.membership.add(event)
         match event:
+            case RunStarted() if event.relaid:
+                why = f": {event.chosen}" if event.chosen else ""
+                text = f"layout {event.relaid} → {event.layout}{why}"
+                self.faults.append(Fault(kind="relaid", time=event.time, reason=text))
+                self._training = False
             case Steps():
                 self.step, self._training = max(self.step, event.step), True
             case WorkerLost():

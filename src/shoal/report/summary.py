@@ -29,20 +29,20 @@ Report = Mapping[str, Any]
 Row = tuple[str, str]
 
 
-def closing(report: Report) -> RenderableType:
-    """Only lines whose facts exist; each is a label and a text that wraps beside it."""
-    return _Closing(report)
+def closing(report: Report, *, prediction: bool = False) -> RenderableType:
+    """Only lines whose facts exist; each is a label and a text that wraps beside it. `prediction`: line by line."""
+    return _Closing(report, prediction)
 
 
 class _Closing:
     """Drawn for the width and the alphabet of the console that it is printed on, with no blanks at line ends."""
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    def __init__(self, report: Report, prediction: bool) -> None:
+        self._report, self._prediction = report, prediction
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _encodable(_title(self._report), options)
-        found = rows(self._report)
+        found = rows(self._report, prediction=self._prediction)
         label_width = max([9, *(len(label) for label, _ in found)])
         room = max(20, options.max_width - label_width - 5)
         for label, text in found:
@@ -66,10 +66,12 @@ def _encodable(line: Text, options: ConsoleOptions) -> Text:
     return Text(plain.encode("ascii", "replace").decode())
 
 
-def rows(report: Report) -> list[Row]:
-    before = (_failure, _weights, _results, _speed, _step, _lanes, _carried, _travel)
+def rows(report: Report, *, prediction: bool = False) -> list[Row]:
+    """`prediction`: line by line."""
+    before = (_failure, _weights, _results, _layout, _speed, _step, _lanes, _carried, _travel)
     after = (_faults, _members, _most_gain, _files, _next)
-    return [row for part in (*before, *after) for row in part(report)]
+    told = (_prediction,) if prediction else ()
+    return [row for part in (*before, *told, *after) for row in part(report)]
 
 
 def runs_table(lines: Iterable[RunLine]) -> RenderableType:
@@ -242,7 +244,81 @@ def _step(report: Report) -> Iterator[Row]:
     total, parts = figures.parts_that_add_up(
         {part: step_ms[part] for part in _PARTS_IN_ORDER}, figures.decimals(step_ms["total"])
     )
-    yield "a step", f"{total} ms = " + " + ".join(f"{name} {ms}" for name, ms in parts.items() if float(ms))
+    told = _predicted(report)
+    yield "a step", f"{total} ms = " + " + ".join(f"{name} {ms}" for name, ms in parts.items() if float(ms)) + told
+
+
+def _predicted(report: Report) -> str:
+    found = report.get("prediction") or {}  # older reports have none
+    step = found.get("step_ms")
+    if not step or step["error"] is None:
+        return ""
+    by = " without evaluation" if found["evaluation_ms"] > 0.01 * step["measured"] else ""
+    by += "" if found["named"] else f"; {found['cluster']}"
+    return f"    predicted {figures.milliseconds(step['predicted'])} ({off(step['error'])}{by})"
+
+
+def off(error: float) -> str:
+    """By how much a prediction was wrong, of what was measured."""
+    if round(100 * abs(error)) == 0:
+        return "right"
+    if error > 1:
+        return f"{figures.times(1 + error)} too high"
+    return f"{figures.percent(abs(error))} {'high' if error > 0 else 'low'}"
+
+
+def _layout(report: Report) -> Iterator[Row]:
+    why = report.get("layout_chosen")  # older reports have none
+    if why:
+        yield "layout", f"{report['layout']}: {why}"
+
+
+def _prediction(report: Report) -> Iterator[Row]:
+    """Line by line, predicted and measured, and what it was predicted with. Both sides add up."""
+    found = report.get("prediction")
+    if not found or found["layout"] != report["layout"]:
+        return
+    if found["reason"]:
+        yield "predicted", f"nothing: {found['reason']}"
+        return
+    lines, measured = found["lines"], found["step_ms"]["measured"]
+    if measured is not None:
+        digits = figures.decimals(measured)
+        sides = [
+            figures.parts_that_add_up({name: line[side] for name, line in lines.items()}, digits)
+            for side in ("predicted_ms", "measured_ms")
+        ]
+        table = [("ms", "predicted", "measured"), ("a step", *(total for total, _ in sides))]
+        table += [(name, *(parts[name] for _, parts in sides)) for name in lines]
+        for number, cells in enumerate(table):
+            yield "" if number else "predicted", f"{cells[0]:<9}  {cells[1]:>9}  {cells[2]:>9}"
+        if found["evaluation_ms"] > 0.01 * measured:
+            yield "", f"besides: evaluation {figures.milliseconds(found['evaluation_ms'])} ms a step"
+    memory = found["memory"]
+    if memory and memory["error"] is not None:
+        sizes = [figures.size(memory[f"{side}_bytes"]) for side in ("predicted", "measured")]
+        yield "", f"{'memory':<9}  {sizes[0]:>9}  {sizes[1]:>9}  ({off(memory['error'])})"
+    tuned = f", calibrated: {found['calibration']}" if found["calibration"] else ""
+    yield "", f"cluster: {found['cluster']}{tuned}" + ("" if found["named"] else "; shoal cluster probe measures yours")
+
+
+def foreseen_lines(foreseen: Report, layout: str, why: str) -> list[str]:
+    """For `--dry-run`: why this layout, and what prediction.json would say."""
+    lines = [f"layout {layout}: {why}"] if why else []
+    if foreseen["reason"]:
+        return [*lines, f"predicted: nothing: {foreseen['reason']}"]
+    ms = {name: 1000 * seconds for name, seconds in foreseen["terms"].items()}
+    total, parts = figures.parts_that_add_up(ms, figures.decimals(sum(ms.values())))
+    split = " + ".join(f"{name} {part}" for name, part in parts.items() if float(part))
+    rate = f"{figures.rate(foreseen['samples_per_second'])} samples/s"
+    by = foreseen["cluster"] + ("" if foreseen["named"] else "; shoal cluster probe measures yours")
+    tuned = f", calibrated: {foreseen['calibration']}" if foreseen["calibration"] else ""
+    return [
+        *lines,
+        f"predicted: a step of {total} ms = {split}; {rate}",
+        f"predicted: a worker's memory at the most {figures.size(max(foreseen['peak_bytes']))}",
+        f"predicted for cluster: {by}{tuned}",
+    ]
 
 
 def _lanes(report: Report) -> Iterator[Row]:

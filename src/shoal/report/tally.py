@@ -15,6 +15,7 @@ from shoal.report.events import (
     Finished,
     HandedOver,
     LaneCost,
+    Predicted,
     Printed,
     Recovered,
     Resumed,
@@ -127,6 +128,7 @@ class Tally:
 
     def _clear(self) -> None:
         self.started: RunStarted | None = None
+        self.predicted: Predicted | None = None
         self.workers: dict[int, WorkerTally] = {}
         self.commits = Commits()
         self.story = Story()
@@ -138,6 +140,7 @@ class Tally:
         self.rate: float | None = None
         self.training_began: float | None = None
         self.evaluated: Evaluated | None = None
+        self.evaluation_seconds = 0.0  # of all of them
         self.target_reached: Evaluated | None = None
         self.deals: list[Dealt] = []
         self.saved: list[Saved] = []
@@ -156,12 +159,17 @@ class Tally:
 
     def add(self, event: AnyEvent) -> None:
         if isinstance(event, RunStarted) and self.started is not None:
-            self._clear()  # a run that was taken up again, read from its file: only the last sitting counts
+            if event.relaid:
+                self._relay()
+            else:
+                self._clear()  # a run that was taken up again, read from its file: only the last sitting counts
         self.last_time = max(event.time, self.last_time or event.time)
         self.story.add(event)
         match event:
             case RunStarted():
                 self.started = event
+            case Predicted():
+                self.predicted = event
             case WorkerStarted():
                 worker = self._worker(event.rank)
                 worker.host, worker.pid, worker.fingerprint = event.host, event.pid, event.fingerprint
@@ -171,6 +179,7 @@ class Tally:
                 self._add_steps(event)
             case Evaluated():
                 self.evaluated = event
+                self.evaluation_seconds += event.seconds
                 if event.target_reached and self.target_reached is None:
                     self.target_reached = event
             case Dealt():
@@ -210,6 +219,12 @@ class Tally:
                 self.prints += 1
             case RunFinished():
                 self.outcome = event.outcome
+
+    def _relay(self) -> None:
+        """Another layout: what was committed and what happened stays; what workers held and took begins anew."""
+        self.workers, self.recent, self.leader, self.evaluation_seconds = {}, Recent(), None, 0.0
+        self.deals, self.travelled, self.carried, self.lane_cost, self.predicted = [], {}, {}, None, None
+        self.failures, self.exits, self.finished = [], [], {}
 
     @property
     def step(self) -> int:

@@ -83,6 +83,8 @@ def parts_of(fault: Fault, *, place: bool) -> Iterator[str]:
             if fault.step is not None:
                 yield f"on from the checkpoint of step {fault.step:,}"
                 yield f"{figures.plural(fault.repeated, 'step')} done again"
+        case "relaid":
+            yield fault.reason
         case "store":
             yield f"store {fault.reason} cannot be reached: training goes on, changes of membership wait"
             if fault.seconds is not None:

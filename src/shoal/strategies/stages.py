@@ -1,6 +1,6 @@
 """How a model is cut into a pipeline's stages: which segments, which tensors, which weights are shared. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -45,12 +45,20 @@ class Stages:
 
 
 def cut_model(
-    model: nn.Module, blocks: Blocks, row: Row, *, ranks: int, schedule: str = "1f1b", chunks: int = 1
+    model: nn.Module,
+    blocks: Blocks,
+    row: Row,
+    *,
+    ranks: int,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    weights: Sequence[float] = (),
 ) -> Stages:
-    """Stages of about equal cost. `model` may be on meta."""
+    """Stages of about equal cost, or as large as their ranks' `weights`. `model` may be on meta."""
     stages = ranks * chunks
-    spans = cut_stages(row.costs(), stages, joined=row.joined)
     order = fit_schedule(schedule, ranks=ranks, microbatches=1, chunks=chunks)
+    by_stage = [weights[order.rank_of(stage)] for stage in range(stages)] if weights else None
+    spans = cut_stages(row.costs(), stages, by_stage, joined=row.joined)
     stage_of_block: dict[int, int] = {}
     stage_of_held: dict[tuple[int, int], int] = {}  # what the model's own code uses -> where
     tensors = {name: tensor for kind in KINDS for name, tensor in kind(model, remove_duplicate=False)}

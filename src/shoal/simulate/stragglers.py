@@ -1,0 +1,71 @@
+"""How slow a worker is by chance: factors on its time, 1 for one that is as fast as it should be. Seeded.
+
+    constant        every worker is always as fast as it should be
+    normal:0.1      1 + 0.1 z, cut off at 0.1               lognormal:0.1   e^(0.1 z − 0.1²/2), of mean 1
+    exponential:0.1 1 + a tail of mean 0.1                  slow:3          worker 0 takes 3 times as long, always
+
+Drawn anew for every worker and step.
+"""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import numpy as np
+
+from shoal.errors import InputError
+
+NAMES = ("constant", "normal", "lognormal", "exponential", "slow")
+LEAST = 0.1  # of a normal draw
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    name: str = "constant"
+    size: float = 0.0
+
+    @classmethod
+    def read(cls, text: str) -> "Stragglers":
+        """`lognormal:0.1`."""
+        name, colon, size = text.strip().partition(":")
+        if name not in NAMES:
+            near = get_close_matches(name, NAMES, n=1, cutoff=0.5)
+            raise InputError(
+                f"there is no distribution {name!r}", fix=f"did you mean {near[0]}?" if near else f"one of {_forms()}"
+            )
+        if name == "constant":
+            if colon:
+                raise InputError(f"{text!r}: constant has no number after it", fix=f"one of {_forms()}")
+            return cls()
+        try:
+            value = float(size)
+        except ValueError:
+            raise InputError(f"{text!r}: {name} needs a number, and got {size!r}", fix=f"one of {_forms()}") from None
+        if not 0 <= value < float("inf") or (name == "slow" and value < 1):
+            raise InputError(f"{text!r}: {value:g} is below {1 if name == 'slow' else 0}", fix=f"one of {_forms()}")
+        return cls(name=name, size=value)
+
+    def __str__(self) -> str:
+        return self.name if self.name == "constant" else f"{self.name}:{self.size:g}"
+
+    @property
+    def even(self) -> bool:
+        """Nobody is ever slower than another."""
+        return self.name == "constant" or self.size == (1.0 if self.name == "slow" else 0.0)
+
+    def draw(self, workers: int, times: int, random: np.random.Generator) -> np.ndarray:
+        """Factors, `[worker, time]`."""
+        shape = (workers, times)
+        if self.name == "normal":
+            return np.asarray(np.maximum(LEAST, 1 + self.size * random.standard_normal(shape)))
+        if self.name == "lognormal":
+            return np.asarray(np.exp(self.size * random.standard_normal(shape) - self.size**2 / 2))
+        if self.name == "exponential":
+            return np.asarray(1 + self.size * random.standard_exponential(shape))
+        found = np.ones(shape)
+        if self.name == "slow":
+            found[0] = self.size
+        return found
+
+
+def _forms() -> str:
+    return "constant, normal:0.1, lognormal:0.1, exponential:0.1, slow:3"
