@@ -45,8 +45,8 @@ from train import machine
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WARM_UP = 3  # steps that are not counted
-SECONDS, QUICK_SECONDS = 2.5, 0.3  # that a run's steps should take
-LEAST_STEPS, MOST_STEPS = 8, 150
+SECONDS, QUICK_SECONDS = 2.0, 0.3  # that a run's steps should take
+LEAST_STEPS, MOST_STEPS = 6, 150
 TIME_GOAL, MEMORY_GOAL, CHOICE_GOAL = 0.15, 0.10, 0.10
 # Parts of a measured step beside the terms of a prediction that they should come to.
 BESIDE: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {

@@ -11,6 +11,7 @@ import torch
 from shoal.testing import leftovers
 
 torch.set_num_threads(1)  # before anything forks: the threads of a larger pool would not survive it
+os.environ["SHOAL_PREDICT"] = "off"  # a quarter of a second for each of hundreds of runs; what is about it says on
 
 # No time limits, the same examples in every run, and no folder of examples in the repository.
 hypothesis.settings.register_profile("shoal", deadline=None, derandomize=True, database=None)

@@ -3,8 +3,8 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,6 +24,11 @@ from shoal.report.reconcile import LINES
 from shoal.testing import everything, job_for
 
 MB = 10**6
+
+
+@pytest.fixture(autouse=True)
+def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_PREDICT", "on")
 
 
 @pytest.fixture
@@ -245,22 +250,30 @@ def test_what_is_refused(call: Caller, tmp_path: Path, given: list[str], words: 
 # -- when workers are lost --------------------------------------------------------------------------------------------
 
 
-def long(**more: Any) -> shoal.Job:
-    return job_for(everything, epochs=3, checkpoint_every=2, **more)
+def long() -> shoal.Job:
+    return job_for(everything, epochs=2, checkpoint_every=2)
 
 
-def test_those_who_are_left_go_on_with_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@lru_cache
+def undisturbed() -> str:
+    return shoal.train(long(), quiet=True).weights_sha256
+
+
+def test_those_who_are_left_go_on_with_another_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Workers 1 and 3 have the second stage: without them there are two workers, which is one replica."""
     faults = Faults(tmp_path / "run", monkeypatch)
     faults.at(FORWARD, both(until_saved(faults.run, 4), kills(1, 3)), step=6, worker=3)
-    report = faults.train(long(), layout="data=2,pipeline=2", on_failure="shrink")
-    assert report.weights_sha256 == shoal.train(long(), quiet=True).weights_sha256
+    report = faults.train(long(), layout="data=2,pipeline=2", on_failure="shrink", quiet=False, plain=True)
+    assert report.weights_sha256 == undisturbed()
     value = report.value
     assert (value["layout"], value["outcome"], value["workers"]) == ("pipeline=2", "done", 2)
     kinds = [fault["kind"] for fault in value["faults"]]
     assert kinds.count("lost") == 2 and kinds.count("relaid") == 1
     (told,) = [fault["reason"] for fault in value["faults"] if fault["kind"] == "relaid"]
     assert told == "layout data=2,pipeline=2 → pipeline=2: 2 workers left"
+    assert capfd.readouterr().err.count(told) == 1
     assert value["committed"]["samples_lost"] == value["committed"]["samples_doubled"] == 0
     assert faults.audit(long()).sound
     assert json.loads((faults.run / "plan.json").read_text())["workers"] == 2
@@ -274,4 +287,4 @@ def test_resumed_with_fewer_workers_it_keeps_its_replicas(tmp_path: Path) -> Non
     report = shoal.train(long(), workers=2, resume="run", quiet=True)
     assert (report.value["layout"], report.value["resumed_from"]) == ("pipeline=2", 4)
     assert report.value["layout_chosen"] == "the run had data=2,pipeline=2, and there are 2 workers now"
-    assert report.weights_sha256 == shoal.train(long(), quiet=True).weights_sha256
+    assert report.weights_sha256 == undisturbed()

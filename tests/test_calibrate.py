@@ -59,6 +59,7 @@ def test_a_short_run_says_less_than_a_long_one() -> None:
 def test_what_is_small_or_missing_leaves_its_factor() -> None:
     found = fit([run(optimizer=1e-6, traffic=0.0)])
     assert (found.optimizer, found.traffic) == (1.0, 1.0)
+    assert found.step < 0, "a step takes less by what they were predicted to take"
     assert found.compute > 1.1
     without = Observed(run="a", cluster="x", steps=100, predicted={"compute": 1.0}, measured={"compute": 2.0})
     assert fit([without]).constants == NONE.constants | {"compute": fit([without]).compute}

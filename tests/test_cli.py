@@ -131,8 +131,9 @@ def test_the_report_as_json(call: Caller, tmp_path: Path) -> None:
     assert result.err == "", "nothing beside the JSON"
 
 
-def test_a_run_folder_holds_everything(call: Caller, tmp_path: Path) -> None:
+def test_a_run_folder_holds_everything(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_job(tmp_path)
+    monkeypatch.setenv("SHOAL_PREDICT", "on")
     result = call.train("job.py", "--workers", "2", "--run-dir", "deep/run")
     folder = Path("deep/run")
     assert {path.name for path in folder.iterdir()} == {

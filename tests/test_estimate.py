@@ -125,7 +125,8 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         x = x + self.attend(h, h, h, need_weights=True)[0]
-        return x + self.down(F.gelu(self.up(self.second(x))))
+        more: Tensor = self.down(F.gelu(self.up(self.second(x))))
+        return x + more
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -244,8 +245,9 @@ def test_a_block_that_works_with_what_others_made_knows_what_comes_in() -> None:
             self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            first = self.a(x)
-            return self.c(self.b(first)) + first
+            first: Tensor = self.a(x)
+            last: Tensor = self.c(self.b(first))
+            return last + first
 
     a, b, c = traced(Skips(), torch.zeros(4, 8)).blocks
     assert (a.output, b.output, c.output) == (4 * 8 * 4, 2 * 4 * 8 * 4, 0)  # what skips b goes through it
@@ -261,13 +263,18 @@ def test_a_model_with_everything_can_be_traced() -> None:
     assert work.tied == model.get_parameter("words.weight").numel() and not work.notes
 
 
-def test_a_model_that_needs_values_is_run_once_if_it_is_small() -> None:
+def test_a_model_that_needs_values_is_run_once_if_it_is_small(capsys: pytest.CaptureFixture[str]) -> None:
+    """It leaves no trace: generators are as before, and what it prints is for when it trains."""
+
     class Chooses(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            found = super().forward(x)
+            print("chooses")
+            found: Tensor = F.dropout(super().forward(x))
             return found * 2 if found.sum() > 0 else found
 
+    state = torch.get_rng_state()
     work = survey(job_of(lambda: nn.Sequential(Chooses(8, 8)), torch.ones(4, 8)))
+    assert torch.equal(torch.get_rng_state(), state) and capsys.readouterr().out == ""
     assert work.blocks[0].flops(backward=False) == 2 * 4 * 8 * 8
     assert "run once" in work.notes[0]
 
@@ -279,7 +286,7 @@ def test_a_backward_that_needs_values_counts_as_twice_forward() -> None:
             return x * 1.0
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient if gradient.sum().item() >= 0 else -gradient
 
     class Layer(nn.Linear):
@@ -300,7 +307,8 @@ def test_a_model_that_fails_is_told_with_the_line() -> None:
             self.down = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.down(self.up(x))  # the user's line
+            found: Tensor = self.down(self.up(x))  # the user's line
+            return found
 
     with pytest.raises(JobError, match="the model fails: RuntimeError") as told:
         survey(job_of(Wrong, torch.zeros(4, 8)))
@@ -398,7 +406,7 @@ def needs(**changes: Any) -> dict[str, float]:
     given |= {"zero": 0, "cut": True, "lanes": 4, "pieces": 1} | changes
     numbers = {"weight": 4.0, "gradient": 4.0, "state": given.pop("state", 8.0), "buffers": 0.0}
     keeps = given.pop("keeps", 0.0)
-    arrays = {name: np.array([[value]]) for name, value in given.items()}
+    arrays: dict[str, Any] = {name: np.array([[value]]) for name, value in given.items()}
     parts = held(**arrays, **numbers, keeps=keeps)
     found = {name: float(part[0, 0]) for name, part in parts.items()}
     return found | {"other": found["other"] - 7e6}
@@ -479,6 +487,13 @@ def test_a_job_is_told_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.Cap
     assert value["lane_seconds"].keys() == {"1", "2", "4", "8"}
 
 
+def test_a_save_that_needs_more_than_a_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, small(tmp_path, "nn.Linear(8, 4000)"), "--set", "lanes=1", "--set", "batch=1")
+    assert "most while it saves" in out
+    _, out, _ = run(capsys, small(tmp_path), "--set", "lanes=1")
+    assert "most while it saves" not in out and "+ activations" in out
+
+
 def test_a_shape_needs_no_code(capsys: pytest.CaptureFixture[str]) -> None:
     shape = "layers=96,hidden=12288,heads=96,seq=2048,vocab=51200"
     code, out, _ = run(capsys, "--gpt", shape, "--cluster", "dgx-a100", "--batch", "8", "--microbatch", "2")
@@ -492,7 +507,7 @@ def test_a_shape_needs_no_code(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_script_is_found_out_by_what_it_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, script(tmp_path), "3")
+    code, out, _ = run(capsys, script(tmp_path), "--", "3")
     assert code == 0
     assert "16 samples" not in out and "2 lanes × 1 microbatch of 16" in out
     assert out.splitlines()[-1] == f"next: shoal run {tmp_path}/loop.py --workers 2"
@@ -511,6 +526,7 @@ def test_a_script_is_found_out_by_what_it_calls(tmp_path: Path, capsys: pytest.C
         (("--gpt", "layers=2,hidden=10,heads=4,seq=8,vocab=16"), "not divisible"),
         (("--gpt", "layers=2,hidden=8,heads=4,seq=8,vocab=16", "--microbatch", "0"), "at least 1"),
         (("--gpt", "layers=2,hidden=8,heads=4,seq=8,vocab=16", "--microbatch", "3", "--batch", "8"), "not divisible"),
+        (("{small}", "--", "3"), "belong to a script"),
         (("{wrong}",), "in 0 (Linear)"),
     ],
 )

@@ -44,6 +44,11 @@ def job(loss: Any = F.mse_loss, **changes: Any) -> shoal.Job:
     return shoal.Job(**usual | changes)
 
 
+@pytest.fixture(autouse=True)
+def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_PREDICT", "on")
+
+
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -160,6 +165,16 @@ def test_every_run_records_its_prediction(tmp_path: Path) -> None:
     assert event.samples_per_second == told["samples_per_second"]
     said = [text for label, text in rows(report.value) if label == "a step"]
     assert "    predicted " in said[0] and said[0].endswith("; laptop preset)")
+
+
+def test_predictions_can_be_left_out(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_job(tmp_path)
+    monkeypatch.setenv("SHOAL_PREDICT", "off")
+    result = call.train("job.py", "--run-dir", "run")
+    assert result.value["prediction"] is None and not Path("run/prediction.json").exists()
+    monkeypatch.setenv("SHOAL_PREDICT", "no")
+    refused = call("train", "job.py")
+    assert refused.code == 2 and "SHOAL_PREDICT=no is not known" in refused.err and "fix: on or off" in refused.err
 
 
 def test_a_run_that_cannot_be_predicted_trains_as_ever(call: Caller, tmp_path: Path) -> None:

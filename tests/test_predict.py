@@ -36,7 +36,7 @@ from shoal.estimate.table import (
 )
 from shoal.estimate.traffic import HALF, collective, message, server_seconds, updates_per_second
 from shoal.schedule import in_flight as held_by
-from shoal.schedule import make_schedule, play
+from shoal.schedule import fit_schedule, play
 
 GOLDEN = Path(__file__).parent / "golden"
 GPT3 = Shape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
@@ -71,8 +71,8 @@ def test_flops_are_those_of_the_formulas() -> None:
         full = 96 * 7 * layers * s * h**2 * (1 + s / (6 * h) + vocab / (16 * layers * h))
         assert shape.flops(7) == pytest.approx(plain, rel=1e-12)
         assert shape.flops(7, "full") == pytest.approx(full, rel=1e-12)
-        # Selective: one more forward of attention's core, 4s²h a layer.
-        assert shape.flops(7, "selective") == pytest.approx(plain + 7 * layers * 4 * s * s * h, rel=1e-12)
+        selective = 72 * 7 * layers * s * h**2 * (1 + s / (3 * h) + vocab / (12 * layers * h))
+        assert shape.flops(7, "selective") == pytest.approx(selective, rel=1e-12)
 
 
 def test_the_work_of_a_shape_has_the_flops_and_parameters_of_its_formulas() -> None:
@@ -126,10 +126,10 @@ def test_fp32_gradients_make_it_18_and_6_and_12_over_d() -> None:
 
 
 def test_textbook_numbers() -> None:
-    weights, gradients, _ = states(1e11, 0, 1, 4.0, 4.0, 0.0)
+    weights, gradients, _ = states(1e11, 0, 1.0, 4.0, 4.0, 0.0)
     assert weights == 400e9
     assert weights + gradients + 400e9 == 1.2e12  # and activations of the same size
-    gradient = states(175e9, 0, 1, 4.0, 4.0, 0.0)[1]
+    gradient = states(175e9, 0, 1.0, 4.0, 4.0, 0.0)[1]
     assert gradient == 700e9
     link = Tier(name="host", size=3, latency=0.0, alone=25e9, each=25e9)  # 200 Gbit/s
     # 3 replicas, one way: two of them send theirs.
@@ -187,7 +187,7 @@ def test_microbatches_in_flight_are_those_of_the_schedules() -> None:
         ("gpipe", 1, 4, 6), ("1f1b", 1, 4, 8), ("1f1b", 1, 4, 4), ("interleaved", 2, 4, 8), ("interleaved", 3, 2, 6),
         ("interleaved", 4, 4, 4), ("zero-bubble", 2, 4, 8), ("zbv", 2, 4, 8), ("zbv", 2, 4, 4), ("dualpipe", 2, 4, 8),
     ):  # fmt: skip
-        schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+        schedule = fit_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
         found = in_flight(name, ranks, np.array([microbatches]), chunks)[0].sum(axis=0)
         assert found.tolist() == [held_by(schedule, rank) for rank in range(ranks)], (name, chunks)
 
@@ -292,13 +292,17 @@ def test_bubbles_are_those_of_the_schedule_played(name: str, chunks: int) -> Non
     ends = [replace(work.blocks[at], ops=()) for at in (0, -1)]
     work = replace(work, blocks=(ends[0], *work.blocks[1:-1], ends[1]))
     runtime = replace(MEGATRON, microbatch_seconds=0.0, overlap_pipeline=1.0)
-    for ranks, m in ((2, 8), (4, 8), (4, 16)):
+    for ranks, m in ((2, 8), (4, 8), (4, 16), (4, 1), (4, 2), (4, 3), (4, 6), (8, 3), (8, 5)):
+        if ranks * chunks > 32 or (name == "1f1b" and m < ranks):
+            continue
         setup = Setup(pipeline=ranks, chunks=chunks, schedule=name, batch=m)
         found = predict(work, setup, A100, runtime)
         stage = found.stages[0]
         forward, backward = stage.forward / chunks, stage.backward / chunks
-        played = play(make_schedule(name, ranks=ranks, microbatches=m, chunks=chunks), forward, backward)
-        assert found.terms["bubble"] == pytest.approx(played.total - m * (stage.forward + stage.backward), rel=0.02)
+        played = play(fit_schedule(name, ranks=ranks, microbatches=m, chunks=chunks), forward, backward)
+        waits = played.total - m * (stage.forward + stage.backward)
+        # With fewer microbatches than fill it, forwards count as half of a backward.
+        assert found.terms["bubble"] == pytest.approx(waits, rel=0.02 if m >= 2 * ranks else 0.1), (ranks, m)
 
 
 def test_unequal_stages_cost_the_sum_and_the_dearest() -> None:
@@ -375,6 +379,31 @@ def test_each_part_answers_for_what_it_is_named() -> None:
     assert waits[1] < waits[0]
 
 
+def test_recomputation_stops_early_where_the_runtime_does() -> None:
+    """All but the last product of a block, a third of its FLOPs; PyTorch's selective does every second one again."""
+    work, setup = work_of_shape(replace(SMALL, hidden=8192, ffn=0), "bf16", PLAIN), Setup(batch=4, recompute="full")
+    whole, early = (
+        predict(work, setup, A100, replace(FSDP, early_stop=stops)).terms["recompute"] for stops in (False, True)
+    )
+    assert early / whole == pytest.approx(2 / 3, abs=0.03)
+    core, products = (
+        predict(work, replace(setup, recompute="selective"), A100, replace(FSDP, selective=kept))
+        for kept in ("core", "products")
+    )
+    assert core.terms["recompute"] < products.terms["recompute"] < early
+    assert core.stages[0].memory["activations"] > 2 * products.stages[0].memory["activations"]
+
+
+def test_traffic_hides_behind_more_of_an_interleaved_pipeline() -> None:
+    """Of 4 ranks with 2 chunks: behind (4 + 1)/2 backward passes instead of one."""
+    work = work_of_shape(Shape(layers=16, hidden=4096, heads=32, seq=512, vocab=1024), "bf16")
+    setup, cluster = Setup(data=16, pipeline=4, batch=128), find_cluster("cloud-100g", hosts=8)
+    one = predict(work, setup, cluster)
+    two = predict(work, replace(setup, chunks=2, schedule="interleaved"), cluster)
+    assert two.hidden == pytest.approx(2.5 * one.hidden, rel=0.05)
+    assert predict(work, setup, cluster, MEGATRON_2021).hidden == 0
+
+
 def test_a_cluster_without_devices_cannot_be_predicted_for() -> None:
     hosts = tuple(replace(host, device=None) for host in A100.hosts)
     cluster = Cluster(racks=(replace(A100.racks[0], hosts=hosts),))
@@ -411,7 +440,7 @@ def test_vtrain_on_one_node() -> None:
 
 
 def test_one_layer_of_korthikanti() -> None:
-    """Held out: nothing was fitted to its five rows but how much of backward's all-reduces hides."""
+    """One constant was chosen by its five rows: how much of backward's all-reduces hides."""
     shape = KORTHIKANTI["22B"][0]
     experiments = {"no_recompute": (0, 0), "sequence_parallel": (0, 1), "full_recompute": (2, 0), "selective": (1, 0),
                    "selective_plus_sequence": (1, 1)}  # fmt: skip
@@ -450,7 +479,7 @@ def test_mpt_on_eight_devices(section: str, bound: float) -> None:
 
 
 def test_seconds_of_the_7b_runs() -> None:
-    """Held out. Two of the six are on GB200, of which no other table tells."""
+    """Not fitted to. Two of the six are on GB200, of which no other table tells."""
     average, most, order = off(rows_of("megatron_functional_goldens_7b.csv"))
     assert average < 0.12 and most < 0.27 and order > 0.8
 
@@ -515,7 +544,7 @@ def test_columns_that_are_not_there_have_their_usual_values(tmp_path: Path) -> N
     ("changes", "says"),
     [
         ({"gpus": "16"}, "tp 2 × pp 2 × dp 2 = 8, but gpus is 16"),
-        ({"layers": "25"}, "layers 25 is not divisible by pp × vp = 2"),
+        ({"layers": "1"}, "layers 1 are fewer than the stages: pp × vp = 2"),
         ({"global_batch": "15"}, "global_batch 15 is not divisible by dp × micro_batch = 2"),
         ({"heads": "1"}, "heads 1 is not divisible by tp = 2"),
         ({"hidden": "many"}, "column hidden is 'many'"),
@@ -590,3 +619,26 @@ def test_kendalls_tau_of_orders() -> None:
     assert kendall_tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1
     assert kendall_tau([1, 2, 3, 4], [4, 3, 2, 1]) == -1
     assert kendall_tau([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
+
+
+JOB = """
+import shoal, torch
+from torch import nn
+
+job = shoal.Job(
+    model=lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)),
+    data=(torch.zeros(64, 16), torch.zeros(64, dtype=torch.long)), loss=nn.functional.cross_entropy,
+    optimizer=lambda named: torch.optim.AdamW(named), batch=32, lanes=4, steps=2)
+"""
+
+
+def test_a_job_is_predicted_with_its_own_batch_and_lanes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(JOB, encoding="utf-8")
+    assert main(["predict", str(path), "--layout", "data=2", "--cluster", "laptop", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["layout"] == "data=2"
+    assert value["samples_per_second"] == pytest.approx(32 / value["seconds"])
+    assert value["stages"][0]["parameters"] == 16 * 64 + 64 + 64 * 64 + 64 + 64 * 4 + 4
+    assert main(["predict", str(path), "--batch", "64", "--cluster", "laptop"]) == 2
+    assert "a job has its own" in capsys.readouterr().err

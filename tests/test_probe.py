@@ -159,6 +159,8 @@ def test_a_quick_probe_writes_a_file_that_reads_back(tmp_path: Path, capfd: pyte
     assert {"gelu", "convolution", "bernoulli_"} <= set(host.device.rates)
     assert "products" in said.err and "links" in said.err, "a long probe tells what it does"
 
+    with pytest.raises(InputError, match="no folder"):
+        probe_command(given(tmp_path / "nowhere" / "cluster.toml"))
     with pytest.raises(InputError, match="there already") as refused:
         probe_command(given(path))
     assert "--force" in str(refused.value.fix)

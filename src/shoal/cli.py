@@ -38,6 +38,7 @@ from shoal.engines.remains import clean
 from shoal.engines.wiring import picture, summary
 from shoal.errors import InputError, ShoalError
 from shoal.exact.kernels import ISA_IN_FORCE
+from shoal.forecast import wanted
 from shoal.job import Job
 from shoal.launch import Prepared, isa_environment, open_job, plan_for, run_with, train_with
 from shoal.load import load_job
@@ -363,7 +364,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     own, script = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     options: argparse.Namespace = build_parser().parse_args(own)
     options.script_arguments = script
-    if script and options.command not in ("run", "lab"):
+    if script and options.command not in ("run", "lab", "estimate"):
         raise InputError(f"arguments after -- belong to a script, and {options.command} runs none")
     return options
 
@@ -469,7 +470,7 @@ def _options(given: argparse.Namespace) -> Options:
         auto=given.plan == AUTO,
         cluster=getattr(given, "cluster", None),
         calibrate=tuple(getattr(given, "calibrate", ())),
-        foresee=given.command == "train",
+        foresee=given.command == "train" and wanted(),
         run_dir=given.run_dir,
         resume=given.resume,
         quiet=given.quiet or given.json,

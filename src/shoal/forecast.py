@@ -22,7 +22,7 @@ import msgspec
 
 from shoal.cluster import Cluster, Host, find_cluster
 from shoal.engines.local import die_with_parent
-from shoal.errors import ShoalError
+from shoal.errors import InputError, ShoalError
 from shoal.feed import Source
 from shoal.job import Job
 from shoal.machine import this_machine
@@ -38,6 +38,7 @@ BESIDE_SECONDS = 5.0  # that the end of a run waits for its prediction at the mo
 CPU_SECONDS = 10  # of a processor, that following a job's code may take
 DECIDING_SECONDS = 60.0  # that a layout waits for it
 PRESET = "laptop preset"
+ENVIRONMENT = "SHOAL_PREDICT"  # off: runs are not predicted, which saves a fraction of a second of one core
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +106,14 @@ def _with_devices(lab: Cluster, like: Host) -> Cluster:
         for rack in lab.racks
     ]
     return replace(lab, racks=tuple(racks))
+
+
+def wanted() -> bool:
+    """Whether runs are to be predicted: yes, unless the environment says no."""
+    said = os.environ.get(ENVIRONMENT, "on")
+    if said not in ("on", "off"):
+        raise InputError(f"{ENVIRONMENT}={said} is not known", fix="on or off")
+    return said == "on"
 
 
 # -- following the job's code -----------------------------------------------------------------------------------------

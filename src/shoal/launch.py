@@ -17,7 +17,7 @@ from shoal.driver import Driver, Launch, Options, rules_of
 from shoal.errors import InputError, PlanError, RunFolderError, ShoalError
 from shoal.exact.kernels import ISA_ENVIRONMENT, ISA_IN_FORCE
 from shoal.feed import open_source
-from shoal.forecast import BESIDE_SECONDS, Foresight, ground
+from shoal.forecast import BESIDE_SECONDS, Foresight, ground, wanted
 from shoal.history import committed_floor
 from shoal.job import Job
 from shoal.memory import read_size
@@ -102,7 +102,7 @@ def train(
         auto=plan == "auto",
         cluster=None if cluster is None else str(cluster),
         calibrate=tuple(map(str, calibrate)),
-        foresee=True,
+        foresee=wanted(),
         run_dir=Path(run_dir) if run_dir is not None else None,
         resume=resume,
         quiet=quiet,
@@ -191,6 +191,8 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
         options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
         folder, settings = open_folder(options)
         with folder:
+            if options.foresee:
+                prepared.foresight().begin()  # works beside the start of the workers
             driver = Driver(_launch(prepared, folder, options, name), folder, settings, options)
             value = driver.run()
             while driver.next is not None:  # the same run, with another layout
@@ -210,8 +212,6 @@ class Prepared:
         check(rules_of(options.settings), self.plan.workers)
 
     def __enter__(self) -> "Prepared":
-        if self.options.foresee:
-            self.foresight().begin()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -228,6 +228,8 @@ class Prepared:
     def decide(self) -> None:
         """The layout, where it was left to the planner; and what does not fit is said before there is a folder."""
         options, workers = self.options, self.plan.workers
+        if options.foresee or options.cluster is not None or options.calibrate:
+            self.foresight()
         free = options.plan is None and options.layout is None and options.shares is None
         former = _former(options) if free else None
         known = options.settings.memory is not None or options.cluster is not None  # else plain copies are all there is

@@ -37,7 +37,7 @@ from shoal.report.folder import find_run
 from shoal.seat import environment_store
 from shoal.testing import ranks
 
-AT_ONCE = (1, 2, 4, 1, 2, 4)  # each twice, with time between
+AT_ONCE = (1, 2, 4)  # workers; and one for each core
 DEADLINE_SECONDS = 600.0
 MERGED_BYTES, QUICK_MERGED_BYTES = 16 << 20, 1 << 20
 DEFAULT_LINK = Link(bytes_per_second=125e6)  # 1 Gbit/s, as in a lab: what leads out of a single host was not measured
@@ -65,6 +65,8 @@ def probe_command(given: argparse.Namespace) -> int:
     first = not launched or os.environ["RANK"] == "0"
     if first and path.exists() and not given.force:
         raise InputError(f"{path} is there already", fix="--force to write over it, or -o with another name")
+    if first and not path.parent.is_dir():
+        raise InputError(f"{path} cannot be written: there is no folder {path.parent}", fix="-o cluster.toml")
     began = time.monotonic()
     lab: Lab | None = getattr(given, "lab", None)
     if launched:
@@ -111,7 +113,8 @@ def probe(
     count = max(2, workers or (cores() if lab is None else lab.cluster.workers))
     pace = msgspec.convert(_forked(1, lambda group: msgspec.to_builtins(measure(quick=quick, say=say)))[0], Pace)
     crowd: dict[int, Crowd] = {}
-    for number in (1, 2) if quick else AT_ONCE:
+    # Each twice, with time between.
+    for number in (1, 2) if quick else 2 * sorted({*AT_ONCE, cores()}):
         say(f"{number} at once" if number > 1 else "one by itself")
         looks = _forked(number, lambda group: _together(group, quick))
         found = _typical([msgspec.convert(each, Crowd) for each in looks])
@@ -209,10 +212,8 @@ def device_of(found: Found, *, share: float = 1.0) -> Device:
     speed, half = fits["fp32"]
     best = max(flops / seconds for flops, seconds in pace.products["fp32"])
     efficiency = min(1.0, speed / best)
-    alone, crowded = found.crowd.get(1), found.crowd.get(min(found.cores, max(found.crowd)))
-    slower = 1.0
-    if alone is not None and crowded is not None:
-        slower = max(1.0, (crowded.product / alone.product + crowded.stream / alone.stream) / 2)
+    alone, crowded = found.crowd[1], found.crowd[max(count for count in found.crowd if count <= max(1, found.cores))]
+    slower = max(1.0, (crowded.product / alone.product + crowded.stream / alone.stream) / 2)
     fastest = max(pace.far, pace.near)
     return Device(
         name="core",
@@ -230,54 +231,53 @@ def device_of(found: Found, *, share: float = 1.0) -> Device:
 
 def cluster_of(found: Found, like: Cluster | None = None) -> Cluster:
     """`like`: a lab's cluster, whose hosts all share this machine; else hosts are as the workers say."""
-    memory = found.links.get("memory")
-    latency = found.meeting if found.meeting is not None else memory[0] if memory else None
-    speed = found.merge if found.merge is not None else memory[1] if memory else None
-    inside = None
-    if speed is not None and latency is not None:
-        link = Link(bytes_per_second=_short(speed), latency_seconds=_short(latency))
-        inside = Inside(link=link, kind="memory")
-    link = _link(found.links.get("host")) or DEFAULT_LINK
+    share = 1.0 if like is None else min(1.0, found.cores / like.workers)
+    known: dict[str, Any] = {
+        "device": device_of(found, share=share),
+        "inside": _inside(found),
+        "link": _link(found.links.get("host")) or DEFAULT_LINK,
+    }
     uplink = _link(found.links.get("rack"))
     if like is not None:
-        share = min(1.0, found.cores / like.workers)
-        device = device_of(found, share=share)
-
-        def host(each: Host) -> Host:
-            return replace(each, device=device, devices=each.workers, link=link, inside=inside)
-
         return Cluster(
             racks=tuple(
-                replace(rack, hosts=tuple(map(host, rack.hosts)), uplink=uplink or _together_link(rack, link))
+                _rack(rack.name, [replace(host, devices=host.workers, **known) for host in rack.hosts], uplink)
                 for rack in like.racks
             )
         )
-    device = device_of(found)
-    racks: dict[str, list[str]] = {}
-    for name, rack in zip(found.hosts, found.racks, strict=True):
-        if name not in racks.setdefault(rack, []):
-            racks[rack].append(name)
-    made = []
-    for number, names in enumerate(racks.values()):
-        hosts = tuple(
-            Host(
-                name=f"r{number}h{place}",
-                rack=f"r{number}",
-                workers=found.cores,
-                link=link,
-                device=device,
-                devices=found.cores,
-                inside=inside,
+    names: dict[str, set[str]] = {}  # of hosts, by rack
+    for host, rack in zip(found.hosts, found.racks, strict=True):
+        names.setdefault(rack, set()).add(host)
+    return Cluster(
+        racks=tuple(
+            _rack(
+                f"r{number}",
+                [
+                    Host(
+                        name=f"r{number}h{place}", rack=f"r{number}", workers=found.cores, devices=found.cores, **known
+                    )
+                    for place in range(len(hosts))
+                ],
+                uplink,
             )
-            for place in range(len(names))
+            for number, hosts in enumerate(names.values())
         )
-        below = Link(bytes_per_second=link.bytes_per_second * len(hosts), latency_seconds=link.latency_seconds)
-        made.append(Rack(name=f"r{number}", hosts=hosts, uplink=uplink or below))
-    return Cluster(racks=tuple(made))
+    )
 
 
-def _together_link(rack: Rack, link: Link) -> Link:
-    return Link(bytes_per_second=link.bytes_per_second * len(rack.hosts), latency_seconds=link.latency_seconds)
+def _rack(name: str, hosts: Sequence[Host], uplink: Link | None) -> Rack:
+    """An uplink that was not measured carries what its hosts send."""
+    together = sum(host.link.bytes_per_second for host in hosts)
+    return Rack(name=name, hosts=tuple(hosts), uplink=uplink or replace(hosts[0].link, bytes_per_second=together))
+
+
+def _inside(found: Found) -> Inside | None:
+    """Memory between workers of a host: as gradients are added up in it; else as messages go through it."""
+    if found.merge is not None and found.meeting is not None:
+        link = _link((found.meeting, found.merge))
+    else:
+        link = _link(found.links.get("memory"))
+    return None if link is None else Inside(link=link, kind="memory")
 
 
 def _link(measured: tuple[float, float] | None) -> Link | None:
@@ -296,8 +296,9 @@ def _short(value: float) -> float:
 def text(found: Found, cluster: Cluster) -> str:
     device = cluster.hosts[0].device
     assert device is not None
-    cores = f"{found.cores} core{'s' if found.cores > 1 else ''}"
-    lines = [f"{cores}, {figures.size(found.memory)} of memory", ""]
+    lines = [f"{found.cores} core{'s' if found.cores > 1 else ''}, {figures.size(found.memory)} of memory"]
+    share = found.cores / cluster.devices
+    lines += [f"shared by {cluster.devices} workers: each is {share:.2g} of a core", ""] if share < 1 else [""]
     products = ", ".join(f"{name} {peak / 1e9:.4g} GFLOP/s" for name, peak in device.peak.items())
     lines.append(f"  products    {products}; {device.efficiency:.0%} of that on the whole,")
     lines.append(f"              half of it at {device.half_flops / 1e6:.3g} MFLOP")
@@ -322,10 +323,7 @@ def _is_product(name: str) -> bool:
 
 
 def _crowd_lines(found: Found) -> list[str]:
-    alone = found.crowd.get(1)
-    if alone is None:
-        return []
-    told = []
+    alone, told = found.crowd[1], []
     for count, crowd in sorted(found.crowd.items()):
         turns = max(1.0, count / found.cores)
         product, stream = crowd.product / alone.product * turns, crowd.stream / alone.stream * turns

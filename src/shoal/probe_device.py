@@ -94,7 +94,7 @@ def measure(*, quick: bool = False, say: Callable[[str], None] = lambda _: None)
 def _pass(clock: Clock, quick: bool) -> Pace:
     return Pace(
         products={name: _products(dtype, clock, quick) for name, dtype in DTYPES.items()},
-        far=_stream(clock, FAR_BYTES >> (4 if quick else 0), 1),
+        far=_stream(clock, FAR_BYTES >> (1 if quick else 0), 1),
         near=_stream(clock, NEAR_BYTES, NEAR_COUNT),
         overhead=_overhead(clock),
         rates=operator_rates(clock),

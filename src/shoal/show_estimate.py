@@ -1,6 +1,5 @@
 """What `shoal estimate` prints: blocks and what each costs, what one device would need, and what lanes cost."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -166,16 +165,19 @@ def _notes(found: Estimate) -> list[str]:
     notes = ["of one microbatch: FLOPs, kept, tensor, pipeline; of a step: data; of each time a block computes: zero=3"]
     if found.work.tied:
         notes.append(f"{count(found.work.tied)} parameters are tied: they are in two blocks, and once in all")
-    if not any(line.tensor for line in found.lines):
-        notes.append("nothing to slice was found: tensor parallelism would only copy")
+    if not any(line.tensor for line in found.lines) and not found.work.notes:
+        notes.append("nothing to slice was found: tensor=… would only copy")
     return [*notes, *(f"note: {note}" for note in found.work.notes)]
 
 
 def _alone(found: Estimate) -> list[str]:
     held = {name: each for name, each in found.alone.stages[0].memory.items() if each >= 0.5}
     parts = " + ".join(f"{name} {size(each)}" for name, each in held.items())
-    needs = f"one device needs {size(found.alone.peak)}: {parts}"
-    return [needs, f"{found.device.name} has {size(found.memory)}: {verdict(found)}"]
+    lines = [f"one device needs {size(found.alone.peak)}: {parts}"]
+    if "activations" not in held:  # of a job
+        kept = size(sum(line.times * line.kept for line in found.lines))
+        lines.append(f"most while it saves: other is the copy that a checkpoint is written from; a step keeps {kept}")
+    return [*lines, f"{found.device.name} has {size(found.memory)}: {verdict(found)}"]
 
 
 def verdict(found: Estimate) -> str:

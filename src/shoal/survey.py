@@ -1,7 +1,11 @@
 """The work of a job, or of a script with its own loop, before anything of it runs: what `shoal estimate`, `plan` and
 `predict` begin with. Nothing large is allocated."""
 
+import io
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +14,7 @@ from torch.optim import Optimizer
 from shoal.errors import JobError, ShoalError
 from shoal.estimate.trace import Cut, Traced, fake_batch, fake_mode, needs_values, stand_in, trace
 from shoal.estimate.work import Work
+from shoal.exact.seeds import untouched_generators
 from shoal.feed import Source
 from shoal.job import Job
 from shoal.memory import state_factor
@@ -23,15 +28,17 @@ from shoal.strategies.data import read_loss
 from shoal.strategies.tensor.find import find_rules
 from shoal.strategies.update import halve
 
+OWN_LOOP = "a loop of its own is spread over replicas (data) alone; a shoal.Job can be cut in every way"
 REAL_BYTES = 256 << 20  # of weights: a model no larger is run once where shapes are not enough
 
 
 def work_of(job: Job, source: Source) -> Work:
-    """Of one microbatch of the job, loss included."""
+    """Of one microbatch of the job, loss included. Generators stay as they are; what the job's code prints is dropped:
+    training will print it."""
     made = sketch_of(job)
     model = computing(job, made.model)
-    batch = microbatch_of(job, source)
-    traced = _traced(job, model, find_blocks(made.model, job.blocks), batch)
+    with untouched_generators(), redirect_stdout(io.StringIO()):
+        traced = _traced(job, model, find_blocks(made.model, job.blocks), microbatch_of(job, source))
     masters = job.precision == "bf16-weights"
     return _work(job, traced, model, job.optimizer, masters=masters)
 
@@ -44,7 +51,9 @@ def work_of_script(path: str, arguments: Sequence[str] = ()) -> Work:
         blocks = find_blocks(found.model, found.job.blocks)
         with found.mode:
             traced = trace(found.model, blocks, lambda: _loss(found.closure(batch)), inputs=batch)
-        return _work(found.job, traced, found.model, _like(found.optimizer))
+        named = found.job.changed(name=Path(path).stem)
+        work = _work(named, traced, found.model, _like(found.optimizer))
+        return replace(work, notes=(OWN_LOOP, *work.notes))
 
     return rehearse(path, arguments, look)
 
@@ -102,7 +111,7 @@ def _traced(job: Job, model: nn.Module, blocks: Blocks, batch: Any) -> Traced:
     if job.precision == "bf16-weights":
         halve(real.model)
     traced = _trace(job, real.model, blocks, batch, sliced)
-    return Traced(blocks=traced.blocks, tied=traced.tied, dtype=traced.dtype, notes=(note, *traced.notes))
+    return replace(traced, notes=(note, *traced.notes))
 
 
 def _trace(job: Job, model: nn.Module, blocks: Blocks, batch: Any, sliced: Cut) -> Traced:

@@ -26,8 +26,7 @@ def add(commands: Any) -> None:
         "shoal estimate examples/gpt.py",
     )
     parser.add_argument("file", nargs="?", metavar="FILE[:job]",
-                        help="a file that holds a shoal.Job, or a script that calls shoal.join")  # fmt: skip
-    parser.add_argument("arguments", nargs="*", metavar="ARG", help="of a script, after --")
+                        help="a file that holds a shoal.Job, or a script that calls shoal.join (-- ARGS)")  # fmt: skip
     parser.add_argument("--gpt", metavar="SHAPE", help=f"instead of a file: {EXAMPLE}")
     parser.add_argument("--microbatch", type=int, metavar="N", help="samples of a microbatch, of a shape (1)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape (one microbatch)")
@@ -53,8 +52,10 @@ def _work(given: argparse.Namespace) -> Work:
         told = "neither is" if given.file is None else "both are"
         raise InputError(f"a file or a shape is to be estimated; {told} given", fix="shoal estimate examples/gpt.py")
     if given.gpt is not None:
-        if given.settings:
-            raise InputError("--set changes a job, and a shape is none", fix="the shape itself: layers=48,…")
+        if given.settings or given.script_arguments:
+            raise InputError(
+                "--set and -- ARGS are for files, and a shape is none", fix="the shape itself: layers=48,…"
+            )
         return work_of_shape(Shape.read(given.gpt), given.dtype)
     for name in ("microbatch", "batch"):
         number = getattr(given, name)
@@ -65,9 +66,9 @@ def _work(given: argparse.Namespace) -> Work:
     if path.is_file() and has_own_loop(path):
         if given.settings:
             raise InputError("--set changes a job, and this script has its own loop", fix="its own arguments, after --")
-        return work_of_script(given.file, given.arguments)
-    if given.arguments:
-        raise InputError(f"unknown argument {given.arguments[0]}", fix="shoal estimate --help shows what there is")
+        return work_of_script(given.file, given.script_arguments)
+    if given.script_arguments:
+        raise InputError("arguments after -- belong to a script, and a job has --set", fix="--set batch=64")
     job = load_job(given.file, given.settings)
     return work_of(job, open_source(job.data, seed=job.seed, shuffle=job.shuffle))
 

@@ -14,7 +14,7 @@ weighs as much as `PRIOR` long runs (ridge regression in logarithms: one unknown
     ln factor = Σ weight · ln(measured / predicted) / (Σ weight + PRIOR)
 
 One long run moves it two thirds of the way, ten nearly all of it. `step` is the same of measured − predicted, drawn
-towards 0.
+towards 0; what is next to nothing on one side (traffic that is mostly waiting, say) is a part of it.
 """
 
 import math
@@ -82,9 +82,8 @@ def fit(runs: Sequence[Observed], cluster: str | None = None) -> Calibration:
                 fix=f"--cluster {each.cluster}, or runs that were predicted for {expected}",
             )
     found = {name: math.exp(_drawn([(run, _says(run, name)) for run in runs])) for name in FACTORS}
-    more = _drawn([(run, run.measured["step"] - run.predicted["step"] + run.used.step)
-                   for run in runs if "step" in run.measured and "step" in run.predicted])  # fmt: skip
-    return Calibration(**found, step=more, runs=len(runs), cluster=expected)
+    step = _drawn([(run, _besides(run)) for run in runs])
+    return Calibration(**found, step=step, runs=len(runs), cluster=expected)
 
 
 def _drawn(said: Sequence[tuple[Observed, float | None]]) -> float:
@@ -100,6 +99,12 @@ def _says(run: Observed, name: str) -> float | None:
         return None
     found = math.log(measured / predicted) + math.log(getattr(run.used, name))
     return max(-MOST, min(MOST, found))
+
+
+def _besides(run: Observed) -> float:
+    """Seconds of a step that no factor speaks for: also of causes that are too small on one side to have one."""
+    causes = ["step", *(name for name in FACTORS if name != "memory" and _says(run, name) is None)]
+    return run.used.step + sum(run.measured.get(name, 0.0) - run.predicted.get(name, 0.0) for name in causes)
 
 
 def _step(causes: Mapping[str, float]) -> float:

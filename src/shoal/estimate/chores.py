@@ -37,9 +37,9 @@ class Chores:
     spread: float = 1.5  # the same in one pack with others
     clip: float = 1.2  # for each tensor of which the norm is taken
     sum_bytes: float = 12.0  # that adding up two gradients reads and writes, for each parameter
-    copy_bytes: float = 16.0  # that packing and unpacking rows reads and writes
+    copy_bytes: float = 32.0  # that packing, passing on and unpacking rows reads and writes
     clip_bytes: float = 20.0
-    kept: float = 3e-3  # seconds that a process keeps a core while another waits for it: the kernel's time slice
+    kept: float = 4e-3  # seconds that a process keeps a core while another waits for it: the kernel's time slice
     plain_update: float = 0.2  # of the optimizer's bytes: what an optimizer without state (SGD) moves; Adam: all
 
     def microbatch(self, tensor: np.ndarray, blocks: np.ndarray, starts: np.ndarray, ranks: int) -> np.ndarray:

@@ -12,9 +12,12 @@ Activations: what a stage keeps of one microbatch (work.py), times the microbatc
 
 import numpy as np
 
+Numbers = np.ndarray | float
 
-def states(parameters: np.ndarray, zero: np.ndarray, data: np.ndarray, weight: float, gradient: float, state: float
-           ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+
+def states(
+    parameters: Numbers, zero: Numbers, data: Numbers, weight: float, gradient: float, state: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Bytes of weights, gradients and optimizer of one worker."""
     cut = [np.where(np.asarray(zero) >= level, data, 1) for level in (3, 2, 1)]
     return parameters * weight / cut[0], parameters * gradient / cut[1], parameters * state / cut[2]

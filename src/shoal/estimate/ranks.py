@@ -7,7 +7,6 @@ import numpy as np
 
 from shoal.estimate.work import Work
 from shoal.partition.stages import cut_stages
-from shoal.schedule import V_SHAPED
 
 
 def stage_bounds(work: Work, stages: int, costs: Sequence[float]) -> list[int]:
@@ -83,10 +82,19 @@ def bubble_seconds(
     every = np.arange(len(m))
     if schedule in ("gpipe", "1f1b", "interleaved"):
         waits: np.ndarray = (each.sum(axis=1) - each[every, most]) / chunks
-        return waits
+        # The first microbatches come round again before all of a round are there.
+        return waits + np.maximum(ranks - m, 0) * each[every, most] * (chunks - 1) / chunks
     forward, half, again = halves
     ahead = again + np.maximum(forward, half)
     if schedule == "zbv":
         ahead = ahead + np.maximum(forward - half, 0.0) * max(ranks - 2, 0) / max(ranks - 1, 1)
     waits = (ahead.sum(axis=1) - ahead[every, most]) / chunks
-    return np.where(m < 2 * ranks, 2 * waits, waits) if schedule in V_SHAPED else waits
+    # With few microbatches a pipeline never fills: `short` counts forwards and halves of backwards of one stage. The
+    # numbers are read off the schedule played.
+    unit = (forward + half + again)[every, most] / (2 * chunks)
+    if schedule == "zero-bubble":
+        short = chunks * np.maximum(ranks - m, 0) + (2 * chunks - 2) * np.maximum(ranks / 2 - m, 0)
+        return waits + short * unit
+    full = {"zbv": 4 * ranks - 2, "dualpipe": 5 * ranks - 3}[schedule]
+    short = full - 2 * m + np.where((schedule == "dualpipe") & (m > ranks), 2, 0)
+    return np.maximum(waits, short * unit)

@@ -14,8 +14,6 @@ class Runtime:
     # Compute
     sustained: float = 1.0  # of what a device's largest products reach alone: clocks fall under the load of a step
     passes: float = 1.0  # bytes that operators without products move, over the least: kernels that are not fused
-    attention: float = 1.0  # speed of attention in one kernel, over that of its first version (FlashAttention, 2022)
-    aging: float = 0.43  # such kernels use less of later devices than products do: (an A100's peak / peak) to this
     dispatch: float = 1.0  # of the device's overhead for one operator: Python around each kernel
     concurrent: bool = True  # the host runs ahead of the device; False: what it does adds up (a processor)
     # Selective recomputation keeps all but attention's core (Megatron), or every second product (PyTorch's policy).
@@ -61,12 +59,8 @@ MEGATRON_2021 = Runtime(
 # As of 2022 (sequence parallelism, selective recomputation; Korthikanti et al.): slices reduce behind gradients of
 # weights.
 MEGATRON_2022 = replace(MEGATRON_2021, name="megatron 2022", overlap_tensor=0.5)
-# Megatron-LM and its like since about 2023: gradients and messages between stages overlap with compute. The second
-# version of FlashAttention is half as fast again as the first, and loses less on an H100 (as published with it); where
-# results have to be deterministic it is not, so it counts for less here.
-MEGATRON = replace(
-    MEGATRON_2022, name="megatron", wire_bytes=None, overlap=0.9, overlap_pipeline=0.5, attention=1.2, aging=0.3
-)
+# Megatron-LM and its like since about 2023: gradients and messages between stages overlap with compute.
+MEGATRON = replace(MEGATRON_2022, name="megatron", wire_bytes=None, overlap=0.9, overlap_pipeline=0.5)
 # Fully sharded data parallelism (zero=3) as PyTorch has it: gathers ahead of time, gradients in fp32 on the wire;
 # norms, activations and residuals are kernels of their own, which move half as much again.
 FSDP = Runtime(
@@ -79,7 +73,6 @@ FSDP = Runtime(
     overlap=1.0,
     wire_bytes=4.0,
 )
-FSDP_2024 = replace(FSDP, name="fsdp 2024", attention=1.5, aging=0.3)
 # This runtime, on the cores of processors: one operator after the other, nothing overlaps. Adam without fused kernels
 # reads and writes 84 bytes of a parameter in eight operators: decay, two moments, the root of one, the step.
 SHOAL = Runtime(

@@ -104,10 +104,10 @@ class Shape:
 
         none       72BLsh²(1 + s/6h + V/12Lh)
         full       96BLsh²(1 + s/6h + V/16Lh)     the layers' forward again
-        selective  the s/6h of `none` becomes … + one more forward of attention's core
+        selective  72BLsh²(1 + s/3h + V/12Lh)     as published; what is done again is a third of what that adds
         """
         layer = 2.0 * self.seq * self.matrices + self.core_flops
-        again = {"none": 0.0, "full": layer, "selective": self.core_flops}[recompute]
+        again = {"none": 0.0, "full": layer, "selective": 3 * self.core_flops}[recompute]
         return batch * (self.layers * (3 * layer + again) + 6.0 * self.seq * self.hidden * self.vocab)
 
     @property
@@ -132,9 +132,7 @@ class Style:
     """What a shape does not say, and a training system does."""
 
     flash: bool = True  # attention is one kernel that keeps no s² tensor
-    dropout: bool = (
-        True  # after attention and feed-forward, with masks that are kept (and inside attention, if not flash)
-    )
+    dropout: bool = True  # after attention and feed-forward, with masks that are kept; inside attention if not flash
     rotary: bool = True  # positions turn queries and keys: copies of both are kept
     tied: bool | None = None  # the output has the embedding's matrix; None: as the shape says
     gradient_bytes: float = 4.0  # of a parameter: 4 where they are added up in fp32
@@ -142,8 +140,8 @@ class Style:
 
 
 GPT_2021 = Style(flash=False, rotary=False)  # Megatron-LM until 2022
-GPT = Style(tied=False)  # Megatron-LM since
-# Llama, MPT and their like, under FSDP: 16 bytes of states; a loss in operators of PyTorch: a gradient in fp32 and bf16.
+GPT = Style()  # Megatron-LM since
+# Llama, MPT and their like, under FSDP: 16 bytes of states; a loss made of operators, with gradients in fp32 and bf16.
 PLAIN = Style(dropout=False, gradient_bytes=2.0, loss_bytes=6.0)
 
 

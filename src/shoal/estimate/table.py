@@ -3,14 +3,15 @@
     layers, hidden, heads, seq, vocab, tp, pp, vp, dp, gpus, global_batch, micro_batch, recompute, dtype
 
 and, where a table has them, ffn, kv_heads, gated, zero, schedule, sequence_parallel, cluster. Other columns are kept
-and not looked at. Lines that begin with # are comments.
+and not looked at. Lines that begin with # are comments. Layers that stages do not divide evenly are cut where the
+dearest stage is cheapest.
 
 A row does not say which training system it is from; its date is told by what it does (`era`).
 """
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from shoal.cluster import Cluster, Device, find_cluster
 from shoal.errors import InputError
 from shoal.estimate.predict import predict, slowest_device
 from shoal.estimate.prediction import Prediction
-from shoal.estimate.runtime import FSDP, FSDP_2024, MEGATRON, MEGATRON_2021, MEGATRON_2022, Runtime
+from shoal.estimate.runtime import FSDP, MEGATRON, MEGATRON_2021, MEGATRON_2022, Runtime
 from shoal.estimate.setup import RECOMPUTE, Setup
 from shoal.estimate.shape import GPT, GPT_2021, PLAIN, Shape, Style, work_of_shape
 from shoal.estimate.work import Work
@@ -46,6 +47,7 @@ class Row:
     setup: Setup
     dtype: str
     cluster: str
+    tied: bool | None = None  # the output has the embedding's matrix; None: as the shape says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +61,20 @@ class Era:
 def era(row: Row, device: Device) -> Era:
     """The rule, for all rows alike:
 
-    zero=3          FSDP: weights are gathered block by block; flash attention, no dropout; with a gated feed-forward
-                    part (Llama and later) that of 2024, with its faster attention
+    zero=3          FSDP: weights are gathered block by block; flash attention, no dropout
     fp16, or selective recompute, on devices without fp8
                     Megatron of 2021: attention keeps its s² tensors, dropout, nothing overlaps; with selective
                     recompute or sequence parallelism that of 2022. (Flash attention, which came next, leaves nothing
                     for selective recompute to do.)
-    all others      Megatron as it is now: flash attention, gradients overlap, the output has a matrix of its own
+    all others      Megatron as it is now: flash attention, rotary positions, gradients overlap; in a table (`tied`)
+                    the output has a matrix of its own, as runs of today have
     """
     if row.setup.zero == 3:
-        return Era(runtime=FSDP_2024 if row.shape.gated else FSDP, style=PLAIN)
+        return Era(runtime=FSDP, style=PLAIN)
     if (row.dtype == "fp16" or row.setup.recompute == "selective") and "fp8" not in device.peak:
         later = row.setup.recompute == "selective" or row.setup.sequence_parallel
         return Era(runtime=MEGATRON_2022 if later else MEGATRON_2021, style=GPT_2021)
-    return Era(runtime=MEGATRON, style=GPT)
+    return Era(runtime=MEGATRON, style=replace(GPT, tied=row.tied))
 
 
 def predict_row(row: Row, cluster: Cluster | None = None) -> Prediction:
@@ -92,9 +94,11 @@ def _work(shape: Shape, dtype: str, style: Style) -> Work:
 
 @cache
 def cluster_for(name: str, devices: int) -> Cluster:
-    """Of that name, with as many hosts as so many devices need."""
-    each = find_cluster(name).hosts[0].devices
-    return find_cluster(name, hosts=-(-devices // each)) if devices > each else find_cluster(name)
+    """Of that name, with more hosts if so many devices need them."""
+    found = find_cluster(name)
+    if devices <= found.devices:
+        return found
+    return find_cluster(name, hosts=-(-devices // found.hosts[0].devices))
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -174,7 +178,7 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> Row:
         raise InputError(f"tp {tensor} × pp {ranks} × dp {data} = {tensor * ranks * data}, but gpus is {gpus}",
                          fix=f"gpus = {tensor * ranks * data}")  # fmt: skip
     micro = number("micro_batch")
-    check_divisible(shape, tensor, ranks, chunks, data, batch, micro)
+    check_divisible(shape, tensor, ranks, chunks, data, batch, micro, even=False)
     schedule = word("schedule", NAMES, "interleaved" if chunks > 1 else "1f1b")
     if schedule == "1f1b" and chunks > 1:
         schedule = "interleaved"
@@ -198,13 +202,20 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> Row:
     )
     if setup.zero > 3:
         raise InputError(f"column zero is {setup.zero}, and there are 0, 1, 2 and 3")
-    return Row(shape=shape, setup=setup, dtype=word("dtype", DTYPES, "bf16"), cluster=name)
+    return Row(shape=shape, setup=setup, dtype=word("dtype", DTYPES, "bf16"), cluster=name, tied=False)
 
 
-def check_divisible(shape: Shape, tensor: int, ranks: int, chunks: int, data: int, batch: int, micro: int) -> None:
-    """Of a shape and how it is cut: Megatron's rules."""
+def check_divisible(
+    shape: Shape, tensor: int, ranks: int, chunks: int, data: int, batch: int, micro: int, *, even: bool = True
+) -> None:
+    """Of a shape and how it is cut: Megatron's rules. Tables also have runs whose stages are not `even`."""
+    if shape.layers < ranks * chunks:
+        raise InputError(
+            f"layers {shape.layers} are fewer than the stages: pp × vp = {ranks * chunks}",
+            fix=f"pp × vp ≤ {shape.layers}",
+        )
     for what, whole, named, parts in (
-        ("layers", shape.layers, "pp × vp", ranks * chunks),
+        ("layers", shape.layers, "pp × vp", ranks * chunks if even else 1),
         ("heads", shape.heads, "tp", tensor),
         ("hidden", shape.hidden, "tp", tensor),
         ("global_batch", batch, "dp × micro_batch", data * micro),

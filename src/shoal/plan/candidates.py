@@ -128,12 +128,11 @@ def _microbatches(space: Space, data: int) -> Iterator[tuple[int, int]]:
 
 
 def _orders(space: Space, pipeline: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    """Schedules, each with its chunks. With fewer microbatches than stages none has anything to fill its bubble with,
-    and the closed forms of bubbles do not hold: the plainest stands for all."""
+    """Schedules, each with its chunks."""
     if pipeline == 1:
         yield "1f1b", 1
         return
-    for name in space.schedules if microbatches >= pipeline else ("gpipe",):
+    for name in space.schedules:
         many = (1,) if name in ONE_STAGE else (2,) if name in V_SHAPED else range(1, MOST_CHUNKS + 1)
         for chunks in many:
             stages = pipeline * chunks

@@ -141,8 +141,10 @@ def _doubled(doubled: Change, parallel: float, grown: Change | None, scaled: flo
         if limit > 1e4
         else f"no number of devices gives more than {limit:,.{0 if limit >= 100 else 1}f} × of now"
     )
-    text = f"Twice the devices for the same batch: {doubled.gain:.2f} ×. By Amdahl's law {percent(parallel, 1)} of a step is"
-    text += f" parallel, and {most}."
+    text = (
+        f"Twice the devices for the same batch: {doubled.gain:.2f} ×. By Amdahl's law {percent(parallel, 1)} of a step"
+    )
+    text += f" is parallel, and {most}."
     if grown is not None and scaled is not None:
         text += f" Twice the batch with them: {grown.gain:.2f} ×, by Gustafson's law {percent(scaled, 1)} parallel."
     return text

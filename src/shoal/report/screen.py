@@ -249,8 +249,9 @@ def _split_bar(worker: WorkerTally, width: int) -> Text:
 
 def _event_text(event: AnyEvent, *, routine: bool) -> str | None:
     match event:
-        case RunStarted(chosen=why) if why and not event.relaid:
-            return f"layout {event.layout}: {why}"
+        case RunStarted(chosen=why) if why:
+            before = f"{event.relaid} → " if event.relaid else ""
+            return f"layout {before}{event.layout}: {why}"
         case Evaluated():
             text = "  ".join(f"{measured(name)} {figures.value(number)}" for name, number in event.metrics.items())
             if event.target_reached:

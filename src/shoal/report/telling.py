@@ -40,8 +40,8 @@ class Telling:
             self._exits.append((now, event))
 
     def ready(self, story: Story, now: float) -> list[str]:
-        # The views tell of a return to a checkpoint and of another driver at once, as of any event.
-        fresh = [fault for fault in story.faults[self._seen or 0 :] if fault.kind not in ("back", "driver")]
+        # The views tell of a return to a checkpoint, another layout and another driver at once, as of any event.
+        fresh = [fault for fault in story.faults[self._seen or 0 :] if fault.kind not in ("back", "relaid", "driver")]
         new = [_Told(fault, now) for fault in fresh]
         if self._seen is None:  # a view that joins later: what was told before is known, its end may be news
             for each in new:

@@ -62,11 +62,11 @@ class Exchange:
             guessed = made.own_way(largest * wire, largest * work.weight_bytes, made.guessed, made.guessed_all_reduce)
             besides = max(0.0, prediction.terms["data"] - guessed)
             exposed = [each + besides for each in exposed]
-        after = 0.0
+        after, route = 0.0, made.route if setup.data > 1 else "none"
         if work.tied and setup.pipeline > 1 and runtime.chores is None:
             group = Group(size=2, stride=grid.strides["pipeline"] * (setup.pipeline - 1))
             after = made.seconds(group, work.tied * wire / setup.tensor, passes=2)
-        return cls(exposed=tuple(exposed), after=after, sent=sent, busy=busy, route=made.route)
+        return cls(exposed=tuple(exposed), after=after, sent=sent, busy=busy, route=route)
 
 
 class _Half(Protocol):

@@ -59,7 +59,7 @@ def lanes_of(setup: Setup, spans: Sequence[Span] | None) -> Dealt:
 
 @lru_cache(maxsize=64)
 def schedule_of(setup: Setup, microbatches: int) -> Schedule:
-    return fitschedule_of(setup.schedule, ranks=setup.pipeline, microbatches=microbatches, chunks=setup.chunks)
+    return fit_schedule(setup.schedule, ranks=setup.pipeline, microbatches=microbatches, chunks=setup.chunks)
 
 
 class Pace:
@@ -87,15 +87,15 @@ class Pace:
 
 
 def period(setup: Setup, grid: Grid, wiring: Wiring) -> int:
-    """So many replicas fill whole hosts (racks, if uplinks are shared) and nobody else's: those after them are their
+    """So many replicas fill whole hosts (racks, if there are several) and nobody else's: those after them are their
     copies. All of them, where that is not so."""
     stride, across = grid.strides["data"], grid.strides["pipeline"]
     unit = wiring.unit
     if unit is None:
         return setup.data
-    period = math.lcm(stride, unit) // stride
+    count = math.lcm(stride, unit) // stride
     contiguous = across * setup.pipeline == stride
-    return period if setup.data % period == 0 and (contiguous or across % unit == 0) else setup.data
+    return count if setup.data % count == 0 and (contiguous or across % unit == 0) else setup.data
 
 
 def cells_of(
@@ -113,7 +113,7 @@ def cells_of(
         return each
 
     replicas = []
-    neighbours = sorted({tuple(pair) for pair in _pairs(setup)})
+    neighbours = sorted(_pairs(setup))
     for number, schedule in enumerate(schedules):
         devices = tuple(grid.device(number, rank) for rank in range(ranks))
         ways = {(low, high): wiring.way(devices[low], devices[high], slices) for low, high in neighbours}

@@ -15,7 +15,8 @@ Or in rings through all hosts, as NCCL does (`rings`): as many rings as a group 
 another card. A ring has n − 1 rounds, and the slowest hop sets their pace; cards and what is inside a host work at the
 same time. Or in trees, where rings have too many rounds:
 
-    ring   n − 1 rounds of 1/n           tree   c + depth − 1 rounds of 1/c, with the best c; depth: log2 of the hosts
+    ring   n − 1 rounds of 1/n
+    tree   c + depth − 1 rounds of 1/c, with the best c; depth: a chain on each host and log2 of the hosts
 """
 
 import math
@@ -223,7 +224,7 @@ def phases(wiring: Wiring, group: Group, num_bytes: float, passes: int = 2) -> t
 
 
 def _check(wiring: Wiring, group: Group) -> None:
-    if group.size > 1 and group.size * group.stride > wiring.devices:
+    if (group.size - 1) * group.stride >= wiring.devices:
         raise PlanError(
             f"a group of {group.size} devices, each {group.stride} apart, on a cluster of {wiring.devices}",
             fix="fewer workers, or more hosts",
@@ -255,7 +256,7 @@ def rings(wiring: Wiring, group: Group, num_bytes: float, *, passes: int = 2) ->
 
 
 def _ring_loads(wiring: Wiring, group: Group, num_bytes: float) -> tuple[list[Phase], int, int]:
-    """What a device sends on each tier while a ring goes round once, in one round; the group's size; hosts' depth."""
+    """What a device sends on each tier while a ring goes round once, in one round; the group's size; a tree's depth."""
     _check(wiring, group)
     found: list[Phase] = []
     reached = 1
@@ -271,7 +272,7 @@ def _ring_loads(wiring: Wiring, group: Group, num_bytes: float) -> tuple[list[Ph
             near = members
         reached = members
     hosts = -(-group.size // near)
-    return found, group.size, max(1, math.ceil(math.log2(max(2, hosts))))
+    return found, group.size, near - 1 + math.ceil(math.log2(hosts))
 
 
 def collective(wiring: Wiring, group: Group, num_bytes: float, *, passes: int = 2, buckets: int = 1) -> Collective:
