@@ -323,12 +323,16 @@ def test_scaled_to_one_replica_and_back(faults: Faults, call: Caller) -> None:
 def test_shrink_goes_on_with_one_replica_and_then_with_another_layout(faults: Faults) -> None:
     """With the third loss nobody has part 1 of the model any more: the one that is left goes on alone."""
     faults.at(FORWARD, kill, step=2, worker=2)
-    faults.at(BACKWARD, kill, step=6, worker=1)
-    faults.at(FORWARD, both(until_saved(faults.run, 8), kill), step=10, worker=3)
-    value = train(faults, on_failure="shrink", back_to=8)
+    faults.at(BACKWARD, both(until_saved(faults.run, 4), kill), step=6, worker=1)
+    faults.at(FORWARD, kill, step=10, worker=3)
+    report = faults.train(job(), layout=PAIRS, on_failure="shrink")
+    value = report.value
+    assert (report.weights_sha256, value["metrics"]) == undisturbed()
+    assert [one["step"] for one in faults.told("resumed")] in ([4], [8]), "the second may have been under way"
     assert members(faults) == [[0, 1, 3], [0, 3], [0]]
     assert faults.told("replaced") == []
-    assert value["layout"] == "data=1"
+    assert faults.audit(job()).sound
+    assert (value["layout"], value["outcome"]) == ("data=1", "done")
     (told,) = [fault["reason"] for fault in value["faults"] if fault["kind"] == "relaid"]
     assert told == "layout data=2,pipeline=2 → data=1: 1 worker left"
 

@@ -86,6 +86,14 @@ def test_a_calibration_changes_it_and_is_named() -> None:
     assert (tuned.calibration, tuned.constants["compute"]) == ("compute × 2.00 from 3 runs", 2.0)
 
 
+def test_under_a_limit_what_is_freed_goes_back() -> None:
+    opened = open_job(job())
+    free, capped = ground(None), ground(None, capped=True)
+    work = Foresight(opened.job, opened.source, free).work()
+    peaks = [max(forecast_of(work, plan(), known).peak_bytes) for known in (free, capped)]
+    assert peaks[0] > peaks[1] > 0
+
+
 def test_more_stages_than_blocks_are_a_reason() -> None:
     found = forecast(job(), open_job(job()).source, plan("pipeline=4"))
     assert found.seconds is None

@@ -11,7 +11,7 @@ from shoal.cluster import cluster_text, even_cluster, parse_cluster, read_cluste
 from shoal.errors import InputError
 from shoal.estimate.work import Op
 from shoal.probe import Found, cluster_of, device_of, probe_command, text, workers_of
-from shoal.probe_device import Crowd, Pace, best_of, fit_products, per_second
+from shoal.probe_device import Crowd, Pace, best_of, fit_products, per_second, sum_of_parts
 
 FLOPS = [2e3, 2e5, 2e6, 2e7, 2e8, 2e9]
 
@@ -99,8 +99,22 @@ def test_a_core_is_what_was_measured_of_it() -> None:
     assert device.peak["bf16"] * device.efficiency == pytest.approx(160e9, rel=0.01)
     assert device.half_flops == pytest.approx(2e5) and device.overhead == 1e-5
     assert device.memory_bandwidth == 50e9 and device.memory_bandwidth * device.stream == pytest.approx(30e9)
-    assert device.crowded == pytest.approx(1.2) and device.rates["gelu"] == 10e9
+    assert device.crowded == pytest.approx(0.75 * 1.1 + 0.25 * 1.3) and device.rates["gelu"] == 10e9
     assert device.memory == 8 << 30
+
+
+def test_a_model_that_takes_longer_than_its_operators_makes_each_of_them_slower() -> None:
+    pace = msgspec.structs.replace(found().pace, whole=1.25)
+    alone, whole = device_of(found()), device_of(found(pace=pace))
+    assert whole.peak["fp32"] == pytest.approx(alone.peak["fp32"] / 1.25, rel=0.01)
+    assert whole.rates["gelu"] == 8e9 and whole.overhead == alone.overhead
+
+
+def test_a_whole_is_the_sum_of_its_parts() -> None:
+    ops = [Op(name="gelu", flops=0, bytes=1e7), Op(name="mm", flops=8e8, bytes=1e6, times=2),
+           Op(name="clone", flops=0, bytes=3e7)]  # fmt: skip
+    expected = 1e7 / 10e9 + 2 * (8e8 + 2e5) / 80e9 + 3e7 / 30e9 + 4e-5
+    assert sum_of_parts(found().pace, ops) == pytest.approx(expected)
 
 
 def test_a_machine_is_a_host_of_cores_with_memory_between_them() -> None:

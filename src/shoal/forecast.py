@@ -68,16 +68,19 @@ class Ground:
     name: str
     named: bool
     calibration: "Calibration | None" = None
+    capped: bool = False  # workers run under --memory, where what is freed goes back
 
     def tuned(self) -> "tuple[Cluster, Runtime]":
         """With the calibration put to use."""
         from shoal.estimate.calibrate import NONE, calibrated
-        from shoal.estimate.runtime import SHOAL
+        from shoal.estimate.runtime import SHOAL, SHOAL_CAPPED
 
-        return calibrated(self.cluster, SHOAL, self.calibration or NONE)
+        return calibrated(self.cluster, SHOAL_CAPPED if self.capped else SHOAL, self.calibration or NONE)
 
 
-def ground(name: str | None, calibrate: Sequence[str] = (), *, lab: Cluster | None = None) -> Ground:
+def ground(
+    name: str | None, calibrate: Sequence[str] = (), *, lab: Cluster | None = None, capped: bool = False
+) -> Ground:
     """`name`: of a preset or a file. Without it: a lab's links, if there is one, and the cores of a laptop.
     `calibrate`: runs that say how good predictions for it are."""
     if name is not None:
@@ -91,7 +94,7 @@ def ground(name: str | None, calibrate: Sequence[str] = (), *, lab: Cluster | No
         from shoal.observed import calibration_of
 
         found = calibration_of(calibrate, told)
-    return Ground(cluster=cluster, name=told, named=name is not None, calibration=found)
+    return Ground(cluster=cluster, name=told, named=name is not None, calibration=found, capped=capped)
 
 
 def _with_devices(lab: Cluster, like: Host) -> Cluster:

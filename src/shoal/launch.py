@@ -221,7 +221,12 @@ class Prepared:
     def foresight(self) -> Foresight:
         if self._foresight is None:
             options, lab = self.options, self.options.lab
-            known = ground(options.cluster, options.calibrate, lab=None if lab is None else lab.cluster)
+            known = ground(
+                options.cluster,
+                options.calibrate,
+                lab=None if lab is None else lab.cluster,
+                capped=options.settings.memory is not None,
+            )
             self._foresight = Foresight(self.opened.job, self.opened.source, known)
         return self._foresight
 

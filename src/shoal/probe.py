@@ -42,6 +42,7 @@ DEADLINE_SECONDS = 600.0
 MERGED_BYTES, QUICK_MERGED_BYTES = 16 << 20, 1 << 20
 DEFAULT_LINK = Link(bytes_per_second=125e6)  # 1 Gbit/s, as in a lab: what leads out of a single host was not measured
 DIGITS = 3  # of every figure that is written
+PRODUCTS_PART = 0.75  # of a step on a processor, as in the jobs of benchmarks/planner.py; the rest moves memory
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,11 +214,13 @@ def device_of(found: Found, *, share: float = 1.0) -> Device:
     best = max(flops / seconds for flops, seconds in pace.products["fp32"])
     efficiency = min(1.0, speed / best)
     alone, crowded = found.crowd[1], found.crowd[max(count for count in found.crowd if count <= max(1, found.cores))]
-    slower = max(1.0, (crowded.product / alone.product + crowded.stream / alone.stream) / 2)
+    product, stream = crowded.product / alone.product, crowded.stream / alone.stream
+    slower = max(1.0, PRODUCTS_PART * product + (1 - PRODUCTS_PART) * stream)
     fastest = max(pace.far, pace.near)
+    part = share / pace.whole  # of what operators reach by themselves
     return Device(
         name="core",
-        peak={name: _short(fitted / efficiency * share) for name, (fitted, _) in fits.items()},
+        peak={name: _short(fitted / efficiency * part) for name, (fitted, _) in fits.items()},
         memory=round(found.memory / found.cores * share),
         memory_bandwidth=_short(fastest * share),
         efficiency=_short(efficiency),
@@ -225,7 +228,7 @@ def device_of(found: Found, *, share: float = 1.0) -> Device:
         stream=_short(pace.far / fastest),
         overhead=_short(pace.overhead / share),
         crowded=_short(slower),
-        rates={name: _short(rate * share) for name, rate in pace.rates.items()},
+        rates={name: _short(rate * part) for name, rate in pace.rates.items()},
     )
 
 
@@ -309,6 +312,9 @@ def text(found: Found, cluster: Cluster) -> str:
     )
     slow = sorted((rate, name) for name, rate in device.rates.items() if not _is_product(name))[:3]
     lines.append("              " + ", ".join(f"{name} {rate / 1e9:.2g} GB/s" for rate, name in slow))
+    lines.append(
+        f"  models      {found.pace.whole:.2f} times as long as their operators by themselves (the file has it)"
+    )
     lines += _crowd_lines(found)
     lines += ["", f"  {'level':8} {'latency':>10} {'bandwidth':>14}"]
     for level, (latency, bandwidth) in found.links.items():

@@ -9,7 +9,7 @@ Times are of this thread's own processor clock, and the best of several: what el
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -50,6 +50,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     near: float  # the same of tensors of ordinary size
     overhead: float  # seconds of the host for one operator, of a model of ordinary modules
     rates: dict[str, float]  # by operator: FLOP/s, or bytes a second
+    whole: float = 1.0  # times as long a model takes as its operators by themselves: caches are colder, memory moves
 
 
 class Crowd(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +89,9 @@ def measure(*, quick: bool = False, say: Callable[[str], None] = lambda _: None)
     for turn in range(1 if quick else PASSES):
         say(f"one worker: products, memory and operators{'' if quick else f', {turn + 1} of {PASSES}'}")
         found.append(_pass(clock, quick))
-    return best_of(found)
+    best = best_of(found)
+    say("one worker: whole models")
+    return msgspec.structs.replace(best, whole=_whole(best, clock, quick))
 
 
 def _pass(clock: Clock, quick: bool) -> Pace:
@@ -233,6 +236,41 @@ def _overhead(clock: Clock) -> float:
     tiny = (_words(8, 2, 1), _pictures(1, 4, 1), _curves(2))
     seconds = sum(clock.best(lambda _, loss=each: loss().backward()) for each in tiny)  # type: ignore[misc]
     return seconds / sum(op.times for op in _traced(tiny))
+
+
+def _layers(width: int, depth: int, rows: int) -> Callable[[], Tensor]:
+    model = nn.Sequential(*(module for _ in range(depth) for module in (nn.Linear(width, width), nn.ReLU())))
+    x = torch.rand(rows, width)
+
+    def loss() -> Tensor:
+        model.zero_grad()
+        return cast(Tensor, model(x).mean())
+
+    return loss
+
+
+def _whole(pace: Pace, clock: Clock, quick: bool) -> float:
+    seed_everything(0)
+    models = (_words(128, 64, 8), _pictures(32, 32, 16), _layers(256 if quick else 1024, 4, 128))
+    ratios = []
+    for loss in models:
+        best = min(clock.best(lambda _, loss=loss: loss().backward()) for _ in range(PASSES))  # type: ignore[misc]
+        ratios.append(best / sum_of_parts(pace, _traced([loss])))
+    return max(1.0, sum(ratios) / len(ratios))
+
+
+def sum_of_parts(pace: Pace, ops: Sequence[Op]) -> float:
+    """Seconds of operators by what is known of each, as a prediction adds them up (estimate/compute.py)."""
+    speed, half = fit_products(pace.products["fp32"])
+    total = 0.0
+    for op in ops:
+        known = pace.rates.get(op.name)
+        if known is not None:
+            seconds = (op.flops or op.bytes) / known
+        else:
+            seconds = max((op.flops + half) / speed if op.flops else 0.0, op.bytes / pace.far)
+        total += op.times * (seconds + pace.overhead)
+    return total
 
 
 def operator_rates(clock: Clock) -> dict[str, float]:

@@ -68,7 +68,7 @@ def data_seconds(
     reduce = collective(levels, data, stride, gradients, ALL_REDUCE)
     scatter = collective(levels, data, stride, gradients, HALF)
     gather = collective(levels, data, stride, weights, HALF)
-    # zero=0: all-reduce; 1 and 2: reduce-scatter, and all-gather of what was updated.
+    # zero=0: all-reduce; 1: reduce-scatter, and all-gather of what was updated.
     traffic = np.where(zero > 0, scatter + gather, reduce)
     # Behind the last microbatch. Interleaved, a chunk is done while the microbatches of p ranks go through each of the
     # chunks before it.
@@ -76,6 +76,11 @@ def data_seconds(
     window = runtime.overlap * rounds * (backward + np.where(zero > 0, forward, 0.0))
     first = traffic / max(runtime.buckets, 1.0)
     exposed = np.maximum(first, traffic - window) if runtime.overlap else traffic
+    # zero=2: nobody keeps whole gradients, so every microbatch scatters them.
+    late = m[:, None] * np.maximum(scatter / max(runtime.buckets, 1.0), scatter - runtime.overlap * backward)
+    late = late + np.maximum(gather - runtime.overlap * forward, 0.0)
+    traffic = np.where(zero == 2, m[:, None] * scatter + gather, traffic)
+    exposed = np.where(zero == 2, late if runtime.overlap else traffic, exposed)
     # zero=3: every microbatch gathers each block twice, and scatters its gradients.
     blocks = max(1.0, len(work.blocks) / ranks)
     gathers = blocks * collective(levels, data, stride, weights / blocks, HALF)
