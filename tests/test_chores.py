@@ -37,6 +37,7 @@ def load(*, data: int = 1, zero: int = 0, lanes: int = 4, m: int = 4, ranks: int
         "gradient_bytes": 4.0,
         "state_bytes": 8.0,
         "clips": False,
+        "tied": np.zeros(1),
     }
     return Load(**{**value, **changes})
 
@@ -85,6 +86,11 @@ def test_each_level_of_zero_sends_more_often() -> None:
         for data, zero in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3))
     )
     assert none == 0 and sent == sorted(sent) and len(set(sent)) == 4
+
+
+def test_tied_weights_of_two_stages_travel_once_for_each_lane_and_back() -> None:
+    told = exchange(Chores(), load(ranks=2, tied=np.array([0.01])), CORE, tiers(machine()), np.ones(1))
+    assert told == pytest.approx(0.05)
 
 
 def test_one_worker_meets_nobody() -> None:

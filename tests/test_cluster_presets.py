@@ -294,3 +294,8 @@ def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes_are_one_line_and_exit_2(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "DGX-A100", "dgx-a100 (Selene)", "selene"])
+def test_a_preset_is_found_however_tables_write_it(name: str) -> None:
+    assert find_cluster(name, hosts=2) == find_cluster("dgx-a100", hosts=2)

@@ -35,8 +35,8 @@ from shoal.estimate.table import (
     read_row,
 )
 from shoal.estimate.traffic import HALF, collective, message, server_seconds, updates_per_second
-from shoal.schedule import in_flight as held_by
 from shoal.schedule import fit_schedule, play
+from shoal.schedule import in_flight as held_by
 
 GOLDEN = Path(__file__).parent / "golden"
 GPT3 = Shape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)

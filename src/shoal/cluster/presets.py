@@ -17,12 +17,18 @@ def presets() -> tuple[str, ...]:
 
 
 def is_preset(name: str) -> bool:
-    return aliases().get(name, name) in cluster_tables()
+    return _called(name) in cluster_tables()
 
 
 def note(name: str) -> str:
     """What there is to say of a preset."""
-    return str(cluster_tables()[aliases().get(name, name)].get("note", ""))
+    return str(cluster_tables()[_called(name)].get("note", ""))
+
+
+def _called(name: str) -> str:
+    """Published tables write `DGX-A100 (Selene)`: capitals and a remark do not matter."""
+    plain = name.partition("(")[0].strip().lower()
+    return aliases().get(plain, plain)
 
 
 def find_device(name: str) -> Device:
@@ -41,7 +47,7 @@ def find_cluster(
 
     `hosts` is their number in all, `racks` over how many racks they are spread, `workers` how many are on each host.
     """
-    name = aliases().get(text, text)
+    name = _called(text)
     if name in cluster_tables():
         cluster = _preset(name, _count(hosts, "--hosts", 1))
         if racks is not None:

@@ -7,7 +7,8 @@ comes from:
     microbatch   every block's hooks seed its randomness and check what leaves it; a stage plays its part of a row and
                  keeps gradients apart by lane; sliced operators go through DTensor
     lane         gradients of microbatches and lanes are added one after the other: m − 1 sums on each worker
-    exchange     data: everybody adds up a share in memory that all have, and writes it to all
+    exchange     tied weights: lane by lane from the last stage to the first
+                 data: everybody adds up a share in memory that all have, and writes it to all
                  zero=1: as data, then each spreads the rows it has updated
                  zero=2: each lane's gradients go to the owners of their rows, weights come back after the update
                  zero=3: the same, and weights come before each block runs, forward and backward
@@ -65,6 +66,7 @@ class Load:
     gradient_bytes: float
     state_bytes: float
     clips: bool
+    tied: np.ndarray  # seconds that the gradient of weights that two stages share takes from one to the other
 
     @property
     def own_lanes(self) -> np.ndarray:
@@ -116,7 +118,9 @@ def exchange(chores: Chores, load: Load, device: Device, tiers: Sequence[Tier], 
         rounds * (scatter + calls) + 2 * passes * (gather + calls),
     )
     found: np.ndarray = np.select([load.zero[:, None] == level for level in range(4)], by_level)
-    return np.where(data > 1, found, 0.0)
+    # Of tied weights every lane's gradient goes to the first stage that has them, and their sum comes back.
+    total: np.ndarray = np.where(data > 1, found, 0.0) + (load.tied * (load.own_lanes + 1))[:, None]
+    return total
 
 
 def step(chores: Chores, load: Load, device: Device) -> np.ndarray:

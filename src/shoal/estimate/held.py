@@ -14,7 +14,7 @@ Sums of gradients (strategies/data.py, exchange.py), for k lanes of this worker 
     zero ≥ 2             sums of its own rows alone, and one block's gradients on their way
 
 That is what is alive, and what a run under `--memory` comes to: there, freed memory goes back. Without, the C library
-keeps it, and what comes later does not always fit into the holes: most of what activations took comes on top
+keeps it, and what comes later does not always fit into the holes: a part of what activations took comes on top
 (`Runtime.keeps`). Checked against `peak_bytes` of runs: benchmarks/planner.py.
 """
 

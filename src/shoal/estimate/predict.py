@@ -27,6 +27,7 @@ from shoal.estimate.ranks import Ranked, bubble_seconds, stage_bounds
 from shoal.estimate.runtime import MEGATRON, SHOAL, Runtime
 from shoal.estimate.setup import EXCHANGES, Setup
 from shoal.estimate.setups import Setups
+from shoal.estimate.traffic import message
 from shoal.estimate.work import Work
 from shoal.schedule import NAMES, V_SHAPED, check_name
 
@@ -279,6 +280,12 @@ def _group(whole: _Prepared, rows: np.ndarray, ranks: int, chunks: int, schedule
             gradient_bytes=work.gradient_bytes,
             state_bytes=work.state_bytes,
             clips=work.clips,
+            tied=message(
+                whole.tiers,
+                np.full(len(rows), float(ranks)),
+                strides["pipeline"],
+                work.tied * work.gradient_bytes / tensor,
+            ),
         )
         served = column["exchange"] == EXCHANGES.index("servers")
         terms = _with_chores(whole, load, terms, m[:, None] * each, strides["data"], sharing, served)

@@ -83,7 +83,8 @@ def bubble_seconds(
     if schedule in ("gpipe", "1f1b", "interleaved"):
         waits: np.ndarray = (each.sum(axis=1) - each[every, most]) / chunks
         # The first microbatches come round again before all of a round are there.
-        return waits + np.maximum(ranks - m, 0) * each[every, most] * (chunks - 1) / chunks
+        waits += np.maximum(ranks - m, 0) * each[every, most] * (chunks - 1) / chunks
+        return waits
     forward, half, again = halves
     ahead = again + np.maximum(forward, half)
     if schedule == "zbv":
@@ -94,7 +95,9 @@ def bubble_seconds(
     unit = (forward + half + again)[every, most] / (2 * chunks)
     if schedule == "zero-bubble":
         short = chunks * np.maximum(ranks - m, 0) + (2 * chunks - 2) * np.maximum(ranks / 2 - m, 0)
-        return waits + short * unit
+        waits += short * unit
+        return waits
     full = {"zbv": 4 * ranks - 2, "dualpipe": 5 * ranks - 3}[schedule]
     short = full - 2 * m + np.where((schedule == "dualpipe") & (m > ranks), 2, 0)
-    return np.maximum(waits, short * unit)
+    longer: np.ndarray = np.maximum(waits, short * unit)
+    return longer
