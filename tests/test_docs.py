@@ -1,5 +1,5 @@
-"""The README and the docs are run: each Python block that names its file is saved, each console line is executed:
-those of the README in a process of their own, as a reader would, the others in forks, which need not import torch."""
+"""The README and the docs are run: each Python block that names its file is saved, each console line is executed,
+`shoal` in a fork: it need not import torch again."""
 
 import os
 import re
@@ -10,11 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from command import Forked, Result, command
+from command import Forked, Result
 from shoal.cli import main
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/tutorial.md", "docs/howto.md", "docs/collectives.md", "docs/gpt.md"]
+PAGES = [
+    "README.md",
+    "docs/tutorial.md",
+    "docs/howto.md",
+    "docs/collectives.md",
+    "docs/gpt.md",
+    "docs/estimate.md",
+    "docs/simulate.md",
+]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MADE_ELSEWHERE = ("make ", "pip ", "git ")  # the test suite itself runs under `make test`
 
@@ -35,21 +43,27 @@ def test_what_a_page_shows_works(page: str, tmp_path: Path) -> None:
             continue
         for line in text.splitlines():
             if line.startswith("$ ") and not line[2:].startswith(MADE_ELSEWHERE):
-                execute(line[2:], tmp_path, own_process=page == "README.md")
+                execute(line[2:], tmp_path)
                 ran += 1
     assert ran > 0
 
 
-def execute(line: str, folder: Path, *, own_process: bool) -> None:
+def execute(line: str, folder: Path) -> None:
     text, _, remark = line.partition("#")
     expected = re.search(r"exits with (\d)", remark)
     words = shlex.split(text)
-    if words[0] == "shoal" and not own_process:
-        result = forked(words[1:], folder)
+    program, *arguments = words
+    if program == "shoal":
+        result = forked(arguments, folder)
     else:
-        program = {"shoal": command(), "python": [sys.executable]}[words[0]]
+        assert program == "python"
         done = subprocess.run(
-            [*program, *words[1:]], cwd=folder, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+            [sys.executable, *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            stdin=subprocess.DEVNULL,
         )
         result = Result(code=done.returncode, out=done.stdout, err=done.stderr)
     assert result.code == (int(expected[1]) if expected else 0), f"$ {line}\n{result.out}\n{result.err}"
@@ -58,6 +72,7 @@ def execute(line: str, folder: Path, *, own_process: bool) -> None:
 def forked(words: list[str], folder: Path) -> Result:
     def call() -> int:
         os.chdir(folder)
+        os.environ["SHOAL_PREDICT"] = "on"  # as a reader has it
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         return main(words)
 
