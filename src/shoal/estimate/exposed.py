@@ -74,11 +74,11 @@ def data_seconds(
     # chunks before it.
     rounds = ((chunks - 1) * ranks + 1) / chunks if ranks > 1 else 1.0
     window = runtime.overlap * rounds * (backward + np.where(zero > 0, forward, 0.0))
-    first = traffic / max(runtime.buckets, 1.0)
-    exposed = np.maximum(first, traffic - window) if runtime.overlap else traffic
+    buckets = max(runtime.buckets, 1.0)
+    exposed = np.maximum(traffic / buckets, traffic - window) if runtime.overlap else traffic
     # zero=2: nobody keeps whole gradients, so every microbatch scatters them.
-    late = m[:, None] * np.maximum(scatter / max(runtime.buckets, 1.0), scatter - runtime.overlap * backward)
-    late = late + np.maximum(gather - runtime.overlap * forward, 0.0)
+    late = m[:, None] * np.maximum(scatter / buckets, scatter - runtime.overlap * backward)
+    late = late + np.maximum(gather / buckets, gather - runtime.overlap * forward)
     traffic = np.where(zero == 2, m[:, None] * scatter + gather, traffic)
     exposed = np.where(zero == 2, late if runtime.overlap else traffic, exposed)
     # zero=3: every microbatch gathers each block twice, and scatters its gradients.
