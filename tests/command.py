@@ -1,6 +1,7 @@
 """The command `shoal` as a user meets it: job files to give it, and ways to call it. Used by the tests."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -212,6 +213,25 @@ class Forked:
             self.kill()
         for file in self._output:
             file.close()
+
+
+def program(path: Path, *arguments: str | Path) -> Result:
+    """A Python script in a fork, as `python path arguments`: its import of torch is done."""
+
+    def call() -> int:
+        sys.argv = [str(path), *map(str, arguments)]
+        sys.path.insert(0, str(path.parent))
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+                return 1
+            return end.code or 0
+        return 0
+
+    with Forked(call=call) as child:
+        return child.end()
 
 
 def newest(run: Path) -> Found:

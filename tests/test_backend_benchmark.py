@@ -1,27 +1,26 @@
 """The benchmark of the collectives runs, compares like with like, and writes what it printed. No speed is looked at."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from command import Result, program
+
 PROGRAM = Path(__file__).parent.parent / "benchmarks" / "collectives.py"
 
 
-def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, str(PROGRAM), *map(str, arguments)]
-    return subprocess.run(call, capture_output=True, text=True, check=False)
+def bench(*arguments: str | Path) -> Result:
+    return program(PROGRAM, *arguments)
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     path = tmp_path_factory.mktemp("bench") / "collectives.json"
     done = bench("--quick", "--workers", "2", "--rounds", "1", "--sizes", "4096,65536", "--json", path)
-    assert done.returncode == 0, done.stderr
-    return msgspec.json.decode(path.read_bytes()), done.stdout
+    assert done.code == 0, done.err
+    return msgspec.json.decode(path.read_bytes()), done.out
 
 
 def test_every_collective_is_compared_with_gloo(quick: tuple[dict[str, Any], str]) -> None:
@@ -46,5 +45,5 @@ def test_the_table_shows_targets_and_says_what_was_skipped(quick: tuple[dict[str
 
 def test_an_unknown_collective_is_refused_with_the_names_of_the_known() -> None:
     done = bench("--only", "all_reduce,smile")
-    assert done.returncode == 2
-    assert "there is no collective smile; there are all_reduce, reduce, broadcast" in done.stderr
+    assert done.code == 2
+    assert "there is no collective smile; there are all_reduce, reduce, broadcast" in done.err

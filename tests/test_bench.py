@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from command import Caller
+from command import Caller, program
 from shoal.bench import Bench, Sized, Tried, fit_link, pairs, predict, text, usage
 from shoal.cluster import even_cluster, parse_cluster
 from shoal.collectives.arena import SLOT_BYTES
@@ -228,9 +227,8 @@ def test_one_worker_has_nobody_to_send_to(call: Caller) -> None:
 @root
 def test_the_benchmark_of_topologies_compares_with_gloo(tmp_path: Path) -> None:
     path = tmp_path / "topology.json"
-    call = [sys.executable, str(TOPOLOGY), "--quick", "--sizes", "65536", "--json", str(path)]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = program(TOPOLOGY, "--quick", "--sizes", "65536", "--json", path)
+    assert done.code == 0, done.err
     result = msgspec.json.decode(path.read_bytes())
     rows = {(row["order"], row["contender"]): row for row in result["all_reduce"]}
     for order, exact, limit in (("blocks", 1.0, 1.5), ("interleaved", 1.5, 2.0)):
@@ -244,4 +242,4 @@ def test_the_benchmark_of_topologies_compares_with_gloo(tmp_path: Path) -> None:
     none, int8 = result["digits"]["1 Gbit/s"]
     assert none["exact"] and not int8["exact"]
     assert 0 < int8["bytes_per_step"] < none["bytes_per_step"]
-    assert "interleaved ranks" in done.stdout and "digits to 0.97" in done.stdout
+    assert "interleaved ranks" in done.out and "digits to 0.97" in done.out

@@ -1,28 +1,27 @@
 """The benchmark runs, compares like with like, and writes what it printed. No test here looks at a speed."""
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from command import Result, program
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def bench(*arguments: str | Path, script: str = "train.py") -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
-    return subprocess.run(call, capture_output=True, text=True, check=False)
+def bench(*arguments: str | Path, script: str = "train.py") -> Result:
+    return program(BENCHMARKS / script, *arguments)
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     path = tmp_path_factory.mktemp("bench") / "results" / "train.json"
     done = bench("--quick", "--json", path)
-    assert done.returncode == 0, done.stderr
-    return msgspec.json.decode(path.read_bytes()), done.stdout
+    assert done.code == 0, done.err
+    return msgspec.json.decode(path.read_bytes()), done.out
 
 
 def test_every_case_has_every_ratio(quick: tuple[dict[str, Any], str]) -> None:
@@ -77,8 +76,8 @@ def test_the_table_shows_the_numbers_of_the_file(quick: tuple[dict[str, Any], st
 
 def test_an_unknown_case_is_refused_with_the_names_of_the_known() -> None:
     done = bench("--only", "conv,resnet")
-    assert done.returncode == 2
-    assert "there is no case resnet; there are conv, transformer, mlp" in done.stderr
+    assert done.code == 2
+    assert "there is no case resnet; there are conv, transformer, mlp" in done.err
 
 
 def test_a_ratio_is_of_bests_of_medians_and_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +101,7 @@ def test_kills_are_felt_and_over_and_who_cannot_run_is_left_out_with_the_reason(
     absent = tmp_path / "python"
     arguments = ["--quick", "--only", "kill", "--contenders", "shoal,torchft", "--torchft", absent, "--json", path]
     done = bench(*arguments, script="recovery.py")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     result = msgspec.json.decode(path.read_bytes())
     assert result["skipped"] == {"torchft": f"{absent}: No such file or directory"}
     for case in result["kill"].values():
@@ -113,7 +112,7 @@ def test_kills_are_felt_and_over_and_who_cannot_run_is_left_out_with_the_reason(
     handed = result["hand_over"]
     assert len(handed["seconds"]) == result["kill"]["large"]["contenders"]["shoal"]["kills"]
     assert handed["num_bytes"] >= 12 * result["kill"]["large"]["parameters"]  # weights and two moments
-    assert f"{handed['bytes_per_second']['median'] / 1e9:.2f} GB/s" in done.stdout
+    assert f"{handed['bytes_per_second']['median'] / 1e9:.2f} GB/s" in done.out
 
 
 def test_a_fault_is_over_when_a_new_step_is_committed_and_everybody_is_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """Compressors keep their word: as many bytes and as little error as their price says, and feedback loses nothing."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from command import program
 from shoal.collectives.compress import (
     COMPRESSORS,
     Compressor,
@@ -393,12 +392,11 @@ def test_a_setting_that_makes_no_sense_is_refused_with_what_there_is(text: str, 
 
 
 def test_the_benchmark_measures_every_compressor(tmp_path: Path) -> None:
-    call = [sys.executable, str(BENCHMARK), "--quick", "--json", str(tmp_path / "numbers.json")]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = program(BENCHMARK, "--quick", "--json", tmp_path / "numbers.json")
+    assert done.code == 0, done.err
     rows = msgspec.json.decode((tmp_path / "numbers.json").read_bytes())["compressors"]
     assert set(rows) >= set(COMPRESSORS) - {"topk", "powersgd"} | {"topk:0.01", "powersgd:4"}
-    assert all(f"{word:22}{row['bytes_per_element']:10.3f}" in done.stdout for word, row in rows.items())
+    assert all(f"{word:22}{row['bytes_per_element']:10.3f}" in done.out for word, row in rows.items())
 
 
 def test_the_page_states_the_price_of_every_compressor() -> None:

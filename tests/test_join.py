@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from command import Caller, Result, events
+from command import Caller, Result, events, program
 from faults import STANDS_DOWN, Faults, crew, until_true
 from shoal.crew import Crew
 from shoal.recovery.beat import News
@@ -119,15 +119,16 @@ def test_alone_in_plain_python(call: Caller) -> None:
     assert done.stderr == ""
     assert (Path("alone") / "model.safetensors").exists()
 
-    refused = subprocess.run([sys.executable, "loop.py"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert "alone already holds a run" in refused.stderr
-    assert "resume=True to go on with it" in refused.stderr
+    refused = program(Path("loop.py"))
+    assert refused.code == 1
+    assert "alone already holds a run" in refused.err
+    assert "resume=True to go on with it" in refused.err
 
     # Resumed when it is done: nothing is left to do, and nothing changes.
     write(join="run_dir='alone', resume=True")
-    again = subprocess.run([sys.executable, "loop.py"], capture_output=True, text=True, check=True)
-    assert again.stdout == done.stdout
+    again = program(Path("loop.py"))
+    assert again.code == 0, again.err
+    assert again.out == done.stdout
 
 
 # -- state, stop, resume ----------------------------------------------------------------------------------------------

@@ -1,20 +1,19 @@
 """benchmarks/parallel.py runs, compares like with like, and writes what it printed. Nothing here looks at a speed."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+
+from command import program
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "parallel.py"
 
 
 def test_a_layout_does_the_work_of_the_one_by_hand_and_every_formula_has_its_measure(tmp_path: Path) -> None:
     path = tmp_path / "results" / "parallel.json"
-    call = [sys.executable, str(SCRIPT), "--quick", "--kinds", "pipeline", "--json", str(path)]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = program(SCRIPT, "--quick", "--kinds", "pipeline", "--json", path)
+    assert done.code == 0, done.err
     result = msgspec.json.decode(path.read_bytes())
 
     speed = result["speed"]["kinds"]["pipeline"]
@@ -23,7 +22,7 @@ def test_a_layout_does_the_work_of_the_one_by_hand_and_every_formula_has_its_mea
         over, _, under = label.partition(" / ")
         medians = [speed["contenders"][name]["median"] for name in (over, under)]
         assert row["median"] == pytest.approx(medians[0] / medians[1])
-    assert "pipeline=2 / by hand, shoal" in speed["ratios"] and "losses are alike" in done.stdout
+    assert "pipeline=2 / by hand, shoal" in speed["ratios"] and "losses are alike" in done.out
 
     (bubble,) = result["bubble"]["rows"]
     assert (bubble["schedule"], bubble["theory"]) == ("1f1b", pytest.approx(1 / 5)) and 0 < bubble["best"] < 1

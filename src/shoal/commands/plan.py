@@ -23,7 +23,7 @@ from shoal.commands.parser import (
     rare,
 )
 from shoal.errors import InputError
-from shoal.estimate.runtime import MEGATRON, SHOAL, Runtime
+from shoal.estimate.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime
 from shoal.estimate.setup import MODES
 from shoal.estimate.shape import Shape, work_of_shape
 from shoal.estimate.work import Work
@@ -188,7 +188,7 @@ def _job_question(given: argparse.Namespace, memory: float | None) -> Question:
         words=[given.file, *(word for text in given.settings for word in ("--set", text))],
         work=work_of(job, opened.source),
         space=space,
-        runtime=SHOAL,
+        runtime=SHOAL if memory is None else SHOAL_CAPPED,
         memory=memory,
         inexact=given.inexact,
         steps=given.steps or opened.steps,
