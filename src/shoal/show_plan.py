@@ -226,7 +226,7 @@ def charts(curve: Curve) -> tuple[chart.Chart, chart.Chart]:
     common: Any = {"x_label": "devices", "x": x, "log_x": True}
     return (
         chart.Chart(title=title, y_label="samples/s", lines=lines, log_y=True, **common),
-        chart.Chart(title="Efficiency", y_label="of ideal", lines=shares, from_zero=False, **common),
+        chart.Chart(title="Efficiency", y_label="of ideal", lines=shares, **common),
     )
 
 

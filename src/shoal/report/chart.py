@@ -24,8 +24,7 @@ class Chart:
     x: Sequence[float]
     lines: Mapping[str, Sequence[float | None]]  # the first is the one that matters
     log_x: bool = False
-    log_y: bool = False
-    from_zero: bool = True  # y begins there, unless it is logarithmic
+    log_y: bool = False  # else y begins at 0: small differences are to look small
 
 
 # -- in the terminal --------------------------------------------------------------------------------------------------
@@ -45,7 +44,7 @@ def text(chart: Chart, *, width: int = 72, height: int = 14) -> str:
     values = [value for line in chart.lines.values() for value in line if value is not None]
     if not values or (chart.log_y and min(values) <= 0) or (chart.log_x and min(chart.x) <= 0):
         raise ValueError("a chart needs values, above 0 where it is logarithmic")
-    low, high = min([*values, *([0.0] if chart.from_zero and not chart.log_y else [])]), max(values)
+    low, high = min([*values, *([] if chart.log_y else [0.0])]), max(values)
     middle = math.sqrt(low * high) if chart.log_y else (low + high) / 2
     labels = {0: number(high), height // 2: number(middle), height - 1: number(low)}
     margin = max(map(len, labels.values())) + 1
@@ -134,7 +133,7 @@ def draw(chart: Chart, axes: Any) -> None:
         axes.set_xscale("log", base=2)
     if chart.log_y:
         axes.set_yscale("log")
-    elif chart.from_zero:
+    else:
         axes.set_ylim(bottom=0)
     axes.set_xticks(list(chart.x), [number(x) for x in chart.x])
     axes.minorticks_off()
