@@ -23,9 +23,10 @@ from shoal.plan.candidates import EXACT, space_of
 from shoal.plan.layout import Layout
 from shoal.plan.placement import Plan, make_plan, read_plan
 from shoal.plan.search import ranking_to_plan, search
+from shoal.recovery.interval import DAY
 from shoal.schedule import check_name, default_chunks
 from shoal.simulate.accuracy import Law, table
-from shoal.simulate.failures import DAY, POLICIES, Trial, endure
+from shoal.simulate.failures import POLICIES, Trial, endure
 from shoal.simulate.servers import MODES, Mode, Servers, compare
 from shoal.simulate.step import Step, simulate_step, straggling
 from shoal.simulate.stragglers import Stragglers

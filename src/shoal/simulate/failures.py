@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.errors import InputError
+from shoal.recovery.interval import DAY, daly
 
-DAY = 24 * 3600.0
 CAUSES = ("saving", "repeated", "detection", "restart", "regrouping", "fewer workers")
 
 
@@ -100,19 +100,6 @@ class Endured:
     def availability(self) -> float:
         """The share of time in which steps are done, whatever becomes of them."""
         return 1 - (self.lost["detection"] + self.lost["restart"] + self.lost["regrouping"]) / self.seconds
-
-
-def young(save_seconds: float, failure_seconds: float) -> float:
-    """√(2·C·MTBF). Young 1974."""
-    return math.sqrt(2 * save_seconds * failure_seconds)
-
-
-def daly(save_seconds: float, failure_seconds: float) -> float:
-    """Daly 2006; recovery/interval.py decides by the same formula (a test compares them)."""
-    if save_seconds >= 2 * failure_seconds:
-        return failure_seconds
-    ratio = save_seconds / (2 * failure_seconds)
-    return young(save_seconds, failure_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
 
 
 def state_loss_seconds(trial: Trial, policy: Policy) -> float:
