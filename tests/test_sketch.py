@@ -369,6 +369,7 @@ def large() -> nn.Module:
     return model
 
 
+@pytest.mark.clean_heap  # holes that other tests leave in the heap are filled and then kept: 27 MB instead of 18
 def test_what_is_not_filled_takes_no_memory() -> None:
     sketch(linear_stack, 0)  # what torch imports on the way
 
