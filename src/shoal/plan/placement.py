@@ -28,6 +28,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     exact: bool = True
     algorithm: str = ""  # by which gradients travel between hosts; empty: the cost model chooses
     compress: str = ""  # what they travel in, as --compress has it
+    servers: int = 0  # parameter servers that hold the weights; 0: the workers do
+    sync: str = ""  # how servers keep workers in step, as --sync has it
     version: int = 1
 
     def __post_init__(self) -> None:

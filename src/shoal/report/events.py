@@ -25,6 +25,8 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     steps_per_epoch: int | None
     tokens: int | None = None  # of a sample, where it has any
     chosen: str = ""  # why this layout, where the planner chose another one than plain copies
+    servers: int = 0  # parameter servers
+    sync: str = ""  # how they keep workers in step
     relaid: str = ""  # the layout that the run had until now: it goes on with another one
 
 
@@ -303,6 +305,74 @@ class DriverChanged(Event, frozen=True, kw_only=True, tag="driver-changed"):
     host: str
 
 
+class ServerStarted(Event, frozen=True, kw_only=True, tag="server-started"):
+    """A parameter server listens. Told by itself. `boot`: how many processes have been this shard, this one included."""
+
+    shard: int
+    shards: int
+    pid: int
+    host: str
+    addresses: list[str] = []
+    boot: int = 1
+    version: int = 0  # of what it came back with
+    step: int = -1  # in lockstep: of what it came back with
+
+
+class ServerLost(Event, frozen=True, kw_only=True, tag="server-lost"):
+    """Its process ended before the run did. Told by the driver."""
+
+    shard: int
+    pid: int | None
+    code: int | None
+    log: list[str] = []
+    action: str = ""  # "started again", "the run ends: …"
+
+
+class ServerAway(Event, frozen=True, kw_only=True, tag="server-away"):
+    """A worker cannot reach a server (seconds None), or can again after that many seconds."""
+
+    rank: int
+    shard: int
+    address: str
+    seconds: float | None = None
+
+
+class PushesLost(Event, frozen=True, kw_only=True, tag="pushes-lost"):
+    """A server came back without updates that it had acknowledged to this worker: its snapshot was older."""
+
+    rank: int
+    shard: int
+    number: int
+
+
+class Rewound(Event, frozen=True, kw_only=True, tag="rewound"):
+    """In lockstep all servers went back to a step that each has a snapshot of; what followed is done again."""
+
+    rank: int
+    epoch: int
+    step: int
+    repeated: int
+
+
+class Served(Event, frozen=True, kw_only=True, tag="served"):
+    """What a server has done since it was first started. Told by itself now and then, and at its end."""
+
+    shard: int
+    version: int
+    updates: int
+    duplicates: int = 0
+    refused: dict[str, int] = {}  # why -> how many
+    staleness: dict[int, int] = {}  # versions between a gradient's basis and its push -> how many pushes
+    bytes_in: int = 0
+    bytes_out: int = 0
+    rows: dict[str, int] = {}  # table -> rows held
+    loads: dict[str, list[float]] = {}  # table -> touches, by key or by range of rows
+    busy_seconds: float = 0.0
+    held_bytes: int = 0  # values and optimizer state
+    peak_bytes: int = 0  # of its memory, above what it was when it started
+    final: bool = False
+
+
 class Printed(Event, frozen=True, kw_only=True, tag="printed"):
     rank: int
     text: str
@@ -339,6 +409,12 @@ AnyEvent = (
     | HandedOver
     | StoreAwayFor
     | DriverChanged
+    | ServerStarted
+    | ServerLost
+    | ServerAway
+    | PushesLost
+    | Rewound
+    | Served
     | Interval
     | Printed
     | RunFinished

@@ -1,0 +1,329 @@
+"""What client and server say to each other. Small typed messages; tensors travel beside them as raw bytes.
+
+A request is an order or a look. Orders change the shard: each has a sequence number of its worker's incarnation, 1, 2,
+3, …, and a shard applies number n + 1 after n, once: a repeated one gets the answer that it got before. Looks change
+nothing, have sequence 0, and may be repeated at will. Whatever cannot be done is answered by `Refused`.
+
+The tensors of slots: a dense slot has one, flat: the shard's pieces of these keys one after the other, in the order of
+the keys. A sparse slot has ids (int64, each once, rising) and rows (one per id); a look has ids alone.
+"""
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+Span: TypeAlias = tuple[int, int]  # lanes, or workers: from the first up to, not including, the second
+
+
+class Who(msgspec.Struct, frozen=True, array_like=True):
+    """One process that is a worker."""
+
+    worker: int
+    incarnation: int = 0
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True):
+    """Some of a table."""
+
+    table: str
+    keys: tuple[int, ...] | None = None  # dense: numbers of pieces in this shard; None: all of them
+    sparse: bool = False
+    codec: str = ""  # of a compressor (collectives/compress); the tensor is its payload
+    count: int = 0  # elements before compression
+
+
+class DenseSpec(msgspec.Struct, frozen=True, tag="dense"):
+    """Tensors of which every shard has some rows; `cut.py` says which. All clients say the same."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtypes: list[str]  # "float32"
+    optimizer: str = "none"  # optimizers.py; "none": values are put; "job": the factory that the server was given
+    settings: dict[str, float | bool] = {}  # of the optimizer
+    loads: list[float] = []  # measured, by name: what is asked for more often than the rest
+
+
+class SparseSpec(msgspec.Struct, frozen=True, tag="sparse"):
+    """Rows that are made when they are first touched, from (seed, row)."""
+
+    rows: int
+    dim: int
+    dtype: str = "float32"
+    seed: int = 0
+    scale: float = 0.01  # standard deviation of a new row; 0: zeros
+    optimizer: str = "row_adagrad"
+    settings: dict[str, float | bool] = {}
+    evict_age: int = 0  # versions that a row may go untouched; 0: for ever
+    evict_least: int = 0  # touches that a row needs to stay when it is that old
+    capacity: int = 0  # rows that a shard holds at the most; 0: no bound
+
+
+Spec: TypeAlias = DenseSpec | SparseSpec
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Hello(Request, frozen=True):
+    """The first word of a connection."""
+
+    worker: int
+    incarnation: int = 0  # 0: grant one (shard 0 alone does)
+    proof: bytes = b""  # of the credentials, over what the server sent first
+    memory: bool = False  # this process is on the server's host and would share memory
+
+
+# -- orders -----------------------------------------------------------------------------------------------------------
+
+
+class Declare(Request, frozen=True):
+    """A table; the same again does nothing, another of the same name is refused."""
+
+    table: str
+    spec: Spec
+
+
+class Put(Request, frozen=True):
+    """Values as they are. `fill`: these are the first ones, and the table stands when all of its keys have some. With
+    `state`, of the optimizer (see `State`)."""
+
+    slots: list[Slot]
+    fill: bool = False
+    state: dict[str, Any] | None = None
+
+
+class Push(Request, frozen=True):
+    """Gradients, applied at once: one update. `ticket`: the step that it is of (-1: none); a ticket is applied once,
+    whoever pushes it. `basis`: the version that the gradient was computed from. `pull`: answer with dense values."""
+
+    slots: list[Slot]
+    ticket: int = -1
+    basis: int = -1
+    pull: bool = False
+    last: bool = True  # False: another part of the same update follows
+
+
+class Contribute(Request, frozen=True):
+    """Gradients of some lanes of a step, kept until it is applied. What comes for a step that is over is refused."""
+
+    step: int
+    span: Span
+    slots: list[Slot]
+
+
+class Apply(Request, frozen=True):
+    """The step's update: contributions of these spans are added in the tree over `lanes`, times `scale`, clipped to
+    `max_norm` given the whole gradient's `norm`. Once for each step, whoever asks first. `skip`: nothing is applied."""
+
+    step: int
+    lanes: int
+    spans: list[Span]
+    scale: float = 1.0
+    norm: float | None = None
+    max_norm: float | None = None
+    skip: bool = False
+    snapshot: bool = False  # keep what it comes to on disk
+    pull: bool = True  # answer with dense values
+
+
+class Meet(Request, frozen=True):
+    """In lockstep, shard 0: this worker is done with the step. Answered with everybody's notes when enough have come.
+    Tensors may come along; they go to everybody."""
+
+    step: int
+    note: bytes
+
+
+class Next(Request, frozen=True):
+    """Not in lockstep, shard 0: give me a step. Answered when there is one, `Compute` or `Errand` or `End`.
+
+    `done`: the ticket that this worker has done since, -1: none, with its `note` (loss and so on: kept in order).
+    `failed`: the group's epoch in which a mate was lost; the ticket is still to be done."""
+
+    group: int
+    done: int = -1
+    note: bytes = b""
+    failed: int = -1
+
+
+class Errands(Request, frozen=True):
+    """Shard 0: something is to be done once, by the next worker that asks: "evaluate", "save"."""
+
+    what: str
+
+
+class Ended(Request, frozen=True):
+    """Shard 0: the run ends (a target, an error, word from the user). `resumable`: before its last step."""
+
+    reason: str
+    resumable: bool = False
+
+
+class Rewind(Request, frozen=True):
+    """In lockstep, after a server was lost: back to what was kept of a step. Once for each epoch."""
+
+    epoch: int
+    step: int
+
+
+# -- looks ------------------------------------------------------------------------------------------------------------
+
+
+class Pull(Request, frozen=True):
+    slots: list[Slot]
+
+
+class Squares(Request, frozen=True):
+    """Sums of squares by row of what a step's contributions come to, by key: for the norm of the whole gradient."""
+
+    step: int
+    lanes: int
+    spans: list[Span]
+    scale: float = 1.0
+
+
+class State(Request, frozen=True):
+    """The optimizer's state of a dense table, for a checkpoint."""
+
+    table: str
+
+
+class Standing(Request, frozen=True):
+    """Where the shard is."""
+
+
+class Stats(Request, frozen=True):
+    """What it has done."""
+
+
+class Keep(Request, frozen=True):
+    """Write a snapshot now; answered when it stands on disk."""
+
+
+# -- replies ----------------------------------------------------------------------------------------------------------
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Challenge(Reply, frozen=True):
+    """The server's first word. `proof` in Hello is the HMAC-SHA256 of this nonce under the token."""
+
+    nonce: bytes
+    shard: int
+    shards: int
+    needs_token: bool
+
+
+class Welcome(Reply, frozen=True):
+    shard: int
+    shards: int
+    boot: int  # how many processes have been this shard
+    epoch: int
+    incarnation: int
+    sequence: int  # the last order of this incarnation that the shard has
+    version: int  # updates applied
+    step: int  # in lockstep: the next one
+    tables: list[str]
+
+
+class Done(Reply, frozen=True):
+    version: int
+
+
+class Values(Reply, frozen=True):
+    version: int
+    slots: list[Slot]
+    step: int = -1  # in lockstep: the next one
+
+
+class Late(Reply, frozen=True):
+    """The step is over without this worker. `step`: the one at work."""
+
+    step: int
+
+
+class Met(Reply, frozen=True):
+    """`workers`: who is in, rising; their notes; how many tensors of those that follow are each one's."""
+
+    step: int
+    workers: list[int]
+    notes: list[bytes]
+    tensors: list[int]
+
+
+class Compute(Reply, frozen=True):
+    """`members`: the worker's group, rising; `epoch`: of the group, rises when they change. `done`: tickets so far."""
+
+    ticket: int
+    epoch: int = 0
+    members: tuple[int, ...] = ()
+    done: int = 0
+
+
+class Errand(Reply, frozen=True):
+    what: str
+    done: int
+
+
+class End(Reply, frozen=True):
+    reason: str  # empty: the last step is done
+    resumable: bool
+    done: int
+
+
+class Found(Reply, frozen=True):
+    """The optimizer's state: tensors follow, named; scheduler and counters in `values`."""
+
+    names: list[str]
+    values: dict[str, Any]
+
+
+class Stood(Reply, frozen=True):
+    boot: int
+    epoch: int
+    version: int
+    step: int
+    filled: bool  # every dense table has its first values
+    kept: list[int]  # steps that a snapshot stands of
+    values: dict[str, Any] = {}  # of the pace
+
+
+class Counted(Reply, frozen=True):
+    """All since the shard was first started. `staleness`: versions between a gradient's basis and its push -> pushes."""
+
+    version: int
+    updates: int
+    duplicates: int
+    refused: dict[str, int]  # why -> how many
+    staleness: dict[int, int]
+    bytes_in: int
+    bytes_out: int
+    rows: dict[str, int]  # sparse table -> rows held
+    loads: dict[str, list[float]]  # table -> touches, by key or by range of rows
+    busy_seconds: float
+
+
+class Refused(Reply, frozen=True):
+    """`code`: one word for programs. `fix`: what to change."""
+
+    code: str
+    reason: str
+    fix: str = ""
+
+
+ORDERS = (Declare, Put, Push, Contribute, Apply, Meet, Next, Errands, Ended, Rewind)
+LOOKS = (Pull, Squares, State, Standing, Stats, Keep)
+AnyRequest: TypeAlias = (
+    Hello | Declare | Put | Push | Contribute | Apply | Meet | Next | Errands | Ended | Rewind | Pull | Squares | State
+    | Standing | Stats | Keep
+)  # fmt: skip
+AnyReply: TypeAlias = (
+    Challenge | Welcome | Done | Values | Late | Met | Compute | Errand | End | Found | Stood | Counted | Refused
+)  # fmt: skip
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
+decode_reply = msgspec.msgpack.Decoder(AnyReply).decode

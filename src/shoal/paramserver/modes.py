@@ -1,0 +1,121 @@
+"""Ways to keep workers in step, by name. One switch: --sync.
+
+    sync                    all gradients, then the update: the same bits as one process
+    quorum:0.9              the first 90 % of the workers close a step; who is late is refused, and counted
+    stale:3                 every gradient is an update; a worker is at most 3 steps ahead of the slowest
+    async                   every gradient is an update, and nobody waits
+    local:16                every worker by itself for 16 steps, then the mean of all (local SGD)
+    local:16,outer=nesterov the same, the mean taken as a gradient of an outer optimizer (DiLoCo)
+    groups:2                two groups: synchronous inside, by collectives; asynchronous between, by the servers
+
+In lockstep (sync, quorum, local) all workers are at one step. The others take steps from one queue: whoever is free
+takes the next one, so a fast worker does more of them, and a run is as many updates as the job has steps.
+"""
+
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from shoal.errors import InputError
+
+NAMES = ("sync", "quorum", "stale", "async", "local", "groups")
+EXAMPLES = "sync, quorum:0.9, stale:3, async, local:16, local:16,outer=nesterov, groups:2"
+OUTERS = ("average", "nesterov")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    name: str = "sync"
+    number: float = 0  # of a quorum (a share up to 1, above that workers), of steps, of groups
+    outer: str = "average"  # of local
+
+    @classmethod
+    def read(cls, text: str) -> "Mode":
+        head, *options = text.strip().split(",")
+        name, colon, number = head.partition(":")
+        if name not in NAMES:
+            near = get_close_matches(name, NAMES, n=1, cutoff=0.5)
+            raise InputError(
+                f"there is no mode {name!r}", fix=f"did you mean {near[0]}?" if near else f"one of {EXAMPLES}"
+            )
+        if name in ("sync", "async"):
+            if colon:
+                raise InputError(f"mode {text!r}: {name} has no number after it", fix=name)
+            _no_options(text, name, options)
+            return cls(name=name)
+        value = _number(text, name, number)
+        if name != "local":
+            _no_options(text, name, options)
+            return cls(name=name, number=value)
+        return cls(name=name, number=value, outer=_outer(text, options))
+
+    def __str__(self) -> str:
+        head = self.name if self.name in ("sync", "async") else f"{self.name}:{self.number:g}"
+        return head if self.outer == "average" else f"{head},outer={self.outer}"
+
+    @property
+    def exact(self) -> bool:
+        """The same bits as one process."""
+        return self.name == "sync"
+
+    @property
+    def lockstep(self) -> bool:
+        """All workers are at one step; else they take steps from one queue."""
+        return self.name in ("sync", "quorum", "local")
+
+    def needed(self, workers: int) -> int:
+        """How many workers close a step."""
+        if self.name != "quorum":
+            return workers
+        return math.ceil(self.number * workers - 1e-9) if self.number <= 1 else int(self.number)
+
+    def check(self, workers: int) -> None:
+        """That it goes with so many workers."""
+        if self.name == "quorum" and self.needed(workers) > workers:
+            raise InputError(
+                f"--sync {self}: a quorum of {self.number:g}, but there are {workers} workers",
+                fix=f"quorum:{workers}, or a share such as quorum:0.9",
+            )
+        if self.name == "groups" and self.number > workers:
+            raise InputError(
+                f"--sync {self}: {self.number:g} groups, but there are {workers} workers: each group needs one",
+                fix=f"groups:{workers}, or --workers {self.number:g}",
+            )
+
+    def group_of(self, worker: int) -> int:
+        """Which group a worker belongs to."""
+        return worker % int(self.number) if self.name == "groups" else worker
+
+
+def _number(text: str, name: str, number: str) -> float:
+    example = {"quorum": "quorum:0.9", "stale": "stale:3", "local": "local:16", "groups": "groups:2"}[name]
+    try:
+        value = float(number)
+    except ValueError:
+        raise InputError(f"mode {text!r}: {name} needs a number, and got {number!r}", fix=example) from None
+    least = 0 if name == "stale" else 1
+    whole = name != "quorum" or value > 1
+    if (
+        not math.isfinite(value)
+        or value < 0
+        or (name != "quorum" and value < least)
+        or (name == "quorum" and not value)
+    ):
+        raise InputError(f"mode {text!r}: {number} is out of range", fix=example)
+    if whole and value != int(value):
+        raise InputError(f"mode {text!r}: {name} needs a whole number here, and got {number}", fix=example)
+    return value
+
+
+def _no_options(text: str, name: str, options: list[str]) -> None:
+    if options:
+        raise InputError(f"mode {text!r}: {name} has no option {options[0]!r}", fix=f"one of {EXAMPLES}")
+
+
+def _outer(text: str, options: list[str]) -> str:
+    outer = "average"
+    for option in options:
+        key, _, outer = option.partition("=")
+        if key != "outer" or outer not in OUTERS:
+            raise InputError(f"mode {text!r}: {option!r} is not known", fix="local:16,outer=nesterov, or local:16")
+    return outer
