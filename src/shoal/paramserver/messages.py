@@ -292,7 +292,7 @@ class Stood(Reply, frozen=True):
 
 
 class Counted(Reply, frozen=True):
-    """All since the shard was first started. `staleness`: versions between a gradient's basis and its push -> pushes."""
+    """All since the shard was first started. `staleness`: versions between basis and push -> pushes."""
 
     version: int
     updates: int

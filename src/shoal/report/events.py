@@ -306,7 +306,7 @@ class DriverChanged(Event, frozen=True, kw_only=True, tag="driver-changed"):
 
 
 class ServerStarted(Event, frozen=True, kw_only=True, tag="server-started"):
-    """A parameter server listens. Told by itself. `boot`: how many processes have been this shard, this one included."""
+    """A parameter server listens. Told by itself. `boot`: how many processes have been this shard, this one too."""
 
     shard: int
     shards: int
