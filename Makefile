@@ -4,8 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 ETCD   := $(VENV)/etcd/etcd
+PEERS  ?= .venv-peers
 
-.PHONY: demo test simulate bench lint clean
+.PHONY: demo test simulate bench bench-peers lint clean
 
 $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,5 +41,14 @@ simulate: $(READY)
 bench: $(READY)
 	@$(BIN)/python benchmarks/train.py
 
+# Peers of benchmarks/paramserver.py, in an environment of their own: nothing of theirs gets into Shoal's.
+bench-peers: $(PEERS)/.installed
+
+$(PEERS)/.installed:
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@echo "installing TensorFlow and Ray into $(PEERS) (a minute or two, 2.6 GB)"
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.*' 'tensorflow-cpu==2.21.*' 'ray==2.60.*'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache dist
+	rm -rf $(VENV) $(PEERS) runs .pytest_cache .mypy_cache .ruff_cache dist

@@ -15,8 +15,9 @@ from shoal.estimate.predict import predict
 from shoal.estimate.runtime import MEGATRON_2021, Runtime
 from shoal.estimate.setup import Setup
 from shoal.estimate.shape import Shape, work_of_shape
+from shoal.paramserver.modes import Mode
 from shoal.simulate.failures import DAY, POLICIES, Trial, endure
-from shoal.simulate.servers import Mode, Servers, compare
+from shoal.simulate.servers import Servers, compare
 from shoal.simulate.step import simulate_step, straggling
 from shoal.simulate.stragglers import Stragglers
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from shoal.cli import main
 from shoal.cluster import Cluster, find_cluster, find_device
@@ -22,6 +23,7 @@ from shoal.estimate.setup import MODES, Setup
 from shoal.estimate.setups import Setups
 from shoal.estimate.shape import Shape, work_of_shape
 from shoal.estimate.work import Work
+from shoal.forecast import setup_of
 from shoal.launch import open_job, plan_for
 from shoal.load import load_job
 from shoal.observed import write_calibration
@@ -100,7 +102,7 @@ def test_what_is_exact_and_what_can_be_run_is_marked() -> None:
         ]
     )
     assert marks(setups).tolist() == [0, 1, 0, 2, 0, 0]
-    assert runnable(setups).tolist() == [True, True, False, False, False, False]
+    assert runnable(setups).tolist() == [True, True, True, True, False, False]
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 13), st.integers(1, 4))
@@ -359,9 +361,29 @@ def test_a_shape_and_what_cannot_be_run_are_no_plans() -> None:
     with pytest.raises(PlanError, match="a shape has no lanes"):
         ranking_to_plan(search(work_of_shape(SHAPE), cluster, space=space(cluster)).best)
     served = search(work, cluster, space=replace(space_of(work, cluster, workers=8), pipelines=(1,), tensors=(1,)))
-    servers = next(each for each in served.top(999) if each.setup.exchange == "servers")
     with pytest.raises(PlanError, match="cannot run"):
-        ranking_to_plan(servers)
+        ranking_to_plan(replace(served.best, runnable=False))
+
+
+@pytest.mark.parametrize(("mode", "sync"), [("sync", "sync"), ("quorum", "quorum:0.9"), ("stale", "stale:2")])
+def test_servers_are_a_plan_with_their_mode(mode: str, sync: str) -> None:
+    cluster, work = a100(), as_job()
+    asked = replace(space_of(work, cluster, workers=8), pipelines=(1,), tensors=(1,), modes=(mode,), servers=(2,))
+    ranking = search(work, cluster, space=asked, inexact=True)
+    found = next(each for each in ranking.top(999) if each.setup.exchange == "servers")
+    plan = ranking_to_plan(found)
+    assert (plan.servers, plan.sync, plan.workers, plan.exact) == (2, sync, 8, mode == "sync")
+    assert plan.layout == Layout(data=8)
+    setup = setup_of(work, plan)
+    assert (setup.exchange, setup.servers, setup.mode, setup.data) == ("servers", 2, mode, 8)
+    assert setup.sync == ("quorum:8" if mode == "quorum" else sync)
+    assert setup_of(work, structs.replace(plan, servers=0, sync="")).exchange == "collectives"
+    seconds = {
+        each: predict(work, replace(setup, mode=each, number=-1), cluster).terms["data"]
+        for each in ("sync", "async", "local", "groups")
+    }
+    assert seconds["local"] == pytest.approx(seconds["sync"] / 16)
+    assert seconds["async"] < seconds["sync"]
 
 
 # -- why --------------------------------------------------------------------------------------------------------------

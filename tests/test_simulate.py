@@ -23,6 +23,7 @@ from shoal.estimate.setup import Setup
 from shoal.estimate.shape import Shape, work_of_shape
 from shoal.estimate.traffic import collective as estimated
 from shoal.estimate.work import Work
+from shoal.paramserver.modes import Mode
 from shoal.recovery import interval
 from shoal.recovery.interval import DAY
 from shoal.schedule import fit_schedule, make_schedule, play, theory
@@ -30,7 +31,7 @@ from shoal.simulate.accuracy import Law, time_to_accuracy
 from shoal.simulate.clock import Clock, Network, Sent, Way, Wire
 from shoal.simulate.failures import CAUSES, POLICIES, REDO, RESTART_ALL, Trial, endure
 from shoal.simulate.pipeline import Cost, Replica, alone, play_pipelines, totals
-from shoal.simulate.servers import Mode, Servers, compare, serve
+from shoal.simulate.servers import Servers, compare, serve
 from shoal.simulate.step import Step, simulate_step, straggling
 from shoal.simulate.stragglers import Stragglers
 from shoal.simulate.trace import chrome_trace, timeline
@@ -545,7 +546,7 @@ def test_a_quorum_waits_for_its_order_statistic(quorum: int) -> None:
     """The q-th of w exponentials is the sum of 1/(w − i + 1) for i up to q, on average."""
     kind = Stragglers.read("exponential:1")
     setup = Servers(workers=8, servers=1, compute=1.0, num_bytes=0.0, bandwidth=1.0, stragglers=kind,
-                    mode=Mode(name="quorum", number=quorum))  # fmt: skip
+                    mode=Mode(name="quorum", number=quorum / 8))  # fmt: skip
     served = serve(setup, rounds=400 * quorum // 8)
     expected = 1 + sum(1 / (8 - i) for i in range(quorum))
     assert served.seconds / served.updates == pytest.approx(expected, rel=0.05)
@@ -583,6 +584,36 @@ def test_staleness_is_bounded_and_costs_speed(bound: int) -> None:
     assert stale.gradients_per_second == pytest.approx(8 / 3.1, rel=0.1), "in the end all go at the slowest's pace"
 
 
+@pytest.mark.parametrize("steps", [1, 4, 16])
+def test_local_steps_share_one_exchange(steps: int) -> None:
+    setup = replace(EIGHT, mode=Mode.read(f"local:{steps}"))
+    served = serve(setup, rounds=16)
+    assert served.seconds == pytest.approx(16 * 1.0 + 16 / steps * 1e8 * 8 / (2 * 1e9))
+    assert served.updates == 16 and served.gradients == 16 * 8 and served.mean_staleness == 0
+    assert served.gradients_per_second <= setup.bound
+
+
+def test_a_quorum_is_a_share_or_a_number() -> None:
+    setup = replace(EIGHT, stragglers=Stragglers.read("lognormal:0.5"))
+    share, number = compare(setup, [Mode.read("quorum:0.75"), Mode.read("quorum:6")])
+    assert (share.seconds, share.dropped) == (number.seconds, number.dropped)
+
+
+def test_groups_wait_inside_and_not_between() -> None:
+    """Two groups of four: a ring among four, then one exchange of the sum."""
+    setup = replace(EIGHT, servers=8, mode=Mode.read("groups:2"))
+    served = serve(setup, rounds=100)
+    ring = 2 * 3 * 1e8 / 4 / 1e9
+    assert served.gradients == 4 * served.updates == 800
+    assert served.seconds / served.updates * 2 == pytest.approx(1.0 + ring + 1e8 / 1e9, rel=0.02)
+    assert served.mean_staleness == pytest.approx(1, abs=0.1)  # of the other group
+    slow = replace(setup, stragglers=Stragglers.read("slow:3"))
+    groups, sync = compare(slow, [Mode.read("groups:2"), Mode.read("sync")])
+    assert groups.gradients_per_second > 1.5 * sync.gradients_per_second, "the slow one keeps its own group waiting"
+    one, alone = compare(setup, [Mode.read("groups:8"), Mode.read("async")])
+    assert one.seconds == alone.seconds
+
+
 def test_servers_are_deterministic_and_bounded() -> None:
     setup = replace(EIGHT, stragglers=Stragglers.read("lognormal:0.4"))
     modes = [Mode.read(each) for each in ("sync", "quorum:6", "stale:2", "async")]
@@ -618,9 +649,10 @@ def test_published_servers_are_met_within_a_factor_of_two() -> None:
     ("text", "told", "fix"),
     [
         ("quorom:3", "there is no mode 'quorom'", "did you mean quorum?"),
-        ("quorum", "needs a whole number", "quorum:2"),
-        ("quorum:0", "needs a whole number", "quorum:2"),
-        ("stale:x", "needs a whole number", "stale:2"),
+        ("quorum", "needs a number", "quorum:0.9"),
+        ("quorum:0", "out of range", "quorum:0.9"),
+        ("quorum:2.5", "needs a whole number", "quorum:0.9"),
+        ("stale:x", "needs a number", "stale:3"),
         ("async:3", "async has no number", "async"),
     ],
 )
@@ -632,8 +664,10 @@ def test_a_mode_that_is_none(text: str, told: str, fix: str) -> None:
 
 
 def test_servers_that_cannot_be() -> None:
-    with pytest.raises(InputError, match="a quorum of 9 among 8 workers"):
+    with pytest.raises(InputError, match="a quorum of 9, but there are 8 workers"):
         replace(EIGHT, mode=Mode.read("quorum:9"))
+    with pytest.raises(InputError, match="9 groups, but there are 8 workers"):
+        replace(EIGHT, mode=Mode.read("groups:9"))
     with pytest.raises(InputError, match="0 servers"):
         replace(EIGHT, servers=0)
     with pytest.raises(InputError, match="none is negative"):

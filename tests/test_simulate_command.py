@@ -67,8 +67,11 @@ def test_modes_of_servers_in_one_table(call: Caller) -> None:
     told = call.good(*words, "--accuracy", "steps=5000,noise=512").out
     for mode in ("sync", "quorum:15", "stale:2", "async", "assumed: least updates 5000, noise batch 512"):
         assert mode in told
-    rows = call.good(*words, "--mode", "quorum:12", "--json").value["servers"]
-    assert [row["mode"] for row in rows] == ["sync", "quorum:15", "stale:2", "async", "quorum:12"]
+    rows = call.good(*words, "--sync", "quorum:12", "--json").value["servers"]
+    assert [row["mode"] for row in rows] == [
+        *("sync", "quorum:15", "stale:2", "async", "local:16", "groups:2"),
+        "quorum:12",
+    ]
     assert rows[3]["mean_staleness"] == pytest.approx(15, rel=0.1)
 
 
@@ -133,7 +136,7 @@ def plan_file(text: str) -> Any:
         ((*STEP, "--servers", "0"), "--servers 0: at least 1", "--servers 1"),
         ((*STEP, "--mode", "async"), "modes and accuracy are of parameter servers", "--servers 4"),
         ((*STEP, "--servers", "2", "--mode", "asink"), "there is no mode 'asink'", "did you mean async?"),
-        ((*STEP, "--servers", "2", "--mode", "quorum:9"), "a quorum of 9 among 4 workers", "quorum:4"),
+        ((*STEP, "--servers", "2", "--mode", "quorum:9"), "a quorum of 9, but there are 4 workers", "quorum:4"),
         ((*STEP, "--servers", "2", "--accuracy", "steps=5"), "noise is missing", "steps=5000,noise=512"),
         ((*STEP, "--steps", "0"), "--steps 0: at least 1", "--steps 1"),
         ((*STEP, "--slow", "3"), "'3' is not understood", "--slow 5=3,9=1.5"),

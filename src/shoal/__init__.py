@@ -4,6 +4,7 @@ The job fixes the arithmetic; the cluster only fixes the speed.
 """
 
 import os
+from typing import TYPE_CHECKING, Any
 
 # Before torch runs its first kernel: after one matrix product it has no effect (EXACT rule 7).
 os.environ.setdefault("MKL_CBWR", "AUTO")
@@ -16,6 +17,10 @@ from shoal.launch import train
 from shoal.plan.placement import Plan
 from shoal.result import Report
 from shoal.run import Batch, Run
+from shoal.values import Mirrored, PerWorker
+
+if TYPE_CHECKING:
+    from shoal.embedding import Embedding
 
 __version__ = "0.1.0"
 
@@ -23,8 +28,11 @@ backend.register()  # torch.distributed now knows backend="shoal"
 
 __all__ = [
     "Batch",
+    "Embedding",
     "InputError",
     "Job",
+    "Mirrored",
+    "PerWorker",
     "Plan",
     "Report",
     "Run",
@@ -35,3 +43,12 @@ __all__ = [
     "join",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What most programs do not use is imported when it is asked for."""
+    if name == "Embedding":
+        from shoal.embedding import Embedding
+
+        return Embedding
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,11 +25,13 @@ from shoal.chaos.scorecard import lines
 from shoal.cluster import ORDERS, Cluster, even_cluster, read_cluster
 from shoal.collectives.traffic import Wish
 from shoal.commands import cluster as cluster_command
+from shoal.commands import compare as compare_command
 from shoal.commands import estimate as estimate_command
 from shoal.commands import plan as plan_command
 from shoal.commands import predict as predict_command
 from shoal.commands import simulate as simulate_command
 from shoal.commands.parser import HelpAll, Parser, command, job_options, rare
+from shoal.commands.pin import pin_isa
 from shoal.driver import Options
 from shoal.during import attach, scale, stop, why
 from shoal.engines.lab import Lab, check_machine
@@ -37,13 +39,12 @@ from shoal.engines.programs import check_program, run_program
 from shoal.engines.remains import clean
 from shoal.engines.wiring import picture, summary
 from shoal.errors import InputError, ShoalError
-from shoal.exact.kernels import ISA_IN_FORCE
 from shoal.forecast import wanted
-from shoal.job import Job
-from shoal.launch import Prepared, isa_environment, open_job, plan_for, run_with, train_with
+from shoal.launch import Prepared, open_job, plan_for, run_with, train_with
 from shoal.load import load_job
 from shoal.memory import read_size
 from shoal.outline import outline
+from shoal.paramserver.modes import EXAMPLES
 from shoal.plan.layout import Layout
 from shoal.plan.placement import read_plan
 from shoal.report.folder import RunFolder, find_run, list_runs
@@ -63,6 +64,7 @@ from shoal.verify import (
     exact_wish,
     layout_placements,
     placements,
+    server_placements,
     verify,
 )
 
@@ -79,12 +81,14 @@ Before   estimate FILE         compute, memory and traffic of a job, before anyt
 Run      train FILE[:job]      train a job
          run SCRIPT -- ARGS    start any torch.distributed script, or a loop with shoal.join
          verify FILE           prove that every placement gives one sha256
+         compare FILE --sync … ways to keep workers in step, one run each: loss against time and steps
 During   attach [RUN]          take over a run whose driver is gone
          why [RUN]             who waits for whom, in which operation, at which line
          scale [RUN]           more or fewer workers, from the next step on
          stop [RUN]            finish the step, save, stop
 After    report [RUN]          the closing report of a run
          runs                  the runs in this folder
+         compare RUN RUN…      finished runs side by side
 Prove    lab -- COMMAND        a cluster in a box: run a command on hosts with slow links between them
          bench collectives     measure the links between workers, and hold predictions against the clock
          chaos FILE            faults on purpose: does the run end with the hash of one without any?
@@ -149,6 +153,7 @@ def build_parser() -> Parser:
     train.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
     job_options(train)
     _layout_options(train)
+    _server_options(train)
     train.add_argument("--dry-run", action="store_true", help="print the job and the plan, and start nothing")
     _run_options(train)
 
@@ -156,6 +161,7 @@ def build_parser() -> Parser:
         commands, "run", "start any torch.distributed script", _run, "shoal run train.py --workers 2 -- --lr 0.1"
     )
     run.add_argument("script", help="a Python script; what follows -- is its own")
+    _server_options(run, script=True)
     _run_options(run)
 
     check = command(
@@ -167,6 +173,8 @@ def build_parser() -> Parser:
                        help='layouts to compare: "data=2" "pipeline=2" "data=2,pipeline=2" "tensor=2"')  # fmt: skip
     check.add_argument("--schedule", default="1f1b", metavar="NAME", help="of pipelines; all: each of them (1f1b)")
     check.add_argument("--recompute", action="store_true", help="with blocks recomputed, beside the reference")
+    check.add_argument("--servers", type=int, metavar="N", help="each number of workers also with N parameter servers")
+    rare(check, "--sync", default="", metavar="MODE", help="of servers: sync, which alone is exact (sync)")
     check.add_argument(
         "--steps", type=int, metavar="N", help=f"steps to compare ({VERIFY_STEPS}, or the job's if fewer)"
     )
@@ -182,6 +190,9 @@ def build_parser() -> Parser:
     )
     check.add_argument("--json", action="store_true", help="print the result as JSON")
     _travel_options(check)
+    check.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
+
+    compare_command.add(commands)
 
     for name, words, call, example in (
         ("attach", "take over a run whose driver is gone", _attach, "shoal attach 7f3a"),
@@ -271,6 +282,16 @@ def _layout_options(parser: Parser) -> None:
     rare(parser, "--cluster", metavar="NAME|FILE", help="what the run is predicted and planned for (laptop)")
     rare(parser, "--calibrate", nargs="+", default=[], metavar="RUN",
          help="earlier runs, whose predictions say how to correct this one's")  # fmt: skip
+
+
+def _server_options(parser: Parser, *, script: bool = False) -> None:
+    """Processes that hold the weights, and how workers are kept in step."""
+    if script:
+        parser.add_argument("--servers", type=int, metavar="N",
+                            help="parameter servers, which workers find in SHOAL_SERVERS (none)")  # fmt: skip
+        return
+    parser.add_argument("--servers", type=int, metavar="N", help="parameter servers, which hold the weights (none)")
+    parser.add_argument("--sync", default="", metavar="MODE", help=f"how they keep workers in step: {EXAMPLES} (sync)")
 
 
 def _run_options(parser: Parser) -> None:
@@ -397,7 +418,7 @@ def _train(given: argparse.Namespace) -> int:
     if given.file is None:
         raise InputError("which job? a file is missing", fix="shoal train digits.py")
     job = load_job(given.file, given.settings)
-    _pin_isa(job, given)
+    pin_isa(job, given)
     options = _options(given)
     if given.dry_run:
         opened = open_job(job)
@@ -417,14 +438,6 @@ def _train(given: argparse.Namespace) -> int:
     report = train_with(job, options, name=given.file)
     _print_report(report.value, given.json)
     return 0
-
-
-def _pin_isa(job: Job, given: argparse.Namespace) -> None:
-    """Starts over with the instruction set pinned: it is chosen before a process's first kernel."""
-    if job.isa is not None and os.environ.get(ISA_IN_FORCE) != job.isa:
-        if given.lab is not None:
-            given.lab.close()  # it comes up again
-        os.execve(sys.executable, [sys.executable, "-m", "shoal", *given.given], os.environ | isa_environment(job.isa))
 
 
 def _options(given: argparse.Namespace) -> Options:
@@ -467,6 +480,8 @@ def _options(given: argparse.Namespace) -> Options:
         recompute=getattr(given, "recompute", False),
         shares=given.shares,
         plan=read_plan(given.plan) if given.plan not in (None, AUTO) else None,
+        servers=given.servers,
+        sync=getattr(given, "sync", ""),
         auto=given.plan == AUTO,
         cluster=getattr(given, "cluster", None),
         calibrate=tuple(getattr(given, "calibrate", ())),
@@ -536,7 +551,7 @@ def _run(given: argparse.Namespace) -> int:
 def _verify(given: argparse.Namespace) -> int:
     wish = exact_wish(Wish(algorithm=given.algorithm, compress=given.compress))
     job = load_job(given.file, given.settings)
-    _pin_isa(job, given)
+    pin_isa(job, given)
     if given.steps is not None and given.steps < 1:
         raise InputError(f"--steps {given.steps}: at least 1")
     steps = given.steps or min(VERIFY_STEPS, open_job(job).steps)
@@ -545,6 +560,7 @@ def _verify(given: argparse.Namespace) -> int:
         workers = ""
     wanted = placements(check_workers(workers) if workers else [], given.shares, given.resume, steps, given.lab, wish)
     wanted = [*wanted, *layout_placements(given.layouts, given.schedule, given.recompute, given.lab, wish)]
+    wanted += server_placements(check_workers(workers or "1,2"), given.servers, given.sync)
     name = given.file
     opened = open_job(job)
     for placement in wanted:  # a placement that does not fit is said before the first run

@@ -124,6 +124,8 @@ class Launch:
     fixed: bool = False  # no two workers hold the same
     # What is foreseen of the run, as prediction.json has it; None: not known yet. `True`: it is needed now.
     foreseen: Callable[[bool], Mapping[str, Any] | None] | None = None
+    servers: int = 0  # parameter servers
+    serve: Callable[[Seat, int], None] | None = None  # in each of them, with its number
     another: Callable[[int], Plan] | None = None  # a plan for so many workers that are left; raises if there is none
 
 
@@ -317,8 +319,12 @@ class Driver:
             self._foresee()
             self.progress.tick(self.tally)
             self._say_stopping()
+            self._tick(engine)
             if self.failed_at is not None and time.monotonic() - self.failed_at > GRACE_SECONDS:
                 return  # the rest wait for someone who will not come; closing the engine ends them
+
+    def _tick(self, engine: LocalEngine) -> None:
+        """For drivers of other kinds of runs: what else is to be seen to."""
 
     # -- workers that come and go -----------------------------------------------------------------------------------
 
@@ -588,8 +594,14 @@ class Driver:
 
     def _worker(self, post: Post) -> int:
         """Runs in the forked process; everything the driver had loaded is there."""
+        seat = self._seat(post)
+        with told(seat, str(self.folder.log(post.rank))) as code:
+            self.launch.work(seat)
+        return code[0]
+
+    def _seat(self, post: Post) -> Seat:
         name = f"{post.rank}.{post.life}"
-        seat = Seat(
+        return Seat(
             rank=post.rank,
             life=post.life,
             size=self.launch.size,
@@ -602,9 +614,6 @@ class Driver:
             asked_to_leave=post.notice.claim,
             revive_store=self._revive_store,
         )
-        with told(seat, str(self.folder.log(post.rank))) as code:
-            self.launch.work(seat)
-        return code[0]
 
     def _revive_store(self) -> None:
         """In a worker. The store of a lab is on a host of its own, and etcd is not ours to start."""

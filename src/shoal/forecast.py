@@ -321,8 +321,11 @@ def forecast_of(work: "Work", plan: Plan, ground: Ground) -> Forecast:
 def setup_of(work: "Work", plan: Plan) -> "Setup":
     """A plan as estimates have it."""
     from shoal.estimate.setup import Setup
+    from shoal.paramserver.modes import Mode
 
     layout = plan.layout
+    mode = Mode.read(plan.sync or "sync")
+    number = mode.needed(plan.workers) if mode.name == "quorum" else int(mode.number)
     return Setup(
         data=layout.data,
         pipeline=layout.pipeline,
@@ -334,4 +337,8 @@ def setup_of(work: "Work", plan: Plan) -> "Setup":
         schedule=plan.schedule,
         recompute="full" if plan.recompute else "none",
         lanes=plan.lanes,
+        exchange="servers" if plan.servers else "collectives",
+        servers=plan.servers,
+        mode=mode.name,
+        number=number if plan.servers else -1,
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from shoal.partition.samples import Order, Schedule
 from shoal.recovery.ledger import Audit, Entry, audit, entries
-from shoal.report.events import AnyEvent, Changed, Finished, Recovered, Resumed, Saved, Steps
+from shoal.report.events import AnyEvent, Changed, Finished, Recovered, Resumed, Rewound, Saved, Steps
 
 
 def committed_floor(events: Iterable[AnyEvent], recorded: int = 0) -> int:
@@ -13,13 +13,15 @@ def committed_floor(events: Iterable[AnyEvent], recorded: int = 0) -> int:
 
     A run that went back to a checkpoint counts from there: what it had done before has been repeated or soon will be.
     """
-    floor, term = 0, 0
+    floor, term, epoch = 0, 0, 0
     for event in events:
         match event:
             case Resumed():
                 floor = event.step
             case Changed() if event.term > term:
                 floor, term = event.step, event.term
+            case Rewound() if event.epoch > epoch:
+                floor, epoch = event.step, event.epoch
             case Steps() | Finished() | Saved() | Changed() | Recovered():
                 floor = max(floor, event.step)
     return max(floor, recorded)

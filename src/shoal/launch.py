@@ -1,5 +1,6 @@
 """The two doors, opened: a job or a script, with what the user asked for, becomes a run of the driver."""
 
+import importlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ from shoal.result import Report
 from shoal.roster import check
 from shoal.schedule import check_name
 from shoal.seat import Seat, Settings
+from shoal.sync import check_servers
 from shoal.worker import OpenJob, run_script, train_job
 
 # -- the job's door -----------------------------------------------------------------------------------------------
@@ -65,11 +67,14 @@ def train(
     slow: str = "rebalance",
     store: str | None = None,
     memory: str | int | None = None,
+    servers: int | None = None,
+    sync: str = "",
 ) -> Report:
     """Trains a job on workers of this machine and returns the report. Works in scripts and notebooks.
 
     `plan`: one that was saved, or "auto": the planner chooses, as it does with several workers where nobody says how.
-    `cluster`: a preset or a file that the run is predicted for, `calibrate`: runs that say how good predictions are."""
+    `cluster`: a preset or a file that the run is predicted for, `calibrate`: runs that say how good predictions are.
+    `servers`: parameter servers that hold the weights; `sync`: how they keep the workers in step ("stale:3")."""
     if isinstance(plan, str) and plan != "auto":
         plan = read_plan(Path(plan))
     for name, value, known in (
@@ -103,6 +108,8 @@ def train(
         cluster=None if cluster is None else str(cluster),
         calibrate=tuple(map(str, calibrate)),
         foresee=wanted(),
+        servers=servers,
+        sync=sync,
         run_dir=Path(run_dir) if run_dir is not None else None,
         resume=resume,
         quiet=quiet,
@@ -121,6 +128,26 @@ def open_job(job: Job) -> OpenJob:
 
 
 def plan_for(job: Job, options: Options) -> Plan:
+    plan = _placed(job, options)
+    servers, sync = servers_of(options)
+    mode = check_servers(servers, sync, workers=plan.workers, layout=plan.layout)
+    if mode is None:
+        return structs.replace(plan, servers=0, sync="") if plan.servers else plan
+    exact = plan.exact and mode.exact and not plan.compress
+    return structs.replace(plan, servers=servers, sync=str(mode), exact=exact)
+
+
+def servers_of(options: Options) -> tuple[int, str]:
+    """How many, and in which mode: as asked, else as the plan or the run that is gone on with has it."""
+    former = options.plan
+    if former is None and options.resume is not False and (options.servers is None or not options.sync):
+        with suppress(ShoalError):
+            former = read_plan(_resumed(options).plan)
+    servers = options.servers if options.servers is not None else 0 if former is None else former.servers
+    return servers, options.sync or (former.sync if former is not None and servers else "")
+
+
+def _placed(job: Job, options: Options) -> Plan:
     wish = wish_of(options)
     check_name(options.schedule)
     if options.plan is None:
@@ -193,12 +220,23 @@ def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) 
         with folder:
             if options.foresee:
                 prepared.foresight().begin()  # works beside the start of the workers
-            driver = Driver(_launch(prepared, folder, options, name), folder, settings, options)
+            driver = driver_of(prepared.plan.servers)(
+                _launch(prepared, folder, options, name), folder, settings, options
+            )
             value = driver.run()
             while driver.next is not None:  # the same run, with another layout
                 driver = _relaid(prepared, driver, *driver.next, name)
                 value = driver.run()
     return Report(folder.path, value, job=opened.job)
+
+
+def driver_of(servers: int) -> type[Driver]:
+    """Whoever trains without servers does not wait for their modules."""
+    if not servers:
+        return Driver
+    from shoal.served_driver import ServedDriver
+
+    return ServedDriver
 
 
 class Prepared:
@@ -235,7 +273,7 @@ class Prepared:
         options, workers = self.options, self.plan.workers
         if options.foresee or options.cluster is not None or options.calibrate:
             self.foresight()
-        free = options.plan is None and options.layout is None and options.shares is None
+        free = options.plan is None and options.layout is None and options.shares is None and not self.plan.servers
         former = _former(options) if free else None
         known = options.settings.memory is not None or options.cluster is not None  # else plain copies are all there is
         if former is not None:
@@ -312,13 +350,21 @@ def _launch(prepared: Prepared, folder: RunFolder, options: Options, name: str |
         steps=opened.steps,
         steps_per_epoch=schedule.steps_per_epoch,
         tokens=job.tokens,
+        servers=plan.servers,
+        sync=plan.sync,
         chosen=prepared.why,
         relaid=relaid,
     )
     config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job} | where(options, plan.workers)
 
+    if plan.servers:
+        served = importlib.import_module("shoal.serving")  # now, not in each process
+
     def work(seat: Seat) -> None:
-        train_job(opened, seat)
+        served.train_served(opened, seat) if plan.servers else train_job(opened, seat)
+
+    def serve(seat: Seat, number: int) -> None:
+        served.serve_job(opened, seat, number)
 
     return Launch(
         work=work,
@@ -331,6 +377,8 @@ def _launch(prepared: Prepared, folder: RunFolder, options: Options, name: str |
         target=None if job.target is None else str(job.target),
         files={folder.config: config, folder.plan: plan},
         foreseen=prepared.foreseen if options.foresee else None,
+        servers=plan.servers,
+        serve=serve if plan.servers else None,
         another=prepared.another,
     )
 
@@ -399,6 +447,8 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
     if options.plan is not None and options.plan.workers != size:
         raise PlanError(f"--workers {size}, but the plan has {options.plan.workers}", fix="leave --workers out")
     check(rules_of(options.settings), size)
+    servers = options.servers or 0
+    check_servers(servers, options.sync, workers=size)
     options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
     folder, settings = open_folder(options)
     started = RunStarted(
@@ -412,6 +462,7 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
         exact=settings.exact,
         steps=None,
         steps_per_epoch=None,
+        servers=servers,
     )
     config = {"script": str(script), "arguments": arguments, "workers": size} | where(options, size)
     with folder:
@@ -423,6 +474,14 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
             threads=1,
             target=None,
             files={folder.config: config},
+            servers=servers,
+            serve=_serve_script if servers else None,
         )
-        value = Driver(launch, folder, settings, options).run()
+        value = driver_of(servers)(launch, folder, settings, options).run()
     return Report(folder.path, value, job=None)
+
+
+def _serve_script(seat: Seat, number: int) -> None:
+    from shoal.serving import serve_script
+
+    serve_script(seat, number)

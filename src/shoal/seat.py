@@ -165,6 +165,8 @@ class Seat:
     records: Callable[[], Records] | None = None  # the run's store, where workers that come and go meet
     asked_to_leave: Callable[[], bool] = lambda: False
     revive_store: Callable[[], None] | None = None
+    servers: tuple[str, ...] = ()  # addresses of parameter servers
+    token: str = ""  # that they ask for
 
     def crew(self) -> Membership:
         """The workers of the run. Those of a script that has made torch's default group itself are there to stay."""

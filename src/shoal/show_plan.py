@@ -64,7 +64,7 @@ def ways(found: Sequence[Candidate], notes: Mapping[int, str]) -> list[str]:
 def layout(candidate: Candidate) -> str:
     setup = candidate.setup
     text = str(setup) + (" sequence" if setup.sequence_parallel else "")
-    text += f" servers={setup.servers} {setup.mode}" if setup.exchange == "servers" else ""
+    text += f" --servers {setup.servers} --sync {setup.sync}" if setup.exchange == "servers" else ""
     return text + (f" --shares {candidate.shares}" if candidate.shares and setup.lanes is not None else "")
 
 

@@ -51,7 +51,7 @@ def _how(setup: Setup) -> str:
         said.append(setup.schedule + (f" × {setup.chunks}" if setup.chunks > 1 else ""))
     said += [f"{setup.recompute} recomputation"] if setup.recompute != "none" else []
     said += ["sequence parallel"] if setup.sequence_parallel else []
-    said += [f"{plural(setup.servers, 'server')}, {setup.mode}"] if setup.exchange == "servers" else []
+    said += [f"{plural(setup.servers, 'server')}, {setup.sync}"] if setup.exchange == "servers" else []
     return f"   {', '.join(said)}"
 
 

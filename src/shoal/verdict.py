@@ -7,10 +7,12 @@ from shoal.report.events import Failed, WorkerExited
 from shoal.report.figures import plural
 from shoal.report.story import Fault
 from shoal.report.tally import Tally
-from shoal.report.words import exit_text, how
+from shoal.report.words import exit_text, how, sentence
 
 LOG_LINES = 3  # of a lost worker's last words
-SELF_EXPLAINING = ("CheckpointError", "JobError", "MismatchError", "NonFiniteError")  # their message names the place
+SELF_EXPLAINING = (  # their message names the place
+    *("CheckpointError", "JobError", "MismatchError", "NonFiniteError", "ServerLost"),
+)
 
 
 class RunFailed(WorkerError):
@@ -45,6 +47,9 @@ def cause(tally: Tally) -> Failed | None:
     told = sorted(tally.open_failures, key=lambda failure: (failure.kind == "PeerLost", failure.time))
     if told and told[0].kind != "PeerLost":
         return told[0]
+    server = next((fault for fault in tally.faults if fault.kind == "server" and fault.ends_the_run), None)
+    if server is not None:
+        return _fatal_server(server, tally)
     fatal = _fatal(tally)
     if fatal is not None:
         return _fatal_loss(fatal, tally)
@@ -58,7 +63,7 @@ def _fatal(tally: Tally) -> Fault | None:
     """The loss that ended the run: the one of which the driver said so, else the first after which nobody went on."""
     lost = [fault for fault in tally.faults if fault.kind == "lost"]
     ends = [fault for fault in lost if fault.ends_the_run]
-    stuck = [fault for fault in lost if fault.seconds is None and not fault.outside]
+    stuck = [fault for fault in lost if fault.seconds is None and not fault.outside and not fault.free]
     return next(iter(ends or stuck), None)
 
 
@@ -77,6 +82,20 @@ def _fatal_loss(fault: Fault, tally: Tally) -> Failed:
         message="; ".join([how(fault), *([fault.action] if fault.ends_the_run else [])]),
         where=where,
         fix="--on-failure replace starts another in its place, --on-failure shrink goes on without it",
+    )
+
+
+def _fatal_server(fault: Fault, tally: Tally) -> Failed:
+    return Failed(
+        time=fault.time,
+        rank=0,
+        kind="ServerLost",
+        message=sentence(fault, place=True),
+        where=[
+            *([f"after step {tally.step}"] if tally.step else []),
+            *(f"its log: {line}" for line in fault.log[-LOG_LINES:]),
+        ],
+        fix="shoal report shows what was saved; --resume goes on from there",
     )
 
 
@@ -109,12 +128,12 @@ def error(tally: Tally, ended: str, report: dict[str, Any]) -> ShoalError | None
         return RunFailed("the run ended before it was done", where=at, report=report)
     message, where = failure.message, list(failure.where)
     if failure.kind not in SELF_EXPLAINING:
-        place = [f"worker {failure.rank}"]
+        place = [_process(failure.rank, tally)]
         place += [] if failure.step is None else [f"step {failure.step}"]
         place += [] if failure.lane is None else [f"lane {failure.lane}"]
         message = f"{', '.join(place)}: {message}"
     if failure.kind not in SELF_EXPLAINING or failure.kind == "NonFiniteError":
-        where += [at, f"log: {report['folder']}/worker-{failure.rank}.log"]
+        where += [at, f"log: {report['folder']}/{_process(failure.rank, tally).replace(' ', '-')}.log"]
     fix = failure.fix
     if failure.kind == "WorkerLost" and saved:
         fix = f"go on with --resume {report['folder']}; {fix}"
@@ -123,9 +142,16 @@ def error(tally: Tally, ended: str, report: dict[str, Any]) -> ShoalError | None
     return found
 
 
+def _process(rank: int, tally: Tally) -> str:
+    """Servers are numbered after the workers."""
+    workers = tally.started.workers if tally.started is not None and tally.started.servers else rank + 1
+    return f"worker {rank}" if rank < workers else f"server {rank - workers}"
+
+
 def _unequal(tally: Tally) -> ShoalError | None:
     members = tally.membership.members
-    hashes = {each.weights_sha256 for rank, each in tally.finished.items() if rank in members or not members}
+    told = [each.weights_sha256 for rank, each in tally.finished.items() if rank in members or not members]
+    hashes = {digest for digest in told if digest}  # where workers are not in step, one speaks for all
     if len(hashes) < 2:
         return None
     return MismatchError(f"workers ended with different weights: {', '.join(sorted(hashes))}")

@@ -26,6 +26,7 @@ from shoal.recovery.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.schedule import NAMES, check_name
 from shoal.seat import Settings
+from shoal.sync import check_servers
 from shoal.worker import OpenJob
 
 PLAIN_TOLERANCE = 1e-8  # norm of the difference over the norm of the weights, in fp64
@@ -42,6 +43,8 @@ class Placement:
     layout: Layout | None = None
     schedule: str = "1f1b"
     recompute: bool = False
+    servers: int = 0  # parameter servers that hold the weights
+    sync: str = ""  # how they keep workers in step
     lab: Lab | None = None  # whose hosts its workers run on; the reference runs on this machine
     wish: Wish = field(default_factory=Wish)  # how gradients travel between them
 
@@ -50,6 +53,7 @@ class Placement:
         text = f"{self.workers} worker{'s' if self.workers > 1 else ''}" if self.layout is None else str(self.layout)
         text += f", {self.schedule}" if self.layout is not None and self.layout.pipeline > 1 else ""
         text += ", recomputed" if self.recompute else ""
+        text += f", {self.servers} server{'s' if self.servers > 1 else ''}" if self.servers else ""
         if self.lab is not None:
             hosts = self.lab.slots(self.workers)[0].host_count
             text += f", {hosts} lab host{'s' if hosts > 1 else ''}"
@@ -72,6 +76,8 @@ class Placement:
             schedule=self.schedule,
             recompute=self.recompute,
             shares=self.shares,
+            servers=self.servers or None,
+            sync=self.sync,
             lab=self.lab,
         )
 
@@ -154,6 +160,18 @@ def layout_placements(
                 )
             )
     return found
+
+
+def server_placements(workers: list[int], servers: int | None, sync: str) -> list[Placement]:
+    """The same numbers of workers with servers, where they are asked for. Only one mode is exact."""
+    for count in workers or [1]:
+        mode = check_servers(servers, sync, workers=count)
+        if mode is not None and not mode.exact:
+            raise InputError(
+                f"--sync {mode} gives up exactness, and verify compares bits",
+                fix=f"--sync sync; shoal compare FILE --sync sync,{mode} shows what it gains and costs",
+            )
+    return [Placement(workers=count, servers=servers, sync=sync) for count in workers if servers]
 
 
 def exact_wish(asked: Wish) -> Wish:

@@ -24,7 +24,7 @@ from shoal.commands.parser import (
 )
 from shoal.errors import InputError
 from shoal.estimate.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime
-from shoal.estimate.setup import MODES
+from shoal.estimate.setup import PLANNED
 from shoal.estimate.shape import Shape, work_of_shape
 from shoal.estimate.work import Work
 from shoal.memory import read_size
@@ -156,7 +156,7 @@ def _shape_question(given: argparse.Namespace, memory: float | None) -> Question
 
     def space(work: Work, cluster: Cluster) -> Space:
         found = space_of(work, cluster, batch=given.batch, heads=shape.kv_heads, workers=given.workers)
-        return replace(found, modes=MODES)
+        return replace(found, modes=PLANNED)
 
     return Question(
         words=["--gpt", given.gpt, "--batch", str(given.batch)],
@@ -179,7 +179,7 @@ def _job_question(given: argparse.Namespace, memory: float | None) -> Question:
     opened = open_job(job)
 
     def space(work: Work, cluster: Cluster) -> Space:
-        return replace(job_space(job, opened.source, work, cluster, workers=given.workers), modes=MODES)
+        return replace(job_space(job, opened.source, work, cluster, workers=given.workers), modes=PLANNED)
 
     def refused(candidate: Candidate) -> str | None:
         return refusal(job, opened.source, ranking_to_plan(candidate, threads=job.threads))
@@ -296,13 +296,16 @@ def _next(given: argparse.Namespace, question: Question, best: Candidate | None,
 def _options(candidate: Candidate, trains: bool) -> list[str]:
     """As `train` has them, or `predict` and `simulate`."""
     setup = candidate.setup
-    found = ["--layout", str(setup)]
+    served = setup.exchange == "servers"
+    found = ["--workers", str(setup.data)] if served and trains else ["--layout", str(setup)]
     found += ["--schedule", setup.schedule] if setup.pipeline > 1 and setup.schedule != "1f1b" else []
     found += ["--chunks", str(setup.chunks)] if setup.chunks > 1 else []
     found += ["--microbatch", str(setup.microbatch)] if setup.lanes is None else []
     if setup.recompute != "none":
         found += ["--recompute"] if trains else ["--recompute", setup.recompute]
     found += ["--sequence-parallel"] if setup.sequence_parallel else []
+    if served:
+        found += ["--servers", str(setup.servers), "--sync", setup.sync]
     return found + (["--shares", candidate.shares] if candidate.shares and trains else [])
 
 

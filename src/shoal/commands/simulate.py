@@ -18,6 +18,7 @@ from shoal.errors import InputError, PlanError
 from shoal.estimate.setup import RECOMPUTE, Setup
 from shoal.estimate.shape import Shape, work_of_shape
 from shoal.estimate.work import Work
+from shoal.paramserver.modes import Mode
 from shoal.partition.lanes import Span
 from shoal.plan.candidates import EXACT, space_of
 from shoal.plan.layout import Layout
@@ -27,7 +28,7 @@ from shoal.recovery.interval import DAY
 from shoal.schedule import check_name, default_chunks
 from shoal.simulate.accuracy import Law, table
 from shoal.simulate.failures import POLICIES, Trial, endure
-from shoal.simulate.servers import MODES, Mode, Servers, compare
+from shoal.simulate.servers import Servers, compare
 from shoal.simulate.step import Step, simulate_step, straggling
 from shoal.simulate.stragglers import Stragglers
 from shoal.simulate.trace import chrome_trace, timeline
@@ -58,8 +59,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--failures", type=int, metavar="N", help="or: so many in all")
     parser.add_argument("--checkpoint", metavar="TIME", default="auto", help="how often: 30min (auto: as it pays)")
     parser.add_argument("--servers", type=int, metavar="N", help="parameter servers instead of collectives")
-    parser.add_argument("--mode", metavar="MODE", help="of servers: sync, quorum:6, stale:2, async (sync)")
-    parser.add_argument("--compare-modes", action="store_true", help="sync, quorum, stale and async in one table")
+    parser.add_argument(
+        "--sync",
+        "--mode",
+        metavar="MODE",
+        dest="mode",
+        help="of servers: quorum:0.9, stale:3, async, local:16, groups:2 (sync)",
+    )
+    parser.add_argument("--compare-modes", action="store_true", help="all modes of servers in one table")
     parser.add_argument("--accuracy", metavar="LIST", help="steps=5000,noise=512: time to a target, by a law")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one, other bad luck (0)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a timeline for ui.perfetto.dev or Chrome (JSON)")
@@ -319,16 +326,15 @@ def _servers(
         latency=far.latency,
         stragglers=Stragglers.read(given.stragglers or "constant"),
     )
-    quorum = max(1, base.workers - max(1, base.workers // 10))  # nobody waits for the slowest tenth
-    usual = {
-        name: Mode.read(text)
-        for name, text in zip(MODES, ("sync", f"quorum:{quorum}", "stale:2", "async"), strict=True)
-    }
-    mode = usual[setup.mode] if given.mode is None else Mode.read(given.mode)
+    quorum = max(2, base.workers - max(1, base.workers // 10))  # nobody waits for the slowest tenth
+    usual = [Mode.read(text) for text in ("sync", f"quorum:{quorum}", "stale:2", "async", "local:16")]
+    usual = usual if base.workers > 2 else [each for each in usual if each.name != "quorum"]
+    usual += [Mode.read("groups:2")] if base.workers > 2 else []
+    mode = Mode.read(given.mode or setup.sync or "sync")
     replace(base, mode=mode)  # whether it fits
     modes = [mode]
     if given.compare_modes:
-        modes = list({str(each): each for each in (*usual.values(), mode)}.values())
+        modes = list({str(each): each for each in (*usual, mode)}.values())
     served = compare(base, modes, rounds=given.steps or 100, seed=given.seed)
     law = Law(noise=setup.batch) if given.accuracy is None else _law(given.accuracy)
     reached = table(law, base, served, setup.batch)

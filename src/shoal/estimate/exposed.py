@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.cluster import Tier
 from shoal.estimate.runtime import Runtime
-from shoal.estimate.setup import EXCHANGES, MODES
+from shoal.estimate.setup import EXCHANGES, MODES, USUAL
 from shoal.estimate.traffic import ALL_REDUCE, HALF, collective, message, server_seconds
 from shoal.estimate.work import Work
 
@@ -99,14 +99,15 @@ def data_seconds(
         waits = waits + collective(levels, np.full(len(m), 2.0), strides["pipeline"] * (ranks - 1), tied, ALL_REDUCE)
     servers = column["exchange"] == EXCHANGES.index("servers")
     if servers.any():
-        waits = np.where(servers, _servers(levels[-1], column, gradients.sum(axis=1), m, forward + backward), waits)
+        waits = np.where(servers, _servers(levels, column, gradients.sum(axis=1), m, forward + backward), waits)
     return waits, hidden.max(axis=1)
 
 
 def _servers(
-    link: Tier, column: Mapping[str, np.ndarray], size: np.ndarray, m: np.ndarray, each: np.ndarray
+    levels: Sequence[Tier], column: Mapping[str, np.ndarray], size: np.ndarray, m: np.ndarray, each: np.ndarray
 ) -> np.ndarray:
     """Seconds that workers wait for parameter servers."""
+    link = levels[-1]
     workers, servers = column["data"], np.maximum(column["servers"], 1.0)
     speed = link.each * link.efficiency
     exchange = server_seconds(size, workers, servers, speed, link.latency)
@@ -115,8 +116,21 @@ def _servers(
     # Asynchronous: min(w/T, kW/2S) updates a second, each of one worker's share of the batch.
     rate = np.minimum(workers / step, servers * speed / (2 * size))
     free = np.maximum(workers / rate - step, 0.0)
+    # A job's update is a whole batch: of one worker, or of a group that adds up its gradients first. The parties take
+    # turns with the servers, and the batch of one is computed while others exchange theirs.
+    number = column["number"]
+    grouped = column["mode"] == MODES.index("groups")
+    parties = np.where(grouped, np.minimum(np.where(number > 0, number, int(USUAL["groups"])), workers), workers)
+    mates = workers / parties
+    inside = collective(levels, mates, np.ones(len(m)), size, ALL_REDUCE)
+    alone = server_seconds(size, np.ones(len(m)), servers, speed, link.latency)
+    batches = np.minimum(parties / (parties * step + inside + alone), servers * speed / (2 * size))
+    queue = np.maximum(1 / batches - step, 0.0)
     mode = column["mode"]
-    waits: np.ndarray = np.where(
-        mode == MODES.index("async"), free, np.where(mode == MODES.index("stale"), behind, exchange)
-    )
-    return waits
+    of_job = column["lanes"] > 0
+    waits = np.where(mode == MODES.index("stale"), behind, exchange)
+    waits = np.where(mode == MODES.index("async"), free, waits)
+    waits = np.where(of_job & np.isin(mode, [MODES.index("stale"), MODES.index("async")]) | grouped, queue, waits)
+    every = np.where(number > 0, number, int(USUAL["local"]))
+    found: np.ndarray = np.where(mode == MODES.index("local"), exchange / every, waits)
+    return found

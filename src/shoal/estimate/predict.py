@@ -25,7 +25,7 @@ from shoal.estimate.memory import in_flight, states
 from shoal.estimate.prediction import HOLDS, TERMS, Prediction, Stage
 from shoal.estimate.ranks import Ranked, bubble_seconds, stage_bounds
 from shoal.estimate.runtime import MEGATRON, SHOAL, Runtime
-from shoal.estimate.setup import EXCHANGES, Setup
+from shoal.estimate.setup import EXCHANGES, MODES, USUAL, Setup
 from shoal.estimate.setups import Setups
 from shoal.estimate.traffic import message
 from shoal.estimate.work import Work
@@ -288,7 +288,7 @@ def _group(whole: _Prepared, rows: np.ndarray, ranks: int, chunks: int, schedule
             ),
         )
         served = column["exchange"] == EXCHANGES.index("servers")
-        terms = _with_chores(whole, load, terms, m[:, None] * each, strides["data"], sharing, served)
+        terms = _with_chores(whole, load, terms, m[:, None] * each, strides["data"], sharing, served, _often(column))
     return _Group(
         seconds=np.sum(list(terms.values()), axis=0),
         terms=terms,
@@ -311,19 +311,21 @@ def _with_chores(
     stride: np.ndarray,
     slower: np.ndarray,
     served: np.ndarray,
+    often: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """The terms as this runtime has them on the cores of a processor. `busy`: seconds of each rank's microbatches;
-    `served`: where gradients go to servers, which is a term already."""
+    `served`: where gradients go to servers, whose links are a term already; `often`: with what share of the steps."""
     runtime, device, slow = whole.runtime, whole.device, slower[:, None]
     assert runtime.chores is not None
     added = sums(runtime.chores, load, device) * slow
     applied = update(runtime.chores, load, device, runtime.update_bytes, runtime.update_operators) * slow
-    travels = exchange(runtime.chores, load, device, whole.tiers, stride) * slow
+    travels = exchange(runtime.chores, load, device, whole.tiers, stride) * slow * often[:, None]
     told = step(runtime.chores, load, device) * slower
     found = {
         **terms,
         "compute": terms["compute"] + added.max(axis=1),
-        "data": np.where(served, terms["data"], travels.max(axis=1)),
+        # To servers a gradient goes through the same memory as to other workers, and over their links besides.
+        "data": travels.max(axis=1) + np.where(served, terms["data"], 0.0),
         "optimizer": applied.max(axis=1),
         "host": terms["host"] + told,
     }
@@ -331,6 +333,14 @@ def _with_chores(
     times = turns(load, path, busy + added + applied + travels + told[:, None], whole.devices)
     found = {name: seconds * times for name, seconds in found.items()}
     return {**found, "data": found["data"] + queueing(runtime.chores, load, whole.devices)}
+
+
+def _often(column: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The share of steps whose gradients travel: all, but for workers that go on by themselves for a while."""
+    local = (column["exchange"] == EXCHANGES.index("servers")) & (column["mode"] == MODES.index("local"))
+    steps = np.where(column["number"] > 0, column["number"], int(USUAL["local"]))
+    found: np.ndarray = np.where(local, 1.0 / steps, 1.0)
+    return found
 
 
 def _memory(

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 RECOMPUTE = ("none", "selective", "full")
 EXCHANGES = ("collectives", "servers")
-MODES = ("sync", "quorum", "stale", "async")  # of servers
+MODES = ("sync", "quorum", "stale", "async", "local", "groups")  # of servers
+PLANNED = MODES[:4]  # those that a search looks at
+USUAL = {"quorum": "0.9", "stale": "2", "local": "16", "groups": "2"}  # what follows a mode that has no number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,15 @@ class Setup:
     exchange: str = "collectives"
     servers: int = 0
     mode: str = "sync"
+    number: int = -1  # of the mode: workers of a quorum, steps, groups; -1: the usual one
+
+    @property
+    def sync(self) -> str:
+        """How servers keep workers in step, as `--sync` has it."""
+        if self.exchange != "servers":
+            return ""
+        number = str(self.number) if self.number >= 0 else USUAL.get(self.mode, "")
+        return f"{self.mode}:{number}" if self.mode in USUAL else self.mode
 
     @property
     def devices(self) -> int:

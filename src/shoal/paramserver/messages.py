@@ -125,6 +125,7 @@ class Apply(Request, frozen=True):
     skip: bool = False
     snapshot: bool = False  # keep what it comes to on disk
     pull: bool = True  # answer with dense values
+    put: list[Slot] = []  # values that become part of the step as they are (buffers); their tensors come along
 
 
 class Meet(Request, frozen=True):

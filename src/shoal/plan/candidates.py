@@ -176,9 +176,10 @@ def marks(made: Setups) -> np.ndarray:
 
 
 def runnable(made: Setups) -> np.ndarray:
-    """Whether this runtime has it: there are no servers yet, and recomputation is of whole blocks."""
+    """Whether this runtime has it: recomputation is of whole blocks, and with servers a worker has the whole model."""
+    whole = made.devices == made.columns["data"]
     found: np.ndarray = (
-        made.is_word("exchange", "collectives")
+        (made.is_word("exchange", "collectives") | (whole & (made.columns["zero"] == 0)))
         & ~made.is_word("recompute", "selective")
         & (made.columns["sequence_parallel"] == 0)
         & ((made.columns["zero"] < 2) | (made.columns["pipeline"] == 1))

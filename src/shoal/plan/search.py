@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from msgspec import structs
 
 from shoal.cluster import Cluster
 from shoal.errors import PlanError
@@ -248,7 +249,7 @@ def of_memory(part: float, memory: float) -> str:
 def described(candidate: Candidate) -> str:
     """A layout that can be pasted, and what else is chosen, in words."""
     setup = candidate.setup
-    words = [f"{setup.exchange} {setup.mode}, {setup.servers} servers" if setup.exchange == "servers" else ""]
+    words = [f"--servers {setup.servers} --sync {setup.sync}" if setup.exchange == "servers" else ""]
     words += [f"{setup.schedule}" + (f" of {setup.chunks} chunks" if setup.chunks > 1 else "")] * (setup.pipeline > 1)
     words += [f"microbatch {setup.microbatch}"]
     words += [f"{setup.recompute} recomputation"] * (setup.recompute != "none")
@@ -366,18 +367,19 @@ def ranking_to_plan(candidate: Candidate, *, threads: int = 1) -> Plan:
     if not candidate.runnable:
         raise PlanError(f"this runtime cannot run {described(candidate)}", fix="one that the table does not mark")
     layout = Layout(data=setup.data, pipeline=setup.pipeline, tensor=setup.tensor, zero=setup.zero)
-    return make_plan(
+    plan = make_plan(
         lanes=setup.lanes,
         workers=layout.workers,
         shares=None if setup.zero >= 2 else candidate.shares,
         threads=threads,
-        exact=layout.exact,
+        exact=layout.exact and setup.sync in ("", "sync"),
         layout=layout,
         schedule=setup.schedule,
         chunks=setup.chunks,
         recompute=setup.recompute == "full",
         stages=candidate.stages,
     )
+    return plan if setup.exchange != "servers" else structs.replace(plan, servers=setup.servers, sync=setup.sync)
 
 
 def best_exact_plan(

@@ -74,6 +74,8 @@ def report(
         "faults": msgspec.to_builtins(tally.faults),
         "membership": msgspec.to_builtins(tally.membership.segments) if tally.faults else [],
         "training_began": tally.training_began,
+        "losses_by_time": _losses(tally),
+        "servers": _servers(tally),
         "travel": _travel(tally),
         "checkpoints": [
             {"step": s.step, "path": s.path, "num_bytes": s.num_bytes, "seconds": s.seconds, "final": s.final}
@@ -89,6 +91,18 @@ def report(
         "files": ["report.json", *(name for name in files if name != "report.json")] if folder else list(files),
     }
     return value | {"prediction": reconcile(prediction, value)}
+
+
+def _losses(tally: Tally) -> list[tuple[float, int, float]]:
+    """Seconds since training began, step, loss."""
+    began = tally.training_began or 0.0
+    return [(round(max(0.0, time - began), 6), step, loss) for time, step, loss in sorted(tally.losses.timed)]
+
+
+def _servers(tally: Tally) -> dict[str, Any] | None:
+    contributed = sum(worker.steps for worker in tally.ranks)
+    mode = tally.started.sync if tally.started else ""
+    return tally.servers.account(mode=mode, steps=tally.steps, seconds=tally.seconds, contributed=contributed)
 
 
 def _exact(tally: Tally) -> bool | None:
@@ -166,11 +180,12 @@ def _step_ms(workers: Sequence[WorkerTally]) -> dict[str, float] | None:
 
 
 def _evaluation_ms(tally: Tally, step_ms: dict[str, float] | None) -> float:
-    """Milliseconds of a step's `other` that were evaluations: all workers do them together."""
+    """Milliseconds of a step's `other` that were evaluations."""
     steps = [worker.steps for worker in tally.ranks if worker.steps]
     if step_ms is None or not steps:
         return 0.0
-    return round(min(step_ms["other"], 1000 * tally.evaluation_seconds * len(steps) / sum(steps)), 6)
+    together = 1 if tally.queue else len(steps)  # all workers do them together; of a queue's, one does
+    return round(min(step_ms["other"], 1000 * tally.evaluation_seconds * together / sum(steps)), 6)
 
 
 def _worker(worker: WorkerTally) -> dict[str, Any]:
@@ -217,10 +232,12 @@ def _speedup(tally: Tally) -> dict[str, Any]:
     around = (one.spent.apply + one.spent.other) / one.steps
     alone = one_per_lane * lanes + around
     speedup = 1000 * alone / step_ms["total"]
+    if tally.queue and tally.seconds:  # workers' steps overlap: by the clock
+        speedup = alone * tally.steps / tally.seconds
     facts["one_worker_step_ms"] = _rounded(1000 * alone)
     facts["over_one_worker"] = _rounded(speedup)
     basis = f"estimated from worker {one.rank}'s own time per lane"
-    if any(fault.kind in ("lost", "left", "joined") for fault in tally.faults):
+    if tally.queue or any(fault.kind in ("lost", "left", "joined") for fault in tally.faults):
         return {**facts, "basis": basis}
     per_lane = [worker.seconds_per_lane for worker in workers]
     times = [time for time in per_lane if time]
@@ -248,7 +265,7 @@ def _most_gain(tally: Tally) -> dict[str, Any] | None:
     """The slowest member, and what a step would take if it were like the others with the lanes as they are dealt."""
     workers, step_ms = tally.present, _step_ms(tally.ranks)
     slow = slowness(workers)
-    if step_ms is None or not slow or _cut(tally):
+    if step_ms is None or not slow or _cut(tally) or not _waits_for_all(tally):
         return None
     rank = max(slow, key=lambda each: slow[each])
     if slow[rank] < SLOW:
@@ -268,6 +285,11 @@ def _tokens_per_second(tally: Tally) -> float | None:
     tokens = None if tally.started is None else tally.started.tokens
     speed = tally.samples_per_second
     return None if tokens is None or speed is None else _rounded(speed * tokens)
+
+
+def _waits_for_all(tally: Tally) -> bool:
+    """Whether a step is over when the slowest worker is done."""
+    return tally.started is None or tally.started.sync.partition(":")[0] in ("", "sync", "local")
 
 
 def _cut(tally: Tally) -> bool:

@@ -25,6 +25,8 @@ class Chart:
     lines: Mapping[str, Sequence[float | None]]  # the first is the one that matters
     log_x: bool = False
     log_y: bool = False  # else y begins at 0: small differences are to look small
+    ticks: Sequence[float] = ()  # of the x axis; empty: at every x
+    points: bool = True  # in a picture every value has a mark; False: there are many, and lines alone will do
 
 
 # -- in the terminal --------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def text(chart: Chart, *, width: int = 72, height: int = 14) -> str:
 def _axis(chart: Chart, column: Any, margin: int, columns: int) -> list[str]:
     ticks, words = ["─"] * columns, [" "] * (columns + 12)
     free = 0
-    for x in chart.x:
+    for x in chart.ticks or chart.x:
         at = column(x)
         ticks[at] = "┴"
         word = number(x)
@@ -100,6 +102,15 @@ def _axis(chart: Chart, column: Any, margin: int, columns: int) -> list[str]:
 
 def _place(value: float, low: float, high: float, cells: int) -> int:
     return 0 if high <= low else round((value - low) / (high - low) * (cells - 1))
+
+
+def round_ticks(most: float, wanted: int = 8) -> list[float]:
+    """From 0 up to the largest, by 1, 2 or 5 times a power of ten."""
+    if not most > 0:
+        return [0.0]
+    unit = 10.0 ** math.floor(math.log10(most / wanted))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if most / (unit * factor) <= wanted)
+    return [step * number for number in range(int(most / step + 1e-9) + 1)]
 
 
 def number(value: float) -> str:
@@ -128,6 +139,7 @@ def draw(chart: Chart, axes: Any) -> None:
     for n, (name, line) in enumerate(chart.lines.items()):
         points = [(x, y) for x, y in zip(chart.x, line, strict=True) if y is not None]
         style = styles[0] if n == 0 else styles[1 + (n - 1) % (len(styles) - 1)]
+        style = style if chart.points else "-"
         axes.plot([x for x, _ in points], [y for _, y in points], style, label=name, zorder=3 if n == 0 else 2)
     if chart.log_x:
         axes.set_xscale("log", base=2)
@@ -135,7 +147,8 @@ def draw(chart: Chart, axes: Any) -> None:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    axes.set_xticks(list(chart.x), [number(x) for x in chart.x])
+    marks = list(chart.ticks or chart.x)
+    axes.set_xticks(marks, [number(x) for x in marks])
     axes.minorticks_off()
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
     axes.grid(alpha=0.3)

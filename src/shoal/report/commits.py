@@ -8,11 +8,11 @@ The leader speaks for the run, but it may die, and whoever takes over has told s
 
 from collections.abc import Sequence
 
-from shoal.report.events import Changed, Finished, HandedOver, Resumed, Steps, WorkerStarted
+from shoal.report.events import Changed, Finished, HandedOver, Resumed, Rewound, Steps, WorkerStarted
 
 DIGESTS_KEPT = 4096  # a step is told twice only around a change of leader, so the last ones will do
 
-CommitEvent = Steps | Resumed | Changed | Finished | HandedOver | WorkerStarted
+CommitEvent = Steps | Resumed | Changed | Finished | HandedOver | WorkerStarted | Rewound
 
 
 class Commits:
@@ -33,6 +33,7 @@ class Commits:
         self._term = 0
         self._term_begins = False  # nothing has been told in this term yet
         self._returned = False  # to a checkpoint, and nothing has been told since
+        self._rewound = 0  # epoch of the servers, when they were last set back
         self._last: dict[int, int] = {}  # worker -> the last step that it told of
         self._digests: dict[int, str] = {}  # step -> of the samples that it saw
         self._covered: list[tuple[int, int]] = []  # steps that somebody told of: after the first, up to the last
@@ -77,6 +78,9 @@ class Commits:
                 self._term, self._term_begins = term, self.began is not None and not self._returned
             case Finished():
                 self.step = max(self.step, event.step)
+            case Rewound():
+                self._last.pop(event.rank, None)  # every worker says so: what it tells next, it tells again
+                self._rewind(event)
             case HandedOver() | WorkerStarted():  # it goes on from where others are
                 self._last.pop(event.rank, None)
 
@@ -121,8 +125,18 @@ class Commits:
         elif self._term_begins or event.step < self.step:
             self._back_to(event.step, event.time)
 
-    def _back_to(self, step: int, now: float) -> None:
-        """The state was lost with all who had it; what was committed after this step is done again."""
+    def _rewind(self, event: Rewound) -> None:
+        if event.epoch <= self._rewound:
+            return
+        self._rewound = event.epoch
+        told = max(0, self.step - event.step)
+        if told:
+            self._back_to(event.step, None)
+        self.repeated += max(0, event.repeated - told)  # of which nobody had told yet
+
+    def _back_to(self, step: int, now: float | None) -> None:
+        """The state was lost with all who had it; what was committed after this step is done again. `now`: None where
+        those who went on with it count the time that has passed themselves."""
         self._term_begins, self._returned = False, True
         self._last.clear()
         self._digests.clear()
@@ -132,7 +146,7 @@ class Commits:
         if self.steps:
             self.samples -= round(self.samples * min(gone, self.steps) / self.steps)
         self.repeated_seconds += gone * self.seconds_per_step
-        if self._led_at is not None:
+        if self._led_at is not None and now is not None:
             away = max(0.0, now - self._led_at)
             self.seconds += away
             self.away_seconds += away

@@ -67,6 +67,10 @@ def plural(number: int, word: str) -> str:
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
+def often(number: int) -> str:
+    return "once" if number == 1 else f"{number:,} times"
+
+
 def lanes(held: tuple[int, int]) -> str:
     first, past = held
     if past - first > 4:

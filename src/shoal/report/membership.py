@@ -62,6 +62,7 @@ class Membership:
         self._dead: set[Life] = set()
         self._wanted: list[tuple[float, int]] = []  # how many workers the run should have, since when
         self._open: dict[tuple[Life, str], Segment] = {}
+        self._served = False  # parameter servers keep workers in step: who is there takes part, without any epoch
 
     @property
     def wanted(self) -> int | None:
@@ -106,6 +107,7 @@ class Membership:
                 self._want(event.workers, event.time)
             case RunStarted():
                 self._wanted = [(event.time, event.workers)]
+                self._served = event.servers > 0
             case Replaced():
                 self._appear(event.rank, event.life, event.time, STARTING)
                 self._want(max(self.wanted or 0, self._serving()), event.time)  # more than before: it was scaled
@@ -121,9 +123,11 @@ class Membership:
                 self._close([life], (ALIVE, PARTICIPATING) if dead else (PARTICIPATING,), event.time)
                 self._state(life, DEAD if dead else SILENT)
                 self._dead |= {life} if dead else set()
+                self._leave(life)
             case WorkerLeft():
                 self._close([(event.rank, event.life)], (PARTICIPATING,), event.time)
                 self._state((event.rank, event.life), LEFT)
+                self._leave((event.rank, event.life))
                 self._want(min(self.wanted or 1, max(1, self._serving())), event.time)
             case Finished():
                 self._close([(event.rank, self.life(event.rank))], (PARTICIPATING,), event.time)
@@ -137,6 +141,15 @@ class Membership:
             case RunFinished():
                 self._close({life for life, _ in self._open}, (ALIVE, PARTICIPATING), event.time)
         return None
+
+    @property
+    def free(self) -> bool:
+        """Workers come and go by themselves: there are servers, and no epochs of members."""
+        return self._served and self.epoch is None
+
+    def _leave(self, life: Life) -> None:
+        if self.free and life in self._members:
+            self._members.remove(life)
 
     def _serving(self) -> int:
         """Places that are filled, or about to be."""
@@ -156,6 +169,8 @@ class Membership:
 
     def _hello(self, life: Life, now: float) -> None:
         """May come late: who is let in says so when its group stands, and the leader may have told of it before."""
+        if self.free and life[1] >= self.life(life[0]):  # whoever comes in a worker's place takes it at once
+            self._members = [each for each in self._members if each[0] != life[0]]
         if self.epoch is None and life[0] not in self.members:
             self._members.append(life)
         takes_part = life in self._members

@@ -1,6 +1,7 @@
 """The words and pictures of a run in progress, drawn from a tally. Pure; shown by `progress`."""
 
 import itertools
+from collections.abc import Mapping
 
 from rich.text import Text
 
@@ -23,6 +24,7 @@ from shoal.report.events import (
 )
 from shoal.report.membership import ENDED, JOINING, LEFT, STARTING, TAKES_PART
 from shoal.report.prints import clean
+from shoal.report.servers import summed_up
 from shoal.report.tally import Tally, WorkerTally
 from shoal.report.words import stamp
 
@@ -50,8 +52,12 @@ def live_lines(tally: Tally, *, now: float, width: int, height: int, color: bool
     ]
     workers = _shown(tally)
     if any(worker.steps for worker in workers):
-        rows = max(1, height - len(lines) - 5)  # blank, legend, held up by, "more", the cursor's own line
+        below = 6 if tally.servers.count else 5  # blank, legend, servers, held up by, "more", the cursor's own line
+        rows = max(1, height - len(lines) - below)
         lines += [Text(), *_worker_table(workers, tally, rows=rows, width=width)]
+    servers = servers_line(tally)
+    if servers:
+        lines.append(Text(f" {servers}"))
     held_up = held_up_by(tally)
     if held_up:
         lines.append(Text(f" {held_up}"))
@@ -71,6 +77,8 @@ def header(tally: Tally) -> str:
     if tally.faults and tally.participating and tally.participating != tally.num_workers:
         workers = f"{tally.participating} of {workers}"
     line = f"shoal {started.command} {started.job}   run {started.run}   {workers}{on_hosts}"
+    if started.servers:
+        line += f"   {figures.plural(started.servers, 'server')}{f', {started.sync}' if started.sync else ''}"
     if not started.lanes:  # a script says what it does only when it joins, if it does
         return line
     exact = "exact" if started.exact else "not exact"
@@ -119,6 +127,34 @@ def uncrossed(compressor: str, level: str) -> str:
     return f"{compressor}@{level} has nothing to do: no gradient crosses {level}s, and nothing is lost"
 
 
+def histogram(counts: Mapping[int, int], *, width: int = 40, rows: int = 12) -> list[str]:
+    """A bar for each value, with its share; what is above the last row is added up there.
+
+    0  ███████████████▌  62 %
+    1  ████▏             17 %
+    """
+    whole = sum(counts.values())
+    values = range(max(counts) + 1)
+    if len(values) > rows:
+        step = -(-len(values) // rows)
+        bins = [(first, min(first + step - 1, values[-1])) for first in values[::step]]
+    else:
+        bins = [(value, value) for value in values]
+    names = [str(first) if first == last else f"{first}–{last}" for first, last in bins]
+    shares = [sum(counts.get(value, 0) for value in range(first, last + 1)) / whole for first, last in bins]
+    across, longest = max(map(len, names)), max(shares)
+    return [
+        f"{name:>{across}}  {_bar(width * share / longest):<{width}}  {100 * share:4.1f} %"
+        for name, share in zip(names, shares, strict=True)
+    ]
+
+
+def _bar(length: float) -> str:
+    """In eighths of a character; never nothing for something."""
+    eighths = round(8 * length) or (1 if length > 0 else 0)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
 def sparkline(losses: list[float], width: int = 12) -> str:
     """The course of the whole run in a few characters: means of equal stretches between the least and the largest."""
     cuts = [round(index * len(losses) / width) for index in range(width + 1)]
@@ -127,6 +163,29 @@ def sparkline(losses: list[float], width: int = 12) -> str:
     low, high = min(means), max(means)
     scale = (high - low) or 1.0
     return "".join("▁▂▃▄▅▆▇"[round(6 * (mean - low) / scale)] for mean in means)
+
+
+def servers_line(tally: Tally) -> str | None:
+    """What the servers do, as far as they have told."""
+    servers = tally.servers
+    if not servers.count or not (servers.started or servers.served):
+        return None
+    parts = []
+    speed = tally.recent_steps_per_second
+    if speed is not None:
+        parts.append(f"{figures.rate(speed)} steps/s")
+    stale = summed_up(servers.staleness)
+    if stale:
+        parts.append(f"staleness {stale['mean']:.2g}, at the most {stale['max']}")
+    if servers.refused:
+        parts.append(f"{sum(servers.refused.values()):,} refused")
+    busy = {shard: share for shard in sorted(servers.served) if (share := servers.busy(shard)) is not None}
+    if busy:
+        parts.append("busy " + "  ".join(f"{shard}: {figures.percent(share)}" for shard, share in busy.items()))
+    held = sum(each.held_bytes for each in servers.served.values())
+    if held:
+        parts.append(figures.size(held))
+    return f"{figures.plural(servers.count, 'server')}   {'   '.join(parts) or 'listening'}"
 
 
 def held_up_by(tally: Tally) -> str | None:

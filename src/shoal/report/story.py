@@ -11,25 +11,32 @@ from shoal.report.events import (
     Changed,
     DriverChanged,
     HandedOver,
+    PushesLost,
     Recovered,
     Replaced,
     Resumed,
+    Rewound,
     RunStarted,
+    ServerAway,
+    ServerLost,
+    ServerStarted,
     Steps,
     StoreAwayFor,
     WorkerLeft,
     WorkerLost,
+    WorkerStarted,
 )
 from shoal.report.membership import Life, Membership, Turn
 
 RUN_ENDS = "the run ends"  # how a WorkerLost's action begins if nobody goes on
+LATE_SECONDS = 2.0  # after a server is back: a worker that says so late speaks of the same absence
 
 
 class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Something that happened to the members of a run, good or bad. Fields that are not known keep their defaults."""
 
     # lost, left, joined; regrouped: the same ones; back: to a checkpoint; relaid: another layout; store: away;
-    # driver: another one
+    # driver: another one; server: one ended; away: one cannot be reached
     kind: str
     time: float
     worker: int | None = None
@@ -43,6 +50,7 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     action: str = ""
     reason: str = ""  # told by those who left or joined; of a loss by those who went on
     outside: bool = False  # it did not take part, so nobody had to do anything
+    free: bool = False  # it took part, and nobody had to do anything: servers keep workers in step
     # What the others did.
     epoch: int | None = None
     members: list[int] = []
@@ -58,13 +66,19 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     state_bytes: int | None = None  # handed over, by whom and how fast
     state_from: int | None = None
     state_seconds: float | None = None
+    # Of a server; `reason`: its address, `members`: workers that wait for it, `step`, `repeated`: as above.
+    shard: int | None = None
+    version: int | None = None  # updates that it came back with
+    pushes_lost: int = 0  # acknowledged updates that it came back without
 
     @property
     def whole(self) -> bool:
         """Whether all is known that its first line should say."""
         match self.kind:
             case "lost" | "left" | "joined" | "regrouped":
-                return self.seconds is not None or self.outside or self.ends_the_run
+                return self.seconds is not None or self.outside or self.free or self.ends_the_run
+            case "server" | "away":
+                return self.seconds is not None or self.ends_the_run
         return True
 
     @property
@@ -99,6 +113,7 @@ class Story:
         self._term = 0
         self._changes: list[_Step] = []
         self._went_by: dict[Life, _Step] = {}  # with which change a process went out
+        self._missing: dict[int, set[int]] = {}  # shard -> workers that cannot reach it
 
     def of(self, life: Life, *kinds: str) -> Fault | None:
         """The last thing of these kinds that happened to a process."""
@@ -122,7 +137,7 @@ class Story:
                 self._lose(event)
             case WorkerLeft():
                 left = Fault(kind="left", time=event.time, worker=event.rank, life=event.life, reason=event.reason)
-                left.step = event.step
+                left.step, left.free = event.step, self.membership.free
                 self._add(left)
             case Replaced():
                 self._replace(event)
@@ -137,6 +152,20 @@ class Story:
                 self._go_back(event)
             case StoreAwayFor():
                 self._store(event)
+            case WorkerStarted():
+                self._come_freely(event)
+            case ServerLost():
+                self._lose_server(event)
+            case ServerStarted():
+                self._server_is_back(event)
+            case ServerAway():
+                self._server_away(event)
+            case PushesLost():
+                fault = self._of_server(event.shard)
+                if fault is not None:
+                    fault.pushes_lost += event.number
+            case Rewound():
+                self._rewind(event)
             case DriverChanged():
                 self.faults.append(Fault(kind="driver", time=event.time, pid=event.pid, host=event.host))
         if isinstance(event, WorkerLost | WorkerLeft):
@@ -145,6 +174,8 @@ class Story:
     # -- what happened to somebody ------------------------------------------------------------------------------------
 
     def _lose(self, event: WorkerLost) -> None:
+        for shard in self._missing:
+            self._reaches(event.rank, shard, event.time)
         known = self.of((event.rank, event.life), "lost")
         if known is not None and known.back_step is None:  # told again: by now its end may be known
             known.code = event.code if known.code is None else known.code
@@ -167,6 +198,7 @@ class Story:
         )
         life = (event.rank, event.life)
         lost.outside = life not in self._went_by and not self.membership.member(life)
+        lost.free = self.membership.free and not lost.outside
         self._add(lost)
 
     def _add(self, fault: Fault) -> None:
@@ -254,6 +286,68 @@ class Story:
             for fault in self.faults:
                 if fault.epoch == change.change.epoch:
                     _attach(fault, change)
+
+    def _come_freely(self, event: WorkerStarted) -> None:
+        """Where servers keep workers in step, whoever is there takes part."""
+        fault = self._waiting((event.rank, event.life)) if self.membership.free else None
+        if fault is None or (fault.life == event.life and fault.kind != "joined"):
+            return
+        if fault.kind == "joined":
+            fault.step, fault.seconds, fault.free = self.step, max(0.0, event.time - fault.time), True
+        elif fault.back_step is None:
+            fault.next_life = event.life
+            fault.back_step, fault.back_seconds = self.step, max(0.0, event.time - fault.time)
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    def _of_server(self, shard: int) -> Fault | None:
+        """What happened to it last."""
+        return next((each for each in reversed(self.faults) if each.shard == shard), None)
+
+    def _lose_server(self, event: ServerLost) -> None:
+        fault = self._of_server(event.shard)
+        if fault is None or fault.seconds is not None:
+            fault = Fault(kind="server", time=event.time, shard=event.shard)
+            self.faults.append(fault)
+        fault.kind = "server"  # workers may have missed it before the driver knew
+        fault.pid, fault.code, fault.log, fault.action = event.pid, event.code, list(event.log), event.action
+
+    def _server_is_back(self, event: ServerStarted) -> None:
+        fault = self._of_server(event.shard)
+        if fault is None or fault.kind != "server" or fault.seconds is not None:
+            return
+        fault.seconds, fault.committed_at = max(0.0, event.time - fault.time), event.time
+        fault.version, fault.step = event.version, event.step if event.step >= 0 else None
+
+    def _server_away(self, event: ServerAway) -> None:
+        """Everybody who asks it tells; it is one absence."""
+        fault = self._of_server(event.shard)
+        if event.seconds is not None:
+            self._reaches(event.rank, event.shard, event.time)
+            return
+        self._missing.setdefault(event.shard, set()).add(event.rank)
+        over = fault is not None and fault.seconds is not None
+        if fault is None or (over and event.time - (fault.committed_at or fault.time) > LATE_SECONDS):
+            fault = Fault(kind="away", time=event.time, shard=event.shard)
+            self.faults.append(fault)
+        fault.reason = event.address
+        if fault.seconds is None:
+            fault.members = sorted({*fault.members, event.rank})
+
+    def _reaches(self, worker: int, shard: int, now: float) -> None:
+        """Or it does not want to any more."""
+        missing, fault = self._missing.get(shard, set()), self._of_server(shard)
+        if worker in missing:
+            missing.discard(worker)
+            if not missing and fault is not None and fault.kind == "away" and fault.seconds is None:
+                fault.seconds, fault.committed_at = max(0.0, now - fault.time), now
+
+    def _rewind(self, event: Rewound) -> None:
+        """Every worker tells of it; the servers go back together because one of them did."""
+        fault = next((each for each in reversed(self.faults) if each.kind == "server"), None)
+        if fault is not None and fault.epoch is None:
+            fault.epoch, fault.step, fault.repeated = event.epoch, event.step, event.repeated
+        self.step = min(self.step, event.step)
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 

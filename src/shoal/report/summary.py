@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from shoal.report import figures
+from shoal.report import figures, server_rows
 from shoal.report.folder import DEFAULT_ROOT, RunLine
 from shoal.report.membership import Segment
 from shoal.report.prints import clean
@@ -67,10 +67,10 @@ def _encodable(line: Text, options: ConsoleOptions) -> Text:
 
 
 def rows(report: Report, *, prediction: bool = False) -> list[Row]:
-    """`prediction`: line by line."""
-    before = (_failure, _weights, _results, _layout, _speed, _step, _lanes, _carried, _travel)
+    """`prediction`: line by line; and of servers the staleness as a drawing, and each by itself."""
+    before = (_failure, _weights, _results, _layout, _speed, _step, _lanes, _carried, _travel, server_rows.servers)
     after = (_faults, _members, _most_gain, _files, _next)
-    told = (_prediction,) if prediction else ()
+    told = (server_rows.staleness, server_rows.each, _prediction) if prediction else ()
     return [row for part in (*before, *told, *after) for row in part(report)]
 
 
@@ -166,7 +166,10 @@ def _weights(report: Report) -> Iterator[Row]:
     else:
         exact = f"not exact: {_why_not_exact(report)}"
     if sha256:
-        check = f"    check: shoal verify {report['job']}" if report["exact"] and report["outcome"] == "done" else ""
+        servers = report.get("servers")
+        how = f" --servers {servers['servers']}" if servers else ""
+        check = f"    check: shoal verify {report['job']}{how}"
+        check = check if report["exact"] and report["outcome"] == "done" else ""
         yield "weights", f"sha256 {sha256[:8]}…{sha256[-3:]}    {exact}{check}"
     elif report["exact"] is False:
         yield "weights", exact
@@ -180,6 +183,9 @@ def _why_not_exact(report: Report) -> str:
             return f"gradients were compressed ({', '.join(used)}), and another placement can give other weights"
         if travel["way"] == "ring":
             return "a ring adds in an order of its own, and another placement can give other weights"
+    mode = (report.get("servers") or {}).get("mode") or ""
+    if mode and mode != "sync":
+        return server_rows.why_not_exact(mode)
     if "tensor" in str(report.get("layout")):
         return (
             "operators were split, which adds in another order; shoal verify --layouts measures by how much it differs"
@@ -374,7 +380,7 @@ def _faults(report: Report) -> Iterator[Row]:
         yield "faults", "; ".join(faults)
     for fault in happened[:FAULTS_SHOWN]:
         yield "", f"{stamp(fault.time)}  {whole(fault)}"
-        if fault.kind == "lost" and fault.log:
+        if fault.kind in ("lost", "server") and fault.log:
             yield "", f"          its last line: {fault.log[-1].strip()}"
     if len(happened) > FAULTS_SHOWN:
         yield "", f"and {len(happened) - FAULTS_SHOWN} more in report.json"
@@ -390,8 +396,10 @@ def _members_lost(report: Report, happened: list[Fault]) -> list[str]:
     committed = report["committed"]
     parts = [f"{figures.plural(number['lost'], 'worker')} lost"] if number["lost"] else []
     parts += [f"{number[kind]} {kind}" for kind in ("left", "joined") if number[kind]]
+    if number["server"]:
+        parts.append(f"{figures.plural(number['server'], 'server')} lost")
     if number["regrouped"]:
-        parts.append(f"connections made anew {_often(number['regrouped'])}")
+        parts.append(f"connections made anew {figures.often(number['regrouped'])}")
     parts.append(f"{figures.plural(committed['redone'], 'step')} done again")
     if committed["repeated"]:
         parts.append(f"{figures.plural(committed['repeated'], 'committed step')} repeated from a checkpoint")
@@ -400,19 +408,18 @@ def _members_lost(report: Report, happened: list[Fault]) -> list[str]:
     parts.append(
         f"{figures.plural(committed['samples_lost'], 'sample')} lost, {committed['samples_doubled']:,} doubled"
     )
+    pushes = sum(fault.pushes_lost for fault in happened)
+    if pushes:
+        parts.append(f"{figures.plural(pushes, 'acknowledged update')} lost with a server")
     away = sum(fault.seconds or 0.0 for fault in happened if fault.kind == "store")
     if number["store"]:
-        parts.append(f"store away {_often(number['store'])} ({figures.duration(away)})")
+        parts.append(f"store away {figures.often(number['store'])} ({figures.duration(away)})")
     if number["driver"]:
-        parts.append(f"driver replaced {_often(number['driver'])}")
+        parts.append(f"driver replaced {figures.often(number['driver'])}")
     shares = [
         f"{name} {figures.share(report[name])}" for name in ("goodput", "participation") if report[name] is not None
     ]
     return [", ".join(parts), *([", ".join(shares)] if shares else [])]
-
-
-def _often(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
 
 
 def _members(report: Report) -> Iterator[Row]:

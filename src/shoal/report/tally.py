@@ -17,12 +17,17 @@ from shoal.report.events import (
     LaneCost,
     Predicted,
     Printed,
+    PushesLost,
     Recovered,
     Resumed,
+    Rewound,
     RunFinished,
     RunStarted,
     Saved,
     SaveFailed,
+    Served,
+    ServerLost,
+    ServerStarted,
     Skipped,
     Spent,
     Steps,
@@ -31,7 +36,9 @@ from shoal.report.events import (
     WorkerStarted,
 )
 from shoal.report.membership import TAKES_PART, Membership, span
+from shoal.report.servers import Servers
 from shoal.report.story import Fault, Story
+from shoal.report.updates import Updates, takes_from_a_queue
 
 RECENT_STEPS = 100
 LOSSES_KEPT = 256
@@ -62,6 +69,13 @@ class Recent:
     def seconds(self) -> float:
         """With what was lost."""
         return self.spent.total + sum(message.lost for message in self._messages)
+
+    @property
+    def wall_seconds(self) -> float:
+        """By the clock: where several tell at once, their seconds overlap."""
+        begins = (message.time - message.spent.total - message.lost for message in self._messages)
+        ends = (message.time for message in self._messages)
+        return max(ends, default=0.0) - min(begins, default=0.0)
 
     @property
     def samples(self) -> int:
@@ -107,15 +121,20 @@ class Losses:
     """The whole history of the loss in a bounded number of points: when full, every second one is dropped."""
 
     def __init__(self) -> None:
-        self.points: list[tuple[int, float]] = []  # (step, loss)
+        self.timed: list[tuple[float, int, float]] = []  # (time, step, loss), as they were told
         self._stride = 1
         self._seen = 0
 
-    def add(self, step: int, loss: float) -> None:
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """(step, loss)."""
+        return [(step, loss) for _, step, loss in self.timed]
+
+    def add(self, time: float, step: int, loss: float) -> None:
         if self._seen % self._stride == 0:
-            self.points.append((step, loss))
-            if len(self.points) >= LOSSES_KEPT:
-                self.points = self.points[::2]
+            self.timed.append((time, step, loss))
+            if len(self.timed) >= LOSSES_KEPT:
+                self.timed = self.timed[::2]
                 self._stride *= 2
         self._seen += 1
 
@@ -130,7 +149,8 @@ class Tally:
         self.started: RunStarted | None = None
         self.predicted: Predicted | None = None
         self.workers: dict[int, WorkerTally] = {}
-        self.commits = Commits()
+        self.commits: Commits | Updates = Commits()
+        self.servers = Servers()
         self.story = Story()
         self.recent = Recent()  # of the leaders
         self.leader: int | None = None  # the worker that spoke for the run last
@@ -167,7 +187,10 @@ class Tally:
         self.story.add(event)
         match event:
             case RunStarted():
+                if self.started is None and takes_from_a_queue(event.sync):
+                    self.commits = Updates()
                 self.started = event
+                self.servers.count = event.servers
             case Predicted():
                 self.predicted = event
             case WorkerStarted():
@@ -207,6 +230,11 @@ class Tally:
                 self.finished[event.rank] = event
                 self.commits.add(event)
             case Changed() | HandedOver():
+                self.commits.add(event)
+            case ServerStarted() | ServerLost() | PushesLost() | Served():
+                self.servers.add(event)
+            case Rewound():
+                self.servers.add(event)
                 self.commits.add(event)
             case Recovered():
                 self.commits.recovered(event.seconds)
@@ -318,8 +346,13 @@ class Tally:
         ]
 
     @property
+    def queue(self) -> bool:
+        """Workers take steps from one queue, and each speaks for its own."""
+        return isinstance(self.commits, Updates)
+
+    @property
     def seconds(self) -> float:
-        """Time of training: what the leaders' steps took, and what was lost between them."""
+        """Time of training: what the leaders' steps took, and what was lost between them; of a queue the wall clock."""
         return self.commits.seconds
 
     @property
@@ -328,14 +361,23 @@ class Tally:
 
     @property
     def recent_samples_per_second(self) -> float | None:
-        seconds = self.recent.seconds
+        seconds = self._recent_seconds
         return self.recent.samples / seconds if seconds else None
+
+    @property
+    def recent_steps_per_second(self) -> float | None:
+        seconds = self._recent_seconds
+        return self.recent.steps / seconds if seconds else None
+
+    @property
+    def _recent_seconds(self) -> float:
+        return self.recent.wall_seconds if self.queue else self.recent.seconds
 
     @property
     def seconds_left(self) -> float | None:
         if self.started is None or self.started.steps is None or not self.recent.steps:
             return None
-        return max(0, self.started.steps - self.step) * self.recent.seconds / self.recent.steps
+        return max(0, self.started.steps - self.step) * self._recent_seconds / self.recent.steps
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
@@ -356,15 +398,16 @@ class Tally:
         self.commits.add(event)
         if not event.leader:
             return
-        if self.training_began is None:
-            self.training_began = event.time - event.spent.total - event.lost
+        began = event.time - event.spent.total - event.lost
+        if self.training_began is None or (self.queue and began < self.training_began):
+            self.training_began = began
         self.leader = event.rank
         self.recent.add(event)
         self.epoch = event.epoch
         self.loss = event.loss
         self.rate = event.rate
         if event.loss is not None:
-            self.losses.add(event.step, event.loss)
+            self.losses.add(event.time, event.step, event.loss)
         for rank, count in event.slowest.items():
             self._worker(rank).slowest += count
 

@@ -23,6 +23,8 @@ class _Told(msgspec.Struct):
 
     @property
     def done(self) -> bool:
+        if self.fault.kind == "server" and not self.fault.ends_the_run:
+            return False  # what came of it is told later, by others
         ended = self.back if self.fault.kind in ("lost", "left") else self.fault.seconds is not None
         return ended and self.fault.whole and bool(self.parts)
 
@@ -71,10 +73,16 @@ def _news(told: _Told, now: float) -> Iterator[str]:
     due = fault.whole or now - told.since >= HOLD_SECONDS if first else bool(news) and fault.seconds is not None
     if due:
         when = fault.time if first or fault.committed_at is None else fault.committed_at
-        name = "" if parts[0] in news else f"{fault.kind}: " if fault.worker is None else f"worker {fault.worker}: "
+        name = "" if parts[0] in news else f"{_name(fault)}: "
         told.parts = parts
         yield f"{stamp(when)}  {name}{'; '.join(news)}"
     back = outcome(fault)
     if back is not None and told.parts and not told.back:
         told.back = True
         yield f"{stamp(fault.time + (fault.back_seconds or 0.0))}  worker {fault.worker}: {back}"
+
+
+def _name(fault: Fault) -> str:
+    if fault.shard is not None:
+        return f"server {fault.shard}"
+    return fault.kind if fault.worker is None else f"worker {fault.worker}"

@@ -71,9 +71,10 @@ def parts_of(fault: Fault, *, place: bool) -> Iterator[str]:
             yield from _aftermath(fault)
         case "joined":
             at = "" if fault.step is None else f" at step {fault.step:,}"
-            came = "is on its way" if fault.epoch is None else "joined"
+            came = "is on its way" if fault.epoch is None and not fault.free else "joined"
             yield f"{_who(fault, place=place)} {came}{at}: {fault.reason}"
-            yield from _commit(fault)
+            if not fault.free:
+                yield from _commit(fault)
         case "regrouped":
             yield fault.reason
             yield from _aftermath(fault)
@@ -89,6 +90,14 @@ def parts_of(fault: Fault, *, place: bool) -> Iterator[str]:
             yield f"store {fault.reason} cannot be reached: training goes on, changes of membership wait"
             if fault.seconds is not None:
                 yield f"back after {figures.duration(fault.seconds)}"
+        case "server":
+            at = f" (pid {fault.pid})" if place and fault.pid is not None else ""
+            yield f"server {fault.shard}{at} {exit_text(fault.code)}"
+            yield from _server(fault)
+        case "away":
+            yield f"{_waiting(fault)} server {fault.shard} at {fault.reason} since {stamp(fault.time)}"
+            if fault.seconds is not None:
+                yield f"reached again after {figures.duration(fault.seconds)}"
         case "driver":
             yield f"process {fault.pid} on {fault.host} watches over the run now"
 
@@ -99,6 +108,29 @@ def _who(fault: Fault, *, place: bool) -> str:
         notes += [fault.host] if fault.host else []
         notes += [f"pid {fault.pid}"] if fault.pid is not None else []
     return f"worker {fault.worker} ({', '.join(notes)})" if notes else f"worker {fault.worker}"
+
+
+def _server(fault: Fault) -> Iterator[str]:
+    if fault.seconds is None:
+        if fault.action:
+            yield fault.action
+        if fault.members and not fault.ends_the_run:
+            yield f"{_waiting(fault)} it at {fault.reason}"
+        return
+    having = "" if fault.version is None else f" with {figures.plural(fault.version, 'update')}"
+    yield f"back after {figures.duration(fault.seconds)}{having}"
+    if fault.repeated:
+        again = figures.plural(fault.repeated, "step")
+        yield f"all servers went on from step {fault.step or 0:,}, {again} done again"
+    if fault.pushes_lost:
+        yield f"{figures.plural(fault.pushes_lost, 'acknowledged update')} lost with it, since its snapshot was older"
+
+
+def _waiting(fault: Fault) -> str:
+    workers = " ".join(map(str, fault.members))
+    if fault.seconds is not None:
+        return f"worker{'s' if len(fault.members) > 1 else ''} {workers} waited for"
+    return f"worker {workers} waits for" if len(fault.members) == 1 else f"workers {workers} wait for"
 
 
 def _aftermath(fault: Fault) -> Iterator[str]:

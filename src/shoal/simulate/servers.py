@@ -4,6 +4,10 @@
     quorum:q    when q have; whoever is late drops what it does and begins again with the new weights
     stale:s     every gradient is an update; a worker is at most s rounds ahead of the slowest
     async       every gradient is an update, and nobody waits
+    local:h     every worker h times by itself, then as sync: h updates, as if the mean of them were as good as a step
+    groups:g    w/g workers add up their gradients among themselves; every sum is an update, and no group waits
+
+The modes are those of the runtime (paramserver/modes.py).
 
 A worker computes T seconds (times its bad luck, `stragglers`), then exchanges its gradient for the weights: S bytes up
 and S down. The servers hold equal shards, so they are played once, as one pool of k·W bytes a second each way that
@@ -20,40 +24,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 
 import numpy as np
 
 from shoal.errors import InputError
+from shoal.paramserver.modes import Mode
 from shoal.simulate.stragglers import Stragglers
 
-MODES = ("sync", "quorum", "stale", "async")
 DRAWS = 512  # of each worker; used again after that
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    name: str = "sync"
-    number: int = 0  # of a quorum, or rounds of staleness
-
-    @classmethod
-    def read(cls, text: str) -> "Mode":
-        """`quorum:6`."""
-        name, _, number = text.strip().partition(":")
-        if name not in MODES:
-            near = get_close_matches(name, MODES, n=1, cutoff=0.5)
-            fix = f"did you mean {near[0]}?" if near else "one of sync, quorum:6, stale:2, async"
-            raise InputError(f"there is no mode {name!r}", fix=fix)
-        if name in ("sync", "async"):
-            if number:
-                raise InputError(f"mode {text!r}: {name} has no number after it", fix=name)
-            return cls(name=name)
-        if not number.isdigit() or (name == "quorum" and int(number) < 1):
-            raise InputError(f"mode {text!r}: {name} needs a whole number, and got {number!r}", fix=f"{name}:2")
-        return cls(name=name, number=int(number))
-
-    def __str__(self) -> str:
-        return f"{self.name}:{self.number}" if self.name in ("quorum", "stale") else self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +58,7 @@ class Servers:
                 f"seconds {self.compute:g}, bytes {self.num_bytes:g}, bytes a second {self.bandwidth:g}, latency"
                 f" {self.latency:g}: none is negative, and the first and third are above 0"
             )
-        if self.mode.name == "quorum" and self.mode.number > self.workers:
-            raise InputError(
-                f"a quorum of {self.mode.number} among {self.workers} workers", fix=f"quorum:{self.workers} or less"
-            )
+        self.mode.check(self.workers)
 
     @property
     def pool(self) -> float:
@@ -96,11 +71,32 @@ class Servers:
         return self.num_bytes * (1 if self.duplex else 2)
 
     @property
+    def parties(self) -> list[list[int]]:
+        """Workers by whom they exchange with: alone, or as a group."""
+        found: dict[int, list[int]] = {}
+        for worker in range(self.workers):
+            found.setdefault(self.mode.group_of(worker), []).append(worker)
+        return list(found.values())
+
+    @property
+    def steps(self) -> int:
+        """Gradients of a worker between two exchanges."""
+        return int(self.mode.number) if self.mode.name == "local" else 1
+
+    def inside(self, members: int) -> float:
+        """Seconds in which a group adds up its gradients: a ring's."""
+        if members == 1:
+            return 0.0
+        return 2 * (members - 1) * (self.latency + self.num_bytes / members / self.bandwidth)
+
+    @property
     def bound(self) -> float:
         """Gradients a second: what the workers or the servers' links can do at the most, without stragglers."""
-        alone = self.compute + 2 * self.latency + self.bytes_moved / self.bandwidth
-        links = self.pool / self.bytes_moved if self.num_bytes else math.inf
-        return min(self.workers / alone, links)
+        largest = max(map(len, self.parties))
+        exchange = self.inside(largest) + 2 * self.latency + self.bytes_moved / self.bandwidth
+        each = self.steps * self.workers / len(self.parties)  # gradients of an exchange
+        links = each * self.pool / self.bytes_moved if self.num_bytes else math.inf
+        return min(self.workers / (self.compute + exchange / self.steps), links)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,12 +178,14 @@ class _Play:
     def __init__(self, setup: Servers, rounds: int, seed: int) -> None:
         self.setup, self.mode = setup, setup.mode
         self.wanted = rounds * setup.workers
-        workers = range(setup.workers)
+        self.parties = setup.parties
+        workers = range(len(self.parties))
         self.draws = setup.stragglers.draw(setup.workers, DRAWS, np.random.default_rng(seed))
         self.pool = _Pool(setup)
         self.computing: list[tuple[float, int, int]] = []  # end, worker, its turn
-        self.turns = [0 for _ in workers]  # of each worker: one more whenever it begins
-        self.took = [0.0 for _ in workers]
+        # Of a worker, or of a group as if it were one:
+        self.turns = [0 for _ in workers]  # one more whenever it begins
+        self.took = [0.0 for _ in workers]  # seconds of all its members
         self.round = [0 for _ in workers]  # gradients that were used
         self.seen = [0 for _ in workers]  # the update whose weights it has
         self.here: list[int] = []  # of this round
@@ -198,9 +196,9 @@ class _Play:
         self.staleness: Counter[int] = Counter()
 
     def run(self) -> Served:
-        apart = self.mode.name in ("stale", "async")  # else all would come at the same moment, again and again
-        for worker in range(self.setup.workers):
-            self._begin(worker, worker / self.setup.workers * self.setup.compute if apart else 0.0)
+        count = len(self.parties)
+        for worker in range(count):  # apart, else all would come at the same moment, again and again
+            self._begin(worker, 0.0 if self.mode.lockstep else worker / count * self.setup.compute)
         while self.gradients < self.wanted:
             exchanged = self.pool.next()
             if self.computing and self.computing[0][0] <= exchanged:
@@ -227,15 +225,19 @@ class _Play:
         self.ahead = max(self.ahead, self.round[worker] - min(self.round))
         self.seen[worker] = self.updates
         self.turns[worker] += 1
-        turn = self.turns[worker]
-        self.took[worker] = self.setup.compute * float(self.draws[worker, turn % DRAWS])
-        end = self.now + wait + self.took[worker] + 2 * self.setup.latency
+        turn, members, steps = self.turns[worker], self.parties[worker], self.setup.steps
+        draws = [
+            sum(float(self.draws[each, (turn * steps + number) % DRAWS]) for number in range(steps)) for each in members
+        ]
+        self.took[worker] = self.setup.compute * sum(draws)
+        end = self.now + wait + self.setup.compute * max(draws)
+        end += self.setup.inside(len(members)) + 2 * self.setup.latency
         heapq.heappush(self.computing, (end, worker, turn))
 
     def _came(self, worker: int) -> None:
-        if self.mode.name in ("sync", "quorum"):
+        if self.mode.lockstep:
             self.here.append(worker)
-            if len(self.here) == (self.mode.number if self.mode.name == "quorum" else self.setup.workers):
+            if len(self.here) == self.mode.needed(self.setup.workers):
                 self._update(self.here)
                 late = set(range(self.setup.workers)).difference(self.here)
                 self.pool.cancel(self.now, late)
@@ -248,14 +250,16 @@ class _Play:
         slowest = min(self.round)
         self.waiting.add(worker)
         for each in sorted(self.waiting):
-            if self.mode.name == "async" or self.round[each] - slowest <= self.mode.number:
+            if self.mode.name != "stale" or self.round[each] - slowest <= self.mode.number:
                 self.waiting.discard(each)
                 self._begin(each)
 
     def _update(self, workers: list[int]) -> None:
+        steps = self.setup.steps
         for worker in workers:
-            self.staleness[self.updates - self.seen[worker]] += 1
-            self.gradients += 1
+            used = steps * len(self.parties[worker])
+            self.staleness[self.updates - self.seen[worker]] += used
+            self.gradients += used
             self.round[worker] += 1
             self.useful += self.took[worker]
-        self.updates += 1
+        self.updates += steps

@@ -128,7 +128,7 @@ class DataParallel:
         rows = self.group.gather(self._fit(lap.row(ask, compute_seconds)))
         wait_seconds = time.perf_counter() - arrived + lap.idle_seconds
         sizes = [sum(map(len, pieces)) for pieces in lap.cuts]
-        told = _Told(rows, sizes, self.owners(), self.teams, self.gradient_count, len(self.replica.buffers.names))
+        told = Told(rows, sizes, self.owners(), self.teams, self.gradient_count, len(self.replica.buffers.names))
 
         began = time.perf_counter()
         loss, scale = told.loss(work)
@@ -174,7 +174,7 @@ class DataParallel:
             self._width = int(self.group.gather(torch.tensor([row.numel()], dtype=torch.int64)).max())
         return torch.nn.functional.pad(row, (0, self._width - row.numel()))
 
-    def _settle(self, exchange: Exchange, merged: Values, told: "_Told") -> Values:
+    def _settle(self, exchange: Exchange, merged: Values, told: "Told") -> Values:
         """The model is cut: what this part's gradients come to is here, whoever else needs it has it from here."""
         if self.teams.replica is not None:
             exchange.meet()
@@ -250,7 +250,7 @@ class DataParallel:
         pieces = cut(len(indices), batch, self.lanes, self.microbatches)[first:stop]
         return [[indices[position] for position in piece] for lane in pieces for piece in lane]
 
-    def _apply(self, merged: Values, told: "_Told", scale: float) -> None:
+    def _apply(self, merged: Values, told: "Told", scale: float) -> None:
         count = self.gradient_count
         with torch.no_grad():
             for (_, parameter), gradient in zip(self.replica.parameters, merged[:count], strict=True):
@@ -277,7 +277,7 @@ class _Ready:
     """What a step comes to, before everybody is known to have it."""
 
     merged: Values | None  # None: the loss is not finite, and nothing was merged
-    told: "_Told"
+    told: "Told"
     scale: float
     outcome: Outcome
 
@@ -391,7 +391,7 @@ class Following(Lap):
         return {}
 
 
-class _Told:
+class Told:
     """Everyone's rows, read. The same on every worker, so whatever follows from it is agreed without a word."""
 
     def __init__(

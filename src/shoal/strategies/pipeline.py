@@ -24,7 +24,7 @@ from shoal.partition.lanes import Folding, Span
 from shoal.partition.row import Row, check_blocks, play
 from shoal.schedule import Action
 from shoal.schedule import play as play_schedule
-from shoal.strategies.data import Closure, DataParallel, Lap, Work, _Told
+from shoal.strategies.data import Closure, DataParallel, Lap, Told, Work
 from shoal.strategies.exchange import Exchange, Parts, Values
 from shoal.strategies.halves import Halves, backward_of_inputs, backward_of_weights
 from shoal.strategies.passage import Described, Wires, flat
@@ -148,7 +148,7 @@ class PipelineParallel(DataParallel):
     def _lap(self, work: Work, closure: Closure) -> Lap:
         return Stream(self, work, closure) if self.teams.replica is not None else super()._lap(work, closure)
 
-    def _settle(self, exchange: Exchange, merged: Values, told: _Told) -> Values:
+    def _settle(self, exchange: Exchange, merged: Values, told: Told) -> Values:
         """The first stage of a tied weight gives the others what its gradient comes to."""
         line = self.teams.line
         if self.teams.replica is None:

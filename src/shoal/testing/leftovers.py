@@ -7,6 +7,8 @@ started with another program is known by a word in its environment, what it fork
 import os
 import secrets
 import signal
+import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from typing import Any
 
 SETTLE_SECONDS = 2.0  # how long something that is already ending may take
 MARK = "SHOAL_LEFTOVERS"  # an environment variable, with a word that only this block has
+TCP = (socket.AF_INET, socket.AF_INET6)
 _blocks: list[tuple[str, float]] = []  # that are open: the word of each, and when it began
 MEMORY_NAMES = ("shoal", "torch_", "psm_", "sem.")  # ours, torch's, Python's; others on this machine use /dev/shm too
 
@@ -49,7 +52,7 @@ def leftovers() -> Iterator[list[str]]:
 def end_detached() -> None:
     """Ends processes that the innermost block began and that have left their parents behind."""
     word, began = _blocks[-1]
-    while found := _detached(table := _processes(), word) | _forked(table, began):
+    while found := _detached(table := _processes(), word, began) | _forked(table, began):
         for pid in found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -61,7 +64,7 @@ def _held(orphans_since: float | None = None, word: str | None = None) -> dict[t
     table = _processes()
     mine = _descendants(table, os.getpid())
     if orphans_since is not None:
-        mine |= _orphans(table, orphans_since) | _forked(table, orphans_since) | _detached(table, word)
+        mine |= _orphans(table, orphans_since) | _forked(table, orphans_since) | _detached(table, word, orphans_since)
     for pid in mine:
         one = table[pid]
         state = "ended, but nobody waited for it" if one.state == "Z" else "still runs"
@@ -88,18 +91,18 @@ class _Process:
 def _processes() -> dict[int, _Process]:
     found: dict[int, _Process] = {}
     ticks = os.sysconf("SC_CLK_TCK")
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):  # it ended meanwhile
-                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(") ")
-                fields = rest.split()
-                found[int(entry.name)] = _Process(
-                    name=name,
-                    state=fields[0],
-                    parent=int(fields[1]),
-                    session=int(fields[3]),
-                    started=int(fields[19]) / ticks,
-                )
+    for entry in os.listdir("/proc"):
+        # Empty: it ended meanwhile. Its name may have spaces and brackets.
+        if entry.isdigit() and (line := _read(int(entry), "stat")):
+            name, _, rest = line.decode(errors="replace").partition("(")[2].rpartition(") ")
+            fields = rest.split()
+            found[int(entry)] = _Process(
+                name=name,
+                state=fields[0],
+                parent=int(fields[1]),
+                session=int(fields[3]),
+                started=int(fields[19]) / ticks,
+            )
     return found
 
 
@@ -125,14 +128,17 @@ def _orphans(table: dict[int, _Process], since: float) -> set[int]:
     }
 
 
-def _detached(table: dict[int, _Process], word: str | None) -> set[int]:
+def _detached(table: dict[int, _Process], word: str | None, since: float) -> set[int]:
     """Programs that were started with this word in their environment, and what they forked, without our children."""
     mark = f"{MARK}={word}".encode()
     mine = _descendants(table, os.getpid())
     return {
         pid
         for pid, one in table.items()
-        if pid not in mine and one.state != "Z" and mark in _read(pid, "environ").split(b"\0")
+        if one.started >= since - 0.02
+        and pid not in mine
+        and one.state != "Z"
+        and mark in _read(pid, "environ").split(b"\0")
     }
 
 
@@ -155,26 +161,27 @@ def _program(pid: int) -> tuple[bytes, bytes]:
 
 def _read(pid: int, part: str) -> bytes:
     try:
-        return Path(f"/proc/{pid}/{part}").read_bytes()
+        with open(f"/proc/{pid}/{part}", "rb", buffering=0) as file:
+            return file.readall()
     except OSError:
         return b""
 
 
-def _listening() -> dict[str, str]:
-    """The TCP ports that this process listens on, by the socket's inode."""
-    own: set[str] = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            target = os.readlink(entry)
-            if target.startswith("socket:["):
-                own.add(target[len("socket:[") : -1])
-    found: dict[str, str] = {}
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in (Path("/proc/self/net") / table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and fields[9] in own:
-                    found[fields[9]] = f"port {int(fields[1].rpartition(':')[2], 16)}"
+def _listening() -> dict[int, str]:
+    """The TCP ports that this process listens on, by the socket's inode. The sockets are asked: tables of the kernel
+    hold those of everybody and are slow to read."""
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was closed meanwhile: the listing itself is one
+            status = os.fstat(number := int(name))
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            one = socket.socket(fileno=number)
+            try:
+                if one.family in TCP and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found[status.st_ino] = f"port {one.getsockname()[1]}"
+            finally:
+                one.detach()  # it belongs to somebody else
     return found
 
 

@@ -1,0 +1,357 @@
+"""A worker's loop in lockstep: sync, quorum and local. All are at one step; who is late goes on with the others.
+
+    compute ─► Contribute to every shard ─► Meet at shard 0 ─► Apply at every shard ─► the new values
+                                                 │ everybody's rows: loss, scale, who wants to stop
+When a server was lost and is back, all servers go back to the newest step that each has kept, and the workers with
+them: what followed is done again, with the same bits.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shoal.crew import SAVE, STOP
+from shoal.exact.norm import total_norm
+from shoal.paramserver.client import RefusedError
+from shoal.paramserver.cut import Part
+from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Rewind, Squares
+from shoal.partition.lanes import Span, subtrees
+from shoal.report.events import Rewound
+from shoal.served import Served
+from shoal.strategies.exchange import Values
+from shoal.strategies.servers import Agreed, Rows, Sums
+
+KEEP = 32  # asked of all: the servers keep this step on disk
+KEEP_SECONDS = 10.0  # between two such steps
+BEHIND = ("fenced", "ahead", "behind")  # why a server that came back refuses what is not of its time
+
+
+def rows_in(part: Part, shape: Sequence[int]) -> int:
+    return part.stop - part.start if shape else 1
+
+
+class Lockstep(Served):
+    kept_at = 0.0  # when servers were last asked to
+    over = False  # the leader said so
+
+    def run(self) -> None:
+        standing = self.enter()
+        self.client.epoch = standing.epoch
+        self.go_to(standing.step)
+        self.strategy.hold(self.plan.deal[self.worker])
+        # Whoever comes when nothing is left to do takes the place of one that died before it had written the result.
+        self.leads, self.kept_at = self.worker == 0 or self.step >= self.steps, time.monotonic()
+        while self.step < self.steps and self.stopped is None and not self.over:
+            try:
+                self.one_step()
+            except RefusedError as refused:
+                if refused.code not in BEHIND:
+                    raise
+                self.recover()
+        self.end()
+
+    def go_to(self, number: int) -> None:
+        """The step at work, as the servers count."""
+        self.step = number
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def one_step(self) -> None:
+        step = self.step
+        self.journal.begin()
+        work, indices = self.work(step)
+        sums = self.strategy.sums(work, self.objective, ask=self.wishes(step + 1))
+        began = time.perf_counter()
+        self.contribute(step, sums.parts, sums.sparse)
+        merging = time.perf_counter() - began
+        began = time.perf_counter()
+        rows, shares = self.meet(step, sums)
+        waiting = time.perf_counter() - began
+        if rows is None:
+            return
+        agreed = self.strategy.agree(work, sums, rows)
+        members = sorted(rows)
+        self.leads = members[0] == self.worker
+        finite = self.check_finite(step, agreed.outcome)
+        began = time.perf_counter()
+        self.apply(step, agreed, shares, skip=not finite)
+        outcome = replace(agreed.outcome, wait_seconds=waiting, merge_seconds=merging + time.perf_counter() - began)
+        self.journal.merged(outcome)
+        self.step = step + 1
+        self.committed(self.step, outcome, indices, members)
+        self.after(outcome.asked)
+
+    def contribute(self, step: int, parts: Mapping[Span, Values], sparse: Mapping[Span, Sequence[Rows | None]]) -> None:
+        """Where some may be left behind, what is said to be there is there before it is said."""
+        futures = []
+        for span, values in parts.items():
+            gradients = self.named_gradients(values)
+            for shard in range(self.plan.servers):
+                slots, tensors = self.gradient_slots(shard, gradients, sparse.get(span, ()), key=span)
+                futures.append(self.client.request(shard, Contribute(step, span, slots), tensors))
+        if self.mode.name == "quorum":
+            for future in futures:
+                future.wait()
+
+    def meet(self, step: int, sums: Sums) -> tuple[dict[int, Tensor] | None, dict[Span, Values]]:
+        """Everybody's rows, and shares of buffers by subtree. None: the step went on without this worker, or the run
+        is over."""
+        own = self.strategy.shares(sums)
+        flags = [[value is not None for value in values] for values in own.values()]
+        tensors = [value for values in own.values() for value in values if value is not None]
+        present = bytes(int(flag) for part in flags for flag in part)
+        row = sums.row.numpy().tobytes()
+        reply, came = self.client.request(0, Meet(step, row + present), tensors).wait()
+        if not isinstance(reply, Met):
+            self.left_behind(reply)
+            return None, {}
+        rows: dict[int, Tensor] = {}
+        shares: dict[Span, Values] = {}
+        rest = list(came)
+        count = len(self.replica.buffers.names)
+        for worker, note in zip(reply.workers, reply.notes, strict=True):
+            length = len(row)
+            rows[worker] = torch.frombuffer(bytearray(note[:length]), dtype=torch.float64)
+            there = list(note[length:])
+            for span in subtrees(self.plan.lanes, self.plan.deal[worker]):
+                bits, there = there[:count], there[count:]
+                shares[span] = [rest.pop(0) if bit else None for bit in bits]
+        return rows, shares
+
+    def left_behind(self, reply: End | Late) -> None:
+        """The others are at another step: this worker goes there, and its part of the steps between is lost to them."""
+        self.journal.dropped()
+        self.leads = False
+        if isinstance(reply, End):
+            self.over, self.stopped, self.resumable = True, reply.reason or None, reply.resumable
+        else:
+            self.go_to(reply.step)
+            self.pull()
+
+    def apply(self, step: int, agreed: Agreed, shares: dict[Span, Values], *, skip: bool) -> None:
+        norm = self.norm(step, agreed) if self.job.clip_norm is not None and not skip else None
+        if self.buffers is not None and not skip:
+            self.strategy.commit_buffers(shares, agreed)
+        self.update(step, self.plan.lanes, agreed, norm=norm, skip=skip)
+
+    def update(self, number: int, lanes: int, agreed: Agreed, *, norm: float | None = None, skip: bool = False) -> None:
+        """The servers apply what has been contributed; what that comes to is here afterwards."""
+        futures = []
+        for shard in range(self.plan.servers):
+            packed = self.buffers.pack(shard, self._buffer_values()) if self.buffers is not None else None
+            request = Apply(
+                number,
+                lanes,
+                agreed.spans,
+                scale=agreed.scale,
+                norm=norm,
+                max_norm=self.job.clip_norm if norm is not None else None,
+                skip=skip,
+                snapshot=any(ask & (KEEP | SAVE) for ask in agreed.outcome.asked),
+                put=[] if packed is None else [packed[0]],
+            )
+            futures.append(self.client.request(shard, request, [] if packed is None else packed[1]))
+        for shard, future in enumerate(futures):
+            reply, tensors = future.wait()
+            self.versions[shard] = reply.version
+            self.take(shard, tensors)
+        self.built.update.after()
+        self.prefetch(self.step + 1)  # not before: these rows may be part of the update
+
+    def norm(self, step: int, agreed: Agreed) -> float:
+        """Of the whole gradient: every shard's rows, put together in the order of the model's parameters."""
+        request = Squares(step, self.plan.lanes, agreed.spans, scale=agreed.scale)
+        futures = [self.client.request(shard, request) for shard in range(self.plan.servers)]
+        found: dict[str, Tensor] = {}
+        shapes = dict(zip(self.home.spec.names, self.home.spec.shapes, strict=True))
+        for shard, future in enumerate(futures):
+            reply, tensors = future.wait()
+            for slot, squares in zip(reply.slots, tensors, strict=True):
+                parts = self.home.parts[shard]
+                chosen = parts if slot.keys is None else [parts[key] for key in slot.keys]
+                rows = squares.split([rows_in(part, shapes[part.name]) for part in chosen])
+                for part, some in zip(chosen, rows, strict=True):
+                    shape = shapes[part.name]
+                    whole = found.setdefault(part.name, torch.zeros(shape[0] if shape else 1, dtype=torch.float64))
+                    whole[part.start : part.stop] = some
+        return total_norm([found[name] for name in self.home.spec.names if name in found])
+
+    # -- between two steps --------------------------------------------------------------------------------------------
+
+    def wishes(self, step: int) -> int:
+        asked = STOP if self.seat.wire.asked_to_stop() else 0
+        if not self.leads:
+            return asked
+        if self.saving.due(step):
+            asked |= SAVE
+        if time.monotonic() - self.kept_at >= KEEP_SECONDS:
+            asked |= KEEP
+        return asked
+
+    def after(self, asked: Sequence[int]) -> None:
+        if any(ask & (KEEP | SAVE) for ask in asked):
+            self.kept_at = time.monotonic()
+        self.tell_digests(self.step)
+        if self.leads and self.evaluation_due(self.step) and self.evaluate(self.step):
+            self.stopped = f"target {self.job.target} reached"
+            return
+        after = self.settings.stop_after
+        if any(ask & STOP for ask in asked):
+            self.stopped, self.resumable = "asked to stop", True
+        elif after is not None and self.step >= after:
+            self.stopped, self.resumable = f"stop after step {after}", True
+        if self.leads and any(ask & SAVE for ask in asked) and self.step < self.steps:
+            self.tell(self.step)
+            self.save(self.step)
+
+    # -- a server that came back --------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """All servers go back to the newest step that each of them has kept; once, whoever asks first."""
+        self.journal.dropped()
+        before = self.step
+        while True:
+            standings = self.standings()
+            epoch = sum(each.boot - 1 for each in standings)
+            behind = [shard for shard, each in enumerate(standings) if each.epoch < epoch]
+            if not behind:
+                break
+            common = set.intersection(*(set(each.kept) for each in standings))
+            step = max(common)
+            self.client.epoch = epoch
+            for future in [self.client.request(shard, Rewind(epoch, step)) for shard in behind]:
+                future.wait()
+        self.client.epoch = max(each.epoch for each in standings)
+        self.go_to(standings[0].step)
+        self.pull()
+        if self.leads:
+            repeated = max(0, before - self.step)
+            event = Rewound(
+                time=time.time(), rank=self.worker, epoch=self.client.epoch, step=self.step, repeated=repeated
+            )
+            self.seat.wire.send(event)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """The result is on disk before anybody goes: if whoever writes it is lost meanwhile, another one does."""
+        if not self.mode.exact:
+            self.pull()
+        if self.leads:
+            self.tell(self.step)
+            self.write_result(self.step)
+            self.client.request(0, Ended(self.stopped or "", self.resumable)).wait()
+        elif not self.over:
+            self.client.request(0, Meet(self.number, b"")).wait()  # answered by the leader's word
+        self.finish(self.step)
+
+    @property
+    def number(self) -> int:
+        """The step at work, as the servers count."""
+        return self.step
+
+
+class Local(Lockstep):
+    """Every worker by itself for some steps, with an optimizer of its own; then what all have come to, on average, is
+    the gradient of the servers' optimizer. The servers count these rounds."""
+
+    round = 0
+
+    @property
+    def length(self) -> int:
+        return int(self.mode.number)
+
+    @property
+    def number(self) -> int:
+        return self.round
+
+    def go_to(self, number: int) -> None:
+        self.round = number
+        self.step = max(min(number * self.length, self.steps), self.resumed_step if number == self.first_number else 0)
+
+    @property
+    def first_number(self) -> int:
+        return self.resumed_step // self.length
+
+    def one_step(self) -> None:
+        """One round."""
+        start = {name: value.clone() for name, value in self.values.items()}
+        last = min((self.round + 1) * self.length, self.steps)
+        while True:
+            work, indices = self.work(self.step)
+            self.journal.begin()
+            sums = self.strategy.sums(work, self.objective, ask=self.wishes(self.step + 1))
+            alone = self.strategy.agree(work, sums, {self.worker: sums.row})
+            if self.check_finite(self.step, alone.outcome):
+                self.update_alone(sums, alone)
+            if self.step + 1 >= last:
+                break
+            self.journal.merged(alone.outcome)
+            self.step += 1
+            self.committed(self.step, alone.outcome, indices, [self.worker])
+        began = time.perf_counter()
+        moved = {name: start[name].sub_(value) for name, value in self.values.items()}
+        for shard in range(self.plan.servers):
+            slots, tensors = self.gradient_slots(shard, moved, [], key=0)
+            self.client.request(shard, Contribute(self.round, (self.worker, self.worker + 1), slots), tensors)
+        merging = time.perf_counter() - began
+        began = time.perf_counter()
+        rows, buffers = self.meet_with_buffers(sums)
+        waiting = time.perf_counter() - began
+        if rows is None:
+            return
+        members = sorted(rows)
+        self.leads = members[0] == self.worker
+        agreed = self.strategy.agree(work, sums, rows)
+        began = time.perf_counter()
+        self.take_mean(buffers)
+        agreed = replace(agreed, spans=[(each, each + 1) for each in members], scale=1 / len(members))
+        self.update(self.round, self.plan.workers, agreed)
+        merging += time.perf_counter() - began
+        outcome = replace(agreed.outcome, wait_seconds=waiting, merge_seconds=merging)
+        self.journal.merged(outcome)
+        self.step, self.round = last, self.round + 1
+        self.committed(self.step, outcome, indices, members)
+        self.after(outcome.asked)
+
+    def update_alone(self, sums: Sums, alone: Agreed) -> None:
+        """With the mean gradient of this worker's own lanes."""
+        parameters = [parameter for _, parameter in self.replica.parameters]
+        for index, parameter in enumerate(parameters):
+            parts = {span: values[index] for span, values in sums.parts.items()}
+            gradient = self.strategy.total(parts)
+            parameter.grad = None if gradient is None else gradient * alone.scale
+        if self.buffers is not None:
+            self.strategy.commit_buffers(self.strategy.shares(sums), alone)
+        self.built.update.before()
+        if self.job.clip_norm is not None:
+            self.built.update.clip(self.job.clip_norm, None)
+        self.optimizer.step()
+        self.built.update.after()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def meet_with_buffers(self, sums: Sums) -> tuple[dict[int, Tensor] | None, list[list[Tensor]]]:
+        own = list(self._buffer_values().values())
+        reply, came = self.client.request(0, Meet(self.round, sums.row.numpy().tobytes()), own).wait()
+        if not isinstance(reply, Met):
+            self.left_behind(reply)
+            return None, []
+        rows = {
+            worker: torch.frombuffer(bytearray(note), dtype=torch.float64)
+            for worker, note in zip(reply.workers, reply.notes, strict=True)
+        }
+        count = len(own)
+        return rows, [came[place * count : (place + 1) * count] for place in range(len(reply.workers))]
+
+    def take_mean(self, buffers: list[list[Tensor]]) -> None:
+        """Of everybody's buffers; of counters the first one's word counts."""
+        for mine, *others in zip(self._buffer_values().values(), *buffers, strict=True):
+            if mine.is_floating_point():
+                mine.copy_(sum(others[1:], others[0].clone()) / len(others))
+            else:
+                mine.copy_(others[0])

@@ -1,0 +1,63 @@
+"""Memory that grows without being copied: the kernel moves pages, not bytes, and gives none that was not written."""
+
+import mmap
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+GROWTH = 8  # an eighth more at a time
+PAGE = mmap.PAGESIZE
+HUGE_FROM = 64 << 20  # bytes, from which on huge pages are asked for: at most 2 MB are then given too early
+
+Slots = npt.NDArray[np.int64]
+
+
+class Arena:
+    """Places for rows of `width` numbers, addressed by slot. New places are zero."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.width, self.dtype = width, dtype
+        self.row_bytes = width * dtype.itemsize
+        self._row = np.dtype((np.void, self.row_bytes))  # numpy moves it as a whole
+        self._map = anonymous(PAGE)
+        self._places = self._view()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def grow(self, rows: int) -> None:
+        """To at least so many."""
+        if rows > len(self):
+            wanted = (rows + rows // GROWTH) * self.row_bytes
+            del self._places  # a mapping that somebody looks at cannot be resized
+            self._map.resize(-(-wanted // PAGE) * PAGE)
+            if wanted >= HUGE_FROM:
+                with suppress(OSError):  # a kernel without them
+                    self._map.madvise(mmap.MADV_HUGEPAGE)  # random rows cost far fewer misses
+            self._places = self._view()
+
+    def read(self, slots: Slots, into: Tensor | None = None) -> Tensor:
+        """Copies of rows, contiguous."""
+        rows = torch.empty(len(slots), self.width, dtype=self.dtype) if into is None else into
+        np.take(self._places, slots, out=self._rows(rows), mode="clip")  # "raise" would go through a buffer
+        return rows
+
+    def write(self, slots: Slots, rows: Tensor) -> None:
+        self._places[slots] = self._rows(rows)
+
+    def fill(self, slots: Slots, value: float) -> None:
+        self.write(slots, torch.full((1, self.width), value, dtype=self.dtype).expand(len(slots), -1).contiguous())
+
+    def _rows(self, rows: Tensor) -> npt.NDArray[Any]:
+        return rows.view(torch.uint8).numpy().view(self._row).reshape(-1)
+
+    def _view(self) -> npt.NDArray[Any]:
+        return np.frombuffer(self._map, dtype=self._row, count=len(self._map) // self.row_bytes)
+
+
+def anonymous(num_bytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,0 +1,348 @@
+"""A shard on disk: written beside, sealed with sha256, renamed. Two are kept, and one that is torn is passed by.
+
+folder/
+  lock                    held while a process serves this shard; its process id
+  boot                    how many processes have been this shard
+  snapshot-00000007/
+    values.msgpack        counters, the duplicate table, the pace, …
+    tensors.safetensors   values and optimizer state
+    manifest.json         step, version, sha256 of the others; written last
+  snapshot-00000008/
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal.errors import CheckpointError, InputError
+from shoal.exact.digest import tensor_bytes
+
+FORMAT = "shoal-shard 1"
+KEPT = 2
+VALUES, TENSORS, MANIFEST = "values.msgpack", "tensors.safetensors", "manifest.json"
+_PATTERN, _PARTIAL = "snapshot-", "partial-"
+_LONGEST_WAIT = 30.0  # seconds, for a child that still writes a snapshot of a process that is gone
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class Captured(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Everything of a shard: plain values, and the tensors that they name."""
+
+    step: int  # in lockstep: the next one
+    version: int
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+class _Seal(msgspec.Struct, frozen=True):
+    num_bytes: int
+    sha256: str
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    format: str
+    step: int
+    version: int
+    files: dict[str, _Seal]
+
+
+class Snapshots:
+    def __init__(self, folder: Path | str, *, shard: int | None = None) -> None:
+        """Raises InputError while another process has the folder. One whose process is gone may still have a child
+        that writes: that is waited for."""
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.folder, self.folder.name.replace("-", " ") if shard is None else f"shard {shard}")
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> "Snapshots":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def clear(self) -> None:
+        """Away with all snapshots. Starts are still counted."""
+        for number in self._numbers():
+            self._remove(number)
+
+    def boot(self) -> int:
+        """Counts this start; on disk when it returns."""
+        path = self.folder / "boot"
+        try:
+            count = int(path.read_text()) + 1
+        except FileNotFoundError:
+            count = 1
+        except ValueError:
+            raise InputError(
+                f"{path} does not hold a number", fix="remove this server's folder to start afresh"
+            ) from None
+        beside = path.with_suffix(".new")
+        with beside.open("w") as file:
+            file.write(f"{count}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(path)
+        _fsync(self.folder)
+        return count
+
+    def write(self, captured: Captured) -> None:
+        """On disk when it returns. Raises OSError, and then nothing has changed."""
+        numbers = self._numbers()
+        number = max(numbers, default=0) + 1
+        beside = self.folder / f"{_PARTIAL}{number:08d}"
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            beside.mkdir()
+            files = {
+                VALUES: _write(beside / VALUES, [msgspec.msgpack.encode(captured.values)]),
+                TENSORS: _write(beside / TENSORS, _safetensors(captured.tensors)),
+            }
+            manifest = _Manifest(format=FORMAT, step=captured.step, version=captured.version, files=files)
+            _write(beside / MANIFEST, [_sealed(manifest)])
+            _fsync(beside)
+            beside.rename(self._path(number))
+            _fsync(self.folder)
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+        for old in numbers:
+            step = self._step(old)
+            if old <= number - KEPT or step is None or step >= captured.step:
+                self._remove(old)  # also what is not behind this one: it is of a time that was undone
+
+    def newest(self) -> Captured | None:
+        """The newest that is whole; newer ones that are damaged are removed. None: there never was one. Raises when all
+        are damaged, and leaves them."""
+        defects: dict[int, str] = {}
+        for number in reversed(self._numbers()):
+            try:
+                found = self._read(number)
+            except CheckpointError as error:
+                defects[number] = error.message
+                continue
+            for damaged in defects:
+                self._remove(damaged)
+            return found
+        if defects:
+            raise CheckpointError(
+                f"none of the {len(defects)} snapshots in {self.folder.name} is whole",
+                where=list(defects.values()),
+                fix="remove this server's folder to start afresh",
+            )
+        return None
+
+    def of_step(self, step: int) -> Captured:
+        for number in reversed(self._numbers()):
+            if self._step(number) == step:
+                return self._read(number)
+        steps = ", ".join(map(str, self.steps())) or "none"
+        raise CheckpointError(f"there is no snapshot of step {step}, only of {steps}", where=str(self.folder))
+
+    def rewind(self, step: int) -> Captured:
+        """`of_step`, and later ones are no more: what they hold is undone."""
+        captured = self.of_step(step)
+        for number in self._numbers():
+            found = self._step(number)
+            if found is None or found > step:
+                self._remove(number)
+        _fsync(self.folder)
+        return captured
+
+    def steps(self) -> list[int]:
+        """Rising. Files are looked at when one is read."""
+        found = (self._step(number) for number in self._numbers())
+        return sorted({step for step in found if step is not None})
+
+    # -- one of them --------------------------------------------------------------------------------------------------
+
+    def _numbers(self) -> list[int]:
+        names = [entry.name for entry in self.folder.iterdir() if entry.name.startswith(_PATTERN)]
+        return sorted(int(name.removeprefix(_PATTERN)) for name in names if name.removeprefix(_PATTERN).isdigit())
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{_PATTERN}{number:08d}"
+
+    def _remove(self, number: int) -> None:
+        """The manifest first: what is half removed does not count."""
+        (self._path(number) / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(self._path(number), ignore_errors=True)
+
+    def _step(self, number: int) -> int | None:
+        """None: it is damaged."""
+        try:
+            return self._manifest(number).step
+        except CheckpointError:
+            return None
+
+    def _manifest(self, number: int) -> _Manifest:
+        path = self._path(number)
+        try:
+            seal, _, body = (path / MANIFEST).read_bytes().partition(b"\n")
+            if hashlib.sha256(body).hexdigest().encode() != seal:
+                raise CheckpointError(f"{path.name}/{MANIFEST}: damaged (its own sha256 differs)")
+            manifest = msgspec.json.decode(body, type=_Manifest)
+        except OSError as error:
+            raise CheckpointError(f"{path.name}/{MANIFEST}: {error.strerror}") from error
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"{path.name}/{MANIFEST}: {error}") from error
+        if manifest.format != FORMAT:
+            raise CheckpointError(f"{path.name}: format {manifest.format!r}, this Shoal reads {FORMAT!r}")
+        return manifest
+
+    def _verified(self, number: int) -> _Manifest:
+        manifest = self._manifest(number)
+        for name, seal in manifest.files.items():
+            path = self._path(number) / name
+            try:
+                size = path.stat().st_size
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise CheckpointError(f"{self._path(number).name}/{name}: {error.strerror}") from error
+            if size != seal.num_bytes:
+                raise CheckpointError(
+                    f"{self._path(number).name}/{name}: {size:,} bytes, but {seal.num_bytes:,} were written"
+                )
+            if digest != seal.sha256:
+                raise CheckpointError(f"{self._path(number).name}/{name}: damaged (its sha256 differs)")
+        return manifest
+
+    def _read(self, number: int) -> Captured:
+        from safetensors.torch import load_file
+
+        manifest = self._verified(number)
+        path = self._path(number)
+        return Captured(
+            step=manifest.step,
+            version=manifest.version,
+            values=msgspec.msgpack.decode((path / VALUES).read_bytes(), strict=False),
+            tensors=load_file(path / TENSORS),
+        )
+
+
+# -- tensors in plain values ------------------------------------------------------------------------------------------
+
+
+def lifted(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    """The value with names in the places of its tensors, which go into `tensors`."""
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {"$tensor": name}
+    if isinstance(value, Mapping):
+        return {key: lifted(each, tensors, f"{name}/{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [lifted(each, tensors, f"{name}/{index}") for index, each in enumerate(value)]
+    return value
+
+
+def lowered(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `lifted` was given."""
+    if isinstance(value, dict):
+        if "$tensor" in value:
+            return tensors[value["$tensor"]]
+        return {key: lowered(each, tensors) for key, each in value.items()}
+    return [lowered(each, tensors) for each in value] if isinstance(value, list) else value
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The file, piece by piece, with no copy of the tensors: theirs would be as large as all of them."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        yield tensor_bytes(tensor)
+
+
+def _write(path: Path, pieces: Iterator[bytes | memoryview] | list[bytes]) -> _Seal:
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb", buffering=0) as file:
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            rest = memoryview(piece)
+            while len(rest):
+                rest = rest[file.write(rest) or 0 :]
+        os.fsync(file.fileno())
+    return _Seal(size, digest.hexdigest())
+
+
+def _sealed(manifest: _Manifest) -> bytes:
+    body = msgspec.json.encode(manifest)
+    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def _fsync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(folder: Path, what: str) -> int:
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + _LONGEST_WAIT
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            if _alive(holder) or time.monotonic() > deadline:
+                os.close(descriptor)
+                raise InputError(
+                    f"{what} is already served by process {holder or '(starting)'}",
+                    where=str(folder),
+                    fix="one server for each shard: stop that process, or give this server a folder of its own",
+                ) from None
+            time.sleep(0.02)
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _alive(holder: str) -> bool:
+    if not holder.isdigit():
+        return False
+    try:
+        os.kill(int(holder), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    # One that was killed and not waited for yet is no more.
+    try:
+        return " Z " not in Path(f"/proc/{holder}/stat").read_text().partition(")")[2][:4]
+    except OSError:
+        return True

@@ -1,0 +1,508 @@
+"""How frames get from one process to the other: `send`, `receive`, `fileno`, `close`. Nothing here blocks.
+
+    unix:PATH          one host. Headers go through the socket, bodies from 4 KB on through shared memory (rings.py)
+    tcp://HOST:PORT    between hosts
+    a Shard            one process: what is sent is handled at once
+
+A peer that has died is noticed by its closed socket. `Closed` says that, `BadFrame` that what came was no frame: the
+connection is of no use after either.
+"""
+
+import array
+import errno
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.errors import InputError
+from shoal.paramserver.frames import (
+    ALIGN,
+    HEADER_BYTES,
+    IN_MEMORY,
+    BadFrame,
+    Entry,
+    Frame,
+    Head,
+    Limits,
+    body_bytes,
+    bytes_of,
+    check_magic,
+    copy_into,
+    pack,
+    raw,
+    read_head,
+    read_table,
+    tensors_in,
+)
+from shoal.paramserver.rings import RING_BYTES, Reader, Writer, new_memory
+
+LEAST_SHARED = 4096  # bytes of a body that goes through shared memory
+INBOX_BYTES = 64 << 10
+MOST_PARTS = 512  # of one scatter-gather send; the system takes 1024
+SOCKET_BYTES = 1 << 20  # asked for in each way; the system may give less
+_ZEROS = memoryview(bytes(ALIGN))
+
+
+class Closed(Exception):
+    """The other side is gone. Its text says how."""
+
+
+class Transport(Protocol):
+    def send(self, frame: Frame) -> None:
+        """Now or, what the other side has no room for yet, with the next sends and receives."""
+        ...
+
+    def receive(self) -> Frame | None:
+        """None: no whole frame has come yet."""
+        ...
+
+    def fileno(self) -> int:
+        """To wait on; -1: nothing to wait for."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Stream:
+    """Over a connected socket of either kind, with shared memory once both sides have it.
+
+    `keeps`: tensors of frames that are sent may change right afterwards (they are the shard's); they are copied, into
+    shared memory or, what cannot be written at once, for later. Without, the caller leaves them alone until the frame
+    is answered, and puts into shared memory what is to go there.
+    """
+
+    def __init__(self, connection: socket.socket, *, limits: Limits | None = None, keeps: bool = False) -> None:
+        self._socket = connection
+        self.limits = limits or Limits()
+        self._keeps = keeps
+        self.local = connection.family == socket.AF_UNIX
+        self.writer: Writer | None = None
+        self._reader: Reader | None = None
+        self.descriptors: list[int] = []  # that came along
+        self.takes_descriptors = False
+        self.sent_bytes = self.received_bytes = 0
+        self.waiting = 0  # bytes that could not be written yet
+        self._outbox: deque[memoryview] = deque()
+        self._inbox = bytearray(INBOX_BYTES)
+        self._view = memoryview(self._inbox)
+        self._start = self._end = 0
+        # A large body under way: what it belongs to, where it goes, how much of it has come.
+        self._head: Head | None = None
+        self._table: list[Entry] = []
+        self._meta = b""
+        self._body: Tensor | None = None
+        self._rest: memoryview | None = None
+        connection.setblocking(False)
+        if not self.local:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def send(self, frame: Frame) -> None:
+        tensors = frame.tensors
+        if not tensors:
+            self._write([memoryview(pack(frame))])
+            return
+        writer = self.writer
+        if writer is not None:
+            place = frame.place
+            if place < 0 and self._keeps and (size := body_bytes(tensors)) >= LEAST_SHARED:
+                writer.reclaim()
+                taken = writer.take(size)
+                if taken is not None:
+                    place = taken
+                    copy_into(writer.room(place, size), tensors)
+            if place >= 0:
+                self.sent_bytes += body_bytes(tensors)
+                self._write([memoryview(pack(frame, IN_MEMORY, place))])
+                return
+        parts = [memoryview(pack(frame))]
+        for tensor in tensors:
+            if tensor.nbytes:
+                parts.append(raw(tensor))
+                if tensor.nbytes % ALIGN:
+                    parts.append(_ZEROS[: ALIGN - tensor.nbytes % ALIGN])
+        self._write(parts)
+
+    def send_memory(self, frame: Frame, ring_bytes: int = RING_BYTES) -> bool:
+        """A frame without tensors, and with it memory for both ways; without, where there is none to be had."""
+        try:
+            descriptors = [new_memory(ring_bytes)]
+        except OSError:
+            self.send(frame)
+            return False
+        try:
+            descriptors.append(new_memory(ring_bytes))
+            self._socket.sendmsg([pack(frame)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
+            self._reader, self.writer = Reader(descriptors[0]), Writer(descriptors[1])
+        except OSError as error:
+            raise Closed(_told(error)) from None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return True
+
+    def take_memory(self) -> bool:
+        """Uses the memory that has come. The first is written here, the second read."""
+        descriptors, self.descriptors = self.descriptors, []
+        self.takes_descriptors = False
+        try:
+            if len(descriptors) == 2:
+                self.writer, self._reader = Writer(descriptors[0]), Reader(descriptors[1])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return self.writer is not None
+
+    def flush(self) -> None:
+        """Writes what is waiting, as far as there is room."""
+        outbox = self._outbox
+        while outbox:
+            parts = [outbox[index] for index in range(min(len(outbox), MOST_PARTS))]
+            sent = self._try(parts)
+            if not sent:
+                return
+            self.waiting -= sent
+            while sent:
+                if sent < outbox[0].nbytes:
+                    outbox[0] = outbox[0][sent:]
+                    break
+                sent -= outbox.popleft().nbytes
+
+    def _write(self, parts: list[memoryview]) -> None:
+        if self._outbox:
+            self.flush()
+        sent = 0
+        if not self._outbox:
+            sent = self._try(parts if len(parts) <= MOST_PARTS else parts[:MOST_PARTS])
+        for part in parts:
+            size = part.nbytes
+            if sent >= size:
+                sent -= size
+                continue
+            rest = part[sent:] if sent else part
+            sent = 0
+            self._outbox.append(memoryview(bytes(rest)) if self._keeps else rest)
+            self.waiting += rest.nbytes
+        if self._outbox:
+            self.flush()
+
+    def _try(self, parts: Sequence[memoryview]) -> int:
+        try:
+            sent = self._socket.sendmsg(parts)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise Closed(_told(error)) from None
+        self.sent_bytes += sent
+        return sent
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    def receive(self) -> Frame | None:
+        if self._rest is not None:
+            return self._more()
+        if self._end > self._start and (frame := self._next()) is not None:
+            return frame
+        if self._rest is None:
+            self._fill()
+            if self._end > self._start:
+                return self._next()
+            return None
+        return self._more()
+
+    @property
+    def buffered(self) -> bool:
+        """Bytes are here that have not been looked at: `receive` again before waiting."""
+        return self._end > self._start and self._rest is None
+
+    def _fill(self) -> None:
+        """Reads once what has come."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        try:
+            if self.takes_descriptors:
+                data, descriptors, _, _ = socket.recv_fds(self._socket, len(self._inbox) - self._end, 2)
+                self.descriptors += descriptors
+                count = len(data)
+                self._view[self._end : self._end + count] = data
+            else:
+                count = self._socket.recv_into(self._view[self._end :])
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise Closed(_told(error)) from None
+        if not count:
+            raise Closed("it closed the connection" if self._start == self._end else "it ended within a frame")
+        self._end += count
+        self.received_bytes += count
+
+    def _next(self) -> Frame | None:
+        """The next frame of the inbox; None: not all of it is here."""
+        start, here = self._start, self._end - self._start
+        if here < HEADER_BYTES:
+            check_magic(self._inbox, start, self._end)
+            self._want(HEADER_BYTES)
+            return None
+        head = read_head(self._inbox, start, self.limits)
+        words = HEADER_BYTES + head.table_bytes + head.meta_bytes
+        if here < words:
+            self._want(words)
+            return None
+        table = read_table(self._inbox, start, head)
+        begin = start + HEADER_BYTES + head.table_bytes
+        meta = bytes(self._view[begin : begin + head.meta_bytes])
+        size = head.body_bytes
+        if not size:
+            self._start += words
+            return _frame(head, meta, tensors_in(_NOTHING, table) if table else [])
+        if head.flags & IN_MEMORY:
+            reader = self._reader
+            if reader is None:
+                raise BadFrame("a body in shared memory, but there is none on this connection")
+            self._start += words
+            self.received_bytes += size
+            frame = _frame(head, meta, tensors_in(reader.look(head.place, size), table))
+            frame.let_go = reader.let_go
+            return frame
+        if here >= words + size:
+            body = torch.empty(size, dtype=torch.uint8)
+            body.numpy()[:] = self._view[start + words : start + words + size]
+            self._start += words + size
+            return _frame(head, meta, tensors_in(body, table))
+        if words + size <= INBOX_BYTES:
+            self._want(words + size)
+            return None
+        self._head, self._table, self._meta = head, table, meta
+        self._body = torch.empty(size, dtype=torch.uint8)
+        rest = bytes_of(self._body)
+        rest[: here - words] = self._view[start + words : self._end]
+        self._rest = rest[here - words :]
+        self._start = self._end = 0
+        return None
+
+    def _more(self) -> Frame | None:
+        """More of a large body, straight to where it stays."""
+        rest = self._rest
+        assert rest is not None and self._head is not None and self._body is not None
+        while rest.nbytes:
+            try:
+                count = self._socket.recv_into(rest)
+            except BlockingIOError:
+                self._rest = rest
+                return None
+            except OSError as error:
+                raise Closed(_told(error)) from None
+            if not count:
+                raise Closed("it ended within a frame")
+            self.received_bytes += count
+            rest = rest[count:]
+        frame = _frame(self._head, self._meta, tensors_in(self._body, self._table))
+        self._rest = self._body = self._head = None
+        self._table = []
+        return frame
+
+    def _want(self, num_bytes: int) -> None:
+        """Makes room for so many bytes from the start of the frame."""
+        if self._start + num_bytes <= len(self._inbox):
+            return
+        here = bytes(self._view[self._start : self._end])
+        if num_bytes > len(self._inbox):
+            self._inbox = bytearray(num_bytes)
+            self._view = memoryview(self._inbox)
+        self._view[: len(here)] = here
+        self._start, self._end = 0, len(here)
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = []
+        self.writer = self._reader = None
+
+
+class Direct:
+    """One end of a connection within a process. `deliver` takes what is sent, at once."""
+
+    def __init__(self, deliver: Callable[[Frame], None], hang_up: Callable[[], None]) -> None:
+        self._deliver, self._hang_up = deliver, hang_up
+        self.inbox: deque[Frame] = deque()
+        self.closed = ""  # why
+
+    def send(self, frame: Frame) -> None:
+        if self.closed:
+            raise Closed(self.closed)
+        self._deliver(frame)
+
+    def receive(self) -> Frame | None:
+        if self.inbox:
+            return self.inbox.popleft()
+        if self.closed:
+            raise Closed(self.closed)
+        return None
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = "it was closed"
+            self._hang_up()
+
+
+class Mailbox:
+    """The server's end of `Direct`: puts answers, with copies of their tensors, where the client finds them."""
+
+    def __init__(self) -> None:
+        self.other: Direct | None = None
+
+    def send(self, frame: Frame) -> None:
+        if self.other is not None:
+            frame.tensors = [tensor.detach().clone() for tensor in frame.tensors]
+            self.other.inbox.append(frame)
+
+    def receive(self) -> Frame | None:
+        return None
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        if self.other is not None:
+            self.other.closed = "it was closed"
+            self.other = None
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _frame(head: Head, meta: bytes, tensors: list[Tensor]) -> Frame:
+    return Frame(head.kind, head.worker, head.incarnation, head.sequence, head.tag, head.epoch, meta, tensors)
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+def read_address(text: str) -> tuple[str, Any]:
+    """("unix", path) or ("tcp", (host, port))."""
+    kind, _, rest = text.partition(":")
+    if kind == "unix" and rest:
+        return "unix", Path(rest)
+    if kind == "tcp" and rest.startswith("//"):
+        host, colon, port = rest[2:].rpartition(":")
+        if colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
+            return "tcp", (host.strip("[]"), int(port))
+    raise InputError(f"{text!r} is no address of a server", fix="unix:PATH on one host, tcp://HOST:PORT between hosts")
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def listen(text: str, token: str | None) -> tuple[socket.socket, str]:
+    """A listening socket and its address: with a port of 0, the one that the system chose."""
+    kind, place = read_address(text)
+    if kind == "unix":
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            place.unlink(missing_ok=True)
+            before = os.umask(0o177)  # this user alone may connect
+            try:
+                with _short(place) as path:
+                    listener.bind(path)
+            finally:
+                os.umask(before)
+        except OSError as error:
+            listener.close()
+            raise InputError(f"cannot listen on {text}: {_told(error)}", fix="a folder that can be written") from None
+        listener.listen(128)
+        listener.setblocking(False)
+        return listener, text
+    host, port = place
+    if not token and not is_loopback(host):
+        raise InputError(
+            f"{text} can be reached from other machines, and there is no token: anybody could write the model",
+            fix="token=… on servers and workers, or tcp://127.0.0.1",
+        )
+    try:
+        family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise InputError(f"cannot listen on {text}: {_told(error)}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(there)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise InputError(f"cannot listen on {text}: {_told(error)}", fix="another port, or 0 for any") from None
+    listener.setblocking(False)
+    return listener, f"tcp://{host}:{listener.getsockname()[1]}"
+
+
+def dial(text: str, timeout: float) -> Stream:
+    """Connects, or raises `Closed` with the reason."""
+    kind, place = read_address(text)
+    connection: socket.socket | None = None
+    try:
+        if kind == "unix":
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(timeout)  # a backlog that is full
+            with _short(place) as path:
+                connection.connect(path)
+        else:
+            connection = socket.create_connection(place, timeout)
+    except OSError as error:
+        if connection is not None:
+            connection.close()
+        raise Closed(_told(error)) from None
+    stream = Stream(connection)
+    stream.takes_descriptors = stream.local
+    return stream
+
+
+class _short:
+    """A path that a socket can have: by way of the open folder, however long that one's path is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folder = -1
+
+    def __enter__(self) -> str:
+        if sys.platform != "linux" or len(os.fsencode(self._path)) < 100:
+            return str(self._path)
+        self._folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        return f"/proc/self/fd/{self._folder}/{self._path.name}"
+
+    def __exit__(self, *error: object) -> None:
+        if self._folder >= 0:
+            os.close(self._folder)
+
+
+def _told(error: OSError) -> str:
+    """The reason in words."""
+    if isinstance(error, socket.gaierror):
+        return "the host's name is not known"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if error.errno in (errno.ECONNRESET, errno.EPIPE):
+        return "it closed the connection"
+    if error.errno == errno.ENOENT:
+        return "there is no such file"
+    return (error.strerror or str(error)).lower()

@@ -1,0 +1,75 @@
+"""Lines of the closing report about parameter servers, from `report.json` alone. Used by `summary`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shoal.report import figures
+from shoal.report.screen import histogram
+
+Report = Mapping[str, Any]
+Row = tuple[str, str]
+_MODES = {
+    "quorum": "a step is closed without whoever is late",
+    "stale": "gradients are applied as they come",
+    "async": "gradients are applied as they come",
+    "local": "workers train apart between their means",
+    "groups": "gradients of groups are applied as they come",
+}
+
+
+def why_not_exact(mode: str) -> str:
+    what = _MODES.get(mode.partition(":")[0], "workers are not in step")
+    return f"{mode}: {what}; another run can give other weights"
+
+
+def servers(report: Report) -> Iterator[Row]:
+    found = report.get("servers")  # older reports have none
+    if not found:
+        return
+    mode = f", {found['mode']}" if found["mode"] else ""
+    parts = [] if found["updates_per_second"] is None else [f"{figures.rate(found['updates_per_second'])} updates/s"]
+    stale = found["staleness"]
+    if stale:
+        parts.append(f"staleness {stale['mean']:.2g} on average, at the most {stale['max']}")
+    if not parts:
+        parts = ["nothing was told of what they did"]
+    yield "servers", f"{figures.plural(found['servers'], 'server')}{mode}: {', '.join(parts)}"
+    busy = [figures.percent(each["busy"]) for each in found["per_server"] if each["busy"] is not None]
+    if busy:
+        moved = f"{figures.size(found['bytes_in'])} in, {figures.size(found['bytes_out'])} out"
+        held = f"hold {figures.size(found['held_bytes'])}" if found["held_bytes"] else ""
+        yield "", ", ".join(part for part in (moved, f"busy {' '.join(busy)}", held) if part)
+    for name, table in found["tables"].items():
+        hot = ""
+        if table["hottest"] and table["ranges"] > 1:
+            hot = f", the hottest of {table['ranges']} ranges got {figures.percent(table['hottest'])} of the accesses"
+        yield "", f"table {name}: {table['rows']:,} rows{hot}"
+    if found["refused"]:
+        yield "refused", _refused(found["refused"], found["refused_share"])
+
+
+def _refused(causes: Mapping[str, int], share: float | None) -> str:
+    whole = sum(causes.values())
+    of = "" if share is None else f" ({100 * share:.1f} %)"
+    if list(causes) == ["late"]:
+        return f"{figures.plural(whole, 'late gradient')}{of}"
+    return f"{figures.plural(whole, 'gradient')}{of}: {', '.join(f'{n:,} {why}' for why, n in causes.items())}"
+
+
+def staleness(report: Report) -> Iterator[Row]:
+    """A histogram: versions between what a gradient was computed from and what it was applied to."""
+    stale = (report.get("servers") or {}).get("staleness")
+    if not stale:
+        return
+    for number, line in enumerate(histogram({int(value): times for value, times in stale["histogram"].items()})):
+        yield "" if number else "staleness", line
+
+
+def each(report: Report) -> Iterator[Row]:
+    for number, each in enumerate((report.get("servers") or {}).get("per_server") or []):
+        parts = [] if each["load"] is None else [f"{figures.percent(each['load'])} of the traffic"]
+        parts += [] if each["busy"] is None else [f"busy {figures.percent(each['busy'])} of the time"]
+        if each["held_bytes"]:
+            parts.append(f"holds {figures.size(each['held_bytes'])}, peak of memory {figures.size(each['peak_bytes'])}")
+        parts += [f"restarted {figures.often(each['restarts'])}"] if each["restarts"] else []
+        yield "" if number else "a server", f"{each['shard']}: {', '.join(parts) or 'nothing was told'}"

@@ -1,0 +1,465 @@
+"""A job's worker between parameter servers: what all modes have in common.
+
+The servers have the weights, the optimizer and the tables; a worker computes. What it has of its own (its data, its
+random numbers, which step it is at) follows from the job and from what the servers say, so another process can take
+its place at any time. How the steps follow each other: lockstep.py, queueing.py.
+"""
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.build import Built, build
+from shoal.collectives.compress import Compressor, read_compression
+from shoal.collectives.group import Alone
+from shoal.embedding import Embedding, tables_of
+from shoal.errors import NonFiniteError
+from shoal.evaluation import evaluate, one_by_one
+from shoal.exact import kernels
+from shoal.exact.digest import combine, digests
+from shoal.journal import Journal
+from shoal.keeper import Live
+from shoal.memory import Meter, cap, return_freed
+from shoal.objective import Objective
+from shoal.paramserver.client import Away, Client, Lost, Notice
+from shoal.paramserver.messages import (
+    Declare,
+    DenseSpec,
+    Keep,
+    Pull,
+    Put,
+    Slot,
+    Standing,
+    State,
+    Stood,
+)
+from shoal.paramserver.modes import Mode
+from shoal.report.events import (
+    Carried,
+    Evaluated,
+    Finished,
+    PushesLost,
+    Resumed,
+    ServerAway,
+    Skipped,
+    StepDigest,
+    WorkerStarted,
+)
+from shoal.saving import Saving
+from shoal.seat import Seat
+from shoal.served_state import deal_state, gather_state
+from shoal.strategies.data import Outcome, Work
+from shoal.strategies.replica import Replica
+from shoal.strategies.servers import Home, Rows, ServerParallel, split_rows
+from shoal.strategies.update import check_elementwise
+from shoal.worker import OpenJob
+
+MODEL, BUFFERS = "model", "buffers"  # tables
+UNFILLED_SECONDS = 0.02  # between two looks whether the first values are there
+LOOK_STEPS = 25  # between two looks at the memory in use
+
+
+class Served:
+    def __init__(self, opened: OpenJob, seat: Seat) -> None:
+        job, plan = opened.job, seat.plan
+        assert plan is not None
+        kernels.settle(threads=job.threads, exact=seat.settings.exact)
+        if seat.settings.memory is not None:
+            return_freed()
+        self.meter = Meter()
+        if seat.settings.memory is not None:
+            cap(seat.settings.memory)
+        self.opened, self.job, self.plan, self.seat, self.settings = opened, job, plan, seat, seat.settings
+        self.mode = Mode.read(plan.sync)
+        self.worker = seat.rank
+        self.source = opened.source
+        self.schedule = job.schedule(opened.source.samples, opened.source.last)
+        self.steps = opened.steps
+        self.built: Built = build(job, plan, seat.rank, None)
+        self.optimizer = job.optimizer(self.built.named)
+        check_elementwise(self.optimizer, f"--servers {plan.servers} cuts parameters")
+        self.scheduler = job.scheduler(self.optimizer) if job.scheduler is not None else None
+        self.replica = Replica(self.built.model, self.built.blocks, job.seed, recompute=plan.recompute)
+        self.tables: list[tuple[str, Embedding]] = tables_of(self.built.model)
+        for name, table in self.tables:
+            table.name = name  # what its rows begin with follows from it
+        self.strategy = ServerParallel(
+            self.replica,
+            lanes=plan.lanes,
+            microbatches=job.microbatches,
+            deal=plan.deal,
+            tables=[table for _, table in self.tables],
+        )
+        self.objective = Objective(job, self.built.model)
+        self.step = 0  # done by all, as far as this worker knows
+        self.resumed_step = 0
+        self.leads = False  # speaks for the run, evaluates and saves
+        self.loss: float | None = None
+        self.metrics: dict[str, float | None] = {}
+        self.stopped: str | None = None
+        self.resumable = False
+        self.evaluated_at = 0
+        self.versions = [-1] * plan.servers  # of the values that are here, by shard
+        self._order: tuple[int, Sequence[int]] = (-1, ())
+        traits = kernels.traits()
+        self.traits = traits
+        self.live = Live(
+            model=self.built.saved,
+            parameters=dict(self.built.update.seen),
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            state={},
+            arithmetic=job.arithmetic() | opened.source.arithmetic(self.schedule),
+            traits=traits,
+        )
+        self.saving = Saving(
+            seat.folder,
+            self.live,
+            seat.wire.send,
+            every=self.settings.checkpoint_every or job.checkpoint_every,
+            auto=self.settings.checkpoint_auto,
+            steps_per_epoch=self.schedule.steps_per_epoch,
+            workers=plan.workers,
+            survives=True,
+        )
+        self.saving.regroup(plan.workers, leads=True)
+        self.journal = Journal(seat.wire, self.worker, samples=self.settings.samples)
+        self.compressor: Compressor | None = _compressor(plan.compress)
+        self.client = Client(
+            seat.servers,
+            worker=self.worker,
+            token=seat.token or None,
+            timeout=self.settings.timeout.total_seconds(),
+            tell=self._notice,
+        )
+        values = {name: each.detach() for name, each in self.built.update.seen.items()}
+        self.values: Mapping[str, Tensor] = values
+        self.home = Home(MODEL, _spec(values, "job"), plan.servers)
+        kept = {name: _buffer(self.built.model, name) for name in self.replica.buffers.names}
+        self.buffers = Home(BUFFERS, _spec(kept, "none"), plan.servers) if kept else None
+
+    # -- beginning ----------------------------------------------------------------------------------------------------
+
+    def enter(self) -> Stood:
+        """The tables stand, and their values are here. Worker 0 brings the first ones, of the seed or a checkpoint."""
+        shards = range(self.plan.servers)
+        specs: list[tuple[str, Any]] = [(MODEL, self.home.spec)]
+        specs += [(BUFFERS, self.buffers.spec)] if self.buffers is not None else []
+        specs += [(name, table.spec(self.job.seed)) for name, table in self.tables]
+        for future in [self.client.request(shard, Declare(name, spec)) for name, spec in specs for shard in shards]:
+            future.wait()
+        for name, table in self.tables:
+            table.attach(name, self.client.sparse(name, table.spec(self.job.seed)))
+        if self.worker == 0 and not all(standing.filled for standing in self.standings()):
+            self._fill()
+        found = self.standings()
+        while not all(standing.filled for standing in found):
+            time.sleep(UNFILLED_SECONDS)
+            found = self.standings()
+        event = WorkerStarted(
+            time=time.time(),
+            rank=self.worker,
+            pid=os.getpid(),
+            host=os.environ.get("SHOAL_HOST") or os.uname().nodename,
+            fingerprint=kernels.fingerprint(self.traits),
+            life=self.seat.life,
+            elastic=True,
+        )
+        self.seat.wire.send(event)
+        self.pull()
+        return found[0]
+
+    def _fill(self) -> None:
+        """With what a checkpoint has, or the seed's. Then the first snapshot: from now on a server can come back."""
+        state: dict[str, Any] = {"step": 0}
+        if self.settings.resume:
+            found = self.saving.resume(Alone(), lost=False)
+            told = found.snapshot.values["told"]
+            self.resumed_step = self.step = found.snapshot.step
+            state = {"step": self.first_number, "done": told.get("done_above", []), "rows": told.get("rows", {})}
+            self.loss, self.metrics = told["loss"], told["metrics"]
+            event = Resumed(
+                time=time.time(),
+                step=self.step,
+                path=str(found.path),
+                skipped=list(found.skipped),
+                repeated=max(0, self.settings.committed - self.step),
+            )
+            self.seat.wire.send(event)
+        for shard in range(self.plan.servers):
+            self._fill_shard(shard, state)
+        for future in [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]:
+            future.wait()
+
+    @property
+    def first_number(self) -> int:
+        """Of the step that the run begins with, as the servers count."""
+        return self.step
+
+    def _fill_shard(self, shard: int, state: dict[str, Any]) -> None:
+        """The values come last: with them the table stands, and others begin."""
+        if self.settings.resume:
+            self.client.request(shard, Put([], state={"begin": [state["step"], state["done"]]}))
+            if self.mode.name != "local":
+                found, tensors = deal_state(self.optimizer, self.scheduler, self.built.update.seen, self.home, shard)
+                named = {"table": MODEL, "names": found.names} | found.values
+                self.client.request(shard, Put([], state=named), tensors)
+        slots: list[Slot] = []
+        tensors = []
+        homes = [(self.home, self.values)]
+        homes += [(self.buffers, self._buffer_values())] if self.buffers is not None else []
+        for home, values in homes:
+            packed = home.pack(shard, values)
+            if packed is not None:
+                slots.append(packed[0])
+                tensors += packed[1]
+        self.client.request(shard, Put(slots, fill=True), tensors).wait()
+
+    def standings(self) -> list[Stood]:
+        futures = [self.client.request(shard, Standing()) for shard in range(self.plan.servers)]
+        return [future.wait()[0] for future in futures]
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def pull(self) -> None:
+        """Weights and buffers as they are on the servers now."""
+        slots = [Slot(MODEL), *([Slot(BUFFERS)] if self.buffers is not None else [])]
+        futures = [self.client.request(shard, Pull(slots)) for shard in range(self.plan.servers)]
+        for shard, future in enumerate(futures):
+            reply, tensors = future.wait()
+            self.versions[shard] = reply.version
+            self.take(shard, tensors)
+            if self.buffers is not None:
+                self.buffers.unpack(shard, tensors[self.home.tensors_of(shard) :], self._buffer_values())
+        self.built.update.after()
+
+    def take(self, shard: int, tensors: Sequence[Tensor]) -> None:
+        self.home.unpack(shard, tensors[: self.home.tensors_of(shard)], self.values)
+
+    def _buffer_values(self) -> dict[str, Tensor]:
+        return {name: _buffer(self.built.model, name) for name in self.replica.buffers.names}
+
+    def gradient_slots(
+        self, shard: int, gradients: Mapping[str, Tensor | None], sparse: Sequence[Rows | None], key: Any = None
+    ) -> tuple[list[Slot], list[Tensor]]:
+        """What a shard needs of a gradient. `key`: names it, for what a compressor remembers."""
+        slots: list[Slot] = []
+        tensors: list[Tensor] = []
+        packed = self.home.pack(shard, gradients)
+        if packed is not None:
+            slot, flats = packed
+            if self.compressor is not None and len(flats) == 1:
+                payload = self.compressor.encode(flats[0], (MODEL, shard, key))
+                slot, flats = Slot(MODEL, slot.keys, codec=self.compressor.name, count=flats[0].numel()), [payload]
+            slots.append(slot)
+            tensors += flats
+        for (name, _), rows in zip(self.tables, sparse, strict=True):
+            mine = None if rows is None else split_rows(rows, self.plan.servers)[shard]
+            if mine is not None:
+                slots.append(Slot(name, sparse=True))
+                tensors += mine
+        return slots, tensors
+
+    def named_gradients(self, values: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+        names = [name for name, _ in self.replica.parameters]
+        return dict(zip(names, values[: len(names)], strict=True))
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def work(self, step: int) -> tuple[Work, Sequence[int]]:
+        epoch, within = self.schedule.position(step)
+        if self._order[0] != epoch:
+            self._order = (epoch, self.source.order(epoch))
+        size = self.schedule.batch
+        indices = self._order[1][within * size : (within + 1) * size]
+        work = Work(step=step, indices=indices, batch=size, fetch=lambda some: self.source.fetch(some, epoch))
+        return work, indices
+
+    def prefetch(self, step: int) -> None:
+        """The rows that the next step will look up are asked for now."""
+        if step >= self.steps or all(table.ids is None for _, table in self.tables):
+            return
+        work, indices = self.work(step)
+        batch = work.fetch(list(indices))
+        for _, table in self.tables:
+            table.prefetch(batch)
+
+    def committed(self, step: int, outcome: Outcome, indices: Sequence[int], members: Sequence[int]) -> None:
+        """`step`: how many are done now."""
+        self.loss = None if math.isnan(outcome.loss) else outcome.loss
+        self.journal.committed(outcome, np.asarray(indices, dtype=np.int64), self.leads, members)
+        if self.journal.due:
+            self.tell(step)
+        if step % LOOK_STEPS == 0:
+            self.meter.look()
+
+    def tell(self, step: int) -> None:
+        groups = self.optimizer.param_groups
+        rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+        epoch = max(0, step - 1) // self.schedule.steps_per_epoch
+        self.journal.tell(
+            step=step, epoch=epoch, loss=self.loss, lanes=self.strategy.held, rate=rate, leader=self.leads
+        )
+
+    def check_finite(self, step: int, outcome: Outcome) -> bool:
+        """False: the step is left out."""
+        if not outcome.not_finite:
+            return True
+        where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in outcome.not_finite)
+        if self.settings.nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step}: the loss is not finite ({where})",
+                where=f"nothing of step {step} was applied",
+                fix="a smaller learning rate or clip_norm; --nonfinite skip leaves such steps out",
+            )
+        if self.leads:
+            self.seat.wire.send(Skipped(time=time.time(), step=step, where=outcome.not_finite))
+        return False
+
+    def tell_digests(self, step: int) -> None:
+        if self.settings.digests and self.leads:
+            self.seat.wire.send(StepDigest(time=time.time(), step=step, tensors=self.digests()))
+
+    # -- now and then -------------------------------------------------------------------------------------------------
+
+    @property
+    def evaluate_every(self) -> int:
+        return self.job.evaluate_every or self.schedule.steps_per_epoch
+
+    def evaluation_due(self, step: int) -> bool:
+        return self.opened.held_out is not None and (step % self.evaluate_every == 0 or step >= self.steps)
+
+    def evaluate(self, step: int) -> bool:
+        """With the values that are here. True: the target is reached."""
+        assert self.opened.held_out is not None
+        began = time.perf_counter()
+        self.journal.aside()
+        lanes = (0, self.plan.lanes)
+        self.metrics = evaluate(
+            self.opened.held_out,
+            one_by_one(self.objective.measured()),
+            replica=self.replica,
+            group=Alone(),
+            deal=[lanes],
+            own=lanes,
+            tellers=[0],
+            batch=self.schedule.batch,
+        )
+        reached = self.job.target is not None and self.job.target.reached(self.metrics)
+        event = Evaluated(
+            time=time.time(),
+            step=step,
+            epoch=max(0, step - 1) // self.schedule.steps_per_epoch,
+            metrics=self.metrics,
+            seconds=time.perf_counter() - began,
+            target_reached=reached,
+        )
+        self.tell(step)
+        self.seat.wire.send(event)
+        self.journal.begin()
+        return reached
+
+    def save(self, step: int, done_above: Sequence[int] = ()) -> None:
+        """A checkpoint like any other run's: it can be gone on with in another mode, or without servers."""
+        self.journal.aside()
+        rows = self._keep_rows()
+        self._fetch_state()
+        told: dict[str, Any] = {"loss": self.loss, "metrics": self.metrics}
+        told |= {"passes": step // self.schedule.steps_per_epoch}
+        told |= {"done_above": list(done_above)} if done_above else {}
+        told |= {"rows": rows} if rows else {}
+        self.saving.save(step, told, token=str(step))
+        self.journal.begin()
+
+    def _keep_rows(self) -> dict[str, int]:
+        """Tables are too large to pass through a worker: the servers write what they have."""
+        if not self.tables:
+            return {}
+        futures = [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]
+        return {str(shard): future.wait()[0].version for shard, future in enumerate(futures)}
+
+    def _fetch_state(self) -> None:
+        """The optimizer's state comes from the servers, row by row. In local mode it is this worker's own."""
+        if self.mode.name == "local":
+            return
+        futures = [self.client.request(shard, State(MODEL)) for shard in range(self.plan.servers)]
+        told = [future.wait() for future in futures]
+        gather_state(self.optimizer, self.scheduler, self.built.update.seen, self.home, told)
+
+    def digests(self) -> dict[str, str]:
+        kept = self.built.saved.state_dict(keep_vars=True)
+        buffers = [(name, each) for name, each in self.built.saved.named_buffers() if name in kept]
+        return digests([*self.values.items(), *buffers])
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def write_result(self, step: int, done_above: Sequence[int] = ()) -> None:
+        self.save(step, done_above)
+        self.saving.export()
+        self.saving.close()
+
+    def finish(self, step: int) -> None:
+        self.tell(step)
+        tensors = self.digests()
+        self.seat.wire.send(self._carried())
+        event = Finished(
+            time=time.time(),
+            rank=self.worker,
+            step=step,
+            samples=self.schedule.consumed(step),
+            weights_sha256=combine(tensors) if self.leads or self.mode.exact else "",
+            final_loss=self.loss,
+            metrics=self.metrics,
+            stopped=self.stopped,
+            resumable=self.resumable,
+            tensors=tensors if self.leads else {},
+        )
+        self.seat.wire.send(event)
+        self.replica.close()
+        self.client.close()
+
+    def _carried(self) -> Carried:
+        return Carried(
+            time=time.time(),
+            rank=self.worker,
+            replica=self.worker,
+            stage=0,
+            slice=0,
+            blocks=[],
+            num_parameters=sum(parameter.numel() for _, parameter in self.replica.parameters),
+            peak_bytes=self.meter.peak(),
+            limit_bytes=self.settings.memory,
+        )
+
+    def _notice(self, notice: Notice) -> None:
+        match notice:
+            case Away(shard, address, seconds):
+                event = ServerAway(time=time.time(), rank=self.worker, shard=shard, address=address, seconds=seconds)
+                self.seat.wire.send(event)
+            case Lost(shard, number):
+                if not self.mode.lockstep:  # in lockstep they are done again
+                    self.seat.wire.send(PushesLost(time=time.time(), rank=self.worker, shard=shard, number=number))
+
+
+def _spec(tensors: Mapping[str, Tensor], optimizer: str) -> DenseSpec:
+    return DenseSpec(
+        names=list(tensors),
+        shapes=[list(each.shape) for each in tensors.values()],
+        dtypes=[str(each.dtype).removeprefix("torch.") for each in tensors.values()],
+        optimizer=optimizer,
+    )
+
+
+def _buffer(model: torch.nn.Module, name: str) -> Tensor:
+    found = model.get_buffer(name)
+    return found.detach()
+
+
+def _compressor(text: str) -> Compressor | None:
+    return None if not text else read_compression(text).get("host")
