@@ -1,7 +1,7 @@
 """Shoal's parameter servers beside TensorFlow's, a Ray actor and torch's RPC:   python benchmarks/paramserver.py
 
-One server, two workers, one thread each, loopback; the same work for all, in rotating order. `make bench-peers` is to
-install TensorFlow and Ray. Prints tables and writes benchmarks/results/paramserver.json. How to read it: README.md here.
+One server, two workers, one thread each, loopback; the same work for all, in rotating order. `make bench-peers` gets
+TensorFlow and Ray. Prints tables and writes benchmarks/results/paramserver.json. How to read it: README.md here.
 """
 
 import argparse

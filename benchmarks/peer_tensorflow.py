@@ -23,12 +23,12 @@ import tensorflow as tf
 
 import pushes
 
-STEPS = int(os.environ.get("STEPS", "32"))  # in one call
+STEPS = 32  # in one call
 
 
 def one_thread() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(int(os.environ.get("INTER", "1")))
+    tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
 def addresses() -> dict[str, list[str]]:

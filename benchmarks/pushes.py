@@ -66,11 +66,13 @@ def lookups(worker: int) -> list[np.ndarray]:
 
 
 def counted(step: Callable[[], object], start: float, seconds: float) -> float:
-    """Steps per second between two moments of this machine's clock, which is one for all processes."""
+    """Steps per second from a moment of this machine's clock on, which is one for all processes. There is always one
+    before, which is not counted."""
+    step()
     while time.monotonic() < start:
         step()
     began, done = time.monotonic(), 0
-    while (now := time.monotonic()) < start + seconds:
+    while (now := time.monotonic()) < began + seconds:
         step()
         done += 1
     return done / (now - began)

@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -162,11 +163,18 @@ class Running:
 class Forked:
     """The command in a fork of this process: with what the test has patched, and without the seconds of an import.
 
-    A process like any other: it has a session of its own, and may be killed.
+    A process like any other: it has a session of its own, so that a signal to its group is a Ctrl-C in its terminal,
+    and may be killed.
     """
 
-    def __init__(self, *arguments: str | Path, call: Callable[[], object] | None = None) -> None:
-        """`call`: something else than the command."""
+    def __init__(
+        self,
+        *arguments: str | Path,
+        call: Callable[[], object] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`call`: something else than the command. `environment`: what it has beside ours."""
+        self._environment = environment or {}
         self._output = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -179,9 +187,10 @@ class Forked:
         code = 1
         try:
             os.setsid()
+            os.environ.update(self._environment)
             for number, file in zip((1, 2), self._output, strict=True):
                 os.dup2(file.fileno(), number)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
             returned = call()
             code = returned if isinstance(returned, int) else 0
         except BaseException:
@@ -194,6 +203,17 @@ class Forked:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         self.end()
+
+    def wait_for(self, text: str) -> None:
+        """Until it has written this on stderr."""
+        while True:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            # Not `read`: the place in the file is that of the other process, too.
+            seen = os.pread(self._output[1].fileno(), 1 << 20, 0).decode(errors="replace")
+            if text in seen:
+                return
+            assert ended is None, f"ended without saying {text!r}:\n{seen}"
+            time.sleep(0.005)
 
     def end(self) -> Result:
         """Waits for it. What it wrote is there also if it was killed."""
@@ -215,22 +235,23 @@ class Forked:
             file.close()
 
 
+def as_python(path: str | Path, *arguments: str | Path) -> int:
+    """Runs a Python script here, as `python path arguments`; returns the exit code."""
+    sys.argv = [str(path), *map(str, arguments)]
+    sys.path.insert(0, str(Path(path).parent))
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    return 0
+
+
 def program(path: Path, *arguments: str | Path) -> Result:
-    """A Python script in a fork, as `python path arguments`: its import of torch is done."""
-
-    def call() -> int:
-        sys.argv = [str(path), *map(str, arguments)]
-        sys.path.insert(0, str(path.parent))
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-                return 1
-            return end.code or 0
-        return 0
-
-    with Forked(call=call) as child:
+    """A Python script in a fork: its import of torch is done."""
+    with Forked(call=lambda: as_python(path, *arguments)) as child:
         return child.end()
 
 

@@ -202,7 +202,7 @@ def test_a_run_that_meets_every_kind_of_fault_ends_with_the_hash_of_one_that_met
 ) -> None:
     job, run = tmp_path / "job.py", tmp_path / "run"
     job.write_text(JOB)
-    asked = ["--every", "1.3s", "--for", "5.5s", "--kinds", "kill,stop,store,driver", "--fault-seed", "9"]
+    asked = ["--every", "1s", "--for", "4.4s", "--kinds", "kill,stop,store,driver", "--fault-seed", "9"]
     result = call("chaos", job, *asked, "--run-dir", run, "--json")
     assert result.code == 0, result.err + result.out
     found = result.value

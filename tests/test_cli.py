@@ -6,13 +6,15 @@ import pty
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import shoal as library
-from command import HASH, Caller, command, events, shoal, write_job
+from command import HASH, Caller, Forked, command, events, shoal, write_job
+from shoal.cli import main
 from shoal.exact.digest import combine, digests
 from shoal.testing import batch_norm_net, job_for, tied_language_model
 
@@ -239,12 +241,12 @@ def test_quiet_shows_the_report_alone(call: Caller, tmp_path: Path) -> None:
 
 def test_the_command_as_a_process(tmp_path: Path) -> None:
     write_job(tmp_path, loss=PRINTS)
-    good = shoal("train", "job.py", "--workers", "2")
+    with ThreadPoolExecutor(2) as pool:  # at once: mostly they import
+        good, bad = pool.map(lambda workers: shoal("train", "job.py", "--workers", workers), ("2", "9"))
     assert good.code == 0
     assert good.out.startswith("✔ job.py  8 steps")
     assert good.err.startswith("shoal train job.py   run ")
     assert not set("\r\x1b") & set(good.out + good.err)
-    bad = shoal("train", "job.py", "--workers", "9")
     assert (bad.code, bad.out) == (2, "")
     assert bad.err.startswith("error: 9 workers but 4 lanes: each worker needs a lane\n  fix: --workers 4")
 
@@ -252,27 +254,29 @@ def test_the_command_as_a_process(tmp_path: Path) -> None:
 def test_a_terminal_shows_a_live_bar(tmp_path: Path) -> None:
     write_job(tmp_path, loss=PRINTS, fields="steps=400, shuffle=True")
     ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40", "PYTHONUTF8": "1"}
-    process = subprocess.Popen(
-        command("train", "job.py", "--workers", "2"),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment,
-        start_new_session=True,
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while True:
-            shown += os.read(ours, 1 << 16)
-    except OSError:  # the other end is closed
-        pass
-    finally:
+    environment = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+
+    def call() -> int:
+        for number in (0, 1, 2):
+            os.dup2(theirs, number)
+        os.close(theirs)
         os.close(ours)
-        process.wait()
+        sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", buffering=1, closefd=False) for number in (1, 2))
+        return main(["train", "job.py", "--workers", "2"])
+
+    with Forked(call=call, environment=environment) as child:
+        os.close(theirs)
+        shown = b""
+        try:
+            while True:
+                shown += os.read(ours, 1 << 16)
+        except OSError:  # the other end is closed
+            pass
+        finally:
+            os.close(ours)
+        code = child.end().code
     text = shown.decode()
-    assert process.returncode == 0, text
+    assert code == 0, text
     assert "\x1b[" in text, "drawn over itself"
     assert "━" in text, "the bar"
     assert "/ 400" in text

@@ -115,8 +115,8 @@ def three(tmp_path: Path) -> list[str]:
 
 
 def row(result: Result, name: str) -> list[str]:
-    (line,) = [line for line in result.out.splitlines() if line.startswith(f"{name} ")]
-    return line.split()
+    """Of the table."""
+    return next(line.split() for line in result.out.splitlines() if line.startswith(f"{name} "))
 
 
 # -- finished runs ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import shoal
-from command import Caller, Running, events, newest, write_job
+from command import Caller, Forked, Running, events, in_child, newest, write_job
 from shoal.engines.local import Exit, Line, LocalEngine, Post
 from shoal.recovery import embedded
 from shoal.testing import dropout_net, job_for
@@ -197,20 +196,16 @@ def test_a_run_leaves_the_process_as_it_was() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-THREADS = """
-import torch
-torch.set_num_threads(2)
-torch.randn(400, 400).matmul(torch.randn(400, 400)).exp().sum()  # the driver has a pool of its own now
-import shoal
-from shoal.testing import dropout_net, job_for
-job = job_for(dropout_net, threads=2, data=(torch.randn(2048, 8), torch.zeros(2048, dtype=torch.int64)), batch=1024)
-found = {shoal.train(job, workers=workers, quiet=True).weights_sha256 for workers in (1, 2)}
-assert len(found) == 1, found
-"""
-
-
 def test_several_threads_after_the_driver_used_some() -> None:
-    subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=100)
+    def play() -> None:
+        torch.set_num_threads(2)
+        torch.randn(400, 400).matmul(torch.randn(400, 400)).exp().sum()  # the driver has a pool of its own now
+        data = (torch.randn(2048, 8), torch.zeros(2048, dtype=torch.int64))
+        job = job_for(dropout_net, threads=2, data=data, batch=1024)
+        found = {shoal.train(job, workers=workers, quiet=True).weights_sha256 for workers in (1, 2)}
+        assert len(found) == 1, found
+
+    in_child(play)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -319,7 +314,7 @@ def test_a_run_outlives_its_driver_and_nothing_outlives_the_run(call: Caller, tm
     write_job(tmp_path, loss=KILL_DRIVER)
     shared = set(os.listdir("/dev/shm"))
     arguments = ["job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2"]
-    with Running("train", *arguments, env=os.environ | {"KILL": "driver"}) as running:
+    with Forked("train", *arguments, environment={"KILL": "driver"}) as running:
         assert running.end().code == -signal.SIGKILL
     workers = [event["pid"] for event in events(Path("run"), "worker-started")]
     assert len(workers) == 2
@@ -349,27 +344,26 @@ def gate(tmp_path: Path) -> Path:
     return path
 
 
-def at_the_gate(gate: Path) -> Running:
-    arguments = ["job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2"]
-    running = Running("train", *arguments, env=os.environ | {"GATE": str(gate)})
-    running.wait_for("at the gate")
-    return running
-
-
-def interrupt(running: Running) -> None:
-    os.killpg(running.process.pid, signal.SIGINT)
+TO_THE_GATE = ("train", "job.py", "--workers", "2", "--run-dir", "run", "--checkpoint-every", "2")
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_an_interrupted_run_finishes_its_step_and_can_be_resumed(
     how: str, call: Caller, tmp_path: Path, gate: Path
 ) -> None:
+    """Ctrl-C in a new interpreter, as a user has it."""
     write_job(tmp_path, loss=GATE)
-    with at_the_gate(gate) as running:
-        if how == "Ctrl-C":
-            interrupt(running)
+    running: Running | Forked
+    if how == "Ctrl-C":
+        running = Running(*TO_THE_GATE, env=os.environ | {"GATE": str(gate)})
+    else:
+        running = Forked(*TO_THE_GATE, environment={"GATE": str(gate)})
+    with running:
+        running.wait_for("at the gate")
+        if isinstance(running, Running):
+            os.killpg(running.process.pid, signal.SIGINT)
         else:
-            running.process.terminate()
+            os.kill(running.pid, signal.SIGTERM)
         running.wait_for("stopping: the step at work is finished and saved; Ctrl-C again ends at once")
         gate.write_text("")  # opens it
         result = running.end()
@@ -384,10 +378,11 @@ def test_an_interrupted_run_finishes_its_step_and_can_be_resumed(
 
 def test_a_second_interrupt_ends_at_once_and_loses_no_checkpoint(call: Caller, tmp_path: Path, gate: Path) -> None:
     write_job(tmp_path, loss=GATE)
-    with at_the_gate(gate) as running:
-        interrupt(running)
+    with Forked(*TO_THE_GATE, environment={"GATE": str(gate)}) as running:
+        running.wait_for("at the gate")
+        os.killpg(running.pid, signal.SIGINT)
         running.wait_for("stopping")
-        interrupt(running)
+        os.killpg(running.pid, signal.SIGINT)
         result = running.end()
     assert result.code == 3
     assert "Traceback" not in result.err

@@ -11,8 +11,8 @@ import sklearn.datasets  # noqa: F401  (here, because it sets environment variab
 import torch
 from torch import nn
 
-import command
 import shoal
+from command import Forked, program
 from shoal.load import load_job
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -132,11 +132,13 @@ def final_loss(text: str) -> float:
 
 def test_own_loop_prints_the_same_loss_alone_and_on_two_workers() -> None:
     script = EXAMPLES / "own_loop.py"
-    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    assert final_loss(alone.stdout) < 0.2
-    together = command.shoal("run", script, "--workers", "2", "--plain")
+    alone = program(script)
+    assert alone.code == 0, alone.err
+    assert final_loss(alone.out) < 0.2
+    with Forked("run", script, "--workers", "2", "--plain") as running:
+        together = running.end()
     assert together.code == 0, together.err
-    assert final_loss(together.out + together.err) == final_loss(alone.stdout)
+    assert final_loss(together.out + together.err) == final_loss(alone.out)
 
 
 def test_own_loop_is_an_ordinary_loop_with_five_marked_lines() -> None:

@@ -4,6 +4,7 @@ The numbers are those of EXACT.md; the whole of it through real workers is in te
 """
 
 import copy
+import importlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import shoal
+from command import in_child
 from shoal.collectives.group import Alone, Group
 from shoal.errors import InputError
 from shoal.exact import kernels, norm, seeds
-from shoal.exact.digest import combine, digests
+from shoal.exact.digest import combine, digests, tensor_sha256
 from shoal.feed import open_source
 from shoal.partition.blocks import Blocks, find_blocks
 from shoal.partition.lanes import cut, fold
@@ -530,14 +533,19 @@ class CheckedSGD(torch.optim.SGD):
 # -- 7: MKL's reproducible mode ---------------------------------------------------------------------------------------
 
 
-def fresh(code: str, **environment: str) -> Any:
-    """What a new interpreter prints as JSON."""
+def fresh(*programs: tuple[str, dict[str, str]]) -> list[Any]:
+    """What new interpreters print as JSON, each with its code and environment, all at once: they mostly import."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MKL_", "ATEN_", "SHOAL_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+
+    def run(program: tuple[str, dict[str, str]]) -> Any:
+        code, environment = program
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, env=clean | environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        return list(pool.map(run, programs))
 
 
 MKL_MODE = """
@@ -552,11 +560,14 @@ print(json.dumps([os.environ["MKL_CBWR"], mkl_reproducibility()]))
 
 @pytest.mark.skipif(kernels.mkl_reproducibility() is None, reason="this torch is built without MKL")
 def test_7_mkl_computes_reproducibly_from_the_first_kernel_on() -> None:
-    setting, mode = fresh(MKL_MODE.format(first=""))
-    too_late = fresh(MKL_MODE.format(first="import torch; torch.ones(64, 64) @ torch.ones(64, 64)"))[1]
+    (setting, mode), (_, too_late), (chosen, _) = fresh(
+        (MKL_MODE.format(first=""), {}),
+        (MKL_MODE.format(first="import torch; torch.ones(64, 64) @ torch.ones(64, 64)"), {}),
+        (MKL_MODE.format(first=""), {"MKL_CBWR": "COMPATIBLE"}),
+    )
     assert setting == "AUTO"
     assert mode != too_late, "without the setting, or after a kernel, MKL is in another mode"
-    assert fresh(MKL_MODE.format(first=""), MKL_CBWR="COMPATIBLE")[0] == "COMPATIBLE", "the user's own choice stays"
+    assert chosen == "COMPATIBLE", "the user's own choice stays"
 
 
 # -- 8: the fingerprint -----------------------------------------------------------------------------------------------
@@ -564,18 +575,21 @@ def test_7_mkl_computes_reproducibly_from_the_first_kernel_on() -> None:
 TRAITS = """
 import json, torch
 from shoal.exact import kernels
-torch.set_num_threads({threads})
-print(json.dumps([kernels.fingerprint(kernels.traits()), kernels.traits()], default=str))
+found = []
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    found.append([kernels.fingerprint(kernels.traits()), kernels.traits()])
+print(json.dumps(found, default=str))
 """
 
 
 def test_8_a_fingerprint_tells_kernels_apart() -> None:
-    mine, traits = fresh(TRAITS.format(threads=1))
-    assert fresh(TRAITS.format(threads=1))[0] == mine, "the same in two processes"
-    threads, with_threads = fresh(TRAITS.format(threads=2))
+    first, second, other = fresh((TRAITS, {}), (TRAITS, {}), (TRAITS, {"ATEN_CPU_CAPABILITY": "default"}))
+    (mine, traits), (threads, with_threads) = first
+    assert [fingerprint for fingerprint, _ in second] == [mine, threads], "the same in two processes"
     assert threads != mine
     assert with_threads["threads"] == 2
-    default, with_default = fresh(TRAITS.format(threads=1), ATEN_CPU_CAPABILITY="default")
+    default, with_default = other[0]
     if traits["cpu capability"] != "DEFAULT":
         assert default != mine
         assert with_default["cpu capability"] == "DEFAULT"
@@ -638,20 +652,15 @@ def test_9_workers_train_with_the_job_s_threads() -> None:
     assert job_for(dropout_net).arithmetic() != job_for(dropout_net, threads=2).arithmetic()
 
 
-INDEXING = """
-import json, torch
-from shoal.exact import kernels
-from shoal.exact.digest import tensor_sha256
-kernels.settle(threads=2)
-torch.manual_seed(0)
-table, index = torch.randn(500, 64, requires_grad=True), torch.randint(500, (20_000,))
-weights = torch.randn(20_000, 64)
-print(json.dumps([tensor_sha256(torch.autograd.grad((table[index] * weights).sum(), table)[0]) for _ in range(8)]))
-"""
-
-
 def test_9_indexing_with_repeats_has_one_gradient_with_several_threads() -> None:
-    assert len(set(fresh(INDEXING))) == 1
+    def play() -> None:
+        kernels.settle(threads=2)
+        table, index = torch.randn(500, 64, requires_grad=True), torch.randint(500, (20_000,))
+        weights = torch.randn(20_000, 64)
+        once = (torch.autograd.grad((table[index] * weights).sum(), table)[0] for _ in range(8))
+        assert len({tensor_sha256(gradient) for gradient in once}) == 1
+
+    in_child(play)  # where threads are its own
 
 
 # -- 10: the optimizer ------------------------------------------------------------------------------------------------
@@ -809,9 +818,17 @@ def test_13_compiled_blocks_give_the_same_bits_on_any_number_of_workers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     job = job_for(dropout_net, model=lambda: nn.Sequential(Small()), compile=True, steps=3, epochs=None)
-    assert sha256(job, 1) == sha256(job, 2)
+
+    def play() -> None:
+        importlib.import_module("torch._inductor.compile_fx")  # once, and not in each worker
+        # Not by environment variables: they are read when torch is imported.
+        torch._inductor.config.compile_threads = 1
+        torch._inductor.config.cpp.vec_isa_ok = True  # it need not try what the processor says that it has
+
+        assert sha256(job, 1) == sha256(job, 2)
+
+    in_child(play)
     assert job.arithmetic() != job.changed(compile=False).arithmetic()
 
 

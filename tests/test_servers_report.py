@@ -17,9 +17,11 @@ from shoal.report import screen
 from shoal.report.account import report
 from shoal.report.events import (
     AnyEvent,
+    Changed,
     Evaluated,
     Finished,
     PushesLost,
+    Recovered,
     Replaced,
     Resumed,
     Rewound,
@@ -160,7 +162,8 @@ def test_a_lost_worker_s_steps_are_untold_and_none_is_doubled() -> None:
 
 
 def test_steps_that_a_server_forgot_are_repeated_and_cost_goodput() -> None:
-    tally = tallied([*QUEUE, steps(0, 38, 104.5), steps(1, 40, 104.55)])
+    lost = ServerLost(time=104.1, shard=0, pid=90, code=-9, action="started again")
+    tally = tallied([*QUEUE, lost, steps(0, 38, 104.5), steps(1, 40, 104.55)])
     assert (tally.step, tally.steps, tally.commits.repeated) == (40, 40, 10)
     assert tally.samples == 32 * 40
     assert tally.commits.goodput == pytest.approx(40 / 50)
@@ -170,6 +173,32 @@ def test_seconds_that_workers_lost_count_against_goodput() -> None:
     tally = tallied([started("async"), steps(0, 5, 103.0, lost=0.5), steps(1, 10, 103.0)])
     assert tally.seconds == pytest.approx(1.0)
     assert tally.commits.lost_seconds == pytest.approx(1.0 * 0.5 / 1.5)
+
+
+def test_a_worker_s_word_of_the_others_may_be_behind() -> None:
+    """Both knew of no step when they got theirs."""
+    tally = tallied([started("async"), steps(0, 1, 103.0, count=1), steps(1, 1, 103.0, count=1)])
+    assert (tally.step, tally.steps, tally.samples, tally.commits.repeated) == (2, 2, 64, 0)
+
+
+def test_loss_and_metrics_are_the_last_that_anybody_told() -> None:
+    """Whoever asks next evaluates; a worker that ends knows of its own evaluations alone."""
+    evaluated = [
+        Evaluated(time=103.0, step=30, epoch=0, metrics={"accuracy": 0.9}, seconds=0.1),
+        Evaluated(time=103.1, step=20, epoch=0, metrics={"accuracy": 0.8}, seconds=0.1),
+    ]
+    ended = msgspec.structs.replace(finished(0), metrics={"accuracy": 0.5}, final_loss=3.0)
+    value = value_of([*QUEUE, *evaluated, ended, finished(1)])
+    assert (value["final_loss"], value["metrics"]) == (0.7, {"accuracy": 0.9})
+
+
+def test_only_speeds_can_be_held_against_a_prediction() -> None:
+    foreseen = {"layout": "data=2", "cluster": "laptop", "named": False, "calibration": None, "reason": None,
+                "seconds": 0.01, "samples_per_second": 1000.0, "terms": {}}  # fmt: skip
+    value = value_of(QUEUE, prediction=foreseen)
+    assert value["prediction"]["step_ms"] is None
+    assert value["prediction"]["samples_per_second"]["measured"] == pytest.approx(32 * 40 / 2.05, rel=1e-4)
+    assert "1,000 samples/s, and 624 were measured" in printed(value, whole=True)
 
 
 def test_of_a_group_one_speaks() -> None:
@@ -277,9 +306,9 @@ def test_a_run_without_servers_says_nothing_of_them() -> None:
 
 def test_refused_gradients_are_counted_once_for_all_servers() -> None:
     events: list[AnyEvent] = [started("quorum:0.5"), *(lockstep(rank, 10, 103.0) for rank in (0, 1))]
-    events += [served(shard, refused={"late": 5 - shard}) for shard in (0, 1)]
+    events += [served(shard, refused={"late": 5 - shard, "gap": 9}) for shard in (0, 1)]
     value = value_of(events)
-    assert value["servers"]["refused"] == {"late": 5}
+    assert value["servers"]["refused"] == {"gap": 9, "late": 5}, "a gap is sent again: no work is lost"
     assert value["servers"]["refused_share"] == pytest.approx(5 / 25)
     assert "5 late gradients (20.0 %)" in printed(value)
 
@@ -321,7 +350,7 @@ def test_a_histogram_summed_up(histogram: dict[int, int], mean: float, median: i
 def test_closing_report_has_a_line_about_servers() -> None:
     value = value_of([*QUEUE, *SERVED, finished(0), finished(1)], target="accuracy >= 0.9")
     text = printed(value)
-    assert "2 servers, stale:3: 19.5 updates/s, staleness 1.4 on average, at the most 5" in text
+    assert "2 servers, stale:3: 19.5 updates/s, staleness 1.38 on average, at the most 5" in text
     assert "not exact: stale:3: gradients are applied as they come; another run can give other weights" in text
     assert "shoal verify" not in text
     assert "50.0 %" not in text, "the histogram is for shoal report"
@@ -356,7 +385,7 @@ def test_screen_has_a_line_about_servers() -> None:
     assert "2 workers   2 servers, stale:3" in screen.header(tally)
     lines = [line.plain for line in screen.live_lines(tally, now=104.5, width=120, height=30)]
     (line,) = [line for line in lines if "busy" in line]
-    assert line.split("   ")[1:] == ["19.5 steps/s", "staleness 1.4, at the most 5", "busy 0: 40 %  1: 20 %", "4.0 MB"]
+    assert line.split("   ")[1:] == ["19.5 steps/s", "staleness 1.38, at the most 5", "busy 0: 40 %  1: 20 %", "4.0 MB"]
 
 
 def test_the_live_view_is_no_taller_than_the_terminal_with_servers() -> None:
@@ -445,14 +474,16 @@ def test_a_worker_is_replaced_and_takes_part_without_any_epoch() -> None:
         WorkerExited(time=103.2, rank=1, code=-9),
         lost,
         Replaced(time=103.3, rank=1, life=1, reason="replacement"),
+        Recovered(time=103.4, epoch=1, step=22, seconds=0.2),
         hello(1, time=104.0, life=1),
+        Changed(time=104.0, epoch=2, members=[0, 1], lives=[0, 1], step=21, reason="worker 1 was replaced"),
     ]
     tally = tallied(events)
     assert tally.participating == 2
-    (fault,) = tally.faults
+    (fault,) = tally.faults  # an epoch that is told of changes nothing
     assert whole(fault) == (
         "worker 1 (host-a, pid 11) killed (SIGKILL); noticed: its process ended; replaced;"
-        " life 1 took part again from step 21, after 0.80 s"
+        " next commit after 0.20 s; life 1 took part again from step 21, after 0.80 s"
     )
     for event in (finished(0), finished(1)):
         tally.add(event)
@@ -465,8 +496,10 @@ def test_nobody_is_missed_who_was_not_replaced() -> None:
     assert telling.ready(tally.story, 0.0) == []
     for event in (WorkerExited(time=103.2, rank=1, code=-9), lost):
         tally.add(event)
-    (line,) = telling.ready(tally.story, 0.1)
-    assert line.endswith("worker 1 killed (SIGKILL); the others go on"), "told at once: nobody waits for anything"
+    assert telling.ready(tally.story, 0.1) == []
+    tally.add(Recovered(time=103.3, epoch=1, step=41, seconds=0.1))
+    (line,) = telling.ready(tally.story, 0.2)
+    assert line.endswith("worker 1 killed (SIGKILL); the others go on; next commit after 0.10 s")
     tally.add(finished(0))
     assert outcome(tally, size=2, interrupted=False) == "done"
 

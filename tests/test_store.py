@@ -61,6 +61,8 @@ def etcd_server(place: Path, port: int, peers: int) -> Iterator[subprocess.Popen
     command = [found, "--data-dir", str(place), "--listen-client-urls", ours, "--advertise-client-urls", ours]
     command += ["--listen-peer-urls", theirs, "--initial-advertise-peer-urls", theirs]
     command += ["--initial-cluster", f"default={theirs}"]
+    # It is alone, so it need not wait long for others before it leads; and it grants leases of a second.
+    command += ["--heartbeat-interval", "20", "--election-timeout", "100"]
     with open(place.with_suffix(".log"), "ab") as log:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
@@ -112,7 +114,7 @@ def etcd_port(tmp_path: Path) -> Iterator[int]:
 @pytest.fixture(params=["embedded", "etcd"])
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     if request.param == "etcd":
-        address, least = f"etcd://127.0.0.1:{request.getfixturevalue('etcd_port')}/tests", 2.0
+        address, least = f"etcd://127.0.0.1:{request.getfixturevalue('etcd_port')}/tests", 1.0
         folder = Path()
     else:
         address, least = None, 0.2

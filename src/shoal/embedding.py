@@ -230,8 +230,11 @@ class Embedding(nn.Module):
 
 
 def tables_of(model: nn.Module) -> list[tuple[str, Embedding]]:
-    """By the path of the module. One that is in the model twice is one table."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, Embedding)]
+    """By the path of the module, which is the table's name from now on. One that is in the model twice is one table."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Embedding)]
+    for name, module in found:
+        module.name = name
+    return found
 
 
 def _is_stand_in(ids: Tensor) -> bool:

@@ -131,6 +131,7 @@ class Queueing(Served):
 
     def end(self, reply: End) -> None:
         self.pull()
+        self.tell(reply.done)
         self.stopped, self.resumable = reply.reason or None, reply.resumable
         self.leads = self.wrote
         self.finish(reply.done)

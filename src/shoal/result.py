@@ -4,7 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import InputError
 from shoal.exact.seeds import initialise
@@ -51,7 +51,7 @@ class Report:
         return bool(self.value["exact"])
 
     def model(self) -> nn.Module:
-        """The trained model, on this process's CPU."""
+        """The trained model, on this process's CPU. Its tables have the rows that the run's servers kept."""
         if self._job is None:
             raise InputError("this run had no job to build its model from", fix="load model.safetensors yourself")
         given = self._job.model
@@ -59,7 +59,17 @@ class Report:
         model = copy.deepcopy(given) if isinstance(given, nn.Module) else initialise(given, self._job.seed)
         weights, aliases = load_weights(self.folder / "model.safetensors")
         restore_weights(model, weights, aliases)
+        if (self.folder / "tables").is_dir():
+            from shoal.served_rows import attach_rows
+
+            attach_rows(model, self.folder, self._job.seed)
         return model
+
+    def rows(self, table: str) -> tuple[Tensor, Tensor]:
+        """Of a sparse table, what was trained: ids, rising, and their rows."""
+        from shoal.served_rows import rows_of_run
+
+        return rows_of_run(self.folder, table)
 
     def __repr__(self) -> str:
         return f"Report({self.folder}, {self.steps} steps, sha256 {self.weights_sha256[:8]}…)"

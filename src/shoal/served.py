@@ -19,7 +19,7 @@ from shoal.build import Built, build
 from shoal.collectives.compress import Compressor, read_compression
 from shoal.collectives.group import Alone
 from shoal.embedding import Embedding, tables_of
-from shoal.errors import NonFiniteError
+from shoal.errors import JobError, NonFiniteError
 from shoal.evaluation import evaluate, one_by_one
 from shoal.exact import kernels
 from shoal.exact.digest import combine, digests
@@ -53,6 +53,7 @@ from shoal.report.events import (
 )
 from shoal.saving import Saving
 from shoal.seat import Seat
+from shoal.served_rows import keep_rows
 from shoal.served_state import deal_state, gather_state
 from shoal.strategies.data import Outcome, Work
 from shoal.strategies.replica import Replica
@@ -62,6 +63,7 @@ from shoal.worker import OpenJob
 
 MODEL, BUFFERS = "model", "buffers"  # tables
 UNFILLED_SECONDS = 0.02  # between two looks whether the first values are there
+DIGEST_BYTES = 256 << 20  # of a table that is fetched for one
 LOOK_STEPS = 25  # between two looks at the memory in use
 
 
@@ -87,6 +89,12 @@ class Served:
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler is not None else None
         self.replica = Replica(self.built.model, self.built.blocks, job.seed, recompute=plan.recompute)
         self.tables: list[tuple[str, Embedding]] = tables_of(self.built.model)
+        if self.tables and self.mode.name == "local":
+            raise JobError(
+                f"{self.tables[0][0]} is a shoal.Embedding, whose rows are on the servers alone, and --sync {self.mode}"
+                " trains copies at the workers",
+                fix="--sync sync, quorum, stale, async or groups",
+            )
         for name, table in self.tables:
             table.name = name  # what its rows begin with follows from it
         self.strategy = ServerParallel(
@@ -182,7 +190,7 @@ class Served:
             found = self.saving.resume(Alone(), lost=False)
             told = found.snapshot.values["told"]
             self.resumed_step = self.step = found.snapshot.step
-            state = {"step": self.first_number, "done": told.get("done_above", []), "rows": told.get("rows", {})}
+            state = {"step": self.first_number, "done": told.get("done_above", []), "rows": told.get("rows", "")}
             self.loss, self.metrics = told["loss"], told["metrics"]
             event = Resumed(
                 time=time.time(),
@@ -205,7 +213,7 @@ class Served:
     def _fill_shard(self, shard: int, state: dict[str, Any]) -> None:
         """The values come last: with them the table stands, and others begin."""
         if self.settings.resume:
-            self.client.request(shard, Put([], state={"begin": [state["step"], state["done"]]}))
+            self.client.request(shard, Put([], state={"begin": [state["step"], state["done"], state["rows"]]}))
             if self.mode.name != "local":
                 found, tensors = deal_state(self.optimizer, self.scheduler, self.built.update.seen, self.home, shard)
                 named = {"table": MODEL, "names": found.names} | found.values
@@ -368,7 +376,7 @@ class Served:
     def save(self, step: int, done_above: Sequence[int] = ()) -> None:
         """A checkpoint like any other run's: it can be gone on with in another mode, or without servers."""
         self.journal.aside()
-        rows = self._keep_rows()
+        rows = self._keep_rows(step)
         self._fetch_state()
         told: dict[str, Any] = {"loss": self.loss, "metrics": self.metrics}
         told |= {"passes": step // self.schedule.steps_per_epoch}
@@ -377,12 +385,13 @@ class Served:
         self.saving.save(step, told, token=str(step))
         self.journal.begin()
 
-    def _keep_rows(self) -> dict[str, int]:
+    def _keep_rows(self, step: int) -> str:
         """Tables are too large to pass through a worker: the servers write what they have."""
-        if not self.tables:
-            return {}
-        futures = [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]
-        return {str(shard): future.wait()[0].version for shard, future in enumerate(futures)}
+        if not self.tables or self.seat.folder is None:
+            return ""
+        for future in [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]:
+            future.wait()
+        return keep_rows(self.seat.folder, step)
 
     def _fetch_state(self) -> None:
         """The optimizer's state comes from the servers, row by row. In local mode it is this worker's own."""
@@ -395,7 +404,19 @@ class Served:
     def digests(self) -> dict[str, str]:
         kept = self.built.saved.state_dict(keep_vars=True)
         buffers = [(name, each) for name, each in self.built.saved.named_buffers() if name in kept]
-        return digests([*self.values.items(), *buffers])
+        return digests([*self.values.items(), *buffers, *self._table_values()])
+
+    def _table_values(self) -> list[tuple[str, Tensor]]:
+        """Rows of tables, rising, as far as they are not too many to be fetched for a digest."""
+        found: list[tuple[str, Tensor]] = []
+        for name, _ in self.tables:
+            futures = [self.client.request(shard, State(name)) for shard in range(self.plan.servers)]
+            parts = [dict(zip(reply.names, tensors, strict=True)) for reply, tensors in (f.wait() for f in futures)]
+            ids, rows = torch.cat([part["ids"] for part in parts]), torch.cat([part["values"] for part in parts])
+            if rows.nbytes <= DIGEST_BYTES:
+                order = torch.argsort(ids)
+                found += [(f"{name}.ids", ids[order]), (f"{name}.rows", rows[order])]
+        return found
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -406,14 +427,15 @@ class Served:
 
     def finish(self, step: int) -> None:
         self.tell(step)
-        tensors = self.digests()
+        speaks = self.leads or (self.mode.exact and not self.tables)
+        tensors = self.digests() if speaks else {}
         self.seat.wire.send(self._carried())
         event = Finished(
             time=time.time(),
             rank=self.worker,
             step=step,
             samples=self.schedule.consumed(step),
-            weights_sha256=combine(tensors) if self.leads or self.mode.exact else "",
+            weights_sha256=combine(tensors) if speaks else "",
             final_loss=self.loss,
             metrics=self.metrics,
             stopped=self.stopped,

@@ -1,7 +1,7 @@
 """The driver of a run with parameter servers: servers first, then workers; whoever dies is started again.
 
 A worker has nothing that is not on the servers too: another process in its place pulls and goes on. A server comes back
-with its newest snapshot (serving.py); the workers wait for it. When the last worker is done the servers are told to end.
+with its newest snapshot (serving.py); the workers wait for it. When the last worker is done they are told to end.
 """
 
 import os

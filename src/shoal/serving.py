@@ -21,6 +21,7 @@ from shoal.plan.placement import Plan
 from shoal.queueing import Grouped, Queueing
 from shoal.report.events import Served, ServerStarted
 from shoal.seat import Seat
+from shoal.served_rows import rows_of_shard
 from shoal.worker import OpenJob
 
 TELL_SECONDS = 0.5
@@ -42,6 +43,7 @@ def serve_job(opened: OpenJob, seat: Seat, number: int) -> None:
     """Until the driver says so. A process that takes another's place goes on with its newest snapshot."""
     job, plan = opened.job, seat.plan
     assert plan is not None and seat.folder is not None
+    folder = seat.folder
     kernels.settle(threads=job.threads, exact=seat.settings.exact)
     mode = Mode.read(plan.sync)
     snapshots = Snapshots(seat.folder / "servers" / f"shard-{number}")
@@ -53,7 +55,8 @@ def serve_job(opened: OpenJob, seat: Seat, number: int) -> None:
         boot=snapshots.boot(),
         pace=make_pace(opened, plan, mode) if number == 0 else None,
         factories={"job": lambda named: make_optimizer(job, mode, named)},
-        kept=snapshots.of_step,
+        kept=snapshots.rewind,
+        adopt=lambda name: rows_of_shard(folder, name, number, plan.servers),
     )
     _serve(shard, seat, snapshots, None if mode.lockstep else KEEP_SECONDS)
 

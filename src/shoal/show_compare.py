@@ -142,7 +142,7 @@ def _to_target(run: Compared) -> str:
 
 
 def _staleness(run: Compared) -> str:
-    return "" if run.staleness is None else f"{run.staleness:.2g}, at most {run.staleness_max}"
+    return "" if run.staleness is None else f"{run.staleness:.2f}, at most {run.staleness_max}"
 
 
 def _refused(run: Compared) -> str:

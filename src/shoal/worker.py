@@ -17,7 +17,7 @@ from torch import nn
 
 from shoal.build import build
 from shoal.crew import PART_LOST, Evicted, PartLost
-from shoal.errors import PeerLost, RunError, ShoalError
+from shoal.errors import JobError, PeerLost, RunError, ShoalError
 from shoal.exact import kernels
 from shoal.exact.seeds import MODULE_LOAD, seed_everything
 from shoal.feed import Source
@@ -61,6 +61,7 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
         cap(seat.settings.memory)
     crew = seat.crew()
     built = build(job, seat.plan, seat.rank, opened.outline)
+    refuse_tables(built.model)
     optimizer = job.optimizer(built.named)
     if seat.plan.zero or seat.plan.tensor > 1:
         check_elementwise(optimizer, f"layout {seat.plan.layout} cuts parameters")
@@ -109,6 +110,20 @@ def train_job(opened: OpenJob, seat: Seat) -> None:
     if run.leader and not run.resumable and run.step and not run.layout.cuts:
         _measure_lanes(run, objective)
     run.group.close()
+
+
+def refuse_tables(model: nn.Module) -> None:
+    """Without servers there is nowhere for them to be."""
+    if "shoal.embedding" not in sys.modules:
+        return
+    from shoal.embedding import tables_of
+
+    names = [name for name, _ in tables_of(model)]
+    if names:
+        raise JobError(
+            f"{names[0]} is a shoal.Embedding: its rows live on parameter servers, and this run has none",
+            fix="--servers 1, with --sync sync (the default) for the same bits on any number of workers",
+        )
 
 
 def carried(run: Run, peak_bytes: int) -> Carried:

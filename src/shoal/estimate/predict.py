@@ -357,6 +357,7 @@ def _memory(
     weights, gradients, optimizer = states(
         parameters, zero, data, work.weight_bytes, work.gradient_bytes * runtime.gradient_copies, work.state_bytes
     )
+    here = (column["exchange"] != EXCHANGES.index("servers"))[:, None]  # else the servers have the optimizer's state
     flying = in_flight(schedule, ranked.ranks, m, ranked.chunks)
     activations = (ranked.by_chunk(costs.saved)[way] * flying).sum(axis=1)
     if runtime.adds_lanes:
@@ -376,11 +377,12 @@ def _memory(
             buffers=work.buffers,
             keeps=runtime.keeps,
         )
+        parts = {**parts, "optimizer": parts["optimizer"] * here}
         return {name: size * runtime.allocator for name, size in parts.items()}
     working = ranked.largest(costs.working)[way]
     whole_blocks = 2 * ranked.largest(costs.parameters)[way] * work.weight_bytes
     working = working + np.where((zero == 3) & (data > 1), whole_blocks, 0.0)
-    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "activations": activations,
+    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer * here, "activations": activations,
              "working": working}  # fmt: skip
     alive = np.sum(list(parts.values()), axis=0)
     return {**parts, "other": work.buffers + (runtime.allocator - 1) * alive}

@@ -1,7 +1,6 @@
 """Memory that grows without being copied: the kernel moves pages, not bytes, and gives none that was not written."""
 
 import mmap
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from torch import Tensor
 
 GROWTH = 8  # an eighth more at a time
 PAGE = mmap.PAGESIZE
-HUGE_FROM = 64 << 20  # bytes, from which on huge pages are asked for: at most 2 MB are then given too early
 
 Slots = npt.NDArray[np.int64]
 
@@ -35,9 +33,6 @@ class Arena:
             wanted = (rows + rows // GROWTH) * self.row_bytes
             del self._places  # a mapping that somebody looks at cannot be resized
             self._map.resize(-(-wanted // PAGE) * PAGE)
-            if wanted >= HUGE_FROM:
-                with suppress(OSError):  # a kernel without them
-                    self._map.madvise(mmap.MADV_HUGEPAGE)  # random rows cost far fewer misses
             self._places = self._view()
 
     def read(self, slots: Slots, into: Tensor | None = None) -> Tensor:

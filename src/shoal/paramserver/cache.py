@@ -4,8 +4,8 @@ A cache has the face of what it is in front of: pull and push. Pushes go straigh
 and applies nothing, so a worker, too, sees its own updates of a row only when the row is next fetched. `bound` is the
 most steps that a row may lag: 0 serves a row only in the step in which it was fetched.
 
-Which rows are worth a place: those that are asked for most often. Requests are counted by hashed id, halved now and
-then, and a row comes in when its count is above that of the least one inside.
+Which rows are worth a place: those that are asked for most often. Requests are counted by hashed id, and the counts are
+halved now and then.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,11 @@ COUNTERS_LOG2 = 18
 HALVE_EVERY = 256  # requests
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
+WAYS = 4
+
 Ids = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Heats = npt.NDArray[np.float32]
 
 
 class Rows(Protocol):
@@ -56,18 +60,22 @@ def result(future: Any, timeout: float | None = None) -> Tensor:
 
 
 class Cached:
-    """`rows`: as many are kept, at the most. `asked` and `served` count rows since the start."""
+    """At most about `rows` of them are kept. `asked` and `served` count rows since the start.
+
+    A row has four places where it can be, by its hash. A newcomer gets the place of the one that is asked for least,
+    if it is asked for more itself.
+    """
 
     def __init__(self, source: Rows, rows: int, bound: int) -> None:
         if rows < 1 or bound < 0:
             raise InputError(f"a cache of {rows} rows, with a bound of {bound} steps", fix="cache=4096, bound=4")
-        self._source, self._rows, self._bound = source, rows, bound
-        self._step = 0
-        self._ids: Ids = np.empty(0, dtype=np.int64)  # rising
-        self._fetched: Ids = np.empty(0, dtype=np.int64)  # in which step
-        self._values = torch.empty(0, 0)
+        self._source, self._bound = source, bound
+        self._sets = -(-rows // WAYS)
+        self._ids = np.full((self._sets, WAYS), -1, dtype=np.int64)
+        self._fetched = np.zeros(self._sets * WAYS, dtype=np.int64)  # in which step
+        self._values: Tensor | None = None
         self._counts = np.zeros(1 << COUNTERS_LOG2, dtype=np.float32)
-        self._requests = self.asked = self.served = 0
+        self._step = self._requests = self.asked = self.served = 0
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -77,69 +85,93 @@ class Cached:
 
     def pull(self, ids: Tensor) -> Later:
         """Of any ids. Only what is not here, or too old, is asked for."""
-        unique, inverse = torch.unique(ids, return_inverse=True)
+        unique, inverse = _unique(ids)
         wanted: Ids = unique.numpy()
-        self._count(wanted)
-        place, here = self._find(wanted)
-        here &= self._step - self._fetched[place] <= self._bound if len(self._ids) else False
+        hashes = _hashed(wanted)
+        self._count(hashes)
+        places = self._find(wanted, hashes)
+        here = (places >= 0) & (self._step - self._fetched[places] <= self._bound)
         self.asked, self.served = self.asked + len(wanted), self.served + int(here.sum())
-        known = self._values[torch.from_numpy(place[here])] if len(self._ids) else self._values
-        step = self._step
-        if here.all() and len(here):
-            return Later(known, lambda rows: rows[inverse])
-        missing = np.flatnonzero(~here)
+        missing, step = np.flatnonzero(~here), self._step
+        rows: Tensor | None = None
+        if len(missing) < len(wanted):
+            assert self._values is not None
+            rows = self._values.index_select(0, torch.from_numpy(np.where(here, places, 0)))  # the missing: see below
+            if not len(missing):
+                return Later(rows, lambda each: _repeated(each, inverse))
 
         def complete(fetched: Tensor) -> Tensor:
-            self._keep(wanted[missing], fetched, step)
-            rows = fetched.new_empty(len(wanted), fetched.shape[1])
-            rows[torch.from_numpy(missing)] = fetched
-            if len(missing) < len(wanted):
-                rows[torch.from_numpy(np.flatnonzero(here))] = known
-            return rows[inverse]
+            self._keep(wanted[missing], hashes[missing], fetched, step)
+            found = fetched if rows is None else rows.index_copy_(0, torch.from_numpy(missing), fetched)
+            return _repeated(found, inverse)
 
         return Later(self._source.pull(torch.from_numpy(wanted[missing])), complete)
 
-    def _find(self, ids: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Where each id is, if it is here."""
-        if not len(self._ids):
-            return np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids), dtype=np.bool_)
-        place = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
-        return place, self._ids[place] == ids
+    def _find(self, ids: Ids, hashes: Words) -> Ids:
+        """The place of each, or -1."""
+        which = self._which_set(hashes)
+        hits = self._ids[which] == ids[:, None]
+        return np.where(hits.any(1), which * WAYS + hits.argmax(1), -1)
 
-    def _keep(self, ids: Ids, rows: Tensor, step: int) -> None:
-        place, here = self._find(ids)
-        if here.any():
-            again = here & (self._fetched[place] <= step)
-            self._values[torch.from_numpy(place[again])] = rows[torch.from_numpy(np.flatnonzero(again))]
-            self._fetched[place[again]] = step
-        new = np.flatnonzero(~here)
-        heat = self._counts[_place(ids[new])]
-        inside = self._counts[_place(self._ids)]
-        room = self._rows - len(self._ids)
-        if len(new) > room:
-            # A newcomer must have been asked for before; it must be hotter than who leaves for it.
-            all_heat = np.concatenate([inside, heat])
-            stays = np.zeros(len(all_heat), dtype=np.bool_)
-            order = np.lexsort((np.arange(len(all_heat)), -all_heat))  # at equal heat, whoever is inside
-            stays[order[: self._rows]] = True
-            old, new = np.flatnonzero(stays[: len(inside)]), new[stays[len(inside) :]]
-        else:
-            old = np.arange(len(inside))
-        if not len(new):
-            return
-        together = np.concatenate([self._ids[old], ids[new]])
-        order = np.argsort(together)
-        self._ids = together[order]
-        self._fetched = np.concatenate([self._fetched[old], np.full(len(new), step)])[order]
-        kept = self._values[torch.from_numpy(old)] if len(old) else rows[:0]
-        self._values = torch.cat([kept, rows[torch.from_numpy(new)]])[torch.from_numpy(order)]
+    def _keep(self, ids: Ids, hashes: Words, rows: Tensor, step: int) -> None:
+        """Rows that were here and too old are here again; others come where there is room, or if they are hotter."""
+        if self._values is None:
+            self._values = torch.zeros(self._sets * WAYS, rows.shape[1], dtype=rows.dtype)
+        places = self._find(ids, hashes)
+        heat = self._counts[_counter(hashes)]
+        least = 1 if (self._ids < 0).any() else 2  # to displace somebody a row has been in two requests
+        new = np.flatnonzero((places < 0) & (heat >= least))
+        for _ in range(WAYS):
+            new = new[self._enter(new, ids, hashes, heat, places, step)]
+            if not len(new):
+                break
+        kept = np.flatnonzero(places >= 0)
+        kept = kept[self._fetched[places[kept]] <= step]
+        self._fetched[places[kept]] = step
+        self._values.index_copy_(0, torch.from_numpy(places[kept]), rows.index_select(0, torch.from_numpy(kept)))
 
-    def _count(self, ids: Ids) -> None:
+    def _enter(self, new: Ids, ids: Ids, hashes: Words, heat: Heats, places: Ids, step: int) -> npt.NDArray[np.bool_]:
+        """Each of `new` tries the place of the least hot of its set. Of several who want one place, one gets it; who
+        may try again is told."""
+        which = self._which_set(hashes[new])
+        there = self._ids[which]
+        others = np.where(there < 0, 0, self._counts[_counter(_hashed(there))])
+        way = others.argmin(1)
+        comes = heat[new] > np.take_along_axis(others, way[:, None], 1)[:, 0]
+        place, flat = which * WAYS + way, self._ids.reshape(-1)
+        flat[place[comes]] = ids[new[comes]]
+        got: npt.NDArray[np.bool_] = comes & (flat[place] == ids[new])
+        places[new[got]] = place[got]
+        self._fetched[place[got]] = step
+        again: npt.NDArray[np.bool_] = comes & ~got
+        return again
+
+    def _count(self, hashes: Words) -> None:
         self._requests += 1
         if self._requests % HALVE_EVERY == 0:
             self._counts *= 0.5
-        self._counts[_place(ids)] += 1
+        self._counts[_counter(hashes)] += 1
+
+    def _which_set(self, hashes: Words) -> Ids:
+        return ((hashes & np.uint64(0xFFFFFFFF)) % np.uint64(self._sets)).astype(np.int64)
 
 
-def _place(ids: Ids) -> Ids:
-    return ((ids.view(np.uint64) * FACTOR) >> np.uint64(64 - COUNTERS_LOG2)).astype(np.int64)
+def _unique(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Each once, rising, and where each of the given is among them; None: they are so already."""
+    if ids.dim() == 1 and bool((ids[1:] > ids[:-1]).all()):
+        return ids, None
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    return unique, inverse
+
+
+def _repeated(rows: Tensor, inverse: Tensor | None) -> Tensor:
+    return rows if inverse is None else torch.nn.functional.embedding(inverse, rows)
+
+
+def _hashed(ids: Ids) -> Words:
+    words = ids.view(np.uint64) * FACTOR
+    return words ^ (words >> np.uint64(32))
+
+
+def _counter(hashes: Words) -> Ids:
+    return (hashes >> np.uint64(64 - COUNTERS_LOG2)).astype(np.int64)

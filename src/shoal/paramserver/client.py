@@ -8,7 +8,6 @@ A connection that breaks is made again, with what has no answer yet sent again u
 order is applied once, however often it was sent. Not for several threads: a client belongs to the one that made it.
 """
 
-import os
 import random
 import select
 import time
@@ -38,16 +37,16 @@ from shoal.paramserver.messages import (
     decode_reply,
     encode,
 )
+from shoal.paramserver.remote import Dense, Sparse
 from shoal.paramserver.rings import Writer
 from shoal.paramserver.session import Asked, Session
-from shoal.paramserver.remote import Dense, Sparse
+from shoal.paramserver.spin import Spin
 from shoal.paramserver.transport import LEAST_SHARED, Closed, Direct, Stream, dial, read_address
 
 __all__ = ["Away", "Client", "Dense", "Future", "Lost", "Notice", "RefusedError", "ServerUnreachable", "Sparse"]
 
 WINDOW_REQUESTS = 256  # without an answer, of one shard
 WINDOW_BYTES = 64 << 20
-SPIN_SECONDS = 50e-6  # of looking again before sleeping
 DIAL_SECONDS = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0  # seconds between two tries to connect
 SLICE_SECONDS = 1.0  # of waiting, before looking whether the server still speaks
@@ -129,6 +128,8 @@ class Link:
         self.heard_at = 0.0
         self.asked_life = False
         self.gaps = 0
+        self.memory_bytes = 0  # that it should share each way
+        self.window = WINDOW_BYTES
 
 
 class Client:
@@ -166,11 +167,12 @@ class Client:
         self._memory = memory
         self._limits = limits or Limits()
         self._tag = 0
+        self._slice = min(SLICE_SECONDS, timeout / 4)
         self._poll = select.poll()
         self._links = [Link(address) for address in addresses]
         self._by_descriptor: dict[int, Link] = {}
         self._absent: set[int] = set()  # places in the list of links
-        self._spin = SPIN_SECONDS if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self._spin = Spin()
         self._failed: BaseException | None = None  # of a request that nobody waited for
         try:
             self._connect()
@@ -251,6 +253,18 @@ class Client:
             return None, None, -1
         return writer.room(place, num_bytes), writer, place
 
+    def expect(self, shard: int, num_bytes: int) -> None:
+        """Bodies of so many bytes will come and go: more memory is shared if that is too little, and nothing is under
+        way."""
+        link = self._links[shard]
+        link.memory_bytes = max(link.memory_bytes, 2 * num_bytes)
+        writer = link.wire.writer if type(link.wire) is Stream else None
+        if writer is None or link.state != UP or link.session:
+            return
+        if writer.size < min(link.memory_bytes, 2 * self._limits.body_bytes):
+            self._hello(link)
+            self._wait_for(lambda: link.state == UP or link.error is not None, None)
+
     def dense(
         self,
         name: str,
@@ -270,9 +284,9 @@ class Client:
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until everything is answered. Raises the first error that nobody has waited for."""
-        for shard, link in enumerate(self._links):
+        for link in self._links:
             while len(link.session):
-                self._wait_for(lambda link=link: not len(link.session), timeout, f"shard {shard}")  # type: ignore[misc]
+                self._wait_for(lambda link=link: not len(link.session), timeout)  # type: ignore[misc]
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
@@ -299,9 +313,9 @@ class Client:
         if future is None:
             self._look(0.0)
         else:
-            self._wait_for(lambda: future.settled, timeout, "")
+            self._wait_for(lambda: future.settled, timeout)
 
-    def _wait_for(self, settled: Callable[[], bool], timeout: float | None, whom: str) -> None:
+    def _wait_for(self, settled: Callable[[], bool], timeout: float | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             if self._quick():
@@ -310,7 +324,7 @@ class Client:
                 continue
             if settled():
                 return
-            left = SLICE_SECONDS if end is None else min(SLICE_SECONDS, end - time.monotonic())
+            left = self._slice if end is None else min(self._slice, end - time.monotonic())
             if left <= 0:
                 assert timeout is not None
                 raise RunError(f"no answer within {timeout:g} s{self._waits_for()}")
@@ -331,19 +345,24 @@ class Client:
 
     def _quick(self) -> bool:
         """Looks for frames without sleeping, for a moment. Whether anything came."""
+        waited_for = [link for link in self._links if link.state == UP and link.session]
+        if not waited_for:
+            return False
         found = False
-        end = 0.0
+        end = -1.0
         while True:
-            for link in self._links:
-                if link.state == UP and len(link.session):
-                    found |= self._take(link)
-            if found or not self._spin or self._absent:
-                return found
-            now = time.perf_counter()
-            if not end:
-                end = now + self._spin
-            elif now > end:
+            for link in waited_for:
+                found |= self._take(link)
+            if found or not end:
+                break
+            if end < 0:
+                end = self._spin.until() if self._by_descriptor and not self._absent else 0.0
+            elif time.perf_counter() > end:
+                self._spin.paid(False)
                 return False
+        if end > 0:
+            self._spin.paid(True)
+        return found
 
     def _look(self, seconds: float) -> None:
         """Sleeps until something comes, not longer than that, and takes it. Makes lost connections again."""
@@ -446,15 +465,14 @@ class Client:
     def _make_room(self, link: Link, num_bytes: int) -> None:
         """Waits while too much is under way."""
         session = link.session
-        if session and (len(session) >= WINDOW_REQUESTS or link.open_bytes + num_bytes > WINDOW_BYTES):
+        if session and (len(session) >= WINDOW_REQUESTS or link.open_bytes + num_bytes > link.window):
             self._wait_for(
                 lambda: (
                     not session
-                    or (len(session) < WINDOW_REQUESTS and link.open_bytes + num_bytes <= WINDOW_BYTES)
+                    or (len(session) < WINDOW_REQUESTS and link.open_bytes + num_bytes <= link.window)
                     or link.error is not None
                 ),
                 None,
-                "",
             )
 
     # -- connections --------------------------------------------------------------------------------------------------
@@ -475,7 +493,7 @@ class Client:
             for link in self._links:
                 if link.error is not None:
                     raise link.error
-            self._look(SLICE_SECONDS)
+            self._look(self._slice)
 
     def _sort(self) -> None:
         """Puts links in the order of shards, if the servers are what the addresses say that they are."""
@@ -590,7 +608,10 @@ class Client:
             self.who.incarnation,
             proof(self._token, link.challenge.nonce) if link.challenge.needs_token else b"",
             self._memory and type(link.wire) is Stream and link.wire.local,
+            link.memory_bytes,
         )
+        if type(link.wire) is Stream:
+            link.wire.takes_descriptors = word.memory
         frame = Frame(REQUEST, self.who.worker, self.who.incarnation, 0, 0, self.epoch, encode(word))
         try:
             link.wire.send(frame)
@@ -622,8 +643,9 @@ class Client:
             self._welcome(link, reply)
 
     def _welcome(self, link: Link, welcome: Welcome) -> None:
-        if isinstance(link.wire, Stream) and link.wire.descriptors:
+        if isinstance(link.wire, Stream):
             link.wire.take_memory()
+            link.window = WINDOW_BYTES if link.wire.writer is None else link.wire.writer.size // 2
         first = not link.session.boot
         if first:
             self.epoch = max(self.epoch, welcome.epoch)

@@ -164,9 +164,11 @@ class Desk:
         wire = guest.wire
         if isinstance(wire, Stream):
             wire.limits = self.limits
-            if hello.memory and wire.local and self._ring_bytes and wire.writer is None:
+            if hello.memory and wire.local and self._ring_bytes:
+                most = max(self._ring_bytes, 2 * self.limits.body_bytes)
+                size = min(max(self._ring_bytes, hello.memory_bytes), most)
                 try:
-                    wire.send_memory(frame, self._ring_bytes)
+                    wire.send_memory(frame, size)
                 except Closed as error:
                     self.end(guest, "left", str(error))
                 self.tell(self.shard.owed())

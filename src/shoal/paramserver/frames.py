@@ -1,21 +1,22 @@
 """What a message is in bytes. No pickle: a fixed header, a table of dtypes and shapes, a msgpack word, raw tensors.
 
-    header │ table: of each tensor dtype, rank, sizes │ meta: a message │ body: tensors, each from a multiple of 64 on
+    header │ table: of each tensor dtype, rank, sizes │ meta: a message │ to a multiple of 64 │ body: tensors, likewise
 
-    0  magic "SHOL"   4 version   5 kind   6 flags         40 epoch           72 crc32 of all before it,
-    8  worker         16 incarnation                       48 table bytes        the table and the meta
-    24 sequence       32 tag                               52 meta bytes      76 nothing
-                                                           56 body bytes   64 place of the body in shared memory
+    0  magic "SHOL"   4 crc32 of all from 8 on, but the body      8 version   9 kind   10 flags   12 table bytes
+    16 worker         24 incarnation       32 sequence            40 tag               48 epoch
+    56 meta bytes     60 nothing           64 body bytes          72 place of the body in shared memory
 
 Everything is checked before anything is allocated: lengths against limits, the table against the body's length.
-Little-endian; numbers of a worker's identity have 64 bits each.
+Little-endian; the numbers of a worker's identity have 64 bits each.
 """
 
 import struct
 from collections.abc import Callable, Sequence
+from ctypes import string_at
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -27,10 +28,12 @@ MAGIC = b"SHOL"
 VERSION = 1
 REQUEST, REPLY = 1, 2
 IN_MEMORY = 1  # flag: the body is in the shared memory, not behind the meta
-HEADER = struct.Struct("<4sBBHqQQQqIIQQI4x")
-HEADER_BYTES = HEADER.size
-_CHECKED = struct.Struct("<4sBBHqQQQqIIQQ")
-_CRC = struct.Struct("<I4x")
+HEADER_BYTES = 80
+_HEADER = struct.Struct("<4sIBBHIqQQQqI4xQQ")
+_CHECKED = struct.Struct("<BBHIqQQQqI4xQQ")
+_SEALED = struct.Struct("<4sI")
+_SEAL_BYTES = _SEALED.size
+_PADDING = tuple(bytes(-number % 64) for number in range(64))
 ALIGN = 64
 MOST_RANK = 16  # dimensions of a tensor
 
@@ -67,6 +70,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int  # in the body
     num_bytes: int
+    elements: int
 
 
 @dataclass(slots=True)
@@ -94,23 +98,23 @@ class Frame:
 
 class Head(NamedTuple):
     magic: bytes
+    crc: int
     version: int
     kind: int
     flags: int
+    table_bytes: int
     worker: int
     incarnation: int
     sequence: int
     tag: int
     epoch: int
-    table_bytes: int
     meta_bytes: int
     body_bytes: int
     place: int
-    crc: int
 
 
 def padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN) * ALIGN
+    return num_bytes + ALIGN - 1 & -ALIGN
 
 
 def body_bytes(tensors: Sequence[Tensor]) -> int:
@@ -130,85 +134,119 @@ def pack(frame: Frame, flags: int = 0, place: int = 0) -> bytes:
                 f"a tensor of {tensor.dtype} cannot travel", fix=f"one of {', '.join(str(each) for each in DTYPES)}"
             )
         table += _ENTRIES[len(shape)].pack(code, len(shape), *shape)
-        body += -(-tensor.nbytes // ALIGN) * ALIGN
+        body += tensor.nbytes + 63 & -64
     meta = frame.meta
-    head = _CHECKED.pack(
-        MAGIC,
-        VERSION,
-        frame.kind,
-        flags,
-        frame.worker,
-        frame.incarnation,
-        frame.sequence,
-        frame.tag,
-        frame.epoch,
-        len(table),
-        len(meta),
-        body,
-        place,
+    words = b"".join(
+        (
+            _CHECKED.pack(
+                VERSION,
+                frame.kind,
+                flags,
+                len(table),
+                frame.worker,
+                frame.incarnation,
+                frame.sequence,
+                frame.tag,
+                frame.epoch,
+                len(meta),
+                body,
+                place,
+            ),
+            table,
+            meta,
+        )
     )
-    rest = table + meta
-    return b"".join((head, _CRC.pack(crc32(rest, crc32(head))), rest))
+    return b"".join((_SEALED.pack(MAGIC, crc32(words)), words, _PADDING[len(words) + _SEAL_BYTES & 63]))
 
 
-def read_head(buffer: bytearray, at: int, limits: Limits) -> Head:
+def read_head(buffer: memoryview, at: int, limits: Limits) -> Head:
     """The header at this place, checked by itself."""
-    head = Head._make(HEADER.unpack_from(buffer, at))
-    if head.magic != MAGIC:
-        raise BadFrame(f"not a frame of Shoal: it begins with {head.magic!r}")
-    if head.version != VERSION:
-        raise BadFrame(f"a frame of version {head.version}, but this side speaks version {VERSION}")
-    if head.kind not in (REQUEST, REPLY) or head.flags > IN_MEMORY:
-        raise BadFrame(f"a frame of kind {head.kind} with flags {head.flags}: neither is known")
-    for what, number, most in (
-        ("a body", head.body_bytes, limits.body_bytes),
-        ("a meta part", head.meta_bytes, limits.meta_bytes),
-        ("a table", head.table_bytes, limits.table_bytes),
+    head = Head._make(_HEADER.unpack_from(buffer, at))
+    if (
+        head.magic != MAGIC
+        or head.version != VERSION
+        or head.flags > IN_MEMORY
+        or not REQUEST <= head.kind <= REPLY
+        or head.body_bytes > limits.body_bytes
+        or head.meta_bytes > limits.meta_bytes
+        or head.table_bytes > limits.table_bytes
     ):
-        if number > most:
-            raise BadFrame(f"{what} of {number:,} bytes, but at most {most:,} are taken")
+        raise BadFrame(_why_not(head, limits))
     return head
 
 
-def check_magic(buffer: bytearray, start: int, end: int) -> None:
+def _why_not(head: Head, limits: Limits) -> str:
+    if head.magic != MAGIC:
+        return f"not a frame of Shoal: it begins with {head.magic!r}"
+    if head.version != VERSION:
+        return f"a frame of version {head.version}, but this side speaks version {VERSION}"
+    if head.flags > IN_MEMORY or not REQUEST <= head.kind <= REPLY:
+        return f"a frame of kind {head.kind} with flags {head.flags}: that is not known"
+    for what, number, most in (
+        ("a body", head.body_bytes, limits.body_bytes),
+        ("a meta part", head.meta_bytes, limits.meta_bytes),
+    ):
+        if number > most:
+            return f"{what} of {number:,} bytes, but at most {most:,} are taken"
+    return f"a table of {head.table_bytes:,} bytes, but at most {limits.table_bytes:,} are taken"
+
+
+def check_magic(buffer: memoryview, start: int, end: int) -> None:
     """As soon as the first bytes have come: who speaks something else may never send a whole header."""
     first = bytes(buffer[start : min(start + len(MAGIC), end)])
     if not MAGIC.startswith(first):
         raise BadFrame(f"not a frame of Shoal: it begins with {first!r}")
 
 
-def read_table(buffer: bytearray, at: int, head: Head) -> list[Entry]:
-    """What follows the header, held against its checksum and the body's length. `at`: of the header."""
-    start = at + HEADER_BYTES
-    end = start + head.table_bytes
-    view = memoryview(buffer)
-    found = crc32(view[start : end + head.meta_bytes], crc32(view[at : at + _CHECKED.size]))
+def word_bytes(head: Head) -> int:
+    """Of all that comes before the body."""
+    return HEADER_BYTES + head.table_bytes + head.meta_bytes + ALIGN - 1 & -ALIGN
+
+
+def read_words(buffer: memoryview, at: int, head: Head) -> tuple[Sequence[Entry], bytes]:
+    """Table and meta of the frame at this place, held against its checksum and the body's length."""
+    middle = at + HEADER_BYTES + head.table_bytes
+    end = middle + head.meta_bytes
+    found = crc32(buffer[at + _SEAL_BYTES : end])
     if found != head.crc:
         raise BadFrame(f"the checksum is {found:08x}, but the frame says {head.crc:08x}")
+    entries: Sequence[Entry] = ()
+    size = 0
+    if head.table_bytes:
+        entries, size = _table(bytes(buffer[at + HEADER_BYTES : middle]))
+    if size != head.body_bytes:
+        raise BadFrame(f"tensors of {size:,} bytes in the table, but a body of {head.body_bytes:,}")
+    return entries, bytes(buffer[middle:end])
+
+
+@lru_cache(maxsize=256)  # workers send the same shapes again and again
+def _table(text: bytes) -> tuple[tuple[Entry, ...], int]:
     entries: list[Entry] = []
-    place = 0
-    while start < end:
-        rank = buffer[start + 1] if start + 2 <= end else MOST_RANK + 1
-        if rank > MOST_RANK or start + _ENTRIES[rank].size > end or buffer[start] >= len(DTYPES):
+    start = place = 0
+    while start < len(text):
+        rank = text[start + 1] if start + 2 <= len(text) else MOST_RANK + 1
+        if rank > MOST_RANK or start + _ENTRIES[rank].size > len(text) or text[start] >= len(DTYPES):
             raise BadFrame("a table of tensors that cannot be read")
-        code, _, *shape = _ENTRIES[rank].unpack_from(buffer, start)
+        code, _, *shape = _ENTRIES[rank].unpack_from(text, start)
         start += _ENTRIES[rank].size
         if shape and min(shape) < 0:
             raise BadFrame(f"a tensor of shape {shape}")
-        num_bytes = prod(shape) * _SIZES[code]
-        entries.append(Entry(DTYPES[code], tuple(shape), place, num_bytes))
-        place += -(-num_bytes // ALIGN) * ALIGN
-    if place != head.body_bytes:
-        raise BadFrame(f"tensors of {place:,} bytes in the table, but a body of {head.body_bytes:,}")
-    return entries
+        count = prod(shape)
+        entries.append(Entry(DTYPES[code], tuple(shape), place, count * _SIZES[code], count))
+        place += padded(count * _SIZES[code])
+    return tuple(entries), place
 
 
-def tensors_in(body: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
-    """Views of a body, which is bytes."""
-    return [
-        body[start : start + num_bytes].view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
-        for dtype, shape, start, num_bytes in entries
-    ]
+def tensors_in(memory: Any, at: int, entries: Sequence[Entry]) -> list[Tensor]:
+    """Views of a body that begins at this place of a buffer."""
+    found = []
+    for dtype, shape, start, num_bytes, count in entries:
+        if num_bytes:
+            tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=at + start)
+            found.append(tensor if len(shape) == 1 else tensor.view(shape))
+        else:
+            found.append(torch.empty(shape, dtype=dtype))
+    return found
 
 
 def copy_into(body: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -221,7 +259,7 @@ def copy_into(body: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
             place = body[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
             place.copy_(tensor)
             copies.append(place)
-            start += -(-num_bytes // ALIGN) * ALIGN
+            start += padded(num_bytes)
         else:
             copies.append(tensor)
     return copies
@@ -230,6 +268,17 @@ def copy_into(body: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def raw(tensor: Tensor) -> memoryview:
     """A tensor's bytes, without a copy where they lie one after the other."""
     return bytes_of(tensor.detach().contiguous().view(-1).view(torch.uint8))
+
+
+def copied(tensors: Sequence[Tensor]) -> bytes:
+    """A small body."""
+    parts = []
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        parts.append(string_at(tensor.data_ptr(), tensor.nbytes))
+        parts.append(_PADDING[tensor.nbytes & 63])
+    return b"".join(parts)
 
 
 def bytes_of(flat: Tensor) -> memoryview:

@@ -7,7 +7,7 @@ shard has. Behind it everything fits.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -31,6 +31,9 @@ class No(Exception):
     def __init__(self, code: str, reason: str, fix: str = "") -> None:
         self.reply = Refused(code, reason, fix)
         super().__init__(reason)
+
+
+_Placed: TypeAlias = tuple[DenseTable, Keys, list[Tensor]]
 
 
 class Holdings:
@@ -81,48 +84,65 @@ class Holdings:
     def row_dtype(self, table: str) -> torch.dtype:
         return self.sparse[table].dtype
 
-    def put(self, request: Put, tensors: Sequence[Tensor]) -> None:
+    def check_put(self, request: Put, tensors: Sequence[Tensor]) -> tuple[list[_Placed], list[Tensor]]:
+        """Where the values go, and the tensors that are left: the optimizer's state."""
         stream = list(tensors)
-        checked: list[tuple[DenseTable, Keys, list[Tensor]]] = []
+        placed: list[_Placed] = []
         for slot in request.slots:
             if slot.sparse:
-                raise No(
-                    "sparse", f"rows of table {slot.table!r} are not put: they come from their seed", "push to them"
-                )
+                fix = "push to them, or put the table's state"
+                raise No("sparse", f"rows of table {slot.table!r} are not put: they come from their seed", fix)
             table = self._dense(slot.table)
             keys = self._keys(slot, table)
             laid = table.layout(keys).flat
             flats = _taken(stream, len(laid.dtypes), slot)
             for flat, total, dtype in zip(flats, laid.totals, laid.dtypes, strict=True):
                 _check_flat(slot, flat, total, (dtype,))
-            checked.append((table, keys, flats))
+            placed.append((table, keys, flats))
+        if stream and request.state is None:
+            raise _too_many(stream, request.slots)
+        return placed, stream
+
+    def put(self, request: Put, tensors: Sequence[Tensor]) -> None:
+        placed, rest = self.check_put(request, tensors)
         if request.state is not None:
-            self._put_state(request, stream)
-        elif stream:
-            raise No("shape", f"{len(stream)} tensors more than the slots have")
-        for table, keys, flats in checked:
+            self._put_state(request, request.state, rest)
+        for table, keys, flats in placed:
             table.put(flats, keys, fill=request.fill)
 
-    def _put_state(self, request: Put, tensors: list[Tensor]) -> None:
-        """Names, and what `State` answers with: {"names": […], "groups": …, "scheduler": …, "steps": …, "table": …}."""
-        state = request.state or {}
+    def _put_state(self, request: Put, state: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """`state`: "names" of the tensors, and what `State` told: "groups", "scheduler", "steps"; "table": whose it is,
+        else the first slot's. A table that was filled before keeps its state, too."""
         name = state.get("table") or (request.slots[0].table if request.slots else "")
         names = list(state.get("names", ()))
         if len(names) != len(tensors):
-            raise No("shape", f"{len(names)} tensors of state are named, and {len(tensors)} came")
+            raise No("shape", f"table {name!r}: {len(names)} tensors of state are named, and {len(tensors)} came")
         if name in self.sparse:
-            try:
-                self.sparse[name].restore(dict(zip(names, tensors, strict=True)))
-            except (ShoalError, KeyError) as error:
-                raise No("shape", f"the state of table {name!r} does not fit: {error}") from error
+            if not (request.fill and self.sparse[name].held):
+                self._put_rows(self.sparse[name], dict(zip(names, tensors, strict=True)))
             return
         table = self._dense(name)
         shapes = {part.name: tuple(each.shape) for part, each in zip(table.parts, table.parameters, strict=True)}
         for each, tensor in zip(names, tensors, strict=True):
             mine = shapes.get(each.partition("\t")[0])
             if mine is not None and mine != tuple(tensor.shape):
-                raise No("shape", f"{each}: {list(tensor.shape)} came, and this shard's rows are {list(mine)}")
-        table.put_state(names, tensors, state)
+                raise No("shape", f"{each!r}: {list(tensor.shape)} came, and this shard's rows are {list(mine)}")
+        if not (request.fill and table.ready and table.parts):
+            table.put_state(names, tensors, state)
+
+    def _put_rows(self, table: SparseTable, kept: dict[str, Tensor]) -> None:
+        here = table.capture()
+        fix = f"what State tells of such a table: {', '.join(here)}"
+        if kept.keys() != here.keys():
+            raise No("shape", f"the state of table {table.name!r} has {', '.join(kept) or 'nothing'}", fix)
+        self._check_ids(table, kept["ids"])
+        count = len(kept["ids"])
+        for name, tensor in kept.items():
+            wanted = (2,) if name == "counts" else (count, *here[name].shape[1:])
+            if tuple(tensor.shape) != wanted or tensor.dtype != here[name].dtype:
+                came = f"{list(tensor.shape)} {_name(tensor)}"
+                raise No("shape", f"{name} of table {table.name!r}: {came} came for {count} rows", fix)
+        table.restore(kept)
 
     def _dense(self, name: str) -> DenseTable:
         table = self.dense.get(name)
@@ -178,7 +198,7 @@ class Holdings:
                 raise No("slot", f"table {slot.table!r} comes twice in one request", "one slot for each table")
             found[slot.table] = self._rows(slot, stream) if slot.sparse else self._flats(slot, stream)
         if stream:
-            raise No("shape", f"{len(stream)} tensors more than the slots have")
+            raise _too_many(stream, slots)
         return found
 
     def _flats(self, slot: Slot, stream: list[Tensor]) -> Flats:
@@ -189,7 +209,7 @@ class Holdings:
         laid = table.layout(keys).flat
         flats = _taken(stream, len(laid.dtypes), slot)
         if slot.codec:
-            flats = [self._decoded(slot, each) for each in flats]
+            flats = [self._decoded(slot, each, total) for each, total in zip(flats, laid.totals, strict=True)]
         for flat, total, dtype in zip(flats, laid.totals, laid.dtypes, strict=True):
             _check_flat(slot, flat, total, (dtype, *_FLOATS))
             _check_finite(slot, flat)
@@ -200,9 +220,7 @@ class Holdings:
         table = self._sparse(slot.table)
         ids, rows = _taken(stream, 2, slot)
         if slot.codec:
-            rows = self._decoded(slot, rows)
-            if rows.numel() == ids.numel() * table.spec.dim:
-                rows = rows.view(-1, table.spec.dim)
+            rows = self._decoded(slot, rows, ids.numel() * table.spec.dim).view(-1, table.spec.dim)
         self._check_ids(table, ids)
         if rows.shape != (ids.numel(), table.spec.dim):
             raise No(
@@ -232,13 +250,17 @@ class Holdings:
                 row = int(foreign[0])
                 raise No("row", f"row {row} of table {name!r} is on shard {row % self.shards}, not on {self.shard}")
 
-    def _decoded(self, slot: Slot, payload: Tensor) -> Tensor:
+    def _decoded(self, slot: Slot, payload: Tensor, count: int) -> Tensor:
+        if slot.count != count:  # before memory is taken for it
+            raise No(
+                "shape", f"table {slot.table!r}: {slot.count} elements came compressed, and its parts have {count}"
+            )
         try:
             compressor = self._compressors.get(slot.codec)
             if compressor is None:
                 compressor = self._compressors[slot.codec] = read_compressor(slot.codec)
-            return compressor.decode(payload, slot.count)
-        except (ShoalError, RuntimeError, ValueError) as error:
+            return compressor.decode(payload, count)
+        except (ShoalError, RuntimeError, ValueError, IndexError) as error:
             raise No("codec", f"table {slot.table!r}: {slot.codec!r} cannot be read: {error}") from error
 
     # -- what is done with them ---------------------------------------------------------------------------------------
@@ -363,6 +385,11 @@ def _taken(stream: list[Tensor], count: int, slot: Slot) -> list[Tensor]:
     taken = stream[:count]
     del stream[:count]
     return taken
+
+
+def _too_many(stream: Sequence[Tensor], slots: Sequence[Slot]) -> No:
+    tables = ", ".join(slot.table for slot in slots) or "no table"
+    return No("shape", f"{len(stream)} tensors more came than the slots of {tables} have")
 
 
 def _check_flat(slot: Slot, flat: Tensor, total: int, dtypes: Sequence[torch.dtype]) -> None:

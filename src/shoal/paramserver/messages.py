@@ -72,6 +72,7 @@ class Hello(Request, frozen=True):
     incarnation: int = 0  # 0: grant one (shard 0 alone does)
     proof: bytes = b""  # of the credentials, over what the server sent first
     memory: bool = False  # this process is on the server's host and would share memory
+    memory_bytes: int = 0  # that it would like to share each way; 0: as the server has it
 
 
 # -- orders -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ class Record:
     sequence: int = 0
     replies: dict[int, AnyReply] = field(default_factory=dict)  # by order; without tensors
     parts: list[Gradients] = field(default_factory=list)  # of an update with a ticket, until its last part comes
+    ticket: int = -1  # that they are of
 
     def remember(self, sequence: int, reply: AnyReply) -> None:
         if type(reply) is not Met:  # large; who asks again is told again
@@ -27,15 +28,21 @@ class Record:
         """So long ago that whoever asks cannot wait for an answer any more."""
         return sequence <= self.sequence - REPLIES
 
+    def parts_of(self, ticket: int) -> list[Gradients]:
+        """What has come of this ticket. Whoever begins another has given that one up."""
+        if ticket != self.ticket:
+            self.ticket, self.parts = ticket, []
+        return self.parts
+
     def capture(self) -> list[Any]:
         replies = [[sequence, encode(reply)] for sequence, reply in sorted(self.replies.items())]
-        return [self.incarnation, self.sequence, replies, [to_plain(part) for part in self.parts]]
+        return [self.incarnation, self.sequence, replies, [to_plain(part) for part in self.parts], self.ticket]
 
     @classmethod
     def restored(cls, captured: list[Any]) -> "Record":
-        incarnation, sequence, replies, parts = captured
+        incarnation, sequence, replies, parts, ticket = captured
         known = {number: decode_reply(reply) for number, reply in replies}
-        return cls(incarnation, sequence, known, [from_plain(part) for part in parts])
+        return cls(incarnation, sequence, known, [from_plain(part) for part in parts], ticket)
 
 
 @dataclass

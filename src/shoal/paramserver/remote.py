@@ -13,31 +13,25 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
-from shoal.paramserver.cut import Flat, Part, cut_dense, flat, shard_of
-from shoal.paramserver.frames import Entry as Place
-from shoal.paramserver.frames import padded, tensors_in
+from shoal.paramserver.cut import Part, cut_dense, dtype_of, flat, shard_of
+from shoal.paramserver.frames import padded
 from shoal.paramserver.futures import Future
 from shoal.paramserver.messages import Declare, DenseSpec, Done, Pull, Push, Put, Request, Slot, SparseSpec, Values
 
 if TYPE_CHECKING:
     from shoal.paramserver.client import Client
 
+Keys: TypeAlias = tuple[int, ...] | None
 Named: TypeAlias = Mapping[str, Tensor | None] | Sequence[Tensor | None]
 
-MOST_LAYOUTS = 64  # views of packed memory that are remembered
+MOST_LAYOUTS = 64  # sets of keys that are remembered for each shard
+MOST_SHARED = 32  # places of a set in shared memory
+MOST_SPARE = 2  # bodies of a set that are kept for the next one
+FEW = 4  # tensors that are copied one by one: faster than all in one call
 
 
 def wire_dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-class Layout(NamedTuple):
-    """Some parts of a shard, as they lie in the body of a request."""
-
-    parts: tuple[Part, ...]
-    flat: Flat
-    places: tuple[Place, ...]
-    num_bytes: int
 
 
 class Packed(NamedTuple):
@@ -48,6 +42,63 @@ class Packed(NamedTuple):
     gaps: list[Tensor]
 
 
+class Layout:
+    """Some parts of a shard, as they lie in the body of a request. Remembers views of memory that comes again."""
+
+    def __init__(self, parts: Sequence[Part], spec: DenseSpec) -> None:
+        self.parts = tuple(parts)
+        self.flat = laid = flat(parts, spec)
+        self.sizes = [total * dtype.itemsize for total, dtype in zip(laid.totals, laid.dtypes, strict=True)]
+        self.num_bytes = sum(padded(size) for size in self.sizes)
+        self.strides = [torch.empty(shape, device="meta").stride() for shape in laid.shapes]
+        self._shared: dict[int, Packed] = {}  # by address
+        self._spare: list[Packed] = []
+
+    def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """The parts, in the memory of these: one call for each."""
+        laid = self.flat
+        starts = [each.storage_offset() for each in flats]
+        return [
+            flats[buffer].as_strided(shape, stride, starts[buffer] + offset)
+            for buffer, shape, stride, offset in zip(laid.buffers, laid.shapes, self.strides, laid.offsets, strict=True)
+        ]
+
+    def shared(self, body: Tensor) -> Packed:
+        """In shared memory, where blocks come again and again in the same places. What others have left between the
+        parts is wiped out."""
+        packed = self._shared.get(body.data_ptr())
+        if packed is None:
+            if len(self._shared) >= MOST_SHARED:
+                self._shared.clear()
+            packed = self._shared[body.data_ptr()] = self._over(body)
+        for gap in packed.gaps:
+            gap.zero_()
+        return packed
+
+    def own(self) -> Packed:
+        """In memory of this process, to be given back."""
+        return self._spare.pop() if self._spare else self._over(torch.zeros(self.num_bytes, dtype=torch.uint8))
+
+    def give_back(self, packed: Packed) -> None:
+        if len(self._spare) < MOST_SPARE:
+            self._spare.append(packed)
+
+    def _over(self, body: Tensor) -> Packed:
+        laid, start = self.flat, 0
+        flats = []
+        for dtype, size in zip(laid.dtypes, self.sizes, strict=True):
+            flats.append(body[start : start + size].view(dtype) if size else torch.empty(0, dtype=dtype))
+            start += padded(size)
+        ends = [0] * len(laid.dtypes)
+        gaps = []
+        for buffer, offset, count in zip(laid.buffers, laid.offsets, laid.counts, strict=True):
+            if offset > ends[buffer]:
+                gaps.append(flats[buffer][ends[buffer] : offset])
+            ends[buffer] = offset + count
+        gaps += [each[end:] for each, end in zip(flats, ends, strict=True) if end < each.numel()]
+        return Packed(flats, self.views(flats), gaps)
+
+
 class Dense:
     """Named tensors, cut by rows over the shards. `versions`: by shard, of what was pulled last."""
 
@@ -56,8 +107,9 @@ class Dense:
         self.cut = cut_dense(spec, client.shards)
         self.versions = [-1] * client.shards
         self._index = {each: index for index, each in enumerate(spec.names)}
-        self._layouts: dict[tuple[int, tuple[int, ...] | None], Layout] = {}
-        self._packed: dict[tuple[int, int, int], Packed] = {}
+        self._shapes = [torch.Size(shape) for shape in spec.shapes]
+        self._dtypes = [dtype_of(dtype) for dtype in spec.dtypes]
+        self._layouts: dict[tuple[int, Keys], Layout] = {}
 
     @classmethod
     def declared(
@@ -81,6 +133,8 @@ class Dense:
             )
         table = cls(client, name, spec)
         declare(client, name, spec)
+        for shard in range(client.shards):
+            client.expect(shard, table._layout(shard, None).num_bytes)
         if tensors is not None:
             table.put(tensors, fill=True).wait()
         return table
@@ -92,155 +146,120 @@ class Dense:
         computed from; -1: what was pulled last. `pull_into`: new values, all of them, are written there. The future's
         value is the highest version that a shard has after it."""
         present = self._rows(gradients)
-        targets = self._targets(pull_into) if pull_into is not None else None
+        targets = self._rows(pull_into) if pull_into is not None else None
         versions: list[int] = []
-        pushes: list[tuple[int, tuple[int, ...] | None]] = []
-        for shard, parts in enumerate(self.cut):
-            keys = tuple(key for key, part in enumerate(parts) if present[part.index] is not None)
-            if keys or (parts and targets is not None):
-                pushes.append((shard, None if len(keys) == len(parts) else keys))
+        pushes = self._chosen(present, empty=targets is not None)
         future: Future[int] = Future(self.client, lambda: max(versions, default=0), len(pushes))
-        for shard, chosen in pushes:
+        for shard, keys in pushes:
             about = partial(
                 Push, ticket=ticket, basis=self.versions[shard] if basis < 0 else basis, pull=targets is not None
             )
-            self._send(shard, chosen, present, about, future, partial(self._came, shard, versions, targets), True)
+            self._send(shard, keys, present, about, future, versions, targets, True)
         return future
 
     def put(self, values: Named, *, fill: bool = False) -> Future[int]:
         """Values as they are. `fill`: only where there are none yet."""
         present = self._rows(values)
         versions: list[int] = []
-        puts: list[tuple[int, tuple[int, ...] | None]] = []
-        for shard, parts in enumerate(self.cut):
-            keys = tuple(key for key, part in enumerate(parts) if present[part.index] is not None)
-            if keys:
-                puts.append((shard, None if len(keys) == len(parts) else keys))
+        puts = self._chosen(present)
         future: Future[int] = Future(self.client, lambda: max(versions, default=0), len(puts))
-        for shard, chosen in puts:
-            finish = partial(self._came, shard, versions, None)
-            self._send(shard, chosen, present, partial(Put, fill=fill), future, finish, False)
+        for shard, keys in puts:
+            self._send(shard, keys, present, partial(Put, fill=fill), future, versions, None, False)
         return future
 
     def pull(self, into: Named | None = None) -> Future[dict[str, Tensor]]:
         """All values, written into these tensors, or into new ones. The future's value has them by name."""
         if into is None:
-            into = [
-                torch.empty(shape, dtype=getattr(torch, dtype))
-                for shape, dtype in zip(self.spec.shapes, self.spec.dtypes, strict=True)
-            ]
-        targets = self._targets(into)
+            into = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
+        targets = self._rows(into)
         found = {name: tensor for name, tensor in zip(self.spec.names, targets, strict=True) if tensor is not None}
-        asked = [
-            shard for shard, parts in enumerate(self.cut) if any(targets[part.index] is not None for part in parts)
-        ]
+        asked = self._chosen(targets)
         future: Future[dict[str, Tensor]] = Future(self.client, lambda: found, len(asked))
-        for shard in asked:
-            keys = tuple(key for key, part in enumerate(self.cut[shard]) if targets[part.index] is not None)
-            slot = Slot(self.name, None if len(keys) == len(self.cut[shard]) else keys)
-            finish = self._finish(future, partial(self._came, shard, [], targets))
-            self.client.ask(shard, Pull([slot]), (), finish, future)
+        for shard, keys in asked:
+            finish = partial(self._came, shard, [], targets, future, None)
+            self.client.ask(shard, Pull([Slot(self.name, keys)]), (), finish, future)
         return future
 
     # -- packing ------------------------------------------------------------------------------------------------------
 
+    def _chosen(self, present: Sequence[Tensor | None], empty: bool = False) -> list[tuple[int, Keys]]:
+        """By shard that has any of these: their keys. `empty`: shards that have none of them, too."""
+        found: list[tuple[int, Keys]] = []
+        for shard, parts in enumerate(self.cut):
+            keys = tuple(key for key, part in enumerate(parts) if present[part.index] is not None)
+            if keys or (empty and parts):
+                found.append((shard, None if len(keys) == len(parts) else keys))
+        return found
+
     def _send(
         self,
         shard: int,
-        keys: tuple[int, ...] | None,
-        present: list[Tensor | None],
+        keys: Keys,
+        present: Sequence[Tensor | None],
         about: Callable[[list[Slot]], Request],
         future: Future[int],
-        came: Callable[[Any, Sequence[Tensor]], None],
-        squeeze: bool,
+        versions: list[int],
+        targets: Sequence[Tensor | None] | None,
+        compressible: bool,
     ) -> None:
         """Packs the parts of one shard and asks."""
         client = self.client
         layout = self._layout(shard, keys)
-        compressor = client.compressor if squeeze else None
-        if compressor is not None and not (len(layout.flat.dtypes) == 1 and layout.flat.dtypes[0].is_floating_point):
+        laid = layout.flat
+        compressor = client.compressor if compressible else None
+        if compressor is not None and (len(laid.dtypes) > 1 or not laid.dtypes[0].is_floating_point):
             compressor = None
-        ring, place = None, -1
-        body: Tensor | None = None
-        if compressor is None:
-            body, ring, place = client.room(shard, layout.num_bytes)
-        packed = self._pack(shard, layout, body, place)
-        rows = [_part(present[part.index], part) for part in layout.parts]
-        with torch.no_grad():
-            if packed.gaps:
-                torch._foreach_zero_(packed.gaps)
-            if rows:
-                torch._foreach_copy_(packed.views, rows)
-        slot = Slot(self.name, keys)
-        tensors = packed.flats
+        body, ring, place = (None, None, -1) if compressor is not None else client.room(shard, layout.num_bytes)
+        packed = layout.shared(body) if body is not None else layout.own()
+        _copy(packed.views, [_part(present[part.index], part) for part in layout.parts])
+        mine = (layout, packed) if body is None else None
         if compressor is not None:
-            count = tensors[0].numel()
-            slot = Slot(self.name, keys, False, compressor.name, count)
-            tensors = [compressor.encode(tensors[0], (self.name, shard, keys))]
-        client.ask(shard, about([slot]), tensors, self._finish(future, came), future, ring, place)
+            slot = Slot(self.name, keys, False, compressor.name, laid.totals[0])
+            payload = compressor.encode(packed.flats[0], (self.name, shard, keys))
+            layout.give_back(packed)
+            finish = partial(self._came, shard, versions, targets, future, None)
+            client.ask(shard, about([slot]), [payload], finish, future)
+            return
+        finish = partial(self._came, shard, versions, targets, future, mine)
+        client.ask(shard, about([Slot(self.name, keys)]), packed.flats, finish, future, ring, place)
 
-    def _layout(self, shard: int, keys: tuple[int, ...] | None) -> Layout:
+    def _layout(self, shard: int, keys: Keys) -> Layout:
         layout = self._layouts.get((shard, keys))
         if layout is None:
-            if len(self._layouts) > MOST_LAYOUTS * self.client.shards:
+            if len(self._layouts) >= MOST_LAYOUTS * self.client.shards:
                 self._layouts.clear()
-            parts = tuple(self.cut[shard][key] for key in (range(len(self.cut[shard])) if keys is None else keys))
-            laid = flat(parts, self.spec)
-            places = []
-            start = 0
-            for dtype, total in zip(laid.dtypes, laid.totals, strict=True):
-                places.append(Place(dtype, (total,), start, total * dtype.itemsize))
-                start += padded(total * dtype.itemsize)
-            layout = self._layouts[shard, keys] = Layout(parts, laid, tuple(places), start)
+            parts = self.cut[shard]
+            layout = Layout(parts if keys is None else [parts[key] for key in keys], self.spec)
+            self._layouts[shard, keys] = layout
         return layout
-
-    def _pack(self, shard: int, layout: Layout, body: Tensor | None, place: int) -> Packed:
-        """Views of a body. Those of shared memory come again and again, in the same places."""
-        if body is None:
-            return _views(layout, torch.empty(layout.num_bytes, dtype=torch.uint8))
-        key = (body.data_ptr(), layout.num_bytes, id(layout))
-        packed = self._packed.get(key)
-        if packed is None:
-            if len(self._packed) >= MOST_LAYOUTS:
-                self._packed.clear()
-            packed = self._packed[key] = _views(layout, body)
-        return packed
-
-    def _finish(
-        self, future: Future[Any], came: Callable[[Any, Sequence[Tensor]], None]
-    ) -> Callable[[Any, Sequence[Tensor], bool], None]:
-        def finish(reply: Any, tensors: Sequence[Tensor], stays: bool) -> None:
-            came(reply, tensors)
-            future.part()
-
-        return finish
 
     def _came(
         self,
         shard: int,
         versions: list[int],
         targets: Sequence[Tensor | None] | None,
+        future: Future[Any],
+        packed: tuple[Layout, Packed] | None,
         reply: Done | Values,
         tensors: Sequence[Tensor],
+        stays: bool,
     ) -> None:
-        """An answer: its version, and values, which go straight to where they belong."""
+        """An answer: its version, and values, which go straight to where they belong. `packed`: what was sent."""
+        if packed is not None:
+            packed[0].give_back(packed[1])
         versions.append(reply.version)
-        if targets is None or not isinstance(reply, Values):
-            return
-        self.versions[shard] = reply.version
-        at = 0
-        for slot in reply.slots:
-            layout = self._layout(shard, slot.keys)
-            count = len(layout.flat.dtypes)
-            views = layout.flat.views(tensors[at : at + count])
-            at += count
-            pairs = [
-                (_part(targets[part.index], part), view)
-                for part, view in zip(layout.parts, views, strict=True)
-                if targets[part.index] is not None
-            ]
-            with torch.no_grad():
-                torch._foreach_copy_([target for target, _ in pairs], [view for _, view in pairs])
+        if targets is not None and isinstance(reply, Values):
+            self.versions[shard] = reply.version
+            at = 0
+            for slot in reply.slots:
+                layout = self._layout(shard, slot.keys)
+                count = len(layout.sizes)
+                _copy(
+                    [_part(targets[part.index], part) for part in layout.parts],
+                    layout.views(tensors[at : at + count]),
+                )
+                at += count
+        future.part()
 
     # -- what the caller gave -----------------------------------------------------------------------------------------
 
@@ -266,45 +285,40 @@ class Dense:
         """By number; checked, since packing would stretch or convert what does not fit."""
         found = self._in_order(given)
         for index, tensor in enumerate(found):
-            if tensor is not None:
+            if tensor is None:
+                continue
+            if tensor.requires_grad:
                 found[index] = tensor = tensor.detach()
-                self._check(index, tensor)
+            if tensor.shape != self._shapes[index] or tensor.dtype is not self._dtypes[index]:
+                raise self._misfit(index, tensor)
         return found
 
-    def _targets(self, given: Named) -> list[Tensor | None]:
-        return self._rows(given)
-
-    def _check(self, index: int, tensor: Tensor) -> None:
+    def _misfit(self, index: int, tensor: Tensor) -> InputError:
         spec = self.spec
-        if list(tensor.shape) != spec.shapes[index]:
-            raise InputError(
+        if tensor.shape != self._shapes[index]:
+            return InputError(
                 f"{spec.names[index]!r} has shape {spec.shapes[index]} in table {self.name!r}, but this tensor has"
                 f" {list(tensor.shape)}"
             )
-        if wire_dtype(tensor) != spec.dtypes[index]:
-            raise InputError(
-                f"{spec.names[index]!r} is {spec.dtypes[index]} in table {self.name!r}, but this tensor is"
-                f" {wire_dtype(tensor)}",
-                fix=f".to(torch.{spec.dtypes[index]})",
-            )
+        return InputError(
+            f"{spec.names[index]!r} is {spec.dtypes[index]} in table {self.name!r}, but this tensor is"
+            f" {wire_dtype(tensor)}",
+            fix=f".to(torch.{spec.dtypes[index]})",
+        )
 
 
-def _views(layout: Layout, body: Tensor) -> Packed:
-    flats = tensors_in(body, layout.places)
-    laid = layout.flat
-    ends = [0] * len(laid.dtypes)
-    gaps = []
-    for buffer, offset, count in zip(laid.buffers, laid.offsets, laid.counts, strict=True):
-        if offset > ends[buffer]:
-            gaps.append(flats[buffer][ends[buffer] : offset])
-        ends[buffer] = offset + count
-    gaps += [each[end:] for each, end in zip(flats, ends, strict=True) if end < each.numel()]
-    return Packed(flats, laid.views(flats), gaps)
+def _copy(to: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+    """Each to its place; None: left out."""
+    pairs = [(there, value) for there, value in zip(to, values, strict=True) if there is not None and value is not None]
+    if len(pairs) <= FEW:
+        for there, value in pairs:
+            there.copy_(value)
+    else:
+        torch._foreach_copy_([there for there, _ in pairs], [value for _, value in pairs])
 
 
-def _part(tensor: Tensor | None, part: Part) -> Tensor:
-    assert tensor is not None
-    if not tensor.dim() or (part.start == 0 and part.stop == tensor.shape[0]):
+def _part(tensor: Tensor | None, part: Part) -> Tensor | None:
+    if tensor is None or not tensor.dim() or (part.start == 0 and part.stop == tensor.shape[0]):
         return tensor
     return tensor[part.start : part.stop]
 
@@ -335,7 +349,7 @@ class Sparse:
         rows = torch.empty(len(unique), self.spec.dim, dtype=self.dtype)
         shape = (*ids.shape, self.spec.dim)
         shares = self._shares(unique)
-        future: Future[Tensor] = Future(self.client, lambda: rows[inverse].view(shape), len(shares))
+        future: Future[Tensor] = Future(self.client, lambda: _repeated(rows, inverse).view(shape), len(shares))
         for shard, places, mine in shares:
 
             def finish(
@@ -371,7 +385,9 @@ class Sparse:
             )
         unique, inverse = self._unique(ids)
         flat_gradients = gradients.detach().reshape(-1, self.spec.dim)
-        if len(unique) == len(inverse):
+        if inverse is None:
+            rows = flat_gradients.clone()  # kept until it is acknowledged, whatever becomes of the caller's
+        elif len(unique) == len(inverse):
             rows = torch.empty_like(flat_gradients).index_copy_(0, inverse, flat_gradients)
         else:
             rows = torch.zeros(len(unique), self.spec.dim, dtype=self.dtype).index_add_(0, inverse, flat_gradients)
@@ -385,7 +401,7 @@ class Sparse:
             future.part()
 
         for shard, places, mine in shares:
-            values = rows if places is None else rows[places]
+            values = rows if places is None else rows.index_select(0, places)
             slot = Slot(self.name, None, True)
             if compressor is not None:
                 slot = Slot(self.name, None, True, compressor.name, values.numel())
@@ -394,11 +410,13 @@ class Sparse:
             self.client.ask(shard, Push([slot], ticket, version), [mine, values], finish, future)
         return future
 
-    def _unique(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Each once, rising, and where each of the given is among them."""
+    def _unique(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Each once, rising, and where each of the given is among them; None: they are so already."""
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise InputError(f"ids of rows are whole numbers, but these are {wire_dtype(ids)}")
-        unique, inverse = torch.unique(ids.detach().reshape(-1).to(torch.int64), return_inverse=True)
+        unique, inverse = ids.detach().reshape(-1).to(torch.int64), None
+        if not bool((unique[1:] > unique[:-1]).all()):
+            unique, inverse = torch.unique(unique, return_inverse=True)
         if len(unique):
             for row in (int(unique[0]), int(unique[-1])):
                 if not 0 <= row < self.spec.rows:
@@ -417,7 +435,7 @@ class Sparse:
         for shard in range(shards):
             places = (where == shard).nonzero().view(-1)
             if len(places):
-                found.append((shard, places, unique[places]))
+                found.append((shard, places, unique.index_select(0, places)))
         return found
 
     def _compressor(self) -> Any:
@@ -426,3 +444,7 @@ class Sparse:
         if compressor is None or not self.dtype.is_floating_point or compressor.state() or hasattr(compressor, "inner"):
             return None
         return compressor
+
+
+def _repeated(rows: Tensor, inverse: Tensor | None) -> Tensor:
+    return rows if inverse is None else rows.index_select(0, inverse)

@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.paramserver.frames import ALIGN, BadFrame, padded
 
 PAGE = 4096
-RING_BYTES = 64 << 20
+RING_BYTES = 32 << 20  # at first; more for tables whose values would not fit
 _SEALS = 0x0007  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _ADD_SEALS = 1033
 
@@ -97,13 +97,13 @@ class Reader(_Mapped):
         super().__init__(descriptor)
         self._count = 0
 
-    def look(self, start: int, num_bytes: int) -> Tensor:
-        """The body of a frame, where it lies."""
+    def look(self, start: int, num_bytes: int) -> tuple[mmap.mmap, int]:
+        """The memory that a frame's body lies in, and where."""
         if start % ALIGN or start + num_bytes > self.size:
             raise BadFrame(
                 f"a body at {start:,} to {start + num_bytes:,} of shared memory that has {self.size:,} bytes"
             )
-        return self.body[start : start + num_bytes]
+        return self._memory, PAGE + start
 
     def let_go(self) -> None:
         """One more block has been read. In the order in which they came."""

@@ -18,13 +18,13 @@ from typing import Any
 from shoal.paramserver.desk import Desk, Guest
 from shoal.paramserver.frames import BadFrame, Limits
 from shoal.paramserver.rings import RING_BYTES
+from shoal.paramserver.spin import Spin
 from shoal.paramserver.transport import Closed, Stream, listen, read_address
 
 POLL_SECONDS = 0.1  # how often `until` is asked when nothing comes
 STRANGER_SECONDS = 10.0  # a connection that has not said who it is by then is closed
 MOST_WAITING = 64 << 20  # bytes that a client may leave unread before the server reads no more from it
 IN_A_ROW = 64  # frames of one connection before the others have their turn
-SPIN_SECONDS = 50e-6  # of looking again before sleeping, where cores are free
 PR_SET_PDEATHSIG = 1
 
 
@@ -61,6 +61,7 @@ class Server:
         self._keeper: _Keeper | None = None
         self._kept_at = self._tidied_at = time.monotonic()
         self._kept_version = shard.version
+        self._spin = Spin()
         self._cores = len(os.sched_getaffinity(0))
         try:
             for address in addresses:
@@ -120,13 +121,15 @@ class Server:
     def _wait(self, timeout: float) -> list[tuple[int, int]]:
         if self._again:
             return self._poll.poll(0)
-        # Looking again costs a core, and saves the time to fall asleep and wake up: only where everybody who takes
-        # part can have a core of its own.
-        if 0 < len(self._guests) < self._cores:
-            end = time.perf_counter() + SPIN_SECONDS
-            while time.perf_counter() < end:
+        if 0 < len(self._guests) < self._cores:  # everybody who takes part can have a core
+            end = self._spin.until()
+            while end:
                 if events := self._poll.poll(0):
+                    self._spin.paid(True)
                     return events
+                if time.perf_counter() > end:
+                    self._spin.paid(False)
+                    break
         return self._poll.poll(timeout)
 
     # -- connections --------------------------------------------------------------------------------------------------
@@ -149,6 +152,8 @@ class Server:
         assert isinstance(wire, Stream)
         try:
             for _ in range(IN_A_ROW):
+                if wire.waiting >= self.most_waiting:  # it does not read what it gets: `_settle` comes back to it
+                    break
                 frame = wire.receive()
                 if frame is None:
                     break
@@ -192,14 +197,13 @@ class Server:
                 self._strangers.pop(guest, None)
                 if self._guests.get(descriptor) is guest:
                     del self._guests[descriptor]  # closed: the kernel has taken it from the poll
-            elif not wire.waiting:
-                self._poll.modify(descriptor, select.EPOLLIN)
-                if wire.buffered and guest not in self._again:
-                    self._again.append(guest)
-            elif wire.waiting < self.most_waiting:
-                self._poll.modify(descriptor, select.EPOLLIN | select.EPOLLOUT)
-            else:
+                continue
+            if wire.waiting >= self.most_waiting:
                 self._poll.modify(descriptor, select.EPOLLOUT)
+                continue
+            self._poll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if wire.waiting else 0))
+            if wire.buffered and guest not in self._again:
+                self._again.append(guest)
 
     def _tidy(self, now: float) -> None:
         self._tidied_at = now

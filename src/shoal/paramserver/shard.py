@@ -58,7 +58,6 @@ from shoal.paramserver.pace import Pace, Told
 from shoal.paramserver.records import Record, Tickets
 from shoal.paramserver.snapshot import Captured, lifted, lowered
 
-STEPS = 4  # that contributions are kept of at a time
 _ANY_EPOCH = (Rewind, messages.Standing, messages.Stats)
 
 
@@ -91,6 +90,7 @@ class Shard:
         pace: Pace | None = None,
         factories: Mapping[str, Factory] | None = None,
         kept: Callable[[int], Captured] | None = None,
+        adopt: Callable[[str], Mapping[str, Mapping[str, Tensor]]] | None = None,
     ) -> None:
         """`factories`: optimizers of tables that want the job's, by table, or one for all under "job". `kept`: what was
         kept of a step (Snapshots.rewind)."""
@@ -106,13 +106,15 @@ class Shard:
         self.updates = self.duplicates = 0
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
-        self._kept = kept
+        self._kept, self._adopt = kept, adopt
         self._rewound = 0  # the step that this epoch began with
+        self._came_back = False  # with an older state than others have seen, and not rewound since
         self._granted = 0  # incarnations of this boot
         self._records: dict[int, Record] = {}  # by worker
         self._tickets = Tickets()
         self._contributions = Contributions()
-        self._puts: dict[int, list[Tensor]] = {}  # by step: values that come with its Apply
+        self._squared: tuple[int, AnyReply, Sequence[Tensor]] = (-1, Late(0), ())  # of the last step that was asked for
+        self._puts: dict[int, tuple[Put, list[Tensor]]] = {}  # by step: values that come with its Apply
         self._parked: list[tuple[Asked, Apply | Squares]] = []  # who wait for contributions
         self._asked: dict[Who, Asked] = {}  # who wait for the pace
         self._keepers: list[Asked] = []  # who wait for a snapshot that is not begun
@@ -185,7 +187,11 @@ class Shard:
                 record = self._record(who)
             if sequence == record.sequence + 1:
                 record.sequence = sequence
-                outcome = self._do(asked, epoch, request, tensors)
+                try:
+                    outcome = self._do(asked, epoch, request, tensors)
+                except BaseException:  # a mistake of ours, or of the job's optimizer: not to be tried again
+                    record.remember(sequence, Refused("failed", f"order {sequence} failed when it came first"))
+                    raise
                 if outcome is not None:
                     record.remember(sequence, outcome[0])
             elif sequence:
@@ -268,7 +274,7 @@ class Shard:
             self.tables.put(request, tensors)
         return Done(self.version), ()
 
-    def _begin(self, first: int, done: Sequence[int]) -> None:
+    def _begin(self, first: int, done: Sequence[int], rows: str = "") -> None:
         """The run goes on from a checkpoint: nothing has been done here yet."""
         if self.version or self.tables.filled:
             raise No(
@@ -280,10 +286,17 @@ class Shard:
             self._tickets.add(ticket)
         if self.pace is not None:
             self.pace.begin(first, done)
+        if rows and self._adopt is not None:
+            try:
+                for table, kept in self._adopt(rows).items():
+                    self.tables.sparse[table].restore(kept)
+            except (ShoalError, KeyError) as error:
+                raise No("rows", f"shard {self.shard}: the tables' rows cannot be read: {error}") from error
 
     def _push(self, asked: Asked, request: Push, tensors: Sequence[Tensor]) -> Outcome:
         gradients = self.tables.gradients(request.slots, tensors)
-        ticket, parts = request.ticket, self._records[asked.who.worker].parts
+        ticket, record = request.ticket, self._records[asked.who.worker]
+        parts = record.parts_of(ticket)
         if ticket >= 0 and ticket in self._tickets:
             self.refused["ticket"] += 1
             parts.clear()
@@ -318,17 +331,19 @@ class Shard:
 
     # -- lockstep -----------------------------------------------------------------------------------------------------
 
+    def _check_back(self) -> None:
+        """A shard that came back has none of the contributions that were acknowledged: in lockstep all go back first,
+        even if no step is missing."""
+        if self._came_back:
+            raise No("ahead", f"shard {self.shard} came back, at step {self.step}", "go back with all servers (Rewind)")
+
     def _contribute(self, asked: Asked, request: Contribute, tensors: Sequence[Tensor]) -> Outcome:
+        self._check_back()
         if request.step < self.step:
             self.refused["late"] += 1
             return Late(self.step), ()
+        self._check_step(asked, request.step)
         held = self._contributions
-        if request.step not in held.steps and len(held.steps) >= STEPS:
-            raise No(
-                "ahead",
-                f"a contribution to step {request.step}, and {STEPS} steps from {min(held.steps)} on are still open",
-                "apply those first",
-            )
         gradients = self.tables.gradients(request.slots, tensors)
         start, stop = request.span
         if held.has(request.step, [(start, stop)]):
@@ -351,18 +366,35 @@ class Shard:
                     outcome = no.reply, ()
                 self._answer(asked, *outcome)
 
+    def _check_step(self, asked: Asked, step: int) -> None:
+        """Nobody is ahead of a shard but one that came back with an older state: a step begins when all have applied
+        the one before."""
+        if step > self.step:
+            raise No(
+                "ahead",
+                f"shard {self.shard} is at step {self.step}, and worker {asked.who.worker} at {step}",
+                "go back with all servers (Rewind)",
+            )
+
     def _apply(self, asked: Asked, request: Apply, tensors: Sequence[Tensor]) -> Outcome:
+        self._check_back()
         if request.step < self.step:
             return self._applied(request)
+        self._check_step(asked, request.step)
         if request.put and request.step not in self._puts:
-            self._puts[request.step] = [tensor.clone() for tensor in tensors]
+            put = Put(request.put)
+            self.tables.check_put(put, tensors)
+            self._puts[request.step] = put, [tensor.clone() for tensor in tensors]
         if not request.skip and not self._all_there(asked, request):
             return None
         return self._apply_now(request)
 
     def _squares(self, asked: Asked, request: Squares, tensors: Sequence[Tensor]) -> Outcome:
-        if request.step < self.step:
-            return Late(self.step), ()
+        self._check_back()
+        if request.step < self.step:  # others have applied it since
+            step, squares, found = self._squared
+            return (squares, found) if step == request.step else (Late(self.step), ())
+        self._check_step(asked, request.step)
         return self._squares_now(request) if self._all_there(asked, request) else None
 
     def _all_there(self, asked: Asked, request: Apply | Squares) -> bool:
@@ -390,7 +422,7 @@ class Shard:
         self.tables.skip(gradients)
         put = self._puts.pop(step, None)
         if put is not None and not request.skip:
-            self.tables.put(Put(request.put), put)
+            self.tables.put(*put)
         self._contributions.over(step)
         self.version += 1
         self.updates += 1
@@ -438,7 +470,8 @@ class Shard:
         for name, rows in folded.sparse.items():
             slots.append(Slot(name, sparse=True))
             found += [rows.ids, row_squares(rows.rows)]
-        return Values(self.version, slots, self.step), found
+        self._squared = request.step, Values(self.version, slots, self.step), found
+        return self._squared[1], found
 
     def _rewind(self, asked: Asked, request: Rewind, tensors: Sequence[Tensor]) -> Outcome:
         if request.epoch < self.epoch:
@@ -453,9 +486,9 @@ class Shard:
             self._take_tables(self._kept(request.step))
         except ShoalError as error:
             raise No("snapshot", f"shard {self.shard}: {error.message}", error.fix or "") from error
-        self.epoch, self._rewound = request.epoch, request.step
+        self.epoch, self._rewound, self._came_back = request.epoch, request.step, False
         self._contributions = Contributions()
-        self._puts = {}
+        self._puts, self._squared = {}, (-1, Late(0), ())
         self._stands = [step for step in self._stands if step <= request.step]
         for record in self._records.values():
             record.parts.clear()
@@ -469,6 +502,7 @@ class Shard:
     # -- the pace -----------------------------------------------------------------------------------------------------
 
     def _meet(self, asked: Asked, request: Meet, tensors: Sequence[Tensor]) -> Outcome:
+        self._check_back()
         pace = self._the_pace()
         self._asked[asked.who] = asked
         self._tell(pace.meet(asked.who, request.step, request.note, [tensor.clone() for tensor in tensors]))
@@ -550,7 +584,7 @@ class Shard:
 
     def stood(self, steps: Sequence[int], error: str = "") -> list[Answer]:
         """What was begun stands on disk, or could not be written; snapshots stand of these steps."""
-        self._stands = sorted(steps)
+        self._stands = sorted(step for step in steps if step <= self.step)  # a later one is of a time that was undone
         waiting, self._writing = self._writing, []
         refused = Refused("snapshot", f"shard {self.shard}: no snapshot could be written: {error}")
         for asked in waiting:
@@ -589,6 +623,7 @@ class Shard:
         self.epoch, self._rewound = values["epoch"]
         boot, granted = values["granted"]
         self._granted = granted if boot == self.boot else 0
+        self._came_back = boot != self.boot
         self._records = {worker: Record.restored(record) for worker, record in values["records"]}
         self._asked = {}
         for worker, incarnation, tag, sequence in values["asked"]:

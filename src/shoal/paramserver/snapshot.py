@@ -124,9 +124,10 @@ class Snapshots:
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
             raise
+        steps = {old: self._step(old) for old in numbers}
+        behind = [old for old, step in steps.items() if step is not None and step < captured.step]
         for old in numbers:
-            step = self._step(old)
-            if old <= number - KEPT or step is None or step >= captured.step:
+            if old not in behind[1 - KEPT :]:
                 self._remove(old)  # also what is not behind this one: it is of a time that was undone
 
     def newest(self) -> Captured | None:

@@ -34,12 +34,7 @@ def combine(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     if len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()):
         return ids, rows
     unique, inverse = torch.unique(ids, return_inverse=True)
-    return unique, add_rows(rows, inverse, len(unique))
-
-
-def add_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    """Row i is added to place `places[i]`, in the order of i: what the backward of an embedding does."""
-    return torch.ops.aten.embedding_dense_backward(rows, places, count, -1, False)  # type: ignore[no-any-return]
+    return unique, rows.new_zeros(len(unique), rows.shape[1]).index_add_(0, inverse, rows)
 
 
 class SparseTable:

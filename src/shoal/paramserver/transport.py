@@ -35,17 +35,20 @@ from shoal.paramserver.frames import (
     body_bytes,
     bytes_of,
     check_magic,
+    copied,
     copy_into,
     pack,
     raw,
     read_head,
-    read_table,
+    read_words,
     tensors_in,
+    word_bytes,
 )
 from shoal.paramserver.rings import RING_BYTES, Reader, Writer, new_memory
 
 LEAST_SHARED = 4096  # bytes of a body that goes through shared memory
 INBOX_BYTES = 64 << 10
+SMALL_BYTES = 16 << 10  # of a body that is copied behind its header: one piece is sent faster than two
 MOST_PARTS = 512  # of one scatter-gather send; the system takes 1024
 SOCKET_BYTES = 1 << 20  # asked for in each way; the system may give less
 _ZEROS = memoryview(bytes(ALIGN))
@@ -91,14 +94,13 @@ class Stream:
         self.sent_bytes = self.received_bytes = 0
         self.waiting = 0  # bytes that could not be written yet
         self._outbox: deque[memoryview] = deque()
-        self._inbox = bytearray(INBOX_BYTES)
-        self._view = memoryview(self._inbox)
+        self._view = _aligned(INBOX_BYTES)  # the inbox
         self._start = self._end = 0
         # A large body under way: what it belongs to, where it goes, how much of it has come.
         self._head: Head | None = None
-        self._table: list[Entry] = []
+        self._table: Sequence[Entry] = ()
         self._meta = b""
-        self._body: Tensor | None = None
+        self._body: memoryview | None = None
         self._rest: memoryview | None = None
         connection.setblocking(False)
         if not self.local:
@@ -127,6 +129,9 @@ class Stream:
                 self.sent_bytes += body_bytes(tensors)
                 self._write([memoryview(pack(frame, IN_MEMORY, place))])
                 return
+        if (size := body_bytes(tensors)) <= SMALL_BYTES:
+            self._write([memoryview(pack(frame) + copied(tensors))])
+            return
         parts = [memoryview(pack(frame))]
         for tensor in tensors:
             if tensor.nbytes:
@@ -136,22 +141,30 @@ class Stream:
         self._write(parts)
 
     def send_memory(self, frame: Frame, ring_bytes: int = RING_BYTES) -> bool:
-        """A frame without tensors, and with it memory for both ways; without, where there is none to be had."""
-        try:
-            descriptors = [new_memory(ring_bytes)]
-        except OSError:
+        """A frame without tensors, and with it memory for both ways, in the place of what there was. Without, where
+        there is as much already, or none to be had. Nothing may be under way."""
+        if self.writer is not None and self.writer.size >= ring_bytes:
             self.send(frame)
             return False
+        descriptors: list[int] = []
         try:
-            descriptors.append(new_memory(ring_bytes))
-            self._socket.sendmsg([pack(frame)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
-            self._reader, self.writer = Reader(descriptors[0]), Writer(descriptors[1])
-        except OSError as error:
-            raise Closed(_told(error)) from None
+            try:
+                for _ in range(2):
+                    descriptors.append(new_memory(ring_bytes))
+                reader, writer = Reader(descriptors[0]), Writer(descriptors[1])
+            except (OSError, ValueError):
+                self.send(frame)
+                return False
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+            try:
+                self._socket.sendmsg([pack(frame)], [rights])
+            except OSError as error:
+                raise Closed(_told(error)) from None
+            self._reader, self.writer = reader, writer
+            return True
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        return True
 
     def take_memory(self) -> bool:
         """Uses the memory that has come. The first is written here, the second read."""
@@ -160,6 +173,8 @@ class Stream:
         try:
             if len(descriptors) == 2:
                 self.writer, self._reader = Writer(descriptors[0]), Reader(descriptors[1])
+        except (OSError, ValueError):
+            raise Closed("its shared memory cannot be used") from None
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -233,7 +248,7 @@ class Stream:
             self._start = self._end = 0
         try:
             if self.takes_descriptors:
-                data, descriptors, _, _ = socket.recv_fds(self._socket, len(self._inbox) - self._end, 2)
+                data, descriptors, _, _ = socket.recv_fds(self._socket, len(self._view) - self._end, 2)
                 self.descriptors += descriptors
                 count = len(data)
                 self._view[self._end : self._end + count] = data
@@ -252,43 +267,45 @@ class Stream:
         """The next frame of the inbox; None: not all of it is here."""
         start, here = self._start, self._end - self._start
         if here < HEADER_BYTES:
-            check_magic(self._inbox, start, self._end)
+            check_magic(self._view, start, self._end)
             self._want(HEADER_BYTES)
             return None
-        head = read_head(self._inbox, start, self.limits)
-        words = HEADER_BYTES + head.table_bytes + head.meta_bytes
+        head = read_head(self._view, start, self.limits)
+        words = word_bytes(head)
         if here < words:
             self._want(words)
             return None
-        table = read_table(self._inbox, start, head)
-        begin = start + HEADER_BYTES + head.table_bytes
-        meta = bytes(self._view[begin : begin + head.meta_bytes])
+        table, meta = read_words(self._view, start, head)
         size = head.body_bytes
         if not size:
             self._start += words
-            return _frame(head, meta, tensors_in(_NOTHING, table) if table else [])
+            return _frame(head, meta, tensors_in(self._view, 0, table) if table else ())
         if head.flags & IN_MEMORY:
             reader = self._reader
             if reader is None:
                 raise BadFrame("a body in shared memory, but there is none on this connection")
             self._start += words
             self.received_bytes += size
-            frame = _frame(head, meta, tensors_in(reader.look(head.place, size), table))
+            frame = _frame(head, meta, tensors_in(*reader.look(head.place, size), table))
             frame.let_go = reader.let_go
             return frame
         if here >= words + size:
-            body = torch.empty(size, dtype=torch.uint8)
-            body.numpy()[:] = self._view[start + words : start + words + size]
             self._start += words + size
-            return _frame(head, meta, tensors_in(body, table))
+            if (start + words) % ALIGN:  # what came before it was not a multiple of that: no sender of ours
+                body = _aligned(size)
+                body[:] = self._view[start + words : start + words + size]
+                return _frame(head, meta, tensors_in(body, 0, table))
+            # It stays where it is, in the inbox, which is written to again by the next `receive`.
+            frame = _frame(head, meta, tensors_in(self._view, start + words, table))
+            frame.let_go = _nothing
+            return frame
         if words + size <= INBOX_BYTES:
             self._want(words + size)
             return None
         self._head, self._table, self._meta = head, table, meta
-        self._body = torch.empty(size, dtype=torch.uint8)
-        rest = bytes_of(self._body)
-        rest[: here - words] = self._view[start + words : self._end]
-        self._rest = rest[here - words :]
+        self._body = _aligned(size)
+        self._body[: here - words] = self._view[start + words : self._end]
+        self._rest = self._body[here - words :]
         self._start = self._end = 0
         return None
 
@@ -308,19 +325,18 @@ class Stream:
                 raise Closed("it ended within a frame")
             self.received_bytes += count
             rest = rest[count:]
-        frame = _frame(self._head, self._meta, tensors_in(self._body, self._table))
+        frame = _frame(self._head, self._meta, tensors_in(self._body, 0, self._table))
         self._rest = self._body = self._head = None
-        self._table = []
+        self._table = ()
         return frame
 
     def _want(self, num_bytes: int) -> None:
         """Makes room for so many bytes from the start of the frame."""
-        if self._start + num_bytes <= len(self._inbox):
+        if self._start + num_bytes <= len(self._view):
             return
         here = bytes(self._view[self._start : self._end])
-        if num_bytes > len(self._inbox):
-            self._inbox = bytearray(num_bytes)
-            self._view = memoryview(self._inbox)
+        if num_bytes > len(self._view):
+            self._view = _aligned(num_bytes)
         self._view[: len(here)] = here
         self._start, self._end = 0, len(here)
 
@@ -389,10 +405,16 @@ class Mailbox:
             self.other = None
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+def _nothing() -> None:
+    pass
 
 
-def _frame(head: Head, meta: bytes, tensors: list[Tensor]) -> Frame:
+def _aligned(num_bytes: int) -> memoryview:
+    """Fresh memory that begins at a multiple of 64."""
+    return bytes_of(torch.empty(num_bytes, dtype=torch.uint8))
+
+
+def _frame(head: Head, meta: bytes, tensors: Sequence[Tensor]) -> Frame:
     return Frame(head.kind, head.worker, head.incarnation, head.sequence, head.tag, head.epoch, meta, tensors)
 
 

@@ -30,7 +30,7 @@ def report(
     """What `report.json` says. `outcome` and `failure` are read from the events unless the driver knows better.
     `prediction`: what prediction.json says."""
     started = tally.started
-    lowest = min(tally.finished.values(), key=lambda each: each.rank, default=None)
+    lowest = min(tally.finished.values(), key=lambda each: (not each.weights_sha256, each.rank), default=None)
     outcome = outcome or _outcome(tally)
     step_ms = _step_ms(tally.ranks)
     value = {
@@ -47,8 +47,8 @@ def report(
         "seconds": round(tally.seconds, 6),
         "start_up_seconds": _start_up_seconds(tally),
         "ended": tally.last_time,
-        "final_loss": lowest.final_loss if lowest else tally.loss,
-        "metrics": dict(lowest.metrics if lowest and lowest.metrics else tally.metrics),
+        "final_loss": lowest.final_loss if lowest and not tally.queue else tally.loss,
+        "metrics": dict(lowest.metrics if lowest and lowest.metrics and not tally.queue else tally.metrics),
         "target": _target(tally, target),
         "workers": tally.num_workers,
         "lanes": started.lanes if started else None,
@@ -90,7 +90,7 @@ def report(
         "folder": folder,
         "files": ["report.json", *(name for name in files if name != "report.json")] if folder else list(files),
     }
-    return value | {"prediction": reconcile(prediction, value)}
+    return value | {"prediction": reconcile(prediction, value, overlapping=tally.queue)}
 
 
 def _losses(tally: Tally) -> list[tuple[float, int, float]]:

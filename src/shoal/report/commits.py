@@ -8,11 +8,11 @@ The leader speaks for the run, but it may die, and whoever takes over has told s
 
 from collections.abc import Sequence
 
-from shoal.report.events import Changed, Finished, HandedOver, Resumed, Rewound, Steps, WorkerStarted
+from shoal.report.events import Changed, Finished, HandedOver, Resumed, Rewound, ServerLost, Steps, WorkerStarted
 
 DIGESTS_KEPT = 4096  # a step is told twice only around a change of leader, so the last ones will do
 
-CommitEvent = Steps | Resumed | Changed | Finished | HandedOver | WorkerStarted | Rewound
+CommitEvent = Steps | Resumed | Changed | Finished | HandedOver | WorkerStarted | Rewound | ServerLost
 
 
 class Commits:

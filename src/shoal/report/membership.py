@@ -62,7 +62,7 @@ class Membership:
         self._dead: set[Life] = set()
         self._wanted: list[tuple[float, int]] = []  # how many workers the run should have, since when
         self._open: dict[tuple[Life, str], Segment] = {}
-        self._served = False  # parameter servers keep workers in step: who is there takes part, without any epoch
+        self.free = False  # servers keep workers in step: who is there takes part, whatever epoch is told of
 
     @property
     def wanted(self) -> int | None:
@@ -107,7 +107,7 @@ class Membership:
                 self._want(event.workers, event.time)
             case RunStarted():
                 self._wanted = [(event.time, event.workers)]
-                self._served = event.servers > 0
+                self.free = event.servers > 0
             case Replaced():
                 self._appear(event.rank, event.life, event.time, STARTING)
                 self._want(max(self.wanted or 0, self._serving()), event.time)  # more than before: it was scaled
@@ -115,7 +115,7 @@ class Membership:
                 self._hello((event.rank, event.life), event.time)
             case Steps() if self.epoch is None and event.rank not in self.states:
                 self._hello((event.rank, 0), event.time - event.spent.total - event.lost)
-            case Changed():
+            case Changed() if not self.free:
                 return self._change(event)
             case WorkerLost():
                 life = (event.rank, event.life)
@@ -141,11 +141,6 @@ class Membership:
             case RunFinished():
                 self._close({life for life, _ in self._open}, (ALIVE, PARTICIPATING), event.time)
         return None
-
-    @property
-    def free(self) -> bool:
-        """Workers come and go by themselves: there are servers, and no epochs of members."""
-        return self._served and self.epoch is None
 
     def _leave(self, life: Life) -> None:
         if self.free and life in self._members:

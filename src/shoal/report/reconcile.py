@@ -24,8 +24,11 @@ LINES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def reconcile(prediction: Mapping[str, Any] | None, report: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`prediction`: what prediction.json says, `report`: the rest of report.json. None: the run has no prediction."""
+def reconcile(
+    prediction: Mapping[str, Any] | None, report: Mapping[str, Any], *, overlapping: bool = False
+) -> dict[str, Any] | None:
+    """`prediction`: what prediction.json says, `report`: the rest of report.json. None: the run has no prediction.
+    `overlapping`: workers do steps of their own at the same time, and only speeds can be compared."""
     if prediction is None:
         return None
     facts = {name: prediction.get(name) for name in ("cluster", "named", "calibration", "reason", "layout")}
@@ -33,6 +36,10 @@ def reconcile(prediction: Mapping[str, Any] | None, report: Mapping[str, Any]) -
     if seconds is None or prediction.get("layout") != report.get("layout"):
         # Of another layout than the one that ran: nothing is compared.
         return facts | dict.fromkeys(("step_ms", "evaluation_ms", "samples_per_second", "lines", "memory"))
+    if overlapping:
+        speeds = _pair(prediction["samples_per_second"], report.get("samples_per_second"))
+        unknown = dict.fromkeys(("step_ms", "evaluation_ms", "lines", "memory"))
+        return facts | unknown | {"samples_per_second": speeds}
     measured, evaluation = report["step_ms"], report.get("evaluation_ms") or 0.0
     speed = report.get("samples_per_second")
     return facts | {

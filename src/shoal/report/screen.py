@@ -176,7 +176,7 @@ def servers_line(tally: Tally) -> str | None:
         parts.append(f"{figures.rate(speed)} steps/s")
     stale = summed_up(servers.staleness)
     if stale:
-        parts.append(f"staleness {stale['mean']:.2g}, at the most {stale['max']}")
+        parts.append(f"staleness {stale['mean']:.2f}, at the most {stale['max']}")
     if servers.refused:
         parts.append(f"{sum(servers.refused.values()):,} refused")
     busy = {shard: share for shard in sorted(servers.served) if (share := servers.busy(shard)) is not None}

@@ -5,6 +5,7 @@ from typing import Any
 
 from shoal.report import figures
 from shoal.report.screen import histogram
+from shoal.report.servers import OF_GRADIENTS
 
 Report = Mapping[str, Any]
 Row = tuple[str, str]
@@ -30,22 +31,26 @@ def servers(report: Report) -> Iterator[Row]:
     parts = [] if found["updates_per_second"] is None else [f"{figures.rate(found['updates_per_second'])} updates/s"]
     stale = found["staleness"]
     if stale:
-        parts.append(f"staleness {stale['mean']:.2g} on average, at the most {stale['max']}")
+        parts.append(f"staleness {stale['mean']:.2f} on average, at the most {stale['max']}")
     if not parts:
         parts = ["nothing was told of what they did"]
     yield "servers", f"{figures.plural(found['servers'], 'server')}{mode}: {', '.join(parts)}"
     busy = [figures.percent(each["busy"]) for each in found["per_server"] if each["busy"] is not None]
-    if busy:
-        moved = f"{figures.size(found['bytes_in'])} in, {figures.size(found['bytes_out'])} out"
-        held = f"hold {figures.size(found['held_bytes'])}" if found["held_bytes"] else ""
-        yield "", ", ".join(part for part in (moved, f"busy {' '.join(busy)}", held) if part)
+    done = [f"busy {' '.join(busy)} of the time"] if busy else []
+    if found["bytes_in"] or found["bytes_out"]:
+        done.append(f"{figures.size(found['bytes_in'])} in, {figures.size(found['bytes_out'])} out")
+    if found["held_bytes"]:
+        done.append(f"{figures.size(found['held_bytes'])} of values and optimizer state")
+    if done:
+        yield "", ", ".join(done)
     for name, table in found["tables"].items():
         hot = ""
         if table["hottest"] and table["ranges"] > 1:
             hot = f", the hottest of {table['ranges']} ranges got {figures.percent(table['hottest'])} of the accesses"
         yield "", f"table {name}: {table['rows']:,} rows{hot}"
-    if found["refused"]:
-        yield "refused", _refused(found["refused"], found["refused_share"])
+    work = {why: number for why, number in found["refused"].items() if why in OF_GRADIENTS}
+    if work:
+        yield "refused", _refused(work, found["refused_share"])
 
 
 def _refused(causes: Mapping[str, int], share: float | None) -> str:

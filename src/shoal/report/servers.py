@@ -6,6 +6,8 @@ from typing import Any
 
 from shoal.report.events import PushesLost, Rewound, Served, ServerLost, ServerStarted
 
+# Why gradients are refused; for other causes it is requests, which are made again.
+OF_GRADIENTS = ("late", "ticket", "nonfinite", "shape", "dtype", "key", "row", "codec")
 ServerEvent = ServerStarted | ServerLost | PushesLost | Rewound | Served
 
 
@@ -80,7 +82,7 @@ class Servers:
             contributed = steps
         number = self._steps_per_update(mode)
         refused = self.refused
-        lost = sum(refused.values())
+        lost = sum(number for why, number in refused.items() if why in OF_GRADIENTS)
         return {
             "mode": mode or None,
             "servers": self.count or len(self.served),

@@ -50,7 +50,7 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     action: str = ""
     reason: str = ""  # told by those who left or joined; of a loss by those who went on
     outside: bool = False  # it did not take part, so nobody had to do anything
-    free: bool = False  # it took part, and nobody had to do anything: servers keep workers in step
+    free: bool = False  # it took part, and servers keep workers in step: there is no epoch without it
     # What the others did.
     epoch: int | None = None
     members: list[int] = []
@@ -76,7 +76,7 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Whether all is known that its first line should say."""
         match self.kind:
             case "lost" | "left" | "joined" | "regrouped":
-                return self.seconds is not None or self.outside or self.free or self.ends_the_run
+                return self.seconds is not None or self.outside or self.ends_the_run
             case "server" | "away":
                 return self.seconds is not None or self.ends_the_run
         return True
@@ -143,8 +143,7 @@ class Story:
                 self._replace(event)
             case HandedOver():
                 self._hand_over(event)
-            case Changed():
-                assert turn is not None
+            case Changed() if turn is not None:
                 self._change(event, turn)
             case Recovered():
                 self._recover(event)
@@ -286,6 +285,9 @@ class Story:
             for fault in self.faults:
                 if fault.epoch == change.change.epoch:
                     _attach(fault, change)
+        for fault in self.faults:
+            if fault.free and fault.seconds is None:
+                fault.seconds, fault.committed_at = event.seconds, event.time
 
     def _come_freely(self, event: WorkerStarted) -> None:
         """Where servers keep workers in step, whoever is there takes part."""

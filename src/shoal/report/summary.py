@@ -287,6 +287,10 @@ def _prediction(report: Report) -> Iterator[Row]:
     if found["reason"]:
         yield "predicted", f"nothing: {found['reason']}"
         return
+    if found["step_ms"] is None:
+        rates = [figures.rate(found["samples_per_second"][side] or 0.0) for side in ("predicted", "measured")]
+        yield "predicted", f"{rates[0]} samples/s, and {rates[1]} were measured; cluster: {found['cluster']}"
+        return
     lines, measured = found["lines"], found["step_ms"]["measured"]
     if measured is not None:
         digits = figures.decimals(measured)

@@ -201,7 +201,8 @@ class Tally:
             case Steps():
                 self._add_steps(event)
             case Evaluated():
-                self.evaluated = event
+                if self.evaluated is None or event.step >= self.evaluated.step or not self.queue:  # the last one done
+                    self.evaluated = event
                 self.evaluation_seconds += event.seconds
                 if event.target_reached and self.target_reached is None:
                     self.target_reached = event
@@ -231,9 +232,9 @@ class Tally:
                 self.commits.add(event)
             case Changed() | HandedOver():
                 self.commits.add(event)
-            case ServerStarted() | ServerLost() | PushesLost() | Served():
+            case ServerStarted() | PushesLost() | Served():
                 self.servers.add(event)
-            case Rewound():
+            case Rewound() | ServerLost():
                 self.servers.add(event)
                 self.commits.add(event)
             case Recovered():

@@ -12,7 +12,7 @@ a server no longer had when it came back, so that they were made again.
 """
 
 from shoal.report.commits import CommitEvent
-from shoal.report.events import Finished, Resumed, Steps
+from shoal.report.events import Finished, Resumed, ServerLost, Steps
 
 QUEUES = ("async", "stale", "groups")  # names of modes
 
@@ -27,7 +27,6 @@ class Updates:
 
     def __init__(self) -> None:
         self.began: int | None = None  # steps that were done before this sitting
-        self.step = 0  # done so far, the furthest that anybody told of
         self.told_lost_seconds = 0.0  # workers' seconds that went into no step
         self.samples_lost = self.samples_doubled = 0  # a ticket is applied once, whoever pushes it
         self._told = 0  # steps that workers said they did
@@ -36,6 +35,13 @@ class Updates:
         self._last = 0.0
         self._spent = 0.0  # workers' seconds in steps
         self._resumed = 0
+        self._furthest = 0  # that anybody told of, which may be behind
+        self._forgot = False  # a server was lost, perhaps with updates that are made again
+
+    @property
+    def step(self) -> int:
+        """Done so far."""
+        return self._furthest if self._forgot else max(self._furthest, self._resumed + self._told)
 
     @property
     def steps(self) -> int:
@@ -78,16 +84,17 @@ class Updates:
             case Steps():
                 self._tell(event)
             case Resumed() if self.began is None:
-                self._resumed = self.step = event.step
+                self._resumed = self._furthest = event.step
             case Finished():
-                self.step = max(self.step, event.step)
+                self._furthest = max(self._furthest, event.step)
+            case ServerLost():
+                self._furthest, self._forgot = self.step, True
 
     def _tell(self, event: Steps) -> None:
         self._spent += event.spent.total
         self.told_lost_seconds += event.lost
-        self.step = max(self.step, event.step)
-        if self.began is None:
-            self.began = min(self._resumed, event.step)
+        self._furthest = max(self._furthest, event.step)
+        self.began = self._resumed
         begin = event.time - event.spent.total - event.lost
         self._first = begin if self._first is None else min(self._first, begin)
         self._last = max(self._last, event.time)

@@ -139,6 +139,8 @@ def _aftermath(fault: Fault) -> Iterator[str]:
     if fault.epoch is None or fault.ends_the_run:
         if fault.action:
             yield fault.action
+        if fault.free:
+            yield from _commit(fault)
         return
     members = " ".join(str(worker) for worker in fault.members)
     if fault.redone:

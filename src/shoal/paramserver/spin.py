@@ -1,0 +1,36 @@
+"""Looking again for a moment before sleeping: to fall asleep and be woken takes longer than most answers do.
+
+But a core that looks is one that nobody else has. So it is done only while it pays: where it was in vain several times
+in a row (answers take long, or there are more processes than cores) it is left for a while, and tried now and then.
+"""
+
+import os
+import time
+
+SPIN_SECONDS = 200e-6  # of one attempt
+MOST_CREDIT = 8
+TRY_AGAIN = 64  # waits
+
+
+class Spin:
+    def __init__(self) -> None:
+        self._credit = MOST_CREDIT if len(os.sched_getaffinity(0)) > 1 else -1  # one core: never
+        self._skipped = 0
+
+    def until(self) -> float:
+        """When to stop looking, by `time.perf_counter`; 0: do not begin."""
+        if self._credit > 0:
+            return time.perf_counter() + SPIN_SECONDS
+        if self._credit == 0:
+            self._skipped += 1
+            if self._skipped >= TRY_AGAIN:
+                self._skipped = 0
+                return time.perf_counter() + SPIN_SECONDS
+        return 0.0
+
+    def paid(self, found: bool) -> None:
+        """Whether something came while looking."""
+        if found:
+            self._credit = min(MOST_CREDIT, self._credit + 2)
+        elif self._credit > 0:
+            self._credit -= 1

@@ -1,0 +1,543 @@
+"""Parameter servers in a world that goes wrong: no push is lost unseen, none counts twice.
+
+    run(1234)                                                        one seed: the cases that it met, or Broken
+    python -m shoal.testing.simulation --servers --seed 1234 --trace that seed, event by event
+    make simulate                                                    many of them, after those of the membership
+
+Real are the shard, its desk and pace, and the client's session; played are clock, connections, disks, and the ends of
+processes. What connections carry keeps its order, but single frames are lost, and come twice, at any later time. An
+update adds 1 to one number of the table that stands for it alone, so what was lost or doubled is arithmetic.
+
+    push     every worker pushes by itself                 I1 what was acknowledged is there, or told as lost: exactly
+    queue    async, stale, groups: tickets                 I2 nothing is applied twice
+    meet     sync, quorum: steps, with rewinds             I3 nothing is taken for a repetition that was not applied
+                                                           I4 versions do not fall   I9 sync is the single process
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.paramserver.cut import cut_dense
+from shoal.paramserver.desk import Desk, Guest
+from shoal.paramserver.frames import Frame
+from shoal.paramserver.messages import Declare, DenseSpec, Done, Next, Push, Put, Refused, Request, Slot, Values, Who
+from shoal.paramserver.modes import Mode
+from shoal.paramserver.pace import Pace
+from shoal.paramserver.shard import Answer, Shard
+from shoal.paramserver.snapshot import Captured
+from shoal.testing.simulation.laws import Broken
+from shoal.testing.simulation.peers import LANES, SCRIPTS, TABLE, Link, Peer, chain
+
+BOUND = 60.0  # seconds from the end of all faults to the end of the run
+MOST_EVENTS = 100_000
+ALIGNED = 64  # numbers; a shard's memory is laid out in such
+KEPT = 2  # snapshots of a shard
+SETTER = Who(1 << 20, 1)  # declares the table and gives its first values
+
+CASES = (
+    "a request was lost",
+    "a request came twice",
+    "a repeated order was answered again",
+    "an order came too early",
+    "an answer was lost",
+    "a connection broke",
+    "a worker was replaced",
+    "an older process of a worker was turned away",
+    "a server came back",
+    "a server came back with the snapshot before the newest",
+    "acknowledged orders were lost, and told",
+    "unanswered orders closed up",
+    "a ticket was pushed twice",
+    "a ticket was given to another",
+    "a group did a ticket again",
+    "a worker was too far ahead",
+    "a worker was late",
+    "servers were rewound",
+    "a step was done again",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    mode: str  # "push", or as --sync has it
+    workers: int
+    shards: int
+    steps: int  # in all; of each worker where it pushes by itself
+    window: int  # pushes that are under way at a time
+    drops: float  # of requests, and of answers
+    doubles: float  # of requests
+    delays: float  # frames that take their time
+    breaks: float  # of connections, by frame
+    keeps: float  # seconds between snapshots
+    torn: float  # newest snapshots that do not verify
+    crashes: tuple[tuple[float, int], ...] = ()  # when, which server
+    deaths: tuple[tuple[float, int], ...] = ()  # when, which worker
+    heals: float = 2.0  # when all faults end
+
+
+MODES = ("push", "push", "push", "async", "stale:0", "stale:2", "groups:2", "sync", "sync", "quorum:0.6")
+
+
+def draw(random: Random) -> Plan:
+    def often(share: float, *values: float) -> float:
+        return random.choice(values) if random.random() < share else 0.0
+
+    mode = random.choice(MODES)
+    workers, shards = random.choice((1, 2, 3, 4)), random.choice((1, 2, 2, 3))
+    workers = max(2, workers) if mode == "groups:2" else workers
+    heals = random.uniform(0.5, 2.5)
+    some = random.choice((0, 0, 1, 1, 2, 3))
+    deaths = random.choice((0, 0, 1, 2))
+    return Plan(
+        mode=mode,
+        workers=workers,
+        shards=shards,
+        steps=random.randint(3, 10),
+        window=random.choice((1, 1, 2, 4)),
+        drops=often(0.6, 0.05, 0.2),
+        doubles=often(0.6, 0.05, 0.2),
+        delays=often(0.5, 0.05, 0.2),
+        breaks=often(0.4, 0.01, 0.05),
+        keeps=random.choice((0.1, 0.3, 1.0)),
+        torn=often(0.3, 0.3),
+        crashes=tuple(sorted((random.uniform(0.05, heals), random.randrange(shards)) for _ in range(some))),
+        deaths=tuple(sorted((random.uniform(0.05, heals), random.randrange(workers)) for _ in range(deaths))),
+        heals=heals,
+    )
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+
+class Watched(Shard):
+    """A shard whose every answer is held against what it has been asked."""
+
+    world: "World"
+
+    def begin(self, world: "World") -> None:
+        self.world = world
+        self.taken: dict[Who, list[int]] = {}  # tags of a worker's orders, in the order in which they were applied
+
+    def handle(
+        self, who: Who, tag: int, sequence: int, epoch: int, request: Request, tensors: Sequence[Tensor] = ()
+    ) -> list[Answer]:
+        world, taken = self.world, self.taken.setdefault(who, [])
+        refused = self.refused["ticket"]
+        answers = super().handle(who, tag, sequence, epoch, request, tensors)
+        own = next((each.reply for each in answers if each.to == who and each.tag == tag), None)
+        code = own.code if isinstance(own, Refused) else ""
+        if code == "incarnation":
+            return answers
+        if sequence > len(taken) + 1:
+            world.holds(code == "gap", f"order {sequence} was taken after order {len(taken)}")
+            world.meets("an order came too early")
+        elif sequence:
+            world.holds(code != "gap", f"order {sequence} was refused as too early after order {len(taken)}")
+            if sequence == len(taken) + 1:
+                taken.append(tag)
+            else:
+                world.meets("a repeated order was answered again")
+                world.holds(taken[sequence - 1] == tag, f"order {sequence} is {tag} now, and was {taken[sequence - 1]}")
+        if isinstance(request, Next) and own is None and self._too_far_ahead(who):
+            world.meets("a worker was too far ahead")
+        if isinstance(request, Push) and isinstance(own, Done | Values):
+            at = int(tensors[0].argmin())
+            times = float(self.numbers[at])
+            if self.refused["ticket"] > refused:
+                world.meets("a ticket was pushed twice")
+            world.holds(times == 1.0, f"number {at} was acknowledged, and was applied {times:g} times")
+        return answers
+
+    def _too_far_ahead(self, who: Who) -> bool:
+        queue = self.pace.queue if self.pace is not None else None
+        return queue is not None and queue._too_far_ahead(queue._party(who.worker))
+
+    @property
+    def numbers(self) -> Tensor:
+        return self.tables.dense[TABLE].parameters[0].detach()
+
+
+@dataclass
+class Kept:
+    captured: Captured
+    taken: dict[Who, int]  # how many orders of each
+
+
+class Host:
+    """A server: one process after another, and its disk."""
+
+    def __init__(self, world: "World", number: int) -> None:
+        self.world, self.number = world, number
+        self.boot = 0
+        self.up = False
+        self.kept: list[Kept] = []
+        self.writing: Kept | None = None
+        self.connections: list[Connection] = []
+        self.history: dict[Who, list[int]] = {}
+        self.start()
+
+    def start(self) -> None:
+        world, plan = self.world, self.world.plan
+        self.boot, self.up, self.writing = self.boot + 1, True, None
+        pace = None
+        if self.number == 0 and plan.mode != "push":
+            pace = Pace(Mode.read(plan.mode), plan.workers, plan.steps)
+        self.shard = Watched(shard=self.number, shards=plan.shards, boot=self.boot, pace=pace, kept=self._of_step)
+        self.shard.begin(world)
+        self.desk = Desk(self.shard, number=self.number, count=plan.shards)
+        if self.kept:
+            if len(self.kept) > 1 and world.chance(plan.torn):
+                self.kept.pop()
+                world.meets("a server came back with the snapshot before the newest")
+            newest = self.kept[-1]
+            self.shard.restore(newest.captured)
+            self.shard.taken = {who: self.history[who][:count] for who, count in newest.taken.items()}
+            world.meets("a server came back")
+        else:
+            self._fill()
+        self.shard.stood([each.captured.step for each in self.kept])
+        world.note("server %d begins, process %d, version %d", self.number, self.boot, self.shard.version)
+        world.after(world.plan.keeps, self.keep, self.boot)
+
+    def _fill(self) -> None:
+        spec = self.world.spec
+        orders: list[tuple[Request, list[Tensor]]] = [(Declare(TABLE, spec), [])]
+        orders.append((Put([Slot(TABLE)], fill=True), [torch.zeros(self.world.size)]))
+        for number, (request, tensors) in enumerate(orders, 1):
+            (answer,) = self.shard.handle(SETTER, number, number, 0, request, tensors)
+            assert isinstance(answer.reply, Done), answer
+        self.write()
+        self.stands()
+
+    def _of_step(self, step: int) -> Captured:
+        return next(each.captured for each in reversed(self.kept) if each.captured.step == step)
+
+    # -- its disk -----------------------------------------------------------------------------------------------------
+
+    def keep(self, boot: int) -> None:
+        """Now and then, where steps are not kept as they are applied."""
+        if self.up and boot == self.boot:
+            if not self.world.lockstep:
+                self.write()
+            self.world.after(self.world.plan.keeps, self.keep, boot)
+
+    def write(self) -> None:
+        if self.writing is not None:
+            self.stands()
+        self.shard.begun()
+        taken = {who: len(tags) for who, tags in self.shard.taken.items()}
+        self.history.update({who: list(tags) for who, tags in self.shard.taken.items()})
+        self.writing = Kept(self.shard.capture(copy=True), taken)
+        self.world.after(self.world.random.uniform(0.0, 0.15), self.stands, self.writing)
+
+    def stands(self, which: Kept | None = None) -> None:
+        if self.writing is None or (which is not None and which is not self.writing):
+            return
+        kept, self.writing = self.writing, None
+        self.kept = [each for each in self.kept if each.captured.step < kept.captured.step or not self.world.lockstep]
+        self.kept = [*self.kept, kept][-KEPT:]
+        self.desk.tell(self.shard.stood([each.captured.step for each in self.kept]))
+
+    # -- its connections ----------------------------------------------------------------------------------------------
+
+    def take(self, connection: "Connection", frame: Frame) -> None:
+        if connection.guest is None or connection.guest.ended or not self.up:
+            return
+        self.desk.take(connection.guest, frame)
+        if self.shard.due:
+            self.write()
+
+    def crash(self) -> None:
+        if not self.up or (self.world.lockstep and any(peer.finished for peer in self.world.peers)):
+            return  # in lockstep nobody is left to do steps again when one has what it needs: the driver ends the run
+        self.up = False
+        self.world.note("server %d dies, version %d", self.number, self.shard.version)
+        self.world.at_most_once(self)
+        for connection in self.connections:
+            connection.closes(server_too=False)
+        self.connections = []
+        self.world.after(self.world.random.uniform(0.05, 0.4), self.start)
+
+
+@dataclass(eq=False)
+class Connection:
+    """Both ways; what it carries arrives in order, unless it comes twice."""
+
+    world: "World"
+    link: Link
+    host: Host
+    open: bool = True
+    guest: Guest | None = None
+    last: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+
+    def carry(self, frame: Frame, *, up: bool) -> None:
+        world, plan = self.world, self.world.plan
+        if not self.open:
+            return
+        greeting = frame.tag == 0
+        if world.chance(plan.breaks) or (greeting and world.chance(plan.drops / 4)):
+            world.meets("a connection broke")
+            self.closes()
+            return
+        if not greeting and world.chance(plan.drops):
+            world.meets("a request was lost" if up else "an answer was lost")
+            return
+        if not up:  # sent now: the shard's memory changes
+            tensors = [tensor.clone() for tensor in frame.tensors]
+            frame = Frame(frame.kind, frame.worker, frame.incarnation, 0, frame.tag, frame.epoch, frame.meta, tensors)
+        self.last[up] = max(self.last[up], world.now + world.delay())
+        world.at(self.last[up], self.arrives, frame, up)
+        if up and not greeting and world.chance(plan.doubles):
+            world.meets("a request came twice")
+            world.at(self.last[up] + world.delay() * world.random.choice((0, 1, 10)), self.arrives, frame, up)
+
+    def arrives(self, frame: Frame, up: bool) -> None:
+        if not self.open:
+            return
+        if up:
+            self.host.take(self, frame)
+        else:
+            self.link.peer.hear(self.link, self, frame)
+
+    def closes(self, *, server_too: bool = True) -> None:
+        """Each end notices in its own time."""
+        if not self.open:
+            return
+        self.open = False
+        world = self.world
+        world.after(world.random.uniform(0.0, 0.1), self.link.lost, self)
+        if server_too:
+            world.after(world.random.uniform(0.0, 0.3), self._server_notices)
+
+    def _server_notices(self) -> None:
+        if self in self.host.connections and self.guest is not None:
+            self.host.connections.remove(self)
+            self.host.desk.end(self.guest, "left", "")
+
+    # The server's end, as a transport.
+
+    def send(self, frame: Frame) -> None:
+        self.carry(frame, up=False)
+
+    def receive(self) -> None:
+        return None
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        """What was sent before arrives."""
+        self.world.at(max(self.world.now, self.last[False]), lambda: self.closes(server_too=False))
+
+
+# -- the world --------------------------------------------------------------------------------------------------------
+
+
+class World:
+    def __init__(self, seed: int, trace: bool = False, **planned: Any) -> None:
+        self.random = Random(seed)
+        drawn = draw(self.random)
+        self.plan = Plan(**{**{name: getattr(drawn, name) for name in drawn.__dataclass_fields__}, **planned})
+        self.now = 0.0
+        self.trace: list[str] | None = [] if trace else None
+        self.met: set[str] = set()
+        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.count = 0
+        plan = self.plan
+        self.lockstep = plan.mode != "push" and Mode.read(plan.mode).lockstep
+        self.size = self._numbers()
+        names = [f"numbers {shard}" for shard in range(plan.shards)]
+        self.spec = DenseSpec(names, [[self.size]] * plan.shards, ["float32"] * plan.shards, "sgd", {"lr": 1.0})
+        assert all(len(parts) == 1 for parts in cut_dense(self.spec, plan.shards))
+        self.ids = 0  # numbers of the table that pushes stand for
+        self.truth = chain(plan.steps, plan.shards, self.size) if plan.mode == "sync" else []
+        self.meetings: dict[tuple[int, int], list[int]] = {}  # (epoch, step) -> who is in
+        self.given: dict[int, Who] = {}  # ticket -> who was given it first
+        self.barriers: dict[tuple[Any, ...], dict[Peer, Callable[[bool], None]]] = {}
+        self.hosts = [Host(self, number) for number in range(plan.shards)]
+        self.peers: list[Peer] = []
+        self.workers: dict[int, Peer] = {}
+
+    def _numbers(self) -> int:
+        plan = self.plan
+        least = plan.workers * plan.steps * 4 if plan.mode == "push" else plan.steps * LANES
+        return -(-least // ALIGNED) * ALIGNED
+
+    # -- the clock ----------------------------------------------------------------------------------------------------
+
+    def at(self, time: float, what: Callable[..., None], *arguments: Any) -> None:
+        self.count += 1
+        heappush(self.events, (time, self.count, what, arguments))
+
+    def after(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
+        self.at(self.now + seconds, what, *arguments)
+
+    def chance(self, share: float) -> bool:
+        """Of something that goes wrong: nothing does after all has healed."""
+        return share > 0.0 and self.now < self.plan.heals and self.random.random() < share
+
+    def delay(self) -> float:
+        seconds = 0.001 + 0.01 * self.random.random()
+        return seconds + self.random.uniform(0.05, 0.5) if self.chance(self.plan.delays) else seconds
+
+    def note(self, text: str, *arguments: Any) -> None:
+        if self.trace is not None:
+            self.trace.append(f"{self.now:7.3f}  {text % arguments}")
+
+    def meets(self, case: str) -> None:
+        assert case in CASES, case
+        self.met.add(case)
+
+    def holds(self, law: bool, text: str) -> None:
+        if not law:
+            raise Broken(text)
+
+    def run(self) -> set[str]:
+        plan = self.plan
+        for worker in range(plan.workers):
+            self.after(self.random.uniform(0.0, 0.05), self.begin, worker)
+        for time, number in plan.crashes:
+            self.at(time, self.hosts[number].crash)
+        for time, worker in plan.deaths:
+            self.at(time, self.kill, worker)
+        bound = plan.heals + BOUND
+        while self.events and self.now < bound and self.count < MOST_EVENTS:
+            self.now, _, what, arguments = heappop(self.events)
+            what(*arguments)
+            if self.now > plan.heals and self._over():
+                self._final()
+                return self.met
+        raise Broken(f"no end in sight: {'; '.join(map(str, self.workers.values()))}")
+
+    def _over(self) -> bool:
+        return (
+            len(self.workers) == self.plan.workers
+            and all(peer.finished for peer in self.workers.values())
+            and all(host.up for host in self.hosts)
+            and all(link.settled for peer in self.workers.values() for link in peer.links if not peer.dead)
+        )
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def begin(self, worker: int) -> None:
+        peer = Peer(self, worker)
+        self.peers.append(peer)
+        self.workers[worker] = peer
+        self.note("worker %d begins", worker)
+        peer.start(SCRIPTS["push" if self.plan.mode == "push" else "meet" if self.lockstep else "queue"])
+
+    def kill(self, worker: int) -> None:
+        """Or it is only taken for dead, and goes on until it hears of its successor. One that was never let in would be
+        taken for the successor's successor: two new processes of one worker cannot be told apart."""
+        peer = self.workers.get(worker)
+        if peer is None or peer.replaced or peer.finished:
+            return
+        peer.replaced = True
+        self.meets("a worker was replaced")
+        if self.random.random() < 0.7 or not peer.who.incarnation:
+            peer.die()
+        self.note("worker %d is replaced; its old process %s", worker, "is dead" if peer.dead else "lives")
+        self.after(self.random.uniform(0.05, 0.3), self.begin, worker)
+
+    def dial(self, link: Link) -> Connection | None:
+        host = self.hosts[link.shard]
+        if not host.up:
+            return None
+        connection = Connection(self, link, host)
+        host.connections.append(connection)
+        connection.guest = Guest(connection, f"worker {link.peer.worker}")
+        self.after(self.delay(), self._greet, connection)
+        return connection
+
+    def _greet(self, connection: Connection) -> None:
+        if connection.open and connection.guest is not None:
+            connection.host.desk.greet(connection.guest)
+
+    # -- laws ---------------------------------------------------------------------------------------------------------
+
+    def at_most_once(self, host: Host) -> None:
+        """I2."""
+        if self.plan.mode != "sync":
+            most = float(host.shard.numbers.max())
+            self.holds(most <= 1.0, f"server {host.number}: something was applied {most:g} times")
+
+    def lost(self, link: Link, told: int) -> None:
+        """What a worker tells as lost when a server comes back is what the server does not have: I1."""
+        there = set(self.hosts[link.shard].shard.taken.get(link.peer.who, ()))
+        missing = {tag for tag in link.acknowledged if tag not in there} - link.missing
+        self.holds(
+            told == len(missing), f"{link}: {told} orders were told as lost, and {len(missing)} are: {sorted(missing)}"
+        )
+        link.missing |= missing
+        if missing:
+            self.meets("acknowledged orders were lost, and told")
+
+    def met_at(self, epoch: int, step: int, workers: list[int]) -> None:
+        known = self.meetings.setdefault((epoch, step), workers)
+        self.holds(known == workers, f"step {step} was closed by {known}, and by {workers}")
+
+    def same(self, link: Link, step: int, values: Tensor) -> None:
+        """I9."""
+        if self.truth and step >= 0:
+            wanted = self.truth[step][link.shard]
+            if not torch.equal(values, wanted):
+                raise Broken(f"{link}: step {step} gave {values.tolist()}, one process {wanted.tolist()}")
+
+    def _final(self) -> None:
+        plan = self.plan
+        for host in self.hosts:
+            self.at_most_once(host)
+        if plan.mode == "sync":
+            for host in self.hosts:
+                self.holds(host.shard.step == plan.steps, f"server {host.number} is at step {host.shard.step}")
+                self.holds(bool(torch.equal(host.shard.numbers, self.truth[-1][host.number])), "not the same bits")
+        elif self.lockstep:
+            self._quorums()
+        else:
+            self._pushes()
+
+    def _quorums(self) -> None:
+        """Whoever was in is in, and nobody else; on all servers alike."""
+        for step in range(self.plan.steps):
+            epoch = max(epoch for epoch, at in self.meetings if at == step)
+            lanes = {lane for worker in self.meetings[epoch, step] for lane in range(*self.workers[worker].span)}
+            for host in self.hosts:
+                there = {lane for lane in range(LANES) if host.shard.numbers[step * LANES + lane] == 1.0}
+                self.holds(there == lanes, f"step {step} has lanes {there} on server {host.number}, and not {lanes}")
+
+    def _pushes(self) -> None:
+        """I1: what was acknowledged is there. Else it was told as lost, or nobody lives who could tell."""
+        queue = self.plan.mode != "push"
+        for host in self.hosts:
+            there = {at for at, times in enumerate(host.shard.numbers.tolist()) if times}
+            excused: set[int] = set()
+            for peer in self.peers:
+                link = peer.links[host.number]
+                gone = {at for tag, at in link.pushed.items() if tag in link.missing}
+                if peer.dead and link.boot != host.boot:
+                    gone |= {at for tag, at in link.pushed.items() if tag in link.acknowledged}
+                excused |= gone
+                lacking = {at for tag, at in link.pushed.items() if tag in link.acknowledged} - there - gone
+                self.holds(not lacking, f"{link}: {sorted(lacking)} were acknowledged, and are neither there nor lost")
+            if queue:
+                lacking = set(range(self.plan.steps)) - there - excused
+                self.holds(not lacking, f"server {host.number} lacks tickets {sorted(lacking)}")
+
+
+def run(seed: int, **planned: Any) -> set[str]:
+    """The cases that a seed met. Raises Broken with the story of the seed if a law did not hold."""
+    try:
+        return World(seed, **planned).run()
+    except Broken:
+        pass
+    world = World(seed, trace=True, **planned)
+    try:
+        return world.run()
+    except Broken as broken:
+        raise Broken(f"seed {seed}: {broken}\n{world.plan}\n" + "\n".join(world.trace or [])) from None

@@ -1,0 +1,119 @@
+"""The examples with parameter servers do what their first lines promise: they learn, and say how much."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import command
+import shoal
+from shoal.load import load_job
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+CHANCE = 0.5
+RANDOM_PLAY = 22  # steps that CartPole's pole stands when nobody cares
+
+
+def sizes(monkeypatch: pytest.MonkeyPatch, **given: int) -> None:
+    monkeypatch.delenv("SHOAL_DATA", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(f"SHOAL_{name}", str(value))
+
+
+# -- recommender ------------------------------------------------------------------------------------------------------
+
+
+def test_the_recommender_learns_what_people_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes(monkeypatch, STEPS=60, BATCH=512, PEOPLE=50, ITEMS=2000, CLICKS=20_000)
+    job = load_job(str(EXAMPLES / "recommender.py"))
+    report = shoal.train(job.changed(evaluate_every=60), workers=2, servers=2, sync="async", quiet=True)
+    assert report.metrics["auc"] > CHANCE + 0.1
+    assert report.steps == 60
+
+
+def test_the_recommenders_clicks_follow_tastes_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes(monkeypatch, CLICKS=20_000)
+    told = runpy.run_path(str(EXAMPLES / "recommender.py"))
+    assert 0.75 < told["best"] < 0.9
+    scores = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])
+    assert told["auc"](scores, torch.tensor([0, 0, 1])).item() == pytest.approx((1 + 0 + 0.5) / 3)
+    counts = told["shown"].flatten().bincount().sort(descending=True).values
+    assert counts[:20].sum() > 0.25 * counts.sum(), "few items are shown all the time"
+    assert (counts > 0).sum() > 2000, "and many now and then"
+
+
+# -- skip-gram --------------------------------------------------------------------------------------------------------
+
+
+def test_skip_grams_find_neighbours_and_the_report_has_their_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes(monkeypatch, STEPS=100, BATCH=1024, WIDTH=16)
+    told = runpy.run_path(str(EXAMPLES / "skipgram.py"))
+    job: shoal.Job = told["job"]
+    report = shoal.train(job.changed(evaluate_every=100), workers=2, servers=2, sync="sync", quiet=True)
+    assert report.metrics["neighbours"] > CHANCE + 0.04
+    model = report.model()
+    centre, around, right = job.evaluate
+    with torch.no_grad():
+        again: Tensor = told["neighbours"](model(centre, around), right)
+    assert again.item() == pytest.approx(report.metrics["neighbours"]), "rows of the servers, not new ones"
+    close = told["nearest"](model, "class")
+    assert len(set(close)) == 5 and "class" not in close
+
+
+def test_skip_grams_keep_paragraphs_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes(monkeypatch)
+    words = ["".join(chr(97 + digit) for digit in divmod(number, 26)) for number in range(200)]
+    # Two words that only occur together, five times over, in paragraphs of their own.
+    paragraphs = [f"{left} {right} {n * 'x'} 3 _" for left, right in zip(words[::2], words[1::2], strict=True)
+                  for n in range(5)]  # fmt: skip
+    (tmp_path / "words.txt").write_text("\n\n".join(paragraphs))
+    monkeypatch.setenv("SHOAL_DATA", str(tmp_path))
+    corpus = runpy.run_path(str(EXAMPLES / "skipgram.py"))["corpus"]
+    centre, neighbour = corpus.pairs(held_out=False)
+    pairs = {(corpus.words[a], corpus.words[b]) for a, b in zip(centre.tolist(), neighbour.tolist(), strict=True)}
+    allowed = set(zip(words[::2], words[1::2], strict=True)) | set(zip(words[1::2], words[::2], strict=True))
+    assert pairs and {pair for pair in pairs if not any(set(word) == {"x"} for word in pair)} <= allowed
+
+
+def test_skip_grams_say_how_much_text_they_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes(monkeypatch)
+    (tmp_path / "little.txt").write_text("a fish\n\nand another")
+    monkeypatch.setenv("SHOAL_DATA", str(tmp_path))
+    with pytest.raises(shoal.InputError, match="1 texts with 3 words in 2 paragraphs; at least 1,000 words in 20"):
+        load_job(str(EXAMPLES / "skipgram.py"))
+
+
+# -- CartPole ---------------------------------------------------------------------------------------------------------
+
+
+def last_mean(episodes: list[dict[str, Any]], number: int = 50) -> float:
+    last = [episode["steps"] for episode in episodes[-number:]]
+    return float(sum(last) / len(last))
+
+
+def test_asynchronous_actors_learn_to_keep_the_pole_up() -> None:
+    result = command.program(EXAMPLES / "cartpole.py", "--updates", "60", "--json", "--picture", "curve.svg")
+    assert result.code == 0, result.err
+    episodes = json.loads(result.out)["episodes"]
+    assert last_mean(episodes[:50]) < 1.5 * RANDOM_PLAY
+    assert last_mean(episodes) > 1.5 * RANDOM_PLAY
+    assert {episode["worker"] for episode in episodes} == {0, 1}
+    assert [episode["update"] for episode in episodes] == sorted(episode["update"] for episode in episodes)
+    assert Path("curve.svg").read_text().startswith("<?xml")
+
+
+def test_cartpole_under_shoal_run_draws_its_curve(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    result = command.Caller(capsys).good(
+        "run", EXAMPLES / "cartpole.py", "--workers", "2", "--servers", "1", "--json", "--", "--updates", "6"
+    )
+    said = Path(result.value["folder"], "worker-0.log").read_text()
+    assert "steps that the pole stood" in said and "● mean   ○ random play" in said
+    assert "updates; the last" in said.splitlines()[-1]

@@ -1,0 +1,213 @@
+"""Jobs through parameter servers: the same bits in lockstep, and faults in every mode."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from command import events
+from shoal.report.events import ServerStarted, decode
+
+SAMPLES, BATCH, STEPS = 150, 16, 24
+
+
+class Net(nn.Module):
+    """Batch statistics, dropout, a tied weight, a scalar, a parameter that never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 160)
+        self.norm = nn.BatchNorm1d(160)
+        self.drop = nn.Dropout(0.2)
+        self.back = nn.Linear(160, 160, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.unused = nn.Parameter(torch.ones(5))
+        self.last = nn.Linear(160, 3)
+        self.also = nn.Linear(160, 160, bias=False)
+        self.also.weight = self.back.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(torch.relu(self.norm(self.first(x))))
+        return self.last(self.also(torch.relu(self.back(x))) * self.scale)  # type: ignore[no-any-return]
+
+
+def mean_over_some(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """A mean with a count of its own."""
+    chosen = target > 0
+    return nn.functional.cross_entropy(output[chosen], target[chosen], reduction="sum"), int(chosen.sum())
+
+
+def data(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(SAMPLES, 12, generator=generator)
+    return x, (x[:, :4].sum(1) > 0).long() + (x[:, 0] > 0.5).long()
+
+
+def job(**more: Any) -> shoal.Job:
+    settings: dict[str, Any] = {
+        "model": Net,
+        "data": data(),
+        "loss": mean_over_some,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=3e-3),
+        "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5),
+        "clip_norm": 0.4,
+        "batch": BATCH,
+        "steps": STEPS,
+        "evaluate": data(1),
+    }
+    return shoal.Job(**(settings | more))
+
+
+def plain_job(**more: Any) -> shoal.Job:
+    model: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))  # noqa: E731
+    settings = {"model": model, "loss": nn.functional.cross_entropy, "clip_norm": None, "scheduler": None}
+    return job(**(settings | more))
+
+
+def train(this: shoal.Job, folder: Path, **how: Any) -> shoal.Report:
+    return shoal.train(this, run_dir=folder, quiet=True, **how)
+
+
+# -- the same bits ----------------------------------------------------------------------------------------------------
+
+
+def test_sync_has_the_bits_of_one_process_through_stops_and_other_numbers_of_servers(tmp_path: Path) -> None:
+    expected = train(job(), tmp_path / "alone")
+    found = train(job(), tmp_path / "served", workers=3, servers=2)
+    assert found.weights_sha256 == expected.weights_sha256
+    assert found.metrics == expected.metrics and found.final_loss == expected.final_loss
+
+    run = tmp_path / "switched"
+    with pytest.raises(shoal.Stopped):
+        train(job(), run, workers=2, servers=2, stop_after=7)
+    with pytest.raises(shoal.Stopped):
+        shoal.train(job(), resume=str(run), workers=2, servers=1, stop_after=15, quiet=True)
+    last = shoal.train(job(), resume=str(run), workers=2, servers=0, quiet=True)
+    assert last.weights_sha256 == expected.weights_sha256
+
+
+def test_bf16_weights_have_their_masters_on_the_servers(tmp_path: Path) -> None:
+    this = plain_job(precision="bf16-weights", clip_norm=0.4, steps=8)
+    expected = train(this, tmp_path / "alone")
+    assert train(this, tmp_path / "served", workers=2, servers=2).weights_sha256 == expected.weights_sha256
+
+
+class Clicks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = shoal.Embedding(10_000, 4, ids=lambda batch: batch[0], lr=0.1)
+        self.top = nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.words(ids).mean(1))  # type: ignore[no-any-return]
+
+
+def table_job() -> shoal.Job:
+    generator = torch.Generator().manual_seed(3)
+    ids = (torch.rand(128, 5, generator=generator) ** 3 * 10_000).long()
+    return shoal.Job(
+        model=Clicks,
+        data=(ids, ids[:, 0] % 2),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
+        batch=16,
+        steps=12,
+    )
+
+
+def test_tables_have_the_same_rows_on_any_number_of_servers_and_after_a_resume(tmp_path: Path) -> None:
+    expected = train(table_job(), tmp_path / "one", workers=1, servers=1)
+    found = train(table_job(), tmp_path / "more", workers=2, servers=3)
+    assert found.weights_sha256 == expected.weights_sha256
+    told = [event["tensors"] for event in events(tmp_path / "more", "finished") if event.get("tensors")]
+    assert len(told) == 1 and "words.rows" in told[0]
+    run = tmp_path / "resumed"
+    with pytest.raises(shoal.Stopped):
+        train(table_job(), run, workers=2, servers=2, stop_after=5)
+    assert shoal.train(table_job(), resume=str(run), servers=1, quiet=True).weights_sha256 == expected.weights_sha256
+    ids, rows = found.rows("words")
+    assert len(ids) == len(rows) > 100 and rows.shape[1] == 4
+    assert torch.equal(found.model().words(ids[:7]), rows[:7])
+
+
+def test_a_table_needs_servers(tmp_path: Path) -> None:
+    with pytest.raises(shoal.RunError, match=r"words is a shoal\.Embedding.*this run has none"):
+        train(table_job(), tmp_path / "run")
+    with pytest.raises(shoal.RunError, match="trains copies at the workers"):
+        train(table_job(), tmp_path / "local", workers=2, servers=1, sync="local:4")
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Fatal:
+    """A loss that once, in one worker's n-th call, kills that worker, or a server."""
+
+    def __init__(self, run: Path, *, worker: int, call: int, server: int | None = None) -> None:
+        self.run, self.worker, self.call, self.server, self.calls = run, worker, call, server, 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        mark = self.run.with_suffix(".killed")
+        mine = torch.is_grad_enabled() and int(os.environ.get("RANK", "-1")) == self.worker
+        if mine and self.calls >= self.call and not mark.exists():
+            mark.write_text("once")
+            os.kill(os.getpid() if self.server is None else self.pid(), signal.SIGKILL)
+        return nn.functional.cross_entropy(output, target)
+
+    def pid(self) -> int:
+        lines = (self.run / "events.jsonl").read_bytes().splitlines()
+        started = [event for event in map(decode, lines) if isinstance(event, ServerStarted)]
+        return next(event.pid for event in started if event.shard == self.server)
+
+
+@pytest.mark.parametrize("mode", ["sync", "quorum:0.6", "stale:2", "async", "groups:2"])
+def test_a_killed_worker_is_replaced(mode: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    this = plain_job(loss=Fatal(run, worker=1, call=12))
+    found = train(this, run, workers=3, servers=1, sync=mode)
+    assert found.steps == STEPS and found.value["outcome"] == "done"
+    assert [event["rank"] for event in events(run, "worker-lost")] == [1]
+    assert found.metrics["loss"] < 1.0
+    if mode == "sync":
+        assert found.weights_sha256 == train(plain_job(), tmp_path / "alone").weights_sha256
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_after_a_server_was_killed_lockstep_has_the_same_bits(shard: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    this = job(loss=Fatal(run, worker=1, call=20, server=shard), clip_norm=0.4)
+    found = train(this, run, workers=2, servers=2)
+    assert found.weights_sha256 == train(job(loss=nn.functional.cross_entropy), tmp_path / "alone").weights_sha256
+    assert [event["shard"] for event in events(run, "server-lost")] == [shard]
+    assert events(run, "rewound")[0]["step"] == 0 < events(run, "rewound")[0]["repeated"]
+
+
+def test_what_a_killed_server_had_acknowledged_is_told_as_lost(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    this = plain_job(loss=Fatal(run, worker=0, call=40, server=1))
+    found = train(this, run, workers=2, servers=2, sync="async")
+    lost = events(run, "pushes-lost")
+    assert found.value["outcome"] == "done" and {event["shard"] for event in lost} == {1}
+    assert sum(event["number"] for event in lost) == found.value["servers"]["pushes_lost"] > 0
+
+
+def test_local_steps_are_averaged(tmp_path: Path) -> None:
+    found = train(plain_job(), tmp_path / "run", workers=2, servers=1, sync="local:8,outer=nesterov")
+    assert found.steps == STEPS and found.metrics["loss"] < 1.0
+    (served,) = {event["updates"] for event in events(tmp_path / "run", "served") if event.get("final")}
+    assert served == STEPS // 8
+
+
+def test_a_report_tells_of_servers(tmp_path: Path) -> None:
+    found = train(plain_job(), tmp_path / "run", workers=2, servers=2, sync="stale:3")
+    told = msgspec.json.decode((tmp_path / "run" / "report.json").read_bytes())["servers"]
+    assert told["mode"] == "stale:3" and sum(told["staleness"]["histogram"].values()) >= STEPS
+    assert found.value["exact"] is False
