@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import torch
 import torch._dynamo  # optimizers load it at their first step; loaded here once, every forked process has it
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import shoal
@@ -86,11 +85,18 @@ def _parser() -> argparse.ArgumentParser:
 # -- the job ----------------------------------------------------------------------------------------------------------
 
 
+def digits() -> tuple[Tensor, Tensor]:
+    """Imported here: scikit-learn changes the environment of whoever loads it."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+
+
 def job_of(steps: int, *, slow: bool, notes: Path, seconds: float, target: bool = False) -> shoal.Job:
     """Handwritten digits. The loss takes a fixed time per sample; the slow worker's takes longer. Each call of it is
     noted with its time, by worker."""
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    x, y = digits()
     held_out = torch.arange(len(y)) % 5 == 0
 
     def loss(output: Tensor, label: Tensor) -> Tensor:

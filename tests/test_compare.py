@@ -75,7 +75,7 @@ def events_of(sync: str, losses: Sequence[float], *, step_seconds: float, target
             )
     if servers:
         staleness = {0: 10, 1: 30} if sync != "sync" else {}
-        refused = {"late": 4} if sync.startswith("quorum") else {}
+        refused = {"late": 4, "gap": 3} if sync.startswith("quorum") else {}
         events.append(
             Served(time=time, shard=0, version=30, updates=30, staleness=staleness, refused=refused, busy_seconds=1.0)
         )
@@ -166,6 +166,12 @@ def test_an_exact_run_is_preferred_where_it_comes_near() -> None:
     assert found is not None and found[0].run == "sync" and "this one is exact" in found[1]
     found = best([run("async", 4.0, False), run("sync", 4.3, True)])
     assert found is not None and found[0].run == "async" and "exact" not in found[1]
+
+
+def test_refused_work_and_its_share_stand_beside_each_other(call: Caller, tmp_path: Path) -> None:
+    for name, sync in (("aaaa", "sync"), ("bbbb", "quorum:0.5")):
+        make_run(tmp_path / "runs", name, sync)
+    assert row(call.good("compare", "aaaa", "bbbb"), "quorum:0.5")[-4:-1] == ["4", "(11.8", "%)"]
 
 
 def test_runs_alike_are_told_apart_by_their_ids(call: Caller, tmp_path: Path) -> None:
@@ -307,3 +313,20 @@ def test_a_mistake_is_told_before_anything_starts(
     result = call("compare", *arguments)
     assert result.code == 2 and text in result.err and "Traceback" not in result.err, result.err
     assert len(list((tmp_path / "runs").iterdir())) == 4
+
+
+def test_two_modes_for_real(call: Caller, tmp_path: Path) -> None:
+    write_job(tmp_path, fields="steps=6")
+    value = call.good("compare", "job.py", "--sync", "sync,async", "--json").value
+    sync, free = value["runs"]
+    assert [(run["mode"], run["servers"], run["workers"], run["steps"]) for run in value["runs"]] == [
+        ("sync", 1, 2, 6), ("async", 1, 2, 6),
+    ]  # fmt: skip
+    assert (sync["exact"], free["exact"]) == (True, False)
+    assert sync["staleness"] is None and 0 <= free["staleness"] <= free["staleness_max"]
+    assert sum(point[1] > 0 for point in free["curve"]) > 0 and free["curve"][-1][1] <= 6
+    folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert folders == sorted(run["run"] for run in value["runs"])
+    report = msgspec.json.decode((tmp_path / "runs" / free["run"] / "report.json").read_bytes())
+    assert report["samples"] == 6 * 16 and report["committed"]["samples_doubled"] == report["committed"]["untold"] == 0
+    assert sync["weights_sha256"] == call.train("job.py").sha256, "as one process has it"

@@ -2,7 +2,9 @@
 
 import os
 import random
+import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +41,7 @@ from shoal.paramserver.serve import Servers, connect
 from shoal.paramserver.server import Server
 from shoal.paramserver.session import Session
 from shoal.paramserver.shard import Shard
+from shoal.paramserver.snapshot import Snapshots
 
 # -- numbers and retries, pure -----------------------------------------------------------------------------------------
 
@@ -132,7 +135,6 @@ def test_every_order_is_applied_once_through_losses_and_restarts(seed: int) -> N
     assert len(set(applied)) == len(applied)
     assert len([order for order in acknowledged if order not in applied]) <= lost
     assert session.lost == lost
-    assert lost or boot == 1 or seed  # seeds differ; most lose something
 
 
 # -- a shard in this process -------------------------------------------------------------------------------------------
@@ -151,6 +153,8 @@ class Odd:
     def __init__(self, shard: int = 0, shards: int = 1) -> None:
         self.shard, self.shards, self.epoch, self.version = shard, shards, 0, 0
         self.sequence = 0
+        self.due, self.busy_seconds = False, 0.0
+        self.bytes_in = self.bytes_out = 0
         self.asked: list[tuple[int, Request]] = []
         self.answer: Callable[[Who, int, int, Request], list[Answer]] = lambda who, tag, sequence, request: []
 
@@ -209,7 +213,7 @@ def test_a_gap_is_closed_by_sending_again_from_there() -> None:
     with Client([shard]) as client:
         futures = [client.request(0, Put([])) for _ in range(4)]
         assert [future.wait()[0].version for future in futures] == [1, 2, 3, 4]
-    assert [sequence for sequence, _ in shard.asked] == [1, 2, 3, 2, 3, 4]
+    assert [sequence for sequence, _ in shard.asked] == [1, 2, 3, 4, 2, 3, 4]
 
 
 def test_what_is_refused_is_raised_once_somebody_looks() -> None:
@@ -353,7 +357,7 @@ def test_rows_that_are_not_there_are_told(client: Client) -> None:
         table.push(torch.tensor([1]), torch.ones(1, 3))
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "topk:0.5", "bf16"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "topk:0.3", "bf16"])
 def test_compressed_pushes_come_to_the_same_in_the_end(codec: str) -> None:
     """With error feedback nothing is lost, only late; without, it is within the compressor's price."""
     with Client([Shard(shard=shard, shards=2) for shard in range(2)], compress=codec) as client:
@@ -403,8 +407,6 @@ def test_a_server_that_is_not_there_is_named_with_the_time(tmp_path: Path) -> No
 
 def test_what_is_no_server_is_told(tmp_path: Path) -> None:
     """Something else listens there, and says nothing."""
-    import socket
-
     other = socket.create_server(("127.0.0.1", 0))
     with pytest.raises(ServerUnreachable, match="it takes the connection, and does not answer"):
         Client([f"tcp://127.0.0.1:{other.getsockname()[1]}"], timeout=0.1)
@@ -447,7 +449,8 @@ def test_a_newer_process_of_a_worker_ends_the_older_one() -> None:
 
 def test_a_folder_is_served_by_one_process(tmp_path: Path) -> None:
     with Servers(1, folder=tmp_path) as servers:
-        with pytest.raises(InputError, match=f"shard 0 is already served by process {servers.pids[0]}"):
+        served = f"shard 0 is already served by process {servers.pids[0]}"
+        with pytest.raises(InputError, match=served):
             Servers(1, folder=tmp_path)
 
 
@@ -484,7 +487,7 @@ def test_a_server_that_is_killed_goes_on_from_its_snapshot_and_says_what_is_lost
         assert counted(table) == 5 + 2
         assert client.lost == 3
         assert client.boots == [2]
-        assert [notice for notice in notices if isinstance(notice, Lost)] == [Lost(0, 3)]
+        assert [notice for notice in notices if isinstance(notice, Lost)] == [Lost(0, 3, updates=3)]
         away = [notice for notice in notices if isinstance(notice, Away)]
         assert [notice.seconds is None for notice in away] == [True, False]
         assert away[0].address == servers.addresses[0]
@@ -521,10 +524,7 @@ def test_a_broken_connection_changes_nothing() -> None:
         for turn in range(30):
             futures.append(table.push([torch.ones(2000)] * 4))
             if turn % 7 == 3:
-                link = client._links[0]
-                if link.wire is not None:
-                    os.close(os.dup(link.wire.fileno()))
-                    link.wire._socket.shutdown(2)  # type: ignore[union-attr]
+                client._links[0].wire._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
             if turn % 5 == 0:
                 futures[-1].wait()
         assert sorted(future.wait() for future in futures) == list(range(1, 31))
@@ -548,19 +548,26 @@ def test_a_server_that_is_stopped_is_noticed() -> None:
     with Servers(1) as servers, Client(servers.addresses, timeout=0.4) as client:
         os.kill(servers.pids[0], signal.SIGSTOP)
         try:
-            with pytest.raises(ServerUnreachable, match="no word from it|does not answer"):
+            with pytest.raises(ServerUnreachable, match=r"no word from it|does not answer"):
                 client.request(0, Stats()).wait()
         finally:
             os.kill(servers.pids[0], signal.SIGCONT)
 
 
 def test_an_answer_that_takes_long_is_waited_for() -> None:
-    """A parked order is no sign of death, as long as the server says that it lives."""
-    shard = Odd()
-    with Client([shard], timeout=0.1) as client:
-        future = client.request(0, Put([]))
-        with pytest.raises(RunError):
-            future.wait(0.01)
+    """An order that is parked is no sign of death, as long as the server answers when it is asked whether it lives."""
+    notices: list[Notice] = []
+
+    def made(shard: int, shards: int, boot: int) -> Odd:
+        odd = Odd(shard, shards)
+        odd.answer = lambda who, tag, sequence, request: [] if sequence else [Answer(who, tag, Done(1))]
+        return odd
+
+    with Servers(1, make=made) as servers, Client(servers.addresses, timeout=0.1, tell=notices.append) as client:
+        with pytest.raises(RunError, match=r"no answer within 0\.4 s: Put by shard 0"):
+            client.request(0, Put([])).wait(0.4)
+        assert client.request(0, Standing()).wait()[0] == Done(1)
+    assert notices == []
 
 
 def test_servers_end_with_their_parent() -> None:
@@ -579,14 +586,10 @@ def test_servers_end_with_their_parent() -> None:
     while any(Path(f"/proc/{pid}/stat").exists() for pid in (first, second)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
-    import shutil
-
     shutil.rmtree(Path(address.removeprefix("unix:")).parent)
 
 
 def test_snapshots_are_written_now_and_then_by_themselves(tmp_path: Path) -> None:
-    from shoal.paramserver.snapshot import Snapshots
-
     with Snapshots(tmp_path / "kept") as snapshots:
         shard = Shard()
         server = Server(shard, [f"unix:{tmp_path}/s"], snapshots=snapshots, keep_seconds=0.0)

@@ -68,6 +68,7 @@ def job(**more: Any) -> shoal.Job:
 def plain_job(**more: Any) -> shoal.Job:
     model: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))  # noqa: E731
     settings = {"model": model, "loss": nn.functional.cross_entropy, "clip_norm": None, "scheduler": None}
+    settings["optimizer"] = lambda named: torch.optim.AdamW(named, lr=0.02)
     return job(**(settings | more))
 
 

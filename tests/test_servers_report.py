@@ -298,6 +298,12 @@ def test_report_tells_of_servers() -> None:
     assert value["per_server"][0]["peak_bytes"] == 4_200_000
 
 
+def test_where_bytes_are_not_counted_load_is_time() -> None:
+    told = [served(shard, bytes_in=0, bytes_out=0, busy_seconds=0.3 - 0.2 * shard) for shard in (0, 1)]
+    value = value_of([*QUEUE, *told])["servers"]
+    assert [each["load"] for each in value["per_server"]] == [pytest.approx(0.75), pytest.approx(0.25)]
+
+
 def test_a_run_without_servers_says_nothing_of_them() -> None:
     value = value_of([started("", servers=0), steps(0, 10, 103.0)])
     assert value["servers"] is None
@@ -360,7 +366,7 @@ def test_shoal_report_draws_the_histogram() -> None:
     text = printed(value_of([*QUEUE, *SERVED]), whole=True)
     rows = [line for line in text.splitlines() if "█" in line]
     assert [line.split()[-2] for line in rows] == ["25.0", "50.0", "12.5", "12.5"]
-    assert "0: 67 % of the traffic, busy 40 % of the time, holds 4.0 MB, peak of memory 4.2 MB" in text
+    assert "0: 67 % of the load, busy 40 % of the time, holds 4.0 MB, peak of memory 4.2 MB" in text
 
 
 def test_a_long_histogram_is_put_together() -> None:

@@ -734,6 +734,8 @@ def test_a_span_counts_once_whoever_sends_it() -> None:
         worker.contribute(spec, 0, (0, 1), {"count": torch.ones(3)})
     first.order(Apply(0, 1, [(0, 1)]))
     assert pushes(first, spec) == 1 and first.shards[0].counted().duplicates == 2
+    held = first.shards[0]._contributions
+    assert not held.steps and not held.folded, "nothing of a step that is over"
 
 
 def test_what_is_kept_is_a_copy() -> None:
@@ -743,6 +745,19 @@ def test_what_is_kept_is_a_copy() -> None:
     flats[0].fill_(99)
     worker.order(Apply(0, 1, [(0, 1)]))
     assert pushes(worker, spec) == 1
+
+
+def test_memory_of_a_step_is_used_again_for_the_next() -> None:
+    (worker,), spec = counting()
+    places = []
+    for step in range(3):
+        for lane in (0, 1):
+            worker.contribute(spec, step, (lane, lane + 1), {"count": torch.full([3], 1.0 + lane)})
+        held = worker.shards[0]._contributions.steps[step]
+        places.append({each.flats[0].data_ptr() for part in held.values() for each in part.values()})
+        worker.order(Apply(step, 2, [(0, 1), (1, 2)]))
+    assert places[0] == places[1] == places[2] and len(places[0]) == 2
+    assert pushes(worker, spec) == 9
 
 
 def test_spans_that_are_no_tree_are_refused() -> None:
@@ -768,10 +783,10 @@ def test_a_skipped_step_moves_the_scheduler_alone() -> None:
     spec = spec_of("job")
     worker.declare(spec, values_of())
     for step in range(4):
-        gradients = {} if step == 2 else gradients_of(step)
+        gradients = {} if step == 1 else gradients_of(step)
         reference.step(gradients)
         worker.contribute(spec, step, (0, 1), gradients_of(step))
-        worker.order(Apply(step, 1, [(0, 1)], skip=step == 2))
+        worker.order(Apply(step, 1, [(0, 1)], skip=step == 1))
         assert same(worker.pull(spec), reference.values)
 
 
@@ -948,6 +963,17 @@ def test_the_state_of_shards_goes_to_other_shards(name: str) -> None:
         reference.step(gradients_of(step))
         new.push(spec, gradients_of(step))
         assert same(new.pull(spec), reference.values), f"step {step}"
+
+
+def test_a_table_that_was_filled_keeps_its_optimizers_state() -> None:
+    """A worker that comes late says the same as the first did at the start."""
+    worker, spec = one_worker("momentum")
+    worker.push(spec, values_of(seed=1))
+    before = worker.shards[0].capture(copy=True).tensors
+    state = {"names": ["bias\tmomentum_buffer"], "groups": [], "steps": {}}
+    put = Put([Slot("model")], fill=True, state=state)
+    assert worker.order(put, [*worker.flats(spec, values_of(), 0)[1], torch.zeros(300)]).reply == Done(1)
+    assert same(worker.shards[0].capture().tensors, before)
 
 
 def test_state_of_another_shape_is_refused() -> None:

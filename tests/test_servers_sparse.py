@@ -14,14 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shoal
+from command import in_child
+from shoal import memory
 from shoal.embedding import Embedding, tables_of
 from shoal.errors import InputError
 from shoal.paramserver.arena import Arena
 from shoal.paramserver.cache import Cached
+from shoal.paramserver.client import Client
 from shoal.paramserver.hot import Heat
 from shoal.paramserver.index import Direct, Hashed
-from shoal.paramserver.messages import SparseSpec
+from shoal.paramserver.messages import SparseSpec, Stats
 from shoal.paramserver.optimizers import make_optimizer
+from shoal.paramserver.serve import Servers
+from shoal.paramserver.shard import Shard
 from shoal.paramserver.sparse import RowError, SparseTable, combine, initial_rows
 
 DIM = 10
@@ -599,3 +604,83 @@ def test_a_module_that_cannot_be() -> None:
     ]:
         with pytest.raises(InputError, match=says):
             Embedding(10, 2, **wrong)
+
+
+# -- on servers -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_on_servers_are_the_rows_of_one_table() -> None:
+    """Three shards, two modules of two workers, in one process: the bits of a table of its own."""
+    alone, shards = shoal.Embedding(500, DIM, lr=0.1), [Shard(shard=each, shards=3) for each in range(3)]
+    with Client(shards, worker=0) as first, Client(shards, worker=1) as second:
+        modules = []
+        for client in (first, second):
+            module = shoal.Embedding(500, DIM, lr=0.1)
+            module.attach("", client.sparse("words", module.spec()))
+            modules.append(module)
+        for step in range(6):
+            looked = torch.randint(500, (8, 5), generator=torch.Generator().manual_seed(step))
+            target = noise(8, 5, DIM, seed=step)
+            for module in (alone, modules[step % 2]):
+                module.begin_step(step)
+                F.mse_loss(module(looked), target).backward()
+            taken = modules[step % 2].take_gradient()
+            assert taken is not None
+            (first, second)[step % 2].sparse("words", alone.spec()).push(*taken).wait()
+            alone.update(step)
+        assert torch.equal(modules[0](torch.arange(500)), alone(torch.arange(500)))
+        counted = [first.request(shard, Stats()).wait()[0] for shard in range(3)]
+    assert sum(each.rows["words"] for each in counted) == alone.table.held
+    assert all(sum(each.loads["words"]) > 0 for each in counted)
+
+
+LARGE = {"rows": 100_000, "dim": 128, "optimizer": "row_adagrad"}  # 51 MB of values
+CAP = 24_000_000
+
+
+@pytest.mark.clean_heap
+def test_a_table_larger_than_a_workers_memory() -> None:
+    """A worker that may have 24 MB trains every row of a table of 51 MB; by itself it cannot."""
+
+    def train(module: Embedding, push: Any) -> None:
+        everybody = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))
+        for step, looked in enumerate(everybody.split(5000)):
+            module.begin_step(step)
+            module(looked).square().sum().backward()
+            taken = module.take_gradient()
+            assert taken is not None
+            push(*taken)
+
+    def alone() -> None:
+        memory.cap(CAP)
+        module = Embedding(**LARGE)
+        with pytest.raises((MemoryError, RuntimeError)) as caught:
+            train(module, lambda *taken: module.table.push(*taken, 0))
+        assert memory.ran_out(caught.value), caught.value
+
+    def with_servers() -> None:
+        module = Embedding(**LARGE)
+        with Client(servers.addresses) as client:
+            memory.cap(CAP)
+            table = client.sparse("large", module.spec())
+            module.attach("large", table)
+            train(module, lambda *taken: table.push(*taken).wait())
+            counted = [client.request(shard, Stats()).wait()[0] for shard in range(2)]
+            assert [each.rows["large"] for each in counted] == [50_000, 50_000]
+
+    in_child(alone)
+    with Servers(2) as servers:
+        in_child(with_servers)
+
+
+@pytest.mark.clean_heap
+def test_a_table_takes_little_more_than_values_and_state() -> None:
+    def fill() -> None:
+        held = table(rows=300_000, dim=64, optimizer="adagrad")
+        meter = memory.Meter()
+        for some in torch.randperm(200_000, generator=torch.Generator().manual_seed(0)).split(2000):
+            held.push(some, torch.ones(2000, 64), 1)
+        assert held.nbytes == 200_000 * 64 * 8
+        assert meter.peak() < 1.1 * held.nbytes, (meter.peak(), held.nbytes)
+
+    in_child(fill)

@@ -58,6 +58,7 @@ class Echo:
     def __init__(self) -> None:
         self.shard, self.shards, self.epoch, self.version = 0, 1, 0, 0
         self.due, self.busy_seconds = False, 0.0
+        self.bytes_in = self.bytes_out = 0
         self.held: list[Tensor] = []
         self.left: list[Who] = []
         self.parked: list[Answer] = []

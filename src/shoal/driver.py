@@ -69,6 +69,7 @@ from shoal.worker import TRACEBACK_FOLLOWS, told
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # after a first failure: how long the others may still tell theirs
 STANDING = "driver.json"  # in the run's folder: what another driver needs to take over
+DRIVING = "driving.json"  # in the run's folder, of a run with parameter servers: which process is its driver
 ENGINE_SOCKET = "engine.sock"  # in the run's folder: where the server that starts workers listens
 DROPPED_SECONDS = 1.0  # for a worker that the others dropped to end by itself
 FILL_SECONDS = 1.0  # after taking over: for the server to tell who ended meanwhile

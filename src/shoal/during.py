@@ -1,5 +1,7 @@
 """While a run goes on: stop it, give it more or fewer workers, ask what it is doing, take it over. From any process."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -8,8 +10,9 @@ from typing import Any
 import msgspec
 
 from shoal.collectives.members import host_identity
-from shoal.driver import STANDING, Driver, Options, Standing, rules_of
+from shoal.driver import DRIVING, STANDING, Driver, Options, Standing, rules_of
 from shoal.errors import InputError, RunError, RunFolderError
+from shoal.history import committed_floor
 from shoal.overseer import driver_of
 from shoal.recovery.address import open_store
 from shoal.recovery.beat import Alive, News, Wish, key_of
@@ -27,6 +30,7 @@ TICK_SECONDS = 0.1
 
 def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> dict[str, Any]:
     """Takes over a run whose driver is gone, and returns its report when it has ended."""
+    _refuse_servers(folder, "its driver cannot be replaced")
     read_standing(folder)
     with folder:
         return Driver.attach(folder, Options(quiet=quiet, plain=plain, outlives=True))
@@ -34,6 +38,8 @@ def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> di
 
 def stop(folder: RunFolder) -> int:
     """Asks the workers to finish their step, save and stop. Returns the last step that is known of."""
+    if (driver := served_by(folder)) is not None:
+        return _stop_served(folder, driver)
     with _store(folder) as store:
         news = _running(folder, store)
         store.put("wish", msgspec.json.encode(msgspec.structs.replace(news.wish, stop=True)))
@@ -43,6 +49,7 @@ def stop(folder: RunFolder) -> int:
 
 def scale(folder: RunFolder, workers: int) -> list[int]:
     """Another number of workers from the next step on. Returns the numbers of those that take part then."""
+    _refuse_servers(folder, "it has as many workers as it began with")
     standing = read_standing(folder)
     refused = refusal(workers, rules_of(standing.settings), standing.lanes, standing.parts, standing.fixed)
     if refused is not None:
@@ -61,6 +68,9 @@ def scale(folder: RunFolder, workers: int) -> list[int]:
 
 def why(folder: RunFolder) -> list[Where]:
     """What every worker of a run is doing; of one that does not answer, what can be seen from outside."""
+    if served_by(folder) is not None:
+        newest = {event.rank: event for event in folder.read_events() if isinstance(event, WorkerStarted)}
+        return [_seen(event, "works with parameter servers") for event in newest.values()]
     try:
         with _store(folder) as store:
             news = _running(folder, store)
@@ -150,7 +160,37 @@ def _outside(alive: Alive, member: bool) -> Where:
     return Where(worker=alive.who.worker, life=alive.who.life, host=alive.name, pid=alive.pid, state=state, phase=phase)
 
 
-def _seen(event: WorkerStarted) -> Where:
-    return Where(
-        worker=event.rank, life=event.life, host=event.host, pid=event.pid, state="silent", phase="the store is away"
-    )
+def _seen(event: WorkerStarted, phase: str = "the store is away") -> Where:
+    return Where(worker=event.rank, life=event.life, host=event.host, pid=event.pid, state="silent", phase=phase)
+
+
+# -- runs with parameter servers, which have no store -----------------------------------------------------------------
+
+
+def served_by(folder: RunFolder) -> int | None:
+    """The driver's process of a run with parameter servers; None: it has none, or is over."""
+    with suppress(OSError, msgspec.MsgspecError, KeyError):
+        found = msgspec.json.decode((folder.path / DRIVING).read_bytes())
+        if condition(found["pid"], found["began"]) is not None:
+            return int(found["pid"])
+    return None
+
+
+def _refuse_servers(folder: RunFolder, why_not: str) -> None:
+    if served_by(folder) is not None:
+        raise InputError(
+            f"run {folder.id} has parameter servers: {why_not}",
+            fix=f"shoal stop {folder.path}, then --resume {folder.path} with other --workers or --servers",
+        )
+
+
+def _stop_served(folder: RunFolder, pid: int) -> int:
+    """As Ctrl-C does."""
+    os.kill(pid, signal.SIGINT)
+    deadline = time.monotonic() + CHANGE_SECONDS
+    while served_by(folder) is not None:
+        if time.monotonic() > deadline:
+            waited = f"waited {CHANGE_SECONDS:g} s for run {folder.id} to stop"
+            raise RunError(waited, fix=f"kill {pid}: its driver ends at once")
+        time.sleep(TICK_SECONDS)
+    return committed_floor(folder.read_events())

@@ -464,9 +464,9 @@ class Served:
             case Away(shard, address, seconds):
                 event = ServerAway(time=time.time(), rank=self.worker, shard=shard, address=address, seconds=seconds)
                 self.seat.wire.send(event)
-            case Lost(shard, number):
-                if not self.mode.lockstep:  # in lockstep they are done again
-                    self.seat.wire.send(PushesLost(time=time.time(), rank=self.worker, shard=shard, number=number))
+            case Lost(shard, _, updates):
+                if updates and not self.mode.lockstep:  # in lockstep they are done again
+                    self.seat.wire.send(PushesLost(time=time.time(), rank=self.worker, shard=shard, number=updates))
 
 
 def _spec(tensors: Mapping[str, Tensor], optimizer: str) -> DenseSpec:

@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.driver import Driver, Launch, Options
+from shoal.driver import DRIVING, Driver, Launch, Options
 from shoal.engines.local import Exit, LocalEngine, Post
+from shoal.recovery.process import began
 from shoal.recovery.protocol import Who
 from shoal.report.events import (
     AnyEvent,
@@ -61,9 +62,12 @@ class ServedDriver(Driver):
         self.asked_to_end = False
 
     def run(self) -> dict[str, Any]:
+        driving = self.folder.path / DRIVING
+        self.folder.write_json(driving, {"pid": os.getpid(), "began": began(os.getpid()) or ""})
         try:
             return super().run()
         finally:
+            driving.unlink(missing_ok=True)
             shutil.rmtree(self.sockets, ignore_errors=True)
 
     def _begin(self, engine: LocalEngine, first: list[Who]) -> None:

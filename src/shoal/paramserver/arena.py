@@ -32,8 +32,12 @@ class Arena:
         if rows > len(self):
             wanted = (rows + rows // GROWTH) * self.row_bytes
             del self._places  # a mapping that somebody looks at cannot be resized
-            self._map.resize(-(-wanted // PAGE) * PAGE)
-            self._places = self._view()
+            try:
+                self._map.resize(-(-wanted // PAGE) * PAGE)
+            except OSError as error:
+                raise MemoryError(f"no memory for {rows} rows of {self.row_bytes} bytes: {error.strerror}") from error
+            finally:
+                self._places = self._view()
 
     def read(self, slots: Slots, into: Tensor | None = None) -> Tensor:
         """Copies of rows, contiguous."""

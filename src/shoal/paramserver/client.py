@@ -27,6 +27,7 @@ from shoal.paramserver.messages import (
     Challenge,
     DenseSpec,
     Hello,
+    Push,
     Refused,
     Reply,
     Request,
@@ -46,7 +47,7 @@ from shoal.paramserver.transport import LEAST_SHARED, Closed, Direct, Stream, di
 __all__ = ["Away", "Client", "Dense", "Future", "Lost", "Notice", "RefusedError", "ServerUnreachable", "Sparse"]
 
 WINDOW_REQUESTS = 256  # without an answer, of one shard
-WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 16 << 20  # ... unless it is one alone; and as much in answers
 DIAL_SECONDS = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0  # seconds between two tries to connect
 SLICE_SECONDS = 1.0  # of waiting, before looking whether the server still speaks
@@ -82,6 +83,7 @@ class Lost:
 
     shard: int
     number: int
+    updates: int = 0  # pushes among them
 
 
 Notice: TypeAlias = Away | Lost
@@ -96,6 +98,7 @@ class Sent:
     meta: bytes
     tensors: Sequence[Tensor]
     num_bytes: int
+    reply_bytes: int
     epoch: int
     finish: Finish
     future: Future[Any] | None
@@ -128,8 +131,8 @@ class Link:
         self.heard_at = 0.0
         self.asked_life = False
         self.gaps = 0
+        self.open_replies = 0  # bytes of answers that are still to come, as far as that is known
         self.memory_bytes = 0  # that it should share each way
-        self.window = WINDOW_BYTES
 
 
 class Client:
@@ -215,13 +218,15 @@ class Client:
         future: Future[Any] | None,
         ring: Writer | None = None,
         place: int = -1,
+        reply_bytes: int = 0,
     ) -> None:
         """As `request`, for parts of a table: `finish` is called with the answer while its tensors lie where they
-        came; an error goes to the future. `ring`, `place`: of a body that `room` gave memory for."""
+        came; an error goes to the future. `ring`, `place`: of a body that `room` gave memory for. `reply_bytes`: how
+        large the answer will be."""
         link = self._links[shard]
         num_bytes = body_bytes(tensors) if tensors else 0
         if ring is None:
-            self._make_room(link, num_bytes)
+            self._make_room(link, num_bytes, reply_bytes)
             if num_bytes >= LEAST_SHARED and type(link.wire) is Stream and link.wire.writer is not None:
                 taken = link.wire.writer.take(num_bytes)
                 if taken is not None:
@@ -233,10 +238,21 @@ class Client:
         if not link.session:
             link.heard_at = time.monotonic()  # from now on there is something to hear
         sent = Sent(
-            type(request).__name__, encode(request), tensors, num_bytes, self.epoch, finish, future, ring, place
+            type(request).__name__,
+            encode(request),
+            tensors,
+            num_bytes,
+            reply_bytes,
+            self.epoch,
+            finish,
+            future,
+            ring,
+            place,
         )
-        asked = link.session.ask(self._tag, sent, order=type(request) in _ORDERS)
+        kind = type(request)
+        asked = link.session.ask(self._tag, sent, order=kind in _ORDERS, update=kind is Push)
         link.open_bytes += num_bytes
+        link.open_replies += reply_bytes
         if link.state == UP:
             self._post(link, asked)
 
@@ -444,6 +460,7 @@ class Client:
             return
         sent = asked.what
         link.open_bytes -= sent.num_bytes
+        link.open_replies -= sent.reply_bytes
         if sent.ring is not None:
             sent.ring.free(sent.place)
         if type(reply) is Refused:
@@ -462,18 +479,22 @@ class Client:
         if (sent.future is None or sent.future.left_alone) and self._failed is None:
             self._failed = error
 
-    def _make_room(self, link: Link, num_bytes: int) -> None:
+    def _make_room(self, link: Link, num_bytes: int, reply_bytes: int = 0) -> None:
         """Waits while too much is under way."""
-        session = link.session
-        if session and (len(session) >= WINDOW_REQUESTS or link.open_bytes + num_bytes > link.window):
-            self._wait_for(
-                lambda: (
-                    not session
-                    or (len(session) < WINDOW_REQUESTS and link.open_bytes + num_bytes <= link.window)
-                    or link.error is not None
-                ),
-                None,
+
+        def fits() -> bool:
+            return (
+                not link.session
+                or link.error is not None
+                or (
+                    len(link.session) < WINDOW_REQUESTS
+                    and (not link.open_bytes or link.open_bytes + num_bytes <= WINDOW_BYTES)
+                    and (not link.open_replies or link.open_replies + reply_bytes <= WINDOW_BYTES)
+                )
             )
+
+        if not fits():
+            self._wait_for(fits, None)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -588,7 +609,7 @@ class Client:
         self._absent.discard(self._links.index(link))
         for asked in link.session.forget():
             self._fail(asked.what, error)
-        link.open_bytes = 0
+        link.open_bytes = link.open_replies = 0
 
     def _hello(self, link: Link) -> None:
         """Says who this is, to a server that has said who it is. Shard 0 gives the number to say it with."""
@@ -645,7 +666,6 @@ class Client:
     def _welcome(self, link: Link, welcome: Welcome) -> None:
         if isinstance(link.wire, Stream):
             link.wire.take_memory()
-            link.window = WINDOW_BYTES if link.wire.writer is None else link.wire.writer.size // 2
         first = not link.session.boot
         if first:
             self.epoch = max(self.epoch, welcome.epoch)
@@ -660,7 +680,7 @@ class Client:
             self._tell(Away(link.shard, link.address, time.monotonic() - link.away_since))
         if renewed.lost:
             self.lost += renewed.lost
-            self._tell(Lost(link.shard, renewed.lost))
+            self._tell(Lost(link.shard, renewed.lost, renewed.updates))
         for asked in renewed.again:
             if link.state == UP:
                 self._post(link, asked)

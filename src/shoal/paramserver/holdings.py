@@ -299,8 +299,10 @@ class Holdings:
             else:
                 table = self._filled(slot.table)
                 keys = self._keys(slot, table)
-                table.touch(keys)
-                found += table.values(keys)
+                if slot.span is None or not slot.span[0]:
+                    table.touch(keys)
+                values = table.values(keys)
+                found += values if slot.span is None else [_spanned(slot, values)]
         return found
 
     def state(self, name: str) -> tuple[Found, list[Tensor]]:
@@ -377,6 +379,16 @@ def _shown(spec: Spec, other: Spec) -> str:
         return "a dense one" if isinstance(spec, DenseSpec) else "a sparse one"
     ours, theirs = msgspec.structs.asdict(spec), msgspec.structs.asdict(other)
     return ", ".join(f"{key}={str(ours[key])[:80]}" for key in ours if ours[key] != theirs[key])
+
+
+def _spanned(slot: Slot, values: Sequence[Tensor]) -> Tensor:
+    """A stretch of a flat tensor."""
+    assert slot.span is not None
+    start, stop = slot.span
+    if len(values) != 1 or not 0 <= start <= stop <= values[0].numel():
+        sizes = ", ".join(f"{each.numel():,}" for each in values)
+        raise No("key", f"elements {start:,} to {stop:,} of table {slot.table!r}, whose flat tensors here have {sizes}")
+    return values[0][start:stop]
 
 
 def _taken(stream: list[Tensor], count: int, slot: Slot) -> list[Tensor]:

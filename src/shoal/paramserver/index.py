@@ -10,13 +10,15 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from shoal.paramserver.arena import Slots, anonymous
+from shoal.paramserver.arena import Arena, Slots, anonymous
 
 Keys = npt.NDArray[np.int64]
 DIRECT_KEYS = 1 << 23  # up to 32 MB
 FULL = 0.6  # of a hash table's places
 SMALLEST = 1024  # places
+CHUNK = 1 << 16  # keys that move at once
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -69,7 +71,7 @@ class Direct:
 class Hashed:
     def __init__(self) -> None:
         self._places = np.zeros(SMALLEST, dtype=np.int32)  # one more than the slot; 0: free
-        self._key_of = np.empty(0, dtype=np.int64)  # by slot
+        self._key_of = Arena(1, torch.int64)  # by slot
         self._count = 0
 
     def find(self, keys: Keys) -> Slots:
@@ -79,29 +81,29 @@ class Hashed:
             slot = self._places[place].astype(np.int64) - 1
             taken = slot >= 0
             left, place, slot = left[taken], place[taken], slot[taken]
-            hit = self._key_of[slot] == keys[left]
+            hit = self._keys(slot) == keys[left]
             found[left[hit]] = slot[hit]
             left, place = left[~hit], self._next_place(place[~hit])
         return found
 
     def insert(self, keys: Keys, slots: Slots) -> None:
         if self._count + len(keys) > FULL * len(self._places):
-            self._rebuild(*self.held(), room=self._count + len(keys))
+            self._rebuild(self._taken(), room=self._count + len(keys))
         self._place(keys, slots)
 
     def remove(self, keys: Keys) -> None:
-        held, slots = self.held()
-        stays = ~np.isin(held, keys)
-        self._rebuild(held[stays], slots[stays], room=int(stays.sum()))
+        slots = self._taken()
+        self._rebuild(slots[~np.isin(slots, self.find(keys))], room=self._count - len(keys))
 
     def held(self) -> tuple[Keys, Slots]:
-        slots = self._places[self._places != 0].astype(np.int64) - 1
-        slots = slots[np.argsort(self._key_of[slots])]
-        return self._key_of[slots], slots
+        slots = self._taken().astype(np.int64)
+        keys = self._keys(slots)
+        order = np.argsort(keys)
+        return keys[order], slots[order]
 
     @property
     def nbytes(self) -> int:
-        return self._places.nbytes + self._key_of.nbytes
+        return self._places.nbytes + len(self._key_of) * self._key_of.row_bytes
 
     def _first_place(self, keys: Keys) -> npt.NDArray[np.int64]:
         bits = np.uint64(64 - (len(self._places).bit_length() - 1))
@@ -110,19 +112,27 @@ class Hashed:
     def _next_place(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return (places + 1) & (len(self._places) - 1)
 
-    def _rebuild(self, keys: Keys, slots: Slots, *, room: int) -> None:
+    def _taken(self) -> npt.NDArray[np.int32]:
+        slots: npt.NDArray[np.int32] = self._places[self._places != 0] - np.int32(1)
+        return slots
+
+    def _keys(self, slots: Slots) -> Keys:
+        keys: Keys = self._key_of.read(slots).view(-1).numpy()
+        return keys
+
+    def _rebuild(self, slots: npt.NDArray[np.int32], *, room: int) -> None:
         size = SMALLEST
         while room > FULL * size:
             size *= 2
         self._places, self._count = np.zeros(size, dtype=np.int32), 0
-        self._place(keys, slots)
+        for start in range(0, len(slots), CHUNK):  # little memory beside the table's own
+            some = slots[start : start + CHUNK].astype(np.int64)
+            self._place(self._keys(some), some)
 
     def _place(self, keys: Keys, slots: Slots) -> None:
         """Everybody tries its place at once; of several who want one that is free, one gets it."""
-        most = int(slots.max(initial=-1)) + 1
-        if most > len(self._key_of):
-            self._key_of = np.concatenate([self._key_of, np.empty(most + most // 8 - len(self._key_of), np.int64)])
-        self._key_of[slots] = keys
+        self._key_of.grow(int(slots.max(initial=-1)) + 1)
+        self._key_of.write(slots, torch.from_numpy(keys).view(-1, 1))
         place, left = self._first_place(keys), slots + 1
         while len(left):
             free = self._places[place] == 0

@@ -68,17 +68,29 @@ class Folded:
 
 
 class Contributions:
+    """What is kept lies in memory of steps that are over: fresh memory costs several times what a copy does."""
+
     def __init__(self) -> None:
+        self._lent: dict[int, list[Tensor]] = {}  # by step: flat tensors that its contributions are kept in
+        self._spare: list[Tensor] = []  # of the last step that is over
         self.steps: dict[int, dict[Span, Gradients]] = {}
         self.folded: dict[int, Folded] = {}
 
     def put(self, step: int, span: Span, gradients: Gradients) -> bool:
-        """False: this span is there already; nothing changes."""
+        """A copy of them. False: this span is there already; nothing changes."""
         held = self.steps.setdefault(step, {})
         if span in held or step in self.folded:
             return False
-        held[span] = gradients
+        lent = self._lent.setdefault(step, [])
+        held[span] = kept(gradients, lambda flat: self._copy(flat, lent))
         return True
+
+    def _copy(self, flat: Tensor, lent: list[Tensor]) -> Tensor:
+        fits = (at for at, each in enumerate(self._spare) if each.dtype == flat.dtype and each.shape == flat.shape)
+        at = next(fits, None)
+        room = torch.empty_like(flat) if at is None else self._spare.pop(at)
+        lent.append(room)
+        return room.copy_(flat)
 
     def has(self, step: int, spans: Sequence[Span]) -> bool:
         held = self.steps.get(step, {})
@@ -98,6 +110,8 @@ class Contributions:
         """The step and all before it."""
         self.steps = {at: held for at, held in self.steps.items() if at > step}
         self.folded = {at: folded for at, folded in self.folded.items() if at > step}
+        self._spare = self._lent.pop(step, [])
+        self._lent = {at: lent for at, lent in self._lent.items() if at > step}
 
 
 def ordered(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -197,10 +211,10 @@ def _scaled(tensor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 # -- kept ------------------------------------------------------------------------------------------------------------
 
 
-def kept(gradients: Gradients) -> Gradients:
+def kept(gradients: Gradients, copy: Callable[[Tensor], Tensor] = torch.clone) -> Gradients:
     """Copies: what came is only there while it is handled."""
     return {
-        table: Flats(each.keys, [flat.clone() for flat in each.flats])
+        table: Flats(each.keys, [copy(flat) for flat in each.flats])
         if isinstance(each, Flats)
         else Rows(each.ids.clone(), each.rows.clone())
         for table, each in gradients.items()

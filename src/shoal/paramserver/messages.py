@@ -30,6 +30,7 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
     sparse: bool = False
     codec: str = ""  # of a compressor (collectives/compress); the tensor is its payload
     count: int = 0  # elements before compression
+    span: Span | None = None  # of a look at a table of one dtype: elements of the flat tensor, from and up to
 
 
 class DenseSpec(msgspec.Struct, frozen=True, tag="dense"):

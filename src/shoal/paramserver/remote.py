@@ -4,6 +4,7 @@ What is pushed is packed at once, into memory that it is sent from: the caller m
 What is pulled is written to its place when the answer is read, which happens in a `wait` or `done` of any future.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -16,7 +17,19 @@ from shoal.errors import InputError
 from shoal.paramserver.cut import Part, cut_dense, dtype_of, flat, shard_of
 from shoal.paramserver.frames import padded
 from shoal.paramserver.futures import Future
-from shoal.paramserver.messages import Declare, DenseSpec, Done, Pull, Push, Put, Request, Slot, SparseSpec, Values
+from shoal.paramserver.messages import (
+    Declare,
+    DenseSpec,
+    Done,
+    Pull,
+    Push,
+    Put,
+    Request,
+    Slot,
+    Span,
+    SparseSpec,
+    Values,
+)
 
 if TYPE_CHECKING:
     from shoal.paramserver.client import Client
@@ -27,6 +40,8 @@ Named: TypeAlias = Mapping[str, Tensor | None] | Sequence[Tensor | None]
 MOST_LAYOUTS = 64  # sets of keys that are remembered for each shard
 MOST_SHARED = 32  # places of a set in shared memory
 MOST_SPARE = 2  # bodies of a set that are kept for the next one
+SPLIT_BYTES = 8 << 20  # of a shard's part of a table: what is larger travels in pieces
+PIECE_BYTES = 4 << 20  # of a piece; a single tensor is pushed whole
 FEW = 4  # tensors that are copied one by one: faster than all in one call
 
 
@@ -51,6 +66,7 @@ class Layout:
         self.sizes = [total * dtype.itemsize for total, dtype in zip(laid.totals, laid.dtypes, strict=True)]
         self.num_bytes = sum(padded(size) for size in self.sizes)
         self.strides = [torch.empty(shape, device="meta").stride() for shape in laid.shapes]
+        self.pieces: list[Keys] | None = None
         self._shared: dict[int, Packed] = {}  # by address
         self._spare: list[Packed] = []
 
@@ -144,17 +160,31 @@ class Dense:
     ) -> Future[int]:
         """One update. None, or a name that is not there: no gradient. `basis`: the version that the gradients were
         computed from; -1: what was pulled last. `pull_into`: new values, all of them, are written there. The future's
-        value is the highest version that a shard has after it."""
+        value is the highest version that a shard has after it.
+
+        Each shard applies its part by itself; without a ticket, a large part is applied in pieces of whole tensors."""
         present = self._rows(gradients)
         targets = self._rows(pull_into) if pull_into is not None else None
         versions: list[int] = []
-        pushes = self._chosen(present, empty=targets is not None)
-        future: Future[int] = Future(self.client, lambda: max(versions, default=0), len(pushes))
-        for shard, keys in pushes:
-            about = partial(
-                Push, ticket=ticket, basis=self.versions[shard] if basis < 0 else basis, pull=targets is not None
-            )
-            self._send(shard, keys, present, about, future, versions, targets, True)
+        plan: list[tuple[int, list[Keys], bool]] = []
+        requests = 0
+        for shard, keys in self._chosen(present, empty=targets is not None):
+            pieces = self._pieces(shard, keys) if ticket < 0 and self.client.compressor is None else [keys]
+            streams = len(pieces) > 1 and keys is None and targets is not None and self._streams(shard, targets)
+            plan.append((shard, pieces, streams))
+            requests += len(pieces) + (sum(len(self._spans(shard, piece)) for piece in pieces) if streams else 0)
+        if any(len(pieces) > 1 for _, pieces, _ in plan):
+            self._check_finite(present)  # a server would find it when some pieces have been applied
+        future: Future[int] = Future(self.client, lambda: max(versions, default=0), requests)
+        for shard, pieces, streams in plan:
+            known = self.versions[shard] if basis < 0 else basis
+            for piece in pieces:
+                last = piece is pieces[-1]
+                whole = targets is not None and last and not streams
+                about = partial(Push, ticket=ticket, basis=known, pull=whole, last=last)
+                self._send(shard, piece, present, about, future, versions, targets if whole else None, True)
+                if streams and targets is not None:
+                    self._stream(shard, piece, targets, future, versions)
         return future
 
     def put(self, values: Named, *, fill: bool = False) -> Future[int]:
@@ -168,17 +198,91 @@ class Dense:
         return future
 
     def pull(self, into: Named | None = None) -> Future[dict[str, Tensor]]:
-        """All values, written into these tensors, or into new ones. The future's value has them by name."""
+        """All values, written into these tensors, or into new ones. The future's value has them by name. A large table
+        comes in stretches: what others push meanwhile may be in some of them and not in others."""
         if into is None:
             into = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
         targets = self._rows(into)
         found = {name: tensor for name, tensor in zip(self.spec.names, targets, strict=True) if tensor is not None}
-        asked = self._chosen(targets)
-        future: Future[dict[str, Tensor]] = Future(self.client, lambda: found, len(asked))
-        for shard, keys in asked:
-            finish = partial(self._came, shard, [], targets, future, None)
-            self.client.ask(shard, Pull([Slot(self.name, keys)]), (), finish, future)
+        plan: list[tuple[int, Keys, bool]] = []
+        requests = 0
+        for shard, keys in self._chosen(targets):
+            streams = keys is None and len(self._spans(shard, None)) > 1 and self._streams(shard, targets)
+            plan.append((shard, keys, streams))
+            requests += len(self._spans(shard, None)) if streams else 1
+        future: Future[dict[str, Tensor]] = Future(self.client, lambda: found, requests)
+        for shard, keys, streams in plan:
+            if streams:
+                self.versions[shard] = -1
+                self._stream(shard, None, targets, future, [])
+            else:
+                finish = partial(self._came, shard, [], targets, future, None)
+                self.client.ask(shard, Pull([Slot(self.name, keys)]), (), finish, future)
         return future
+
+    # -- in pieces ----------------------------------------------------------------------------------------------------
+
+    def _pieces(self, shard: int, keys: Keys) -> list[Keys]:
+        """Keys that go together, in order: as many as make a piece, or one."""
+        layout = self._layout(shard, keys)
+        if layout.num_bytes <= SPLIT_BYTES:
+            return [keys]
+        if layout.pieces is None:
+            sizes = [
+                count * layout.flat.dtypes[buffer].itemsize
+                for count, buffer in zip(layout.flat.counts, layout.flat.buffers, strict=True)
+            ]
+            found: list[list[int]] = []
+            size = 0
+            for key, num_bytes in zip(range(len(sizes)) if keys is None else keys, sizes, strict=True):
+                if not found or size + num_bytes > PIECE_BYTES:
+                    found.append([])
+                    size = 0
+                found[-1].append(key)
+                size += num_bytes
+            layout.pieces = [tuple(piece) for piece in found]
+        return list(layout.pieces)
+
+    def _streams(self, shard: int, targets: Sequence[Tensor | None]) -> bool:
+        """Whether values can be written to these tensors in stretches that end anywhere."""
+        layout = self._layout(shard, None)
+        return len(layout.sizes) == 1 and all(
+            target is not None and target.is_contiguous() for target in (targets[part.index] for part in layout.parts)
+        )
+
+    def _spans(self, shard: int, keys: Keys) -> list[Span]:
+        """Stretches of a shard's flat tensor that hold these consecutive keys."""
+        laid = self._layout(shard, None).flat
+        first, last = (0, len(laid.offsets) - 1) if keys is None else (keys[0], keys[-1])
+        if len(laid.dtypes) != 1 or last < 0:
+            return []
+        start, stop = laid.offsets[first], laid.offsets[last] + laid.counts[last]
+        step = PIECE_BYTES // laid.dtypes[0].itemsize
+        return [(begin, min(begin + step, stop)) for begin in range(start, stop, step)]
+
+    def _stream(
+        self, shard: int, keys: Keys, targets: Sequence[Tensor | None], future: Future[Any], versions: list[int]
+    ) -> None:
+        """Asks for values in stretches: one is copied here while the server copies the next."""
+        layout = self._layout(shard, None)
+        size = layout.flat.dtypes[0].itemsize
+        for start, stop in self._spans(shard, keys):
+
+            def finish(reply: Values, tensors: Sequence[Tensor], stays: bool, start: int = start) -> None:
+                _spread(tensors[0], start, layout, targets)
+                versions.append(reply.version)
+                self.versions[shard] = reply.version  # of the last: what others pushed in between counts as seen
+                future.part()
+
+            slot = Slot(self.name, span=(start, stop))
+            self.client.ask(shard, Pull([slot]), (), finish, future, reply_bytes=(stop - start) * size)
+
+    def _check_finite(self, present: Sequence[Tensor | None]) -> None:
+        for name, tensor in zip(self.spec.names, present, strict=True):
+            if tensor is None or not tensor.is_floating_point() or bool(tensor.sum().isfinite()):
+                continue
+            if not bool(tensor.isfinite().all()):
+                raise InputError(f"the gradient of {name!r} in table {self.name!r} is not finite everywhere")
 
     # -- packing ------------------------------------------------------------------------------------------------------
 
@@ -315,6 +419,20 @@ def _copy(to: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
             there.copy_(value)
     else:
         torch._foreach_copy_([there for there, _ in pairs], [value for _, value in pairs])
+
+
+def _spread(values: Tensor, start: int, layout: Layout, targets: Sequence[Tensor | None]) -> None:
+    """Writes a stretch of the flat tensor, from `start` on, to where it belongs."""
+    laid, stop = layout.flat, start + values.numel()
+    first = max(0, bisect_right(laid.offsets, start) - 1)
+    for key in range(first, len(laid.offsets)):
+        offset = laid.offsets[key]
+        if offset >= stop:
+            return
+        begin, end = max(start, offset), min(stop, offset + laid.counts[key])
+        target = _part(targets[layout.parts[key].index], layout.parts[key])
+        if begin < end and target is not None:
+            target.view(-1)[begin - offset : end - offset].copy_(values[begin - start : end - start])
 
 
 def _part(tensor: Tensor | None, part: Part) -> Tensor | None:

@@ -2,10 +2,10 @@
 
     memfd   ┌ page: how many blocks the reader has let go ┬ block │ block │ … free … ┐
 
-The writer takes blocks one after the other and begins again at the front when the end is reached, or when nothing is
-in use: a quiet ring stays in the cache. Blocks become free in any order; room is won again from the oldest on. The
-memory has no name: it is gone with the last process that maps it. Its size is sealed, so that neither side can pull it
-away under the other.
+The writer takes blocks one after the other, and begins again at the front as soon as there is room: what is not needed
+is never touched, and costs nothing. Blocks become free in any order; room is won again from the oldest on. The memory
+has no name: it is gone with the last process that maps it. Its size is sealed, so that neither side can pull it away
+under the other.
 """
 
 import fcntl
@@ -64,6 +64,8 @@ class Writer(_Mapped):
         if self._blocks and start <= oldest:  # it has begun again at the front before
             if end > oldest:
                 return None
+        elif self._blocks and padded(num_bytes) <= oldest:  # early, too: what is used stays together
+            start, end = 0, padded(num_bytes)
         elif end > self.size:
             start, end = 0, padded(num_bytes)
             if end > min(oldest, self.size):

@@ -49,6 +49,8 @@ class Servers:
         self.addresses: list[str] = list(self._wanted)
         self.pids: list[int] = [0] * count
         try:
+            if make is None:
+                import torch._dynamo  # noqa: F401  what torch's optimizers import at their first step: once for all
             for shard in range(count):
                 self._start(shard)
         except BaseException:

@@ -10,11 +10,13 @@ Looks change nothing: they have no number, and are sent again, in their place. T
 The client (client.py) and the simulation run this very code.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+REMEMBERED = 1 << 18  # answered pushes: more than fit between two snapshots
 
 
 @dataclass(slots=True)
@@ -24,6 +26,7 @@ class Asked(Generic[T]):
     tag: int
     sequence: int  # 0: a look
     what: T
+    update: bool = False  # a push: the one kind of order whose loss is a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Renewed(Generic[T]):
 
     lost: int  # orders that were answered, and that the shard does not have
     again: list[Asked[T]]  # to be sent now, in this order
+    updates: int = 0  # pushes among the lost ones
 
 
 class Session(Generic[T]):
@@ -43,12 +47,13 @@ class Session(Generic[T]):
         self.lost = 0
         self.answered = 0  # orders, of those up to `sequence`
         self._open: dict[int, Asked[T]] = {}  # by tag, in the order in which they were asked
+        self._updates: deque[int] = deque(maxlen=REMEMBERED)  # numbers of pushes that were answered
 
-    def ask(self, tag: int, what: T, *, order: bool) -> Asked[T]:
+    def ask(self, tag: int, what: T, *, order: bool, update: bool = False) -> Asked[T]:
         """Numbers a request and keeps it until it is answered."""
         if order:
             self.sequence += 1
-        asked = self._open[tag] = Asked(tag, self.sequence if order else 0, what)
+        asked = self._open[tag] = Asked(tag, self.sequence if order else 0, what, update)
         return asked
 
     def answer(self, tag: int) -> Asked[T] | None:
@@ -56,6 +61,8 @@ class Session(Generic[T]):
         asked = self._open.pop(tag, None)
         if asked is not None and asked.sequence:
             self.answered += 1
+            if asked.update:
+                self._updates.append(asked.sequence)
         return asked
 
     def welcome(self, boot: int, sequence: int) -> Renewed[T]:
@@ -71,7 +78,10 @@ class Session(Generic[T]):
             self.sequence = sequence + len(missing)
         self.boot = boot
         self.lost += lost
-        return Renewed(lost, list(self._open.values()))
+        gone = sum(number > sequence for number in self._updates) if lost else 0
+        if gone:
+            self._updates = deque((number for number in self._updates if number <= sequence), maxlen=REMEMBERED)
+        return Renewed(lost, list(self._open.values()), gone)
 
     def forget(self) -> list[Asked[T]]:
         """Gives up all that is unanswered."""

@@ -346,11 +346,10 @@ class Shard:
         held = self._contributions
         gradients = self.tables.gradients(request.slots, tensors)
         start, stop = request.span
-        if held.has(request.step, [(start, stop)]):
-            self.duplicates += 1
-        else:
-            held.put(request.step, (start, stop), kept(gradients))
+        if held.put(request.step, (start, stop), gradients):
             self._unpark(request.step)
+        else:
+            self.duplicates += 1
         return Done(self.version), ()
 
     def _unpark(self, step: int) -> None:

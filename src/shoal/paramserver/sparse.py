@@ -156,11 +156,12 @@ class SparseTable:
 
     def _slots(self, count: int) -> Slots:
         """Free ones first."""
-        again, self._free = self._free[:count], self._free[count:]
-        fresh = np.arange(self._made, self._made + count - len(again))
-        self._made += len(fresh)
+        again = self._free[:count]
+        made = self._made + count - len(again)
         for arena in (self._values, *self._state.values(), *self._seen.values()):
-            arena.grow(self._made)
+            arena.grow(made)  # before anything is changed: there may be no memory
+        fresh = np.arange(self._made, made)
+        self._free, self._made = self._free[count:], made
         return np.concatenate([again, fresh])
 
     def _keys(self, ids: Tensor) -> Keys:

@@ -216,6 +216,8 @@ def _speedup(tally: Tally) -> dict[str, Any]:
         return {**facts, "basis": "no step was committed"}
     if _cut(tally):  # a worker's time says nothing of what one would need for the whole model
         return {**facts, "basis": "every worker has a part of the model"}
+    if tally.started.sync.startswith("quorum"):  # steps have as many lanes as come in time
+        return {**facts, "basis": "a step is closed without whoever is late"}
     if tally.num_workers == 1:
         return {
             **facts,
@@ -237,7 +239,7 @@ def _speedup(tally: Tally) -> dict[str, Any]:
     facts["one_worker_step_ms"] = _rounded(1000 * alone)
     facts["over_one_worker"] = _rounded(speedup)
     basis = f"estimated from worker {one.rank}'s own time per lane"
-    if tally.queue or any(fault.kind in ("lost", "left", "joined") for fault in tally.faults):
+    if tally.queue or any(fault.kind in ("lost", "left", "joined", "server") for fault in tally.faults):
         return {**facts, "basis": basis}
     per_lane = [worker.seconds_per_lane for worker in workers]
     times = [time for time in per_lane if time]

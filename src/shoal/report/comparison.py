@@ -9,6 +9,7 @@ from shoal.errors import InputError
 from shoal.report import figures
 from shoal.report.events import AnyEvent, RunStarted, Steps
 from shoal.report.folder import RunFolder
+from shoal.report.servers import OF_GRADIENTS
 
 NEAR = 1.05  # times the best: an exact run that comes so near is the better choice
 LAST = 0.1  # of a curve's points, whose mean is its loss at a moment: single losses are noise
@@ -42,7 +43,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     target_seconds: float | None = None  # None: not reached
     staleness: float | None = None  # mean
     staleness_max: int | None = None
-    refused: int | None = None
+    refused: int | None = None  # gradients
     refused_share: float | None = None
     exact: bool | None = None
     weights_sha256: str | None = None
@@ -99,7 +100,7 @@ def compared(report: dict[str, Any], events: Sequence[AnyEvent], *, run: str, pa
         target_seconds=target.get("seconds") if target.get("reached") else None,
         staleness=stale.get("mean"),
         staleness_max=stale.get("max"),
-        refused=None if refused is None else sum(refused.values()),
+        refused=None if refused is None else sum(n for why, n in refused.items() if why in OF_GRADIENTS),
         refused_share=servers.get("refused_share"),
         exact=report.get("exact"),
         weights_sha256=report.get("weights_sha256"),

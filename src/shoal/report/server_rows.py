@@ -72,7 +72,7 @@ def staleness(report: Report) -> Iterator[Row]:
 
 def each(report: Report) -> Iterator[Row]:
     for number, each in enumerate((report.get("servers") or {}).get("per_server") or []):
-        parts = [] if each["load"] is None else [f"{figures.percent(each['load'])} of the traffic"]
+        parts = [] if each["load"] is None else [f"{figures.percent(each['load'])} of the load"]
         parts += [] if each["busy"] is None else [f"busy {figures.percent(each['busy'])} of the time"]
         if each["held_bytes"]:
             parts.append(f"holds {figures.size(each['held_bytes'])}, peak of memory {figures.size(each['peak_bytes'])}")

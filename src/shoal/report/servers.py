@@ -111,14 +111,16 @@ class Servers:
 
     def _server(self, shard: int) -> dict[str, Any]:
         started, served = self.started.get(shard), self.served.get(shard)
-        moved = {number: each.bytes_in + each.bytes_out for number, each in self.served.items()}
-        whole = sum(moved.values())
+        loads: dict[int, float] = {number: each.bytes_in + each.bytes_out for number, each in self.served.items()}
+        if not any(loads.values()):
+            loads = {number: each.busy_seconds for number, each in self.served.items()}
+        whole = sum(loads.values())
         return {
             "shard": shard,
             "host": started.host if started else "",
             "pid": started.pid if started else None,
             "addresses": list(started.addresses) if started else [],
-            "load": _rounded(moved.get(shard, 0) / whole) if whole else None,  # of the bytes that all of them moved
+            "load": _rounded(loads.get(shard, 0) / whole) if whole else None,  # of bytes moved, else of time busy
             "busy": _rounded(self.busy(shard)),
             "updates": served.updates if served else 0,
             "bytes_in": served.bytes_in if served else 0,

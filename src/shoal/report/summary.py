@@ -406,7 +406,8 @@ def _members_lost(report: Report, happened: list[Fault]) -> list[str]:
         parts.append(f"connections made anew {figures.often(number['regrouped'])}")
     parts.append(f"{figures.plural(committed['redone'], 'step')} done again")
     if committed["repeated"]:
-        parts.append(f"{figures.plural(committed['repeated'], 'committed step')} repeated from a checkpoint")
+        since = "snapshots of the servers" if number["server"] else "a checkpoint"
+        parts.append(f"{figures.plural(committed['repeated'], 'committed step')} repeated from {since}")
     if committed["untold"]:
         parts.append(f"{figures.plural(committed['untold'], 'step')} of which nobody told")
     parts.append(

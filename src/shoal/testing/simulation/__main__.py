@@ -7,35 +7,48 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
-from shoal.testing.simulation import Broken, World, run
-from shoal.testing.simulation.laws import CASES
+from shoal.testing.simulation import Broken, World, laws, run
 
 CHUNK = 250
 
 
-def several(seeds: range) -> tuple[int, Counter[str], list[str]]:
+def several(seeds: range, servers: bool) -> tuple[int, Counter[str], list[str]]:
     """How many were run, how many met each case, and the stories of those that broke a law."""
     met: Counter[str] = Counter()
     stories = []
+    plays: Any = _servers().run if servers else run
     for seed in seeds:
         try:
-            met.update(run(seed))
+            met.update(plays(seed))
         except Broken as broken:
             stories.append(str(broken))
     return len(seeds), met, stories
 
 
-def on_all_cores(first: int, seeds: int) -> Iterator[tuple[int, Counter[str], list[str]]]:
+def _servers() -> Any:
+    """Needs torch, which the other one does not."""
+    import torch
+
+    from shoal.testing.simulation import servers
+
+    torch.set_num_threads(1)
+    return servers
+
+
+def on_all_cores(first: int, seeds: int, servers: bool) -> Iterator[tuple[int, Counter[str], list[str]]]:
     chunks = [range(at, min(at + CHUNK, first + seeds)) for at in range(first, first + seeds, CHUNK)]
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        yield from pool.imap_unordered(several, chunks)
+        yield from pool.imap_unordered(partial(several, servers=servers), chunks)
 
 
-def many(first: int, seeds: int) -> int:
+def many(first: int, seeds: int, servers: bool) -> int:
     began = time.monotonic()
     done, met, stories = 0, Counter[str](), list[str]()
-    for count, cases, broken in on_all_cores(first, seeds):
+    all_cases: tuple[str, ...] = _servers().CASES if servers else laws.CASES
+    for count, cases, broken in on_all_cores(first, seeds, servers):
         done += count
         met += cases
         stories += broken
@@ -48,30 +61,45 @@ def many(first: int, seeds: int) -> int:
         if len(stories) >= 5:
             break
     print("\n\nseeds that met" if sys.stdout.isatty() else "\nseeds that met")
-    for case in sorted(CASES, key=lambda case: -met[case]):
+    for case in sorted(all_cases, key=lambda case: -met[case]):
         print(f"{met[case]:9,}  {case}")
     for story in stories[:1]:
         seed = story.removeprefix("seed ").partition(":")[0]
-        print(f"\n{story}\n\nreplay: python -m shoal.testing.simulation --seed {seed} --trace")
-    never = [case for case in CASES if not met[case]]
-    if not stories and done == seeds >= 100_000 and never:
+        words = "--servers " if servers else ""
+        print(f"\n{story}\n\nreplay: python -m shoal.testing.simulation {words}--seed {seed} --trace")
+    never = [case for case in all_cases if not met[case]]
+    if not stories and done == seeds >= (10_000 if servers else 100_000) and never:
         print(f"\nnever met, so nothing is proved about it: {'; '.join(never)}")
         return 1
     print(f"\n{len(stories)} of {done:,} seeds broke a law" if stories else f"\nevery law held in {done:,} seeds")
     return 1 if stories else 0
 
 
-def one(seed: int, trace: bool) -> int:
-    world = World(seed, trace=True)
+def one(seed: int, trace: bool, servers: bool) -> int:
+    world: Any = _servers().World(seed, trace=True) if servers else World(seed, trace=True)
     try:
         met, verdict = world.run(), "every law held"
     except Broken as broken:
-        met, verdict = world.laws.met, f"broken: {broken}"
+        met, verdict = world.met if servers else world.laws.met, f"broken: {broken}"
     print(f"seed {seed}: {world.plan}")
     if trace:
         print("\n".join(world.trace or []))
     print(f"met: {', '.join(sorted(met)) or 'nothing of note'}\n{verdict}")
     return 1 if verdict.startswith("broken") else 0
+
+
+def pushes(number: int, seed: int) -> int:
+    _servers()
+    from shoal.testing.simulation.pushes import DOUBLES, DROPS, exact_sum
+
+    began = time.monotonic()
+    found = exact_sum(number, seed=seed)
+    print(
+        f"{number:,} pushes, {DROPS:.0%} of answers dropped, {DOUBLES:.0%} of requests doubled:"
+        f" {found.sent:,} requests, {found.duplicates:,} known, sum {found.found:,.0f} of {found.wanted:,},"
+        f" {number / (time.monotonic() - began):,.0f} a second"
+    )
+    return 0 if found.exact else 1
 
 
 def main() -> int:
@@ -80,8 +108,14 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="tell its story")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=100_000, help="how many, from the first")
+    parser.add_argument("--servers", action="store_true", help="parameter servers, not the membership")
+    parser.add_argument("--pushes", type=int, metavar="N", help="so many over a bad line: the sum is exact")
     asked = parser.parse_args()
-    return many(asked.first, asked.seeds) if asked.seed is None else one(asked.seed, asked.trace)
+    if asked.pushes is not None:
+        return pushes(asked.pushes, asked.seed or 0)
+    if asked.seed is None:
+        return many(asked.first, asked.seeds, asked.servers)
+    return one(asked.seed, asked.trace, asked.servers)
 
 
 if __name__ == "__main__":

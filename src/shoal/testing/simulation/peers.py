@@ -112,6 +112,7 @@ class Peer:
         self.replies: list[Reply | None] = []
         self.script: Script | None = None
         self.doing = ""
+        self.closed = -1  # the last step whose meeting it knows
         self.span: Span = (0, 0)
         if world.plan.workers <= LANES:
             self.span = deal(LANES, [1.0] * world.plan.workers)[worker]
@@ -370,6 +371,7 @@ def meeting(peer: Peer) -> Script:
             continue
         world.holds(isinstance(met, Met), f"worker {peer.worker} was told {met}")
         world.met_at(peer.epoch, step, met.workers)
+        peer.closed = step
         world.holds(len(met.workers) >= mode.needed(plan.workers), f"a meeting of {met.workers}")
         spans = [span for worker in met.workers for span in parts[worker]]
         replies = yield peer.everywhere(Apply(step, LANES, spans, snapshot=step % 2 == 1))
@@ -425,7 +427,7 @@ def _recover(peer: Peer) -> Generator[list[Question], list[Reply], tuple[int, li
             break
         common = set.intersection(*(set(each.kept) for each in found))
         world.holds(bool(common), f"no step is kept by all servers: {[each.kept for each in found]}")
-        peer.epoch = epoch
+        peer.epoch, peer.closed = epoch, -1
         world.meets("servers were rewound")
         world.note("worker %d rewinds %s to %d, epoch %d", peer.worker, behind, max(common), epoch)
         yield [(shard, Rewind(epoch, max(common)), []) for shard in behind]

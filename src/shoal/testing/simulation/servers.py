@@ -188,7 +188,7 @@ class Host:
         pace = None
         if self.number == 0 and plan.mode != "push":
             pace = Pace(Mode.read(plan.mode), plan.workers, plan.steps)
-        self.shard = Watched(shard=self.number, shards=plan.shards, boot=self.boot, pace=pace, kept=self._of_step)
+        self.shard = Watched(shard=self.number, shards=plan.shards, boot=self.boot, pace=pace, kept=self._rewind)
         self.shard.begin(world)
         self.desk = Desk(self.shard, number=self.number, count=plan.shards)
         if self.kept:
@@ -215,7 +215,9 @@ class Host:
         self.write()
         self.stands()
 
-    def _of_step(self, step: int) -> Captured:
+    def _rewind(self, step: int) -> Captured:
+        """As Snapshots.rewind: later ones are undone."""
+        self.kept = [each for each in self.kept if each.captured.step <= step]
         return next(each.captured for each in reversed(self.kept) if each.captured.step == step)
 
     # -- its disk -----------------------------------------------------------------------------------------------------
@@ -436,14 +438,26 @@ class World:
         """Or it is only taken for dead, and goes on until it hears of its successor. One that was never let in would be
         taken for the successor's successor: two new processes of one worker cannot be told apart."""
         peer = self.workers.get(worker)
-        if peer is None or peer.replaced or peer.finished:
+        if peer is None or peer.replaced or peer.finished or (self.lockstep and self._alone_knows(peer)):
             return
         peer.replaced = True
         self.meets("a worker was replaced")
-        if self.random.random() < 0.7 or not peer.who.incarnation:
+        lonely = self.lockstep and self.plan.workers == 1  # see _alone_knows
+        if self.random.random() < 0.7 or not peer.who.incarnation or lonely:
             peer.die()
         self.note("worker %d is replaced; its old process %s", worker, "is dead" if peer.dead else "lives")
         self.after(self.random.uniform(0.05, 0.3), self.begin, worker)
+
+    def _alone_knows(self, peer: Peer) -> bool:
+        """A step that was closed and is not applied everywhere needs one of those who closed it: with the last of them
+        its gradients are gone, and such a run goes on from a checkpoint, which is not played here."""
+        pace = self.hosts[0].shard.pace
+        assert pace is not None
+        least = min(host.shard.step for host in self.hosts)
+        if not any(meeting.closed for step, meeting in pace.meetings.held.items() if step >= least):
+            return False
+        others = [other for other in self.workers.values() if other is not peer and not other.replaced]
+        return not any(other.closed >= least for other in others)
 
     def dial(self, link: Link) -> Connection | None:
         host = self.hosts[link.shard]
@@ -495,8 +509,8 @@ class World:
             self.at_most_once(host)
         if plan.mode == "sync":
             for host in self.hosts:
-                self.holds(host.shard.step == plan.steps, f"server {host.number} is at step {host.shard.step}")
-                self.holds(bool(torch.equal(host.shard.numbers, self.truth[-1][host.number])), "not the same bits")
+                wanted = self.truth[host.shard.step][host.number]  # the last step, or one that it came back with
+                self.holds(bool(torch.equal(host.shard.numbers, wanted)), f"server {host.number}: not the same bits")
         elif self.lockstep:
             self._quorums()
         else:
@@ -507,7 +521,7 @@ class World:
         for step in range(self.plan.steps):
             epoch = max(epoch for epoch, at in self.meetings if at == step)
             lanes = {lane for worker in self.meetings[epoch, step] for lane in range(*self.workers[worker].span)}
-            for host in self.hosts:
+            for host in (host for host in self.hosts if host.shard.step > step):
                 there = {lane for lane in range(LANES) if host.shard.numbers[step * LANES + lane] == 1.0}
                 self.holds(there == lanes, f"step {step} has lanes {there} on server {host.number}, and not {lanes}")
 
