@@ -177,12 +177,17 @@ def theory(mode: Mode, workers: int, *, slow: bool, seconds: float = SAMPLE_SECO
 
 
 def steady(told: Sequence[Steps], per_update: float) -> float:
-    """Samples a second between a quarter of the run and its end. A message's steps are spread over its time."""
+    """Samples a second in the middle of a run, without its first quarter and its last twentieth. A message's steps are
+    spread over its time."""
     spans = [(event.time - event.spent.total - event.lost, event.time, event.count) for event in told]
     first, last = min(begin for begin, _, _ in spans), max(end for _, end, _ in spans)
-    start = first + (last - first) / 4
-    done = sum(count * (end - max(begin, start)) / (end - begin) for begin, end, count in spans if end > start)
-    return per_update * done / (last - start)
+    start, stop = first + (last - first) / 4, last - (last - first) / 20
+    done = 0.0
+    for begin, end, count in spans:
+        inside = min(end, stop) - max(begin, start)
+        if inside > 0:
+            done += count * inside / (end - begin)
+    return per_update * done / (stop - start)
 
 
 def unbounded(calls: dict[int, list[float]], workers: Sequence[int], batches: int) -> float:
@@ -198,7 +203,7 @@ def unbounded(calls: dict[int, list[float]], workers: Sequence[int], batches: in
 
 def measure(mode: Mode, *, quick: bool, accuracy: bool) -> dict[str, Any]:
     seconds = SAMPLE_SECONDS / 8 if quick else SAMPLE_SECONDS
-    long = 0.4 if quick else SECONDS
+    long = 0.1 if quick else SECONDS
     others = WORKERS - 1
 
     def steps(workers: int, slow: bool) -> int:

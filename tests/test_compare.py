@@ -245,6 +245,20 @@ def test_ticks_are_round(most: float, ticks: list[float]) -> None:
     assert round_ticks(most) == pytest.approx(ticks)
 
 
+def test_help_names_it_with_an_example(call: Caller, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--help"], ["compare FILE --sync", "compare RUN RUN"]),
+        (["compare", "--help"], ["example: shoal compare digits.py --sync sync,stale:3,async", "--chart FILE"]),
+        (["train", "--help"], ["--servers N", "--sync MODE", "stale:3", "--servers 2 --sync stale:3"]),
+        (["run", "--help"], ["SHOAL_SERVERS"]),
+        (["verify", "--help"], ["--servers N"]),
+    ):
+        with pytest.raises(SystemExit):
+            call(*arguments)
+        text = capsys.readouterr().out
+        assert [word for word in words if word not in text] == []
+
+
 # -- a job in several modes -------------------------------------------------------------------------------------------
 
 
@@ -324,9 +338,8 @@ def test_two_modes_for_real(call: Caller, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (sync["exact"], free["exact"]) == (True, False)
     assert sync["staleness"] is None and 0 <= free["staleness"] <= free["staleness_max"]
-    assert sum(point[1] > 0 for point in free["curve"]) > 0 and free["curve"][-1][1] <= 6
+    assert free["curve"] and all(0 < step <= 6 for _, step, _ in free["curve"])
     folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert folders == sorted(run["run"] for run in value["runs"])
     report = msgspec.json.decode((tmp_path / "runs" / free["run"] / "report.json").read_bytes())
     assert report["samples"] == 6 * 16 and report["committed"]["samples_doubled"] == report["committed"]["untold"] == 0
-    assert sync["weights_sha256"] == call.train("job.py").sha256, "as one process has it"

@@ -41,11 +41,11 @@ ROOMS = {
     "strategies": {"collectives", "paramserver", "partition", "exact", "errors", "schedule", "strategies"},
     "chaos": {"chaos", "driver", "during", "engines", "errors", "recovery", "report"},
     "commands": {room.removesuffix(".py") for room in os.listdir(SOURCE)} - {"cli"},  # above all rooms
-    "testing": {"collectives", "engines", "exact", "errors", "job", "recovery", "testing"},
+    "testing": {"collectives", "engines", "exact", "errors", "job", "paramserver", "partition", "recovery", "testing"},
 }
 PROCESSES = {"collectives", "engines", "report", "launch", "strategies", "recovery", "seat", "run", "worker", "cli"}
 ABOVE_THE_DRIVER = {
-    *("__init__", "__main__", "launch", "driver", "overseer", "roster", "during", "chaos"),
+    *("__init__", "__main__", "launch", "driver", "served_driver", "overseer", "roster", "during", "chaos"),
     *("verdict", "cli", "commands", "verify", "load", "bench", "testing"),
     *("forecast", "auto", "observed", "planning", "probe"),
 }

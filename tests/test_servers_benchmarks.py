@@ -90,7 +90,7 @@ def test_theory_of_a_worker_that_is_five_times_slower(straggler: Any) -> None:
     assert share("groups:2") == pytest.approx(2.4 / 3, rel=0.02)
 
 
-def test_steady_speed_leaves_out_the_first_quarter(straggler: Any) -> None:
+def test_steady_speed_leaves_out_how_a_run_begins_and_ends(straggler: Any) -> None:
     events = importlib.import_module("shoal.report.events")
 
     def told(time: float, count: int, seconds: float) -> Any:

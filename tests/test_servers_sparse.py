@@ -3,8 +3,10 @@
 import copy
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shoal
-from command import in_child
+from command import in_child, program
 from shoal import memory
 from shoal.embedding import Embedding, tables_of
 from shoal.errors import InputError
@@ -684,3 +686,17 @@ def test_a_table_takes_little_more_than_values_and_state() -> None:
         assert meter.peak() < 1.1 * held.nbytes, (meter.peak(), held.nbytes)
 
     in_child(fill)
+
+
+# -- the benchmark ----------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_of_hot_keys_works() -> None:
+    """Two servers and two workers, in a small table: not how fast it is."""
+    done = program(Path(__file__).parent.parent / "benchmarks" / "hotkeys.py", "--quick", "--json")
+    assert done.code == 0, done.err
+    found = msgspec.json.decode(done.out)
+    assert list(found["cases"]) == ["uniform, no cache", "uniform, cached", "zipf, no cache", "zipf, cached"]
+    assert all(each["lookups_per_second"]["median"] > 0 for each in found["cases"].values())
+    assert found["cases"]["zipf, cached"]["served_from_cache"] > 0.1
+    assert [each["rows"] for each in found["servers"]] == [10_000, 10_000], "every row is held"

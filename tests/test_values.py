@@ -80,7 +80,7 @@ def test_a_mirrored_value_keeps_its_memory_and_is_none_of_the_givers() -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: shoal.Mirrored(0.0, aggregate="avg"), "'avg' is not aggregate"),
+        (lambda: shoal.Mirrored(0.0, aggregate="avg"), "'avg' is not an aggregate"),
         (lambda: shoal.Mirrored(0.0, aggregate="man"), "did you mean 'mean'?"),
         (lambda: shoal.PerWorker(1.0).reduce("summ"), "'summ' is not a reduction\n  fix: did you mean 'sum'?"),
         (lambda: shoal.Mirrored(0).assign(1), "the mean of int64 is none"),

@@ -106,6 +106,8 @@ examples:
         any other program: once per worker, with what torchrun sets; the first failure ends the others
   shoal lab clean
         removes what a lab left that was killed"""
+TRAIN_EXAMPLES = """shoal train digits.py --workers 2 --set steps=50
+         shoal train digits.py --workers 4 --servers 2 --sync stale:3"""
 VERIFY_STEPS = 20
 AUTO = Path("auto")  # as a plan
 
@@ -149,7 +151,7 @@ def build_parser() -> Parser:
     )
     pipeline.add_argument("--json", action="store_true", help="print actions, times and figures as JSON")
 
-    train = command(commands, "train", "train a job", _train, "shoal train digits.py --workers 2 --set steps=50")
+    train = command(commands, "train", "train a job", _train, TRAIN_EXAMPLES)
     train.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
     job_options(train)
     _layout_options(train)

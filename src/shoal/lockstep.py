@@ -17,12 +17,13 @@ from shoal.crew import SAVE, STOP
 from shoal.exact.norm import total_norm
 from shoal.paramserver.client import RefusedError
 from shoal.paramserver.cut import Part
+from shoal.paramserver.merge import Rows
 from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Rewind, Squares
 from shoal.partition.lanes import Span, subtrees
 from shoal.report.events import Rewound
 from shoal.served import Served
 from shoal.strategies.exchange import Values
-from shoal.strategies.servers import Agreed, Rows, Sums
+from shoal.strategies.servers import Agreed, Sums
 
 KEEP = 32  # asked of all: the servers keep this step on disk
 KEEP_SECONDS = 10.0  # between two such steps

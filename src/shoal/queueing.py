@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import PrefixStore
 from shoal.collectives.group import Alone, Group, Workers
 from shoal.errors import PeerLost, RunError
 from shoal.exact.norm import clip
+from shoal.paramserver.merge import Rows
 from shoal.paramserver.messages import Compute, End, Ended, Errand, Next, Push, Put
 from shoal.paramserver.pace import EVALUATE, FINISH, SAVE
 from shoal.partition.lanes import deal
 from shoal.served import Served
 from shoal.strategies.data import Outcome, Work
-from shoal.strategies.servers import Rows
 from shoal.strategies.teams import Teams
 
 FORMING = timedelta(seconds=10)  # for the members of a group to meet
@@ -83,7 +83,7 @@ class Queueing(Served):
             for name, value in zip(names, values, strict=True)
         }
         self.sparse: Sequence[Rows | None] = [
-            None if rows is None else (rows[0], rows[1] * alone.scale) for rows in sums.sparse[span]
+            None if rows is None else Rows(rows.ids, rows.rows * alone.scale) for rows in sums.sparse[span]
         ]
         if self.buffers is not None and not alone.outcome.not_finite:
             self.strategy.commit_buffers(self.strategy.shares(sums), alone)
@@ -94,7 +94,7 @@ class Queueing(Served):
         began = time.perf_counter()
         if self.job.clip_norm is not None:
             dense = [value for value in self.gradients.values() if value is not None]
-            clip([*dense, *(rows[1] for rows in self.sparse if rows is not None)], self.job.clip_norm)
+            clip([*dense, *(rows.rows for rows in self.sparse if rows is not None)], self.job.clip_norm)
         futures = []
         for shard in range(self.plan.servers):
             slots, tensors = self.gradient_slots(shard, self.gradients, self.sparse)

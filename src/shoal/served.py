@@ -28,6 +28,7 @@ from shoal.keeper import Live
 from shoal.memory import Meter, cap, return_freed
 from shoal.objective import Objective
 from shoal.paramserver.client import Away, Client, Lost, Notice
+from shoal.paramserver.merge import Rows
 from shoal.paramserver.messages import (
     Declare,
     DenseSpec,
@@ -57,7 +58,7 @@ from shoal.served_rows import keep_rows
 from shoal.served_state import deal_state, gather_state
 from shoal.strategies.data import Outcome, Work
 from shoal.strategies.replica import Replica
-from shoal.strategies.servers import Home, Rows, ServerParallel, split_rows
+from shoal.strategies.servers import Home, ServerParallel, split_rows
 from shoal.strategies.update import check_elementwise
 from shoal.worker import OpenJob
 

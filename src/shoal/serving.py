@@ -104,7 +104,7 @@ def serve_script(seat: Seat, number: int) -> None:
     snapshots = Snapshots(seat.folder / "servers" / f"shard-{number}")
     if not seat.life:
         snapshots.clear()
-    shard = Shard(shard=number, shards=len(seat.servers), boot=snapshots.boot(), kept=snapshots.of_step)
+    shard = Shard(shard=number, shards=len(seat.servers), boot=snapshots.boot(), kept=snapshots.rewind)
     _serve(shard, seat, snapshots, KEEP_SECONDS)
 
 

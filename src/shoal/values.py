@@ -70,7 +70,7 @@ class Mirrored:
 
     def __init__(self, value: Value, *, aggregate: str = "mean", group: Where = None) -> None:
         self._where = group
-        self._aggregate = _known(aggregate, AGGREGATES, "aggregate")
+        self._aggregate = _known(aggregate, AGGREGATES, "an aggregate")
         self._value = _tensor(value).clone(memory_format=torch.contiguous_format)
         among = _exchange(group)
         _agree(among, f"Mirrored {_kind(self._value)}")
@@ -125,7 +125,7 @@ class Mirrored:
         return f"Mirrored({self._value}, aggregate={self._aggregate!r})"
 
     def _aggregated(self, call: str, given: Value, aggregate: str | None) -> Tensor:
-        how = _known(aggregate or self._aggregate, AGGREGATES, "aggregate")
+        how = _known(aggregate or self._aggregate, AGGREGATES, "an aggregate")
         value = self._fitting(call, given)
         among = _exchange(self._where)
         if how != "only_first":

@@ -47,7 +47,8 @@ from shoal.paramserver.transport import LEAST_SHARED, Closed, Direct, Stream, di
 __all__ = ["Away", "Client", "Dense", "Future", "Lost", "Notice", "RefusedError", "ServerUnreachable", "Sparse"]
 
 WINDOW_REQUESTS = 256  # without an answer, of one shard
-WINDOW_BYTES = 16 << 20  # ... unless it is one alone; and as much in answers
+WINDOW_BYTES = 16 << 20  # ... unless it is one alone
+WINDOW_REPLIES = 16 << 20  # bytes of answers
 DIAL_SECONDS = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0  # seconds between two tries to connect
 SLICE_SECONDS = 1.0  # of waiting, before looking whether the server still speaks
@@ -489,7 +490,7 @@ class Client:
                 or (
                     len(link.session) < WINDOW_REQUESTS
                     and (not link.open_bytes or link.open_bytes + num_bytes <= WINDOW_BYTES)
-                    and (not link.open_replies or link.open_replies + reply_bytes <= WINDOW_BYTES)
+                    and (not link.open_replies or link.open_replies + reply_bytes <= WINDOW_REPLIES)
                 )
             )
 

@@ -40,8 +40,9 @@ Named: TypeAlias = Mapping[str, Tensor | None] | Sequence[Tensor | None]
 MOST_LAYOUTS = 64  # sets of keys that are remembered for each shard
 MOST_SHARED = 32  # places of a set in shared memory
 MOST_SPARE = 2  # bodies of a set that are kept for the next one
-SPLIT_BYTES = 8 << 20  # of a shard's part of a table: what is larger travels in pieces
-PIECE_BYTES = 4 << 20  # of a piece; a single tensor is pushed whole
+SPLIT_BYTES = 4 << 20  # of a shard's part of a table: what is larger travels in pieces
+PIECE_BYTES = 2 << 20  # of a piece; a single tensor is pushed whole
+STRETCH_BYTES = 2 << 20  # of values that are pulled: they stay in the cache from one side to the other
 FEW = 4  # tensors that are copied one by one: faster than all in one call
 
 
@@ -162,7 +163,8 @@ class Dense:
         computed from; -1: what was pulled last. `pull_into`: new values, all of them, are written there. The future's
         value is the highest version that a shard has after it.
 
-        Each shard applies its part by itself; without a ticket, a large part is applied in pieces of whole tensors."""
+        Each shard applies its part by itself; without a ticket, a large part is sent and applied in pieces of whole
+        tensors. What is refused (a gradient that is not finite) leaves the other shards and pieces as they are."""
         present = self._rows(gradients)
         targets = self._rows(pull_into) if pull_into is not None else None
         versions: list[int] = []
@@ -173,8 +175,6 @@ class Dense:
             streams = len(pieces) > 1 and keys is None and targets is not None and self._streams(shard, targets)
             plan.append((shard, pieces, streams))
             requests += len(pieces) + (sum(len(self._spans(shard, piece)) for piece in pieces) if streams else 0)
-        if any(len(pieces) > 1 for _, pieces, _ in plan):
-            self._check_finite(present)  # a server would find it when some pieces have been applied
         future: Future[int] = Future(self.client, lambda: max(versions, default=0), requests)
         for shard, pieces, streams in plan:
             known = self.versions[shard] if basis < 0 else basis
@@ -191,10 +191,10 @@ class Dense:
         """Values as they are. `fill`: only where there are none yet."""
         present = self._rows(values)
         versions: list[int] = []
-        puts = self._chosen(present)
+        puts = [(shard, piece) for shard, keys in self._chosen(present) for piece in self._pieces(shard, keys)]
         future: Future[int] = Future(self.client, lambda: max(versions, default=0), len(puts))
-        for shard, keys in puts:
-            self._send(shard, keys, present, partial(Put, fill=fill), future, versions, None, False)
+        for shard, piece in puts:
+            self._send(shard, piece, present, partial(Put, fill=fill), future, versions, None, False)
         return future
 
     def pull(self, into: Named | None = None) -> Future[dict[str, Tensor]]:
@@ -257,7 +257,7 @@ class Dense:
         if len(laid.dtypes) != 1 or last < 0:
             return []
         start, stop = laid.offsets[first], laid.offsets[last] + laid.counts[last]
-        step = PIECE_BYTES // laid.dtypes[0].itemsize
+        step = STRETCH_BYTES // laid.dtypes[0].itemsize
         return [(begin, min(begin + step, stop)) for begin in range(start, stop, step)]
 
     def _stream(
@@ -276,13 +276,6 @@ class Dense:
 
             slot = Slot(self.name, span=(start, stop))
             self.client.ask(shard, Pull([slot]), (), finish, future, reply_bytes=(stop - start) * size)
-
-    def _check_finite(self, present: Sequence[Tensor | None]) -> None:
-        for name, tensor in zip(self.spec.names, present, strict=True):
-            if tensor is None or not tensor.is_floating_point() or bool(tensor.sum().isfinite()):
-                continue
-            if not bool(tensor.isfinite().all()):
-                raise InputError(f"the gradient of {name!r} in table {self.name!r} is not finite everywhere")
 
     # -- packing ------------------------------------------------------------------------------------------------------
 

@@ -231,7 +231,8 @@ def _speedup(tally: Tally) -> dict[str, Any]:
         return {**facts, "basis": "no member computed any lanes"}
     facts["one"] = one.rank
     lanes = tally.started.lanes
-    around = (one.spent.apply + one.spent.other) / one.steps
+    other = 0.0 if tally.queue else one.spent.other  # of a queue's worker: mostly waiting for its turn
+    around = (one.spent.apply + other) / one.steps
     alone = one_per_lane * lanes + around
     speedup = 1000 * alone / step_ms["total"]
     if tally.queue and tally.seconds:  # workers' steps overlap: by the clock

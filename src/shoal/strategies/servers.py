@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.collectives.group import Alone, Group
 from shoal.paramserver.cut import Part, cut_dense, flat, shard_of
+from shoal.paramserver.merge import Rows, add_rows, whole_tree
 from shoal.paramserver.messages import DenseSpec, Slot
 from shoal.partition.lanes import Span, cut, fold, split, subtrees
 from shoal.strategies.data import Closure, DataParallel, Lap, Outcome, Told, Work
@@ -23,14 +24,12 @@ from shoal.strategies.exchange import Parts, Values
 from shoal.strategies.replica import Replica
 from shoal.strategies.teams import Teams
 
-Rows = tuple[Tensor, Tensor]  # of a sparse table: ids, each once, rising; and one gradient per id
-
 
 class Table(Protocol):
     """A sparse table in the model, as the step sees it."""
 
     def begin_step(self, version: int) -> None: ...
-    def take_gradient(self) -> Rows | None:
+    def take_gradient(self) -> tuple[Tensor, Tensor] | None:
         """What the backward passes since the last call left."""
         ...
 
@@ -129,10 +128,10 @@ class ServerParallel(DataParallel):
         for number in range(len(self.tables)):
             own: Rows | None = None
             for span in sorted(self._last.sparse):
-                own = add_rows(own, self._last.sparse[span][number])
+                own = plus(own, self._last.sparse[span][number])
             total: Rows | None = None
             for each in gather_rows(self.group, own):
-                total = add_rows(total, each)
+                total = plus(total, each)
             found.append(total)
         return found
 
@@ -185,15 +184,7 @@ class ServerParallel(DataParallel):
 
     def total(self, parts: Mapping[Span, Tensor | None]) -> Tensor | None:
         """The sum of some subtrees, in the tree's order."""
-        return fold(self.lanes, _whole_tree(self.lanes, parts), torch.add)
-
-
-def _whole_tree(lanes: int, parts: Mapping[Span, Tensor | None]) -> dict[Span, Tensor | None]:
-    """With nothing in the places of lanes that are not in."""
-    found = dict(parts)
-    covered = {lane for start, stop in parts for lane in range(start, stop)}
-    found.update({(lane, lane + 1): None for lane in range(lanes) if lane not in covered})
-    return found
+        return fold(self.lanes, whole_tree(self.lanes, parts), torch.add)
 
 
 class SparseLap(Lap):
@@ -207,7 +198,8 @@ class SparseLap(Lap):
 
     def lane(self, lane: int) -> Values:
         values = super().lane(lane)
-        self.sparse[lane, lane + 1] = [table.take_gradient() for table in self.strategy.tables]
+        taken = [table.take_gradient() for table in self.strategy.tables]
+        self.sparse[lane, lane + 1] = [None if rows is None else Rows(*rows) for rows in taken]
         return values
 
     def subtree(self, span: Span, room: Values) -> Values:
@@ -215,7 +207,7 @@ class SparseLap(Lap):
         if span[1] - span[0] > 1:
             middle = split(span)
             left, right = self.sparse.pop((span[0], middle)), self.sparse.pop((middle, span[1]))
-            self.sparse[span] = [add_rows(a, b) for a, b in zip(left, right, strict=True)]
+            self.sparse[span] = [plus(a, b) for a, b in zip(left, right, strict=True)]
         return values
 
 
@@ -234,25 +226,15 @@ def gather_rows(group: Group, own: Rows | None) -> list[Rows | None]:
     all_ids, all_rows = group.gather(ids), group.gather(rows)
     counts = shapes[:, 0].tolist()
     return [
-        (all_ids[rank, :count], all_rows[rank, : count * dim].view(count, dim)) if count else None
+        Rows(all_ids[rank, :count], all_rows[rank, : count * dim].view(count, dim)) if count else None
         for rank, count in enumerate(counts)
     ]
 
 
-def add_rows(left: Rows | None, right: Rows | None) -> Rows | None:
-    """Rows that both have are added, left first; the others stay."""
+def plus(left: Rows | None, right: Rows | None) -> Rows | None:
     if left is None or right is None:
         return right if left is None else left
-    ids = torch.unique(torch.cat([left[0], right[0]]))  # sorted
-    total = torch.zeros(len(ids), left[1].shape[1], dtype=left[1].dtype)
-    at_left, at_right = torch.searchsorted(ids, left[0]), torch.searchsorted(ids, right[0])
-    total[at_left] = left[1]
-    both = torch.zeros(len(ids), dtype=torch.bool)
-    both[at_left] = True
-    shared = both[at_right]
-    total[at_right[shared]] += right[1][shared]
-    total[at_right[~shared]] = right[1][~shared]
-    return ids, total
+    return add_rows(left, right)
 
 
 class Home:
@@ -306,5 +288,5 @@ def split_rows(rows: Rows, shards: int) -> list[Rows | None]:
     found: list[Rows | None] = []
     for shard in range(shards):
         mine = homes == shard
-        found.append((ids[mine], gradients[mine]) if bool(mine.any()) else None)
+        found.append(Rows(ids[mine], gradients[mine]) if bool(mine.any()) else None)
     return found
