@@ -37,6 +37,7 @@ test: lint $(if $(shell command -v etcd),,$(ETCD))
 
 simulate: $(READY)
 	@$(BIN)/python -m shoal.testing.simulation --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100000)
+	@$(BIN)/python -m shoal.testing.simulation --servers --first $(or $(FIRST),0) --seeds $(or $(SERVER_SEEDS),20000)
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/train.py

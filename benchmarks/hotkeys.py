@@ -108,7 +108,12 @@ def _timed(table: Sparse | Cached, drawn: list[Tensor], gradient: Tensor, step: 
 def _told(counted: Counted) -> dict[str, Any]:
     loads = counted.loads["rows"]
     mean = sum(loads) / len(loads)
-    return {"rows": counted.rows["rows"], "updates": counted.updates, "busiest_range_over_mean": max(loads) / mean}
+    return {
+        "rows": counted.rows["rows"],
+        "updates": counted.updates,
+        "busiest_range_over_mean": max(loads) / mean,
+        "hot": counted.hot["rows"][:5],
+    }
 
 
 def _name(case: tuple[str, bool]) -> str:

@@ -213,9 +213,9 @@ def round_trips(repeats: int) -> dict[str, float]:
 
 
 def memory(layers: int, width: int) -> dict[str, float]:
-    """Bytes of a server that holds square layers with AdamW: its resident set (VmRSS) after a few pushes and pulls,
-    less what it was before the table was declared, the ring of shared memory included; `peak`: the same of the largest
-    so far (VmHWM). `needed`: values and two moments."""
+    """Bytes of a server that holds square layers with AdamW: its resident set (VmRSS) after a few pushes and pulls, less
+    what it was before the table was declared. `shared`: the part of it that is memory shared with the worker (RssShmem);
+    `peak`: the largest so far (VmHWM). `needed`: values and two moments."""
     with scratch_folder() as folder, Servers(1) as servers:
         pid, note = servers.pids[0], folder / "note"
 
@@ -229,20 +229,23 @@ def memory(layers: int, width: int) -> dict[str, float]:
                 for _ in range(5):
                     table.push(gradients, pull_into=values).wait()
                 after = _resident(pid)
-                needed = 3 * sum(each.nbytes for each in values.values())
-                found = {"needed": needed, "held": after[0] - before[0], "peak": after[1] - before[0]}
+                found = {
+                    "needed": 3 * sum(each.nbytes for each in values.values()),
+                    "held": after["VmRSS"] - before["VmRSS"],
+                    "shared": after["RssShmem"] - before["RssShmem"],
+                    "peak": after["VmHWM"] - before["VmRSS"],
+                }
                 note.write_bytes(msgspec.json.encode(Note(numbers=found)))
 
         forked(1, run)
         return _read(note).numbers
 
 
-def _resident(pid: int) -> tuple[int, int]:
-    """Bytes that a process has in memory: now, and at the most so far."""
+def _resident(pid: int) -> dict[str, int]:
+    """Bytes that a process has in memory, by the kernel's names."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     told = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    now, most = (1024 * int(told[name].split()[0]) for name in ("VmRSS", "VmHWM"))
-    return now, most
+    return {name: 1024 * int(told[name].split()[0]) for name in ("VmRSS", "RssShmem", "VmHWM")}
 
 
 def quiet() -> None:

@@ -228,6 +228,7 @@ def _memory(quick: bool) -> dict[str, Any]:
         "width": width,
         "num_bytes": found,
         "held / needed": found["held"] / found["needed"],
+        "shared / needed": found["shared"] / found["needed"],
         "peak / needed": found["peak"] / found["needed"],
         "target": MOST_MEMORY,
     }
@@ -262,8 +263,8 @@ def text(result: dict[str, Any]) -> str:
         found = result["memory"]
         lines.append(
             f"server memory over values and optimizer state, AdamW, {found['layers']} layers,"
-            f" {found['num_bytes']['needed'] / 1e6:,.0f} MB: {found['held / needed']:.3f}, at its peak"
-            f" {found['peak / needed']:.3f} (at most {found['target']:g})"
+            f" {found['num_bytes']['needed'] / 1e6:,.0f} MB: {found['held / needed']:.3f} (at most {found['target']:g});"
+            f" of it {found['shared / needed']:.3f} shared with the worker; at the peak {found['peak / needed']:.3f}"
         )
     cores, before, after = result["machine"]["cores"], result["machine"]["load_before"], result["load_after"]
     lines.append(f"{cores} cores; load {before:.1f} before, {after:.1f} after (this benchmark's own included)")

@@ -618,6 +618,26 @@ def test_a_large_table_gets_the_memory_that_it_needs() -> None:
             table.push([torch.ones(1 << 20)]).wait()
 
 
+def test_memory_grows_with_what_is_asked_for_and_with_what_comes() -> None:
+    spec = DenseSpec(names=["a"], shapes=[[1 << 20]], dtypes=["float32"], optimizer="none")
+    with Servers(1, ring_bytes=1 << 20) as servers, Client(servers.addresses) as client:
+        sizes = []
+
+        def ask(request: Request, tensors: Sequence[Tensor] = ()) -> list[Tensor]:
+            found = client.request(0, request, tensors).wait()[1]
+            sizes.append(client._links[0].wire.writer.size >> 20)  # type: ignore[union-attr]
+            return found
+
+        ask(Declare("w", spec))
+        ask(Put([Slot("w")], fill=True), [torch.ones(1 << 20)])
+        assert ask(Pull([Slot("w")]))[0].sum() == 1 << 20
+        assert sizes == [1, 8, 8]
+        with Client(servers.addresses, worker=1) as reader:
+            for expected in (1, 8):  # the first answer shows how large they are
+                assert reader.request(0, Pull([Slot("w")])).wait()[1][0].sum() == 1 << 20
+                assert reader._links[0].wire.writer.size >> 20 == expected  # type: ignore[union-attr]
+
+
 def test_a_spec_can_be_given_by_itself() -> None:
     spec = DenseSpec(names=["a"], shapes=[[3]], dtypes=["float32"], optimizer="sgd", settings={"lr": 1.0})
     with Client([Shard()]) as client:

@@ -246,6 +246,18 @@ def test_a_gradient_of_another_shape(gradient: Tensor) -> None:
         table().push(ids(1, 2), gradient, 1)
 
 
+@pytest.mark.parametrize("fields", [{}, {"evict_age": 2, "optimizer": "adam"}])
+def test_nothing_is_no_mistake(fields: dict[str, Any]) -> None:
+    held, empty = table(**fields), torch.empty(0, dtype=torch.int64)
+    assert held.pull(empty).shape == (0, DIM)
+    held.push(empty, torch.empty(0, DIM), 1)
+    other = table(**fields)
+    other.restore(held.capture())
+    assert other.held == 0
+    module = shoal.Embedding(9, 2)
+    assert module(torch.empty(0, 4, dtype=torch.int64)).shape == (0, 4, 2) and module(torch.tensor(3)).shape == (2,)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"rows": 0}, {"dim": 0}, {"dtype": "bfloat16"}, {"scale": -1.0}, {"evict_age": -1}, {"optimizer": "adma"}]
 )
@@ -633,7 +645,8 @@ def test_rows_on_servers_are_the_rows_of_one_table() -> None:
         assert torch.equal(modules[0](torch.arange(500)), alone(torch.arange(500)))
         counted = [first.request(shard, Stats()).wait()[0] for shard in range(3)]
     assert sum(each.rows["words"] for each in counted) == alone.table.held
-    assert all(sum(each.loads["words"]) > 0 for each in counted)
+    assert all(sum(each.loads["words"]) > 0 and each.evicted == {"words": 0} for each in counted)
+    assert all(row % 3 == shard for shard, each in enumerate(counted) for row, _ in each.hot["words"])
 
 
 LARGE = {"rows": 100_000, "dim": 128, "optimizer": "row_adagrad"}  # 51 MB of values

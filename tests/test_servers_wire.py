@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from command import forked
 from shoal.errors import InputError
 from shoal.paramserver import server as server_module
 from shoal.paramserver.desk import proof
@@ -526,6 +527,24 @@ def test_looking_again_stops_where_it_does_not_pay(monkeypatch: pytest.MonkeyPat
     assert spin.until()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert not Spin().until()
+
+
+def test_a_fork_does_not_keep_connections_alive(server: Server) -> None:
+    """A worker's death is noticed though a child of it (a data loader, say) lives on."""
+    guest = Guest(server)
+    heard, told = os.pipe()
+
+    def play() -> None:
+        os.close(told)
+        os.read(heard, 1)  # lives until this test ends it
+
+    child = forked(play)
+    guest.close()
+    turns(server, lambda: server.counts)
+    assert server.counts == {"left": 1}
+    os.close(told)
+    os.close(heard)
+    os.waitpid(child, 0)
 
 
 # -- who is let in -----------------------------------------------------------------------------------------------------

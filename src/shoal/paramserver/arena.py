@@ -42,17 +42,19 @@ class Arena:
     def read(self, slots: Slots, into: Tensor | None = None) -> Tensor:
         """Copies of rows, contiguous."""
         rows = torch.empty(len(slots), self.width, dtype=self.dtype) if into is None else into
-        np.take(self._places, slots, out=self._rows(rows), mode="clip")  # "raise" would go through a buffer
+        if len(slots):
+            np.take(self._places, slots, out=self._rows(rows), mode="clip")  # "raise" would go through a buffer
         return rows
 
     def write(self, slots: Slots, rows: Tensor) -> None:
-        self._places[slots] = self._rows(rows)
+        if len(slots):
+            self._places[slots] = self._rows(rows)
 
     def fill(self, slots: Slots, value: float) -> None:
         self.write(slots, torch.full((1, self.width), value, dtype=self.dtype).expand(len(slots), -1).contiguous())
 
     def _rows(self, rows: Tensor) -> npt.NDArray[Any]:
-        return rows.view(torch.uint8).numpy().view(self._row).reshape(-1)
+        return rows.view(-1).view(torch.uint8).numpy().view(self._row)  # refuses what is not contiguous
 
     def _view(self) -> npt.NDArray[Any]:
         return np.frombuffer(self._map, dtype=self._row, count=len(self._map) // self.row_bytes)

@@ -134,6 +134,7 @@ class Link:
         self.gaps = 0
         self.open_replies = 0  # bytes of answers that are still to come, as far as that is known
         self.memory_bytes = 0  # that it should share each way
+        self.wants_more = False  # as soon as nothing is under way
 
 
 class Client:
@@ -228,15 +229,15 @@ class Client:
         num_bytes = body_bytes(tensors) if tensors else 0
         if ring is None:
             self._make_room(link, num_bytes, reply_bytes)
-            if num_bytes >= LEAST_SHARED and type(link.wire) is Stream and link.wire.writer is not None:
-                taken = link.wire.writer.take(num_bytes)
-                if taken is not None:
-                    ring, place = link.wire.writer, taken
-                    tensors = copy_into(ring.room(taken, num_bytes), tensors)
+            writer = self._writer(link, num_bytes)
+            taken = writer.take(num_bytes) if writer is not None else None
+            if writer is not None and taken is not None:
+                ring, place = writer, taken
+                tensors = copy_into(ring.room(taken, num_bytes), tensors)
         if link.error is not None:
             raise link.error
         self._tag += 1
-        if not link.session:
+        if not link.session.open:
             link.heard_at = time.monotonic()  # from now on there is something to hear
         sent = Sent(
             type(request).__name__,
@@ -262,22 +263,32 @@ class Client:
         there is none: the caller takes memory of its own."""
         link = self._links[shard]
         self._make_room(link, num_bytes)
-        if num_bytes < LEAST_SHARED or type(link.wire) is not Stream or link.wire.writer is None:
-            return None, None, -1
-        writer = link.wire.writer
-        place = writer.take(num_bytes)
-        if place is None:
+        writer = self._writer(link, num_bytes)
+        place = writer.take(num_bytes) if writer is not None else None
+        if writer is None or place is None:
             return None, None, -1
         return writer.room(place, num_bytes), writer, place
+
+    def _writer(self, link: Link, num_bytes: int) -> Writer | None:
+        """The shared memory that a body of this size goes to, if any."""
+        wire = link.wire
+        if type(wire) is not Stream or wire.writer is None:
+            return None
+        if num_bytes > wire.writer.size or link.wants_more:
+            self.expect(link.shard, num_bytes)
+            wire = link.wire
+        return wire.writer if num_bytes >= LEAST_SHARED and type(wire) is Stream else None
 
     def expect(self, shard: int, num_bytes: int) -> None:
         """Bodies of so many bytes will come and go: more memory is shared if that is too little, and nothing is under
         way."""
         link = self._links[shard]
         link.memory_bytes = max(link.memory_bytes, 2 * num_bytes)
+        link.wants_more = link.memory_bytes > 0
         writer = link.wire.writer if type(link.wire) is Stream else None
-        if writer is None or link.state != UP or link.session:
+        if writer is None or link.state != UP or link.session.open:
             return
+        link.wants_more = False
         if writer.size < min(link.memory_bytes, 2 * self._limits.body_bytes):
             self._hello(link)
             self._wait_for(lambda: link.state == UP or link.error is not None, None)
@@ -302,8 +313,8 @@ class Client:
     def flush(self, timeout: float | None = None) -> None:
         """Waits until everything is answered. Raises the first error that nobody has waited for."""
         for link in self._links:
-            while len(link.session):
-                self._wait_for(lambda link=link: not len(link.session), timeout)  # type: ignore[misc]
+            while link.session.open:
+                self._wait_for(lambda link=link: not link.session.open, timeout)  # type: ignore[misc]
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
@@ -362,7 +373,7 @@ class Client:
 
     def _quick(self) -> bool:
         """Looks for frames without sleeping, for a moment. Whether anything came."""
-        waited_for = [link for link in self._links if link.state == UP and link.session]
+        waited_for = [link for link in self._links if link.state == UP and link.session.open]
         if not waited_for:
             return False
         found = False
@@ -469,6 +480,10 @@ class Client:
             return
         if asked.sequence:
             link.gaps = 0
+        if frame.let_go is None and frame.tensors and type(link.wire) is Stream and link.wire.writer is not None:
+            size = body_bytes(frame.tensors)
+            if size > link.wire.writer.size:  # it came through the socket: the next one should not
+                link.memory_bytes, link.wants_more = max(link.memory_bytes, 2 * size), True
         try:
             sent.finish(reply, frame.tensors, frame.let_go is None)
         except Exception as error:
@@ -482,13 +497,15 @@ class Client:
 
     def _make_room(self, link: Link, num_bytes: int, reply_bytes: int = 0) -> None:
         """Waits while too much is under way."""
+        if not link.session.open:
+            return
 
         def fits() -> bool:
             return (
-                not link.session
+                not link.session.open
                 or link.error is not None
                 or (
-                    len(link.session) < WINDOW_REQUESTS
+                    len(link.session.open) < WINDOW_REQUESTS
                     and (not link.open_bytes or link.open_bytes + num_bytes <= WINDOW_BYTES)
                     and (not link.open_replies or link.open_replies + reply_bytes <= WINDOW_REPLIES)
                 )
@@ -545,7 +562,9 @@ class Client:
             return
         if now < link.next_try:
             return
-        self._drop(link)  # of a connection that was not answered
+        if link.wire is not None:  # a connection that was not answered in time
+            self._drop(link)
+            self._tell_away(link)
         link.tries += 1
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(link.tries - 1, 10))
         link.next_try = now + pause * random.uniform(0.5, 1.0)
@@ -560,13 +579,17 @@ class Client:
                 link.wire = enter(link.where)
         except Closed as error:
             link.reason = str(error)
-            if link.shard >= 0 and not link.told:
-                link.told = True
-                self._tell(Away(link.shard, link.address))
+            self._tell_away(link)
             return
         link.state = GREETING
         link.next_try = now + DIAL_SECONDS  # by then it has to be up
         self._take(link)
+
+    def _tell_away(self, link: Link) -> None:
+        """Once, of a server that has been there before."""
+        if link.shard >= 0 and not link.told:
+            link.told = True
+            self._tell(Away(link.shard, link.address))
 
     def _lose(self, link: Link, reason: str) -> None:
         """The connection is gone: it will be made again."""
@@ -710,7 +733,7 @@ class Client:
         living one answers at once, and given up when it does not."""
         now = time.monotonic()
         for link in self._links:
-            if link.state != UP or not len(link.session) or type(link.wire) is not Stream:
+            if link.state != UP or not link.session.open or type(link.wire) is not Stream:
                 continue
             silent = now - link.heard_at
             if silent > self.timeout:

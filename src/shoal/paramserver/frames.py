@@ -118,7 +118,10 @@ def padded(num_bytes: int) -> int:
 
 
 def body_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(padded(tensor.nbytes) for tensor in tensors)
+    total = 0
+    for tensor in tensors:
+        total += tensor.nbytes + ALIGN - 1 & -ALIGN
+    return total
 
 
 def pack(frame: Frame, flags: int = 0, place: int = 0) -> bytes:

@@ -307,6 +307,8 @@ class Counted(Reply, frozen=True):
     rows: dict[str, int]  # sparse table -> rows held
     loads: dict[str, list[float]]  # table -> touches, by key or by range of rows
     busy_seconds: float
+    evicted: dict[str, int] = {}  # sparse table -> rows that were forgotten
+    hot: dict[str, list[tuple[int, float]]] = {}  # sparse table -> rows asked for most, and in which share of requests
 
 
 class Refused(Reply, frozen=True):

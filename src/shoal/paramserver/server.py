@@ -233,7 +233,7 @@ class Server:
             self._kept()
         self._kept_at, self._kept_version = time.monotonic(), self.shard.version
         self.shard.begun()
-        descriptors = [*self._listeners, *self._guests, self._poll.fileno()]
+        descriptors = [*self._listeners, self._poll.fileno()]
         self._keeper = _Keeper(lambda: self.snapshots.write(self.shard.capture(copy=False)), descriptors)
         self._poll.register(self._keeper.descriptor, select.EPOLLIN)
 
@@ -275,7 +275,7 @@ class _Keeper:
             code = 1
             try:
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                # Closed, or clients would not notice the death of the server while this process lives.
+                # As connections are (transport.py): clients must notice the server's death while this process lives.
                 for descriptor in descriptors:
                     os.close(descriptor)
                 if os.getppid() == parent:

@@ -46,19 +46,19 @@ class Session(Generic[T]):
         self.sequence = 0  # of the last order
         self.lost = 0
         self.answered = 0  # orders, of those up to `sequence`
-        self._open: dict[int, Asked[T]] = {}  # by tag, in the order in which they were asked
+        self.open: dict[int, Asked[T]] = {}  # without an answer: by tag, in the order in which they were asked
         self._updates: deque[int] = deque(maxlen=REMEMBERED)  # numbers of pushes that were answered
 
     def ask(self, tag: int, what: T, *, order: bool, update: bool = False) -> Asked[T]:
         """Numbers a request and keeps it until it is answered."""
         if order:
             self.sequence += 1
-        asked = self._open[tag] = Asked(tag, self.sequence if order else 0, what, update)
+        asked = self.open[tag] = Asked(tag, self.sequence if order else 0, what, update)
         return asked
 
     def answer(self, tag: int) -> Asked[T] | None:
         """What is answered by this; None: nothing is, it was answered before."""
-        asked = self._open.pop(tag, None)
+        asked = self.open.pop(tag, None)
         if asked is not None and asked.sequence:
             self.answered += 1
             if asked.update:
@@ -70,7 +70,7 @@ class Session(Generic[T]):
 
         Only a shard that came back with an older snapshot has fewer than it has answered: then what it lacks is lost,
         and unanswered orders close up behind what it has."""
-        missing = [asked for asked in self._open.values() if asked.sequence > sequence]
+        missing = [asked for asked in self.open.values() if asked.sequence > sequence]
         lost = max(0, self.sequence - sequence - len(missing))
         if lost or sequence > self.sequence:
             for number, asked in enumerate(missing, sequence + 1):
@@ -81,15 +81,15 @@ class Session(Generic[T]):
         gone = sum(number > sequence for number in self._updates) if lost else 0
         if gone:
             self._updates = deque((number for number in self._updates if number <= sequence), maxlen=REMEMBERED)
-        return Renewed(lost, list(self._open.values()), gone)
+        return Renewed(lost, list(self.open.values()), gone)
 
     def forget(self) -> list[Asked[T]]:
         """Gives up all that is unanswered."""
-        asked, self._open = list(self._open.values()), {}
+        asked, self.open = list(self.open.values()), {}
         return asked
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.open)
 
     def __iter__(self) -> Iterator[Asked[T]]:
-        return iter(self._open.values())
+        return iter(self.open.values())

@@ -14,7 +14,7 @@ The server keeps to this:
     due                 True after some order: a snapshot of the state as it is now is asked for. Begin one (a forked
                         child writes `capture()`), say `begun()`, and when it stands `stood(steps)`, with all steps
                         that stand on disk, or with an error. Say `stood(steps)` at the start, too.
-    busy_seconds, bytes_in, bytes_out       add to them
+    busy_seconds        add to it
 """
 
 from collections import Counter
@@ -203,7 +203,13 @@ class Shard:
         except No as no:
             outcome = self._refuse(no)
         out, self._out = self._out, []
-        return out if outcome is None else [Answer(who, tag, *outcome), *out]
+        answers = out if outcome is None else [Answer(who, tag, *outcome), *out]
+        for tensor in tensors:
+            self.bytes_in += tensor.nbytes
+        for answer in answers:
+            for tensor in answer.tensors:
+                self.bytes_out += tensor.nbytes
+        return answers
 
     def _do(self, asked: Asked, epoch: int, request: Request, tensors: Sequence[Tensor]) -> Outcome:
         kind = type(request)
@@ -561,6 +567,8 @@ class Shard:
             rows={name: table.held for name, table in self.tables.sparse.items()},
             loads=self.tables.loads,
             busy_seconds=self.busy_seconds,
+            evicted={name: table.evicted for name, table in self.tables.sparse.items()},
+            hot={name: table.hot() for name, table in self.tables.sparse.items()},
         )
 
     @property

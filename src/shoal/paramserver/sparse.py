@@ -115,7 +115,7 @@ class SparseTable:
             )
         ids, gradients = combine(ids, gradients)
         slots = self._hold(ids, version)
-        gradients = gradients.to(self.dtype).contiguous()
+        gradients = gradients.detach().to(self.dtype).contiguous()
         block = max(16, BLOCK_BYTES // self._values.row_bytes)
         for start in range(0, len(slots), block):
             some = slots[start : start + block]

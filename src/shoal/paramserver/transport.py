@@ -13,6 +13,7 @@ import errno
 import os
 import socket
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -52,6 +53,18 @@ SMALL_BYTES = 16 << 10  # of a body that is copied behind its header: one piece 
 MOST_PARTS = 512  # of one scatter-gather send; the system takes 1024
 SOCKET_BYTES = 1 << 20  # asked for in each way; the system may give less
 _ZEROS = memoryview(bytes(ALIGN))
+
+
+_open: "weakref.WeakSet[Stream]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child (of a data loader, say) must not keep its parent's connections open beyond the parent's life."""
+    for stream in list(_open):
+        stream.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Closed(Exception):
@@ -105,9 +118,14 @@ class Stream:
         connection.setblocking(False)
         if not self.local:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A host that has vanished says nothing: the kernel asks.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with suppress(OSError):
                 connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
+        _open.add(self)
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
@@ -346,6 +364,7 @@ class Stream:
         return self._socket.fileno()
 
     def close(self) -> None:
+        _open.discard(self)
         self._socket.close()
         for descriptor in self.descriptors:
             os.close(descriptor)

@@ -6,6 +6,7 @@ In lockstep a worker computes its own lanes, all meet, and whoever is in is adde
 as without servers. From a queue a worker computes all lanes of a step by itself (or its group does, by collectives).
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,14 +142,16 @@ class ServerParallel(DataParallel):
         cuts = cut(len(work.indices), work.batch, self.lanes, self.microbatches)
         sizes = [sum(map(len, pieces)) for pieces in cuts]
         owners = {lane: place for place, worker in enumerate(members) for lane in range(*self.deal[worker])}
-        sizes = [size if lane in owners else 0 for lane, size in enumerate(sizes)]
+        seen = sum(sizes[lane] for lane in owners)
+        if seen:  # else nobody who is in has samples of a short batch
+            sizes = [size if lane in owners else 0 for lane, size in enumerate(sizes)]
         ranks = tuple(range(len(members)))
         teams = replace(Teams.equal(Alone()), part_ranks=ranks, tellers=ranks)
         table = torch.stack([rows[worker] for worker in members])
         told = Told(table, sizes, owners, teams, self.gradient_count, len(self.replica.buffers.names))
         loss, scale = told.loss(work)
-        seen = sum(sizes)
         missing = len(work.indices) / seen if seen else 1.0
+        loss = loss if seen else math.nan
         if not told.counted and missing != 1.0:
             scale, loss = missing, loss * missing
         outcome = Outcome(

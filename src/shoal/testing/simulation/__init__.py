@@ -2,7 +2,7 @@
 
     run(1234)                                              one seed: the cases that it met, or Broken with its story
     python -m shoal.testing.simulation --seed 1234 --trace that seed, event by event
-    make simulate                                          a hundred thousand of them
+    make simulate                                          a hundred thousand of them, and many of servers.py
 
 Every worker of the simulation runs the real `Member` (recovery/protocol.py); clock, network, store, disk and the faults
 of all of them are played, and one seed decides everything.
@@ -11,6 +11,8 @@ of all of them are played, and one seed decides everything.
     worker.py   the runtime's loop              store.py    views, leases, positions
     driver.py   sees ends, starts others        faults.py   what goes wrong
                                                 laws.py     what must hold
+
+Parameter servers have a world of their own: servers.py, with its workers in peers.py; pushes.py, many over a bad line.
 """
 
 from collections.abc import Callable

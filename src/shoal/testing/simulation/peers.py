@@ -41,6 +41,7 @@ from shoal.paramserver.messages import (
 from shoal.paramserver.modes import Mode
 from shoal.paramserver.session import Asked, Session
 from shoal.partition.lanes import Span, deal, subtrees
+from shoal.testing.simulation.laws import Broken
 
 if TYPE_CHECKING:
     from shoal.testing.simulation.servers import Connection, World
@@ -392,7 +393,7 @@ def _behind(replies: list[Reply]) -> bool:
     refused = [reply for reply, _ in replies if isinstance(reply, Refused)]
     for each in refused:
         if each.code not in BEHIND:
-            raise AssertionError(each)
+            raise Broken(f"refused: {each.reason}")
     return bool(refused)
 
 

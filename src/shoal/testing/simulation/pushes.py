@@ -103,7 +103,7 @@ def exact_sum(
             whose.send(copy)
     for whose, copy in late:
         whose.send(copy)
-    return Counted(pushes, wanted, total(shard), sent, shard.duplicates)
+    return Counted(pushes, wanted, total(shard), sent + len(late), shard.duplicates)
 
 
 def restarts(times: int, *, worker: int = 200, pushes: int = 3) -> float:

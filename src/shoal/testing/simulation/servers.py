@@ -349,6 +349,7 @@ class World:
         self.now = 0.0
         self.trace: list[str] | None = [] if trace else None
         self.met: set[str] = set()
+        self.broken = ""
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
         plan = self.plan
@@ -398,6 +399,7 @@ class World:
 
     def holds(self, law: bool, text: str) -> None:
         if not law:
+            self.broken = self.broken or text  # a desk answers whatever fails behind it, and goes on
             raise Broken(text)
 
     def run(self) -> set[str]:
@@ -412,6 +414,8 @@ class World:
         while self.events and self.now < bound and self.count < MOST_EVENTS:
             self.now, _, what, arguments = heappop(self.events)
             what(*arguments)
+            if self.broken:
+                raise Broken(self.broken)
             if self.now > plan.heals and self._over():
                 self._final()
                 return self.met
