@@ -213,8 +213,8 @@ def round_trips(repeats: int) -> dict[str, float]:
 
 
 def memory(layers: int, width: int) -> dict[str, float]:
-    """Bytes of a server that holds square layers with AdamW: its resident set (VmRSS) after a few pushes and pulls, less
-    what it was before the table was declared. `shared`: the part of it that is memory shared with the worker (RssShmem);
+    """Bytes of a server that holds square layers with AdamW: its resident set (VmRSS) after a few pushes and pulls,
+    less what it was before the table was declared. `shared`: the part of it that the worker has, too (RssShmem).
     `peak`: the largest so far (VmHWM). `needed`: values and two moments."""
     with scratch_folder() as folder, Servers(1) as servers:
         pid, note = servers.pids[0], folder / "note"

@@ -20,17 +20,11 @@ import torch.nn.functional as F
 import pushes
 
 
-def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """What comes out of the object store is read-only, and torch warns: nothing here writes to it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.from_numpy(array)
-
-
 @ray.remote(num_cpus=0)
 class Server:
     def __init__(self) -> None:
         torch.set_num_threads(1)
+        # What comes out of the object store is read-only; nothing here writes to it.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         first = [torch.from_numpy(value).reshape(-1) for value in pushes.mlp_values().values()]
         self.values = {"mlp": torch.cat(first), "fixed": torch.zeros(pushes.count(pushes.SHAPES))}

@@ -4,6 +4,7 @@ Values and gradients are one flat tensor each: one tensor per message is the qui
 paramserver.py in Shoal's own environment, which has torch; `python benchmarks/peer_rpc.py` runs it alone.
 """
 
+import functools
 import os
 import socket
 import threading
@@ -34,14 +35,9 @@ class Server:
         self.pushed = dict.fromkeys(pushes.CASES, 0)
 
 
-held: Server | None = None
-
-
+@functools.cache
 def server() -> Server:
-    global held
-    if held is None:
-        held = Server()
-    return held
+    return Server()
 
 
 def pull(case: str) -> Tensor:
@@ -161,6 +157,9 @@ def join(name: str, rank: int, port: int) -> None:
 
 def process(name: str, rank: int, port: int) -> None:
     """A server or a worker: it does what it is called for until all are done."""
+    pushes.end_with_parent()
+    if name == SERVER:
+        server()
     join(name, rank, port)
     rpc.shutdown()
 

@@ -43,11 +43,9 @@ def addresses() -> dict[str, list[str]]:
 
 def serve(cluster: dict[str, list[str]], job: str, index: int) -> None:
     """A server or a worker: it does what the coordinator says until it is killed."""
+    pushes.end_with_parent()
     one_thread()
     tf.distribute.Server(tf.train.ClusterSpec(cluster), job_name=job, task_index=index, protocol="grpc").join()
-
-
-Step = Callable[[], Any]
 
 
 def several(step: Callable[[Any], tf.Tensor], strategy: Any) -> Any:

@@ -7,7 +7,9 @@ between the same two moments; whatever is slow at first is over by then.
 """
 
 import argparse
+import ctypes
 import json
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +35,7 @@ STEP = LEARNING_RATE * GRADIENT
 
 WARM_UP, SECONDS = 1.0, 3.0
 QUICK_WARM_UP, QUICK_SECONDS = 0.05, 0.1
+PR_SET_PDEATHSIG = 1
 
 
 def mlp_shapes() -> dict[str, tuple[int, ...]]:
@@ -101,6 +104,11 @@ def options(what: str, arguments: Sequence[str] | None = None) -> argparse.Names
     found = parser.parse_args(arguments)
     found.only = found.only.split(",")
     return found
+
+
+def end_with_parent() -> None:
+    """This process is killed when the one that started it is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def say(contender: str, version: str, rates: dict[str, float], applied: dict[str, float]) -> None:

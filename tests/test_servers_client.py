@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from command import forked
 from shoal.errors import InputError, RunError
 from shoal.paramserver import client as client_module
+from shoal.paramserver import remote
 from shoal.paramserver.client import Away, Client, Lost, Notice, RefusedError, ServerUnreachable
 from shoal.paramserver.messages import (
     Declare,
@@ -316,6 +317,35 @@ def test_rows_of_any_shape_and_repeated(client: Client) -> None:
     expected = -torch.bincount(many, minlength=10_000).float()
     expected[ids.view(-1).unique()] -= torch.tensor([4.0, 6.0, 2.0, 3.0])
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["in pieces", "whole"])
+def test_large_tables_travel_in_pieces_to_the_same_end(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not whole:
+        for name, num_bytes in (("SPLIT_BYTES", 3000), ("PIECE_BYTES", 2000), ("STRETCH_BYTES", 700)):
+            monkeypatch.setattr(remote, name, num_bytes)
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1,), (300,), (7, 33), (), (50, 3), (0, 4), (64,), (1000,), (2, 2)]
+    values = {str(number): torch.randn(shape, generator=generator) for number, shape in enumerate(shapes)}
+    shards = [Shard(shard=shard, shards=2) for shard in range(2)]
+    with Client(shards) as client:
+        table = client.dense("t", values, optimizer="momentum", lr=0.5, momentum=0.9)
+        into = {name: torch.full_like(value, 9) for name, value in values.items()}
+        live = {name: value.clone().requires_grad_() for name, value in values.items()}
+        mirror = torch.optim.SGD(live.values(), lr=0.5, momentum=0.9)
+        for _ in range(3):
+            for tensor in live.values():
+                tensor.grad = torch.randn(tensor.shape, generator=generator)
+            table.push({name: tensor.grad for name, tensor in live.items()}, pull_into=into).wait()
+            mirror.step()
+        for found in (into, table.pull().wait()):
+            assert all(torch.equal(found[name], live[name].detach()) for name in values)
+        assert [shard.version for shard in shards] == [3, 3], "pieces are one update"
+        turned = {"2": torch.zeros(33, 7).t()}  # memory that is not in one piece
+        assert torch.equal(table.pull(turned).wait()["2"], live["2"].detach())
+        asked = client.request(0, Pull([Slot("t", span=(0, 1 << 40))]))
+        with pytest.raises(RefusedError, match="elements 0 to 1,099,511,627,776 of table 't'"):
+            asked.wait()
 
 
 @pytest.mark.parametrize("client", ["one process"], indirect=True)

@@ -370,6 +370,48 @@ def test_the_end_waits_for_nothing() -> None:
     assert made.standing()["done"] == 1
 
 
+def test_errands_come_due_as_tickets_are_done() -> None:
+    made = pace("async", workers=1, steps=4, errands={"save": 2, "evaluate": 3})
+    told = [short(ask(made, 0))]
+    for ticket in range(4):
+        told.append(short(ask(made, 0, done=ticket)))
+        while told[-1][0][1] == "errand":
+            told.append(short(ask(made, 0)))
+    assert [each[0][1:] for each in told] == [
+        *(("compute", 0), ("compute", 1), ("errand", "save"), ("compute", 2), ("errand", "evaluate"), ("compute", 3)),
+        *(("errand", "evaluate"), ("end", "")),
+    ], "at the end it is evaluated, and the result is saved by whoever ends the run"
+
+
+def test_one_writes_the_result_before_anybody_hears_of_the_end() -> None:
+    made = pace("async", steps=1, finish=True)
+    ask(made, 0)
+    assert ask(made, 1) == []
+    assert short(ask(made, 0, done=0)) == [(1, "errand", "finish")]
+    assert ask(made, 2) == []
+    assert short(made.gone(1)) == [(0, "errand", "finish")], "it died: another one does"
+    assert sorted(short(ask(made, 0))) == [(0, "end", ""), (2, "end", "")]
+    made.came(1, 2)
+    assert short(ask(made, 1, incarnation=2)) == [(1, "end", "")], "it is written once"
+    stopped = pace("async", steps=9, finish=True)
+    ask(stopped, 0)
+    stopped.ended("asked to stop", True)
+    assert short(ask(stopped, 0, done=0)) == [(0, "errand", "finish")]
+    assert short(again(stopped).came(0, 1)) == []
+    assert short(ask(stopped, 0)) == [(0, "end", "asked to stop")]
+
+
+def test_a_run_goes_on_from_what_others_found() -> None:
+    """Workers came before anybody knew where it begins."""
+    made = pace("async", workers=1, steps=9)
+    made.begin(4, [5])
+    assert short(ask(made, 0)) == [(0, "compute", 4)]
+    assert short(ask(made, 0, done=4)) == [(0, "compute", 6)]
+    locked = pace("sync", workers=1)
+    locked.begin(3)
+    assert locked.step == 3
+
+
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -523,9 +565,11 @@ def test_errands_of_a_process_that_died_are_done_again() -> None:
 class Play:
     """Workers that ask, work and die at random; every rule is checked as it goes."""
 
-    def __init__(self, random: Random, mode: str, workers: int, steps: int) -> None:
+    def __init__(self, random: Random, mode: str, workers: int, steps: int, finish: bool) -> None:
         self.random, self.mode = random, Mode.read(mode)
-        self.pace = Pace(self.mode, workers, steps)
+        self.pace = Pace(self.mode, workers, steps, errands={"save": 3} if finish else {}, finish=finish)
+        self.finish = finish
+        self.written = 0
         self.steps = steps
         self.incarnations = dict.fromkeys(range(workers), 0)
         self.state: dict[int, Any] = dict.fromkeys(range(workers), "dead")  # "dead", "free", "waits", "ended", reply
@@ -539,6 +583,7 @@ class Play:
                 continue  # said to nobody
             assert self.state[worker] == "waits", "an answer without a question"
             reply = each.reply
+            assert not isinstance(reply, End) or bool(self.written) == self.finish, "the end came before the result"
             self.state[worker] = "ended" if isinstance(reply, End) else reply
             if isinstance(reply, Compute):
                 self._given(worker, reply)
@@ -555,6 +600,7 @@ class Play:
     def asks(self, worker: int) -> None:
         has = self.state[worker]
         done, failed = -1, -1
+        self.written += isinstance(has, Errand) and has.what == "finish"
         if isinstance(has, Compute):
             mates = [self.state[mate] for mate in has.members]
             whole = all(
@@ -609,11 +655,12 @@ class Play:
     workers=some.integers(3, 6),
     steps=some.integers(1, 25),
     deaths=some.integers(0, 8),
+    finish=some.booleans(),
 )
 def test_every_run_comes_to_its_end_and_every_ticket_is_done_once(
-    seed: int, mode: str, workers: int, steps: int, deaths: int
+    seed: int, mode: str, workers: int, steps: int, deaths: int, finish: bool
 ) -> None:
-    Play(Random(seed), mode, workers, steps).run(deaths)
+    Play(Random(seed), mode, workers, steps, finish).run(deaths)
 
 
 @settings(max_examples=60)

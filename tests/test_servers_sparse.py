@@ -21,7 +21,7 @@ from shoal import memory
 from shoal.embedding import Embedding, tables_of
 from shoal.errors import InputError
 from shoal.paramserver.arena import Arena
-from shoal.paramserver.cache import Cached
+from shoal.paramserver.cache import Cached, result
 from shoal.paramserver.client import Client
 from shoal.paramserver.hot import Heat
 from shoal.paramserver.index import Direct, Hashed
@@ -462,6 +462,20 @@ def test_hot_rows_stay_in_a_full_cache() -> None:
         future = cached.pull(ids(1, 2, cold, cold + 300))
         assert torch.equal(future.wait(), source.table.pull(ids(1, 2, cold, cold + 300)))
     assert all(1 not in asked and 2 not in asked for asked in source.asked[3:])
+
+
+def test_a_cache_that_serves_nothing_steps_aside_for_a_while() -> None:
+    source = Source(rows=100_000, dim=1)
+    cached = Cached(source, rows=16, bound=10)
+    for number in range(400):
+        cached.begin_step(number)
+        looked = ids(9 * number + 5, 9 * number + 3)
+        assert torch.equal(result(cached.pull(looked)), source.table.pull(looked))
+    through = [asked[0] > asked[1] for asked in source.asked]  # as they were given
+    assert not any(through[:31]) and sum(through) > 250
+    for _ in range(400):
+        result(cached.pull(ids(7)))
+    assert len(source.asked) < 700, "rows that became hot are found in the next trial"
 
 
 def test_a_cache_that_cannot_be() -> None:

@@ -23,6 +23,7 @@ HALVE_EVERY = 256  # requests
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 WAYS = 4
+TRIAL, LITTLE, REST = 32, 0.05, 256  # after so many requests, a cache that served less steps aside for so many more
 
 Ids = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -76,6 +77,7 @@ class Cached:
         self._values: Tensor | None = None
         self._counts = np.zeros(1 << COUNTERS_LOG2, dtype=np.float32)
         self._step = self._requests = self.asked = self.served = 0
+        self._rest = self._trial_asked = self._trial_served = 0
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -83,8 +85,10 @@ class Cached:
     def push(self, ids: Tensor, gradients: Tensor, *, ticket: int = -1, basis: int = -1) -> Any:
         return self._source.push(ids, gradients, ticket=ticket, basis=basis)
 
-    def pull(self, ids: Tensor) -> Later:
+    def pull(self, ids: Tensor) -> Any:
         """Of any ids. Only what is not here, or too old, is asked for."""
+        if not self._is_worth_it():
+            return self._source.pull(ids)
         unique, inverse = _unique(ids)
         wanted: Ids = unique.numpy()
         hashes = _hashed(wanted)
@@ -106,6 +110,17 @@ class Cached:
             return _repeated(found, inverse)
 
         return Later(self._source.pull(torch.from_numpy(wanted[missing])), complete)
+
+    def _is_worth_it(self) -> bool:
+        """Where access is even there is nothing to serve, and looking costs time: looked for again later."""
+        if self._rest:
+            self._rest -= 1
+            return False
+        if self._requests % TRIAL == TRIAL - 1:
+            asked, served = self.asked - self._trial_asked, self.served - self._trial_served
+            self._trial_asked, self._trial_served = self.asked, self.served
+            self._rest = REST if served < LITTLE * asked else 0
+        return True
 
     def _find(self, ids: Ids, hashes: Words) -> Ids:
         """The place of each, or -1."""

@@ -176,7 +176,7 @@ class Client:
         self._poll = select.poll()
         self._links = [Link(address) for address in addresses]
         self._by_descriptor: dict[int, Link] = {}
-        self._absent: set[int] = set()  # places in the list of links
+        self._absent: set[Link] = set()
         self._spin = Spin()
         self._failed: BaseException | None = None  # of a request that nobody waited for
         try:
@@ -346,16 +346,15 @@ class Client:
     def _wait_for(self, settled: Callable[[], bool], timeout: float | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            if self._quick():
-                if settled():
-                    return
-                continue
+            found = self._quick()
             if settled():
                 return
             left = self._slice if end is None else min(self._slice, end - time.monotonic())
             if left <= 0:
                 assert timeout is not None
                 raise RunError(f"no answer within {timeout:g} s{self._waits_for()}")
+            if found:
+                continue
             if not self._by_descriptor and not self._absent:
                 raise RunError(
                     f"this would wait for ever{self._waits_for()}",
@@ -367,7 +366,7 @@ class Client:
         names = [
             f"{asked.what.name} by shard {link.shard} at {link.address}"
             for link in self._links
-            for asked in link.session
+            for asked in link.session.open.values()
         ]
         return f": {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" if names else ""
 
@@ -396,10 +395,10 @@ class Client:
         """Sleeps until something comes, not longer than that, and takes it. Makes lost connections again."""
         if self._absent:
             now = time.monotonic()
-            for place in list(self._absent):
-                self._try(self._links[place], now)
+            for link in list(self._absent):
+                self._try(link, now)
             if self._absent:
-                first = min(self._links[place].next_try for place in self._absent)
+                first = min(link.next_try for link in self._absent)
                 seconds = max(0.0, min(seconds, first - time.monotonic()))
         for link in self._links:
             if type(link.wire) is Direct:
@@ -518,7 +517,7 @@ class Client:
 
     def _connect(self) -> None:
         """All of them, for the first time: who is which shard, then hello to each, shard 0 first."""
-        self._absent = set(range(len(self._links)))
+        self._absent = set(self._links)
         self._until(lambda link: link.state >= GREETED)
         self._sort()
         self._hello(self._links[0])
@@ -603,7 +602,7 @@ class Client:
             link.next_try = 0.0
         link.reason = reason
         if link.error is None:
-            self._absent.add(self._links.index(link))
+            self._absent.add(link)
 
     def _drop(self, link: Link) -> None:
         if link.wire is not None:
@@ -630,7 +629,7 @@ class Client:
         """This link is of no use any more, and neither is what was asked on it."""
         link.error = error
         self._drop(link)
-        self._absent.discard(self._links.index(link))
+        self._absent.discard(link)
         for asked in link.session.forget():
             self._fail(asked.what, error)
         link.open_bytes = link.open_replies = 0
@@ -673,7 +672,7 @@ class Client:
             link.challenge = reply
             link.state = GREETED
             if link.shard < 0:  # the first time: all have to be here before anybody is told anything
-                self._absent.discard(self._links.index(link))
+                self._absent.discard(link)
             elif (reply.shard, reply.shards) != (link.shard, self.shards):
                 self._end(
                     link,
@@ -695,7 +694,7 @@ class Client:
             self.epoch = max(self.epoch, welcome.epoch)
             if not self.who.incarnation:
                 self.who = Who(self.who.worker, welcome.incarnation)
-        self._absent.discard(self._links.index(link))
+        self._absent.discard(link)
         link.state = UP
         link.asked_life = False
         renewed = link.session.welcome(welcome.boot, welcome.sequence)

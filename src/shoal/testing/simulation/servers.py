@@ -453,8 +453,8 @@ class World:
         self.after(self.random.uniform(0.05, 0.3), self.begin, worker)
 
     def _alone_knows(self, peer: Peer) -> bool:
-        """A step that was closed and is not applied everywhere needs one of those who closed it: with the last of them
-        its gradients are gone, and such a run goes on from a checkpoint, which is not played here."""
+        """A step that was closed and is not applied everywhere needs one of those who closed it. If the last of them dies
+        then, shards are at two steps for ever: the runtime has no answer to that, so it is not played."""
         pace = self.hosts[0].shard.pace
         assert pace is not None
         least = min(host.shard.step for host in self.hosts)
