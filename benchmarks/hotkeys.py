@@ -2,8 +2,8 @@
 
 Two servers hold a table of a million rows of 64 numbers; two workers look up batches of rows and push a gradient for
 each lookup, with row-wise Adagrad on the servers. Rows are drawn evenly, or by Zipf's law with exponent 1.1: then one
-lookup in ten is of the same row. Both without a cache and with one of 4096 rows that may be 4 steps old. The four take
-turns, so that whatever else the machine does falls on all. Prints medians, writes benchmarks/results/hotkeys.json.
+lookup in eight is of the same row. Both without a cache and with one of 4096 rows that may be 4 steps old. The four
+take turns, so that whatever else the machine does falls on all. Prints medians, writes benchmarks/results/hotkeys.json.
 """
 
 import argparse

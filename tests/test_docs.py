@@ -21,6 +21,7 @@ PAGES = [
     "docs/gpt.md",
     "docs/estimate.md",
     "docs/simulate.md",
+    "docs/servers.md",
 ]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OF_EXAMPLES = re.compile(r"\$ (python|shoal estimate) examples/\w+\.py")  # on each page the same, and leaves nothing

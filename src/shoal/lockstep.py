@@ -131,6 +131,7 @@ class Lockstep(Served):
         else:
             self.go_to(reply.step)
             self.pull()
+            self.forget_rows()
 
     def apply(self, step: int, agreed: Agreed, shares: dict[Span, Values], *, skip: bool) -> None:
         norm = self.norm(step, agreed) if self.job.clip_norm is not None and not skip else None
@@ -228,6 +229,7 @@ class Lockstep(Served):
         self.client.epoch = max(each.epoch for each in standings)
         self.go_to(standings[0].step)
         self.pull()
+        self.forget_rows()
         if self.leads:
             repeated = max(0, before - self.step)
             event = Rewound(

@@ -62,7 +62,7 @@ from shoal.strategies.servers import Home, ServerParallel, split_rows
 from shoal.strategies.update import check_elementwise
 from shoal.worker import OpenJob
 
-MODEL, BUFFERS = "model", "buffers"  # tables
+MODEL, BUFFERS = "/model", "/buffers"  # tables; those of modules have their paths for names
 UNFILLED_SECONDS = 0.02  # between two looks whether the first values are there
 DIGEST_BYTES = 256 << 20  # of a table that is fetched for one
 LOOK_STEPS = 25  # between two looks at the memory in use
@@ -164,6 +164,7 @@ class Served:
         for future in [self.client.request(shard, Declare(name, spec)) for name, spec in specs for shard in shards]:
             future.wait()
         for name, table in self.tables:
+            table.cache = 0 if self.mode.exact else table.cache  # what it has may be some steps old
             table.attach(name, self.client.sparse(name, table.spec(self.job.seed)))
         if self.worker == 0 and not all(standing.filled for standing in self.standings()):
             self._fill()
@@ -247,6 +248,11 @@ class Served:
             if self.buffers is not None:
                 self.buffers.unpack(shard, tensors[self.home.tensors_of(shard) :], self._buffer_values())
         self.built.update.after()
+
+    def forget_rows(self) -> None:
+        """Rows that were asked for ahead are of another time."""
+        for _, table in self.tables:
+            table.begin_step(self.strategy.begun, keep_ahead=False)
 
     def take(self, shard: int, tensors: Sequence[Tensor]) -> None:
         self.home.unpack(shard, tensors[: self.home.tensors_of(shard)], self.values)

@@ -48,7 +48,7 @@ __all__ = ["Away", "Client", "Dense", "Future", "Lost", "Notice", "RefusedError"
 
 WINDOW_REQUESTS = 256  # without an answer, of one shard
 WINDOW_BYTES = 16 << 20  # ... unless it is one alone
-WINDOW_REPLIES = 16 << 20  # bytes of answers
+WINDOW_REPLIES = 8 << 20  # bytes of answers
 DIAL_SECONDS = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0  # seconds between two tries to connect
 SLICE_SECONDS = 1.0  # of waiting, before looking whether the server still speaks
@@ -387,6 +387,8 @@ class Client:
             elif time.perf_counter() > end:
                 self._spin.paid(False)
                 return False
+            else:
+                self._spin.give_way()
         if end > 0:
             self._spin.paid(True)
         return found

@@ -26,6 +26,8 @@ STRANGER_SECONDS = 10.0  # a connection that has not said who it is by then is c
 MOST_WAITING = 64 << 20  # bytes that a client may leave unread before the server reads no more from it
 IN_A_ROW = 64  # frames of one connection before the others have their turn
 PR_SET_PDEATHSIG = 1
+M_MMAP_THRESHOLD = -3
+LARGE_BYTES = 1 << 20
 
 
 class Server:
@@ -90,6 +92,7 @@ class Server:
 
     def serve(self, until: Callable[[], bool]) -> None:
         """Until then; asked after everything that comes, and ten times a second when nothing does."""
+        _return_memory()
         while not until():
             self.turn(POLL_SECONDS)
 
@@ -130,6 +133,7 @@ class Server:
                 if time.perf_counter() > end:
                     self._spin.paid(False)
                     break
+                self._spin.give_way()
         return self._poll.poll(timeout)
 
     # -- connections --------------------------------------------------------------------------------------------------
@@ -262,6 +266,13 @@ class Server:
                     path.unlink()
         self._paths.clear()
         self._poll.close()
+
+
+def _return_memory() -> None:
+    """Makes large blocks go back to the system when they are freed. Else what an optimizer needs for a moment lies
+    between its states for ever, up to half of the table again."""
+    with suppress(AttributeError, OSError):  # of the GNU C library alone
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 class _Keeper:

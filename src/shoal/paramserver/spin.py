@@ -7,7 +7,7 @@ in a row (answers take long, or there are more processes than cores) it is left 
 import os
 import time
 
-SPIN_SECONDS = 200e-6  # of one attempt
+SPIN_SECONDS = 1e-3  # of one attempt: longer than a process takes to wake up, or each would wait for the other's
 MOST_CREDIT = 8
 TRY_AGAIN = 64  # waits
 
@@ -27,6 +27,10 @@ class Spin:
                 self._skipped = 0
                 return time.perf_counter() + SPIN_SECONDS
         return 0.0
+
+    def give_way(self) -> None:
+        """Between two looks: whoever else wants this core goes first."""
+        os.sched_yield()
 
     def paid(self, found: bool) -> None:
         """Whether something came while looking."""

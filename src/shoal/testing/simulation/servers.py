@@ -256,8 +256,9 @@ class Host:
             self.write()
 
     def crash(self) -> None:
-        if not self.up or (self.world.lockstep and any(peer.finished for peer in self.world.peers)):
-            return  # in lockstep nobody is left to do steps again when one has what it needs: the driver ends the run
+        world = self.world
+        if not self.up or (world.lockstep and any(host.shard.step >= world.plan.steps for host in world.hosts)):
+            return  # workers that have the last step are gone, and cannot do it again with the others
         self.up = False
         self.world.note("server %d dies, version %d", self.number, self.shard.version)
         self.world.at_most_once(self)
@@ -453,8 +454,8 @@ class World:
         self.after(self.random.uniform(0.05, 0.3), self.begin, worker)
 
     def _alone_knows(self, peer: Peer) -> bool:
-        """A step that was closed and is not applied everywhere needs one of those who closed it. If the last of them dies
-        then, shards are at two steps for ever: the runtime has no answer to that, so it is not played."""
+        """A step that was closed and is not applied everywhere needs one of those who closed it. If the last of them
+        dies then, shards are at two steps for ever: the runtime has no answer to that, so it is not played."""
         pace = self.hosts[0].shard.pace
         assert pace is not None
         least = min(host.shard.step for host in self.hosts)
