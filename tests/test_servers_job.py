@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 import shoal
 from command import events
+from shoal.paramserver.client import Client, Future
+from shoal.paramserver.messages import Apply, Request
 from shoal.report.events import ServerStarted, decode
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
@@ -149,7 +152,7 @@ def test_a_table_needs_servers(tmp_path: Path) -> None:
 
 
 class Fatal:
-    """A loss that once, in one worker's n-th call, kills that worker, or a server."""
+    """A loss that once, in one worker's n-th call, kills that worker, or a server. The others do not get far before."""
 
     def __init__(self, run: Path, *, worker: int, call: int, server: int | None = None) -> None:
         self.run, self.worker, self.call, self.server, self.calls = run, worker, call, server, 0
@@ -161,6 +164,10 @@ class Fatal:
         if mine and self.calls >= self.call and not mark.exists():
             mark.write_text("once")
             os.kill(os.getpid() if self.server is None else self.pid(), signal.SIGKILL)
+        until = time.monotonic() + 60
+        while torch.is_grad_enabled() and self.calls >= self.call + 12 and not mark.exists():
+            assert time.monotonic() < until, "nobody was killed"
+            time.sleep(0.005)
         return nn.functional.cross_entropy(output, target)
 
     def pid(self) -> int:
@@ -172,7 +179,7 @@ class Fatal:
 @pytest.mark.parametrize("mode", ["sync", "quorum:0.6", "stale:2", "async", "groups:2"])
 def test_a_killed_worker_is_replaced(mode: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    this = plain_job(loss=Fatal(run, worker=1, call=12))
+    this = plain_job(loss=Fatal(run, worker=1, call=2))
     found = train(this, run, workers=3, servers=1, sync=mode)
     assert found.steps == STEPS and found.value["outcome"] == "done"
     assert [event["rank"] for event in events(run, "worker-lost")] == [1]
@@ -191,9 +198,30 @@ def test_after_a_server_was_killed_lockstep_has_the_same_bits(shard: int, tmp_pa
     assert events(run, "rewound")[0]["step"] == 0 < events(run, "rewound")[0]["repeated"]
 
 
+def test_servers_that_were_left_at_different_steps_go_back_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one worker dies when the first server has applied its step, and the second has not heard of it."""
+    real, mark = Client.request, tmp_path / "killed"
+
+    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
+        future = real(self, shard, request, tensors)
+        if isinstance(request, Apply) and request.step == 6 and not mark.exists():
+            future.wait()
+            mark.write_text("once")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return future
+
+    monkeypatch.setattr(Client, "request", request)
+    this = plain_job(steps=10)
+    found = train(this, tmp_path / "run", workers=1, servers=2)
+    assert mark.exists() and found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
+    assert events(tmp_path / "run", "rewound")[0]["step"] == 0
+
+
 def test_what_a_killed_server_had_acknowledged_is_told_as_lost(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    this = plain_job(loss=Fatal(run, worker=0, call=40, server=1))
+    this = plain_job(loss=Fatal(run, worker=0, call=9, server=1))
     found = train(this, run, workers=2, servers=2, sync="async")
     lost = events(run, "pushes-lost")
     assert found.value["outcome"] == "done" and {event["shard"] for event in lost} == {1}

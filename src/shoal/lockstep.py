@@ -8,12 +8,14 @@ them: what followed is done again, with the same bits.
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shoal.crew import SAVE, STOP
+from shoal.errors import RunError
 from shoal.exact.norm import total_norm
 from shoal.paramserver.client import RefusedError
 from shoal.paramserver.cut import Part
@@ -27,6 +29,7 @@ from shoal.strategies.servers import Agreed, Sums
 
 KEEP = 32  # asked of all: the servers keep this step on disk
 KEEP_SECONDS = 10.0  # between two such steps
+PATIENCE, LOOK_SECONDS = 10, 0.05  # looks at servers that are not at one step, before they are made to be
 BEHIND = ("fenced", "ahead", "behind")  # why a server that came back refuses what is not of its time
 
 
@@ -45,14 +48,16 @@ class Lockstep(Served):
         self.strategy.hold(self.plan.deal[self.worker])
         # Whoever comes when nothing is left to do takes the place of one that died before it had written the result.
         self.leads, self.kept_at = self.worker == 0 or self.step >= self.steps, time.monotonic()
-        while self.step < self.steps and self.stopped is None and not self.over:
+        while True:
             try:
-                self.one_step()
+                while self.step < self.steps and self.stopped is None and not self.over:
+                    self.one_step()
+                self.end()
+                return
             except RefusedError as refused:
                 if refused.code not in BEHIND:
                     raise
                 self.recover()
-        self.end()
 
     def go_to(self, number: int) -> None:
         """The step at work, as the servers count."""
@@ -212,20 +217,30 @@ class Lockstep(Served):
     # -- a server that came back --------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """All servers go back to the newest step that each of them has kept; once, whoever asks first."""
+        """All servers go back to the newest step that each of them has kept. Whoever asks first does it; the others
+        find it done."""
         self.journal.dropped()
-        before = self.step
+        before, looks = self.step, 0
         while True:
             standings = self.standings()
-            epoch = sum(each.boot - 1 for each in standings)
-            behind = [shard for shard, each in enumerate(standings) if each.epoch < epoch]
-            if not behind:
+            came_back = any(each.came_back for each in standings)
+            if not came_back and len({(each.epoch, each.step) for each in standings}) == 1:
                 break
+            looks += 1
+            if not came_back and looks < PATIENCE:  # others may be in the middle of an update
+                time.sleep(LOOK_SECONDS)
+                continue
             common = set.intersection(*(set(each.kept) for each in standings))
-            step = max(common)
-            self.client.epoch = epoch
-            for future in [self.client.request(shard, Rewind(epoch, step)) for shard in behind]:
-                future.wait()
+            if not common:
+                kept = "; ".join(f"server {shard} has {each.kept}" for shard, each in enumerate(standings))
+                raise RunError(
+                    f"there is no step that all servers have kept: {kept}",
+                    fix=f"--resume {self.seat.folder} goes on from the newest checkpoint",
+                )
+            request = Rewind(max(each.epoch for each in standings) + 1, max(common))
+            for future in [self.client.request(shard, request) for shard in range(self.plan.servers)]:
+                with suppress(RefusedError):  # another worker was faster: the next look shows it
+                    future.wait()
         self.client.epoch = max(each.epoch for each in standings)
         self.go_to(standings[0].step)
         self.pull()

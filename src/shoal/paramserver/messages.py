@@ -292,6 +292,7 @@ class Stood(Reply, frozen=True):
     filled: bool  # every dense table has its first values
     kept: list[int]  # steps that a snapshot stands of
     values: dict[str, Any] = {}  # of the pace
+    came_back: bool = False  # another process had this shard before, and nobody has gone back with it since
 
 
 class Counted(Reply, frozen=True):

@@ -126,6 +126,7 @@ class Dense:
         self._index = {each: index for index, each in enumerate(spec.names)}
         self._shapes = [torch.Size(shape) for shape in spec.shapes]
         self._dtypes = [dtype_of(dtype) for dtype in spec.dtypes]
+        self._every: list[tuple[int, Keys]] = [(shard, None) for shard, parts in enumerate(self.cut) if parts]
         self._layouts: dict[tuple[int, Keys], Layout] = {}
 
     @classmethod
@@ -281,6 +282,8 @@ class Dense:
 
     def _chosen(self, present: Sequence[Tensor | None], empty: bool = False) -> list[tuple[int, Keys]]:
         """By shard that has any of these: their keys. `empty`: shards that have none of them, too."""
+        if all(tensor is not None for tensor in present):
+            return self._every
         found: list[tuple[int, Keys]] = []
         for shard, parts in enumerate(self.cut):
             keys = tuple(key for key, part in enumerate(parts) if present[part.index] is not None)

@@ -549,6 +549,7 @@ class Shard:
             filled=self.tables.filled,
             kept=list(self._stands),
             values=self.pace.standing() if self.pace is not None else {},
+            came_back=self._came_back,
         )
         return stood, ()
 
