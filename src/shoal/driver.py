@@ -396,21 +396,7 @@ class Driver:
             decision = Verdict("the others go on, since the process that starts workers is gone")
             if self.launch.parts > 1 and state:
                 decision = Verdict("the run ends", f"{state}, and the process that starts workers is gone")
-        pid = engine.pids.get((who.worker, who.life))
-        known = self.tally.workers.get(who.worker)
-        event = WorkerLost(
-            time=time.time(),
-            rank=who.worker,
-            life=who.life,
-            host=known.host if known is not None and known.host else os.uname().nodename,
-            pid=pid,
-            noticed=self.noticed.get(who, "its process ended"),
-            code=code,
-            out_of_memory=code == -signal.SIGKILL and pid is not None and self.ooms.killed(pid),
-            log=self._last_lines(who.worker),
-            action=f"{decision.action}: {decision.ends}" if decision.ends else decision.action,
-        )
-        self._tell(event)
+        self._tell(self._loss(engine, who, code, decision))
         if decision.ends or self.next is not None:
             self.ending = True
             self.overseer.wish(stop=True)  # those who are left save what there is, and nobody begins anew
@@ -422,6 +408,22 @@ class Driver:
         self.overseer.remove(who, self._ending(code))
         if engine.can_start:
             self._start_missing(engine, "replacement")
+
+    def _loss(self, engine: LocalEngine, who: Who, code: int | None, decision: Verdict) -> WorkerLost:
+        pid = engine.pids.get((who.worker, who.life))
+        known = self.tally.workers.get(who.worker)
+        return WorkerLost(
+            time=time.time(),
+            rank=who.worker,
+            life=who.life,
+            host=known.host if known is not None and known.host else os.uname().nodename,
+            pid=pid,
+            noticed=self.noticed.get(who, "its process ended"),
+            code=code,
+            out_of_memory=code == -signal.SIGKILL and pid is not None and self.ooms.killed(pid),
+            log=self._last_lines(who.worker),
+            action=f"{decision.action}: {decision.ends}" if decision.ends else decision.action,
+        )
 
     def _with_another_layout(self, decision: Verdict) -> Verdict:
         """When a part of the model is lost with all who had it and nobody comes in their place, those who are left may

@@ -20,7 +20,6 @@ from shoal.recovery.process import began
 from shoal.recovery.protocol import Who
 from shoal.report.events import (
     AnyEvent,
-    Changed,
     Recovered,
     Replaced,
     ServerLost,
@@ -28,7 +27,6 @@ from shoal.report.events import (
     Steps,
     WorkerExited,
     WorkerLost,
-    WorkerStarted,
 )
 from shoal.report.folder import RunFolder
 from shoal.roster import Verdict
@@ -57,8 +55,7 @@ class ServedDriver(Driver):
         self.server_lives: dict[int, int] = {}
         self.listened: dict[int, int] = {}  # shard -> the newest boot that was told
         self.server_false_starts: dict[int, int] = {}
-        self.epoch = 1  # of the members, for the story that the report tells
-        self.changed_at: float | None = None
+        self.lost_at: float | None = None  # when a worker was, until the next step is told
         self.asked_to_end = False
 
     def run(self) -> dict[str, Any]:
@@ -124,21 +121,7 @@ class ServedDriver(Driver):
         if not decision.ends and self.settings.on_failure == "shrink":
             decision = Verdict("replaced")  # lanes stay where they are
             self.roster.wanted = self.launch.size
-        known = self.tally.workers.get(who.worker)
-        pid = engine.pids.get((who.worker, who.life))
-        event = WorkerLost(
-            time=time.time(),
-            rank=who.worker,
-            life=who.life,
-            host=known.host if known is not None and known.host else os.uname().nodename,
-            pid=pid,
-            noticed=self.noticed.get(who, "its process ended"),
-            code=code,
-            out_of_memory=code == -9 and pid is not None and self.ooms.killed(pid),
-            log=self._last_lines(who.worker),
-            action=f"{decision.action}: {decision.ends}" if decision.ends else decision.action,
-        )
-        self._tell(event)
+        self._tell(self._loss(engine, who, code, decision))
         if decision.ends:
             self.ending = True
             self._ask_to_stop(engine)
@@ -179,27 +162,12 @@ class ServedDriver(Driver):
         super()._tell(event)
         if isinstance(event, ServerStarted):
             self.listened[event.shard] = self.server_lives[event.shard]
-        if isinstance(event, WorkerStarted) and event.life > 0:
-            self._change(f"worker {event.rank} was replaced", event.time)
-        elif isinstance(event, Steps) and self.changed_at is not None and event.leader:
-            since, self.changed_at = self.changed_at, None
+        if isinstance(event, Steps) and self.lost_at is not None and event.leader:
+            since, self.lost_at = self.lost_at, None
             seconds = max(0.0, event.time - since)
-            super()._tell(Recovered(time=event.time, epoch=self.epoch, step=event.step, seconds=seconds))
-        elif isinstance(event, WorkerLost) and self.changed_at is None:
-            self.changed_at = event.time
-
-    def _change(self, reason: str, now: float) -> None:
-        self.epoch += 1
-        members = sorted(self.roster.serving)
-        changed = Changed(
-            time=now,
-            epoch=self.epoch,
-            members=[who.worker for who in members],
-            lives=[who.life for who in members],
-            step=self.tally.step,
-            reason=reason,
-        )
-        super()._tell(changed)
+            super()._tell(Recovered(time=event.time, epoch=1, step=event.step, seconds=seconds))
+        elif isinstance(event, WorkerLost) and self.lost_at is None:
+            self.lost_at = event.time
 
     # -- in the process -----------------------------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ class Server:
             self.close()
             raise
         if snapshots is not None:
+            shard.before_rewind = self._let_it_be_written
             self.desk.tell(shard.stood(snapshots.steps()))
 
     @property
@@ -241,6 +242,10 @@ class Server:
         self._keeper = _Keeper(lambda: self.snapshots.write(self.shard.capture(copy=False)), descriptors)
         self._poll.register(self._keeper.descriptor, select.EPOLLIN)
 
+    def _let_it_be_written(self) -> None:
+        if self._keeper is not None:
+            self._keeper.ended()
+
     def _kept(self) -> None:
         """Waits for the child that writes, and tells who waits for the snapshot."""
         keeper, self._keeper = self._keeper, None
@@ -297,6 +302,10 @@ class _Keeper:
             finally:
                 os._exit(code)
         os.close(pipe)
+
+    def ended(self) -> None:
+        """Waits until it has; what came of it is still to be asked for."""
+        os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
 
     def wait(self) -> str:
         """Until it has ended; returns what went wrong."""

@@ -101,6 +101,7 @@ class Shard:
         self.version = 0  # updates applied
         self.step = pace.step if pace is not None else 0  # in lockstep: the next one
         self.due = False
+        self.before_rewind: Callable[[], None] = lambda: None  # a snapshot under way is of what will be undone
         self.busy_seconds = 0.0
         self.bytes_in = self.bytes_out = 0
         self.updates = self.duplicates = 0
@@ -487,6 +488,7 @@ class Shard:
             return Done(self.version), ()
         if self._kept is None:
             raise No("snapshot", f"shard {self.shard} keeps no snapshots", "give the servers a folder")
+        self.before_rewind()
         try:
             self._take_tables(self._kept(request.step))
         except ShoalError as error:
