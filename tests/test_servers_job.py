@@ -141,6 +141,25 @@ def test_tables_have_the_same_rows_on_any_number_of_servers_and_after_a_resume(t
     assert torch.equal(found.model().words(ids[:7]), rows[:7])
 
 
+class Infinite(torch.autograd.Function):
+    """Harmless on the way there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * float("inf")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_gradient_that_is_not_finite_ends_the_run_with_a_word(mode: str, tmp_path: Path) -> None:
+    this = plain_job(loss=lambda output, target: Infinite.apply(nn.functional.cross_entropy(output, target)))
+    with pytest.raises(shoal.RunError, match="not finite"):
+        train(this, tmp_path / "run", workers=2, servers=1, sync=mode)
+
+
 def test_a_table_needs_servers(tmp_path: Path) -> None:
     with pytest.raises(shoal.RunError, match=r"words is a shoal\.Embedding.*this run has none"):
         train(table_job(), tmp_path / "run")

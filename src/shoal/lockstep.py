@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from shoal.crew import SAVE, STOP
 from shoal.errors import RunError
 from shoal.exact.norm import total_norm
-from shoal.paramserver.client import RefusedError
+from shoal.paramserver.client import Future, RefusedError
 from shoal.paramserver.cut import Part
 from shoal.paramserver.merge import Rows
 from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Rewind, Squares
@@ -71,11 +72,13 @@ class Lockstep(Served):
         work, indices = self.work(step)
         sums = self.strategy.sums(work, self.objective, ask=self.wishes(step + 1))
         began = time.perf_counter()
-        self.contribute(step, sums.parts, sums.sparse)
+        contributed = self.contribute(step, sums.parts, sums.sparse)
         merging = time.perf_counter() - began
         began = time.perf_counter()
         rows, shares = self.meet(step, sums)
         waiting = time.perf_counter() - began
+        for future in contributed:
+            future.wait()  # what was refused would be missed for ever
         if rows is None:
             return
         agreed = self.strategy.agree(work, sums, rows)
@@ -90,9 +93,11 @@ class Lockstep(Served):
         self.committed(self.step, outcome, indices, members)
         self.after(outcome.asked)
 
-    def contribute(self, step: int, parts: Mapping[Span, Values], sparse: Mapping[Span, Sequence[Rows | None]]) -> None:
+    def contribute(
+        self, step: int, parts: Mapping[Span, Values], sparse: Mapping[Span, Sequence[Rows | None]]
+    ) -> list[Future[Any]]:
         """Where some may be left behind, what is said to be there is there before it is said."""
-        futures = []
+        futures: list[Future[Any]] = []
         for span, values in parts.items():
             gradients = self.named_gradients(values)
             for shard in range(self.plan.servers):
@@ -101,6 +106,7 @@ class Lockstep(Served):
         if self.mode.name == "quorum":
             for future in futures:
                 future.wait()
+        return futures
 
     def meet(self, step: int, sums: Sums) -> tuple[dict[int, Tensor] | None, dict[Span, Values]]:
         """Everybody's rows, and shares of buffers by subtree. None: the step went on without this worker, or the run
@@ -312,13 +318,17 @@ class Local(Lockstep):
             self.committed(self.step, alone.outcome, indices, [self.worker])
         began = time.perf_counter()
         moved = {name: start[name].sub_(value) for name, value in self.values.items()}
+        span = (self.worker, self.worker + 1)
+        contributed = []
         for shard in range(self.plan.servers):
             slots, tensors = self.gradient_slots(shard, moved, [], key=0)
-            self.client.request(shard, Contribute(self.round, (self.worker, self.worker + 1), slots), tensors)
+            contributed.append(self.client.request(shard, Contribute(self.round, span, slots), tensors))
         merging = time.perf_counter() - began
         began = time.perf_counter()
         rows, buffers = self.meet_with_buffers(sums)
         waiting = time.perf_counter() - began
+        for future in contributed:
+            future.wait()
         if rows is None:
             return
         members = sorted(rows)

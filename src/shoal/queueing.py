@@ -95,18 +95,20 @@ class Queueing(Served):
         if self.job.clip_norm is not None:
             dense = [value for value in self.gradients.values() if value is not None]
             clip([*dense, *(rows.rows for rows in self.sparse if rows is not None)], self.job.clip_norm)
-        futures = []
+        futures, puts = [], []
         for shard in range(self.plan.servers):
             slots, tensors = self.gradient_slots(shard, self.gradients, self.sparse)
             request = Push(slots, ticket=ticket, basis=self.versions[shard], pull=True)
             futures.append(self.client.request(shard, request, tensors))
             packed = self.buffers.pack(shard, self._buffer_values()) if self.buffers is not None else None
             if packed is not None:
-                self.client.request(shard, Put([packed[0]]), packed[1])
+                puts.append(self.client.request(shard, Put([packed[0]]), packed[1]))
         for shard, future in enumerate(futures):
             reply, tensors = future.wait()
             self.versions[shard] = reply.version
             self.take(shard, tensors)
+        for put in puts:
+            put.wait()
         self.built.update.after()
         return replace(outcome, merge_seconds=outcome.merge_seconds + time.perf_counter() - began)
 

@@ -113,7 +113,6 @@ class Served:
         self.metrics: dict[str, float | None] = {}
         self.stopped: str | None = None
         self.resumable = False
-        self.evaluated_at = 0
         self.versions = [-1] * plan.servers  # of the values that are here, by shard
         self._order: tuple[int, Sequence[int]] = (-1, ())
         traits = kernels.traits()
@@ -215,11 +214,12 @@ class Served:
     def _fill_shard(self, shard: int, state: dict[str, Any]) -> None:
         """The values come last: with them the table stands, and others begin."""
         if self.settings.resume:
-            self.client.request(shard, Put([], state={"begin": [state["step"], state["done"], state["rows"]]}))
+            begin = {"begin": [state["step"], state["done"], state["rows"]]}
+            self.client.request(shard, Put([], state=begin)).wait()
             if self.mode.name != "local":
                 found, tensors = deal_state(self.optimizer, self.scheduler, self.built.update.seen, self.home, shard)
                 named = {"table": MODEL, "names": found.names} | found.values
-                self.client.request(shard, Put([], state=named), tensors)
+                self.client.request(shard, Put([], state=named), tensors).wait()
         slots: list[Slot] = []
         tensors = []
         homes = [(self.home, self.values)]
@@ -297,13 +297,15 @@ class Served:
         return work, indices
 
     def prefetch(self, step: int) -> None:
-        """The rows that the next step will look up are asked for now."""
+        """The rows that this worker's lanes of a step will look up are asked for now; for that its samples are read."""
         if step >= self.steps or all(table.ids is None for _, table in self.tables):
             return
         work, indices = self.work(step)
-        batch = work.fetch(list(indices))
-        for _, table in self.tables:
-            table.prefetch(batch)
+        mine = [index for piece in self.strategy.requests(indices, work.batch) for index in piece]
+        if mine:
+            batch = work.fetch(mine)
+            for _, table in self.tables:
+                table.prefetch(batch)
 
     def committed(self, step: int, outcome: Outcome, indices: Sequence[int], members: Sequence[int]) -> None:
         """`step`: how many are done now."""

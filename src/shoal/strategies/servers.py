@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.collectives.group import Alone, Group
-from shoal.paramserver.cut import Part, cut_dense, flat, shard_of
+from shoal.paramserver.cut import ALIGNMENT, Part, cut_dense, flat, shard_of
 from shoal.paramserver.merge import Rows, add_rows, whole_tree
 from shoal.paramserver.messages import DenseSpec, Slot
 from shoal.partition.lanes import Span, cut, fold, split, subtrees
@@ -256,16 +256,19 @@ class Home:
         if not keys:
             return None
         layout = self._flats[shard] if len(keys) == len(parts) else flat([parts[key] for key in keys], self.spec)
-        flats = layout.zeros()
-        if len(flats) == 1:  # gradients of bf16 weights that have fp32 masters
+        dtypes = list(layout.dtypes)
+        if len(dtypes) == 1:  # gradients of bf16 weights that have fp32 masters
             first = values[parts[keys[0]].name]
             assert first is not None
-            flats = [flats[0].to(first.dtype)]
+            dtypes = [first.dtype]
+        flats = [torch.empty(total, dtype=dtype) for total, dtype in zip(layout.totals, dtypes, strict=True)]
         with torch.no_grad():
-            for key, view in zip(keys, layout.views(flats), strict=True):
+            for place, (key, view) in enumerate(zip(keys, layout.views(flats), strict=True)):
                 value = values[parts[key].name]
                 assert value is not None
                 view.copy_(_rows(value, parts[key]))
+                end = layout.offsets[place] + layout.counts[place]
+                flats[layout.buffers[place]][end : -(-end // ALIGNMENT) * ALIGNMENT].zero_()
         return Slot(self.table, None if len(keys) == len(parts) else keys), flats
 
     def unpack(self, shard: int, tensors: Sequence[Tensor], into: Mapping[str, Tensor]) -> None:
