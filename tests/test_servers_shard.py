@@ -438,7 +438,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(what: str, kind: str) 
     assert any(slot.table in reason for slot in slots)
     assert same(shard.capture().tensors, before)
     assert shard.version == 0 and shard.counted().refused == {code: 1}
-    assert not shard._contributions.steps.get(0)
+    assert not shard._steps.contributions.steps.get(0)
     # The order has its number all the same, and the next one is taken.
     assert worker.push(spec, values_of(seed=1))[0].reply == Done(1)
 
@@ -734,7 +734,7 @@ def test_a_span_counts_once_whoever_sends_it() -> None:
         worker.contribute(spec, 0, (0, 1), {"count": torch.ones(3)})
     first.order(Apply(0, 1, [(0, 1)]))
     assert pushes(first, spec) == 1 and first.shards[0].counted().duplicates == 2
-    held = first.shards[0]._contributions
+    held = first.shards[0]._steps.contributions
     assert not held.steps and not held.folded, "nothing of a step that is over"
 
 
@@ -753,7 +753,7 @@ def test_memory_of_a_step_is_used_again_for_the_next() -> None:
     for step in range(3):
         for lane in (0, 1):
             worker.contribute(spec, step, (lane, lane + 1), {"count": torch.full([3], 1.0 + lane)})
-        held = worker.shards[0]._contributions.steps[step]
+        held = worker.shards[0]._steps.contributions.steps[step]
         places.append({each.flats[0].data_ptr() for part in held.values() for each in part.values()})
         worker.order(Apply(step, 2, [(0, 1), (1, 2)]))
     assert places[0] == places[1] == places[2] and len(places[0]) == 2

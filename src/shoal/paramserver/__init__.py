@@ -1,8 +1,8 @@
 """Parameter servers: processes that hold a model's parameters and apply what workers push. Knows no job and no plan.
 
 worker ── client.py ── transport.py ~~~ transport.py ── server.py ── shard.py
-            session.py: what is      frames.py: bytes     the loop      order, then apply: pure
-            still unanswered                                            ├─ dense.py, sparse.py: what it holds
-                                                                        ├─ merge.py: gradients of one step
-                                                                        └─ pace.py: who may do which step (shard 0)
+            links.py: lost,          frames.py: bytes     the loop      order, then apply: pure
+            and made again                                              ├─ dense.py, sparse.py: what it holds
+            session.py: what is                                         ├─ steps.py, merge.py: gradients of one step
+            still unanswered                                            └─ pace.py: who may do which step (shard 0)
 """

@@ -1,12 +1,20 @@
 """What a shard remembers so that nothing counts twice: orders by worker, and tickets. State like any other."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.paramserver.merge import Gradients, from_plain, to_plain
-from shoal.paramserver.messages import AnyReply, Met, decode_reply, encode
+from shoal.paramserver.messages import AnyReply, Met, Who, decode_reply, encode
 
 REPLIES = 64  # that are kept of an incarnation
+
+
+class Asked(NamedTuple):
+    """Who is to be answered. `sequence`: 0 for a look."""
+
+    who: Who
+    tag: int
+    sequence: int
 
 
 @dataclass

@@ -451,6 +451,8 @@ class Sparse:
         self.client, self.name, self.spec = client, name, spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.versions = [-1] * client.shards
+        # What was found of the ids that came last: what is pulled is mostly pushed next.
+        self._known: tuple[Tensor, int, tuple[Tensor, Tensor | None]] | None = None
 
     @classmethod
     def declared(cls, client: "Client", name: str, spec: SparseSpec) -> "Sparse":
@@ -460,9 +462,11 @@ class Sparse:
     def pull(self, ids: Tensor) -> Future[Tensor]:
         """Rows of these ids: a tensor of their shape and one dimension more."""
         unique, inverse = self._unique(ids)
-        rows = torch.empty(len(unique), self.spec.dim, dtype=self.dtype)
         shape = (*ids.shape, self.spec.dim)
         shares = self._shares(unique)
+        if len(shares) == 1 and shares[0][1] is None:
+            return self._pull_whole(shares[0][0], unique, inverse, shape)
+        rows = torch.empty(len(unique), self.spec.dim, dtype=self.dtype)
         future: Future[Tensor] = Future(self.client, lambda: _repeated(rows, inverse).view(shape), len(shares))
         for shard, places, mine in shares:
 
@@ -482,6 +486,20 @@ class Sparse:
                 future.part()
 
             self.client.ask(shard, Pull([Slot(self.name, None, True)]), [mine], finish, future)
+        return future
+
+    def _pull_whole(self, shard: int, unique: Tensor, inverse: Tensor | None, shape: tuple[int, ...]) -> Future[Tensor]:
+        """All from one shard: rows are copied once, from where they came."""
+        found: list[Tensor] = []
+        future: Future[Tensor] = Future(self.client, lambda: found[0].view(shape), 1)
+
+        def finish(reply: Any, tensors: Sequence[Tensor], stays: bool) -> None:
+            self.versions[shard] = reply.version
+            rows = tensors[-1]
+            found.append(rows.index_select(0, inverse) if inverse is not None else rows if stays else rows.clone())
+            future.part()
+
+        self.client.ask(shard, Pull([Slot(self.name, None, True)]), [unique], finish, future)
         return future
 
     def push(self, ids: Tensor, gradients: Tensor, *, ticket: int = -1, basis: int = -1) -> Future[int]:
@@ -526,6 +544,9 @@ class Sparse:
 
     def _unique(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Each once, rising, and where each of the given is among them; None: they are so already."""
+        known = self._known
+        if known is not None and known[0] is ids and known[1] == ids._version:
+            return known[2]
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise InputError(f"ids of rows are whole numbers, but these are {wire_dtype(ids)}")
         unique, inverse = ids.detach().reshape(-1).to(torch.int64), None
@@ -535,6 +556,7 @@ class Sparse:
             for row in (int(unique[0]), int(unique[-1])):
                 if not 0 <= row < self.spec.rows:
                     raise InputError(f"row {row:,}, but table {self.name!r} has rows 0 to {self.spec.rows - 1:,}")
+        self._known = ids, ids._version, (unique, inverse)
         return unique, inverse
 
     def _shares(self, unique: Tensor) -> list[tuple[int, Tensor | None, Tensor]]:

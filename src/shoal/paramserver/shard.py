@@ -21,15 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError, ShoalError
-from shoal.exact.norm import row_squares, total_norm
 from shoal.paramserver import messages
 from shoal.paramserver.dense import Factory
 from shoal.paramserver.holdings import Holdings, No
-from shoal.paramserver.merge import Contributions, Flats, Folded, Rows, kept, misfit
+from shoal.paramserver.merge import Gradients, kept
 from shoal.paramserver.messages import (
     AnyReply,
     Apply,
@@ -47,7 +45,6 @@ from shoal.paramserver.messages import (
     Refused,
     Request,
     Rewind,
-    Slot,
     Squares,
     Stood,
     Values,
@@ -55,8 +52,9 @@ from shoal.paramserver.messages import (
     Who,
 )
 from shoal.paramserver.pace import Pace, Told
-from shoal.paramserver.records import Record, Tickets
+from shoal.paramserver.records import Asked, Record, Tickets
 from shoal.paramserver.snapshot import Captured, lifted, lowered
+from shoal.paramserver.steps import Steps
 
 _ANY_EPOCH = (Rewind, messages.Standing, messages.Stats)
 
@@ -66,14 +64,6 @@ class Answer(NamedTuple):
     tag: int
     reply: AnyReply
     tensors: Sequence[Tensor] = ()
-
-
-class Asked(NamedTuple):
-    """Who is to be answered. `sequence`: 0 for a look."""
-
-    who: Who
-    tag: int
-    sequence: int
 
 
 Outcome: TypeAlias = tuple[AnyReply, Sequence[Tensor]] | None  # None: parked
@@ -113,10 +103,7 @@ class Shard:
         self._granted = 0  # incarnations of this boot
         self._records: dict[int, Record] = {}  # by worker
         self._tickets = Tickets()
-        self._contributions = Contributions()
-        self._squared: tuple[int, AnyReply, Sequence[Tensor]] = (-1, Late(0), ())  # of the last step that was asked for
-        self._puts: dict[int, tuple[Put, list[Tensor]]] = {}  # by step: values that come with its Apply
-        self._parked: list[tuple[Asked, Apply | Squares]] = []  # who wait for contributions
+        self._steps = Steps(self.tables)
         self._asked: dict[Who, Asked] = {}  # who wait for the pace
         self._keepers: list[Asked] = []  # who wait for a snapshot that is not begun
         self._writing: list[Asked] = []  # ... that is
@@ -165,7 +152,7 @@ class Shard:
         record = self._records.get(who.worker)
         if record is None or record.incarnation < who.incarnation:
             record = self._records[who.worker] = Record(who.incarnation)
-            self._parked = [each for each in self._parked if each[0].who.worker != who.worker]
+            self._steps.forget(who.worker)
             self._asked = {whose: asked for whose, asked in self._asked.items() if whose.worker != who.worker}
         elif record.incarnation > who.incarnation:
             raise No(
@@ -224,7 +211,7 @@ class Shard:
         except No as no:
             return self._refuse(no)
 
-    def _refuse(self, no: No) -> Outcome:
+    def _refuse(self, no: No) -> tuple[AnyReply, Sequence[Tensor]]:
         self.refused[no.reply.code] += 1
         return no.reply, ()
 
@@ -257,9 +244,7 @@ class Shard:
 
     def _waits(self, asked: Asked) -> bool:
         waiting = self._asked.get(asked.who)
-        return (waiting is not None and waiting.sequence == asked.sequence) or any(
-            (parked.who, parked.sequence) == (asked.who, asked.sequence) for parked, _ in self._parked
-        )
+        return (waiting is not None and waiting.sequence == asked.sequence) or self._steps.waits(asked)
 
     def _answer(self, asked: Asked, reply: AnyReply, tensors: Sequence[Tensor] = ()) -> None:
         """Of what was parked."""
@@ -350,10 +335,7 @@ class Shard:
             self.refused["late"] += 1
             return Late(self.step), ()
         self._check_step(asked, request.step)
-        held = self._contributions
-        gradients = self.tables.gradients(request.slots, tensors)
-        start, stop = request.span
-        if held.put(request.step, (start, stop), gradients):
+        if self._steps.contribute(request, tensors):
             self._unpark(request.step)
         else:
             self.duplicates += 1
@@ -361,16 +343,12 @@ class Shard:
 
     def _unpark(self, step: int) -> None:
         """A contribution has come: what waited for it goes on."""
-        for each in [each for each in self._parked if each[1].step == step]:
-            asked, request = each
-            if each in self._parked and self._contributions.has(step, request.spans):
-                self._parked.remove(each)
-                try:
-                    outcome = self._squares_now(request) if isinstance(request, Squares) else self._apply_now(request)
-                except No as no:
-                    self.refused[no.reply.code] += 1
-                    outcome = no.reply, ()
-                self._answer(asked, *outcome)
+        for asked, request in self._steps.freed(step):
+            try:
+                outcome = self._squares_now(request) if isinstance(request, Squares) else self._apply_now(request)
+            except No as no:
+                outcome = self._refuse(no)
+            self._answer(asked, *outcome)
 
     def _check_step(self, asked: Asked, step: int) -> None:
         """Nobody is ahead of a shard but one that came back with an older state: a step begins when all have applied
@@ -387,97 +365,46 @@ class Shard:
         if request.step < self.step:
             return self._applied(request)
         self._check_step(asked, request.step)
-        if request.put and request.step not in self._puts:
-            put = Put(request.put)
-            self.tables.check_put(put, tensors)
-            self._puts[request.step] = put, [tensor.clone() for tensor in tensors]
-        if not request.skip and not self._all_there(asked, request):
+        self._steps.put(request, tensors)
+        if not request.skip and not self._steps.ready(asked, request):
             return None
         return self._apply_now(request)
 
     def _squares(self, asked: Asked, request: Squares, tensors: Sequence[Tensor]) -> Outcome:
         self._check_back()
         if request.step < self.step:  # others have applied it since
-            step, squares, found = self._squared
-            return (squares, found) if step == request.step else (Late(self.step), ())
+            return self._steps.squares_again(request.step) or (Late(self.step), ())
         self._check_step(asked, request.step)
-        return self._squares_now(request) if self._all_there(asked, request) else None
+        return self._squares_now(request) if self._steps.ready(asked, request) else None
 
-    def _all_there(self, asked: Asked, request: Apply | Squares) -> bool:
-        """Every contribution; else it is parked."""
-        wrong = misfit(request.lanes, request.spans)
-        if wrong:
-            raise No(
-                "spans", f"step {request.step} cannot be added up: {wrong}", "subtrees, each once (lanes.subtrees)"
-            )
-        if self._contributions.has(request.step, request.spans):
-            return True
-        self._parked.append((asked, request))
-        return False
+    def _squares_now(self, request: Squares) -> tuple[AnyReply, Sequence[Tensor]]:
+        return self._steps.squares(request, self.version)
 
     def _apply_now(self, request: Apply) -> tuple[AnyReply, Sequence[Tensor]]:
         step = request.step
-        gradients: dict[str, Flats | Rows] = {}
+        gradients: Gradients = {}
         if not request.skip:
-            folded = self._fold(request)
-            if request.max_norm is not None:
-                folded.clip(request.max_norm, self._norm(folded) if request.norm is None else request.norm)
+            folded = self._steps.gradients(request)
             self.refused["late"] += folded.left_out
             gradients = {**folded.dense, **folded.sparse}
         self.tables.update(gradients, self.version + 1)
         self.tables.skip(gradients)
-        put = self._puts.pop(step, None)
+        put = self._steps.puts.pop(step, None)
         if put is not None and not request.skip:
             self.tables.put(*put)
-        self._contributions.over(step)
+        waited = self._steps.over(step)
         self.version += 1
         self.updates += 1
         self.step = step + 1
         self.due = self.due or request.snapshot
         if self.pace is not None:
             self._tell(self.pace.applied(step))
-        over = [each for each in self._parked if each[1].step <= step]
-        self._parked = [each for each in self._parked if each[1].step > step]
-        for asked, parked in over:
+        for asked, parked in waited:
             self._answer(asked, *(self._applied(parked) if isinstance(parked, Apply) else (Late(self.step), ())))
         return self._applied(request)
 
     def _applied(self, request: Apply) -> tuple[AnyReply, Sequence[Tensor]]:
         return self._values() if request.pull else (Done(self.version), ())
-
-    def _fold(self, request: Apply | Squares) -> Folded:
-        folded = self._contributions.fold(request.step, request.lanes, request.spans, request.scale, self.tables)
-        if not folded.asked(request.lanes, request.spans, request.scale):
-            raise No(
-                "spans",
-                f"step {request.step} was added up over {len(folded.spans)} spans of {folded.lanes} lanes times "
-                f"{folded.scale}, and now {len(request.spans)} of {request.lanes} times {request.scale} are asked for",
-                "the same spans and scale from everybody",
-            )
-        return folded
-
-    def _norm(self, folded: Folded) -> float:
-        """Of the whole gradient, if it is all here."""
-        if self.shards > 1 or folded.sparse or len(folded.dense) > 1:
-            raise No("norm", "a shard alone cannot know the norm of the whole gradient", "ask all for Squares first")
-        return total_norm([rows for name, flats in folded.dense.items() for rows in self._squares_of(name, flats)])
-
-    def _squares_of(self, table: str, gradient: Flats) -> list[Tensor]:
-        return [row_squares(view) for view in self.tables.layout(table, gradient.keys).views(gradient.flats)]
-
-    def _squares_now(self, request: Squares) -> tuple[AnyReply, Sequence[Tensor]]:
-        """Of a dense table one tensor, rows of its keys one after the other; of a sparse one ids and a number each."""
-        folded = self._fold(request)
-        slots: list[Slot] = []
-        found: list[Tensor] = []
-        for name, flats in folded.dense.items():
-            slots.append(Slot(name, flats.keys))
-            found.append(torch.cat([torch.empty(0, dtype=torch.float64), *self._squares_of(name, flats)]))
-        for name, rows in folded.sparse.items():
-            slots.append(Slot(name, sparse=True))
-            found += [rows.ids, row_squares(rows.rows)]
-        self._squared = request.step, Values(self.version, slots, self.step), found
-        return self._squared[1], found
 
     def _rewind(self, asked: Asked, request: Rewind, tensors: Sequence[Tensor]) -> Outcome:
         if request.epoch < self.epoch:
@@ -494,13 +421,11 @@ class Shard:
         except ShoalError as error:
             raise No("snapshot", f"shard {self.shard}: {error.message}", error.fix or "") from error
         self.epoch, self._rewound, self._came_back = request.epoch, request.step, False
-        self._contributions = Contributions()
-        self._puts, self._squared = {}, (-1, Late(0), ())
+        undone, self._steps = self._steps, Steps(self.tables)
         self._stands = [step for step in self._stands if step <= request.step]
         for record in self._records.values():
             record.parts.clear()
-        parked, self._parked = self._parked, []
-        for waiting, _ in parked:
+        for waiting, _ in undone.parked:
             self._answer(waiting, self._fenced(request.epoch - 1).reply)
         if self.pace is not None:
             self._tell(self.pace.rewind(self.step))
@@ -639,7 +564,7 @@ class Shard:
         for worker, incarnation, tag, sequence in values["asked"]:
             who = Who(worker, incarnation)
             self._asked[who] = Asked(who, tag, sequence)
-        self._parked, self._contributions = [], Contributions()
+        self._steps = Steps(self.tables)
         self.updates, self.duplicates, refused, staleness = values["counters"]
         self.refused, self.staleness = Counter(refused), Counter(staleness)
         self.bytes_in, self.bytes_out, self.busy_seconds = values["traffic"]
