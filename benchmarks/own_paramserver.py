@@ -37,10 +37,14 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Mlp:
+    """The model's parameters are views of one flat tensor, as in the RPC peer: one tensor in a message is quickest."""
+
     def __init__(self, client: Client, worker: int) -> None:
-        self.parts: Values = {name: torch.from_numpy(value) for name, value in pushes.mlp_values().items()}
-        self.table = client.dense("mlp", self.parts, optimizer="sgd", lr=pushes.LEARNING_RATE)
-        self.trained = [part.detach().requires_grad_() for part in self.parts.values()]  # of the same memory
+        first = [torch.from_numpy(value) for value in pushes.mlp_values().values()]
+        self.flat = torch.cat([value.reshape(-1) for value in first])
+        self.table = client.dense("mlp", {"all": self.flat}, optimizer="sgd", lr=pushes.LEARNING_RATE)
+        views = self.flat.split([value.numel() for value in first])
+        self.trained = [part.view(value.shape).requires_grad_() for part, value in zip(views, first, strict=True)]
         self.next = pushes.cycle([(torch.from_numpy(x), torch.from_numpy(y)) for x, y in pushes.batches(worker)])
         self.under_way: Any = None
         self.pushed = 0
@@ -49,10 +53,10 @@ class Mlp:
         x, y = self.next()
         weight, bias, weight2, bias2 = self.trained
         loss = F.cross_entropy(F.linear(F.relu(F.linear(x, weight, bias)), weight2, bias2), y)
-        gradients = torch.autograd.grad(loss, self.trained)
+        gradient = torch.cat([each.reshape(-1) for each in torch.autograd.grad(loss, self.trained)])
         if self.under_way is not None:
             self.under_way.wait()
-        self.under_way = self.table.push(gradients, pull_into=self.parts)
+        self.under_way = self.table.push([gradient], pull_into=[self.flat])
         self.pushed += 1
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.collectives.compress.contract import Compressor
 from shoal.collectives.compress.read import read_compressor
 from shoal.errors import ShoalError
-from shoal.paramserver.cut import cut_dense
+from shoal.paramserver.cut import cut_dense, rising
 from shoal.paramserver.dense import DenseTable, Factory, Keys, Layout
 from shoal.paramserver.merge import Flats, Gradients, Rows
 from shoal.paramserver.messages import DenseSpec, Found, Put, Refused, Slot, SparseSpec, Spec
@@ -238,7 +238,7 @@ class Holdings:
             raise No("dtype", f"ids of table {name!r} are {list(ids.shape)} {_name(ids)}", "one dimension of int64")
         if not ids.numel():
             return
-        if ids.numel() > 1 and not bool((ids[1:] > ids[:-1]).all()):
+        if not rising(ids):
             raise No("row", f"ids of table {name!r} do not rise", "each id once, rising")
         first, last = int(ids[0]), int(ids[-1])
         if first < 0 or last >= count:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 RANGES = 64
 COUNTERS_LOG2 = 16
 REMEMBERED = 64
-LOOK_EVERY = 8  # requests; in between they are counted only by range
+LOOK_EVERY, LATER_EVERY = 8, 64  # requests; in between they are counted only by range
+SETTLED = 1024  # requests after which looks are rarer
 HALVE_EVERY = 256  # looks
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -28,7 +29,7 @@ class Heat:
     def note(self, keys: npt.NDArray[np.int64]) -> None:
         """One request."""
         self._touches += np.bincount(keys // self._width, minlength=len(self._touches))
-        if self._requests % LOOK_EVERY == 0 and len(keys):
+        if self._requests % (LOOK_EVERY if self._requests < SETTLED else LATER_EVERY) == 0 and len(keys):
             self._look(keys)
         self._requests += 1
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
-from shoal.paramserver.cut import Part, cut_dense, dtype_of, flat, shard_of
+from shoal.paramserver.cut import Part, cut_dense, dtype_of, flat, rising, shard_of
 from shoal.paramserver.frames import padded
 from shoal.paramserver.futures import Future
 from shoal.paramserver.messages import (
@@ -550,7 +550,7 @@ class Sparse:
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise InputError(f"ids of rows are whole numbers, but these are {wire_dtype(ids)}")
         unique, inverse = ids.detach().reshape(-1).to(torch.int64), None
-        if not bool((unique[1:] > unique[:-1]).all()):
+        if not rising(unique):
             unique, inverse = torch.unique(unique, return_inverse=True)
         if len(unique):
             for row in (int(unique[0]), int(unique[-1])):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.errors import InputError
 from shoal.paramserver.arena import Arena, Slots
+from shoal.paramserver.cut import rising
 from shoal.paramserver.hot import Heat
 from shoal.paramserver.index import Keys, make_index
 from shoal.paramserver.messages import SparseSpec
@@ -31,7 +32,7 @@ class RowError(InputError, ValueError):
 
 def combine(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Each id once, rising, and the sum of its rows, added in the order in which they stand."""
-    if len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()):
+    if rising(ids):
         return ids, rows
     unique, inverse = torch.unique(ids, return_inverse=True)
     return unique, rows.new_zeros(len(unique), rows.shape[1]).index_add_(0, inverse, rows)
