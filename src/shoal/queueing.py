@@ -22,7 +22,8 @@ from shoal.exact.norm import clip
 from shoal.paramserver.merge import Rows
 from shoal.paramserver.messages import Compute, End, Ended, Errand, Next, Push, Put
 from shoal.paramserver.pace import EVALUATE, FINISH, SAVE
-from shoal.partition.lanes import deal
+from shoal.partition.lanes import deal, redeal
+from shoal.run import REDEAL_STEPS, SLOW
 from shoal.served import Served
 from shoal.strategies.data import Outcome, Work
 from shoal.strategies.teams import Teams
@@ -140,10 +141,11 @@ class Queueing(Served):
 
 
 class Grouped(Queueing):
-    """A member of a group."""
+    """A member of a group. Inside it a slow member is given fewer lanes, as in a run without servers."""
 
     group: Group = Alone()
     epoch = -1
+    watched: list[list[float]]  # seconds of every member, by step
 
     def ticket(self, given: Compute) -> Next:
         try:
@@ -179,13 +181,14 @@ class Grouped(Queueing):
                 )
             except RunError as error:
                 raise PeerLost(error.message) from error
-        self.epoch = given.epoch
+        self.epoch, self.watched = given.epoch, []
         self.strategy.join(Teams.equal(self.group), deal(self.plan.lanes, [1.0] * len(members)))
         self.spread()
 
     def compute(self, work: Work) -> Outcome:
         self.strategy.compute(work, self.objective)
         outcome = self.strategy.finish(self.strategy.meet())
+        self.watch(outcome.compute)
         self.gradients = {name: parameter.grad for name, parameter in self.replica.parameters}
         self.sparse = self.strategy.rows_together()
         return outcome
@@ -196,6 +199,18 @@ class Grouped(Queueing):
             outcome = super().push(ticket, outcome)
         self.spread()
         return replace(outcome, merge_seconds=outcome.merge_seconds + time.perf_counter() - began)
+
+    def watch(self, seconds: list[float]) -> None:
+        """Everyone has the same numbers, so everyone comes to the same deal."""
+        if self.group.size == 1 or self.settings.slow == "ignore" or self.plan.shares not in ("even", "auto"):
+            return
+        self.watched.append(seconds)
+        if len(self.watched) >= REDEAL_STEPS:
+            typical = [sorted(times)[len(times) // 2] for times in zip(*self.watched, strict=True)]
+            self.watched = []
+            decision = redeal(self.strategy.deal, typical, worth=SLOW)
+            if decision is not None:
+                self.strategy.join(self.strategy.teams, decision[0])
 
     def spread(self) -> None:
         """The first member's weights, to all."""
