@@ -195,7 +195,8 @@ def bandwidth(num_bytes: int, repeats: int) -> dict[str, float]:
 
 
 def round_trips(repeats: int) -> dict[str, float]:
-    """Seconds of a push of 64 bytes that is answered with 64 bytes, one at a time."""
+    """Seconds of a push of 64 bytes that is applied and answered with 64 bytes, one at a time; `pull`: the median of a
+    plain question that is answered with 64 bytes."""
 
     def work(client: Client) -> Mapping[str, float]:
         values, gradients = {"small": torch.zeros(16)}, {"small": torch.ones(16)}
@@ -205,8 +206,14 @@ def round_trips(repeats: int) -> dict[str, float]:
             began = time.perf_counter()
             table.push(gradients, pull_into=values).wait()
             seconds.append(time.perf_counter() - began)
+        asked = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            table.pull(values).wait()
+            asked.append(time.perf_counter() - began)
         seconds = sorted(seconds[repeats // 10 :])
         return {
+            "pull": statistics.median(asked[repeats // 10 :]),
             "median": statistics.median(seconds),
             "p99": seconds[int(0.99 * len(seconds))],
             "best": seconds[0],
