@@ -258,8 +258,8 @@ def text(result: dict[str, Any]) -> str:
         found = result["round_trip"]
         times = {name: 1e6 * seconds for name, seconds in found["seconds"].items()}
         lines.append(
-            f"64 bytes there and back: pulled, median {times['pull']:.0f} µs; pushed, applied and answered with values, "
-            f"median {times['median']:.0f} µs, p99 {times['p99']:.0f} µs (at most {1e6 * found['target']:.0f} µs)"
+            f"64 bytes there and back: pulled, median {times['pull']:.0f} µs; pushed, applied and answered with values,"
+            f" median {times['median']:.0f} µs, p99 {times['p99']:.0f} µs (at most {1e6 * found['target']:.0f} µs)"
         )
     if "memory" in result:
         lines += _memory_text(result["memory"])
