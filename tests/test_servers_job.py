@@ -255,6 +255,13 @@ def test_local_steps_are_averaged(tmp_path: Path) -> None:
     assert served == STEPS // 8
 
 
+def test_checkpoints_are_written_on_the_way_in_every_mode(tmp_path: Path) -> None:
+    for mode in ("sync", "async"):
+        train(plain_job(checkpoint_every=8), tmp_path / mode, workers=2, servers=1, sync=mode)
+        saved = [event["step"] for event in events(tmp_path / mode, "saved")]
+        assert len(saved) >= 3 and saved[-1] == STEPS
+
+
 def test_a_report_tells_of_servers(tmp_path: Path) -> None:
     found = train(plain_job(), tmp_path / "run", workers=2, servers=2, sync="stale:3")
     told = msgspec.json.decode((tmp_path / "run" / "report.json").read_bytes())["servers"]

@@ -304,10 +304,12 @@ class Local(Lockstep):
         """One round."""
         start = {name: value.clone() for name, value in self.values.items()}
         last = min((self.round + 1) * self.length, self.steps)
+        asked = 0
         while True:
             work, indices = self.work(self.step)
             self.journal.begin()
-            sums = self.strategy.sums(work, self.objective, ask=self.wishes(self.step + 1))
+            asked |= self.wishes(self.step + 1)  # what was due within the round is done at its end
+            sums = self.strategy.sums(work, self.objective, ask=asked)
             alone = self.strategy.agree(work, sums, {self.worker: sums.row})
             if self.check_finite(self.step, alone.outcome):
                 self.update_alone(sums, alone)

@@ -119,7 +119,7 @@ class Queueing(Served):
         self.pull()
         if what == EVALUATE and self.evaluate(done):
             self.client.request(0, Ended(f"target {self.job.target} reached")).wait()
-        elif what == SAVE:
+        elif what == SAVE and self.saving.rested:
             self.tell(done)
             self.save(*self.standing_steps())
         elif what == FINISH:

@@ -56,6 +56,11 @@ class Saving:
             return step % self.every == 0
         return step % self.steps_per_epoch == 0 and now - self._saved_at >= REST_SECONDS
 
+    @property
+    def rested(self) -> bool:
+        """Whether another checkpoint is wanted, now that one could be written: if nobody asked, not within seconds."""
+        return self.every is not None or time.monotonic() - self._saved_at >= REST_SECONDS
+
     def save(self, step: int, told: dict[str, Any], token: str = "") -> None:
         """Writes a checkpoint while training goes on; on the worker that writes, or all that write parts of it."""
         self._saved_at = time.monotonic()

@@ -20,7 +20,7 @@ from shoal.paramserver.snapshot import Snapshots
 from shoal.plan.placement import Plan
 from shoal.queueing import Grouped, Queueing
 from shoal.report.events import Served, ServerStarted
-from shoal.seat import Seat
+from shoal.seat import Seat, Settings
 from shoal.served_rows import rows_of_shard
 from shoal.worker import OpenJob
 
@@ -53,7 +53,7 @@ def serve_job(opened: OpenJob, seat: Seat, number: int) -> None:
         shard=number,
         shards=plan.servers,
         boot=snapshots.boot(),
-        pace=make_pace(opened, plan, mode) if number == 0 else None,
+        pace=make_pace(opened, plan, mode, seat.settings) if number == 0 else None,
         factories={"job": lambda named: make_optimizer(job, mode, named)},
         kept=snapshots.rewind,
         adopt=lambda name: rows_of_shard(folder, name, number, plan.servers),
@@ -108,15 +108,14 @@ def serve_script(seat: Seat, number: int) -> None:
     _serve(shard, seat, snapshots, KEEP_SECONDS)
 
 
-def make_pace(opened: OpenJob, plan: Plan, mode: Mode) -> Pace:
+def make_pace(opened: OpenJob, plan: Plan, mode: Mode, settings: Settings) -> Pace:
     job = opened.job
-    schedule = job.schedule(opened.source.samples, opened.source.last)
-    every = {SAVE: job.checkpoint_every or 0}
+    a_pass = job.schedule(opened.source.samples, opened.source.last).steps_per_epoch
+    every = {SAVE: settings.checkpoint_every or job.checkpoint_every or a_pass}
     if opened.held_out is not None:
-        every[EVALUATE] = job.evaluate_every or schedule.steps_per_epoch
+        every[EVALUATE] = job.evaluate_every or a_pass
     steps = opened.steps if mode.name != "local" else -(-opened.steps // int(mode.number))
-    errands = {what: number for what, number in every.items() if number}
-    return Pace(mode, plan.workers, steps, errands=errands, finish=True)
+    return Pace(mode, plan.workers, steps, errands=every, finish=True)
 
 
 def make_optimizer(job: Job, mode: Mode, named: list[tuple[str, nn.Parameter]]) -> tuple[Optimizer, Any]:
