@@ -1,6 +1,7 @@
 """Jobs through parameter servers: the same bits in lockstep, and faults in every mode."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 
 import shoal
 from command import events
+from shoal.cluster import even_cluster
+from shoal.driver import Options
+from shoal.engines.lab import Lab
+from shoal.launch import train_with
 from shoal.paramserver.client import Client, Future
 from shoal.paramserver.messages import Apply, Request
 from shoal.report.events import ServerStarted, decode
@@ -165,6 +170,19 @@ def test_a_table_needs_servers(tmp_path: Path) -> None:
         train(table_job(), tmp_path / "run")
     with pytest.raises(shoal.RunError, match="trains copies at the workers"):
         train(table_job(), tmp_path / "local", workers=2, servers=1, sync="local:4")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="a lab needs root, ip and tc"
+)
+def test_servers_on_other_hosts_are_reached_with_a_token(tmp_path: Path) -> None:
+    this = plain_job(steps=6)
+    with Lab(even_cluster(racks=1, hosts=2)) as lab:
+        options = Options(workers=2, servers=2, lab=lab, run_dir=tmp_path / "lab", quiet=True)
+        found = train_with(this, options)
+    addresses = [event["addresses"][0] for event in events(tmp_path / "lab", "server-started")]
+    assert all(each.startswith("tcp://10.") for each in addresses) and len(set(addresses)) == 2
+    assert found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
