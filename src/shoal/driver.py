@@ -92,7 +92,7 @@ class Options:
     recompute: bool = False
     shares: str | None = None
     plan: Plan | None = None
-    servers: int | None = None  # parameter servers; None: as many as the job needs, mostly none
+    servers: int | None = None  # parameter servers; None: as a plan or the run that is resumed has it, else none
     sync: str = ""  # how they keep workers in step (paramserver/modes.py); empty: as the run had it, or "sync"
     run_dir: Path | None = None
     resume: str | bool = False  # True: the newest run; else a folder or the beginning of an id
