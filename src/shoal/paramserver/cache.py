@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
+from shoal.paramserver.once import once
 
 COUNTERS_LOG2 = 18
 HALVE_EVERY = 256  # requests
@@ -89,8 +90,9 @@ class Cached:
         """Of any ids. Only what is not here, or too old, is asked for."""
         if not self._is_worth_it():
             return self._source.pull(ids)
-        unique, inverse = _unique(ids)
-        wanted: Ids = unique.numpy()
+        found = once(ids.reshape(-1))
+        shape = (*ids.shape, -1)
+        wanted: Ids = found.ids.numpy()
         hashes = _hashed(wanted)
         self._count(hashes)
         places = self._find(wanted, hashes)
@@ -102,12 +104,12 @@ class Cached:
             assert self._values is not None
             rows = self._values.index_select(0, torch.from_numpy(np.where(here, places, 0)))  # the missing: see below
             if not len(missing):
-                return Later(rows, lambda each: _repeated(each, inverse))
+                return Later(rows, lambda each: found.repeated(each).view(shape))
 
         def complete(fetched: Tensor) -> Tensor:
             self._keep(wanted[missing], hashes[missing], fetched, step)
-            found = fetched if rows is None else rows.index_copy_(0, torch.from_numpy(missing), fetched)
-            return _repeated(found, inverse)
+            whole = fetched if rows is None else rows.index_copy_(0, torch.from_numpy(missing), fetched)
+            return found.repeated(whole).view(shape)
 
         return Later(self._source.pull(torch.from_numpy(wanted[missing])), complete)
 
@@ -169,18 +171,6 @@ class Cached:
 
     def _which_set(self, hashes: Words) -> Ids:
         return ((hashes & np.uint64(0xFFFFFFFF)) % np.uint64(self._sets)).astype(np.int64)
-
-
-def _unique(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Each once, rising, and where each of the given is among them; None: they are so already."""
-    if ids.dim() == 1 and bool((ids[1:] > ids[:-1]).all()):
-        return ids, None
-    unique, inverse = torch.unique(ids, return_inverse=True)
-    return unique, inverse
-
-
-def _repeated(rows: Tensor, inverse: Tensor | None) -> Tensor:
-    return rows if inverse is None else torch.nn.functional.embedding(inverse, rows)
 
 
 def _hashed(ids: Ids) -> Words:

@@ -13,12 +13,14 @@ import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.errors import InputError, RunError
-from shoal.paramserver.frames import REPLY, BadFrame, Frame, Limits, body_bytes, copy_into
+from shoal.paramserver.frames import REPLY, BadFrame, Frame, Limits, body_bytes, copy_into, laid_out, padded
 from shoal.paramserver.futures import Future
 from shoal.paramserver.links import (
     GREETED,
@@ -45,7 +47,8 @@ from shoal.paramserver.messages import (
     decode_reply,
     encode,
 )
-from shoal.paramserver.remote import Dense, Sparse
+from shoal.paramserver.remote import Dense
+from shoal.paramserver.remote_rows import Sparse
 from shoal.paramserver.rings import Writer
 from shoal.paramserver.spin import Spin
 from shoal.paramserver.transport import LEAST_SHARED, Closed, Direct, Stream, read_address
@@ -202,6 +205,16 @@ class Client:
         if writer is None or place is None:
             return None, None, -1
         return writer.room(place, num_bytes), writer, place
+
+    def lend(
+        self, shard: int, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]
+    ) -> tuple[list[Tensor], Writer | None, int]:
+        """Tensors of these dtypes and shapes for the body of the next request, to be filled by the caller: in shared
+        memory if there is room in it. With ring and place, as `ask` wants them."""
+        body, ring, place = self.room(shard, sum(padded(dtype.itemsize * prod(shape)) for dtype, shape in kinds))
+        if body is None:
+            return [torch.empty(tuple(shape), dtype=dtype) for dtype, shape in kinds], None, -1
+        return laid_out(body, kinds), ring, place
 
     def _writer(self, link: Link, num_bytes: int) -> Writer | None:
         """The shared memory that a body of this size goes to, if any."""

@@ -136,11 +136,5 @@ def shard_of(rows: Tensor, shards: int) -> Tensor:
     return rows % shards
 
 
-def rising(ids: Tensor) -> bool:
-    """Each once, in order. By numpy, which is quick about small arrays."""
-    given = ids.numpy()
-    return bool((given[1:] > given[:-1]).all())
-
-
 def _filled(loads: Sequence[float], count: int) -> Sequence[float]:
     return loads if loads else [1.0] * count

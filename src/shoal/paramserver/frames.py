@@ -252,19 +252,26 @@ def tensors_in(memory: Any, at: int, entries: Sequence[Entry]) -> list[Tensor]:
     return found
 
 
-def copy_into(body: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies tensors to where they lie in a body; returns the copies."""
+def laid_out(body: Tensor, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
+    """Tensors of these dtypes and shapes, as they lie in a body."""
     start = 0
-    copies = []
-    for tensor in tensors:
-        num_bytes = tensor.nbytes
+    found = []
+    for dtype, shape in kinds:
+        num_bytes = dtype.itemsize * prod(shape)
         if num_bytes:
-            place = body[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor)
-            copies.append(place)
+            flat = body[start : start + num_bytes].view(dtype)
+            found.append(flat if len(shape) == 1 else flat.view(tuple(shape)))
             start += padded(num_bytes)
         else:
-            copies.append(tensor)
+            found.append(torch.empty(tuple(shape), dtype=dtype))
+    return found
+
+
+def copy_into(body: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies tensors to where they lie in a body; returns the copies."""
+    copies = laid_out(body, [(tensor.dtype, tensor.shape) for tensor in tensors])
+    for there, tensor in zip(copies, tensors, strict=True):
+        there.copy_(tensor)
     return copies
 
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from shoal.collectives.compress.contract import Compressor
 from shoal.collectives.compress.read import read_compressor
 from shoal.errors import ShoalError
-from shoal.paramserver.cut import cut_dense, rising
+from shoal.paramserver.cut import cut_dense
 from shoal.paramserver.dense import DenseTable, Factory, Keys, Layout
 from shoal.paramserver.merge import Flats, Gradients, Rows
 from shoal.paramserver.messages import DenseSpec, Found, Put, Refused, Slot, SparseSpec, Spec
+from shoal.paramserver.once import rising
 from shoal.paramserver.sparse import SparseTable
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that a gradient may come in beside the table's own dtype
@@ -240,14 +241,15 @@ class Holdings:
             return
         if not rising(ids):
             raise No("row", f"ids of table {name!r} do not rise", "each id once, rising")
-        first, last = int(ids[0]), int(ids[-1])
+        given = ids.numpy()
+        first, last = given[0], given[-1]
         if first < 0 or last >= count:
             wrong = first if first < 0 else last
             raise No("row", f"row {wrong} of table {name!r}, but it has rows 0 to {count - 1}", f"ids below {count}")
         if self.shards > 1:
-            foreign = ids[ids % self.shards != self.shard]
-            if foreign.numel():
-                row = int(foreign[0])
+            foreign = given[given % self.shards != self.shard]
+            if len(foreign):
+                row = foreign[0]
                 raise No("row", f"row {row} of table {name!r} is on shard {row % self.shards}, not on {self.shard}")
 
     def _decoded(self, slot: Slot, payload: Tensor, count: int) -> Tensor:
@@ -271,7 +273,8 @@ class Holdings:
             if isinstance(gradient, Flats):
                 self.dense[table].push(gradient.flats, gradient.keys, last=last)
             else:
-                self.sparse[table].push(gradient.ids, gradient.rows, version)
+                rows = self.sparse[table]
+                rows.update(rows.own(gradient.ids), gradient.rows, version)
 
     def skip(self, tables: Mapping[str, object]) -> None:
         """An update that has no gradient for tables other than these: their schedulers go on all the same."""
@@ -295,7 +298,7 @@ class Holdings:
                 rows = self._sparse(slot.table)
                 (ids,) = _taken(stream, 1, slot)
                 self._check_ids(rows, ids)
-                found.append(rows.pull(ids))
+                found.append(rows.read(rows.own(ids)))
             else:
                 table = self._filled(slot.table)
                 keys = self._keys(slot, table)

@@ -1,8 +1,8 @@
 """Which rows of a table are asked for: touches by range of rows, and the rows that are hot.
 
-Each request names a row once, so a hot row is one that is in most requests. Requests are counted in a small table by
-hashed key, and the keys with the highest counts are remembered. Counts are halved now and then: what was hot long ago
-cools down. All of it is an estimate, and no state of the shard.
+Each request names a row once, so a hot row is one that is in most requests. Some requests are looked at: counted in a
+small table by hashed key, and the keys with the highest counts are remembered. Counts are halved now and then: what was
+hot long ago cools down. All of it is an estimate, and no state of the shard.
 """
 
 import numpy as np
@@ -11,8 +11,9 @@ import numpy.typing as npt
 RANGES = 64
 COUNTERS_LOG2 = 16
 REMEMBERED = 64
-LOOK_EVERY, LATER_EVERY = 8, 64  # requests; in between they are counted only by range
-SETTLED = 1024  # requests after which looks are rarer
+COUNT_EVERY = 8  # requests: one is counted by range, for all of them
+LOOK_EVERY, LATER_EVERY = 8, 64  # requests: one is looked at by key
+SETTLED = 1024  # requests after which looks are rarer, and up to which all are counted
 HALVE_EVERY = 256  # looks
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -28,8 +29,11 @@ class Heat:
 
     def note(self, keys: npt.NDArray[np.int64]) -> None:
         """One request."""
-        self._touches += np.bincount(keys // self._width, minlength=len(self._touches))
-        if self._requests % (LOOK_EVERY if self._requests < SETTLED else LATER_EVERY) == 0 and len(keys):
+        settled = self._requests >= SETTLED
+        if not settled or self._requests % COUNT_EVERY == 0:
+            touches = np.bincount(keys // self._width, minlength=len(self._touches))
+            self._touches += touches * COUNT_EVERY if settled else touches
+        if self._requests % (LATER_EVERY if settled else LOOK_EVERY) == 0 and len(keys):
             self._look(keys)
         self._requests += 1
 

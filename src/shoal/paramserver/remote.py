@@ -1,4 +1,4 @@
-"""Tables as a worker sees them: named tensors (dense), or rows by number (sparse), wherever the shards have them.
+"""Named tensors as a worker sees them, wherever the shards have them. Of rows by number: remote_rows.py.
 
 What is pushed is packed at once, into memory that it is sent from: the caller may change its tensors right afterwards.
 What is pulled is written to its place when the answer is read, which happens in a `wait` or `done` of any future.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
-from shoal.paramserver.cut import Part, cut_dense, dtype_of, flat, rising, shard_of
+from shoal.paramserver.cut import Part, cut_dense, dtype_of, flat
 from shoal.paramserver.frames import padded
 from shoal.paramserver.futures import Future
 from shoal.paramserver.messages import (
@@ -442,145 +442,3 @@ def declare(client: "Client", name: str, spec: DenseSpec | SparseSpec) -> None:
     asked = [client.request(shard, Declare(name, spec)) for shard in range(client.shards)]
     for each in asked:
         each.wait()
-
-
-class Sparse:
-    """Rows by number. Ids may have any shape and come several times."""
-
-    def __init__(self, client: "Client", name: str, spec: SparseSpec) -> None:
-        self.client, self.name, self.spec = client, name, spec
-        self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        self.versions = [-1] * client.shards
-        # What was found of the ids that came last: what is pulled is mostly pushed next.
-        self._known: tuple[Tensor, int, tuple[Tensor, Tensor | None]] | None = None
-
-    @classmethod
-    def declared(cls, client: "Client", name: str, spec: SparseSpec) -> "Sparse":
-        declare(client, name, spec)
-        return cls(client, name, spec)
-
-    def pull(self, ids: Tensor) -> Future[Tensor]:
-        """Rows of these ids: a tensor of their shape and one dimension more."""
-        unique, inverse = self._unique(ids)
-        shape = (*ids.shape, self.spec.dim)
-        shares = self._shares(unique)
-        if len(shares) == 1 and shares[0][1] is None:
-            return self._pull_whole(shares[0][0], unique, inverse, shape)
-        rows = torch.empty(len(unique), self.spec.dim, dtype=self.dtype)
-        future: Future[Tensor] = Future(self.client, lambda: _repeated(rows, inverse).view(shape), len(shares))
-        for shard, places, mine in shares:
-
-            def finish(
-                reply: Any,
-                tensors: Sequence[Tensor],
-                stays: bool,
-                shard: int = shard,
-                places: Tensor | None = places,
-            ) -> None:
-                self.versions[shard] = reply.version
-                found = tensors[-1]
-                if places is None:
-                    rows.copy_(found)
-                else:
-                    rows.index_copy_(0, places, found)
-                future.part()
-
-            self.client.ask(shard, Pull([Slot(self.name, None, True)]), [mine], finish, future)
-        return future
-
-    def _pull_whole(self, shard: int, unique: Tensor, inverse: Tensor | None, shape: tuple[int, ...]) -> Future[Tensor]:
-        """All from one shard: rows are copied once, from where they came."""
-        found: list[Tensor] = []
-        future: Future[Tensor] = Future(self.client, lambda: found[0].view(shape), 1)
-
-        def finish(reply: Any, tensors: Sequence[Tensor], stays: bool) -> None:
-            self.versions[shard] = reply.version
-            rows = tensors[-1]
-            found.append(rows.index_select(0, inverse) if inverse is not None else rows if stays else rows.clone())
-            future.part()
-
-        self.client.ask(shard, Pull([Slot(self.name, None, True)]), [unique], finish, future)
-        return future
-
-    def push(self, ids: Tensor, gradients: Tensor, *, ticket: int = -1, basis: int = -1) -> Future[int]:
-        """Gradients of rows: one update on each shard that has some. Those of a repeated id are added, in order."""
-        expected = (*ids.shape, self.spec.dim)
-        if tuple(gradients.shape) != expected:
-            raise InputError(
-                f"gradients of shape {list(gradients.shape)} for ids of shape {list(ids.shape)} in table"
-                f" {self.name!r}: {list(expected)} are needed"
-            )
-        if gradients.dtype != self.dtype:
-            raise InputError(
-                f"table {self.name!r} is {self.spec.dtype}, but these gradients are {wire_dtype(gradients)}",
-                fix=f".to(torch.{self.spec.dtype})",
-            )
-        unique, inverse = self._unique(ids)
-        flat_gradients = gradients.detach().reshape(-1, self.spec.dim)
-        if inverse is None:
-            rows = flat_gradients.clone()  # kept until it is acknowledged, whatever becomes of the caller's
-        elif len(unique) == len(inverse):
-            rows = torch.empty_like(flat_gradients).index_copy_(0, inverse, flat_gradients)
-        else:
-            rows = torch.zeros(len(unique), self.spec.dim, dtype=self.dtype).index_add_(0, inverse, flat_gradients)
-        shares = self._shares(unique)
-        versions: list[int] = []
-        future: Future[int] = Future(self.client, lambda: max(versions, default=0), len(shares))
-        compressor = self._compressor()
-
-        def finish(reply: Any, tensors: Sequence[Tensor], stays: bool) -> None:
-            versions.append(reply.version)
-            future.part()
-
-        for shard, places, mine in shares:
-            values = rows if places is None else rows.index_select(0, places)
-            slot = Slot(self.name, None, True)
-            if compressor is not None:
-                slot = Slot(self.name, None, True, compressor.name, values.numel())
-                values = compressor.encode(values.view(-1), (self.name, shard))
-            version = self.versions[shard] if basis < 0 else basis
-            self.client.ask(shard, Push([slot], ticket, version), [mine, values], finish, future)
-        return future
-
-    def _unique(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Each once, rising, and where each of the given is among them; None: they are so already."""
-        known = self._known
-        if known is not None and known[0] is ids and known[1] == ids._version:
-            return known[2]
-        if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise InputError(f"ids of rows are whole numbers, but these are {wire_dtype(ids)}")
-        unique, inverse = ids.detach().reshape(-1).to(torch.int64), None
-        if not rising(unique):
-            unique, inverse = torch.unique(unique, return_inverse=True)
-        if len(unique):
-            for row in (int(unique[0]), int(unique[-1])):
-                if not 0 <= row < self.spec.rows:
-                    raise InputError(f"row {row:,}, but table {self.name!r} has rows 0 to {self.spec.rows - 1:,}")
-        self._known = ids, ids._version, (unique, inverse)
-        return unique, inverse
-
-    def _shares(self, unique: Tensor) -> list[tuple[int, Tensor | None, Tensor]]:
-        """By shard that has any: where its ids are among all, and the ids."""
-        shards = self.client.shards
-        if not len(unique):
-            return []
-        if shards == 1:
-            return [(0, None, unique)]
-        where = shard_of(unique, shards)
-        found: list[tuple[int, Tensor | None, Tensor]] = []
-        for shard in range(shards):
-            places = (where == shard).nonzero().view(-1)
-            if len(places):
-                found.append((shard, places, unique.index_select(0, places)))
-        return found
-
-    def _compressor(self) -> Any:
-        """Error feedback remembers by place, and rows come in other places each time: such are left uncompressed."""
-        compressor = self.client.compressor
-        if compressor is None or not self.dtype.is_floating_point or compressor.state() or hasattr(compressor, "inner"):
-            return None
-        return compressor
-
-
-def _repeated(rows: Tensor, inverse: Tensor | None) -> Tensor:
-    return rows if inverse is None else rows.index_select(0, inverse)

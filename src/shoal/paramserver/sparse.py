@@ -15,10 +15,10 @@ from torch import Tensor
 
 from shoal.errors import InputError
 from shoal.paramserver.arena import Arena, Slots
-from shoal.paramserver.cut import rising
 from shoal.paramserver.hot import Heat
 from shoal.paramserver.index import Keys, make_index
 from shoal.paramserver.messages import SparseSpec
+from shoal.paramserver.once import once
 from shoal.paramserver.optimizers import row_kernel
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}  # of bfloat16 torch's bits depend on a row's position
@@ -32,10 +32,10 @@ class RowError(InputError, ValueError):
 
 def combine(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Each id once, rising, and the sum of its rows, added in the order in which they stand."""
-    if rising(ids):
+    found = once(ids)
+    if found.inverse is None:
         return ids, rows
-    unique, inverse = torch.unique(ids, return_inverse=True)
-    return unique, rows.new_zeros(len(unique), rows.shape[1]).index_add_(0, inverse, rows)
+    return found.ids, found.added(rows, rows.new_empty(len(found.ids), rows.shape[1]))
 
 
 class SparseTable:
@@ -91,7 +91,10 @@ class SparseTable:
 
     def pull(self, ids: Tensor, into: Tensor | None = None) -> Tensor:
         """A copy of these rows. Nothing changes."""
-        keys = self._keys(ids)
+        return self.read(self._keys(ids), into)
+
+    def read(self, keys: Keys, into: Tensor | None = None) -> Tensor:
+        """As `pull`, of keys that are checked."""
         self._heat.note(keys)
         slots = self._index.find(keys)
         rows = torch.empty(len(keys), self.spec.dim, dtype=self.dtype) if into is None else into
@@ -115,7 +118,11 @@ class SparseTable:
                 fix=f"one of [{ids.numel()}, {self.spec.dim}] {self.spec.dtype}",
             )
         ids, gradients = combine(ids, gradients)
-        slots = self._hold(ids, version)
+        self.update(self._keys(ids), gradients, version)
+
+    def update(self, keys: Keys, gradients: Tensor, version: int) -> None:
+        """As `push`, of keys that are checked, each once."""
+        slots = self._hold(keys, version)
         gradients = gradients.detach().to(self.dtype).contiguous()
         block = max(16, BLOCK_BYTES // self._values.row_bytes)
         for start in range(0, len(slots), block):
@@ -130,11 +137,10 @@ class SparseTable:
 
     def touch(self, ids: Tensor, version: int = 0) -> None:
         """Holds these rows from now on, as if nothing but zeros had been pushed with plain sgd."""
-        self._hold(torch.unique(ids), version)
+        self._hold(self._keys(torch.unique(ids)), version)
         self._stay_in_bounds(version)
 
-    def _hold(self, ids: Tensor, version: int) -> Slots:
-        keys = self._keys(ids)
+    def _hold(self, keys: Keys, version: int) -> Slots:
         self._heat.note(keys)
         slots = self._index.find(keys)
         new = np.flatnonzero(slots < 0)
@@ -165,8 +171,12 @@ class SparseTable:
         self._free, self._made = self._free[count:], made
         return np.concatenate([again, fresh])
 
+    def own(self, ids: Tensor) -> Keys:
+        """The rows' numbers among those of this shard. They are."""
+        return ids.numpy() if self.shards == 1 else ids.numpy() // self.shards
+
     def _keys(self, ids: Tensor) -> Keys:
-        """The rows' numbers among those of this shard."""
+        """As `own`, checked."""
         if ids.dtype != torch.int64 or ids.dim() != 1:
             raise RowError(
                 f"table {self.name}: ids are {ids.dim()}-dimensional {str(ids.dtype).removeprefix('torch.')}",
