@@ -20,7 +20,8 @@ from shoal.driver import Options
 from shoal.engines.lab import Lab
 from shoal.launch import train_with
 from shoal.paramserver.client import Client, Future
-from shoal.paramserver.messages import Apply, Request
+from shoal.paramserver.messages import Apply, Compute, Request
+from shoal.queueing import Queueing
 from shoal.report.events import ServerStarted, decode
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
@@ -191,8 +192,17 @@ def test_servers_on_other_hosts_are_reached_with_a_token(tmp_path: Path) -> None
 class Fatal:
     """A loss that once, in one worker's n-th call, kills that worker, or a server. The others do not get far before."""
 
-    def __init__(self, run: Path, *, worker: int, call: int, server: int | None = None) -> None:
+    def __init__(
+        self,
+        run: Path,
+        *,
+        worker: int,
+        call: int,
+        server: int | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
+    ) -> None:
         self.run, self.worker, self.call, self.server, self.calls = run, worker, call, server, 0
+        self.loss = loss
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         self.calls += 1
@@ -205,7 +215,7 @@ class Fatal:
         while torch.is_grad_enabled() and self.calls >= self.call + 12 and not mark.exists():
             assert time.monotonic() < until, "nobody was killed"
             time.sleep(0.005)
-        return nn.functional.cross_entropy(output, target)
+        return self.loss(output, target)
 
     def pid(self) -> int:
         lines = (self.run / "events.jsonl").read_bytes().splitlines()
@@ -223,6 +233,47 @@ def test_a_killed_worker_is_replaced(mode: str, tmp_path: Path) -> None:
     assert found.metrics["loss"] < 1.0
     if mode == "sync":
         assert found.weights_sha256 == train(plain_job(), tmp_path / "alone").weights_sha256
+
+
+class Counter(nn.Module):
+    """The gradient of a row is how often it was looked up, over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = shoal.Embedding(500, 2, ids=lambda batch: batch[0], scale=0.0, optimizer="sgd", lr=0.5)
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(ids).sum((1, 2)) + self.bias
+
+
+@pytest.mark.parametrize("mode", ["async", "groups:2"])
+def test_rows_that_are_asked_for_ahead_are_pushed_once_though_a_worker_was_killed(mode: str, tmp_path: Path) -> None:
+    run, epochs, batch = tmp_path / "run", 3, 16
+    ids = torch.randint(500, (128, 5), generator=torch.Generator().manual_seed(3))
+    this = shoal.Job(
+        model=Counter,
+        data=(ids, ids[:, 0]),
+        loss=Fatal(run, worker=1, call=2, loss=lambda output, target: output.mean()),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
+        batch=batch,
+        epochs=epochs,
+    )
+    found = train(this, run, workers=3, servers=2, sync=mode)
+    assert [event["rank"] for event in events(run, "worker-lost")] == [1]
+    touched, rows = found.rows("words")
+    counts = torch.bincount(ids.view(-1), minlength=500)
+    assert torch.equal(touched, counts.nonzero().view(-1))
+    assert torch.equal(rows[:, 0], -0.5 / batch * epochs * counts[touched].float())
+
+
+def test_a_worker_asks_for_the_rows_of_its_next_step() -> None:
+    asked: list[tuple[int, bool]] = []
+    worker = object.__new__(Queueing)
+    worker.prefetch = lambda step, beside=False: asked.append((step, beside))  # type: ignore[method-assign]
+    for ticket, then in ((0, 2), (2, 3), (5, 3), (3, -1), (7, -1)):
+        worker.look_ahead(Compute(ticket=ticket, then=then))
+    assert asked == [(0, False), (2, True), (3, True), (5, False), (3, True), (7, False)]
 
 
 @pytest.mark.parametrize("shard", [0, 1])

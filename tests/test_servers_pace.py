@@ -257,6 +257,54 @@ def test_a_question_that_is_asked_again_gets_the_same_ticket() -> None:
     assert short(ask(made, 0)) == [(0, "compute", 0)]
 
 
+def then(made: Pace, worker: int, done: int = -1) -> list[tuple[int, int, int]]:
+    """(worker, its ticket, the one that is kept for it)."""
+    request = Next(group=made.mode.group_of(worker), done=done, ahead=True)
+    told = made.next(Who(worker, 1), request)
+    return [(each.who.worker, each.reply.ticket, each.reply.then) for each in told if isinstance(each.reply, Compute)]
+
+
+def test_the_ticket_that_was_told_ahead_comes_next() -> None:
+    made = pace("async", steps=9)
+    assert then(made, 0) == [(0, 0, 1)]
+    assert then(made, 1) == [(1, 2, 3)]
+    assert then(made, 0, done=0) == [(0, 1, 4)]
+    assert then(made, 0) == [(0, 1, 4)], "asked again"
+    assert then(made, 1, done=2) == [(1, 3, 5)]
+
+
+def test_what_was_kept_for_the_dead_goes_to_others_first_of_all() -> None:
+    made = pace("async", steps=9)
+    assert then(made, 0) == [(0, 0, 1)]
+    assert then(made, 1) == [(1, 2, 3)]
+    made.gone(0)
+    assert then(made, 1, done=2) == [(1, 0, 3)], "its own can wait"
+    assert then(made, 1, done=0) == [(1, 1, 3)]
+    assert then(made, 1, done=1) == [(1, 3, 4)]
+
+
+def test_what_is_kept_is_taken_by_who_has_nothing_else_to_do() -> None:
+    made = pace("async", steps=4)
+    assert then(made, 0) == [(0, 0, 1)]
+    assert then(made, 1) == [(1, 2, 3)]
+    assert then(made, 1, done=2) == [(1, 3, -1)]
+    assert then(made, 1, done=3) == [(1, 1, -1)], "worker 0 is still at ticket 0"
+    assert then(made, 1, done=1) == []
+    assert len(made.next(Who(0, 1), Next(group=0, done=0, ahead=True))) == 2, "the run is over"
+
+
+def test_what_is_kept_is_in_a_snapshot() -> None:
+    made = pace("async", steps=5)
+    then(made, 0)
+    then(made, 1)
+    other = again(made)
+    assert then(other, 0, done=0) == [(0, 1, 4)]
+    assert then(other, 1, done=2) == [(1, 3, -1)]
+    other = again(made)
+    assert then(other, 0, done=1) == [(0, 0, 4)], "done after the snapshot, which has another ticket as its own"
+    assert then(other, 0, done=0) == [(0, 4, -1)], "what was kept for it is done"
+
+
 def test_what_a_worker_has_asked_is_answered_when_it_is_back() -> None:
     made = pace("stale:0", workers=2)
     ask(made, 0)

@@ -560,6 +560,26 @@ def test_rows_are_asked_for_ahead() -> None:
     assert not shoal.Embedding(5, 2).prefetch({})
 
 
+def test_rows_of_two_batches_are_asked_for_ahead() -> None:
+    source = Source()
+    module = shoal.Embedding(50, DIM, ids=lambda batch: batch)
+    module.attach("words", source)
+    module.prefetch(ids(1, 2))
+    module.prefetch(ids(2, 3), beside=True)
+    module(ids(1, 2))
+    module.begin_step(2)
+    module.prefetch(ids(4, 5), beside=True)
+    module(ids(2, 3))
+    module(ids(4, 5))
+    assert source.asked == [[1, 2], [2, 3], [4, 5]]
+    module(ids(1, 2))
+    assert len(source.asked) == 4, "too old"
+    module.prefetch(ids(6))
+    module.begin_step(3)
+    module(ids(4, 5))
+    assert len(source.asked) == 6, "after an update all is asked for anew"
+
+
 def test_a_cached_module_asks_less() -> None:
     source = Source()
     module = shoal.Embedding(50, DIM, cache=8, bound=1)

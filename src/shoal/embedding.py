@@ -82,7 +82,7 @@ class Embedding(nn.Module):
     def _clear(self) -> None:
         self._calls = 0
         self._gradients: list[tuple[int, Tensor, Tensor]] = []  # (number of the call, ids, rows)
-        self._ahead: tuple[Tensor, Any] | None = None  # ids, and the future of their rows
+        self._ahead: list[tuple[Tensor, Any]] = []  # ids, and the future of their rows: of at most two batches
         self._pulled: list[tuple[Tensor, Tensor]] = []  # in this step
 
     # -- where the rows are -------------------------------------------------------------------------------------------
@@ -118,18 +118,18 @@ class Embedding(nn.Module):
         """Forgets what the last step left. `keep_ahead=False`: also rows that were asked for before this step began."""
         self._calls, self._gradients, self._pulled = 0, [], []
         if not keep_ahead:
-            self._ahead = None
+            self._ahead = []
         if isinstance(self._source, Cached):
             self._source.begin_step(version)
 
-    def prefetch(self, batch: Any) -> bool:
+    def prefetch(self, batch: Any, *, beside: bool = False) -> bool:
         """Asks for the rows that this batch will look up, if the module was told how to know. Calls of `forward` take
-        them from there, until the next prefetch."""
+        them from there, until the next prefetch. `beside`: what was asked for last is still to be used, too."""
         if self.ids is None:
             return False
         unique = torch.unique(torch.as_tensor(self.ids(batch)).to("cpu", torch.int64))
         self._check(unique)
-        self._ahead = unique, self._pull(unique)
+        self._ahead = [*(self._ahead[-1:] if beside else ()), (unique, self._pull(unique))]
         return True
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -178,15 +178,15 @@ class Embedding(nn.Module):
         return rows
 
     def _from_ahead(self, unique: Tensor) -> Tensor | None:
-        if self._ahead is None or not len(unique) or not len(self._ahead[0]):
-            return None
-        ids, future = self._ahead
-        place = torch.searchsorted(ids, unique).clamp_(max=len(ids) - 1)
-        if not torch.equal(ids[place], unique):
-            return None
-        rows = result(future)
-        self._ahead = ids, rows
-        return rows if len(ids) == len(unique) else rows[place]
+        for number, (ids, future) in enumerate(self._ahead):
+            if not len(unique) or not len(ids):
+                continue
+            place = torch.searchsorted(ids, unique).clamp_(max=len(ids) - 1)
+            if torch.equal(ids[place], unique):
+                rows = result(future)
+                self._ahead[number] = ids, rows
+                return rows if len(ids) == len(unique) else rows[place]
+        return None
 
     def _pull(self, unique: Tensor) -> Any:
         return self.table.pull(unique) if self._source is None else self._source.pull(unique)
@@ -218,7 +218,7 @@ class Embedding(nn.Module):
         """For copies: rows of a table in this process go along, a connection does not."""
         state = self.__dict__.copy()
         kept = self._table.capture() if self._table is not None and self._table.held else None
-        return state | {"_source": None, "_table": None, "_kept": kept, "_gradients": [], "_ahead": None, "_pulled": []}
+        return state | {"_source": None, "_table": None, "_kept": kept, "_gradients": [], "_ahead": [], "_pulled": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = state.pop("_kept", None)

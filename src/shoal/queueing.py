@@ -33,16 +33,17 @@ FORMING = timedelta(seconds=10)  # for the members of a group to meet
 
 class Queueing(Served):
     wrote = False  # the result
+    asked = -1  # the step whose rows were asked for last
 
     def run(self) -> None:
         self.enter()
         self.strategy.join(Teams.equal(Alone()), [(0, self.plan.lanes)])
         self.leads = True  # of the steps that it does
-        ask = Next(self.mode.group_of(self.worker))
+        ask = self.next()
         while True:
             self.journal.begin()
             reply, _ = self.client.request(0, ask).wait()
-            ask = Next(self.mode.group_of(self.worker))
+            ask = self.next()
             match reply:
                 case Compute():
                     ask = self.ticket(reply)
@@ -52,10 +53,13 @@ class Queueing(Served):
                     break
         self.end(reply)
 
+    def next(self, *, done: int = -1, failed: int = -1) -> Next:
+        return Next(self.mode.group_of(self.worker), done=done, failed=failed, ahead=self.prefetches)
+
     def ticket(self, given: Compute) -> Next:
         """One step of the job. Returns what to ask next."""
         work, indices = self.work(given.ticket)
-        self.prefetch(given.ticket)
+        self.look_ahead(given)
         outcome = self.compute(work)
         done = given.done + 1
         if self.check_finite(given.ticket, outcome):
@@ -63,7 +67,15 @@ class Queueing(Served):
         self.journal.merged(outcome)
         self.committed(done, outcome, indices, [self.worker])
         self.look_around(done)
-        return Next(self.mode.group_of(self.worker), done=given.ticket)
+        return self.next(done=given.ticket)
+
+    def look_ahead(self, given: Compute) -> None:
+        """Asks for the rows of the step that comes after this one: they are here when it begins, older by one step."""
+        if self.asked != given.ticket:
+            self.prefetch(given.ticket)
+        if given.then >= 0:
+            self.prefetch(given.then, beside=True)
+        self.asked = given.then
 
     def look_around(self, done: int) -> None:
         after = self.settings.stop_after
@@ -155,7 +167,7 @@ class Grouped(Queueing):
             self.group.close()
             self.epoch = -1
             self.strategy.drop()
-            return Next(self.mode.group_of(self.worker), failed=given.epoch)
+            return self.next(failed=given.epoch)
 
     def form(self, given: Compute) -> None:
         """The group of these members, and all of them have the first one's values."""

@@ -296,16 +296,21 @@ class Served:
         work = Work(step=step, indices=indices, batch=size, fetch=lambda some: self.source.fetch(some, epoch))
         return work, indices
 
-    def prefetch(self, step: int) -> None:
-        """The rows that this worker's lanes of a step will look up are asked for now; for that its samples are read."""
-        if step >= self.steps or all(table.ids is None for _, table in self.tables):
+    @property
+    def prefetches(self) -> bool:
+        return any(table.ids is not None for _, table in self.tables)
+
+    def prefetch(self, step: int, *, beside: bool = False) -> None:
+        """The rows that this worker's lanes of a step will look up are asked for now; for that its samples are read.
+        `beside`: those that were asked for last are still to be used, too."""
+        if step >= self.steps or not self.prefetches:
             return
         work, indices = self.work(step)
         mine = [index for piece in self.strategy.requests(indices, work.batch) for index in piece]
         if mine:
             batch = work.fetch(mine)
             for _, table in self.tables:
-                table.prefetch(batch)
+                table.prefetch(batch, beside=beside)
 
     def committed(self, step: int, outcome: Outcome, indices: Sequence[int], members: Sequence[int]) -> None:
         """`step`: how many are done now."""

@@ -142,12 +142,14 @@ class Next(Request, frozen=True):
     """Not in lockstep, shard 0: give me a step. Answered when there is one, `Compute` or `Errand` or `End`.
 
     `done`: the ticket that this worker has done since, -1: none, with its `note` (loss and so on: kept in order).
-    `failed`: the group's epoch in which a mate was lost; the ticket is still to be done."""
+    `failed`: the group's epoch in which a mate was lost; the ticket is still to be done. `ahead`: tell me also which
+    ticket is to be mine after this one."""
 
     group: int
     done: int = -1
     note: bytes = b""
     failed: int = -1
+    ahead: bool = False
 
 
 class Errands(Request, frozen=True):
@@ -258,12 +260,14 @@ class Met(Reply, frozen=True):
 
 
 class Compute(Reply, frozen=True):
-    """`members`: the worker's group, rising; `epoch`: of the group, rises when they change. `done`: tickets so far."""
+    """`members`: the worker's group, rising; `epoch`: of the group, rises when they change. `done`: tickets so far.
+    `then`: the ticket that comes next, unless somebody who has nothing else to do takes it; -1: not known."""
 
     ticket: int
     epoch: int = 0
     members: tuple[int, ...] = ()
     done: int = 0
+    then: int = -1
 
 
 class Errand(Reply, frozen=True):

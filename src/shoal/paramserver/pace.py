@@ -17,7 +17,7 @@ slowest party. A newcomer begins at the smallest clock, and counts from when it 
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -259,6 +259,8 @@ class Party:
     """A worker, or a group of them, that does one ticket at a time."""
 
     ticket: int = -1  # that it was given last
+    then: int = -1  # that is kept for it
+    ahead: bool = False  # one is wanted
     epoch: int = 0  # of its members; they have had this one
     members: tuple[Who, ...] = ()
     clock: int = 0  # tickets that it has done
@@ -329,6 +331,7 @@ class Queue:
         if self.running.pop(who.worker, None) == FINISH:  # an errand is done when its worker asks again
             self.finish = False
         party = self._party(who.worker)
+        party.ahead = request.ahead
         if not party.counts:
             others = [each.clock for each in self._counting()]
             party.counts, party.clock = True, max(party.clock, min(others, default=0))
@@ -396,21 +399,38 @@ class Queue:
         self._give_back(party)
 
     def _give_back(self, party: Party) -> None:
-        if party.ticket >= 0 and not self.is_done(party.ticket):
-            insort(self.returned, party.ticket)
-        party.ticket = -1
+        for ticket in (party.ticket, party.then):
+            if ticket >= 0 and not self.is_done(ticket):
+                insort(self.returned, ticket)
+        party.ticket = party.then = -1
 
-    def _lowest(self) -> int | None:
-        """A ticket for somebody, who has it from now on."""
+    def _lowest(self, party: Party) -> int | None:
+        """A ticket for it, which it has from now on: one that was given back, its own, a fresh one, another's."""
         while self.returned:
             ticket = self.returned.pop(0)
             if not self.is_done(ticket):
                 return ticket
+        found = self._kept([party])
+        if found is None:
+            found = self._fresh()
+        if found is None:
+            found = self._kept(self.parties.values())
+        return self._abandoned() if found is None else found
+
+    def _fresh(self) -> int | None:
         while self.fresh < self.steps:
             ticket, self.fresh = self.fresh, self.fresh + 1
             if not self.is_done(ticket):
                 return ticket
-        return self._abandoned()
+        return None
+
+    def _kept(self, parties: Iterable[Party]) -> int | None:
+        """The lowest that is kept for one of these, and from now on no more."""
+        for party in sorted((each for each in parties if each.then >= 0), key=lambda each: each.then):
+            ticket, party.then = party.then, -1
+            if not self.is_done(ticket):
+                return ticket
+        return None
 
     def _abandoned(self) -> int | None:
         """Of a party that has not come back since this process took over; only when there is nothing else to do."""
@@ -458,15 +478,18 @@ class Queue:
         if not again:
             if self._too_far_ahead(party):
                 return []
-            ticket = self._lowest()
+            ticket = self._lowest(party)
             if ticket is None:
                 return []
             party.ticket = ticket
         present = tuple(self.parked.pop(worker) for worker in members)
+        if party.ahead and (party.then < 0 or self.is_done(party.then)):
+            fresh = self._fresh()
+            party.then = -1 if fresh is None else fresh
         if again or present != party.members:
             party.epoch += 1
         party.members = present
-        reply = Compute(ticket=party.ticket, epoch=party.epoch, members=tuple(members), done=self.done)
+        reply = Compute(ticket=party.ticket, epoch=party.epoch, members=tuple(members), done=self.done, then=party.then)
         return [Told(who, reply) for who in present]
 
     def _too_far_ahead(self, party: Party) -> bool:
@@ -492,7 +515,7 @@ class Queue:
             "fresh": self.fresh,
             "returned": list(self.returned),
             "parties": [
-                [group, party.ticket, party.epoch, party.clock, party.counts]
+                [group, party.ticket, party.epoch, party.clock, party.counts, party.then]
                 for group, party in sorted(self.parties.items())
             ],
             "parked": [[who.worker, who.incarnation] for who in self.parked.values()],
@@ -508,8 +531,8 @@ class Queue:
         self.floor, self.above = values["floor"], set(values["above"])
         self.fresh, self.returned = values["fresh"], list(values["returned"])
         self.parties = {
-            group: Party(ticket=ticket, epoch=max(epoch, boot << 20), clock=clock, counts=counts)
-            for group, ticket, epoch, clock, counts in values["parties"]
+            group: Party(ticket=ticket, then=then, epoch=max(epoch, boot << 20), clock=clock, counts=counts)
+            for group, ticket, epoch, clock, counts, then in values["parties"]
         }
         self.live = {}
         self.parked = {worker: Who(worker, incarnation) for worker, incarnation in values["parked"]}
