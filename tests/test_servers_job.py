@@ -22,6 +22,7 @@ from shoal.launch import train_with
 from shoal.paramserver.client import Client, Future
 from shoal.paramserver.messages import Apply, Compute, Request
 from shoal.queueing import Queueing
+from shoal.recovery.checkpoint import Checkpoints
 from shoal.report.events import ServerStarted, decode
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
@@ -322,6 +323,79 @@ def test_local_steps_are_averaged(tmp_path: Path) -> None:
     assert found.steps == STEPS and found.metrics["loss"] < 1.0
     (served,) = {event["updates"] for event in events(tmp_path / "run", "served") if event.get("final")}
     assert served == STEPS // 8
+
+
+def simple_job(**more: Any) -> shoal.Job:
+    """Its optimizer has no state, but a schedule."""
+    settings: dict[str, Any] = {
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8),
+        "loss": nn.functional.cross_entropy,
+        "steps": 16,
+    }
+    return job(**(settings | more))
+
+
+def test_a_resumed_run_has_its_outer_optimizer_back_on_any_number_of_servers(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"workers": 2, "sync": "local:4,outer=nesterov"}
+    expected = train(simple_job(), tmp_path / "whole", servers=1, **how)
+    stopped = tmp_path / "stopped"
+    with pytest.raises(shoal.Stopped):  # within a round: that is ended first
+        train(simple_job(), stopped, servers=2, stop_after=7, **how)
+    assert [event["step"] for event in events(stopped, "saved")] == [8]
+
+    def resumed(name: str, **other: Any) -> shoal.Report:
+        shutil.copytree(stopped, tmp_path / name)
+        return shoal.train(simple_job(), resume=str(tmp_path / name), quiet=True, **(how | other))
+
+    for servers in (2, 3):
+        assert resumed(f"servers-{servers}", servers=servers).weights_sha256 == expected.weights_sha256
+
+    # Whoever trains otherwise leaves it aside, and whoever has none begins anew.
+    assert list(aside(stopped)) == ["outer=nesterov"]
+    with pytest.raises(shoal.Stopped):
+        resumed("without", servers=0, sync="", stop_after=9)
+    assert not aside(tmp_path / "without")
+    assert shoal.train(simple_job(), resume=str(tmp_path / "without"), servers=1, quiet=True, **how).steps == 16
+    assert resumed("mean", servers=1, sync="local:4").weights_sha256 != expected.weights_sha256
+    assert list(aside(tmp_path / "mean")) == ["outer=average"]
+
+
+def aside(run: Path) -> dict[str, Any]:
+    found = Checkpoints(run / "checkpoints").newest()
+    assert found is not None
+    kept: dict[str, Any] = found.snapshot.values.get("aside", {})
+    return kept
+
+
+def test_all_workers_go_on_with_the_optimizer_of_the_checkpoint(tmp_path: Path) -> None:
+    """All samples are the same, so that the leader's optimizer is as good as everybody's own."""
+    same = (torch.ones(128, 12), torch.ones(128, dtype=torch.long))
+    this = plain_job(data=same, evaluate=None, steps=16, lanes=2)
+    how: dict[str, Any] = {"workers": 2, "servers": 1, "quiet": True, "sync": "local:4,outer=nesterov"}
+    expected, run = shoal.train(this, run_dir=tmp_path / "whole", **how), tmp_path / "run"
+    with pytest.raises(shoal.Stopped):
+        shoal.train(this, run_dir=run, stop_after=8, **how)
+    assert shoal.train(this, resume=str(run), **how).weights_sha256 == expected.weights_sha256
+
+
+def test_a_round_that_is_begun_in_its_middle_is_the_same_for_all_workers(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(shoal.Stopped):
+        train(simple_job(), run, workers=2, servers=1, sync="local:3", stop_after=6)
+    shoal.train(simple_job(), resume=str(run), workers=2, servers=1, sync="local:4", quiet=True)
+    counts = {rank: sum(each["count"] for each in events(run, "steps") if each["rank"] == rank) for rank in (0, 1)}
+    assert counts == {0: 16, 1: 16}
+
+
+@pytest.mark.parametrize("server", [None, 1])
+def test_local_steps_have_the_same_bits_when_somebody_was_killed(server: int | None, tmp_path: Path) -> None:
+    """Where the optimizer of the workers has no state: the schedule of theirs is a matter of the step."""
+    how: dict[str, Any] = {"workers": 2, "servers": 2, "sync": "local:4,outer=nesterov"}
+    run = tmp_path / "run"
+    found = train(simple_job(loss=Fatal(run, worker=1, call=11, server=server), lanes=2), run, **how)
+    assert events(run, "worker-lost" if server is None else "server-lost")
+    assert found.weights_sha256 == train(simple_job(lanes=2), tmp_path / "whole", **how).weights_sha256
 
 
 def test_checkpoints_are_written_on_the_way_in_every_mode(tmp_path: Path) -> None:

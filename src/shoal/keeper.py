@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,9 @@ class Live:
     arithmetic: dict[str, Any]
     traits: dict[str, Any]
     holding: Holding | None = None  # None: all of it
+    # Optimizers of the same parameters that belong to a way of training: a run that trains so, too, has them back;
+    # others leave them aside, and where a checkpoint has none they begin anew.
+    aside: Mapping[str, Optimizer] = field(default_factory=dict)
 
     def capture(
         self, step: int, told: dict[str, Any], room: Room | None = None, *, share: Share | None = None
@@ -79,10 +82,16 @@ class Live:
         )
         state = self.state if share is None or share.holding.leads else {}  # the same everywhere: the leader writes it
         extra, extra_values = capture_extra(state, take("extra"))
+        aside_values = {}
+        for label, each in self.aside.items():
+            prefixed = {id(parameter): name for name, parameter in self._prefixed(label).items()}
+            tensors, aside_values[label] = capture_optimizer(each, prefixed, take("extra"))
+            extra |= tensors
         values = {
             "optimizer": optimizer_values,
             "scheduler": None if self.scheduler is None else capture_scheduler(self.scheduler),
             "extra": extra_values,
+            **({"aside": aside_values} if aside_values else {}),
             "told": told,
             "traits": {name: str(value) for name, value in self.traits.items()},
         }
@@ -96,6 +105,9 @@ class Live:
             arithmetic=self.arithmetic,
             fingerprint=fingerprint(self.traits),
         )
+
+    def _prefixed(self, label: str) -> dict[str, nn.Parameter]:
+        return {f"{label}/{name}": parameter for name, parameter in self.parameters.items()}
 
     @property
     def _shapes(self) -> Mapping[str, tuple[int, ...]] | None:
@@ -114,6 +126,11 @@ class Live:
         if self.scheduler is not None:
             restore_scheduler(self.scheduler, snapshot.values["scheduler"])
         restore_extra(self.state, snapshot.extra, snapshot.values["extra"], own=own)
+        stored = snapshot.values.get("aside", {})
+        for label, each in self.aside.items():
+            each.state.clear()
+            if label in stored:
+                restore_optimizer(each, self._prefixed(label), snapshot.extra, stored[label], own=own)
 
 
 class Keeper:

@@ -6,6 +6,7 @@ When a server was lost and is back, all servers go back to the newest step that 
 them: what followed is done again, with the same bits.
 """
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,10 +22,11 @@ from shoal.exact.norm import total_norm
 from shoal.paramserver.client import Future, RefusedError
 from shoal.paramserver.cut import Part
 from shoal.paramserver.merge import Rows
-from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Rewind, Squares
+from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Rewind, Squares, Stood
 from shoal.partition.lanes import Span, subtrees
 from shoal.report.events import Rewound
 from shoal.served import Served
+from shoal.served_state import put_settings, settings_of
 from shoal.strategies.exchange import Values
 from shoal.strategies.servers import Agreed, Sums
 
@@ -280,9 +282,28 @@ class Lockstep(Served):
 
 class Local(Lockstep):
     """Every worker by itself for some steps, with an optimizer of its own; then what all have come to, on average, is
-    the gradient of the servers' optimizer. The servers count these rounds."""
+    the gradient of the servers' optimizer. The servers count these rounds.
+
+    A checkpoint has the servers' optimizer, and the leader's own for all workers' own. Rounds end at multiples of their
+    length, whatever step the run began with."""
 
     round = 0
+    turned = 0  # the step that the schedule here is at
+
+    def enter(self) -> Stood:
+        """Whoever did not bring the first values may have missed something too: its optimizer is the newest
+        checkpoint's, where there is one."""
+        self.marks = {0: settings_of(self.optimizer, self.scheduler)}  # by step
+        standing = super().enter()
+        self.resumed_step = standing.began
+        if self.restored is None and (self.settings.resume or self.seat.life) and self.saving.stands:
+            self.restore()
+            self.let_go()
+            self.pull()
+        if self.restored is not None:
+            self.turned = self.restored
+            self.marks[self.turned] = settings_of(self.optimizer, self.scheduler)
+        return standing
 
     @property
     def length(self) -> int:
@@ -294,7 +315,19 @@ class Local(Lockstep):
 
     def go_to(self, number: int) -> None:
         self.round = number
-        self.step = max(min(number * self.length, self.steps), self.resumed_step if number == self.first_number else 0)
+        self.step = max(min(number * self.length, self.steps), self.resumed_step)
+        self.turn()
+
+    def turn(self) -> None:
+        """The schedule is that of the step at work, however this worker came there."""
+        if self.turned > self.step:
+            self.turned = max(step for step in self.marks if step <= self.step)
+            put_settings(self.optimizer, self.scheduler, copy.deepcopy(self.marks[self.turned]))
+        if self.scheduler is not None and self.turned < self.step:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
+            for _ in range(self.turned, self.step):
+                self.scheduler.step()
+        self.turned = self.step
 
     @property
     def first_number(self) -> int:
@@ -313,7 +346,8 @@ class Local(Lockstep):
             alone = self.strategy.agree(work, sums, {self.worker: sums.row})
             if self.check_finite(self.step, alone.outcome):
                 self.update_alone(sums, alone)
-            if self.step + 1 >= last:
+            self.turned = self.step + 1
+            if self.turned >= last:
                 break
             self.journal.merged(alone.outcome)
             self.step += 1

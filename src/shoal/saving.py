@@ -81,6 +81,11 @@ class Saving:
         self.kept(found.snapshot.step, 0.0)
         return found
 
+    @property
+    def stands(self) -> bool:
+        """There is a checkpoint, whole or not."""
+        return self.keeper is not None and self.keeper.checkpoints.stands
+
     def regroup(
         self, workers: int, leads: bool, holding: Holding | None = None, writers: Sequence[Hashable] = ()
     ) -> None:

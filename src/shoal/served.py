@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shoal.build import Built, build
 from shoal.collectives.compress import Compressor, read_compression
@@ -41,6 +42,7 @@ from shoal.paramserver.messages import (
     Stood,
 )
 from shoal.paramserver.modes import Mode
+from shoal.recovery.checkpoint import Found
 from shoal.report.events import (
     Carried,
     Evaluated,
@@ -55,7 +57,7 @@ from shoal.report.events import (
 from shoal.saving import Saving
 from shoal.seat import Seat
 from shoal.served_rows import keep_rows
-from shoal.served_state import deal_state, gather_state
+from shoal.served_state import deal_state, gather_state, outer_optimizer
 from shoal.strategies.data import Outcome, Work
 from shoal.strategies.replica import Replica
 from shoal.strategies.servers import Home, ServerParallel, split_rows
@@ -88,6 +90,9 @@ class Served:
         self.optimizer = job.optimizer(self.built.named)
         check_elementwise(self.optimizer, f"--servers {plan.servers} cuts parameters")
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler is not None else None
+        self.outer: Optimizer | None = None  # of local; its state is here between servers and checkpoint only
+        if self.mode.name == "local":
+            self.outer = outer_optimizer(self.mode, list(self.built.update.seen.items()))
         self.replica = Replica(self.built.model, self.built.blocks, job.seed, recompute=plan.recompute)
         self.tables: list[tuple[str, Embedding]] = tables_of(self.built.model)
         if self.tables and self.mode.name == "local":
@@ -108,6 +113,7 @@ class Served:
         self.objective = Objective(job, self.built.model)
         self.step = 0  # done by all, as far as this worker knows
         self.resumed_step = 0
+        self.restored: int | None = None  # the step of the checkpoint that the optimizer here is of
         self.leads = False  # speaks for the run, evaluates and saves
         self.loss: float | None = None
         self.metrics: dict[str, float | None] = {}
@@ -125,6 +131,7 @@ class Served:
             state={},
             arithmetic=job.arithmetic() | opened.source.arithmetic(self.schedule),
             traits=traits,
+            aside={} if self.outer is None else {f"outer={self.mode.outer}": self.outer},
         )
         self.saving = Saving(
             seat.folder,
@@ -188,7 +195,7 @@ class Served:
         """With what a checkpoint has, or the seed's. Then the first snapshot: from now on a server can come back."""
         state: dict[str, Any] = {"step": 0}
         if self.settings.resume:
-            found = self.saving.resume(Alone(), lost=False)
+            found = self.restore()
             told = found.snapshot.values["told"]
             self.resumed_step = self.step = found.snapshot.step
             state = {"step": self.first_number, "done": told.get("done_above", []), "rows": told.get("rows", "")}
@@ -203,8 +210,24 @@ class Served:
             self.seat.wire.send(event)
         for shard in range(self.plan.servers):
             self._fill_shard(shard, state)
+        self.let_go()
         for future in [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]:
             future.wait()
+
+    def restore(self) -> Found:
+        found = self.saving.resume(Alone(), lost=False)
+        self.restored = found.snapshot.step
+        return found
+
+    def let_go(self) -> None:
+        """The outer optimizer's state is for the servers to hold."""
+        if self.outer is not None:
+            self.outer.state.clear()
+
+    @property
+    def learns_there(self) -> tuple[Optimizer, Any]:
+        """The servers' optimizer and schedule, as they are here: of the whole model."""
+        return (self.optimizer, self.scheduler) if self.outer is None else (self.outer, None)
 
     @property
     def first_number(self) -> int:
@@ -214,12 +237,11 @@ class Served:
     def _fill_shard(self, shard: int, state: dict[str, Any]) -> None:
         """The values come last: with them the table stands, and others begin."""
         if self.settings.resume:
-            begin = {"begin": [state["step"], state["done"], state["rows"]]}
+            begin = {"begin": [state["step"], state["done"], state["rows"], self.resumed_step]}
             self.client.request(shard, Put([], state=begin)).wait()
-            if self.mode.name != "local":
-                found, tensors = deal_state(self.optimizer, self.scheduler, self.built.update.seen, self.home, shard)
-                named = {"table": MODEL, "names": found.names} | found.values
-                self.client.request(shard, Put([], state=named), tensors).wait()
+            found, tensors = deal_state(*self.learns_there, self.built.update.seen, self.home, shard)
+            named = {"table": MODEL, "names": found.names} | found.values
+            self.client.request(shard, Put([], state=named), tensors).wait()
         slots: list[Slot] = []
         tensors = []
         homes = [(self.home, self.values)]
@@ -397,6 +419,7 @@ class Served:
         told |= {"done_above": list(done_above)} if done_above else {}
         told |= {"rows": rows} if rows else {}
         self.saving.save(step, told, token=str(step))
+        self.let_go()
         self.journal.begin()
 
     def _keep_rows(self, step: int) -> str:
@@ -408,12 +431,10 @@ class Served:
         return keep_rows(self.seat.folder, step)
 
     def _fetch_state(self) -> None:
-        """The optimizer's state comes from the servers, row by row. In local mode it is this worker's own."""
-        if self.mode.name == "local":
-            return
+        """The servers' optimizer has its state there, row by row."""
         futures = [self.client.request(shard, State(MODEL)) for shard in range(self.plan.servers)]
         told = [future.wait() for future in futures]
-        gather_state(self.optimizer, self.scheduler, self.built.update.seen, self.home, told)
+        gather_state(*self.learns_there, self.built.update.seen, self.home, told)
 
     def digests(self) -> dict[str, str]:
         kept = self.built.saved.state_dict(keep_vars=True)

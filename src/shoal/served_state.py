@@ -1,4 +1,7 @@
-"""The optimizer's state between servers, which have rows of it, and the form that every checkpoint has: whole."""
+"""The optimizer's state between servers, which have rows of it, and the form that every checkpoint has: whole.
+
+In local mode the servers' optimizer is the outer one; the job's own is the inner one, of which every worker has one.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,9 +12,35 @@ from torch.optim import Optimizer
 
 from shoal.paramserver.dense import fitted, plain
 from shoal.paramserver.messages import Found
+from shoal.paramserver.modes import Mode
 from shoal.strategies.servers import Home
 
 Told = tuple[Found, Sequence[Tensor]]  # what a shard says of its rows
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9  # of DiLoCo
+
+
+def outer_optimizer(mode: Mode, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    """What the workers' mean movement is a gradient for."""
+    if mode.outer == "nesterov":
+        return torch.optim.SGD(named, lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+    return torch.optim.SGD(named, lr=1.0)
+
+
+def settings_of(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+    """What a schedule changes, and where in it the optimizer is: plain values."""
+    groups = [
+        {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    return {"groups": groups, "scheduler": None if scheduler is None else plain(scheduler.state_dict())}
+
+
+def put_settings(optimizer: Optimizer, scheduler: Any, values: Mapping[str, Any]) -> None:
+    for group, stored in zip(optimizer.param_groups, values["groups"], strict=False):
+        for key, value in stored.items():
+            group[key] = fitted(group.get(key), value)
+    if scheduler is not None and values["scheduler"] is not None:
+        scheduler.load_state_dict(fitted(scheduler.state_dict(), values["scheduler"]))
 
 
 def gather_state(
@@ -34,11 +63,7 @@ def gather_state(
         for label, (value, dtype) in found.values["steps"].items():
             name, _, field = label.partition("\t")
             optimizer.state[named[name]][field] = torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
-        for group, stored in zip(optimizer.param_groups, found.values["groups"], strict=False):
-            for key, value in stored.items():
-                group[key] = fitted(group.get(key), value)
-        if scheduler is not None and found.values["scheduler"] is not None:
-            scheduler.load_state_dict(fitted(scheduler.state_dict(), found.values["scheduler"]))
+        put_settings(optimizer, scheduler, found.values)
 
 
 def deal_state(
@@ -59,9 +84,4 @@ def deal_state(
                 steps[label] = [value.tolist(), str(value.dtype).removeprefix("torch.")]
             else:
                 steps[label] = [value, ""]
-    groups = [
-        {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
-    schedule = None if scheduler is None else plain(scheduler.state_dict())
-    return Found(names, {"groups": groups, "scheduler": schedule, "steps": steps}), tensors
+    return Found(names, settings_of(optimizer, scheduler) | {"steps": steps}), tensors

@@ -4,7 +4,6 @@ import os
 import time
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,11 +21,11 @@ from shoal.queueing import Grouped, Queueing
 from shoal.report.events import Served, ServerStarted
 from shoal.seat import Seat, Settings
 from shoal.served_rows import rows_of_shard
+from shoal.served_state import outer_optimizer
 from shoal.worker import OpenJob
 
 TELL_SECONDS = 0.5
 KEEP_SECONDS = 10.0  # between two snapshots, where workers are not in lockstep
-OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9  # of DiLoCo
 
 
 def train_served(opened: OpenJob, seat: Seat) -> None:
@@ -121,11 +120,7 @@ def make_pace(opened: OpenJob, plan: Plan, mode: Mode, settings: Settings) -> Pa
 def make_optimizer(job: Job, mode: Mode, named: list[tuple[str, nn.Parameter]]) -> tuple[Optimizer, Any]:
     """The job's own; in local mode what the workers' mean movement is a gradient for."""
     if mode.name == "local":
-        if mode.outer == "nesterov":
-            outer = torch.optim.SGD(named, lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
-        else:
-            outer = torch.optim.SGD(named, lr=1.0)
-        return outer, None
+        return outer_optimizer(mode, named), None
     optimizer = job.optimizer(named)
     return optimizer, job.scheduler(optimizer) if job.scheduler is not None else None
 

@@ -297,6 +297,7 @@ class Stood(Reply, frozen=True):
     kept: list[int]  # steps that a snapshot stands of
     values: dict[str, Any] = {}  # of the pace
     came_back: bool = False  # another process had this shard before, and nobody has gone back with it since
+    began: int = 0  # the job's step that the run began with; `step` may count something else
 
 
 class Counted(Reply, frozen=True):

@@ -90,6 +90,7 @@ class Shard:
         self.epoch = 0
         self.version = 0  # updates applied
         self.step = pace.step if pace is not None else 0  # in lockstep: the next one
+        self.began = 0  # the job's step that the run began with
         self.due = False
         self.before_rewind: Callable[[], None] = lambda: None  # a snapshot under way is of what will be undone
         self.busy_seconds = 0.0
@@ -266,13 +267,13 @@ class Shard:
             self.tables.put(request, tensors)
         return Done(self.version), ()
 
-    def _begin(self, first: int, done: Sequence[int], rows: str = "") -> None:
-        """The run goes on from a checkpoint: nothing has been done here yet."""
+    def _begin(self, first: int, done: Sequence[int], rows: str = "", began: int = 0) -> None:
+        """The run goes on from a checkpoint, of the job's step `began`: nothing has been done here yet."""
         if self.version or self.tables.filled:
             raise No(
                 "begun", f"shard {self.shard} has begun, at version {self.version}", "begin before the first values"
             )
-        self.step = first
+        self.step, self.began = first, began
         self._tickets = Tickets(first)
         for ticket in done:
             self._tickets.add(ticket)
@@ -477,6 +478,7 @@ class Shard:
             kept=list(self._stands),
             values=self.pace.standing() if self.pace is not None else {},
             came_back=self._came_back,
+            began=self.began,
         )
         return stood, ()
 
@@ -536,6 +538,7 @@ class Shard:
             "epoch": [self.epoch, self._rewound],
             "version": self.version,
             "step": self.step,
+            "began": self.began,
             "granted": [self.boot, self._granted],
             "records": [[worker, record.capture()] for worker, record in sorted(self._records.items())],
             "asked": [
@@ -556,6 +559,7 @@ class Shard:
         """What this process or another captured."""
         values = self._take_tables(captured)
         self.epoch, self._rewound = values["epoch"]
+        self.began = values["began"]
         boot, granted = values["granted"]
         self._granted = granted if boot == self.boot else 0
         self._came_back = boot != self.boot

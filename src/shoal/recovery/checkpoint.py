@@ -143,6 +143,11 @@ class Checkpoints:
         self._verified.add(path)
         return snapshot
 
+    @property
+    def stands(self) -> bool:
+        """There is one, whole or not."""
+        return bool(self._standing())
+
     def of_step(self, step: int) -> Path | None:
         """A checkpoint of this step that verifies."""
         for path in self._standing():
