@@ -104,6 +104,15 @@ def test_sync_has_the_bits_of_one_process_through_stops_and_other_numbers_of_ser
     assert last.weights_sha256 == expected.weights_sha256
 
 
+def test_there_may_be_more_servers_than_tensors(tmp_path: Path) -> None:
+    this = plain_job(model=lambda: nn.Linear(12, 3))
+    run = tmp_path / "run"
+    with pytest.raises(shoal.Stopped):
+        train(this, run, workers=2, servers=3, stop_after=4)
+    found = shoal.train(this, resume=str(run), workers=2, servers=4, quiet=True)
+    assert found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
+
+
 def test_bf16_weights_have_their_masters_on_the_servers(tmp_path: Path) -> None:
     this = plain_job(precision="bf16-weights", clip_norm=0.4, steps=8)
     expected = train(this, tmp_path / "alone")
@@ -318,9 +327,12 @@ def test_what_a_killed_server_had_acknowledged_is_told_as_lost(tmp_path: Path) -
 
 
 def test_local_steps_are_averaged(tmp_path: Path) -> None:
-    this = job(loss=nn.functional.cross_entropy)  # of short batches worker 1 has nothing, and buffers all the same
+    # Of short batches worker 1 has nothing, and buffers all the same.
+    this = job(loss=nn.functional.cross_entropy, evaluate_every=5)
     found = train(this, tmp_path / "run", workers=2, servers=1, sync="local:8,outer=nesterov")
     assert found.steps == STEPS and found.metrics["loss"] < 1.0
+    evaluated = [event["step"] for event in events(tmp_path / "run", "evaluated")]
+    assert evaluated == [8, 16, 24], "what was due at 5, 10, 15 and 20, each at its round's end"
     (served,) = {event["updates"] for event in events(tmp_path / "run", "served") if event.get("final")}
     assert served == STEPS // 8
 

@@ -807,6 +807,27 @@ def test_nobody_is_ahead_of_a_shard() -> None:
     assert fresh.push(spec, {"count": torch.ones(3)}, ticket=9)[0].reply == Done(0)
 
 
+def test_a_run_begins_once_however_often_that_is_said() -> None:
+    """Also on a shard that has none of the model's tensors."""
+    spec = DenseSpec(["count"], [[3]], ["float32"], settings={"lr": 1.0})
+    shards = [Shard(shard=number, shards=2) for number in range(2)]
+    holds = next(number for number in range(2) if cut_dense(spec, 2)[number])
+    for number, shard in enumerate(shards):
+        who = Who(0, 1)
+        shard.hello(Hello(who.worker, who.incarnation))
+        begin = Put([], state={"begin": [4, [6], "", 4]})
+        replies = [shard.handle(who, 1, 1, 0, Declare("model", spec)), shard.handle(who, 2, 2, 0, begin)]
+        if number == holds:
+            replies.append(shard.handle(who, 3, 3, 0, Put([Slot("model")]), [torch.zeros(64)]))
+        at = len(replies)
+        replies.append(shard.handle(who, at + 1, at + 1, 0, begin))
+        assert all(isinstance(answers[0].reply, Done) for answers in replies)
+        other = Put([], state={"begin": [5, [], "", 5]})
+        assert shard.handle(who, at + 2, at + 2, 0, other)[0].reply.code == "begun"  # type: ignore[union-attr]
+        stood = shard.handle(who, at + 3, 0, 0, Standing())[0].reply
+        assert isinstance(stood, Stood) and (stood.step, stood.began, stood.filled) == (4, 4, True)
+
+
 def test_values_that_come_with_a_step_are_put_once_with_it() -> None:
     """Buffers: whoever applies the step says what they are."""
     (first, second), spec = counting(2)

@@ -288,6 +288,7 @@ class Local(Lockstep):
     length, whatever step the run began with."""
 
     round = 0
+    began = 0  # the step that the round began with
     turned = 0  # the step that the schedule here is at
 
     def enter(self) -> Stood:
@@ -335,6 +336,7 @@ class Local(Lockstep):
 
     def one_step(self) -> None:
         """One round."""
+        self.began = self.step
         start = {name: value.clone() for name, value in self.values.items()}
         last = min((self.round + 1) * self.length, self.steps)
         asked = 0
@@ -380,6 +382,10 @@ class Local(Lockstep):
         self.step, self.round = last, self.round + 1
         self.committed(self.step, outcome, indices, members)
         self.after(outcome.asked)
+
+    def evaluation_due(self, step: int) -> bool:
+        """At a round's end: what was due within it."""
+        return any(super(Local, self).evaluation_due(each) for each in range(self.began + 1, step + 1))
 
     def update_alone(self, sums: Sums, alone: Agreed) -> None:
         """With the mean gradient of this worker's own lanes."""

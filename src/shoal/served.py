@@ -193,12 +193,14 @@ class Served:
 
     def _fill(self) -> None:
         """With what a checkpoint has, or the seed's. Then the first snapshot: from now on a server can come back."""
-        state: dict[str, Any] = {"step": 0}
+        shards = range(self.plan.servers)
         if self.settings.resume:
             found = self.restore()
             told = found.snapshot.values["told"]
             self.resumed_step = self.step = found.snapshot.step
-            state = {"step": self.first_number, "done": told.get("done_above", []), "rows": told.get("rows", "")}
+            begin = [self.first_number, told.get("done_above", []), told.get("rows", ""), self.resumed_step]
+            for future in [self.client.request(shard, Put([], state={"begin": begin})) for shard in shards]:
+                future.wait()
             self.loss, self.metrics = told["loss"], told["metrics"]
             event = Resumed(
                 time=time.time(),
@@ -208,10 +210,10 @@ class Served:
                 repeated=max(0, self.settings.committed - self.step),
             )
             self.seat.wire.send(event)
-        for shard in range(self.plan.servers):
-            self._fill_shard(shard, state)
+        for shard in shards:
+            self._fill_shard(shard)
         self.let_go()
-        for future in [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]:
+        for future in [self.client.request(shard, Keep()) for shard in shards]:
             future.wait()
 
     def restore(self) -> Found:
@@ -234,11 +236,9 @@ class Served:
         """Of the step that the run begins with, as the servers count."""
         return self.step
 
-    def _fill_shard(self, shard: int, state: dict[str, Any]) -> None:
-        """The values come last: with them the table stands, and others begin."""
+    def _fill_shard(self, shard: int) -> None:
+        """The values come last: with them the table stands, and when all do, others begin."""
         if self.settings.resume:
-            begin = {"begin": [state["step"], state["done"], state["rows"], self.resumed_step]}
-            self.client.request(shard, Put([], state=begin)).wait()
             found, tensors = deal_state(*self.learns_there, self.built.update.seen, self.home, shard)
             named = {"table": MODEL, "names": found.names} | found.values
             self.client.request(shard, Put([], state=named), tensors).wait()

@@ -326,6 +326,11 @@ class Holdings:
         return bool(self.dense or self.sparse) and all(table.ready for table in self.dense.values())
 
     @property
+    def touched(self) -> bool:
+        """Somebody has put a value."""
+        return any(any(table.filled) for table in self.dense.values())
+
+    @property
     def loads(self) -> dict[str, list[float]]:
         dense = {name: table.loads for name, table in self.dense.items()}
         return dense | {name: table.loads for name, table in self.sparse.items()}

@@ -90,7 +90,6 @@ class Shard:
         self.epoch = 0
         self.version = 0  # updates applied
         self.step = pace.step if pace is not None else 0  # in lockstep: the next one
-        self.began = 0  # the job's step that the run began with
         self.due = False
         self.before_rewind: Callable[[], None] = lambda: None  # a snapshot under way is of what will be undone
         self.busy_seconds = 0.0
@@ -99,6 +98,7 @@ class Shard:
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self._kept, self._adopt = kept, adopt
+        self._begun: list[Any] | None = None  # what the run goes on from
         self._rewound = 0  # the step that this epoch began with
         self._came_back = False  # with an older state than others have seen, and not rewound since
         self._granted = 0  # incarnations of this boot
@@ -268,12 +268,16 @@ class Shard:
         return Done(self.version), ()
 
     def _begin(self, first: int, done: Sequence[int], rows: str = "", began: int = 0) -> None:
-        """The run goes on from a checkpoint, of the job's step `began`: nothing has been done here yet."""
-        if self.version or self.tables.filled:
+        """The run goes on from a checkpoint, of the job's step `began`: nothing has been done here yet. Whoever says it
+        may be lost before all servers have their values, and another one says it again."""
+        word = [first, list(done), rows, began]
+        if word == self._begun and not self.version:
+            return
+        if self.version or self._begun is not None or self.tables.touched:
             raise No(
                 "begun", f"shard {self.shard} has begun, at version {self.version}", "begin before the first values"
             )
-        self.step, self.began = first, began
+        self.step = first
         self._tickets = Tickets(first)
         for ticket in done:
             self._tickets.add(ticket)
@@ -285,6 +289,7 @@ class Shard:
                     self.tables.sparse[table].restore(kept)
             except (ShoalError, KeyError) as error:
                 raise No("rows", f"shard {self.shard}: the tables' rows cannot be read: {error}") from error
+        self._begun = word
 
     def _push(self, asked: Asked, request: Push, tensors: Sequence[Tensor]) -> Outcome:
         gradients = self.tables.gradients(request.slots, tensors)
@@ -478,7 +483,7 @@ class Shard:
             kept=list(self._stands),
             values=self.pace.standing() if self.pace is not None else {},
             came_back=self._came_back,
-            began=self.began,
+            began=self._begun[-1] if self._begun is not None else 0,
         )
         return stood, ()
 
@@ -538,7 +543,7 @@ class Shard:
             "epoch": [self.epoch, self._rewound],
             "version": self.version,
             "step": self.step,
-            "began": self.began,
+            "begun": self._begun,
             "granted": [self.boot, self._granted],
             "records": [[worker, record.capture()] for worker, record in sorted(self._records.items())],
             "asked": [
@@ -559,7 +564,7 @@ class Shard:
         """What this process or another captured."""
         values = self._take_tables(captured)
         self.epoch, self._rewound = values["epoch"]
-        self.began = values["began"]
+        self._begun = values["begun"]
         boot, granted = values["granted"]
         self._granted = granted if boot == self.boot else 0
         self._came_back = boot != self.boot
