@@ -179,8 +179,6 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_a_word(mode: str, tmp_p
 def test_a_table_needs_servers(tmp_path: Path) -> None:
     with pytest.raises(shoal.RunError, match=r"words is a shoal\.Embedding.*this run has none"):
         train(table_job(), tmp_path / "run")
-    with pytest.raises(shoal.RunError, match="trains copies at the workers"):
-        train(table_job(), tmp_path / "local", workers=2, servers=1, sync="local:4")
 
 
 @pytest.mark.skipif(
@@ -257,8 +255,10 @@ class Counter(nn.Module):
         return self.words(ids).sum((1, 2)) + self.bias
 
 
-@pytest.mark.parametrize("mode", ["async", "groups:2"])
-def test_rows_that_are_asked_for_ahead_are_pushed_once_though_a_worker_was_killed(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "workers"), [("async", 3), ("groups:2", 3), ("local:3", 2)])
+def test_every_batch_counts_once_for_a_table_though_a_worker_was_killed(
+    mode: str, workers: int, tmp_path: Path
+) -> None:
     run, epochs, batch = tmp_path / "run", 3, 16
     ids = torch.randint(500, (128, 5), generator=torch.Generator().manual_seed(3))
     this = shoal.Job(
@@ -269,8 +269,10 @@ def test_rows_that_are_asked_for_ahead_are_pushed_once_though_a_worker_was_kille
         batch=batch,
         epochs=epochs,
     )
-    found = train(this, run, workers=3, servers=2, sync=mode)
+    with pytest.raises(shoal.Stopped):
+        train(this, run, workers=workers, servers=2, sync=mode, stop_after=14)
     assert [event["rank"] for event in events(run, "worker-lost")] == [1]
+    found = shoal.train(this, resume=str(run), workers=workers, servers=1, sync=mode, quiet=True)
     touched, rows = found.rows("words")
     counts = torch.bincount(ids.view(-1), minlength=500)
     assert torch.equal(touched, counts.nonzero().view(-1))

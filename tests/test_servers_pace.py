@@ -449,6 +449,23 @@ def test_one_writes_the_result_before_anybody_hears_of_the_end() -> None:
     assert short(ask(stopped, 0)) == [(0, "end", "asked to stop")]
 
 
+def test_the_result_is_written_when_nobody_is_at_a_step_any_more() -> None:
+    made = pace("async", workers=2, steps=9, finish=True)
+    ask(made, 0)
+    ask(made, 1)
+    made.ended("asked to stop", True)
+    assert ask(made, 0, done=0) == [], "worker 1 may be pushing"
+    assert short(ask(made, 1, done=1)) == [(0, "errand", "finish")]
+    (told, other) = ask(made, 0)
+    assert told.reply == other.reply == End(reason="asked to stop", resumable=True, done=2)
+    dead = pace("async", workers=2, steps=9, finish=True)
+    ask(dead, 0)
+    ask(dead, 1)
+    dead.ended("asked to stop", True)
+    ask(dead, 0, done=0)
+    assert short(dead.gone(1)) == [(0, "errand", "finish")], "nobody waits for the dead"
+
+
 def test_a_run_goes_on_from_what_others_found() -> None:
     """Workers came before anybody knew where it begins."""
     made = pace("async", workers=1, steps=9)

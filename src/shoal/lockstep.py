@@ -28,7 +28,7 @@ from shoal.report.events import Rewound
 from shoal.served import Served
 from shoal.served_state import put_settings, settings_of
 from shoal.strategies.exchange import Values
-from shoal.strategies.servers import Agreed, Sums
+from shoal.strategies.servers import Agreed, Sums, in_order, plus
 
 KEEP = 32  # asked of all: the servers keep this step on disk
 KEEP_SECONDS = 10.0  # between two such steps
@@ -340,14 +340,17 @@ class Local(Lockstep):
         start = {name: value.clone() for name, value in self.values.items()}
         last = min((self.round + 1) * self.length, self.steps)
         asked = 0
+        rows: Sequence[Rows | None] = [None] * len(self.tables)  # what the round has for tables
         while True:
             work, indices = self.work(self.step)
             self.journal.begin()
             asked |= self.wishes(self.step + 1)  # what was due within the round is done at its end
             sums = self.strategy.sums(work, self.objective, ask=asked)
             alone = self.strategy.agree(work, sums, {self.worker: sums.row})
+            if self.step + 1 < last:
+                self.prefetch(self.step + 1)
             if self.check_finite(self.step, alone.outcome):
-                self.update_alone(sums, alone)
+                rows = [plus(*each) for each in zip(rows, self.update_alone(sums, alone), strict=True)]
             self.turned = self.step + 1
             if self.turned >= last:
                 break
@@ -359,19 +362,19 @@ class Local(Lockstep):
         span = (self.worker, self.worker + 1)
         contributed = []
         for shard in range(self.plan.servers):
-            slots, tensors = self.gradient_slots(shard, moved, [], key=0)
+            slots, tensors = self.gradient_slots(shard, moved, rows, key=0)
             contributed.append(self.client.request(shard, Contribute(self.round, span, slots), tensors))
         merging = time.perf_counter() - began
         began = time.perf_counter()
-        rows, buffers = self.meet_with_buffers(sums)
+        notes, buffers = self.meet_with_buffers(sums)
         waiting = time.perf_counter() - began
         for future in contributed:
             future.wait()
-        if rows is None:
+        if notes is None:
             return
-        members = sorted(rows)
+        members = sorted(notes)
         self.leads = members[0] == self.worker
-        agreed = self.strategy.agree(work, sums, rows)
+        agreed = self.strategy.agree(work, sums, notes)
         began = time.perf_counter()
         self.take_mean(buffers)
         agreed = replace(agreed, spans=[(each, each + 1) for each in members], scale=1 / len(members))
@@ -387,8 +390,9 @@ class Local(Lockstep):
         """At a round's end: what was due within it."""
         return any(super(Local, self).evaluation_due(each) for each in range(self.began + 1, step + 1))
 
-    def update_alone(self, sums: Sums, alone: Agreed) -> None:
-        """With the mean gradient of this worker's own lanes."""
+    def update_alone(self, sums: Sums, alone: Agreed) -> list[Rows | None]:
+        """With the mean gradient of this worker's own lanes. Returns what it is for tables: their rows stay as they are
+        until the round's end, when the servers take all of it as one gradient."""
         parameters = [parameter for _, parameter in self.replica.parameters]
         for index, parameter in enumerate(parameters):
             parts = {span: values[index] for span, values in sums.parts.items()}
@@ -396,14 +400,17 @@ class Local(Lockstep):
             parameter.grad = None if gradient is None else gradient * alone.scale
         if self.buffers is not None:
             self.strategy.commit_buffers(self.strategy.shares(sums), alone)
+        added = [in_order(sums.sparse, number) for number in range(len(self.tables))]
+        sparse = [None if rows is None else Rows(rows.ids, rows.rows * alone.scale) for rows in added]
         self.built.update.before()
         if self.job.clip_norm is not None:
-            self.built.update.clip(self.job.clip_norm, None)
+            self.built.update.clip(self.job.clip_norm, None, [rows.rows for rows in sparse if rows is not None])
         self.optimizer.step()
         self.built.update.after()
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad()
+        return sparse
 
     def meet_with_buffers(self, sums: Sums) -> tuple[dict[int, Tensor] | None, list[list[Tensor]]]:
         own = list(self._buffer_values().values())

@@ -20,7 +20,7 @@ from shoal.build import Built, build
 from shoal.collectives.compress import Compressor, read_compression
 from shoal.collectives.group import Alone
 from shoal.embedding import Embedding, tables_of
-from shoal.errors import JobError, NonFiniteError
+from shoal.errors import NonFiniteError
 from shoal.evaluation import evaluate, one_by_one
 from shoal.exact import kernels
 from shoal.exact.digest import combine, digests
@@ -95,12 +95,6 @@ class Served:
             self.outer = outer_optimizer(self.mode, list(self.built.update.seen.items()))
         self.replica = Replica(self.built.model, self.built.blocks, job.seed, recompute=plan.recompute)
         self.tables: list[tuple[str, Embedding]] = tables_of(self.built.model)
-        if self.tables and self.mode.name == "local":
-            raise JobError(
-                f"{self.tables[0][0]} is a shoal.Embedding, whose rows are on the servers alone, and --sync {self.mode}"
-                " trains copies at the workers",
-                fix="--sync sync, quorum, stale, async or groups",
-            )
         for name, table in self.tables:
             table.name = name  # what its rows begin with follows from it
         self.strategy = ServerParallel(
@@ -428,7 +422,7 @@ class Served:
             return ""
         for future in [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]:
             future.wait()
-        return keep_rows(self.seat.folder, step)
+        return keep_rows(self.seat.folder, step, self.plan.servers)
 
     def _fetch_state(self) -> None:
         """The servers' optimizer has its state there, row by row."""

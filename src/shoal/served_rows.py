@@ -24,12 +24,13 @@ KEPT = 2
 Kept = dict[str, Tensor]  # a table's rows as a shard captures them
 
 
-def keep_rows(run: Path, step: int) -> str:
-    """What the servers have just written is kept as this step's. Returns its name, for the checkpoint."""
+def keep_rows(run: Path, step: int, servers: int) -> str:
+    """What these servers have just written is kept as this step's. Returns its name, for the checkpoint."""
     name = f"step-{step:08d}"
     beside = run / TABLES / f".{name}"
     shutil.rmtree(beside, ignore_errors=True)
-    for shard in sorted((run / "servers").glob("shard-*")):
+    for number in range(servers):  # there may be folders of more, of an earlier part of the run
+        shard = run / "servers" / f"shard-{number}"
         newest = max(shard.glob("snapshot-*"))
         target = beside / shard.name / newest.name
         target.mkdir(parents=True)

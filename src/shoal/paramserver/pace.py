@@ -457,13 +457,17 @@ class Queue:
         if self.end is not None and self.finish:
             return told + self._send_to_finish()
         if self.end is not None:
-            told += [Told(self.parked.pop(worker), self.end) for worker in list(self.parked) if worker in self.live]
+            end = End(reason=self.end.reason, resumable=self.end.resumable, done=self.done)
+            told += [Told(self.parked.pop(worker), end) for worker in list(self.parked) if worker in self.live]
         return told
 
     def _send_to_finish(self) -> list[Told]:
-        """One of those who wait, unless one is at it."""
+        """One of those who wait, unless one is at it; when nobody who is there is still at a ticket: what the result
+        holds is then what is said to be done."""
         waiting = [worker for worker in self.parked if worker in self.live]
-        if FINISH in self.running.values() or not waiting:
+        parties = [self._party(worker) for worker in self.live]
+        at_work = any(party.ticket >= 0 and not self.is_done(party.ticket) for party in parties)
+        if FINISH in self.running.values() or not waiting or at_work:
             return []
         self.running[waiting[0]] = FINISH
         return [Told(self.parked.pop(waiting[0]), Errand(what=FINISH, done=self.done))]

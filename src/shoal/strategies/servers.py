@@ -127,11 +127,8 @@ class ServerParallel(DataParallel):
         assert self._last is not None
         found: list[Rows | None] = []
         for number in range(len(self.tables)):
-            own: Rows | None = None
-            for span in sorted(self._last.sparse):
-                own = plus(own, self._last.sparse[span][number])
             total: Rows | None = None
-            for each in gather_rows(self.group, own):
+            for each in gather_rows(self.group, in_order(self._last.sparse, number)):
                 total = plus(total, each)
             found.append(total)
         return found
@@ -232,6 +229,14 @@ def gather_rows(group: Group, own: Rows | None) -> list[Rows | None]:
         Rows(all_ids[rank, :count], all_rows[rank, : count * dim].view(count, dim)) if count else None
         for rank, count in enumerate(counts)
     ]
+
+
+def in_order(sparse: Mapping[Span, Sequence[Rows | None]], number: int) -> Rows | None:
+    """What subtrees have for a table, added up one after the other."""
+    total: Rows | None = None
+    for span in sorted(sparse):
+        total = plus(total, sparse[span][number])
+    return total
 
 
 def plus(left: Rows | None, right: Rows | None) -> Rows | None:

@@ -78,9 +78,10 @@ class Update:
         if self.rows is not None and self.team is not None:
             spread_rows([each for _, each in held], self.team())
 
-    def clip(self, max_norm: float, norm: float | None) -> float:
+    def clip(self, max_norm: float, norm: float | None, beside: Sequence[Tensor] = ()) -> float:
+        """`beside`: gradients of what is not in the model."""
         gradients = [each.grad for each in self.seen.values() if each.grad is not None]
-        return clip(gradients, max_norm, norm)
+        return clip([*gradients, *beside], max_norm, norm)
 
 
 def _part(tensor: Tensor, rows: Mapping[str, Piece] | None, name: str) -> Tensor:
