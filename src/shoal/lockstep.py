@@ -21,7 +21,8 @@ from shoal.exact.norm import total_norm
 from shoal.paramserver.client import Future, RefusedError
 from shoal.paramserver.cut import Part
 from shoal.paramserver.merge import Rows
-from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Rewind, Squares
+from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Squares
+from shoal.paramserver.rewinds import NothingInCommonError, at_one, way_back
 from shoal.partition.lanes import Span, subtrees
 from shoal.report.events import Rewound
 from shoal.served import Served
@@ -30,7 +31,7 @@ from shoal.strategies.servers import Agreed, Sums
 
 KEEP = 32  # asked of all: the servers keep this step on disk
 KEEP_SECONDS = 10.0  # between two such steps
-PATIENCE, LOOK_SECONDS = 10, 0.05  # looks at servers that are not at one step, before they are made to be
+LOOK_SECONDS = 0.05  # between two looks at servers that are not at one step
 BEHIND = ("fenced", "ahead", "behind")  # why a server that came back refuses what is not of its time
 
 
@@ -227,23 +228,18 @@ class Lockstep(Served):
         find it done."""
         self.journal.dropped()
         before, looks = self.step, 0
-        while True:
-            standings = self.standings()
-            came_back = any(each.came_back for each in standings)
-            if not came_back and len({(each.epoch, each.step) for each in standings}) == 1:
-                break
+        while not at_one(standings := self.standings()):
             looks += 1
-            if not came_back and looks < PATIENCE:  # others may be in the middle of an update
+            try:
+                request = way_back(standings, looks)
+            except NothingInCommonError as nothing:
+                raise RunError(
+                    f"there is no step that all servers have kept: {nothing}",
+                    fix=f"--resume {self.seat.folder} goes on from the newest checkpoint",
+                ) from None
+            if request is None:  # others may be in the middle of an update
                 time.sleep(LOOK_SECONDS)
                 continue
-            common = set.intersection(*(set(each.kept) for each in standings))
-            if not common:
-                kept = "; ".join(f"server {shard} has {each.kept}" for shard, each in enumerate(standings))
-                raise RunError(
-                    f"there is no step that all servers have kept: {kept}",
-                    fix=f"--resume {self.seat.folder} goes on from the newest checkpoint",
-                )
-            request = Rewind(max(each.epoch for each in standings) + 1, max(common))
             for future in [self.client.request(shard, request) for shard in range(self.plan.servers)]:
                 with suppress(RefusedError):  # another worker was faster: the next look shows it
                     future.wait()
