@@ -22,7 +22,7 @@ from shoal.paramserver.client import Future, RefusedError
 from shoal.paramserver.cut import Part
 from shoal.paramserver.merge import Rows
 from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Squares
-from shoal.paramserver.rewinds import NothingInCommonError, at_one, way_back
+from shoal.paramserver.rewinds import NothingInCommonError, at_one, ways_back
 from shoal.partition.lanes import Span, subtrees
 from shoal.report.events import Rewound
 from shoal.served import Served
@@ -231,16 +231,16 @@ class Lockstep(Served):
         while not at_one(standings := self.standings()):
             looks += 1
             try:
-                request = way_back(standings, looks)
+                requests = ways_back(standings, looks)
             except NothingInCommonError as nothing:
                 raise RunError(
                     f"there is no step that all servers have kept: {nothing}",
                     fix=f"--resume {self.seat.folder} goes on from the newest checkpoint",
                 ) from None
-            if request is None:  # others may be in the middle of an update
+            if not requests:  # others may be in the middle of an update
                 time.sleep(LOOK_SECONDS)
                 continue
-            for future in [self.client.request(shard, request) for shard in range(self.plan.servers)]:
+            for future in [self.client.request(shard, request) for shard, request in enumerate(requests)]:
                 with suppress(RefusedError):  # another worker was faster: the next look shows it
                     future.wait()
         self.client.epoch = max(each.epoch for each in standings)

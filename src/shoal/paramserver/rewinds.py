@@ -28,12 +28,13 @@ def at_one(standings: Sequence[Stood]) -> bool:
     return not came_back and len({(each.epoch, each.step) for each in standings}) == 1
 
 
-def way_back(standings: Sequence[Stood], looks: int) -> Rewind | None:
-    """What to ask of all servers that are not at one. None: look again. `looks`: how many there were, with this one."""
+def ways_back(standings: Sequence[Stood], looks: int) -> list[Rewind]:
+    """What to ask of servers that are not at one, of each. Empty: look again. `looks`: how many there were, with this
+    one."""
     if looks < PATIENCE and not any(each.came_back for each in standings):
-        return None
+        return []
     common = set.intersection(*(set(each.kept) for each in standings))
     if not common:
         raise NothingInCommonError("; ".join(f"server {shard} has {each.kept}" for shard, each in enumerate(standings)))
     epoch = max(max(each.epoch, (each.boot - 1) << _BITS) for each in standings)
-    return Rewind(epoch + 1, max(common))
+    return [Rewind(epoch + 1, max(common), each.boot) for each in standings]

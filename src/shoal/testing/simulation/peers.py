@@ -41,7 +41,7 @@ from shoal.paramserver.messages import (
     encode,
 )
 from shoal.paramserver.modes import Mode
-from shoal.paramserver.rewinds import NothingInCommonError, at_one, way_back
+from shoal.paramserver.rewinds import NothingInCommonError, at_one, ways_back
 from shoal.paramserver.session import Asked, Session
 from shoal.partition.lanes import fold
 from shoal.testing.simulation import truth
@@ -536,15 +536,15 @@ def _recover(peer: Peer) -> Entering:
             break
         looks += 1
         try:
-            request = way_back(found, looks)
+            requests = ways_back(found, looks)
         except NothingInCommonError as nothing:
             raise Broken(f"no step is kept by all servers: {nothing}") from None
-        if request is None:
+        if not requests:
             yield Pause(LOOK_AGAIN)
             continue
         world.meets("servers were rewound")
-        world.note("worker %d rewinds all to %d, epoch %d", peer.worker, request.step, request.epoch)
-        yield peer.everywhere(request)
+        world.note("worker %d rewinds all to %d, epoch %d", peer.worker, requests[0].step, requests[0].epoch)
+        yield [(shard, request, []) for shard, request in enumerate(requests)]
     peer.epoch = found[0].epoch
     return (yield from _enter(peer))
 
