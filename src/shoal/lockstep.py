@@ -39,14 +39,19 @@ def rows_in(part: Part, shape: Sequence[int]) -> int:
     return part.stop - part.start if shape else 1
 
 
+def rising_rows(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """What servers told of a table's rows, ids and a number each: the numbers, in the order of the ids."""
+    ids = torch.cat([each for each, _ in parts])
+    return torch.cat([numbers for _, numbers in parts])[torch.argsort(ids)]
+
+
 class Lockstep(Served):
     kept_at = 0.0  # when servers were last asked to
     over = False  # the leader said so
 
     def run(self) -> None:
-        standing = self.enter()
-        self.client.epoch = standing.epoch
-        self.go_to(standing.step)
+        self.enter()
+        self.catch_up()
         self.strategy.hold(self.plan.deal[self.worker])
         # Whoever comes when nothing is left to do takes the place of one that died before it had written the result.
         self.leads, self.kept_at = self.worker == 0 or self.step >= self.steps, time.monotonic()
@@ -61,9 +66,33 @@ class Lockstep(Served):
                     raise
                 self.recover()
 
+    def enter(self) -> None:
+        while True:
+            try:
+                return super().enter()
+            except RefusedError as refused:  # others are going back with the servers at this moment
+                if refused.code not in BEHIND:
+                    raise
+                self.bring_together()
+
     def go_to(self, number: int) -> None:
         """The step at work, as the servers count."""
         self.step = number
+
+    def catch_up(self) -> None:
+        """To the step at work, with its values. Servers in the middle of an update are at two steps: whoever computed
+        with values of both would spoil the bits. Where some may be left behind nobody waits for that."""
+        while True:
+            try:
+                steps = set(self.pull())
+            except RefusedError as refused:
+                if refused.code not in BEHIND:
+                    raise
+                steps = set()
+            if len(steps) == 1 or (steps and self.mode.name == "quorum"):
+                self.go_to(min(steps))
+                return
+            self.bring_together()
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -146,12 +175,22 @@ class Lockstep(Served):
             self.forget_rows()
 
     def apply(self, step: int, agreed: Agreed, shares: dict[Span, Values], *, skip: bool) -> None:
-        norm = self.norm(step, agreed) if self.job.clip_norm is not None and not skip else None
+        max_norm = None if skip else self.job.clip_norm
+        norm = None if max_norm is None else self.norm(step, agreed)
         if self.buffers is not None and not skip:
             self.strategy.commit_buffers(shares, agreed)
-        self.update(step, self.plan.lanes, agreed, norm=norm, skip=skip)
+        self.update(step, self.plan.lanes, agreed, norm=norm, max_norm=max_norm, skip=skip)
 
-    def update(self, number: int, lanes: int, agreed: Agreed, *, norm: float | None = None, skip: bool = False) -> None:
+    def update(
+        self,
+        number: int,
+        lanes: int,
+        agreed: Agreed,
+        *,
+        norm: float | None = None,
+        max_norm: float | None = None,
+        skip: bool = False,
+    ) -> None:
         """The servers apply what has been contributed; what that comes to is here afterwards."""
         futures = []
         for shard in range(self.plan.servers):
@@ -162,7 +201,7 @@ class Lockstep(Served):
                 agreed.spans,
                 scale=agreed.scale,
                 norm=norm,
-                max_norm=self.job.clip_norm if norm is not None else None,
+                max_norm=max_norm,
                 skip=skip,
                 snapshot=any(ask & (KEEP | SAVE) for ask in agreed.outcome.asked),
                 put=[] if packed is None else [packed[0]],
@@ -175,23 +214,33 @@ class Lockstep(Served):
         self.built.update.after()
         self.prefetch(self.step + 1)  # not before: these rows may be part of the update
 
-    def norm(self, step: int, agreed: Agreed) -> float:
-        """Of the whole gradient: every shard's rows, put together in the order of the model's parameters."""
+    def norm(self, step: int, agreed: Agreed) -> float | None:
+        """Of the whole gradient: every shard's rows, put together in the order of the model's parameters, then of its
+        tables. None: the others have applied this step and are at work on the next, and the servers' answers to it are
+        what there is (a server that has not applied it refuses to without a norm)."""
         request = Squares(step, self.plan.lanes, agreed.spans, scale=agreed.scale)
         futures = [self.client.request(shard, request) for shard in range(self.plan.servers)]
+        replies = [future.wait() for future in futures]
+        if any(isinstance(reply, Late) for reply, _ in replies):
+            return None
         found: dict[str, Tensor] = {}
+        tables: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, _ in self.tables}
         shapes = dict(zip(self.home.spec.names, self.home.spec.shapes, strict=True))
-        for shard, future in enumerate(futures):
-            reply, tensors = future.wait()
-            for slot, squares in zip(reply.slots, tensors, strict=True):
+        for shard, (reply, tensors) in enumerate(replies):
+            rest = list(tensors)
+            for slot in reply.slots:
+                if slot.sparse:
+                    tables[slot.table].append((rest.pop(0), rest.pop(0)))
+                    continue
                 parts = self.home.parts[shard]
                 chosen = parts if slot.keys is None else [parts[key] for key in slot.keys]
-                rows = squares.split([rows_in(part, shapes[part.name]) for part in chosen])
+                rows = rest.pop(0).split([rows_in(part, shapes[part.name]) for part in chosen])
                 for part, some in zip(chosen, rows, strict=True):
                     shape = shapes[part.name]
                     whole = found.setdefault(part.name, torch.zeros(shape[0] if shape else 1, dtype=torch.float64))
                     whole[part.start : part.stop] = some
-        return total_norm([found[name] for name in self.home.spec.names if name in found])
+        sparse = [rising_rows(each) for each in tables.values() if each]
+        return total_norm([*(found[name] for name in self.home.spec.names if name in found), *sparse])
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
@@ -223,11 +272,10 @@ class Lockstep(Served):
 
     # -- a server that came back --------------------------------------------------------------------------------------
 
-    def recover(self) -> None:
+    def bring_together(self) -> None:
         """All servers go back to the newest step that each of them has kept. Whoever asks first does it; the others
         find it done."""
-        self.journal.dropped()
-        before, looks = self.step, 0
+        looks = 0
         while not at_one(standings := self.standings()):
             looks += 1
             try:
@@ -243,9 +291,13 @@ class Lockstep(Served):
             for future in [self.client.request(shard, request) for shard, request in enumerate(requests)]:
                 with suppress(RefusedError):  # another worker was faster: the next look shows it
                     future.wait()
-        self.client.epoch = max(each.epoch for each in standings)
-        self.go_to(standings[0].step)
-        self.pull()
+        self.client.epoch = standings[0].epoch
+
+    def recover(self) -> None:
+        self.journal.dropped()
+        before = self.step
+        self.bring_together()
+        self.catch_up()
         self.forget_rows()
         if self.leads:
             repeated = max(0, before - self.step)

@@ -431,7 +431,10 @@ def _step(peer: Peer, at: At) -> Asking:
         replies = yield peer.everywhere(Squares(step, world.lanes, spans))
         if _behind(replies):
             return None
-        norm = _norm(peer, replies)
+        norm = _norm(replies)
+        if norm is None:
+            world.holds(world.mode.name == "quorum", f"worker {peer.worker} was late for a norm of step {step}")
+            world.meets("a norm came too late")
     replies = yield peer.everywhere(
         Apply(
             step,
@@ -439,7 +442,7 @@ def _step(peer: Peer, at: At) -> Asking:
             spans,
             scale=1 / len(met.workers) if world.mode.name == "local" else 1.0,
             norm=norm,
-            max_norm=truth.MAX_NORM if norm is not None else None,
+            max_norm=world.max_norm if plan.clips else None,
             snapshot=step % 2 == 1,
             put=[Slot(BUFFER)] if plan.buffers else [],
         ),
@@ -493,12 +496,13 @@ def _merged(peer: Peer, at: At, met: Met, came: list[Tensor]) -> Tensor:
     return truth.next_buffer(at.buffer, shares)
 
 
-def _norm(peer: Peer, replies: list[Reply]) -> float:
-    """Of the whole gradient: values by server, then rows, rising."""
+def _norm(replies: list[Reply]) -> float | None:
+    """Of the whole gradient: values by server, then rows, rising. None: others have gone on."""
+    if any(isinstance(reply, Late) for reply, _ in replies):
+        return None
     dense: list[Tensor] = []
     rows: dict[int, Tensor] = {}
-    for reply, tensors in replies:
-        peer.world.holds(isinstance(reply, Values), f"worker {peer.worker} asked for squares, and was told {reply}")
+    for _, tensors in replies:
         dense.append(tensors[0])
         if len(tensors) > 1:
             rows |= dict(zip(tensors[1].tolist(), tensors[2], strict=True))
@@ -521,10 +525,13 @@ def _enter(peer: Peer) -> Entering:
     """Where the servers are, and their values."""
     buffers = [Slot(BUFFER)] if peer.world.plan.buffers else []
     replies = yield peer.everywhere(Pull([Slot(TABLE), *buffers]))
-    if _behind(replies) or len({reply.step for reply, _ in replies}) > 1:
+    if _behind(replies):
+        return (yield from _recover(peer))
+    steps = {reply.step for reply, _ in replies}
+    if len(steps) > 1 and peer.world.mode.name != "quorum":
         return (yield from _recover(peer))
     values = [tensors[0] for _, tensors in replies]
-    return At(replies[0][0].step, values, replies[0][1][-1])
+    return At(min(steps), values, replies[0][1][-1])
 
 
 def _recover(peer: Peer) -> Entering:

@@ -89,6 +89,7 @@ CASES = (
     "rows were rewound",
     "a round was rewound",
     "a norm was asked for again",
+    "a norm came too late",
     "a buffer was rewound",
 )
 
@@ -110,7 +111,7 @@ class Plan:
     deaths: tuple[tuple[float, int], ...] = ()  # when, which worker
     heals: float = 2.0  # when all faults end
     rows: bool = False  # a sparse table, too
-    clips: bool = False  # sync
+    clips: bool = False  # sync; quorum, where there is nothing to clip
     buffers: bool = False  # sync, local
     eager: bool = False  # sync, local: workers meet before their contributions are acknowledged
 
@@ -156,7 +157,7 @@ def widen(random: Random, plan: Plan) -> Plan:
         plan,
         mode=mode,
         rows=not local and random.random() < 0.5,
-        clips=exact and random.random() < 0.4,
+        clips=(exact or mode.startswith("quorum")) and random.random() < 0.4,
         buffers=(exact or local) and random.random() < 0.4,
         eager=(exact or local) and random.random() < 0.5,
     )
@@ -435,6 +436,7 @@ class World:
         plan = self.plan
         self.mode = Mode.read(plan.mode if plan.mode != "push" else "async")
         self.lockstep, self.shards = self.mode.lockstep, range(plan.shards)
+        self.max_norm = truth.MAX_NORM if self.mode.exact else 1e9
         self.lanes = plan.workers if self.mode.name == "local" else LANES
         spans = deal(self.lanes, [1.0] * plan.workers)
         self.parts: list[tuple[Span, ...]] = [subtrees(self.lanes, span) for span in spans]  # by worker
