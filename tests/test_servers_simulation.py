@@ -53,8 +53,7 @@ def test_every_law_holds_and_every_case_is_met() -> None:
 
 @pytest.mark.parametrize("mode", ["push", "groups:2", "sync", "quorum:0.6", "local:2"])
 def test_a_seed_tells_the_same_story_again(mode: str) -> None:
-    rows = mode != "local:2"
-    worlds = [World(7, trace=True, mode=mode, workers=2, shards=2, drops=0.1, doubles=0.1, rows=rows) for _ in range(2)]
+    worlds = [World(7, trace=True, mode=mode, workers=2, shards=2, drops=0.1, doubles=0.1, rows=True) for _ in range(2)]
     first, second = (world.run() for world in worlds)
     assert first == second
     assert worlds[0].trace == worlds[1].trace
@@ -163,7 +162,7 @@ def test_rows_of_a_ticket_that_are_applied_again_are_found(monkeypatch: pytest.M
 def test_rounds_that_go_on_with_another_momentum_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DenseTable, "put_state", lambda self, names, tensors, values: None)
     with pytest.raises(Broken, match=r"numbers of step \d+: .*, one process"):
-        some(mode="local:2,outer=nesterov", rows=False, clips=False, shards=2, steps=8, crashes=CRASHES, heals=1.5)
+        some(mode="local:2,outer=nesterov", shards=2, steps=8, crashes=CRASHES, heals=1.5)
 
 
 def test_a_round_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +174,7 @@ def test_a_round_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Steps, "over", lambda self, step: [])
     monkeypatch.setitem(shard._HANDLERS, Apply, twice)
     with pytest.raises(Broken, match=r"\d updates make step \d"):
-        some(mode="local:2", rows=False, clips=False, buffers=False, workers=3, crashes=())
+        some(mode="local:2", workers=3, crashes=())
 
 
 def test_a_gradient_that_is_not_clipped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,19 @@ def widen(random: Random, plan: Plan) -> Plan:
     )
 
 
+def fitted(plan: Plan) -> Plan:
+    """Without what is not played in its mode."""
+    mode = plan.mode.partition(":")[0]
+    whole = mode in ("sync", "local")
+    return replace(
+        plan,
+        rows=plan.rows and mode != "local",
+        clips=plan.clips and mode in ("sync", "quorum"),
+        buffers=plan.buffers and whole,
+        eager=plan.eager and whole,
+    )
+
+
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
@@ -426,7 +439,7 @@ class Connection:
 class World:
     def __init__(self, seed: int, trace: bool = False, **planned: Any) -> None:
         self.random = Random(seed)
-        self.plan = replace(widen(Random(f"more of {seed}"), draw(self.random)), **planned)
+        self.plan = fitted(replace(widen(Random(f"more of {seed}"), draw(self.random)), **planned))
         self.now = 0.0
         self.trace: list[str] | None = [] if trace else None
         self.met: set[str] = set()
