@@ -50,6 +50,7 @@ class Lockstep(Served):
     over = False  # the leader said so
 
     def run(self) -> None:
+        self.leads = self.worker == 0
         self.enter()
         self.catch_up()
         self.strategy.hold(self.plan.deal[self.worker])
@@ -82,17 +83,18 @@ class Lockstep(Served):
     def catch_up(self) -> None:
         """To the step at work, with its values. Servers in the middle of an update are at two steps: whoever computed
         with values of both would spoil the bits. Where some may be left behind nobody waits for that."""
-        while True:
-            try:
-                steps = set(self.pull())
-            except RefusedError as refused:
-                if refused.code not in BEHIND:
-                    raise
-                steps = set()
-            if len(steps) == 1 or (steps and self.mode.name == "quorum"):
-                self.go_to(min(steps))
-                return
-            self.bring_together()
+        try:
+            steps = set(self.pull())
+        except RefusedError as refused:
+            if refused.code not in BEHIND:
+                raise
+            self.recover()
+            return
+        if len(steps) > 1 and self.mode.name != "quorum":
+            self.go_to(max(steps))  # so far they have been
+            self.recover()
+            return
+        self.go_to(min(steps))
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
