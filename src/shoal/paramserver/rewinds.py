@@ -7,8 +7,10 @@ A server that comes back may have been in later epochs than it knows. None of th
 one would go on as if their contributions were there. So every start of a server lifts the epochs above all before it.
 Workers enter an epoch when all servers are in it: either one of those still is, or all have been started since.
 
-Steps that differ for a moment only are those of servers in the middle of an update. If that does not end, those who
-were to end it are gone: then all go back, too.
+Whoever looks may see some servers before another worker has made them go back, and some after that. If one of them is
+in an epoch that counts all starts, somebody is at it, or done with it: then a look or two more show whether it is done.
+The same goes for steps that differ because others are in the middle of an update. If that does not end, those who were
+to end it are gone: then all go back, too.
 """
 
 from collections.abc import Sequence
@@ -31,10 +33,12 @@ def at_one(standings: Sequence[Stood]) -> bool:
 def ways_back(standings: Sequence[Stood], looks: int) -> list[Rewind]:
     """What to ask of servers that are not at one, of each. Empty: look again. `looks`: how many there were, with this
     one."""
-    if looks < PATIENCE and not any(each.came_back for each in standings):
+    lifted = sum(each.boot - 1 for each in standings) << _BITS
+    epoch = max(lifted, *(each.epoch for each in standings))
+    alone = epoch == lifted and any(each.came_back for each in standings)
+    if looks < PATIENCE and not alone:
         return []
     common = set.intersection(*(set(each.kept) for each in standings))
     if not common:
         raise NothingInCommonError("; ".join(f"server {shard} has {each.kept}" for shard, each in enumerate(standings)))
-    epoch = max(max(each.epoch, (each.boot - 1) << _BITS) for each in standings)
     return [Rewind(epoch + 1, max(common), each.boot) for each in standings]

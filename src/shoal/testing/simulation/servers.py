@@ -687,7 +687,7 @@ class World:
             for peer in self.peers:
                 link = peer.links[host.number]
                 gone = {at for tag, at in link.pushed.items() if tag in link.missing}
-                if peer.dead and link.boot != host.boot:
+                if (peer.dead or peer.replaced) and link.boot != host.boot:  # nor hears of it
                     gone |= {at for tag, at in link.pushed.items() if tag in link.acknowledged}
                 excused |= gone
                 lacking = {at for tag, at in link.pushed.items() if tag in link.acknowledged} - there - gone
