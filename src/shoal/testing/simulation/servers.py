@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.errors import CheckpointError
 from shoal.paramserver.cut import cut_dense
 from shoal.paramserver.desk import Desk, Guest
 from shoal.paramserver.frames import Frame
@@ -298,6 +299,8 @@ class Host:
     def _rewind(self, step: int) -> Captured:
         """As Snapshots.rewind: later ones are undone."""
         plan = self.world.plan
+        if step not in [each.captured.step for each in self.kept]:
+            raise CheckpointError(f"there is no snapshot of step {step}")
         local = self.world.mode.name == "local"
         cases = {"rows were rewound": plan.rows, "a buffer was rewound": plan.buffers, "a round was rewound": local}
         for case in (case for case, is_so in cases.items() if is_so):
