@@ -20,7 +20,7 @@ from shoal.driver import Options
 from shoal.engines.lab import Lab
 from shoal.launch import train_with
 from shoal.paramserver.client import Client, Future
-from shoal.paramserver.messages import Apply, Request, Squares, Standing
+from shoal.paramserver.messages import Apply, Request, Squares, Standing, State
 from shoal.report.events import ServerStarted, decode
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
@@ -265,6 +265,27 @@ def test_servers_that_were_left_at_different_steps_go_back_together(
     found = train(this, tmp_path / "run", workers=1, servers=2)
     assert mark.exists() and found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
     assert events(tmp_path / "run", "rewound")[0]["step"] == 0
+
+
+def test_a_checkpoint_has_nothing_of_a_server_that_came_back_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would tell the optimizer's state of an older step."""
+    real, run, mark = Client.request, tmp_path / "run", tmp_path / "killed"
+    server = Fatal(run, worker=0, call=0, server=1)
+
+    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
+        if isinstance(request, State) and not mark.exists():
+            mark.write_text("once")
+            os.kill(server.pid(), signal.SIGKILL)
+        return real(self, shard, request, tensors)
+
+    monkeypatch.setattr(Client, "request", request)
+    with pytest.raises(shoal.Stopped):
+        train(plain_job(steps=12), run, workers=2, servers=2, stop_after=7)
+    assert mark.exists() and events(run, "rewound")
+    last = shoal.train(plain_job(steps=12), resume=str(run), quiet=True)
+    assert last.weights_sha256 == train(plain_job(steps=12), tmp_path / "alone").weights_sha256
 
 
 def test_a_worker_of_a_quorum_that_asks_for_a_norm_when_the_others_have_gone_on_goes_on_too(

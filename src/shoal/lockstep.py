@@ -21,7 +21,7 @@ from shoal.exact.norm import total_norm
 from shoal.paramserver.client import Future, RefusedError
 from shoal.paramserver.cut import Part
 from shoal.paramserver.merge import Rows
-from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Squares
+from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Refused, Squares
 from shoal.paramserver.rewinds import NothingInCommonError, at_one, ways_back
 from shoal.partition.lanes import Span, subtrees
 from shoal.report.events import Rewound
@@ -60,8 +60,8 @@ class Lockstep(Served):
             try:
                 while self.step < self.steps and self.stopped is None and not self.over:
                     self.one_step()
-                self.end()
-                return
+                if self.end():
+                    return
             except RefusedError as refused:
                 if refused.code not in BEHIND:
                     raise
@@ -301,6 +301,8 @@ class Lockstep(Served):
         self.bring_together()
         self.catch_up()
         self.forget_rows()
+        if self.step < before:
+            self.stopped, self.resumable = None, False  # it was not yet time
         if self.leads:
             repeated = max(0, before - self.step)
             event = Rewound(
@@ -310,8 +312,9 @@ class Lockstep(Served):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """The result is on disk before anybody goes: if whoever writes it is lost meanwhile, another one does."""
+    def end(self) -> bool:
+        """The result is on disk before anybody goes: if whoever writes it is lost meanwhile, another one does. False:
+        the servers were made to go back, and there is something left to do."""
         if not self.mode.exact:
             self.pull()
         if self.leads:
@@ -319,8 +322,20 @@ class Lockstep(Served):
             self.write_result(self.step)
             self.client.request(0, Ended(self.stopped or "", self.resumable)).wait()
         elif not self.over:
-            self.client.request(0, Meet(self.number, b"")).wait()  # answered by the leader's word
+            reply, _ = self.client.request(0, Meet(self.number, b"")).wait()  # answered by the leader's word
+            if isinstance(reply, Late):
+                self.recover()
+                return False
         self.finish(self.step)
+        return True
+
+    def _fetch_state(self) -> None:
+        """What a server told that came back meanwhile is of another step."""
+        super()._fetch_state()
+        for shard, each in enumerate(self.standings()):
+            if each.came_back or each.epoch != self.client.epoch:
+                refused = Refused("ahead", f"shard {shard} came back, at step {each.step}, while its state was read")
+                raise RefusedError(refused, shard, self.seat.servers[shard])
 
     @property
     def number(self) -> int:
