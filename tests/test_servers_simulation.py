@@ -209,14 +209,16 @@ def test_a_server_that_comes_back_does_not_come_to_an_epoch_that_it_was_in(monke
 
 def test_a_rewind_that_is_sent_again_does_not_reach_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same end: a worker without an answer sent it to the next process of the server, which took it."""
-    run(2544)
+    crashes = tuple((at, 0) for at in (0.2, 0.7, 1.2, 1.7))
+    plan = {"mode": "sync", "workers": 3, "shards": 1, "drops": 0.3, "crashes": crashes, "deaths": (), "heals": 2.2}
+    run(729, eager=False, **plan)
 
     def anybody(standings: Any, looks: int) -> list[Rewind]:
         return [msgspec.structs.replace(each, boot=0) for each in ways_back(standings, looks)]
 
     monkeypatch.setattr(peers, "ways_back", anybody)
     with pytest.raises(Broken, match="no end in sight"):
-        run(2544)
+        run(729, eager=False, **plan)
 
 
 # -- scores 4 and 5 of PROTOCOLS.md -----------------------------------------------------------------------------------
