@@ -20,7 +20,7 @@ from shoal.driver import Options
 from shoal.engines.lab import Lab
 from shoal.launch import train_with
 from shoal.paramserver.client import Client, Future
-from shoal.paramserver.messages import Apply, Compute, Request
+from shoal.paramserver.messages import Apply, Compute, Request, Squares, Standing, State
 from shoal.queueing import Queueing
 from shoal.recovery.checkpoint import Checkpoints
 from shoal.report.events import ServerStarted, decode
@@ -129,7 +129,7 @@ class Clicks(nn.Module):
         return self.top(self.words(ids).mean(1))  # type: ignore[no-any-return]
 
 
-def table_job() -> shoal.Job:
+def table_job(**more: Any) -> shoal.Job:
     generator = torch.Generator().manual_seed(3)
     ids = (torch.rand(128, 5, generator=generator) ** 3 * 10_000).long()
     return shoal.Job(
@@ -139,7 +139,18 @@ def table_job() -> shoal.Job:
         optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
         batch=16,
         steps=12,
+        **more,
     )
+
+
+def test_tables_are_in_the_norm_on_any_number_of_servers(tmp_path: Path) -> None:
+    one = train(table_job(clip_norm=0.05), tmp_path / "one", workers=1, servers=1)
+    more = train(table_job(clip_norm=0.05), tmp_path / "more", workers=2, servers=3)
+    assert more.weights_sha256 == one.weights_sha256
+    for mine, others in zip(one.rows("words"), more.rows("words"), strict=True):
+        assert torch.equal(mine, others)
+    free = train(table_job(), tmp_path / "free", workers=1, servers=1)
+    assert free.weights_sha256 != one.weights_sha256
 
 
 def test_tables_have_the_same_rows_on_any_number_of_servers_and_after_a_resume(tmp_path: Path) -> None:
@@ -317,6 +328,47 @@ def test_servers_that_were_left_at_different_steps_go_back_together(
     found = train(this, tmp_path / "run", workers=1, servers=2)
     assert mark.exists() and found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
     assert events(tmp_path / "run", "rewound")[0]["step"] == 0
+
+
+def test_a_checkpoint_has_nothing_of_a_server_that_came_back_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would tell the optimizer's state of an older step."""
+    real, run, mark = Client.request, tmp_path / "run", tmp_path / "killed"
+    server = Fatal(run, worker=0, call=0, server=1)
+
+    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
+        if isinstance(request, State) and not mark.exists():
+            mark.write_text("once")
+            os.kill(server.pid(), signal.SIGKILL)
+        return real(self, shard, request, tensors)
+
+    monkeypatch.setattr(Client, "request", request)
+    with pytest.raises(shoal.Stopped):
+        train(plain_job(steps=12), run, workers=2, servers=2, stop_after=7)
+    assert mark.exists() and events(run, "rewound")
+    last = shoal.train(plain_job(steps=12), resume=str(run), quiet=True)
+    assert last.weights_sha256 == train(plain_job(steps=12), tmp_path / "alone").weights_sha256
+
+
+def test_a_worker_of_a_quorum_that_asks_for_a_norm_when_the_others_have_gone_on_goes_on_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, mark = Client.request, tmp_path / "late"
+
+    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
+        """Whoever is the first to come to the norm of step 3 waits until the others are two steps further."""
+        if isinstance(request, Squares) and request.step == 3 and not mark.exists():
+            mark.write_text("once")
+            until = time.monotonic() + 60
+            while real(self, shard, Standing()).wait()[0].step < 6:
+                assert time.monotonic() < until, "the others wait, too"
+        return real(self, shard, request, tensors)
+
+    monkeypatch.setattr(Client, "request", request)
+    run = tmp_path / "run"
+    found = train(plain_job(clip_norm=0.4, steps=10), run, workers=3, servers=2, sync="quorum:0.6")
+    assert mark.exists() and found.steps == 10 and not events(run, "worker-lost")
 
 
 def test_what_a_killed_server_had_acknowledged_is_told_as_lost(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ from shoal.paramserver.messages import (
 )
 from shoal.paramserver.modes import Mode
 from shoal.paramserver.pace import Pace
+from shoal.paramserver.rewinds import PATIENCE, NothingInCommonError, at_one, ways_back
 from shoal.paramserver.shard import Answer, Shard
 from shoal.paramserver.snapshot import Captured, Snapshots
 from shoal.partition.lanes import fold, subtrees
@@ -1124,6 +1125,48 @@ def test_rewind_goes_back_to_a_snapshot_once_for_each_epoch(tmp_path: Path) -> N
             assert same(worker.pull(spec), seen[step])
     lone, _ = one_worker()
     refused(lone.order(Rewind(1, 0)), "snapshot")
+
+
+def test_a_rewind_is_for_one_process_of_a_shard() -> None:
+    """Sent again to the next one it would bring an epoch back that others think they are in."""
+    (worker,), _ = counting()
+    first = worker.shards[0]
+    captured = first.capture(copy=True)
+    second = Shard(boot=2, pace=Pace(Mode.read("sync"), 1, 100), kept=lambda step: captured)
+    second.restore(captured)
+    worker.shards = [second]
+    assert "process 1 of shard 0 was to go back, and this is process 2" in refused(
+        worker.order(Rewind(7, 0, boot=1)), "fenced"
+    )
+    assert second.epoch == 0
+    assert isinstance(worker.order(Rewind(7, 0, boot=2)).reply, Done) and second.epoch == 7
+
+
+def stood(boot: int = 1, epoch: int = 0, step: int = 4, kept: Sequence[int] = (2, 4), back: bool = False) -> Stood:
+    return Stood(boot=boot, epoch=epoch, version=step, step=step, filled=True, kept=list(kept), came_back=back)
+
+
+def test_servers_that_are_not_at_one_step_go_back_to_one_that_all_have_kept() -> None:
+    assert at_one([stood(), stood()])
+    assert not at_one([stood(), stood(step=5)]) and not at_one([stood(), stood(epoch=1)])
+    assert not at_one([stood(), stood(boot=2, back=True)]), "its contributions are gone"
+
+    back = [stood(step=7, kept=[4, 6]), stood(boot=2, back=True)]
+    first, second = ways_back(back, looks=1)
+    assert (first.step, first.boot, second.step, second.boot) == (4, 1, 4, 2) and first.epoch == second.epoch
+
+    # Whatever it has forgotten: no epoch comes again, not even when all were lost.
+    again = [stood(boot=2, back=True), stood(boot=3, back=True)]
+    assert ways_back(again, looks=1)[0].epoch > first.epoch > 0
+
+    # Another one is at it, or an update is under way: look again, but not for ever.
+    begun = [stood(epoch=first.epoch), stood(boot=2, back=True)]
+    midway = [stood(step=5), stood()]
+    assert ways_back(begun, looks=PATIENCE - 1) == ways_back(midway, looks=PATIENCE - 1) == []
+    assert ways_back(begun, looks=PATIENCE)[0].epoch == first.epoch + 1
+    assert [each.step for each in ways_back(midway, looks=PATIENCE)] == [4, 4]
+    with pytest.raises(NothingInCommonError, match=r"server 0 has \[2\]; server 1 has \[4\]"):
+        ways_back([stood(kept=[2]), stood(boot=2, kept=[4], back=True)], looks=1)
 
 
 def test_keep_is_answered_when_it_stands() -> None:

@@ -2,22 +2,41 @@
 that a seed tells the same story again."""
 
 import sys
+from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
+import msgspec
 import pytest
+from torch import Tensor
 
-from shoal.paramserver.messages import Push
+from shoal.paramserver import merge, shard
+from shoal.paramserver.dense import DenseTable
+from shoal.paramserver.holdings import Holdings
+from shoal.paramserver.merge import Folded
+from shoal.paramserver.messages import Apply, Push, Rewind
 from shoal.paramserver.pace import Queue
 from shoal.paramserver.records import Record
+from shoal.paramserver.rewinds import ways_back
 from shoal.paramserver.session import Session
 from shoal.paramserver.shard import Shard
+from shoal.paramserver.sparse import SparseTable
+from shoal.paramserver.steps import Steps
+from shoal.testing.simulation import peers
 from shoal.testing.simulation.__main__ import main
 from shoal.testing.simulation.laws import Broken
 from shoal.testing.simulation.pushes import exact_sum, restarts
 from shoal.testing.simulation.servers import CASES, World, run
 
 SEEDS = range(160)
-RARE = {"a group did a ticket again", "a server came back with the snapshot before the newest", "a step was done again"}
+RARE = {
+    "a group did a ticket again",
+    "a server came back with the snapshot before the newest",
+    "a step was done again",
+    "a norm came too late",
+    "an update waited for a contribution",
+}
+CRASHES = ((0.3, 0), (0.6, 1), (0.9, 0))
 
 
 def some(**planned: Any) -> None:
@@ -32,9 +51,9 @@ def test_every_law_holds_and_every_case_is_met() -> None:
     assert set(CASES) - met <= RARE, "a simulation that never comes to a case proves nothing about it"
 
 
-@pytest.mark.parametrize("mode", ["push", "groups:2", "sync", "quorum:0.6"])
+@pytest.mark.parametrize("mode", ["push", "groups:2", "sync", "quorum:0.6", "local:2"])
 def test_a_seed_tells_the_same_story_again(mode: str) -> None:
-    worlds = [World(7, trace=True, mode=mode, workers=2, shards=2, drops=0.1, doubles=0.1) for _ in range(2)]
+    worlds = [World(7, trace=True, mode=mode, workers=2, shards=2, drops=0.1, doubles=0.1, rows=True) for _ in range(2)]
     first, second = (world.run() for world in worlds)
     assert first == second
     assert worlds[0].trace == worlds[1].trace
@@ -90,6 +109,116 @@ def test_a_server_that_comes_back_in_lockstep_unnoticed_is_found(monkeypatch: py
     monkeypatch.setattr(Shard, "_check_back", lambda self: None)
     with pytest.raises(Broken):
         some(mode="sync", workers=3, steps=8, crashes=((0.3, 0), (0.6, 0)), heals=1.0)
+
+
+def test_rows_that_come_back_without_their_optimizer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    restore = SparseTable.restore
+
+    def forgets(self: SparseTable, kept: Mapping[str, Tensor]) -> None:
+        restore(self, {name: each * 0 if name.startswith("state.") else each for name, each in kept.items()})
+
+    monkeypatch.setattr(SparseTable, "restore", forgets)
+    with pytest.raises(Broken, match=r"rows of step \d+: .*, one process|not the same bits in state"):
+        some(mode="sync", rows=True, shards=2, steps=8, crashes=CRASHES, heals=1.5)
+
+
+def test_rows_that_are_added_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no whole numbers."""
+
+    def in_a_row(lanes: int, parts: Mapping[Any, Any], add: Any) -> Any:
+        return reduce(add, [parts[span] for span in sorted(parts) if parts[span] is not None])
+
+    monkeypatch.setattr(merge, "fold", in_a_row)
+    with pytest.raises(Broken, match=r"rows of step \d+: .*, one process|not the same bits in values"):
+        some(mode="sync", rows=True, workers=4, crashes=(), deaths=())
+
+
+@pytest.mark.parametrize("mode", ["push", "async", "groups:2", "quorum:0.6"])
+def test_a_server_that_comes_back_without_its_rows_is_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    restore = Holdings.restore
+
+    def forgets(self: Holdings, captured: Mapping[str, Any]) -> None:
+        restore(self, captured)
+        for table in self.sparse.values():
+            table._start_empty()
+
+    monkeypatch.setattr(Holdings, "restore", forgets)
+    with pytest.raises(Broken, match="rows were pushed to so often, and their numbers so often"):
+        some(mode=mode, rows=True, workers=3, shards=2, steps=8, crashes=CRASHES, heals=1.5)
+
+
+def test_rows_of_a_ticket_that_are_applied_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(self: Shard, asked: Any, request: Push, tensors: Any) -> Any:
+        if request.ticket in self._tickets:
+            gradients = self.tables.gradients(request.slots, tensors)
+            self.tables.update({peers.ROWS: gradients[peers.ROWS]}, self.version)
+        return Shard._push(self, asked, request, tensors)
+
+    monkeypatch.setitem(shard._HANDLERS, Push, twice)
+    with pytest.raises(Broken, match="rows were pushed to so often, and their numbers so often"):
+        some(mode="async", rows=True, workers=4, steps=10, deaths=((0.1, 0), (0.15, 1), (0.2, 2)), crashes=())
+
+
+def test_rounds_that_go_on_with_another_momentum_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DenseTable, "put_state", lambda self, names, tensors, values: None)
+    with pytest.raises(Broken, match=r"numbers of step \d+: .*, one process"):
+        some(mode="local:2,outer=nesterov", shards=2, steps=8, crashes=CRASHES, heals=1.5)
+
+
+def test_a_round_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a shard that keeps what it has added up, and applies it for everybody who asks."""
+
+    def twice(self: Shard, asked: Any, request: Apply, tensors: Any) -> Any:
+        return self._apply_now(request) if self._steps.ready(asked, request) else None
+
+    monkeypatch.setattr(Steps, "over", lambda self, step: [])
+    monkeypatch.setitem(shard._HANDLERS, Apply, twice)
+    with pytest.raises(Broken, match=r"\d updates make step \d"):
+        some(mode="local:2", workers=3, crashes=())
+
+
+def test_a_gradient_that_is_not_clipped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Folded, "clip", lambda self, max_norm, norm: None)
+    with pytest.raises(Broken, match=r" of step \d+: .*, one process"):
+        some(mode="sync", clips=True)
+
+
+@pytest.mark.parametrize("mode", ["sync", "local:2"])
+def test_a_buffer_that_is_not_put_is_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Steps, "put", lambda self, request, tensors: None)
+    with pytest.raises(Broken, match=r"buffer of step \d+: .*, one process|not the same bits in buffer"):
+        some(mode=mode, rows=False, clips=False, buffers=True)
+
+
+# -- what it has found ------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_comes_back_does_not_come_to_an_epoch_that_it_was_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was in epoch 1, knew nothing of it, and was taken there again: whoever had contributed in the first epoch 1
+    did not do it again, and all waited for ever."""
+    run(1215)
+
+    def forgetful(standings: Any, looks: int) -> list[Rewind]:
+        newest = max(each.epoch for each in standings)
+        return [msgspec.structs.replace(each, epoch=newest + 1) for each in ways_back(standings, looks)]
+
+    monkeypatch.setattr(peers, "ways_back", forgetful)
+    with pytest.raises(Broken, match="no end in sight"):
+        run(1215)
+
+
+def test_a_rewind_that_is_sent_again_does_not_reach_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same end: a worker without an answer sent it to the next process of the server, which took it."""
+    crashes = tuple((at, 0) for at in (0.2, 0.7, 1.2, 1.7))
+    plan = {"mode": "sync", "workers": 3, "shards": 1, "drops": 0.3, "crashes": crashes, "deaths": (), "heals": 2.2}
+    run(729, eager=False, **plan)
+
+    def anybody(standings: Any, looks: int) -> list[Rewind]:
+        return [msgspec.structs.replace(each, boot=0) for each in ways_back(standings, looks)]
+
+    monkeypatch.setattr(peers, "ways_back", anybody)
+    with pytest.raises(Broken, match="no end in sight"):
+        run(729, eager=False, **plan)
 
 
 # -- scores 4 and 5 of PROTOCOLS.md -----------------------------------------------------------------------------------

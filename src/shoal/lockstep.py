@@ -22,7 +22,8 @@ from shoal.exact.norm import total_norm
 from shoal.paramserver.client import Future, RefusedError
 from shoal.paramserver.cut import Part
 from shoal.paramserver.merge import Rows
-from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Rewind, Squares, Stood
+from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Refused, Squares
+from shoal.paramserver.rewinds import NothingInCommonError, at_one, ways_back
 from shoal.partition.lanes import Span, subtrees
 from shoal.report.events import Rewound
 from shoal.served import Served
@@ -32,7 +33,7 @@ from shoal.strategies.servers import Agreed, Sums, in_order, plus
 
 KEEP = 32  # asked of all: the servers keep this step on disk
 KEEP_SECONDS = 10.0  # between two such steps
-PATIENCE, LOOK_SECONDS = 10, 0.05  # looks at servers that are not at one step, before they are made to be
+LOOK_SECONDS = 0.05  # between two looks at servers that are not at one step
 BEHIND = ("fenced", "ahead", "behind")  # why a server that came back refuses what is not of its time
 
 
@@ -40,14 +41,20 @@ def rows_in(part: Part, shape: Sequence[int]) -> int:
     return part.stop - part.start if shape else 1
 
 
+def rising_rows(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """What servers told of a table's rows, ids and a number each: the numbers, in the order of the ids."""
+    ids = torch.cat([each for each, _ in parts])
+    return torch.cat([numbers for _, numbers in parts])[torch.argsort(ids)]
+
+
 class Lockstep(Served):
     kept_at = 0.0  # when servers were last asked to
     over = False  # the leader said so
 
     def run(self) -> None:
-        standing = self.enter()
-        self.client.epoch = standing.epoch
-        self.go_to(standing.step)
+        self.leads = self.worker == 0
+        self.enter()
+        self.catch_up()
         self.strategy.hold(self.plan.deal[self.worker])
         # Whoever comes when nothing is left to do takes the place of one that died before it had written the result.
         self.leads, self.kept_at = self.worker == 0 or self.step >= self.steps, time.monotonic()
@@ -55,16 +62,41 @@ class Lockstep(Served):
             try:
                 while self.step < self.steps and self.stopped is None and not self.over:
                     self.one_step()
-                self.end()
-                return
+                if self.end():
+                    return
             except RefusedError as refused:
                 if refused.code not in BEHIND:
                     raise
                 self.recover()
 
+    def enter(self) -> None:
+        while True:
+            try:
+                return super().enter()
+            except RefusedError as refused:  # others are going back with the servers at this moment
+                if refused.code not in BEHIND:
+                    raise
+                self.bring_together()
+
     def go_to(self, number: int) -> None:
         """The step at work, as the servers count."""
         self.step = number
+
+    def catch_up(self) -> None:
+        """To the step at work, with its values. Servers in the middle of an update are at two steps: whoever computed
+        with values of both would spoil the bits. Where some may be left behind nobody waits for that."""
+        try:
+            steps = set(self.pull())
+        except RefusedError as refused:
+            if refused.code not in BEHIND:
+                raise
+            self.recover()
+            return
+        if len(steps) > 1 and self.mode.name != "quorum":
+            self.go_to(max(steps))  # so far they have been
+            self.recover()
+            return
+        self.go_to(min(steps))
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -147,12 +179,22 @@ class Lockstep(Served):
             self.forget_rows()
 
     def apply(self, step: int, agreed: Agreed, shares: dict[Span, Values], *, skip: bool) -> None:
-        norm = self.norm(step, agreed) if self.job.clip_norm is not None and not skip else None
+        max_norm = None if skip else self.job.clip_norm
+        norm = None if max_norm is None else self.norm(step, agreed)
         if self.buffers is not None and not skip:
             self.strategy.commit_buffers(shares, agreed)
-        self.update(step, self.plan.lanes, agreed, norm=norm, skip=skip)
+        self.update(step, self.plan.lanes, agreed, norm=norm, max_norm=max_norm, skip=skip)
 
-    def update(self, number: int, lanes: int, agreed: Agreed, *, norm: float | None = None, skip: bool = False) -> None:
+    def update(
+        self,
+        number: int,
+        lanes: int,
+        agreed: Agreed,
+        *,
+        norm: float | None = None,
+        max_norm: float | None = None,
+        skip: bool = False,
+    ) -> None:
         """The servers apply what has been contributed; what that comes to is here afterwards."""
         futures = []
         for shard in range(self.plan.servers):
@@ -163,7 +205,7 @@ class Lockstep(Served):
                 agreed.spans,
                 scale=agreed.scale,
                 norm=norm,
-                max_norm=self.job.clip_norm if norm is not None else None,
+                max_norm=max_norm,
                 skip=skip,
                 snapshot=any(ask & (KEEP | SAVE) for ask in agreed.outcome.asked),
                 put=[] if packed is None else [packed[0]],
@@ -176,23 +218,33 @@ class Lockstep(Served):
         self.built.update.after()
         self.prefetch(self.step + 1)  # not before: these rows may be part of the update
 
-    def norm(self, step: int, agreed: Agreed) -> float:
-        """Of the whole gradient: every shard's rows, put together in the order of the model's parameters."""
+    def norm(self, step: int, agreed: Agreed) -> float | None:
+        """Of the whole gradient: every shard's rows, put together in the order of the model's parameters, then of its
+        tables. None: the others have applied this step and are at work on the next, and the servers' answers to it are
+        what there is (a server that has not applied it refuses to without a norm)."""
         request = Squares(step, self.plan.lanes, agreed.spans, scale=agreed.scale)
         futures = [self.client.request(shard, request) for shard in range(self.plan.servers)]
+        replies = [future.wait() for future in futures]
+        if any(isinstance(reply, Late) for reply, _ in replies):
+            return None
         found: dict[str, Tensor] = {}
+        tables: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, _ in self.tables}
         shapes = dict(zip(self.home.spec.names, self.home.spec.shapes, strict=True))
-        for shard, future in enumerate(futures):
-            reply, tensors = future.wait()
-            for slot, squares in zip(reply.slots, tensors, strict=True):
+        for shard, (reply, tensors) in enumerate(replies):
+            rest = list(tensors)
+            for slot in reply.slots:
+                if slot.sparse:
+                    tables[slot.table].append((rest.pop(0), rest.pop(0)))
+                    continue
                 parts = self.home.parts[shard]
                 chosen = parts if slot.keys is None else [parts[key] for key in slot.keys]
-                rows = squares.split([rows_in(part, shapes[part.name]) for part in chosen])
+                rows = rest.pop(0).split([rows_in(part, shapes[part.name]) for part in chosen])
                 for part, some in zip(chosen, rows, strict=True):
                     shape = shapes[part.name]
                     whole = found.setdefault(part.name, torch.zeros(shape[0] if shape else 1, dtype=torch.float64))
                     whole[part.start : part.stop] = some
-        return total_norm([found[name] for name in self.home.spec.names if name in found])
+        sparse = [rising_rows(each) for each in tables.values() if each]
+        return total_norm([*(found[name] for name in self.home.spec.names if name in found), *sparse])
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
@@ -224,35 +276,35 @@ class Lockstep(Served):
 
     # -- a server that came back --------------------------------------------------------------------------------------
 
-    def recover(self) -> None:
+    def bring_together(self) -> None:
         """All servers go back to the newest step that each of them has kept. Whoever asks first does it; the others
         find it done."""
-        self.journal.dropped()
-        before, looks = self.step, 0
-        while True:
-            standings = self.standings()
-            came_back = any(each.came_back for each in standings)
-            if not came_back and len({(each.epoch, each.step) for each in standings}) == 1:
-                break
+        looks = 0
+        while not at_one(standings := self.standings()):
             looks += 1
-            if not came_back and looks < PATIENCE:  # others may be in the middle of an update
+            try:
+                requests = ways_back(standings, looks)
+            except NothingInCommonError as nothing:
+                raise RunError(
+                    f"there is no step that all servers have kept: {nothing}",
+                    fix=f"--resume {self.seat.folder} goes on from the newest checkpoint",
+                ) from None
+            if not requests:  # others may be in the middle of an update
                 time.sleep(LOOK_SECONDS)
                 continue
-            common = set.intersection(*(set(each.kept) for each in standings))
-            if not common:
-                kept = "; ".join(f"server {shard} has {each.kept}" for shard, each in enumerate(standings))
-                raise RunError(
-                    f"there is no step that all servers have kept: {kept}",
-                    fix=f"--resume {self.seat.folder} goes on from the newest checkpoint",
-                )
-            request = Rewind(max(each.epoch for each in standings) + 1, max(common))
-            for future in [self.client.request(shard, request) for shard in range(self.plan.servers)]:
+            for future in [self.client.request(shard, request) for shard, request in enumerate(requests)]:
                 with suppress(RefusedError):  # another worker was faster: the next look shows it
                     future.wait()
-        self.client.epoch = max(each.epoch for each in standings)
-        self.go_to(standings[0].step)
-        self.pull()
+        self.client.epoch = standings[0].epoch
+
+    def recover(self) -> None:
+        self.journal.dropped()
+        before = self.step
+        self.bring_together()
+        self.catch_up()
         self.forget_rows()
+        if self.step < before:
+            self.stopped, self.resumable = None, False  # it was not yet time
         if self.leads:
             repeated = max(0, before - self.step)
             event = Rewound(
@@ -262,8 +314,9 @@ class Lockstep(Served):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """The result is on disk before anybody goes: if whoever writes it is lost meanwhile, another one does."""
+    def end(self) -> bool:
+        """The result is on disk before anybody goes: if whoever writes it is lost meanwhile, another one does. False:
+        the servers were made to go back, and there is something left to do."""
         if not self.mode.exact:
             self.pull()
         if self.leads:
@@ -271,8 +324,20 @@ class Lockstep(Served):
             self.write_result(self.step)
             self.client.request(0, Ended(self.stopped or "", self.resumable)).wait()
         elif not self.over:
-            self.client.request(0, Meet(self.number, b"")).wait()  # answered by the leader's word
+            reply, _ = self.client.request(0, Meet(self.number, b"")).wait()  # answered by the leader's word
+            if isinstance(reply, Late):
+                self.recover()
+                return False
         self.finish(self.step)
+        return True
+
+    def _fetch_state(self) -> None:
+        """What a server told that came back meanwhile is of another step."""
+        super()._fetch_state()
+        for shard, each in enumerate(self.standings()):
+            if each.came_back or each.epoch != self.client.epoch:
+                refused = Refused("ahead", f"shard {shard} came back, at step {each.step}, while its state was read")
+                raise RefusedError(refused, shard, self.seat.servers[shard])
 
     @property
     def number(self) -> int:
@@ -291,20 +356,18 @@ class Local(Lockstep):
     began = 0  # the step that the round began with
     turned = 0  # the step that the schedule here is at
 
-    def enter(self) -> Stood:
+    def enter(self) -> None:
         """Whoever did not bring the first values may have missed something too: its optimizer is the newest
         checkpoint's, where there is one."""
         self.marks = {0: settings_of(self.optimizer, self.scheduler)}  # by step
-        standing = super().enter()
-        self.resumed_step = standing.began
+        super().enter()
+        self.resumed_step = self.standings()[0].began
         if self.restored is None and (self.settings.resume or self.seat.life) and self.saving.stands:
             self.restore()
             self.let_go()
-            self.pull()
         if self.restored is not None:
             self.turned = self.restored
             self.marks[self.turned] = settings_of(self.optimizer, self.scheduler)
-        return standing
 
     @property
     def length(self) -> int:

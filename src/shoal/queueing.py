@@ -37,6 +37,7 @@ class Queueing(Served):
 
     def run(self) -> None:
         self.enter()
+        self.pull()
         self.strategy.join(Teams.equal(Alone()), [(0, self.plan.lanes)])
         self.leads = True  # of the steps that it does
         ask = self.next()

@@ -155,8 +155,8 @@ class Served:
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
-    def enter(self) -> Stood:
-        """The tables stand, and their values are here. Worker 0 brings the first ones, of the seed or a checkpoint."""
+    def enter(self) -> None:
+        """The tables stand, and have values. Worker 0 brings the first ones, of the seed or a checkpoint."""
         shards = range(self.plan.servers)
         specs: list[tuple[str, Any]] = [(MODEL, self.home.spec)]
         specs += [(BUFFERS, self.buffers.spec)] if self.buffers is not None else []
@@ -182,8 +182,6 @@ class Served:
             elastic=True,
         )
         self.seat.wire.send(event)
-        self.pull()
-        return found[0]
 
     def _fill(self) -> None:
         """With what a checkpoint has, or the seed's. Then the first snapshot: from now on a server can come back."""
@@ -253,17 +251,20 @@ class Served:
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def pull(self) -> None:
-        """Weights and buffers as they are on the servers now."""
+    def pull(self) -> list[int]:
+        """Weights and buffers as they are on the servers now. In lockstep: the step that each of them is at."""
         slots = [Slot(MODEL), *([Slot(BUFFERS)] if self.buffers is not None else [])]
         futures = [self.client.request(shard, Pull(slots)) for shard in range(self.plan.servers)]
+        steps = []
         for shard, future in enumerate(futures):
             reply, tensors = future.wait()
             self.versions[shard] = reply.version
+            steps.append(reply.step)
             self.take(shard, tensors)
             if self.buffers is not None:
                 self.buffers.unpack(shard, tensors[self.home.tensors_of(shard) :], self._buffer_values())
         self.built.update.after()
+        return steps
 
     def forget_rows(self) -> None:
         """Rows that were asked for ahead are of another time."""

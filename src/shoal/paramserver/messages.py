@@ -170,6 +170,7 @@ class Rewind(Request, frozen=True):
 
     epoch: int
     step: int
+    boot: int = 0  # of the process that is meant: what was asked of another is out of date; 0: of any
 
 
 # -- looks ------------------------------------------------------------------------------------------------------------

@@ -413,6 +413,9 @@ class Shard:
         return self._values() if request.pull else (Done(self.version), ())
 
     def _rewind(self, asked: Asked, request: Rewind, tensors: Sequence[Tensor]) -> Outcome:
+        if request.boot not in (0, self.boot):  # sent again to one that came back: with it the epoch would, too
+            reason = f"process {request.boot} of shard {self.shard} was to go back, and this is process {self.boot}"
+            raise No("fenced", reason, "look again")
         if request.epoch < self.epoch:
             raise self._fenced(request.epoch)
         if request.epoch == self.epoch:

@@ -12,7 +12,8 @@ of all of them are played, and one seed decides everything.
     driver.py   sees ends, starts others        faults.py   what goes wrong
                                                 laws.py     what must hold
 
-Parameter servers have a world of their own: servers.py, with its workers in peers.py; pushes.py, many over a bad line.
+Parameter servers have a world of their own: servers.py, with its workers in peers.py and what one process comes to in
+truth.py; pushes.py, many over a bad line.
 """
 
 from collections.abc import Callable

@@ -1,16 +1,18 @@
 """Workers of the servers' simulation: the client's side, with its real session; what they do are scripts.
 
 A script yields requests, [(shard, request, tensors), …], and is given their replies when all have come. `Together`
-waits for the other members of a group, as a collective does.
+waits for the other members of a group, as a collective does; `Pause` for a while.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from shoal.exact.norm import total_norm
 from shoal.paramserver.frames import REQUEST, Frame
 from shoal.paramserver.messages import (
     ORDERS,
@@ -28,8 +30,8 @@ from shoal.paramserver.messages import (
     Push,
     Refused,
     Request,
-    Rewind,
     Slot,
+    Squares,
     Standing,
     Stood,
     Values,
@@ -39,18 +41,20 @@ from shoal.paramserver.messages import (
     encode,
 )
 from shoal.paramserver.modes import Mode
+from shoal.paramserver.rewinds import NothingInCommonError, at_one, ways_back
 from shoal.paramserver.session import Asked, Session
-from shoal.partition.lanes import Span, deal, subtrees
+from shoal.partition.lanes import fold
+from shoal.testing.simulation import truth
 from shoal.testing.simulation.laws import Broken
+from shoal.testing.simulation.truth import LANES
 
 if TYPE_CHECKING:
     from shoal.testing.simulation.servers import Connection, World
 
-LANES = 4
-TABLE = "numbers"
+TABLE, ROWS, BUFFER = "numbers", "rows", "buffer"
 AGAIN = 0.4  # seconds without a word before requests are sent again
 TOGETHER = 2.0  # seconds that members of a group wait for each other
-PULL = Pull([Slot(TABLE)])
+LOOK_AGAIN = 0.05  # seconds between two looks at servers that are not at one step
 
 Question: TypeAlias = tuple[int, Request, Sequence[Tensor]]
 Reply: TypeAlias = tuple[Any, list[Tensor]]
@@ -62,11 +66,17 @@ class Together:
     members: tuple[int, ...]
 
 
-Script: TypeAlias = Generator["list[Question] | Together", Any, None]
+@dataclass(frozen=True)
+class Pause:
+    seconds: float
+
+
+Script: TypeAlias = Generator["list[Question] | Together | Pause", Any, None]
 
 
 @dataclass
 class Sent:
+    request: Request
     meta: bytes
     tensors: Sequence[Tensor]
     epoch: int
@@ -113,10 +123,7 @@ class Peer:
         self.replies: list[Reply | None] = []
         self.script: Script | None = None
         self.doing = ""
-        self.closed = -1  # the last step whose meeting it knows
-        self.span: Span = (0, 0)
-        if world.plan.workers <= LANES:
-            self.span = deal(LANES, [1.0] * world.plan.workers)[worker]
+        self.furthest = 0  # the most steps that it has seen done
 
     def __str__(self) -> str:
         state = "dead" if self.dead else "finished" if self.finished else f"at {self.doing}"
@@ -229,7 +236,7 @@ class Peer:
             self.tag += 1
             link = self.links[shard]
             order = isinstance(request, ORDERS)
-            asked = link.session.ask(self.tag, Sent(encode(request), tensors, self.epoch, place), order=order)
+            asked = link.session.ask(self.tag, Sent(request, encode(request), tensors, self.epoch, place), order=order)
             if isinstance(request, Push):
                 link.pushed[self.tag] = int(tensors[0].argmin())
             if link.state == "up":
@@ -245,12 +252,11 @@ class Peer:
             self.world.holds(reply.code == "incarnation", f"{link}: a push was refused: {reply.reason}")
             self.die()
             return
-        if isinstance(reply, Values):
+        if isinstance(reply, Values) and not isinstance(asked.what.request, Squares):
             now = (link.boot, frame.epoch, reply.version)
             self.world.holds(now >= link.seen, f"{link} saw {link.seen}, and then {now}: boot, epoch, version")
             link.seen = now
-            if self.world.lockstep:
-                self.world.same(link, reply.step, frame.tensors[0])
+            self.world.pulled(link, reply, frame.tensors, asked.what.tensors)
         self.replies[asked.what.place] = reply, list(frame.tensors)
         if all(each is not None for each in self.replies):
             self.world.after(self.world.random.uniform(0.0, 0.02), self.resume, self.replies)
@@ -269,6 +275,8 @@ class Peer:
             return
         if isinstance(wish, Together):
             self._meets(wish)
+        elif isinstance(wish, Pause):
+            self.world.after(wish.seconds, self.resume, None)
         else:
             self.ask(wish)
 
@@ -297,10 +305,27 @@ class Peer:
     def everywhere(self, request: Request, tensors: Sequence[Tensor] = ()) -> list[Question]:
         return [(link.shard, request, tensors) for link in self.links]
 
-    def gradient(self, numbers: Sequence[int]) -> Tensor:
-        found = torch.zeros(self.world.size)
+    def counts(self, shard: int, numbers: Sequence[int]) -> tuple[list[Slot], list[Tensor]]:
+        """A gradient that adds 1 to these numbers of a server; where there are rows, to theirs, and to one that is
+        everybody's."""
+        world = self.world
+        found = torch.zeros(world.size)
         found[list(numbers)] = -1.0
-        return found
+        if not world.plan.rows:
+            return [Slot(TABLE)], [found]
+        ids = world.row_ids(shard)[[*numbers, world.size]]
+        rows = -torch.ones(len(ids), 1)
+        rows[-1] *= len(numbers)
+        return [Slot(TABLE), Slot(ROWS, sparse=True)], [found, ids, rows]
+
+    def pushes(self, number: int, **about: Any) -> list[Question]:
+        made = [(link.shard, *self.counts(link.shard, [number])) for link in self.links]
+        return [(shard, Push(slots, **about), tensors) for shard, slots, tensors in made]
+
+    def pulls(self) -> list[Question]:
+        """Numbers and rows, of one moment."""
+        request = Pull([Slot(TABLE), Slot(ROWS, sparse=True)])
+        return [(link.shard, request, [self.world.row_ids(link.shard)]) for link in self.links]
 
 
 # -- scripts ----------------------------------------------------------------------------------------------------------
@@ -313,11 +338,12 @@ def pushing(peer: Peer) -> Script:
         questions: list[Question] = []
         for _ in range(min(left, world.plan.window)):
             if world.ids < world.size:
-                gradient = peer.gradient([world.ids])
+                number = world.ids
                 world.ids += 1
-                pull = world.random.random() < 0.3
-                questions += peer.everywhere(Push([Slot(TABLE)], pull=pull), [gradient])
+                questions += peer.pushes(number, pull=world.random.random() < 0.3)
             left -= 1
+        if questions and world.plan.rows:
+            questions += peer.pulls()
         if questions:
             yield questions
 
@@ -336,54 +362,152 @@ def queueing(peer: Peer) -> Script:
         if world.given.setdefault(reply.ticket, peer.who) != peer.who and len(reply.members) == 1:
             world.meets("a ticket was given to another")
         together = yield Together((group, reply.epoch, reply.ticket, "sum"), reply.members)
+        if world.plan.rows:
+            yield peer.pulls()
         if together and reply.members[0] == peer.worker:
-            push = Push([Slot(TABLE)], ticket=reply.ticket, pull=True)
-            yield peer.everywhere(push, [peer.gradient([reply.ticket])])
+            yield peer.pushes(reply.ticket, ticket=reply.ticket, pull=True)
         together = together and (yield Together((group, reply.epoch, reply.ticket, "values"), reply.members))
         if not together:
             world.meets("a group did a ticket again")
         ask = Next(group, done=reply.ticket) if together else Next(group, failed=reply.epoch)
 
 
+@dataclass
+class At:
+    """Where a worker is in lockstep, and what it has."""
+
+    step: int
+    values: list[Tensor]  # by server
+    buffer: Tensor
+
+
+Asking: TypeAlias = Generator["list[Question] | Pause", Any, At | None]
+Entering: TypeAlias = Generator["list[Question] | Pause", Any, At]
+
+
 def meeting(peer: Peer) -> Script:
     """In lockstep, as lockstep.py does it."""
-    world = peer.world
-    plan, mode = world.plan, Mode.read(world.plan.mode)
-    parts = {worker: subtrees(LANES, span) for worker, span in enumerate(deal(LANES, [1.0] * plan.workers))}
-    step, values = yield from _enter(peer)
-    furthest = step
-    while step < plan.steps:
-        questions: list[Question] = []
-        for span in parts[peer.worker]:
-            for shard in range(plan.shards):
-                gradient = _gradient(peer, values, step, span)
-                questions.append((shard, Contribute(step, span, [Slot(TABLE)]), [gradient]))
-        replies = yield questions
+    at = yield from _enter(peer)
+    while at.step < peer.world.plan.steps:
+        done = yield from _step(peer, at)
+        at = done if done is not None else (yield from _recover(peer))
+
+
+def _step(peer: Peer, at: At) -> Asking:
+    """One step, or in local mode one round. None: a server came back, or was made to go back."""
+    world, plan, step = peer.world, peer.world.plan, at.step
+    rows: dict[int, Tensor] = {}
+    if plan.rows and world.mode.exact:
+        wanted = {
+            row for span in world.parts[peer.worker] for lane in range(*span) for row in truth.lane_rows(step, lane)
+        }
+        mine = [torch.tensor(sorted(row for row in wanted if row % plan.shards == shard)) for shard in world.shards]
+        replies = yield [(shard, Pull([Slot(ROWS, sparse=True)]), [mine[shard].long()]) for shard in world.shards]
         if _behind(replies):
-            step, values = yield from _recover(peer)
-            continue
-        ((met, _),) = yield [(0, Meet(step, b"%d" % peer.worker), [])]
-        if isinstance(met, Refused) and met.code in BEHIND:
-            step, values = yield from _recover(peer)
-            continue
-        if isinstance(met, Late):
-            world.meets("a worker was late")
-            step, values = yield from _enter(peer)
-            continue
-        world.holds(isinstance(met, Met), f"worker {peer.worker} was told {met}")
-        world.met_at(peer.epoch, step, met.workers)
-        peer.closed = step
-        world.holds(len(met.workers) >= mode.needed(plan.workers), f"a meeting of {met.workers}")
-        spans = [span for worker in met.workers for span in parts[worker]]
-        replies = yield peer.everywhere(Apply(step, LANES, spans, snapshot=step % 2 == 1))
+            return None
+        for ids, (_, (found,)) in zip(mine, replies, strict=True):
+            rows |= dict(zip(ids.tolist(), found, strict=True))
+    meet: list[Question] = [(0, Meet(step, b"%d" % peer.worker), _shares(peer, at) if plan.buffers else [])]
+    contributions = _contributions(peer, at, rows)
+    if plan.eager:
+        *replies, (met, came) = yield [*contributions, *meet]
+    else:
+        replies = yield contributions
         if _behind(replies):
-            step, values = yield from _recover(peer)
-            continue
-        if step < furthest:
-            world.meets("a step was done again")
-        step += 1
-        furthest = max(furthest, step)
-        values = [tensors[0] for _, tensors in replies]
+            return None
+        ((met, came),) = yield meet
+    if _behind([*replies, (met, came)]):
+        return None
+    if isinstance(met, Late):
+        world.meets("a worker was late")
+        return (yield from _enter(peer))
+    world.holds(isinstance(met, Met), f"worker {peer.worker} was told {met}")
+    world.met_at(peer.epoch, step, met.workers)
+    world.holds(len(met.workers) >= world.mode.needed(plan.workers), f"a meeting of {met.workers}")
+    buffer = _merged(peer, at, met, came) if plan.buffers else at.buffer
+    spans = [span for worker in met.workers for span in world.parts[worker]]
+    norm = None
+    if plan.clips:
+        replies = yield peer.everywhere(Squares(step, world.lanes, spans))
+        if _behind(replies):
+            return None
+        norm = _norm(replies)
+        if norm is None:
+            world.holds(world.mode.name == "quorum", f"worker {peer.worker} was late for a norm of step {step}")
+            world.meets("a norm came too late")
+    replies = yield peer.everywhere(
+        Apply(
+            step,
+            world.lanes,
+            spans,
+            scale=1 / len(met.workers) if world.mode.name == "local" else 1.0,
+            norm=norm,
+            max_norm=world.max_norm if plan.clips else None,
+            snapshot=step % 2 == 1,
+            put=[Slot(BUFFER)] if plan.buffers else [],
+        ),
+        [buffer] if plan.buffers else [],
+    )
+    if _behind(replies):
+        return None
+    if step < peer.furthest:
+        world.meets("a step was done again")
+    peer.furthest = max(peer.furthest, step + 1)
+    return At(step + 1, [tensors[0] for _, tensors in replies], buffer)
+
+
+def _contributions(peer: Peer, at: At, rows: dict[int, Tensor]) -> list[Question]:
+    world, step = peer.world, at.step
+    questions: list[Question] = []
+    for span in world.parts[peer.worker]:
+        sparse = truth.sum_of_rows(at.values, step, range(*span), rows) if rows else {}
+        for shard in world.shards:
+            slots, tensors = [Slot(TABLE)], [torch.zeros(world.size)]
+            if world.mode.exact:
+                for lane in range(*span):
+                    tensors[0] += truth.lane_gradient(at.values, step, lane)
+                mine = [row for row in sparse if row % len(world.shards) == shard]
+                if mine:
+                    slots.append(Slot(ROWS, sparse=True))
+                    tensors += [torch.tensor(mine), torch.stack([sparse[row] for row in mine])]
+            elif world.mode.name == "local":
+                tensors = [truth.way(at.values, step, peer.worker)[shard]]
+            else:
+                slots, tensors = peer.counts(shard, [step * LANES + lane for lane in range(*span)])
+            questions.append((shard, Contribute(step, span, slots), tensors))
+    return questions
+
+
+def _shares(peer: Peer, at: At) -> list[Tensor]:
+    """What a worker brings to the buffer: one sum for each subtree of its lanes; in local mode its own buffer."""
+    if peer.world.mode.name == "local":
+        return [truth.own_buffer(at.values, peer.worker, at.buffer)]
+    share = partial(truth.lane_share, at.values, at.buffer)
+    return [truth.summed(range(*span), share, torch.add) for span in peer.world.parts[peer.worker]]
+
+
+def _merged(peer: Peer, at: At, met: Met, came: list[Tensor]) -> Tensor:
+    """The buffer, of what all have brought."""
+    if peer.world.mode.name == "local":
+        return truth.mean(came)
+    spans = [span for worker in met.workers for span in peer.world.parts[worker]]
+    shares = fold(LANES, dict(zip(spans, came, strict=True)), torch.add)
+    assert shares is not None
+    return truth.next_buffer(at.buffer, shares)
+
+
+def _norm(replies: list[Reply]) -> float | None:
+    """Of the whole gradient: values by server, then rows, rising. None: others have gone on."""
+    if any(isinstance(reply, Late) for reply, _ in replies):
+        return None
+    dense: list[Tensor] = []
+    rows: dict[int, Tensor] = {}
+    for _, tensors in replies:
+        dense.append(tensors[0])
+        if len(tensors) > 1:
+            rows |= dict(zip(tensors[1].tolist(), tensors[2], strict=True))
+    sparse = [torch.stack([rows[row] for row in sorted(rows)])] if rows else []
+    return total_norm([*dense, *sparse])
 
 
 BEHIND = ("fenced", "behind", "ahead")
@@ -397,70 +521,39 @@ def _behind(replies: list[Reply]) -> bool:
     return bool(refused)
 
 
-def _enter(peer: Peer) -> Generator[list[Question], list[Reply], tuple[int, list[Tensor]]]:
+def _enter(peer: Peer) -> Entering:
     """Where the servers are, and their values."""
-    while True:
-        replies = yield peer.everywhere(PULL)
-        if _behind(replies):
-            return (yield from _recover(peer))
-        steps = {reply.step for reply, _ in replies}
-        if len(steps) == 1:
-            return steps.pop(), [tensors[0] for _, tensors in replies]
-        # Others are applying a step at this moment; or a server came back, and nobody has noticed.
-        standings = yield peer.everywhere(Standing())
-        if _wanted(standings) > min(reply.epoch for reply, _ in standings):
-            return (yield from _recover(peer))
+    buffers = [Slot(BUFFER)] if peer.world.plan.buffers else []
+    replies = yield peer.everywhere(Pull([Slot(TABLE), *buffers]))
+    if _behind(replies):
+        return (yield from _recover(peer))
+    steps = {reply.step for reply, _ in replies}
+    if len(steps) > 1 and peer.world.mode.name != "quorum":
+        return (yield from _recover(peer))
+    values = [tensors[0] for _, tensors in replies]
+    return At(min(steps), values, replies[0][1][-1])
 
 
-def _wanted(standings: list[Reply]) -> int:
-    return sum(reply.boot - 1 for reply, _ in standings)
-
-
-def _recover(peer: Peer) -> Generator[list[Question], list[Reply], tuple[int, list[Tensor]]]:
+def _recover(peer: Peer) -> Entering:
     """All servers go back to the newest step that each of them has kept; once, whoever asks first."""
-    world = peer.world
+    world, looks = peer.world, 0
     while True:
-        standings = yield peer.everywhere(Standing())
-        found: list[Stood] = [reply for reply, _ in standings]
-        epoch = _wanted(standings)
-        behind = [shard for shard, each in enumerate(found) if each.epoch < epoch]
-        if not behind:
+        found: list[Stood] = [reply for reply, _ in (yield peer.everywhere(Standing()))]
+        if at_one(found):
             break
-        common = set.intersection(*(set(each.kept) for each in found))
-        world.holds(bool(common), f"no step is kept by all servers: {[each.kept for each in found]}")
-        peer.epoch, peer.closed = epoch, -1
+        looks += 1
+        try:
+            requests = ways_back(found, looks)
+        except NothingInCommonError as nothing:
+            raise Broken(f"no step is kept by all servers: {nothing}") from None
+        if not requests:
+            yield Pause(LOOK_AGAIN)
+            continue
         world.meets("servers were rewound")
-        world.note("worker %d rewinds %s to %d, epoch %d", peer.worker, behind, max(common), epoch)
-        yield [(shard, Rewind(epoch, max(common)), []) for shard in behind]
-    peer.epoch = max(each.epoch for each in found)
+        world.note("worker %d rewinds all to %d, epoch %d", peer.worker, requests[0].step, requests[0].epoch)
+        yield [(shard, request, []) for shard, request in enumerate(requests)]
+    peer.epoch = found[0].epoch
     return (yield from _enter(peer))
-
-
-def _gradient(peer: Peer, values: list[Tensor], step: int, span: Span) -> Tensor:
-    """In sync it depends on all that was learned; else it says who is in."""
-    if peer.world.plan.mode != "sync":
-        return peer.gradient([step * LANES + lane for lane in range(*span)])
-    found = torch.zeros(peer.world.size)
-    for lane in range(*span):
-        found += lane_gradient(values, step, lane)
-    return found
-
-
-def lane_gradient(values: list[Tensor], step: int, lane: int) -> Tensor:
-    size = len(values[0])
-    learned = sum(int((shard * torch.arange(1, size + 1)).sum()) for shard in values)
-    found = torch.zeros(size)
-    found[(learned + lane) % size] = -float(1 + (learned + step) % 3)
-    return found
-
-
-def chain(steps: int, shards: int, size: int) -> list[list[Tensor]]:
-    """What one process comes to: values on every server after 0, 1, 2, … steps."""
-    found = [[torch.zeros(size) for _ in range(shards)]]
-    for step in range(steps):
-        total = sum((lane_gradient(found[-1], step, lane) for lane in range(LANES)), torch.zeros(size))
-        found.append([values - total for values in found[-1]])
-    return found
 
 
 SCRIPTS: dict[str, Callable[[Peer], Script]] = {"push": pushing, "queue": queueing, "meet": meeting}

@@ -10,12 +10,16 @@ update adds 1 to one number of the table that stands for it alone, so what was l
 
     push     every worker pushes by itself                 I1 what was acknowledged is there, or told as lost: exactly
     queue    async, stale, groups: tickets                 I2 nothing is applied twice
-    meet     sync, quorum: steps, with rewinds             I3 nothing is taken for a repetition that was not applied
+    meet     sync, quorum, local: with rewinds             I3 nothing is taken for a repetition that was not applied
                                                            I4 versions do not fall   I9 sync is the single process
+
+    with rows of a sparse table    I1, I2: a push's rows are there when its number is; I9: the rows' bits, too
+    with a norm, with a buffer     I9: clipped and put as in one process
+    local                          every round is the mean of all workers, once: an undisturbed run's values
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from random import Random
 from typing import Any
@@ -23,16 +27,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.errors import CheckpointError
 from shoal.paramserver.cut import cut_dense
 from shoal.paramserver.desk import Desk, Guest
 from shoal.paramserver.frames import Frame
-from shoal.paramserver.messages import Declare, DenseSpec, Done, Next, Push, Put, Refused, Request, Slot, Values, Who
+from shoal.paramserver.messages import (
+    Apply,
+    Contribute,
+    Declare,
+    DenseSpec,
+    Done,
+    Next,
+    Push,
+    Put,
+    Refused,
+    Request,
+    Slot,
+    SparseSpec,
+    Squares,
+    Values,
+    Who,
+)
 from shoal.paramserver.modes import Mode
 from shoal.paramserver.pace import Pace
 from shoal.paramserver.shard import Answer, Shard
 from shoal.paramserver.snapshot import Captured
+from shoal.paramserver.sparse import SparseTable
+from shoal.partition.lanes import Span, deal, subtrees
+from shoal.testing.simulation import truth
 from shoal.testing.simulation.laws import Broken
-from shoal.testing.simulation.peers import LANES, SCRIPTS, TABLE, Link, Peer, chain
+from shoal.testing.simulation.peers import BUFFER, ROWS, SCRIPTS, TABLE, Link, Peer
+from shoal.testing.simulation.truth import LANES, Learned
 
 BOUND = 60.0  # seconds from the end of all faults to the end of the run
 MOST_EVENTS = 100_000
@@ -60,6 +85,13 @@ CASES = (
     "a worker was late",
     "servers were rewound",
     "a step was done again",
+    "an update waited for a contribution",
+    "rows came back with a server",
+    "rows were rewound",
+    "a round was rewound",
+    "a norm was asked for again",
+    "a norm came too late",
+    "a buffer was rewound",
 )
 
 
@@ -79,6 +111,10 @@ class Plan:
     crashes: tuple[tuple[float, int], ...] = ()  # when, which server
     deaths: tuple[tuple[float, int], ...] = ()  # when, which worker
     heals: float = 2.0  # when all faults end
+    rows: bool = False  # a sparse table, too
+    clips: bool = False  # sync; quorum, where there is nothing to clip
+    buffers: bool = False  # sync, local
+    eager: bool = False  # sync, local: workers meet before their contributions are acknowledged
 
 
 MODES = ("push", "push", "push", "async", "stale:0", "stale:2", "groups:2", "sync", "sync", "quorum:0.6")
@@ -109,6 +145,35 @@ def draw(random: Random) -> Plan:
         crashes=tuple(sorted((random.uniform(0.05, heals), random.randrange(shards)) for _ in range(some))),
         deaths=tuple(sorted((random.uniform(0.05, heals), random.randrange(workers)) for _ in range(deaths))),
         heals=heals,
+    )
+
+
+def widen(random: Random, plan: Plan) -> Plan:
+    """What else is played. Drawn by itself: what a seed was before stays that."""
+    mode = plan.mode
+    if random.random() < 0.15:
+        mode = random.choice(("local:2", "local:2,outer=nesterov"))
+    exact, local = mode == "sync", mode.startswith("local")
+    return replace(
+        plan,
+        mode=mode,
+        rows=not local and random.random() < 0.5,
+        clips=(exact or mode.startswith("quorum")) and random.random() < 0.4,
+        buffers=(exact or local) and random.random() < 0.4,
+        eager=(exact or local) and random.random() < 0.5,
+    )
+
+
+def fitted(plan: Plan) -> Plan:
+    """Without what is not played in its mode."""
+    mode = plan.mode.partition(":")[0]
+    whole = mode in ("sync", "local")
+    return replace(
+        plan,
+        rows=plan.rows and mode != "local",
+        clips=plan.clips and mode in ("sync", "quorum"),
+        buffers=plan.buffers and whole,
+        eager=plan.eager and whole,
     )
 
 
@@ -152,6 +217,13 @@ class Watched(Shard):
             if self.refused["ticket"] > refused:
                 world.meets("a ticket was pushed twice")
             world.holds(times == 1.0, f"number {at} was acknowledged, and was applied {times:g} times")
+            world.rows_agree(self)
+        if isinstance(request, Apply) and own is None:
+            world.meets("an update waited for a contribution")
+        if isinstance(request, Squares) and isinstance(own, Values) and request.step < self.step:
+            world.meets("a norm was asked for again")
+        if isinstance(request, Apply | Contribute):
+            world.holds(self.version == self.step, f"{self.version} updates make step {self.step}")
         return answers
 
     def _too_far_ahead(self, who: Who) -> bool:
@@ -161,6 +233,10 @@ class Watched(Shard):
     @property
     def numbers(self) -> Tensor:
         return self.tables.dense[TABLE].parameters[0].detach()
+
+    @property
+    def rows(self) -> SparseTable:
+        return self.tables.sparse[ROWS]
 
 
 @dataclass
@@ -190,6 +266,7 @@ class Host:
             pace = Pace(Mode.read(plan.mode), plan.workers, plan.steps)
         self.shard = Watched(shard=self.number, shards=plan.shards, boot=self.boot, pace=pace, kept=self._rewind)
         self.shard.begin(world)
+        self.shard.before_rewind = self._let_it_be_written
         self.desk = Desk(self.shard, number=self.number, count=plan.shards)
         if self.kept:
             if len(self.kept) > 1 and not world.lockstep and world.chance(plan.torn):  # there all need a common step
@@ -199,6 +276,9 @@ class Host:
             self.shard.restore(newest.captured)
             self.shard.taken = {who: self.history[who][:count] for who, count in newest.taken.items()}
             world.meets("a server came back")
+            world.rows_agree(self.shard)
+            if plan.rows and self.shard.rows.held:
+                world.meets("rows came back with a server")
         else:
             self._fill()
         self.shard.stood([each.captured.step for each in self.kept])
@@ -206,9 +286,10 @@ class Host:
         world.after(world.plan.keeps, self.keep, self.boot)
 
     def _fill(self) -> None:
-        spec = self.world.spec
-        orders: list[tuple[Request, list[Tensor]]] = [(Declare(TABLE, spec), [])]
-        orders.append((Put([Slot(TABLE)], fill=True), [torch.zeros(self.world.size)]))
+        specs = self.world.specs
+        dense = [Slot(name) for name, spec in specs.items() if isinstance(spec, DenseSpec)]
+        orders: list[tuple[Request, list[Tensor]]] = [(Declare(name, spec), []) for name, spec in specs.items()]
+        orders.append((Put(dense, fill=True), [torch.zeros(self.world.size) for _ in dense]))
         for number, (request, tensors) in enumerate(orders, 1):
             (answer,) = self.shard.handle(SETTER, number, number, 0, request, tensors)
             assert isinstance(answer.reply, Done), answer
@@ -217,8 +298,20 @@ class Host:
 
     def _rewind(self, step: int) -> Captured:
         """As Snapshots.rewind: later ones are undone."""
+        plan = self.world.plan
+        if step not in [each.captured.step for each in self.kept]:
+            raise CheckpointError(f"there is no snapshot of step {step}")
+        local = self.world.mode.name == "local"
+        cases = {"rows were rewound": plan.rows, "a buffer was rewound": plan.buffers, "a round was rewound": local}
+        for case in (case for case, is_so in cases.items() if is_so):
+            self.world.meets(case)
         self.kept = [each for each in self.kept if each.captured.step <= step]
         return next(each.captured for each in reversed(self.kept) if each.captured.step == step)
+
+    def _let_it_be_written(self) -> None:
+        if self.writing is not None:
+            self._add(self.writing)
+            self.writing = None
 
     # -- its disk -----------------------------------------------------------------------------------------------------
 
@@ -242,9 +335,13 @@ class Host:
         if self.writing is None or (which is not None and which is not self.writing):
             return
         kept, self.writing = self.writing, None
+        self._add(kept)
+        self.desk.tell(self.shard.stood([each.captured.step for each in self.kept]))
+
+    def _add(self, kept: Kept) -> None:
+        """As Snapshots.write."""
         self.kept = [each for each in self.kept if each.captured.step < kept.captured.step or not self.world.lockstep]
         self.kept = [*self.kept, kept][-KEPT:]
-        self.desk.tell(self.shard.stood([each.captured.step for each in self.kept]))
 
     # -- its connections ----------------------------------------------------------------------------------------------
 
@@ -345,8 +442,7 @@ class Connection:
 class World:
     def __init__(self, seed: int, trace: bool = False, **planned: Any) -> None:
         self.random = Random(seed)
-        drawn = draw(self.random)
-        self.plan = Plan(**{**{name: getattr(drawn, name) for name in drawn.__dataclass_fields__}, **planned})
+        self.plan = fitted(replace(widen(Random(f"more of {seed}"), draw(self.random)), **planned))
         self.now = 0.0
         self.trace: list[str] | None = [] if trace else None
         self.met: set[str] = set()
@@ -354,13 +450,16 @@ class World:
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
         plan = self.plan
-        self.lockstep = plan.mode != "push" and Mode.read(plan.mode).lockstep
+        self.mode = Mode.read(plan.mode if plan.mode != "push" else "async")
+        self.lockstep, self.shards = self.mode.lockstep, range(plan.shards)
+        self.max_norm = truth.MAX_NORM if self.mode.exact else 1e9
+        self.lanes = plan.workers if self.mode.name == "local" else LANES
+        spans = deal(self.lanes, [1.0] * plan.workers)
+        self.parts: list[tuple[Span, ...]] = [subtrees(self.lanes, span) for span in spans]  # by worker
         self.size = self._numbers()
-        names = [f"numbers {shard}" for shard in range(plan.shards)]
-        self.spec = DenseSpec(names, [[self.size]] * plan.shards, ["float32"] * plan.shards, "sgd", {"lr": 1.0})
-        assert all(len(parts) == 1 for parts in cut_dense(self.spec, plan.shards))
+        self.specs = self._specs()
         self.ids = 0  # numbers of the table that pushes stand for
-        self.truth = chain(plan.steps, plan.shards, self.size) if plan.mode == "sync" else []
+        self.truth = self._truth()
         self.meetings: dict[tuple[int, int], list[int]] = {}  # (epoch, step) -> who is in
         self.given: dict[int, Who] = {}  # ticket -> who was given it first
         self.barriers: dict[tuple[Any, ...], dict[Peer, Callable[[bool], None]]] = {}
@@ -372,6 +471,37 @@ class World:
         plan = self.plan
         least = plan.workers * plan.steps * 4 if plan.mode == "push" else plan.steps * LANES
         return -(-least // ALIGNED) * ALIGNED
+
+    def _specs(self) -> dict[str, DenseSpec | SparseSpec]:
+        plan, shards = self.plan, self.plan.shards
+        optimizer, settings = truth.OUTERS[self.mode.outer]
+
+        def dense(name: str, optimizer: str, settings: dict[str, float | bool]) -> DenseSpec:
+            names = [f"{name} {shard}" for shard in self.shards]
+            spec = DenseSpec(names, [[self.size]] * shards, ["float32"] * shards, optimizer, settings)
+            assert all(len(parts) == 1 for parts in cut_dense(spec, shards))
+            return spec
+
+        found: dict[str, DenseSpec | SparseSpec] = {TABLE: dense(TABLE, optimizer, settings)}
+        if plan.rows:
+            counts = SparseSpec(rows=(self.size + 1) * shards, dim=1, scale=0.0, optimizer="sgd", settings={"lr": 1.0})
+            found[ROWS] = truth.ROWS if self.mode.exact else counts
+        if plan.buffers:
+            found[BUFFER] = dense(BUFFER, "none", {})
+        return found
+
+    def _truth(self) -> list[Learned]:
+        plan = self.plan
+        if self.mode.exact:
+            return truth.sync_truth(plan.steps, plan.shards, self.size, rows=plan.rows, clips=plan.clips)
+        if self.mode.name == "local":
+            outer = self.mode.outer
+            return truth.local_truth(plan.steps, plan.shards, self.size, workers=plan.workers, outer=outer)
+        return []
+
+    def row_ids(self, shard: int) -> Tensor:
+        """Where rows count: a server's rows, one for each of its numbers and one for all."""
+        return torch.arange(self.size + 1) * self.plan.shards + shard
 
     # -- the clock ----------------------------------------------------------------------------------------------------
 
@@ -443,26 +573,14 @@ class World:
         """Or it is only taken for dead, and goes on until it hears of its successor. One that was never let in would be
         taken for the successor's successor: two new processes of one worker cannot be told apart."""
         peer = self.workers.get(worker)
-        if peer is None or peer.replaced or peer.finished or (self.lockstep and self._alone_knows(peer)):
+        if peer is None or peer.replaced or peer.finished:
             return
         peer.replaced = True
         self.meets("a worker was replaced")
-        lonely = self.lockstep and self.plan.workers == 1  # see _alone_knows
-        if self.random.random() < 0.7 or not peer.who.incarnation or lonely:
+        if self.random.random() < 0.7 or not peer.who.incarnation:
             peer.die()
         self.note("worker %d is replaced; its old process %s", worker, "is dead" if peer.dead else "lives")
         self.after(self.random.uniform(0.05, 0.3), self.begin, worker)
-
-    def _alone_knows(self, peer: Peer) -> bool:
-        """A step that was closed and is not applied everywhere needs one of those who closed it. If the last of them
-        dies then, shards are at two steps for ever: the runtime has no answer to that, so it is not played."""
-        pace = self.hosts[0].shard.pace
-        assert pace is not None
-        least = min(host.shard.step for host in self.hosts)
-        if not any(meeting.closed for step, meeting in pace.meetings.held.items() if step >= least):
-            return False
-        others = [other for other in self.workers.values() if other is not peer and not other.replaced]
-        return not any(other.closed >= least for other in others)
 
     def dial(self, link: Link) -> Connection | None:
         host = self.hosts[link.shard]
@@ -482,7 +600,8 @@ class World:
 
     def at_most_once(self, host: Host) -> None:
         """I2."""
-        if self.plan.mode != "sync":
+        self.rows_agree(host.shard)
+        if not self.truth:
             most = float(host.shard.numbers.max())
             self.holds(most <= 1.0, f"server {host.number}: something was applied {most:g} times")
 
@@ -501,31 +620,63 @@ class World:
         known = self.meetings.setdefault((epoch, step), workers)
         self.holds(known == workers, f"step {step} was closed by {known}, and by {workers}")
 
-    def same(self, link: Link, step: int, values: Tensor) -> None:
-        """I9."""
-        if self.truth and step >= 0:
-            wanted = self.truth[step][link.shard]
-            if not torch.equal(values, wanted):
-                raise Broken(f"{link}: step {step} gave {values.tolist()}, one process {wanted.tolist()}")
+    def pulled(self, link: Link, reply: Values, tensors: Sequence[Tensor], asked: Sequence[Tensor]) -> None:
+        """I9 of all that a worker gets to see; and where rows count, they say what the numbers say."""
+        tables = [slot.table for slot in reply.slots]
+        if not self.truth:
+            if ROWS in tables:
+                self._agree(str(link), *tensors)
+            return
+        learned = self.truth[reply.step]
+        for table, found in zip(tables, tensors, strict=True):
+            if table == ROWS:
+                wanted = learned.rows[asked[-1]]
+            else:
+                wanted = learned.buffer if table == BUFFER else learned.values[link.shard]
+            what = f"{link}: {table} of step {reply.step}"
+            self.holds(torch.equal(found, wanted), f"{what}: {found.tolist()}, one process {wanted.tolist()}")
+
+    def rows_agree(self, shard: Watched) -> None:
+        if self.plan.rows and not self.truth:
+            self._agree(f"server {shard.shard}", shard.numbers, shard.rows.pull(self.row_ids(shard.shard)))
+
+    def _agree(self, where: str, numbers: Tensor, rows: Tensor) -> None:
+        wanted = torch.cat([numbers, numbers.sum().view(1)])
+        wrong = torch.nonzero(rows[:, 0] != wanted).view(-1).tolist()
+        counted = {at: (float(rows[at, 0]), float(wanted[at])) for at in wrong}
+        self.holds(not wrong, f"{where}: rows were pushed to so often, and their numbers so often: {counted}")
 
     def _final(self) -> None:
-        plan = self.plan
         for host in self.hosts:
             self.at_most_once(host)
-        if plan.mode == "sync":
+        if self.truth:
             for host in self.hosts:
-                wanted = self.truth[host.shard.step][host.number]  # the last step, or one that it came back with
-                self.holds(bool(torch.equal(host.shard.numbers, wanted)), f"server {host.number}: not the same bits")
+                self._same(host)
         elif self.lockstep:
             self._quorums()
         else:
             self._pushes()
 
+    def _same(self, host: Host) -> None:
+        """I9: of the last step, or of one that the server came back with."""
+        shard, learned = host.shard, self.truth[host.shard.step]
+        pairs = {TABLE: (shard.numbers, learned.values[host.number])}
+        if self.plan.buffers:
+            pairs[BUFFER] = shard.tables.dense[BUFFER].parameters[0].detach(), learned.buffer
+        if self.plan.rows:
+            mine = learned.kept["ids"] % self.plan.shards == host.number
+            there = shard.rows.capture()
+            pairs |= {name: (there[name], each[mine]) for name, each in learned.kept.items() if name != "counts"}
+        for name, (found, wanted) in pairs.items():
+            self.holds(torch.equal(found, wanted), f"server {host.number}: not the same bits in {name}")
+
     def _quorums(self) -> None:
         """Whoever was in is in, and nobody else; on all servers alike."""
         for step in range(self.plan.steps):
             epoch = max(epoch for epoch, at in self.meetings if at == step)
-            lanes = {lane for worker in self.meetings[epoch, step] for lane in range(*self.workers[worker].span)}
+            lanes = {
+                lane for worker in self.meetings[epoch, step] for span in self.parts[worker] for lane in range(*span)
+            }
             for host in (host for host in self.hosts if host.shard.step > step):
                 there = {lane for lane in range(LANES) if host.shard.numbers[step * LANES + lane] == 1.0}
                 self.holds(there == lanes, f"step {step} has lanes {there} on server {host.number}, and not {lanes}")
@@ -539,7 +690,7 @@ class World:
             for peer in self.peers:
                 link = peer.links[host.number]
                 gone = {at for tag, at in link.pushed.items() if tag in link.missing}
-                if peer.dead and link.boot != host.boot:
+                if (peer.dead or peer.replaced) and link.boot != host.boot:  # nor hears of it
                     gone |= {at for tag, at in link.pushed.items() if tag in link.acknowledged}
                 excused |= gone
                 lacking = {at for tag, at in link.pushed.items() if tag in link.acknowledged} - there - gone
