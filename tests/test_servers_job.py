@@ -271,6 +271,8 @@ def test_local_steps_are_averaged(tmp_path: Path) -> None:
     assert found.steps == STEPS and found.metrics["loss"] < 1.0
     (served,) = {event["updates"] for event in events(tmp_path / "run", "served") if event.get("final")}
     assert served == STEPS // 8
+    consumed = found.value["samples"]
+    assert sum(event["samples"] for event in events(tmp_path / "run", "steps") if event.get("leader")) == consumed
 
 
 def test_checkpoints_are_written_on_the_way_in_every_mode(tmp_path: Path) -> None:

@@ -206,6 +206,14 @@ def test_of_a_group_one_speaks() -> None:
     assert (tally.steps, tally.samples) == (5, 160)
 
 
+def test_what_the_servers_count_at_the_end_is_how_many_steps_there_were() -> None:
+    """Worker 0 died when it had told of its last steps, and shard 0 had not heard of them: worker 1 did them again."""
+    tally = tallied([*QUEUE, hello(0, time=104.06, life=1), steps(1, 40, 104.5)])
+    assert tally.steps == 45, "nobody knows better on the way"
+    tally.add(finished(1, time=104.6))
+    assert (tally.step, tally.steps, tally.samples, tally.commits.repeated) == (40, 40, 32 * 40, 5)
+
+
 def test_a_resumed_queue_counts_from_where_it_was() -> None:
     events: list[AnyEvent] = [
         started("async"),
@@ -267,6 +275,15 @@ def test_what_follows_a_rewind_is_no_sample_twice() -> None:
     assert tally.servers.repeated == 6, "every worker tells, and it is one rewind"
 
 
+def test_a_leader_that_missed_steps_does_not_make_them_as_slow_as_its_own() -> None:
+    """In quorum mode worker 1 led while worker 0 was late; then worker 0 tells of one step of 0.1 s, three after it."""
+    events = [started("quorum:0.5"), steps(1, 8, 103.0, count=8), steps(0, 12, 103.15, count=1, lost=0.7)]
+    tally = tallied([*events, steps(0, 22, 104.15, count=10)])
+    assert tally.steps == 22
+    assert tally.seconds == pytest.approx(0.8 + 0.15 + 1.0), "by the clock"
+    assert tally.commits.lost_seconds <= 0.15
+
+
 def test_a_rewind_lowers_what_a_resumed_run_counts_from() -> None:
     assert committed_floor(REWOUND[:-2]) == 14
     assert committed_floor(REWOUND) == 24
@@ -324,6 +341,8 @@ def test_in_local_mode_an_update_is_many_steps() -> None:
     assert value_of([started("local:10,outer=nesterov"), *told, served(0, updates=2)])["servers"][
         "updates_per_second"
     ] == pytest.approx(1.0)
+    value = value_of([started("local:1000"), *told, served(0, updates=1)])
+    assert value["servers"]["updates_per_second"] == pytest.approx(0.5), "a short round is one, too"
 
 
 def test_a_script_s_servers_are_reckoned_by_themselves() -> None:

@@ -317,7 +317,8 @@ class Local(Lockstep):
                 break
             self.journal.merged(alone.outcome)
             self.step += 1
-            self.committed(self.step, alone.outcome, indices, [self.worker])
+            whole = replace(alone.outcome, samples=len(indices))  # by all, each its lanes of it
+            self.committed(self.step, whole, indices, [self.worker])
         began = time.perf_counter()
         moved = {name: start[name].sub_(value) for name, value in self.values.items()}
         span = (self.worker, self.worker + 1)

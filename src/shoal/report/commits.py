@@ -103,8 +103,12 @@ class Commits:
             self.began = self._led_to = before
         new = max(0, event.step - self._led_to)
         self.samples += _part(event, new)
-        self.seconds += event.spent.total * new / event.count + event.lost
-        self.told_lost_seconds += event.lost
+        spent, lost = event.spent.total * new / event.count, event.lost
+        if new > event.count and self._led_at is not None:  # some went on without it: it does not know their time
+            passed = max(0.0, event.time - self._led_at)
+            spent, lost = min(spent, passed), max(0.0, min(lost, passed - spent))
+        self.seconds += spent + lost
+        self.told_lost_seconds += lost
         self._led_to += new
         self._led_at = event.time
         self._compare(event)

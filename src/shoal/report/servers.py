@@ -1,5 +1,6 @@
 """What parameter servers did in a run, added up from what they and the workers say. Pure; part of the tally."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -87,7 +88,7 @@ class Servers:
             "mode": mode or None,
             "servers": self.count or len(self.served),
             "updates": self.updates,
-            "updates_per_second": _rounded(steps / number / seconds) if seconds else None,
+            "updates_per_second": _rounded(math.ceil(steps / number) / seconds) if seconds else None,
             "staleness": summed_up(self.staleness),
             "refused": refused,
             "refused_share": _rounded(lost / (lost + contributed)) if lost + contributed else None,
