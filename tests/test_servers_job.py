@@ -20,7 +20,7 @@ from shoal.driver import Options
 from shoal.engines.lab import Lab
 from shoal.launch import train_with
 from shoal.paramserver.client import Client, Future
-from shoal.paramserver.messages import Apply, Request
+from shoal.paramserver.messages import Apply, Keep, Request
 from shoal.report.events import ServerStarted, decode
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
@@ -208,9 +208,14 @@ class Fatal:
         return nn.functional.cross_entropy(output, target)
 
     def pid(self) -> int:
-        lines = (self.run / "events.jsonl").read_bytes().splitlines()
-        started = [event for event in map(decode, lines) if isinstance(event, ServerStarted)]
-        return next(event.pid for event in started if event.shard == self.server)
+        assert self.server is not None
+        return server_pid(self.run, self.server)
+
+
+def server_pid(run: Path, shard: int) -> int:
+    lines = (run / "events.jsonl").read_bytes().splitlines()
+    started = [event for event in map(decode, lines) if isinstance(event, ServerStarted)]
+    return next(event.pid for event in started if event.shard == shard)
 
 
 @pytest.mark.parametrize("mode", ["sync", "quorum:0.6", "stale:2", "async", "groups:2"])
@@ -254,6 +259,28 @@ def test_servers_that_were_left_at_different_steps_go_back_together(
     found = train(this, tmp_path / "run", workers=1, servers=2)
     assert mark.exists() and found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
     assert events(tmp_path / "run", "rewound")[0]["step"] == 0
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_server_that_is_lost_before_it_has_kept_anything_is_filled_again(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed when it has acknowledged the first values, and no snapshot of them stands."""
+    real, run = Client.request, tmp_path / "run"
+    mark = run.with_suffix(".killed")
+
+    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
+        if isinstance(request, Keep) and not mark.exists():
+            mark.write_text("once")
+            os.kill(server_pid(run, 0), signal.SIGKILL)
+        return real(self, shard, request, tensors)
+
+    monkeypatch.setattr(Client, "request", request)
+    found = train(job(steps=6), run, workers=2, servers=2, sync=mode)
+    assert mark.exists() and found.steps == 6 and found.value["outcome"] == "done"
+    assert [event["shard"] for event in events(run, "server-lost")] == [0]
+    if mode == "sync":
+        assert found.weights_sha256 == train(job(steps=6), tmp_path / "alone").weights_sha256
 
 
 def test_what_a_killed_server_had_acknowledged_is_told_as_lost(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from shoal.journal import Journal
 from shoal.keeper import Live
 from shoal.memory import Meter, cap, return_freed
 from shoal.objective import Objective
-from shoal.paramserver.client import Away, Client, Lost, Notice
+from shoal.paramserver.client import Away, Client, Lost, Notice, RefusedError
 from shoal.paramserver.merge import Rows
 from shoal.paramserver.messages import (
     Declare,
@@ -64,6 +64,7 @@ from shoal.worker import OpenJob
 
 MODEL, BUFFERS = "/model", "/buffers"  # tables; those of modules have their paths for names
 UNFILLED_SECONDS = 0.02  # between two looks whether the first values are there
+EMPTY = ("table", "unfilled")  # why a server refuses that was lost before it had kept anything
 DIGEST_BYTES = 256 << 20  # of a table that is fetched for one
 LOOK_STEPS = 25  # between two looks at the memory in use
 
@@ -108,6 +109,7 @@ class Served:
         self.objective = Objective(job, self.built.model)
         self.step = 0  # done by all, as far as this worker knows
         self.resumed_step = 0
+        self.begins: dict[str, Any] | None = None  # what the servers are filled with, where this worker does that
         self.leads = False  # speaks for the run, evaluates and saves
         self.loss: float | None = None
         self.metrics: dict[str, float | None] = {}
@@ -155,22 +157,25 @@ class Served:
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     def enter(self) -> Stood:
-        """The tables stand, and their values are here. Worker 0 brings the first ones, of the seed or a checkpoint."""
-        shards = range(self.plan.servers)
-        specs: list[tuple[str, Any]] = [(MODEL, self.home.spec)]
-        specs += [(BUFFERS, self.buffers.spec)] if self.buffers is not None else []
-        specs += [(name, table.spec(self.job.seed)) for name, table in self.tables]
-        for future in [self.client.request(shard, Declare(name, spec)) for name, spec in specs for shard in shards]:
-            future.wait()
+        """The tables stand, and their values are here. Worker 0 brings the first ones, of the seed or a checkpoint.
+
+        Nobody begins before every server has kept them: one that is lost until then comes back with nothing, and is
+        told all of it again."""
+        found: list[Stood] = []
+        while not found or not all(each.filled and each.kept for each in found):
+            try:
+                self._declare()
+                if self.worker == 0:
+                    self._fill(self.standings())
+                elif found:
+                    time.sleep(UNFILLED_SECONDS)
+                found = self.standings()
+            except RefusedError as refused:
+                if refused.code not in EMPTY:
+                    raise
         for name, table in self.tables:
             table.cache = 0 if self.mode.exact else table.cache  # what it has may be some steps old
             table.attach(name, self.client.sparse(name, table.spec(self.job.seed)))
-        if self.worker == 0 and not all(standing.filled for standing in self.standings()):
-            self._fill()
-        found = self.standings()
-        while not all(standing.filled for standing in found):
-            time.sleep(UNFILLED_SECONDS)
-            found = self.standings()
         event = WorkerStarted(
             time=time.time(),
             rank=self.worker,
@@ -184,27 +189,40 @@ class Served:
         self.pull()
         return found[0]
 
-    def _fill(self) -> None:
-        """With what a checkpoint has, or the seed's. Then the first snapshot: from now on a server can come back."""
-        state: dict[str, Any] = {"step": 0}
-        if self.settings.resume:
-            found = self.saving.resume(Alone(), lost=False)
-            told = found.snapshot.values["told"]
-            self.resumed_step = self.step = found.snapshot.step
-            state = {"step": self.first_number, "done": told.get("done_above", []), "rows": told.get("rows", "")}
-            self.loss, self.metrics = told["loss"], told["metrics"]
-            event = Resumed(
-                time=time.time(),
-                step=self.step,
-                path=str(found.path),
-                skipped=list(found.skipped),
-                repeated=max(0, self.settings.committed - self.step),
-            )
-            self.seat.wire.send(event)
-        for shard in range(self.plan.servers):
-            self._fill_shard(shard, state)
-        for future in [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]:
+    def _declare(self) -> None:
+        shards = range(self.plan.servers)
+        specs: list[tuple[str, Any]] = [(MODEL, self.home.spec)]
+        specs += [(BUFFERS, self.buffers.spec)] if self.buffers is not None else []
+        specs += [(name, table.spec(self.job.seed)) for name, table in self.tables]
+        for future in [self.client.request(shard, Declare(name, spec)) for name, spec in specs for shard in shards]:
             future.wait()
+
+    def _fill(self, found: Sequence[Stood]) -> None:
+        """Those that have no values yet, with what a checkpoint has, or the seed's. Then their first snapshot."""
+        empty = [shard for shard, each in enumerate(found) if not each.filled]
+        if empty and self.begins is None:
+            self.begins = self._resume() if self.settings.resume else {"step": 0}
+        for shard in empty:
+            assert self.begins is not None
+            self._fill_shard(shard, self.begins)
+        unkept = [shard for shard, each in enumerate(found) if not (each.filled and each.kept)]
+        for future in [self.client.request(shard, Keep()) for shard in unkept]:
+            future.wait()
+
+    def _resume(self) -> dict[str, Any]:
+        found = self.saving.resume(Alone(), lost=False)
+        told = found.snapshot.values["told"]
+        self.resumed_step = self.step = found.snapshot.step
+        self.loss, self.metrics = told["loss"], told["metrics"]
+        event = Resumed(
+            time=time.time(),
+            step=self.step,
+            path=str(found.path),
+            skipped=list(found.skipped),
+            repeated=max(0, self.settings.committed - self.step),
+        )
+        self.seat.wire.send(event)
+        return {"step": self.first_number, "done": told.get("done_above", []), "rows": told.get("rows", "")}
 
     @property
     def first_number(self) -> int:
