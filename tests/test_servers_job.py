@@ -237,7 +237,9 @@ def test_after_a_server_was_killed_lockstep_has_the_same_bits(shard: int, tmp_pa
     found = train(this, run, workers=2, servers=2)
     assert found.weights_sha256 == train(job(loss=nn.functional.cross_entropy), tmp_path / "alone").weights_sha256
     assert [event["shard"] for event in events(run, "server-lost")] == [shard]
-    assert events(run, "rewound")[0]["step"] == 0 < events(run, "rewound")[0]["repeated"]
+    rewound = {event["rank"]: event for event in events(run, "rewound")}
+    assert rewound.keys() == {0, 1} and all(event["step"] == 0 < event["repeated"] for event in rewound.values())
+    assert found.value["servers"]["steps_repeated"] == max(event["repeated"] for event in rewound.values())
 
 
 def test_servers_that_were_left_at_different_steps_go_back_together(
@@ -300,6 +302,23 @@ def test_local_steps_are_averaged(tmp_path: Path) -> None:
     assert served == STEPS // 8
     consumed = found.value["samples"]
     assert sum(event["samples"] for event in events(tmp_path / "run", "steps") if event.get("leader")) == consumed
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_local_steps_go_on_from_any_step_at_its_rate(killed: bool, tmp_path: Path) -> None:
+    """Also those of a worker that neither read the checkpoint nor did the steps before."""
+    run = tmp_path / "run"
+    loss = Fatal(run, worker=1, call=14 if killed else 1000)
+    with pytest.raises(shoal.Stopped):
+        train(job(loss=loss), run, workers=2, servers=1, stop_after=5)
+    shoal.train(job(loss=loss), resume=str(run), workers=2, servers=1, sync="local:4", quiet=True)
+    assert run.with_suffix(".killed").exists() == killed
+    told = [event for event in events(run, "steps") if event["step"] > 5]
+    last = {event["rank"]: event["rate"] for event in told if event["step"] == STEPS}
+    assert last == {0: 3e-3 * 0.5**3, 1: 3e-3 * 0.5**3}
+    for rank in (0, 1):
+        own = [event for event in told if event["rank"] == rank]
+        assert killed or sum(event["count"] for event in own) == STEPS - 5, "each step once"
 
 
 def test_checkpoints_are_written_on_the_way_in_every_mode(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_quorum_closes_without_the_last_and_counts_it() -> None:
     made.applied(1)
     made.applied(2)
     assert short(meet(made, 1, 1)) == [(1, "late", 3)]
-    assert made.standing() == {"done": 3, "late": {1: 2}}
+    assert made.standing() == {"done": 3, "late": {1: 2}, "began": 0}
     assert meet(made, 1, 3) == [], "it takes part again"
     assert short(meet(made, 0, 3)) == [(0, "met", [0, 1]), (1, "met", [0, 1])]
 
@@ -142,7 +142,7 @@ def test_who_waits_at_a_meeting_hears_of_a_rewind() -> None:
         made.applied(step)
     meet(made, 0, 3)
     assert short(made.rewind(1)) == [(0, "late", 1)]
-    assert made.standing() == {"done": 1, "late": {}}, "it is not its fault"
+    assert made.standing() == {"done": 1, "late": {}, "began": 0}, "it is not its fault"
     assert made.step == 1
     for worker in range(2):
         assert meet(made, worker, 1) == [], "what was met after that step is forgotten"
@@ -410,6 +410,12 @@ def test_a_run_goes_on_from_what_others_found() -> None:
     locked = pace("sync", workers=1)
     locked.begin(3)
     assert locked.step == 3
+
+
+def test_where_a_run_of_rounds_went_on_from_is_known_to_a_server_that_comes_back() -> None:
+    made = pace("local:4", workers=1, steps=6)
+    made.begin(1, at=5)
+    assert (made.step, again(made).standing()["began"]) == (1, 5)
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

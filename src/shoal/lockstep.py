@@ -7,8 +7,10 @@ them: what followed is done again, with the same bits.
 """
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +23,7 @@ from shoal.exact.norm import total_norm
 from shoal.paramserver.client import Future, RefusedError
 from shoal.paramserver.cut import Part
 from shoal.paramserver.merge import Rows
-from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Rewind, Squares
+from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Rewind, Squares, Stood
 from shoal.partition.lanes import Span, subtrees
 from shoal.report.events import Rewound
 from shoal.served import Served
@@ -135,6 +137,9 @@ class Lockstep(Served):
 
     def left_behind(self, reply: End | Late) -> None:
         """The others are at another step: this worker goes there, and its part of the steps between is lost to them."""
+        if isinstance(reply, Late) and reply.step <= self.number:  # another worker made the servers go back
+            self.recover()
+            return
         self.journal.dropped()
         self.leads = False
         if isinstance(reply, End):
@@ -251,12 +256,9 @@ class Lockstep(Served):
         self.go_to(standings[0].step)
         self.pull()
         self.forget_rows()
-        if self.leads:
-            repeated = max(0, before - self.step)
-            event = Rewound(
-                time=time.time(), rank=self.worker, epoch=self.client.epoch, step=self.step, repeated=repeated
-            )
-            self.seat.wire.send(event)
+        repeated = max(0, before - self.step)
+        event = Rewound(time=time.time(), rank=self.worker, epoch=self.client.epoch, step=self.step, repeated=repeated)
+        self.seat.wire.send(event)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -283,6 +285,14 @@ class Local(Lockstep):
     the gradient of the servers' optimizer. The servers count these rounds."""
 
     round = 0
+    scheduled = 0  # steps of this worker's own schedule
+    schedule_began: tuple[int, list[dict[str, Any]], dict[str, Any]] | None = None  # a step, and how it was then
+
+    def enter(self) -> Stood:
+        """The schedule of whoever resumes stands at the checkpoint's step, that of all others at its beginning."""
+        standing = super().enter()
+        self.scheduled, self.resumed_step = self.resumed_step, standing.values["began"]
+        return standing
 
     @property
     def length(self) -> int:
@@ -295,6 +305,26 @@ class Local(Lockstep):
     def go_to(self, number: int) -> None:
         self.round = number
         self.step = max(min(number * self.length, self.steps), self.resumed_step if number == self.first_number else 0)
+        self.schedule_to(self.step)
+
+    def schedule_to(self, step: int) -> None:
+        """The learning rate is that of the step, whoever did the steps before it."""
+        if self.scheduler is None:
+            return
+        groups = self.optimizer.param_groups
+        if self.schedule_began is None:
+            kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            self.schedule_began = self.scheduled, deepcopy(kept), deepcopy(self.scheduler.state_dict())
+        if step < self.scheduled:
+            self.scheduled, kept, state = self.schedule_began
+            for group, before in zip(groups, kept, strict=True):
+                group.update(deepcopy(before))
+            self.scheduler.load_state_dict(deepcopy(state))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no step of the optimizer was before: it was another worker's
+            while self.scheduled < step:
+                self.scheduler.step()
+                self.scheduled += 1
 
     @property
     def first_number(self) -> int:
@@ -364,6 +394,7 @@ class Local(Lockstep):
         self.built.update.after()
         if self.scheduler is not None:
             self.scheduler.step()
+            self.scheduled += 1
         self.optimizer.zero_grad()
 
     def meet_with_buffers(self, sums: Sums) -> tuple[dict[int, Tensor] | None, list[list[Tensor]]]:

@@ -232,7 +232,7 @@ class Served:
     def _fill_shard(self, shard: int, state: dict[str, Any]) -> None:
         """The values come last: with them the table stands, and others begin."""
         if self.settings.resume:
-            begin = {"begin": [state["step"], state["done"], state["rows"]]}
+            begin = {"begin": [state["step"], state["done"], state["rows"], self.resumed_step]}
             self.client.request(shard, Put([], state=begin)).wait()
             if self.mode.name != "local":
                 found, tensors = deal_state(self.optimizer, self.scheduler, self.built.update.seen, self.home, shard)

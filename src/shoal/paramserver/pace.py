@@ -60,9 +60,10 @@ class Pace:
         self.meetings = Meetings(mode.needed(workers), first)
         self.queue = Queue(mode, steps, first=first, done=done, every=errands, finish=finish)
 
-    def begin(self, first: int, done: Collection[int] = ()) -> None:
-        """Before anybody has done anything: the run goes on from here."""
-        self.meetings = Meetings(self.meetings.needed, first)
+    def begin(self, first: int, done: Collection[int] = (), at: int = 0) -> None:
+        """Before anybody has done anything: the run goes on from here. `at`: the job's step, where rounds are counted
+        that have several."""
+        self.meetings = Meetings(self.meetings.needed, first, at)
         live, parked = self.queue.live, self.queue.parked
         every, finish = self.queue.every, self.queue.finish
         self.queue = Queue(self.mode, self.steps, first=first, done=done, every=every, finish=finish)
@@ -115,7 +116,8 @@ class Pace:
 
     def standing(self) -> dict[str, Any]:
         if self.mode.lockstep:
-            return {"done": self.step, "late": dict(sorted(self.meetings.late.items()))}
+            late = dict(sorted(self.meetings.late.items()))
+            return {"done": self.step, "late": late, "began": self.meetings.began}
         return self.queue.standing()
 
     def capture(self) -> dict[str, Any]:
@@ -151,8 +153,9 @@ class Meeting:
 
 
 class Meetings:
-    def __init__(self, needed: int, step: int) -> None:
+    def __init__(self, needed: int, step: int, began: int = 0) -> None:
         self.needed, self.step = needed, step
+        self.began = began  # the step of the job that the run went on from
         self.held: dict[int, Meeting] = {}  # by step: open, or closed a short while ago
         self.late: dict[int, int] = {}  # worker -> how often
         self.end: End | None = None
@@ -233,6 +236,7 @@ class Meetings:
             held.append([step, meeting.closed, seats])
         values = {
             "step": self.step,
+            "began": self.began,
             "held": held,
             "late": [[worker, count] for worker, count in sorted(self.late.items())],
             "end": _plain(self.end),
@@ -241,7 +245,7 @@ class Meetings:
 
     def restore(self, captured: dict[str, Any]) -> None:
         values, tensors = captured["meetings"], iter(captured.get("tensors", ()))
-        self.step, self.end = values["step"], _end(values["end"])
+        self.step, self.began, self.end = values["step"], values["began"], _end(values["end"])
         self.late = dict(values["late"])
         self.held = {}
         for step, closed, seats in values["held"]:

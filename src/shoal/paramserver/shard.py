@@ -267,7 +267,7 @@ class Shard:
             self.tables.put(request, tensors)
         return Done(self.version), ()
 
-    def _begin(self, first: int, done: Sequence[int], rows: str = "") -> None:
+    def _begin(self, first: int, done: Sequence[int], rows: str = "", at: int = 0) -> None:
         """The run goes on from a checkpoint: nothing has been done here yet."""
         if self.version or self.tables.filled:
             raise No(
@@ -278,7 +278,7 @@ class Shard:
         for ticket in done:
             self._tickets.add(ticket)
         if self.pace is not None:
-            self.pace.begin(first, done)
+            self.pace.begin(first, done, at)
         if rows and self._adopt is not None:
             try:
                 for table, kept in self._adopt(rows).items():

@@ -22,6 +22,7 @@ class Servers:
         self.repeated = 0  # steps that were done again because all went back to one that each still had
         self._since: dict[int, float] = {}  # shard -> when its first process was started
         self._epoch = 0
+        self._repeated = 0  # of this epoch
 
     def add(self, event: ServerEvent) -> None:
         match event:
@@ -36,8 +37,10 @@ class Servers:
                 self.served[event.shard] = event
             case PushesLost():
                 self.pushes_lost[event.shard] += event.number
-            case Rewound() if event.epoch > self._epoch:  # every worker tells of it
-                self._epoch, self.repeated = event.epoch, self.repeated + event.repeated
+            case Rewound() if event.epoch >= self._epoch:  # every worker tells of it; who was furthest is right
+                known = self._repeated if event.epoch == self._epoch else 0
+                self._epoch, self._repeated = event.epoch, max(known, event.repeated)
+                self.repeated += self._repeated - known
 
     @property
     def updates(self) -> int:
