@@ -22,6 +22,7 @@ from shoal.launch import train_with
 from shoal.paramserver.client import Client, Future
 from shoal.paramserver.messages import Apply, Keep, Request
 from shoal.report.events import ServerStarted, decode
+from shoal.served import Served
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
 
@@ -283,6 +284,50 @@ def test_a_server_that_is_lost_before_it_has_kept_anything_is_filled_again(
     assert [event["shard"] for event in events(run, "server-lost")] == [0]
     if mode == "sync":
         assert found.weights_sha256 == train(job(steps=6), tmp_path / "alone").weights_sha256
+
+
+@pytest.mark.parametrize(("mode", "shard"), [("sync", 0), ("sync", 1), ("quorum:0.5", 1), ("local:4", 0), ("async", 1)])
+def test_a_server_may_be_lost_while_the_result_is_written(
+    mode: str, shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All workers have done their steps; the others wait for the one that writes."""
+    real, run = Served.write_result, tmp_path / "run"
+    mark = run.with_suffix(".killed")
+
+    def write_result(self: Served, *given: Any) -> None:
+        if not mark.exists():
+            mark.write_text("once")
+            os.kill(server_pid(run, shard), signal.SIGKILL)
+        real(self, *given)
+
+    monkeypatch.setattr(Served, "write_result", write_result)
+    this = plain_job(steps=8)
+    found = train(this, run, workers=2, servers=2, sync=mode)
+    assert mark.exists() and found.steps == 8 and found.value["outcome"] == "done"
+    if mode == "sync":
+        assert found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
+
+
+def test_a_checkpoint_is_of_one_step_though_a_server_was_lost_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are at the worker, but the optimizer's state is asked for, of a server that came back with an older."""
+    real, run = Served.write_result, tmp_path / "run"
+    mark = run.with_suffix(".killed")
+
+    def write_result(self: Served, *given: Any) -> None:
+        if not mark.exists():
+            mark.write_text("once")
+            os.kill(server_pid(run, 1), signal.SIGKILL)
+        real(self, *given)
+
+    monkeypatch.setattr(Served, "write_result", write_result)
+    this = plain_job(steps=8)
+    with pytest.raises(shoal.Stopped, match="stop after step 4"):
+        train(this, run, workers=2, servers=2, stop_after=4)
+    assert mark.exists() and events(run, "saved")[-1]["step"] == 4
+    found = shoal.train(this, resume=str(run), workers=1, servers=0, quiet=True)
+    assert found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
 
 
 def test_what_a_killed_server_had_acknowledged_is_told_as_lost(tmp_path: Path) -> None:

@@ -334,6 +334,8 @@ def test_refused_gradients_are_counted_once_for_all_servers() -> None:
     assert value["servers"]["refused"] == {"gap": 9, "late": 5}, "a gap is sent again: no work is lost"
     assert value["servers"]["refused_share"] == pytest.approx(5 / 25)
     assert "5 late gradients (20.0 %)" in printed(value)
+    value = value_of([*events, served(0, refused={"late": 5, "ticket": 2, "shape": 1})])
+    assert "8 gradients (28.6 %): 5 late, 1 with a wrong shape, 2 of steps that were done before" in printed(value)
 
 
 def test_in_local_mode_an_update_is_many_steps() -> None:
@@ -490,6 +492,17 @@ def test_lost_pushes_are_told_with_their_number() -> None:
     assert "back after 0.80 s with 33 updates; 7 acknowledged updates lost with it" in printed(value)
 
 
+def test_what_a_server_had_told_of_and_lost_is_counted_though_the_workers_are_gone_too() -> None:
+    lost = ServerLost(time=104.1, shard=0, pid=90, code=-9, action="started again")
+    told = PushesLost(time=105.0, rank=0, shard=0, number=3)
+    back = server(0, time=104.9, pid=190, boot=2, version=30)
+    value = value_of([*QUEUE, served(0), lost, msgspec.structs.replace(back, step=-1), told])
+    assert value["servers"]["pushes_lost"] == value["servers"]["per_server"][0]["pushes_lost"] == 10
+    assert "10 acknowledged updates lost with it" in printed(value)
+    value = value_of([*QUEUE, served(0), lost, msgspec.structs.replace(back, step=30)])
+    assert value["servers"]["pushes_lost"] == 0, "in lockstep they are done again"
+
+
 def test_a_worker_is_replaced_and_takes_part_without_any_epoch() -> None:
     lost = WorkerLost(
         time=103.2, rank=1, life=0, host="host-a", pid=11, noticed="its process ended", code=-9, action="replaced"
@@ -557,7 +570,7 @@ def test_what_goes_with_servers() -> None:
         (None, "async", {}, "--sync async: it is servers", "--servers 1 --sync async"),
         (0, "async", {}, "--sync async: it is servers", "--servers 1"),
         (-1, "", {}, "--servers -1: a number from 0", "--servers 2"),
-        (1 << 20, "", {}, "a number from 0 to 1,024", "--servers 2"),
+        (1 << 20, "", {}, "a number from 0 to 256", "--servers 2"),
         (2, "stail:3", {}, "no mode 'stail'", "did you mean stale?"),
         (2, "stale:-1", {}, "-1 is out of range", "stale:3"),
         (2, "quorum:5", {}, "a quorum of 5, but there are 4 workers", "quorum:4"),

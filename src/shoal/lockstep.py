@@ -23,7 +23,19 @@ from shoal.exact.norm import total_norm
 from shoal.paramserver.client import Future, RefusedError
 from shoal.paramserver.cut import Part
 from shoal.paramserver.merge import Rows
-from shoal.paramserver.messages import Apply, Contribute, End, Ended, Late, Meet, Met, Rewind, Squares, Stood
+from shoal.paramserver.messages import (
+    Apply,
+    Contribute,
+    End,
+    Ended,
+    Late,
+    Meet,
+    Met,
+    Refused,
+    Rewind,
+    Squares,
+    Stood,
+)
 from shoal.partition.lanes import Span, subtrees
 from shoal.report.events import Rewound
 from shoal.served import Served
@@ -55,8 +67,8 @@ class Lockstep(Served):
             try:
                 while self.step < self.steps and self.stopped is None and not self.over:
                     self.one_step()
-                self.end()
-                return
+                if self.end():
+                    return
             except RefusedError as refused:
                 if refused.code not in BEHIND:
                     raise
@@ -231,7 +243,39 @@ class Lockstep(Served):
         """All servers go back to the newest step that each of them has kept. Whoever asks first does it; the others
         find it done."""
         self.journal.dropped()
-        before, looks = self.step, 0
+        before = self.step
+        self.tell(before)  # what is done from now on is done again, or is another step
+        while True:
+            try:
+                self.go_to(self.settle())
+                self.pull()
+                break
+            except RefusedError as refused:  # one more is back, or another worker made them go back again
+                if refused.code not in BEHIND:
+                    raise
+        self.forget_rows()
+        repeated = max(0, before - self.step)
+        if repeated:
+            self.stopped, self.resumable = None, False  # that comes again, when the steps have
+        event = Rewound(time=time.time(), rank=self.worker, epoch=self.client.epoch, step=self.step, repeated=repeated)
+        self.seat.wire.send(event)
+
+    def refused_at_entry(self, refused: RefusedError) -> None:
+        """Servers went back since this worker came to them."""
+        if refused.code not in BEHIND:
+            raise refused
+        self.settle()
+
+    def check_saved(self) -> None:
+        """What servers told for a checkpoint is of its step only if none of them came back since."""
+        for shard, each in enumerate(self.standings()):
+            if each.came_back:
+                reason = f"shard {shard} came back, at step {each.step}"
+                raise RefusedError(Refused("ahead", reason), shard, self.seat.servers[shard])
+
+    def settle(self) -> int:
+        """The step that all servers are at."""
+        looks = 0
         while True:
             standings = self.standings()
             came_back = any(each.came_back for each in standings)
@@ -253,17 +297,13 @@ class Lockstep(Served):
                 with suppress(RefusedError):  # another worker was faster: the next look shows it
                     future.wait()
         self.client.epoch = max(each.epoch for each in standings)
-        self.go_to(standings[0].step)
-        self.pull()
-        self.forget_rows()
-        repeated = max(0, before - self.step)
-        event = Rewound(time=time.time(), rank=self.worker, epoch=self.client.epoch, step=self.step, repeated=repeated)
-        self.seat.wire.send(event)
+        return standings[0].step
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """The result is on disk before anybody goes: if whoever writes it is lost meanwhile, another one does."""
+    def end(self) -> bool:
+        """The result is on disk before anybody goes: if whoever writes it is lost meanwhile, another one does. False:
+        the servers have gone back, and there are steps to do again."""
         if not self.mode.exact:
             self.pull()
         if self.leads:
@@ -271,8 +311,12 @@ class Lockstep(Served):
             self.write_result(self.step)
             self.client.request(0, Ended(self.stopped or "", self.resumable)).wait()
         elif not self.over:
-            self.client.request(0, Meet(self.number, b"")).wait()  # answered by the leader's word
+            reply, _ = self.client.request(0, Meet(self.number, b"")).wait()  # answered by the leader's word
+            if isinstance(reply, Late):
+                self.left_behind(reply)
+                return False
         self.finish(self.step)
+        return True
 
     @property
     def number(self) -> int:

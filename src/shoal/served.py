@@ -161,21 +161,21 @@ class Served:
 
         Nobody begins before every server has kept them: one that is lost until then comes back with nothing, and is
         told all of it again."""
-        found: list[Stood] = []
-        while not found or not all(each.filled and each.kept for each in found):
+        while True:
             try:
                 self._declare()
-                if self.worker == 0:
-                    self._fill(self.standings())
-                elif found:
-                    time.sleep(UNFILLED_SECONDS)
                 found = self.standings()
+                if all(each.filled and each.kept for each in found):
+                    self._attach()
+                    self.pull()
+                    break
+                if self.worker == 0:
+                    self._fill(found)
+                else:
+                    time.sleep(UNFILLED_SECONDS)
             except RefusedError as refused:
                 if refused.code not in EMPTY:
-                    raise
-        for name, table in self.tables:
-            table.cache = 0 if self.mode.exact else table.cache  # what it has may be some steps old
-            table.attach(name, self.client.sparse(name, table.spec(self.job.seed)))
+                    self.refused_at_entry(refused)
         event = WorkerStarted(
             time=time.time(),
             rank=self.worker,
@@ -186,8 +186,15 @@ class Served:
             elastic=True,
         )
         self.seat.wire.send(event)
-        self.pull()
         return found[0]
+
+    def refused_at_entry(self, refused: RefusedError) -> None:
+        raise refused
+
+    def _attach(self) -> None:
+        for name, table in self.tables:
+            table.cache = 0 if self.mode.exact else table.cache  # what it has may be some steps old
+            table.attach(name, self.client.sparse(name, table.spec(self.job.seed)))
 
     def _declare(self) -> None:
         shards = range(self.plan.servers)
@@ -405,12 +412,16 @@ class Served:
         self.journal.aside()
         rows = self._keep_rows(step)
         self._fetch_state()
+        self.check_saved()
         told: dict[str, Any] = {"loss": self.loss, "metrics": self.metrics}
         told |= {"passes": step // self.schedule.steps_per_epoch}
         told |= {"done_above": list(done_above)} if done_above else {}
         told |= {"rows": rows} if rows else {}
         self.saving.save(step, told, token=str(step))
         self.journal.begin()
+
+    def check_saved(self) -> None:
+        """That what servers told for a checkpoint is of its step, where there is one."""
 
     def _keep_rows(self, step: int) -> str:
         """Tables are too large to pass through a worker: the servers write what they have."""

@@ -21,6 +21,7 @@ class Servers:
         self.pushes_lost: Counter[int] = Counter()  # shard -> acknowledged updates that it did not have any more
         self.repeated = 0  # steps that were done again because all went back to one that each still had
         self._since: dict[int, float] = {}  # shard -> when its first process was started
+        self._forgotten: Counter[int] = Counter()  # shard -> updates that it had told of and came back without
         self._epoch = 0
         self._repeated = 0  # of this epoch
 
@@ -31,6 +32,8 @@ class Servers:
                 known = self.started.get(event.shard)
                 if known is not None and known.pid != event.pid:
                     self.restarts[event.shard] += 1
+                    if event.step < 0:  # in lockstep they are done again
+                        self._forgotten[event.shard] += max(0, self._version(event.shard) - event.version)
                 self._since.setdefault(event.shard, event.time)
                 self.started[event.shard] = event
             case Served():
@@ -38,9 +41,18 @@ class Servers:
             case PushesLost():
                 self.pushes_lost[event.shard] += event.number
             case Rewound() if event.epoch >= self._epoch:  # every worker tells of it; who was furthest is right
-                known = self._repeated if event.epoch == self._epoch else 0
-                self._epoch, self._repeated = event.epoch, max(known, event.repeated)
-                self.repeated += self._repeated - known
+                before = self._repeated if event.epoch == self._epoch else 0
+                self._epoch, self._repeated = event.epoch, max(before, event.repeated)
+                self.repeated += self._repeated - before
+
+    def _version(self, shard: int) -> int:
+        served = self.served.get(shard)
+        return served.version if served is not None else 0
+
+    def lost(self, shard: int) -> int:
+        """Updates that it acknowledged and does not have; at least so many. Workers that are lost themselves do not
+        tell of theirs."""
+        return max(self.pushes_lost[shard], self._forgotten[shard])
 
     @property
     def updates(self) -> int:
@@ -86,6 +98,7 @@ class Servers:
             contributed = steps
         number = self._steps_per_update(mode)
         refused = self.refused
+        per_server = [self._server(shard) for shard in sorted(self.started.keys() | self.served.keys())]
         lost = sum(number for why, number in refused.items() if why in OF_GRADIENTS)
         return {
             "mode": mode or None,
@@ -96,7 +109,7 @@ class Servers:
             "refused": refused,
             "refused_share": _rounded(lost / (lost + contributed)) if lost + contributed else None,
             "duplicates": sum(each.duplicates for each in self.served.values()),
-            "pushes_lost": sum(self.pushes_lost.values()),
+            "pushes_lost": sum(each["pushes_lost"] for each in per_server),
             "steps_repeated": self.repeated,
             "restarts": sum(self.restarts.values()),
             "bytes_in": sum(each.bytes_in for each in self.served.values()),
@@ -104,7 +117,7 @@ class Servers:
             "held_bytes": sum(each.held_bytes for each in self.served.values()),
             "peak_bytes": sum(each.peak_bytes for each in self.served.values()),
             "tables": self._tables(),
-            "per_server": [self._server(shard) for shard in sorted(self.started.keys() | self.served.keys())],
+            "per_server": per_server,
         }
 
     @staticmethod
@@ -132,7 +145,7 @@ class Servers:
             "held_bytes": served.held_bytes if served else 0,
             "peak_bytes": served.peak_bytes if served else 0,
             "restarts": self.restarts[shard],
-            "pushes_lost": self.pushes_lost[shard],
+            "pushes_lost": self.lost(shard),
         }
 
     def _tables(self) -> dict[str, dict[str, Any]]:
