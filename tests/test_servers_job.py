@@ -19,8 +19,9 @@ from shoal.cluster import even_cluster
 from shoal.driver import Options
 from shoal.engines.lab import Lab
 from shoal.launch import train_with
+from shoal.lockstep import next_epoch
 from shoal.paramserver.client import Client, Future
-from shoal.paramserver.messages import Apply, Keep, Request
+from shoal.paramserver.messages import Apply, Keep, Request, Stood
 from shoal.report.events import ServerStarted, decode
 from shoal.served import Served
 
@@ -241,6 +242,18 @@ def test_after_a_server_was_killed_lockstep_has_the_same_bits(shard: int, tmp_pa
     rewound = {event["rank"]: event for event in events(run, "rewound")}
     assert rewound.keys() == {0, 1} and all(event["step"] == 0 < event["repeated"] for event in rewound.values())
     assert found.value["servers"]["steps_repeated"] == max(event["repeated"] for event in rewound.values())
+
+
+def test_no_epoch_of_the_servers_comes_twice() -> None:
+    """Both were in one that their snapshots do not know of. A worker from then must not take the next one for it."""
+    before = next_epoch([stood(boot=2), stood(boot=1)])
+    assert next_epoch([stood(boot=3), stood(boot=2)]) > before, "both came back"
+    assert next_epoch([stood(boot=3), stood(boot=1, epoch=before)]) > before
+    assert next_epoch([stood(boot=2, epoch=before), stood(boot=2)]) > before
+
+
+def stood(*, boot: int, epoch: int = 0) -> Stood:
+    return Stood(boot=boot, epoch=epoch, version=6, step=6, filled=True, kept=[6], values={}, came_back=True)
 
 
 def test_servers_that_were_left_at_different_steps_go_back_together(

@@ -499,6 +499,9 @@ def test_what_a_server_had_told_of_and_lost_is_counted_though_the_workers_are_go
     value = value_of([*QUEUE, served(0), lost, msgspec.structs.replace(back, step=-1), told])
     assert value["servers"]["pushes_lost"] == value["servers"]["per_server"][0]["pushes_lost"] == 10
     assert "10 acknowledged updates lost with it" in printed(value)
+    again = msgspec.structs.replace(back, step=-1, time=105.5, pid=290, boot=3)
+    twice = [msgspec.structs.replace(back, step=-1), msgspec.structs.replace(lost, time=105.1), again]
+    assert value_of([*QUEUE, served(0), lost, *twice])["servers"]["pushes_lost"] == 10, "once"
     value = value_of([*QUEUE, served(0), lost, msgspec.structs.replace(back, step=30)])
     assert value["servers"]["pushes_lost"] == 0, "in lockstep they are done again"
 

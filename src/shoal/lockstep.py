@@ -45,11 +45,18 @@ from shoal.strategies.servers import Agreed, Sums
 KEEP = 32  # asked of all: the servers keep this step on disk
 KEEP_SECONDS = 10.0  # between two such steps
 PATIENCE, LOOK_SECONDS = 10, 0.05  # looks at servers that are not at one step, before they are made to be
+EPOCHS_OF_A_BOOT = 16  # bits
 BEHIND = ("fenced", "ahead", "behind")  # why a server that came back refuses what is not of its time
 
 
 def rows_in(part: Part, shape: Sequence[int]) -> int:
     return part.stop - part.start if shape else 1
+
+
+def next_epoch(standings: Sequence[Stood]) -> int:
+    """That nobody has been in. Servers that come back have forgotten the last ones, but know how often they did: the
+    one that came back most often has been in all of them, or has come back once more."""
+    return max(max(each.epoch, each.boot << EPOCHS_OF_A_BOOT) for each in standings) + 1
 
 
 class Lockstep(Served):
@@ -292,7 +299,7 @@ class Lockstep(Served):
                     f"there is no step that all servers have kept: {kept}",
                     fix=f"--resume {self.seat.folder} goes on from the newest checkpoint",
                 )
-            request = Rewind(max(each.epoch for each in standings) + 1, max(common))
+            request = Rewind(next_epoch(standings), max(common))
             for future in [self.client.request(shard, request) for shard in range(self.plan.servers)]:
                 with suppress(RefusedError):  # another worker was faster: the next look shows it
                     future.wait()

@@ -21,6 +21,7 @@ class Servers:
         self.pushes_lost: Counter[int] = Counter()  # shard -> acknowledged updates that it did not have any more
         self.repeated = 0  # steps that were done again because all went back to one that each still had
         self._since: dict[int, float] = {}  # shard -> when its first process was started
+        self._versions: Counter[int] = Counter()  # shard -> updates that it last told of
         self._forgotten: Counter[int] = Counter()  # shard -> updates that it had told of and came back without
         self._epoch = 0
         self._repeated = 0  # of this epoch
@@ -33,21 +34,19 @@ class Servers:
                 if known is not None and known.pid != event.pid:
                     self.restarts[event.shard] += 1
                     if event.step < 0:  # in lockstep they are done again
-                        self._forgotten[event.shard] += max(0, self._version(event.shard) - event.version)
+                        self._forgotten[event.shard] += max(0, self._versions[event.shard] - event.version)
+                self._versions[event.shard] = event.version
                 self._since.setdefault(event.shard, event.time)
                 self.started[event.shard] = event
             case Served():
                 self.served[event.shard] = event
+                self._versions[event.shard] = event.version
             case PushesLost():
                 self.pushes_lost[event.shard] += event.number
             case Rewound() if event.epoch >= self._epoch:  # every worker tells of it; who was furthest is right
                 before = self._repeated if event.epoch == self._epoch else 0
                 self._epoch, self._repeated = event.epoch, max(before, event.repeated)
                 self.repeated += self._repeated - before
-
-    def _version(self, shard: int) -> int:
-        served = self.served.get(shard)
-        return served.version if served is not None else 0
 
     def lost(self, shard: int) -> int:
         """Updates that it acknowledged and does not have; at least so many. Workers that are lost themselves do not

@@ -323,13 +323,14 @@ class Story:
         fault.pid, fault.code, fault.log, fault.action = event.pid, event.code, list(event.log), event.action
 
     def _server_is_back(self, event: ServerStarted) -> None:
+        had, self._versions[event.shard] = self._versions.get(event.shard, 0), event.version
         fault = self._of_server(event.shard)
         if fault is None or fault.kind != "server" or fault.seconds is not None:
             return
         fault.seconds, fault.committed_at = max(0.0, event.time - fault.time), event.time
         fault.version, fault.step = event.version, event.step if event.step >= 0 else None
         if event.step < 0:  # in lockstep they are done again; workers that were lost themselves do not tell of theirs
-            fault.pushes_lost = max(fault.pushes_lost, self._versions.get(event.shard, 0) - event.version)
+            fault.pushes_lost = max(fault.pushes_lost, had - event.version)
 
     def _server_away(self, event: ServerAway) -> None:
         """Everybody who asks it tells; it is one absence."""
