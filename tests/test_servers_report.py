@@ -282,6 +282,8 @@ def test_a_leader_that_missed_steps_does_not_make_them_as_slow_as_its_own() -> N
     assert tally.steps == 22
     assert tally.seconds == pytest.approx(0.8 + 0.15 + 1.0), "by the clock"
     assert tally.commits.lost_seconds <= 0.15
+    late = steps(0, 13, 103.6, count=5, lost=2.8)  # it was held for 2.8 s, and worker 1 told of that time
+    assert tallied([*events[:2], late]).seconds == pytest.approx(0.8 + 0.6)
 
 
 def test_a_rewind_lowers_what_a_resumed_run_counts_from() -> None:
