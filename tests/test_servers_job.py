@@ -20,10 +20,11 @@ from shoal.driver import Options
 from shoal.engines.lab import Lab
 from shoal.launch import train_with
 from shoal.paramserver.client import Client, Future
-from shoal.paramserver.messages import Apply, Compute, Request, Squares, Standing, State
+from shoal.paramserver.messages import Apply, Compute, Keep, Request, Squares, Standing, State
 from shoal.queueing import Queueing
 from shoal.recovery.checkpoint import Checkpoints
 from shoal.report.events import ServerStarted, decode
+from shoal.served import Served
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
 
@@ -237,9 +238,14 @@ class Fatal:
         return self.loss(output, target)
 
     def pid(self) -> int:
-        lines = (self.run / "events.jsonl").read_bytes().splitlines()
-        started = [event for event in map(decode, lines) if isinstance(event, ServerStarted)]
-        return next(event.pid for event in started if event.shard == self.server)
+        assert self.server is not None
+        return server_pid(self.run, self.server)
+
+
+def server_pid(run: Path, shard: int) -> int:
+    lines = (run / "events.jsonl").read_bytes().splitlines()
+    started = [event for event in map(decode, lines) if isinstance(event, ServerStarted)]
+    return next(event.pid for event in started if event.shard == shard)
 
 
 @pytest.mark.parametrize("mode", ["sync", "quorum:0.6", "stale:2", "async", "groups:2"])
@@ -306,7 +312,9 @@ def test_after_a_server_was_killed_lockstep_has_the_same_bits(shard: int, tmp_pa
     found = train(this, run, workers=2, servers=2)
     assert found.weights_sha256 == train(job(loss=nn.functional.cross_entropy), tmp_path / "alone").weights_sha256
     assert [event["shard"] for event in events(run, "server-lost")] == [shard]
-    assert events(run, "rewound")[0]["step"] == 0 < events(run, "rewound")[0]["repeated"]
+    rewound = {event["rank"]: event for event in events(run, "rewound")}
+    assert rewound.keys() == {0, 1} and all(event["step"] == 0 < event["repeated"] for event in rewound.values())
+    assert found.value["servers"]["steps_repeated"] == max(event["repeated"] for event in rewound.values())
 
 
 def test_servers_that_were_left_at_different_steps_go_back_together(
@@ -328,6 +336,50 @@ def test_servers_that_were_left_at_different_steps_go_back_together(
     found = train(this, tmp_path / "run", workers=1, servers=2)
     assert mark.exists() and found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
     assert events(tmp_path / "run", "rewound")[0]["step"] == 0
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_server_that_is_lost_before_it_has_kept_anything_is_filled_again(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed when it has acknowledged the first values, and no snapshot of them stands."""
+    real, run = Client.request, tmp_path / "run"
+    mark = run.with_suffix(".killed")
+
+    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
+        if isinstance(request, Keep) and not mark.exists():
+            mark.write_text("once")
+            os.kill(server_pid(run, 0), signal.SIGKILL)
+        return real(self, shard, request, tensors)
+
+    monkeypatch.setattr(Client, "request", request)
+    found = train(job(steps=6), run, workers=2, servers=2, sync=mode)
+    assert mark.exists() and found.steps == 6 and found.value["outcome"] == "done"
+    assert [event["shard"] for event in events(run, "server-lost")] == [0]
+    if mode == "sync":
+        assert found.weights_sha256 == train(job(steps=6), tmp_path / "alone").weights_sha256
+
+
+@pytest.mark.parametrize(("mode", "shard"), [("sync", 0), ("sync", 1), ("quorum:0.5", 1), ("local:4", 0), ("async", 1)])
+def test_a_server_may_be_lost_while_the_result_is_written(
+    mode: str, shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All workers have done their steps; the others wait for the one that writes."""
+    real, run = Served.write_result, tmp_path / "run"
+    mark = run.with_suffix(".killed")
+
+    def write_result(self: Served, *given: Any) -> None:
+        if not mark.exists():
+            mark.write_text("once")
+            os.kill(server_pid(run, shard), signal.SIGKILL)
+        real(self, *given)
+
+    monkeypatch.setattr(Served, "write_result", write_result)
+    this = plain_job(steps=8)
+    found = train(this, run, workers=2, servers=2, sync=mode)
+    assert mark.exists() and found.steps == 8 and found.value["outcome"] == "done"
+    if mode == "sync":
+        assert found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
 
 
 def test_a_checkpoint_has_nothing_of_a_server_that_came_back_meanwhile(
@@ -389,6 +441,8 @@ def test_local_steps_are_averaged(tmp_path: Path) -> None:
     assert evaluated == [8, 16, 24], "what was due at 5, 10, 15 and 20, each at its round's end"
     (served,) = {event["updates"] for event in events(tmp_path / "run", "served") if event.get("final")}
     assert served == STEPS // 8
+    consumed = found.value["samples"]
+    assert sum(event["samples"] for event in events(tmp_path / "run", "steps") if event.get("leader")) == consumed
 
 
 def simple_job(**more: Any) -> shoal.Job:
@@ -462,6 +516,23 @@ def test_local_steps_have_the_same_bits_when_somebody_was_killed(server: int | N
     found = train(simple_job(loss=Fatal(run, worker=1, call=11, server=server), lanes=2), run, **how)
     assert events(run, "worker-lost" if server is None else "server-lost")
     assert found.weights_sha256 == train(simple_job(lanes=2), tmp_path / "whole", **how).weights_sha256
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_local_steps_go_on_from_any_step_at_its_rate(killed: bool, tmp_path: Path) -> None:
+    """Also those of a worker that neither read the checkpoint nor did the steps before."""
+    run = tmp_path / "run"
+    loss = Fatal(run, worker=1, call=14 if killed else 1000)
+    with pytest.raises(shoal.Stopped):
+        train(job(loss=loss), run, workers=2, servers=1, stop_after=5)
+    shoal.train(job(loss=loss), resume=str(run), workers=2, servers=1, sync="local:4", quiet=True)
+    assert run.with_suffix(".killed").exists() == killed
+    told = [event for event in events(run, "steps") if event["step"] > 5]
+    last = {event["rank"]: event["rate"] for event in told if event["step"] == STEPS}
+    assert last == {0: 3e-3 * 0.5**3, 1: 3e-3 * 0.5**3}
+    for rank in (0, 1):
+        own = [event for event in told if event["rank"] == rank]
+        assert killed or sum(event["count"] for event in own) == STEPS - 5, "each step once"
 
 
 def test_checkpoints_are_written_on_the_way_in_every_mode(tmp_path: Path) -> None:

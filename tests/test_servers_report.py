@@ -206,6 +206,14 @@ def test_of_a_group_one_speaks() -> None:
     assert (tally.steps, tally.samples) == (5, 160)
 
 
+def test_what_the_servers_count_at_the_end_is_how_many_steps_there_were() -> None:
+    """Worker 0 died when it had told of its last steps, and shard 0 had not heard of them: worker 1 did them again."""
+    tally = tallied([*QUEUE, hello(0, time=104.06, life=1), steps(1, 40, 104.5)])
+    assert tally.steps == 45, "nobody knows better on the way"
+    tally.add(finished(1, time=104.6))
+    assert (tally.step, tally.steps, tally.samples, tally.commits.repeated) == (40, 40, 32 * 40, 5)
+
+
 def test_a_resumed_queue_counts_from_where_it_was() -> None:
     events: list[AnyEvent] = [
         started("async"),
@@ -267,6 +275,17 @@ def test_what_follows_a_rewind_is_no_sample_twice() -> None:
     assert tally.servers.repeated == 6, "every worker tells, and it is one rewind"
 
 
+def test_a_leader_that_missed_steps_does_not_make_them_as_slow_as_its_own() -> None:
+    """In quorum mode worker 1 led while worker 0 was late; then worker 0 tells of one step of 0.1 s, three after it."""
+    events = [started("quorum:0.5"), steps(1, 8, 103.0, count=8), steps(0, 12, 103.15, count=1, lost=0.7)]
+    tally = tallied([*events, steps(0, 22, 104.15, count=10)])
+    assert tally.steps == 22
+    assert tally.seconds == pytest.approx(0.8 + 0.15 + 1.0), "by the clock"
+    assert tally.commits.lost_seconds <= 0.15
+    late = steps(0, 13, 103.6, count=5, lost=2.8)  # it was held for 2.8 s, and worker 1 told of that time
+    assert tallied([*events[:2], late]).seconds == pytest.approx(0.8 + 0.6)
+
+
 def test_a_rewind_lowers_what_a_resumed_run_counts_from() -> None:
     assert committed_floor(REWOUND[:-2]) == 14
     assert committed_floor(REWOUND) == 24
@@ -317,6 +336,8 @@ def test_refused_gradients_are_counted_once_for_all_servers() -> None:
     assert value["servers"]["refused"] == {"gap": 9, "late": 5}, "a gap is sent again: no work is lost"
     assert value["servers"]["refused_share"] == pytest.approx(5 / 25)
     assert "5 late gradients (20.0 %)" in printed(value)
+    value = value_of([*events, served(0, refused={"late": 5, "ticket": 2, "shape": 1})])
+    assert "8 gradients (28.6 %): 5 late, 1 with a wrong shape, 2 of steps that were done before" in printed(value)
 
 
 def test_in_local_mode_an_update_is_many_steps() -> None:
@@ -324,6 +345,8 @@ def test_in_local_mode_an_update_is_many_steps() -> None:
     assert value_of([started("local:10,outer=nesterov"), *told, served(0, updates=2)])["servers"][
         "updates_per_second"
     ] == pytest.approx(1.0)
+    value = value_of([started("local:1000"), *told, served(0, updates=1)])
+    assert value["servers"]["updates_per_second"] == pytest.approx(0.5), "a short round is one, too"
 
 
 def test_a_script_s_servers_are_reckoned_by_themselves() -> None:
@@ -471,6 +494,20 @@ def test_lost_pushes_are_told_with_their_number() -> None:
     assert "back after 0.80 s with 33 updates; 7 acknowledged updates lost with it" in printed(value)
 
 
+def test_what_a_server_had_told_of_and_lost_is_counted_though_the_workers_are_gone_too() -> None:
+    lost = ServerLost(time=104.1, shard=0, pid=90, code=-9, action="started again")
+    told = PushesLost(time=105.0, rank=0, shard=0, number=3)
+    back = server(0, time=104.9, pid=190, boot=2, version=30)
+    value = value_of([*QUEUE, served(0), lost, msgspec.structs.replace(back, step=-1), told])
+    assert value["servers"]["pushes_lost"] == value["servers"]["per_server"][0]["pushes_lost"] == 10
+    assert "10 acknowledged updates lost with it" in printed(value)
+    again = msgspec.structs.replace(back, step=-1, time=105.5, pid=290, boot=3)
+    twice = [msgspec.structs.replace(back, step=-1), msgspec.structs.replace(lost, time=105.1), again]
+    assert value_of([*QUEUE, served(0), lost, *twice])["servers"]["pushes_lost"] == 10, "once"
+    value = value_of([*QUEUE, served(0), lost, msgspec.structs.replace(back, step=30)])
+    assert value["servers"]["pushes_lost"] == 0, "in lockstep they are done again"
+
+
 def test_a_worker_is_replaced_and_takes_part_without_any_epoch() -> None:
     lost = WorkerLost(
         time=103.2, rank=1, life=0, host="host-a", pid=11, noticed="its process ended", code=-9, action="replaced"
@@ -538,7 +575,7 @@ def test_what_goes_with_servers() -> None:
         (None, "async", {}, "--sync async: it is servers", "--servers 1 --sync async"),
         (0, "async", {}, "--sync async: it is servers", "--servers 1"),
         (-1, "", {}, "--servers -1: a number from 0", "--servers 2"),
-        (1 << 20, "", {}, "a number from 0 to 1,024", "--servers 2"),
+        (1 << 20, "", {}, "a number from 0 to 256", "--servers 2"),
         (2, "stail:3", {}, "no mode 'stail'", "did you mean stale?"),
         (2, "stale:-1", {}, "-1 is out of range", "stale:3"),
         (2, "quorum:5", {}, "a quorum of 5, but there are 4 workers", "quorum:4"),

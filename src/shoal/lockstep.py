@@ -54,7 +54,8 @@ class Lockstep(Served):
     def run(self) -> None:
         self.leads = self.worker == 0
         self.enter()
-        self.catch_up()
+        if not self.catch_up():
+            self.recover()
         self.strategy.hold(self.plan.deal[self.worker])
         # Whoever comes when nothing is left to do takes the place of one that died before it had written the result.
         self.leads, self.kept_at = self.worker == 0 or self.step >= self.steps, time.monotonic()
@@ -69,34 +70,30 @@ class Lockstep(Served):
                     raise
                 self.recover()
 
-    def enter(self) -> None:
-        while True:
-            try:
-                return super().enter()
-            except RefusedError as refused:  # others are going back with the servers at this moment
-                if refused.code not in BEHIND:
-                    raise
-                self.bring_together()
+    def refused_at_entry(self, refused: RefusedError) -> None:
+        """Others are going back with the servers at this moment."""
+        if refused.code not in BEHIND:
+            raise refused
+        self.bring_together()
 
     def go_to(self, number: int) -> None:
         """The step at work, as the servers count."""
         self.step = number
 
-    def catch_up(self) -> None:
-        """To the step at work, with its values. Servers in the middle of an update are at two steps: whoever computed
-        with values of both would spoil the bits. Where some may be left behind nobody waits for that."""
+    def catch_up(self) -> bool:
+        """To the step at work, with its values. False: there is no such step now. Servers in the middle of an update
+        are at two of them: whoever computed with values of both would spoil the bits. Where some may be left behind
+        nobody waits for that."""
         try:
             steps = set(self.pull())
         except RefusedError as refused:
             if refused.code not in BEHIND:
                 raise
-            self.recover()
-            return
+            return False
         if len(steps) > 1 and self.mode.name != "quorum":
-            self.go_to(max(steps))  # so far they have been
-            self.recover()
-            return
+            return False
         self.go_to(min(steps))
+        return True
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -169,6 +166,9 @@ class Lockstep(Served):
 
     def left_behind(self, reply: End | Late) -> None:
         """The others are at another step: this worker goes there, and its part of the steps between is lost to them."""
+        if isinstance(reply, Late) and reply.step <= self.number:  # another worker made the servers go back
+            self.recover()
+            return
         self.journal.dropped()
         self.leads = False
         if isinstance(reply, End):
@@ -300,17 +300,16 @@ class Lockstep(Served):
     def recover(self) -> None:
         self.journal.dropped()
         before = self.step
+        self.tell(before)  # what is done from now on is done again, or is another step
         self.bring_together()
-        self.catch_up()
+        while not self.catch_up():  # one more is back, or another worker made them go back again
+            self.bring_together()
         self.forget_rows()
         if self.step < before:
             self.stopped, self.resumable = None, False  # it was not yet time
-        if self.leads:
-            repeated = max(0, before - self.step)
-            event = Rewound(
-                time=time.time(), rank=self.worker, epoch=self.client.epoch, step=self.step, repeated=repeated
-            )
-            self.seat.wire.send(event)
+        repeated = max(0, before - self.step)
+        event = Rewound(time=time.time(), rank=self.worker, epoch=self.client.epoch, step=self.step, repeated=repeated)
+        self.seat.wire.send(event)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -419,7 +418,8 @@ class Local(Lockstep):
                 break
             self.journal.merged(alone.outcome)
             self.step += 1
-            self.committed(self.step, alone.outcome, indices, [self.worker])
+            whole = replace(alone.outcome, samples=len(indices))  # by all, each its lanes of it
+            self.committed(self.step, whole, indices, [self.worker])
         began = time.perf_counter()
         moved = {name: start[name].sub_(value) for name, value in self.values.items()}
         span = (self.worker, self.worker + 1)

@@ -176,7 +176,10 @@ class Grouped(Queueing):
             return
         self.group.close()
         members = list(given.members)
-        self.leads = members[0] == self.worker
+        leads = members[0] == self.worker
+        if leads != self.leads:
+            self.tell(given.done)  # of what was done in the other part
+        self.leads = leads
         if len(members) == 1:
             self.group = Alone(self.settings.wish)
         else:

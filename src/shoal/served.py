@@ -28,7 +28,7 @@ from shoal.journal import Journal
 from shoal.keeper import Live
 from shoal.memory import Meter, cap, return_freed
 from shoal.objective import Objective
-from shoal.paramserver.client import Away, Client, Lost, Notice
+from shoal.paramserver.client import Away, Client, Lost, Notice, RefusedError
 from shoal.paramserver.merge import Rows
 from shoal.paramserver.messages import (
     Declare,
@@ -66,6 +66,7 @@ from shoal.worker import OpenJob
 
 MODEL, BUFFERS = "/model", "/buffers"  # tables; those of modules have their paths for names
 UNFILLED_SECONDS = 0.02  # between two looks whether the first values are there
+EMPTY = ("table", "unfilled")  # why a server refuses that was lost before it had kept anything
 DIGEST_BYTES = 256 << 20  # of a table that is fetched for one
 LOOK_STEPS = 25  # between two looks at the memory in use
 
@@ -107,6 +108,7 @@ class Served:
         self.objective = Objective(job, self.built.model)
         self.step = 0  # done by all, as far as this worker knows
         self.resumed_step = 0
+        self.begins: list[Any] | None = None  # what servers go on from, where this worker tells them
         self.restored: int | None = None  # the step of the checkpoint that the optimizer here is of
         self.leads = False  # speaks for the run, evaluates and saves
         self.loss: float | None = None
@@ -156,22 +158,24 @@ class Served:
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """The tables stand, and have values. Worker 0 brings the first ones, of the seed or a checkpoint."""
-        shards = range(self.plan.servers)
-        specs: list[tuple[str, Any]] = [(MODEL, self.home.spec)]
-        specs += [(BUFFERS, self.buffers.spec)] if self.buffers is not None else []
-        specs += [(name, table.spec(self.job.seed)) for name, table in self.tables]
-        for future in [self.client.request(shard, Declare(name, spec)) for name, spec in specs for shard in shards]:
-            future.wait()
-        for name, table in self.tables:
-            table.cache = 0 if self.mode.exact else table.cache  # what it has may be some steps old
-            table.attach(name, self.client.sparse(name, table.spec(self.job.seed)))
-        if self.worker == 0 and not all(standing.filled for standing in self.standings()):
-            self._fill()
-        found = self.standings()
-        while not all(standing.filled for standing in found):
-            time.sleep(UNFILLED_SECONDS)
-            found = self.standings()
+        """The tables stand, and have values. Worker 0 brings the first ones, of the seed or a checkpoint.
+
+        Nobody begins before every server has kept them: one that is lost until then comes back with nothing, and is
+        told all of it again."""
+        while True:
+            try:
+                self._declare()
+                found = self.standings()
+                if all(each.filled and each.kept for each in found):
+                    self._attach()
+                    break
+                if self.worker == 0:
+                    self._fill(found)
+                else:
+                    time.sleep(UNFILLED_SECONDS)
+            except RefusedError as refused:
+                if refused.code not in EMPTY:
+                    self.refused_at_entry(refused)
         event = WorkerStarted(
             time=time.time(),
             rank=self.worker,
@@ -183,30 +187,53 @@ class Served:
         )
         self.seat.wire.send(event)
 
-    def _fill(self) -> None:
-        """With what a checkpoint has, or the seed's. Then the first snapshot: from now on a server can come back."""
+    def refused_at_entry(self, refused: RefusedError) -> None:
+        raise refused
+
+    def _declare(self) -> None:
         shards = range(self.plan.servers)
-        if self.settings.resume:
-            found = self.restore()
-            told = found.snapshot.values["told"]
-            self.resumed_step = self.step = found.snapshot.step
-            begin = [self.first_number, told.get("done_above", []), told.get("rows", ""), self.resumed_step]
-            for future in [self.client.request(shard, Put([], state={"begin": begin})) for shard in shards]:
-                future.wait()
-            self.loss, self.metrics = told["loss"], told["metrics"]
-            event = Resumed(
-                time=time.time(),
-                step=self.step,
-                path=str(found.path),
-                skipped=list(found.skipped),
-                repeated=max(0, self.settings.committed - self.step),
-            )
-            self.seat.wire.send(event)
-        for shard in shards:
-            self._fill_shard(shard)
-        self.let_go()
-        for future in [self.client.request(shard, Keep()) for shard in shards]:
+        specs: list[tuple[str, Any]] = [(MODEL, self.home.spec)]
+        specs += [(BUFFERS, self.buffers.spec)] if self.buffers is not None else []
+        specs += [(name, table.spec(self.job.seed)) for name, table in self.tables]
+        for future in [self.client.request(shard, Declare(name, spec)) for name, spec in specs for shard in shards]:
             future.wait()
+
+    def _attach(self) -> None:
+        for name, table in self.tables:
+            table.cache = 0 if self.mode.exact else table.cache  # what it has may be some steps old
+            table.attach(name, self.client.sparse(name, table.spec(self.job.seed)))
+
+    def _fill(self, found: Sequence[Stood]) -> None:
+        """Those that have no values yet, with what a checkpoint has, or the seed's. Then their first snapshot: from now
+        on a server can come back."""
+        unkept = [shard for shard, each in enumerate(found) if not (each.filled and each.kept)]
+        if self.settings.resume:
+            if self.begins is None:
+                self.begins = self._resume()
+            state = {"begin": self.begins}
+            for future in [self.client.request(shard, Put([], state=state)) for shard in unkept]:
+                future.wait()
+        for shard in unkept:
+            self._fill_shard(shard)
+        for future in [self.client.request(shard, Keep()) for shard in unkept]:
+            future.wait()
+        self.let_go()
+
+    def _resume(self) -> list[Any]:
+        """What the servers are to begin with: see Shard."""
+        found = self.restore()
+        told = found.snapshot.values["told"]
+        self.resumed_step = self.step = found.snapshot.step
+        self.loss, self.metrics = told["loss"], told["metrics"]
+        event = Resumed(
+            time=time.time(),
+            step=self.step,
+            path=str(found.path),
+            skipped=list(found.skipped),
+            repeated=max(0, self.settings.committed - self.step),
+        )
+        self.seat.wire.send(event)
+        return [self.first_number, told.get("done_above", []), told.get("rows", ""), self.resumed_step]
 
     def restore(self) -> Found:
         found = self.saving.resume(Alone(), lost=False)

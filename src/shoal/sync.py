@@ -7,7 +7,7 @@ from shoal.errors import PlanError
 from shoal.paramserver.modes import Mode
 from shoal.plan.layout import Layout
 
-MOST_SERVERS = 1024  # a typing mistake above that
+MOST_SERVERS = 256  # a typing mistake above that: every worker speaks with every server
 
 
 def check_servers(servers: int | None, sync: str, *, workers: int, layout: Layout | None = None) -> Mode | None:

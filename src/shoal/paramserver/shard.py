@@ -109,6 +109,7 @@ class Shard:
         self._keepers: list[Asked] = []  # who wait for a snapshot that is not begun
         self._writing: list[Asked] = []  # ... that is
         self._stands: list[int] = []
+        self._whole = False  # the newest snapshot has values
         self._out: list[Answer] = []  # answers that are free
 
     # -- who is there -------------------------------------------------------------------------------------------------
@@ -523,13 +524,15 @@ class Shard:
 
     def begun(self) -> None:
         """A snapshot of what is now is being written."""
+        self._whole = self.tables.filled
         self._writing += self._keepers
         self._keepers = []
         self.due = False
 
     def stood(self, steps: Sequence[int], error: str = "") -> list[Answer]:
         """What was begun stands on disk, or could not be written; snapshots stand of these steps."""
-        self._stands = sorted(step for step in steps if step <= self.step)  # a later one is of a time that was undone
+        # A later one is of a time that was undone; one from before there were values is none to come back with.
+        self._stands = sorted(step for step in steps if step <= self.step and self._whole)
         waiting, self._writing = self._writing, []
         refused = Refused("snapshot", f"shard {self.shard}: no snapshot could be written: {error}")
         for asked in waiting:
@@ -566,6 +569,7 @@ class Shard:
     def restore(self, captured: Captured) -> None:
         """What this process or another captured."""
         values = self._take_tables(captured)
+        self._whole = self.tables.filled
         self.epoch, self._rewound = values["epoch"]
         self._begun = values["begun"]
         boot, granted = values["granted"]

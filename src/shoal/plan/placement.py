@@ -74,6 +74,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         sums = f"{self.partial_sums} partial sums a step for {self.workers} workers"
         travel = [f"{name} {value}" for name in ("algorithm", "compress") if (value := getattr(self, name))]
         ways = [f"between hosts: {', '.join(travel)}"] if travel else []
+        held += (
+            [f"{self.servers} server{'s' * (self.servers > 1)} with the weights, {self.sync}"] if self.servers else []
+        )
         ways += [] if self.exact else ["not exact: other workers, or another run, can give other weights"]
         order = [f"schedule {self.schedule}, {self.chunks} stages a worker"] if self.pipeline > 1 else []
         order += [f"stages as {', '.join(f'{weight:g}' for weight in self.stages)}"] if self.stages else []

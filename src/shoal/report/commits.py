@@ -30,6 +30,7 @@ class Commits:
         self.samples_doubled = 0
         self._led_to = 0  # committed so far as leaders told
         self._led_at: float | None = None  # when a leader last spoke
+        self._leader: int | None = None  # who that was
         self._term = 0
         self._term_begins = False  # nothing has been told in this term yet
         self._returned = False  # to a checkpoint, and nothing has been told since
@@ -103,10 +104,15 @@ class Commits:
             self.began = self._led_to = before
         new = max(0, event.step - self._led_to)
         self.samples += _part(event, new)
-        self.seconds += event.spent.total * new / event.count + event.lost
-        self.told_lost_seconds += event.lost
+        spent, lost = event.spent.total * new / event.count, event.lost
+        if self._led_at is not None and (new > event.count or event.rank != self._leader):
+            # The others went on without it: what it says of the time since then is theirs, too.
+            passed = max(0.0, event.time - self._led_at)
+            spent, lost = min(spent, passed), max(0.0, min(lost, passed - spent))
+        self.seconds += spent + lost
+        self.told_lost_seconds += lost
         self._led_to += new
-        self._led_at = event.time
+        self._led_at, self._leader = event.time, event.rank
         self._compare(event)
 
     def _compare(self, event: Steps) -> None:

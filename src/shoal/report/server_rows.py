@@ -17,6 +17,8 @@ _MODES = {
     "groups": "gradients of groups are applied as they come",
 }
 
+_CAUSES = {"late": "late", "ticket": "of steps that were done before", "nonfinite": "not finite"}
+
 
 def why_not_exact(mode: str) -> str:
     what = _MODES.get(mode.partition(":")[0], "workers are not in step")
@@ -58,7 +60,8 @@ def _refused(causes: Mapping[str, int], share: float | None) -> str:
     of = "" if share is None else f" ({100 * share:.1f} %)"
     if list(causes) == ["late"]:
         return f"{figures.plural(whole, 'late gradient')}{of}"
-    return f"{figures.plural(whole, 'gradient')}{of}: {', '.join(f'{n:,} {why}' for why, n in causes.items())}"
+    parts = [f"{number:,} {_CAUSES.get(why, f'with a wrong {why}')}" for why, number in causes.items()]
+    return f"{figures.plural(whole, 'gradient')}{of}: {', '.join(parts)}"
 
 
 def staleness(report: Report) -> Iterator[Row]:

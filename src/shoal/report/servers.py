@@ -1,5 +1,6 @@
 """What parameter servers did in a run, added up from what they and the workers say. Pure; part of the tally."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,10 @@ class Servers:
         self.pushes_lost: Counter[int] = Counter()  # shard -> acknowledged updates that it did not have any more
         self.repeated = 0  # steps that were done again because all went back to one that each still had
         self._since: dict[int, float] = {}  # shard -> when its first process was started
+        self._versions: Counter[int] = Counter()  # shard -> updates that it last told of
+        self._forgotten: Counter[int] = Counter()  # shard -> updates that it had told of and came back without
         self._epoch = 0
+        self._repeated = 0  # of this epoch
 
     def add(self, event: ServerEvent) -> None:
         match event:
@@ -29,14 +33,25 @@ class Servers:
                 known = self.started.get(event.shard)
                 if known is not None and known.pid != event.pid:
                     self.restarts[event.shard] += 1
+                    if event.step < 0:  # in lockstep they are done again
+                        self._forgotten[event.shard] += max(0, self._versions[event.shard] - event.version)
+                self._versions[event.shard] = event.version
                 self._since.setdefault(event.shard, event.time)
                 self.started[event.shard] = event
             case Served():
                 self.served[event.shard] = event
+                self._versions[event.shard] = event.version
             case PushesLost():
                 self.pushes_lost[event.shard] += event.number
-            case Rewound() if event.epoch > self._epoch:  # every worker tells of it
-                self._epoch, self.repeated = event.epoch, self.repeated + event.repeated
+            case Rewound() if event.epoch >= self._epoch:  # every worker tells of it; who was furthest is right
+                before = self._repeated if event.epoch == self._epoch else 0
+                self._epoch, self._repeated = event.epoch, max(before, event.repeated)
+                self.repeated += self._repeated - before
+
+    def lost(self, shard: int) -> int:
+        """Updates that it acknowledged and does not have; at least so many. Workers that are lost themselves do not
+        tell of theirs."""
+        return max(self.pushes_lost[shard], self._forgotten[shard])
 
     @property
     def updates(self) -> int:
@@ -82,17 +97,18 @@ class Servers:
             contributed = steps
         number = self._steps_per_update(mode)
         refused = self.refused
+        per_server = [self._server(shard) for shard in sorted(self.started.keys() | self.served.keys())]
         lost = sum(number for why, number in refused.items() if why in OF_GRADIENTS)
         return {
             "mode": mode or None,
             "servers": self.count or len(self.served),
             "updates": self.updates,
-            "updates_per_second": _rounded(steps / number / seconds) if seconds else None,
+            "updates_per_second": _rounded(math.ceil(steps / number) / seconds) if seconds else None,
             "staleness": summed_up(self.staleness),
             "refused": refused,
             "refused_share": _rounded(lost / (lost + contributed)) if lost + contributed else None,
             "duplicates": sum(each.duplicates for each in self.served.values()),
-            "pushes_lost": sum(self.pushes_lost.values()),
+            "pushes_lost": sum(each["pushes_lost"] for each in per_server),
             "steps_repeated": self.repeated,
             "restarts": sum(self.restarts.values()),
             "bytes_in": sum(each.bytes_in for each in self.served.values()),
@@ -100,7 +116,7 @@ class Servers:
             "held_bytes": sum(each.held_bytes for each in self.served.values()),
             "peak_bytes": sum(each.peak_bytes for each in self.served.values()),
             "tables": self._tables(),
-            "per_server": [self._server(shard) for shard in sorted(self.started.keys() | self.served.keys())],
+            "per_server": per_server,
         }
 
     @staticmethod
@@ -128,7 +144,7 @@ class Servers:
             "held_bytes": served.held_bytes if served else 0,
             "peak_bytes": served.peak_bytes if served else 0,
             "restarts": self.restarts[shard],
-            "pushes_lost": self.pushes_lost[shard],
+            "pushes_lost": self.lost(shard),
         }
 
     def _tables(self) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,8 @@ Several tell it, in any order: the driver (a process ended), the leader of the s
 first step is committed), the newcomer (it has the state). Each of them knows a part, and a `Fault` is the whole.
 """
 
+from collections import Counter
+
 import msgspec
 
 from shoal.report.events import (
@@ -17,6 +19,7 @@ from shoal.report.events import (
     Resumed,
     Rewound,
     RunStarted,
+    Served,
     ServerAway,
     ServerLost,
     ServerStarted,
@@ -114,6 +117,8 @@ class Story:
         self._changes: list[_Step] = []
         self._went_by: dict[Life, _Step] = {}  # with which change a process went out
         self._missing: dict[int, set[int]] = {}  # shard -> workers that cannot reach it
+        self._versions: dict[int, int] = {}  # shard -> updates that it last told of
+        self._told_lost: Counter[tuple[int, float]] = Counter()  # shard, and when it was lost -> updates, by workers
 
     def of(self, life: Life, *kinds: str) -> Fault | None:
         """The last thing of these kinds that happened to a process."""
@@ -162,7 +167,10 @@ class Story:
             case PushesLost():
                 fault = self._of_server(event.shard)
                 if fault is not None:
-                    fault.pushes_lost += event.number
+                    self._told_lost[event.shard, fault.time] += event.number
+                    fault.pushes_lost = max(fault.pushes_lost, self._told_lost[event.shard, fault.time])
+            case Served():
+                self._versions[event.shard] = event.version
             case Rewound():
                 self._rewind(event)
             case DriverChanged():
@@ -315,11 +323,14 @@ class Story:
         fault.pid, fault.code, fault.log, fault.action = event.pid, event.code, list(event.log), event.action
 
     def _server_is_back(self, event: ServerStarted) -> None:
+        had, self._versions[event.shard] = self._versions.get(event.shard, 0), event.version
         fault = self._of_server(event.shard)
         if fault is None or fault.kind != "server" or fault.seconds is not None:
             return
         fault.seconds, fault.committed_at = max(0.0, event.time - fault.time), event.time
         fault.version, fault.step = event.version, event.step if event.step >= 0 else None
+        if event.step < 0:  # in lockstep they are done again; workers that were lost themselves do not tell of theirs
+            fault.pushes_lost = max(fault.pushes_lost, had - event.version)
 
     def _server_away(self, event: ServerAway) -> None:
         """Everybody who asks it tells; it is one absence."""

@@ -37,10 +37,14 @@ class Updates:
         self._resumed = 0
         self._furthest = 0  # that anybody told of, which may be behind
         self._forgot = False  # a server was lost, perhaps with updates that are made again
+        self._ended: int | None = None  # done at the end, as shard 0 told whoever finished
 
     @property
     def step(self) -> int:
-        """Done so far."""
+        """Done so far. What workers told may be too much: one that dies before it can say that a step is done has told
+        of it, and so does whoever gets it next."""
+        if self._ended is not None:
+            return self._ended
         return self._furthest if self._forgot else max(self._furthest, self._resumed + self._told)
 
     @property
@@ -86,7 +90,7 @@ class Updates:
             case Resumed() if self.began is None:
                 self._resumed = self._furthest = event.step
             case Finished():
-                self._furthest = max(self._furthest, event.step)
+                self._ended = max(self._ended or 0, event.step)
             case ServerLost():
                 self._furthest, self._forgot = self.step, True
 
