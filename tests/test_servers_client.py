@@ -564,7 +564,6 @@ def test_a_broken_connection_changes_nothing() -> None:
         assert client.lost == 0
 
 
-@pytest.mark.xfail(strict=True, reason="Links.lose leaves next_try where a greeting may take until: 2 s for nothing")
 def test_a_connection_that_is_lost_in_its_greeting_is_made_again_soon(tmp_path: Path) -> None:
     """A process that is being killed still takes a connection, and then closes it."""
     listener, address = listen(f"unix:{tmp_path / 'server'}", None)

@@ -24,6 +24,7 @@ from shoal.paramserver.messages import Apply, Compute, Keep, Request, Squares, S
 from shoal.queueing import Queueing
 from shoal.recovery.checkpoint import Checkpoints
 from shoal.report.events import ServerStarted, decode
+from shoal.report.summary import rows
 from shoal.served import Served
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
@@ -533,6 +534,17 @@ def test_local_steps_go_on_from_any_step_at_its_rate(killed: bool, tmp_path: Pat
     for rank in (0, 1):
         own = [event for event in told if event["rank"] == rank]
         assert killed or sum(event["count"] for event in own) == STEPS - 5, "each step once"
+
+
+def test_what_goes_on_from_an_inexact_run_is_not_exact(tmp_path: Path) -> None:
+    run, this = tmp_path / "run", plain_job(steps=9)
+    with pytest.raises(shoal.Stopped):
+        train(this, run, workers=2, servers=1, sync="async", stop_after=3)
+    with pytest.raises(shoal.Stopped):
+        shoal.train(this, resume=str(run), workers=2, servers=1, sync="sync", stop_after=6, quiet=True)
+    found = shoal.train(this, resume=str(run), workers=1, servers=0, quiet=True)
+    assert not found.exact and found.value["inexact_before"] == "async"
+    assert any("goes on from a checkpoint of --sync async" in text for _, text in rows(found.value))
 
 
 def test_checkpoints_are_written_on_the_way_in_every_mode(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ class Run:
         self._numbers = np.empty(0, dtype=np.int64)  # the same, for the record of each step
         self._writers: Sequence[Who] = ()  # of the parts of checkpoints
         self._travel_told = False
+        self._inexact = ""  # how an earlier part of the run was done, if not exactly
         self._watched: list[list[float]] = []  # compute seconds of every worker, by step
         self._met_in = -1  # the crew's epoch in which the last step was committed
         self._evicted = False  # too slow: asks to leave
@@ -722,13 +723,24 @@ class Run:
         if self.leader:
             repeated = max(0, max(self.crew.committed_before(), self.seat.settings.committed) - self.step)
             event = Resumed(
-                time=time.time(), step=self.step, path=str(found.path), skipped=list(found.skipped), repeated=repeated
+                time=time.time(),
+                step=self.step,
+                path=str(found.path),
+                skipped=list(found.skipped),
+                repeated=repeated,
+                inexact=self._inexact,
             )
             self.seat.wire.send(event)
 
     def _told(self) -> dict[str, Any]:
         """What whoever goes on from here should still know."""
-        return {"loss": self.loss, "metrics": self.metrics, "passes": self._passes, "evaluations": self._evaluations[0]}
+        return {
+            "loss": self.loss,
+            "metrics": self.metrics,
+            "passes": self._passes,
+            "evaluations": self._evaluations[0],
+            **({"inexact": self._inexact} if self._inexact else {}),
+        }
 
     def _restore(self, snapshot: Snapshot) -> None:
         self._live.restore(snapshot, own=True)
@@ -742,6 +754,7 @@ class Run:
         if self.step:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
         self.loss, self.metrics = told["loss"], told["metrics"]
+        self._inexact = told.get("inexact", "")
         self._evaluations = (told.get("evaluations", 0), self.metrics)
 
     def finish(self) -> None:

@@ -110,6 +110,7 @@ class Served:
         self.resumed_step = 0
         self.begins: list[Any] | None = None  # what servers go on from, where this worker tells them
         self.restored: int | None = None  # the step of the checkpoint that the optimizer here is of
+        self.inexact = "" if self.mode.exact else str(self.mode)  # how the run was done so far, or a part of it
         self.leads = False  # speaks for the run, evaluates and saves
         self.loss: float | None = None
         self.metrics: dict[str, float | None] = {}
@@ -225,12 +226,15 @@ class Served:
         told = found.snapshot.values["told"]
         self.resumed_step = self.step = found.snapshot.step
         self.loss, self.metrics = told["loss"], told["metrics"]
+        before = told.get("inexact", "")
+        self.inexact = before or self.inexact
         event = Resumed(
             time=time.time(),
             step=self.step,
             path=str(found.path),
             skipped=list(found.skipped),
             repeated=max(0, self.settings.committed - self.step),
+            inexact=before,
         )
         self.seat.wire.send(event)
         return [self.first_number, told.get("done_above", []), told.get("rows", ""), self.resumed_step]
@@ -440,16 +444,19 @@ class Served:
         told |= {"passes": step // self.schedule.steps_per_epoch}
         told |= {"done_above": list(done_above)} if done_above else {}
         told |= {"rows": rows} if rows else {}
+        told |= {"inexact": self.inexact} if self.inexact else {}
         self.saving.save(step, told, token=str(step))
         self.let_go()
         self.journal.begin()
 
     def _keep_rows(self, step: int) -> str:
-        """Tables are too large to pass through a worker: the servers write what they have."""
+        """Tables are too large to pass through a worker: the servers write what they have. With a queue they do so in
+        any case: what is in a checkpoint is not lost with a server."""
+        if self.tables or not self.mode.lockstep:
+            for future in [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]:
+                future.wait()
         if not self.tables or self.seat.folder is None:
             return ""
-        for future in [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]:
-            future.wait()
         return keep_rows(self.seat.folder, step, self.plan.servers)
 
     def _fetch_state(self) -> None:

@@ -290,7 +290,8 @@ class Holdings:
             found += self._filled(name).flats
         return [Slot(name) for name in names], found
 
-    def pull(self, slots: Sequence[Slot], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def pull(self, slots: Sequence[Slot], tensors: Sequence[Tensor], version: int) -> list[Tensor]:
+        """`version`: that the shard is at."""
         stream = list(tensors)
         found: list[Tensor] = []
         for slot in slots:
@@ -298,7 +299,7 @@ class Holdings:
                 rows = self._sparse(slot.table)
                 (ids,) = _taken(stream, 1, slot)
                 self._check_ids(rows, ids)
-                found.append(rows.read(rows.own(ids)))
+                found.append(rows.read(rows.own(ids), version=version))
             else:
                 table = self._filled(slot.table)
                 keys = self._keys(slot, table)

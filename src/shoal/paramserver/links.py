@@ -174,8 +174,7 @@ class Links:
             self.drop(link)
             self._tell_away(link)
         link.tries += 1
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(link.tries - 1, 10))
-        link.next_try = now + pause * random.uniform(0.5, 1.0)
+        link.next_try = now + _pause(link.tries)
         try:
             if isinstance(link.where, str):
                 stream = dial(link.where, min(DIAL_SECONDS, self.timeout))
@@ -297,6 +296,8 @@ class Links:
             link.away_since, link.away_clock = time.monotonic(), time.time()
             link.tries = 0
             link.next_try = 0.0
+        else:  # one that is being killed still takes a connection
+            link.next_try = time.monotonic() + _pause(link.tries)
         link.reason = reason
         if link.error is None:
             self.absent.add(link)
@@ -343,3 +344,7 @@ class Links:
             sent.future.fail(error)
         if (sent.future is None or sent.future.left_alone) and self.failed is None:
             self.failed = error
+
+
+def _pause(tries: int) -> float:
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(tries - 1, 10)) * random.uniform(0.5, 1.0)

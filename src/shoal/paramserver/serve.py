@@ -162,9 +162,7 @@ def connect(addresses: Sequence[str] | str | None = None, worker: int | None = N
     if isinstance(addresses, str):
         addresses = [each.strip() for each in addresses.split(",") if each.strip()]
     if not addresses:
-        raise InputError(
-            "no servers: SHOAL_SERVERS is not set", fix="SHOAL_SERVERS=unix:/tmp/shard-0, or addresses=[…]"
-        )
+        raise InputError("no servers: SHOAL_SERVERS is not set", fix="shoal run SCRIPT --servers 1; or addresses=[…]")
     if worker is None:
         rank = os.environ.get("RANK", "0")
         if not (rank.isascii() and rank.isdigit()):

@@ -323,7 +323,7 @@ class Shard:
         return Values(self.version, slots, self.step), found
 
     def _pull(self, asked: Asked, request: Pull, tensors: Sequence[Tensor]) -> Outcome:
-        return Values(self.version, request.slots, self.step), self.tables.pull(request.slots, tensors)
+        return Values(self.version, request.slots, self.step), self.tables.pull(request.slots, tensors, self.version)
 
     def _state(self, asked: Asked, request: messages.State, tensors: Sequence[Tensor]) -> Outcome:
         return self.tables.state(request.table)

@@ -89,14 +89,16 @@ class SparseTable:
 
     # -- pull and push ------------------------------------------------------------------------------------------------
 
-    def pull(self, ids: Tensor, into: Tensor | None = None) -> Tensor:
-        """A copy of these rows. Nothing changes."""
-        return self.read(self._keys(ids), into)
+    def pull(self, ids: Tensor, into: Tensor | None = None, *, version: int = 0) -> Tensor:
+        """A copy of these rows, as they are at this version. Nothing changes."""
+        return self.read(self._keys(ids), into, version=version)
 
-    def read(self, keys: Keys, into: Tensor | None = None) -> Tensor:
+    def read(self, keys: Keys, into: Tensor | None = None, *, version: int = 0) -> Tensor:
         """As `pull`, of keys that are checked."""
         self._heat.note(keys)
         slots = self._index.find(keys)
+        if self.spec.evict_age:
+            slots[self._too_old(slots, version)] = -1
         rows = torch.empty(len(keys), self.spec.dim, dtype=self.dtype) if into is None else into
         new = slots < 0
         if not new.any():
@@ -143,6 +145,10 @@ class SparseTable:
     def _hold(self, keys: Keys, version: int) -> Slots:
         self._heat.note(keys)
         slots = self._index.find(keys)
+        if self.spec.evict_age:
+            old = self._too_old(slots, version - 1)  # at which they were pulled
+            self._forget(keys[old], slots[old])
+            slots[old] = -1
         new = np.flatnonzero(slots < 0)
         if len(new):
             slots[new] = self._make(keys[new])
@@ -214,12 +220,20 @@ class SparseTable:
             return 0
         self.swept = version
         keys, slots = self._index.held()
-        last, touches = self._when(slots)
+        gone = self._too_old(slots, version)
+        self._forget(keys[gone], slots[gone])
+        return len(gone)
+
+    def _too_old(self, slots: Slots, version: int) -> npt.NDArray[np.int64]:
+        """Which of them are, held or not. Whether they have been looked for shows nowhere: that depends on which rows
+        are on a shard."""
+        held = np.flatnonzero(slots >= 0)
+        last, touches = self._when(slots[held])
         gone = version - last > self.spec.evict_age
         if self.spec.evict_least:
             gone &= touches < self.spec.evict_least
-        self._forget(keys[gone], slots[gone])
-        return int(gone.sum())
+        old: npt.NDArray[np.int64] = held[gone]
+        return old
 
     def _shrink(self, version: int) -> None:
         """Down to the capacity: the least often touched, then the oldest. What was just touched stays if it can."""

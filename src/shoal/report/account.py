@@ -40,6 +40,7 @@ def report(
         "outcome": outcome,
         "stopped": lowest.stopped if lowest else None,
         "exact": _exact(tally),
+        "inexact_before": (tally.resumed.inexact if tally.resumed else "") or None,
         "weights_sha256": lowest.weights_sha256 if lowest else None,
         "steps": tally.step,
         "steps_planned": started.steps if started else None,
@@ -110,7 +111,8 @@ def _exact(tally: Tally) -> bool | None:
         return None
     # A script that never joined has an arithmetic of its own.
     joined = any(worker.fingerprint for worker in tally.ranks)
-    return tally.started.exact and joined and all(travel.exact for travel in tally.travelled.values())
+    before = tally.resumed is None or not tally.resumed.inexact
+    return tally.started.exact and joined and before and all(travel.exact for travel in tally.travelled.values())
 
 
 def _committed(tally: Tally) -> dict[str, int]:

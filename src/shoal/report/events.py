@@ -141,6 +141,7 @@ class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
     path: str
     skipped: list[str] = []  # checkpoints that did not verify, with why
     repeated: int = 0  # steps that had been committed after this checkpoint and are done again
+    inexact: str = ""  # the way of keeping in step that it comes from, if that was not exact
 
 
 class Skipped(Event, frozen=True, kw_only=True, tag="skipped"):

@@ -176,6 +176,8 @@ def _weights(report: Report) -> Iterator[Row]:
 
 
 def _why_not_exact(report: Report) -> str:
+    if report.get("inexact_before"):
+        return f"it goes on from a checkpoint of --sync {report['inexact_before']}"
     travel = report.get("travel") or {"exact": True}
     if not travel["exact"]:
         used = [name for level, name in travel["compress"].items() if level not in travel["uncrossed"]]
