@@ -466,6 +466,26 @@ def test_the_result_is_written_when_nobody_is_at_a_step_any_more() -> None:
     assert short(dead.gone(1)) == [(0, "errand", "finish")], "nobody waits for the dead"
 
 
+def test_steps_that_are_missing_below_others_are_done_before_a_run_stops() -> None:
+    """Then it goes on from one step, in any mode."""
+    made = pace("async", workers=2, steps=9, finish=True)
+    then(made, 0)  # 0, and 1 is kept for it
+    then(made, 1)  # 2, and 3
+    then(made, 1, done=2)
+    made.gone(0)
+    made.ended("asked to stop", True)
+    assert then(made, 1, done=3) == [(1, 0, -1)]
+    assert then(made, 1, done=0) == [(1, 1, -1)]
+    assert short(ask(made, 1, done=1)) == [(1, "errand", "finish")]
+    assert made.standing()["above"] == [] and made.standing()["done"] == 4
+    over = pace("async", workers=2, steps=9, finish=True)
+    ask(over, 0)
+    ask(over, 1)
+    over.gone(0)
+    over.ended("target reached", False)
+    assert short(ask(over, 1, done=1)) == [(1, "errand", "finish")], "nobody goes on from there"
+
+
 def test_a_run_goes_on_from_what_others_found() -> None:
     """Workers came before anybody knew where it begins."""
     made = pace("async", workers=1, steps=9)

@@ -392,9 +392,8 @@ class Local(Lockstep):
                 self.scheduler.step()
         self.turned = self.step
 
-    @property
-    def first_number(self) -> int:
-        return self.resumed_step // self.length
+    def begin_at(self, above: Sequence[int]) -> tuple[int, Sequence[int]]:
+        return self.resumed_step // self.length, ()
 
     def one_step(self) -> None:
         """One round."""

@@ -140,10 +140,12 @@ class Queueing(Served):
             self.wrote = True
 
     def standing_steps(self) -> tuple[int, list[int]]:
-        """All steps below the first are done, and these above it."""
+        """So many are done: all but some below these."""
         values: dict[str, Any] = self.standings()[0].values
-        above = list(values["above"])
-        return values["done"] - len(above), above
+        return values["done"], list(values["above"])
+
+    def begin_at(self, above: Sequence[int]) -> tuple[int, Sequence[int]]:
+        return self.resumed_step - len(above), above
 
     def end(self, reply: End) -> None:
         self.pull()

@@ -237,7 +237,8 @@ class Served:
             inexact=before,
         )
         self.seat.wire.send(event)
-        return [self.first_number, told.get("done_above", []), told.get("rows", ""), self.resumed_step]
+        first, above = self.begin_at(told.get("done_above", []))
+        return [first, list(above), told.get("rows", ""), self.resumed_step]
 
     def restore(self) -> Found:
         found = self.saving.resume(Alone(), lost=False)
@@ -254,10 +255,10 @@ class Served:
         """The servers' optimizer and schedule, as they are here: of the whole model."""
         return (self.optimizer, self.scheduler) if self.outer is None else (self.outer, None)
 
-    @property
-    def first_number(self) -> int:
-        """Of the step that the run begins with, as the servers count."""
-        return self.step
+    def begin_at(self, above: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """The step that servers go on from, as they count, and those above it that are done. `above`: of the
+        checkpoint, where its steps came from a queue. Only a queue can do what is missing among them."""
+        return self.resumed_step, ()
 
     def _fill_shard(self, shard: int) -> None:
         """The values come last: with them the table stands, and when all do, others begin."""

@@ -450,8 +450,8 @@ class Queue:
         told: list[Told] = []
         for group in dict.fromkeys(self.mode.group_of(worker) for worker in self.parked):
             members = self._members(group)
-            if self.end is None and members and all(worker in self.parked for worker in members):
-                told += self._turn(group, members)
+            if members and all(worker in self.parked for worker in members):
+                told += self._turn(group, members) if self.end is None else self._close_gap(group, members)
         if self.end is None and self.floor >= self.steps and not self.errands and not self.running:
             self.end = End(reason="", resumable=False, done=self.done)
         if self.end is not None and self.finish:
@@ -465,9 +465,7 @@ class Queue:
         """One of those who wait, unless one is at it; when nobody who is there is still at a ticket: what the result
         holds is then what is said to be done."""
         waiting = [worker for worker in self.parked if worker in self.live]
-        parties = [self._party(worker) for worker in self.live]
-        at_work = any(party.ticket >= 0 and not self.is_done(party.ticket) for party in parties)
-        if FINISH in self.running.values() or not waiting or at_work:
+        if FINISH in self.running.values() or not waiting or self._at_work():
             return []
         self.running[waiting[0]] = FINISH
         return [Told(self.parked.pop(waiting[0]), Errand(what=FINISH, done=self.done))]
@@ -486,10 +484,33 @@ class Queue:
             if ticket is None:
                 return []
             party.ticket = ticket
-        present = tuple(self.parked.pop(worker) for worker in members)
         if party.ahead and (party.then < 0 or self.is_done(party.then)):
             fresh = self._fresh()
             party.then = -1 if fresh is None else fresh
+        return self._give(party, members, again=again)
+
+    def _close_gap(self, group: int, members: list[int]) -> list[Told]:
+        """The run ends, and somebody may go on from here: steps below those that are done are done first, so that it
+        goes on from one step, in any mode."""
+        party, highest = self.parties[group], max(self.above, default=-1)
+        again = party.ticket >= 0 and not self.is_done(party.ticket)
+        if self.end is None or not self.end.resumable or self.running or (again and party.ticket > highest):
+            return []
+        if not again:
+            taken = self._at_work()
+            gaps = [each for each in range(self.floor, highest) if not self.is_done(each) and each not in taken]
+            if not gaps:
+                return []
+            party.ticket, party.then = gaps[0], -1
+        return self._give(party, members, again=again)
+
+    def _at_work(self) -> set[int]:
+        """Tickets that somebody who is there is at."""
+        away = (self._party(worker).ticket for worker in self.live if worker not in self.parked)
+        return {ticket for ticket in away if ticket >= 0 and not self.is_done(ticket)}
+
+    def _give(self, party: Party, members: list[int], *, again: bool) -> list[Told]:
+        present = tuple(self.parked.pop(worker) for worker in members)
         if again or present != party.members:
             party.epoch += 1
         party.members = present
