@@ -177,6 +177,8 @@ class Served:
             except RefusedError as refused:
                 if refused.code not in EMPTY:
                     self.refused_at_entry(refused)
+        self.let_go()
+        self.inexact = found[0].inexact or self.inexact
         event = WorkerStarted(
             time=time.time(),
             rank=self.worker,
@@ -218,7 +220,6 @@ class Served:
             self._fill_shard(shard)
         for future in [self.client.request(shard, Keep()) for shard in unkept]:
             future.wait()
-        self.let_go()
 
     def _resume(self) -> list[Any]:
         """What the servers are to begin with: see Shard."""
@@ -227,7 +228,6 @@ class Served:
         self.resumed_step = self.step = found.snapshot.step
         self.loss, self.metrics = told["loss"], told["metrics"]
         before = told.get("inexact", "")
-        self.inexact = before or self.inexact
         event = Resumed(
             time=time.time(),
             step=self.step,
@@ -238,7 +238,7 @@ class Served:
         )
         self.seat.wire.send(event)
         first, above = self.begin_at(told.get("done_above", []))
-        return [first, list(above), told.get("rows", ""), self.resumed_step]
+        return [first, list(above), told.get("rows", ""), self.resumed_step, before]
 
     def restore(self) -> Found:
         found = self.saving.resume(Alone(), lost=False)

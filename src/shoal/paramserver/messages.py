@@ -299,6 +299,7 @@ class Stood(Reply, frozen=True):
     values: dict[str, Any] = {}  # of the pace
     came_back: bool = False  # another process had this shard before, and nobody has gone back with it since
     began: int = 0  # the job's step that the run began with; `step` may count something else
+    inexact: str = ""  # how the steps before that were done, if not exactly
 
 
 class Counted(Reply, frozen=True):

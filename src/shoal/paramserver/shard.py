@@ -268,10 +268,10 @@ class Shard:
             self.tables.put(request, tensors)
         return Done(self.version), ()
 
-    def _begin(self, first: int, done: Sequence[int], rows: str = "", began: int = 0) -> None:
+    def _begin(self, first: int, done: Sequence[int], rows: str = "", began: int = 0, inexact: str = "") -> None:
         """The run goes on from a checkpoint, of the job's step `began`: nothing has been done here yet. Whoever says it
-        may be lost before all servers have their values, and another one says it again."""
-        word = [first, list(done), rows, began]
+        may be lost before all servers have their values, and another one says it again. `inexact`: kept for workers."""
+        word = [first, list(done), rows, began, inexact]
         if word == self._begun and not self.version:
             return
         if self.version or self._begun is not None or self.tables.touched:
@@ -487,7 +487,8 @@ class Shard:
             kept=list(self._stands),
             values=self.pace.standing() if self.pace is not None else {},
             came_back=self._came_back,
-            began=self._begun[-1] if self._begun is not None else 0,
+            began=self._begun[3] if self._begun is not None else 0,
+            inexact=self._begun[4] if self._begun is not None else "",
         )
         return stood, ()
 
