@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shoal.paramserver.cut import Flat, Part, flat
 from shoal.paramserver.messages import DenseSpec, Found
-from shoal.paramserver.optimizers import make_optimizer
+from shoal.paramserver.optimizers import bare_step, make_optimizer
 
 Factory: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], tuple[Optimizer, Any]]  # ... and a scheduler, or None
 Keys: TypeAlias = tuple[int, ...] | None
@@ -58,13 +58,16 @@ class DenseTable:
         self.every = tuple(range(len(self.parts)))
         self.optimizer: Optimizer | None = None
         self.scheduler: Any = None
+        self._step: Callable[[], Any] = lambda: None
         named = list(zip((part.name for part in self.parts), self.parameters, strict=True))
         if spec.optimizer == "job":
             assert factory is not None
             if named:
                 self.optimizer, self.scheduler = factory(named)
+                self._step = self.optimizer.step
         elif spec.optimizer != "none" and named:
             self.optimizer = make_optimizer(spec.optimizer, spec.settings, named)
+            self._step = bare_step(self.optimizer)
         self._layouts: dict[Keys, Layout] = {}
         self._whole = self.layout(None)
         self._touched_whole = 0
@@ -100,7 +103,7 @@ class DenseTable:
         if self.optimizer is not None:
             for parameter, gradient in zip(layout.parameters, layout.views(fitting), strict=True):
                 parameter.grad = gradient
-            self.optimizer.step()
+            self._step()
             for parameter in layout.parameters:
                 parameter.grad = None
         if last:

@@ -125,7 +125,8 @@ class SparseTable:
     def update(self, keys: Keys, gradients: Tensor, version: int) -> None:
         """As `push`, of keys that are checked, each once."""
         slots = self._hold(keys, version)
-        gradients = gradients.detach().to(self.dtype).contiguous()
+        if gradients.dtype != self.dtype or gradients.requires_grad or not gradients.is_contiguous():
+            gradients = gradients.detach().to(self.dtype).contiguous()
         block = max(16, BLOCK_BYTES // self._values.row_bytes)
         for start in range(0, len(slots), block):
             some = slots[start : start + block]
