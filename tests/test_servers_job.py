@@ -20,7 +20,8 @@ from shoal.driver import Options
 from shoal.engines.lab import Lab
 from shoal.launch import train_with
 from shoal.paramserver.client import Client, Future
-from shoal.paramserver.messages import Apply, Compute, Keep, Request, Squares, Standing, State
+from shoal.paramserver.messages import Apply, Compute, Keep, Next, Request, Squares, Standing, State
+from shoal.paramserver.modes import Mode
 from shoal.queueing import Queueing
 from shoal.recovery.checkpoint import Checkpoints
 from shoal.report.events import ServerStarted, decode
@@ -307,6 +308,10 @@ def test_a_worker_asks_for_the_rows_of_its_next_step() -> None:
     for ticket, then in ((0, 2), (2, 3), (5, 3), (3, -1), (7, -1)):
         worker.look_ahead(Compute(ticket=ticket, then=then))
     assert asked == [(0, False), (2, True), (3, True), (5, False), (3, True), (7, False)]
+    worker.worker, worker.mode = 1, Mode.read("async")
+    for table, knows in ((shoal.Embedding(5, 2, ids=lambda batch: batch), True), (shoal.Embedding(5, 2), False)):
+        worker.tables = [("words", table)]
+        assert worker.next(done=3) == Next(1, done=3, ahead=knows)
 
 
 @pytest.mark.parametrize("shard", [0, 1])
@@ -556,6 +561,22 @@ def test_what_goes_on_from_an_inexact_run_is_not_exact(tmp_path: Path) -> None:
     found = shoal.train(this, resume=str(run), workers=1, servers=0, quiet=True)
     assert not found.exact and found.value["inexact_before"] == "async"
     assert any("goes on from a checkpoint of --sync async" in text for _, text in rows(found.value))
+
+
+def test_servers_with_a_queue_are_kept_with_every_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a checkpoint holds is not lost with a server."""
+    real, told = Client.request, tmp_path / "kept"
+
+    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
+        if isinstance(request, Keep):
+            with told.open("a") as file:
+                file.write("once\n")
+        return real(self, shard, request, tensors)
+
+    monkeypatch.setattr(Client, "request", request)
+    train(plain_job(checkpoint_every=8, steps=16), tmp_path / "run", workers=1, servers=1, sync="async")
+    saved = events(tmp_path / "run", "saved")
+    assert len(told.read_text().split()) == 1 + len(saved) == 3, "the first values, and each of these"
 
 
 def test_checkpoints_are_written_on_the_way_in_every_mode(tmp_path: Path) -> None:
