@@ -28,7 +28,7 @@ from torch import Tensor
 
 import shoal  # registers the backend
 from contenders import forked, scratch_folder
-from shoal.collectives.commons import open_commons
+from shoal.collectives.shared_buffers import open_commons
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "collectives.json"

@@ -16,8 +16,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.compress import Compressor, Meter, read_compressor
-from shoal.exact.kernels import settle
+from shoal.collectives.compression import Compressor, Meter, read_compressor
+from shoal.numerics.kernels import settle
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "compressors.json"

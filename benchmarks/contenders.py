@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 import shoal
 from cases import Case
-from shoal.driver import Options
-from shoal.launch import train_with
-from shoal.seat import Settings
+from shoal.driver.driver import Options
+from shoal.driver.launch import train_with
+from shoal.worker.context import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from contenders import forked, scratch_folder
-from shoal.paramserver.cache import Cached
 from shoal.paramserver.client import Client, Sparse
+from shoal.paramserver.local_servers import Servers
 from shoal.paramserver.messages import Counted, SparseSpec, Stats
-from shoal.paramserver.serve import Servers
+from shoal.paramserver.row_cache import Cached
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "hotkeys.json"

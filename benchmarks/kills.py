@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import cases
 import shoal
 from notes import COMMITTED, STARTED, Fault, Note, Tail, judge
-from shoal.driver import Options
+from shoal.driver.driver import Options
+from shoal.driver.launch import train_with
 from shoal.errors import ShoalError
-from shoal.launch import train_with
 from shoal.report.events import Changed, HandedOver, Recovered, Steps, WorkerStarted, decode
 
 HERE = Path(__file__).parent

@@ -19,8 +19,8 @@ from torch import Tensor
 import pushes
 from contenders import forked, scratch_folder
 from shoal.paramserver.client import Client
+from shoal.paramserver.local_servers import Servers
 from shoal.paramserver.messages import SparseSpec
-from shoal.paramserver.serve import Servers
 
 Values = dict[str, Tensor]
 

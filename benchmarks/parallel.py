@@ -24,9 +24,9 @@ import torch._dynamo  # optimizers load it at their first step; loaded here once
 import parallel_pipeline as pipeline
 from parallel_cases import Equal, gpt
 from parallel_contenders import KINDS, MICROBATCHES, Measured
-from shoal import schedule as schedules
 from shoal.errors import ShoalError, Stopped
-from shoal.report import figures
+from shoal.parallel import pipeline_schedule as schedules
+from shoal.report import human
 from train import machine, ratio
 
 RESULTS = Path(__file__).parent / "results" / "parallel.json"
@@ -307,10 +307,10 @@ def _show_memory(found: dict[str, Any]) -> list[str]:
     for row in found["pipeline"]:
         name = f"{row['microbatches']} microbatches, stage {row['stage']}"
         cells = (row["peak"]["gpipe"], row["peak"]["1f1b"], row["difference"], row["predicted"])
-        lines.append(f"{name:32}" + "".join(f"{figures.size(each):>10}" for each in cells) + f"{row['relative']:+7.0%}")
+        lines.append(f"{name:32}" + "".join(f"{human.size(each):>10}" for each in cells) + f"{row['relative']:+7.0%}")
     lines += ["", f"{found['parameters']:,} parameters, AdamW{'':12}{'peak':>10}{'formula':>10}{'over it':>9}"]
     for row in found["sharding"]:
-        sizes = f"{figures.size(row['peak']):>10}{figures.size(row['formula']):>10}"
+        sizes = f"{human.size(row['peak']):>10}{human.size(row['formula']):>10}"
         lines.append(f"  {row['layout']:36}{sizes}{row['ratio']:9.2f}")
     return [*lines, *(f"left out: {name}: {reason}" for name, reason in found["skipped"].items())]
 

@@ -29,11 +29,11 @@ from cases import Case
 from contenders import forked, scratch_folder
 from parallel_cases import Gpt
 from shoal.collectives.group import Workers
-from shoal.driver import Options
-from shoal.launch import open_job, plan_for, train_with
-from shoal.outline import outline
-from shoal.plan.layout import Layout
-from shoal.strategies.tensor.team import Team
+from shoal.driver.driver import Options
+from shoal.driver.launch import open_job, plan_for, train_with
+from shoal.parallel.layout import Layout
+from shoal.parallel.tensor.group import Team
+from shoal.worker.model_partition import outline
 
 MICROBATCHES = 8  # of a pipeline
 WHOLE = {"embed": "whole", "place": "whole", "head": "whole"}  # what the one by hand leaves as it is, too

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 import shoal
 from contenders import scratch_folder
 from parallel_cases import Equal
-from shoal import schedule as schedules
-from shoal.driver import Options
-from shoal.launch import open_job, plan_for, train_with
-from shoal.memory import Need
-from shoal.outline import need_of, outline
-from shoal.plan.layout import Layout
-from shoal.seat import Settings
+from shoal.driver.driver import Options
+from shoal.driver.launch import open_job, plan_for, train_with
+from shoal.parallel import pipeline_schedule as schedules
+from shoal.parallel.layout import Layout
+from shoal.worker.context import Settings
+from shoal.worker.memory import Need
+from shoal.worker.model_partition import need_of, outline
 
 GENEROUS = 6 << 30  # a cap that nobody comes near: freed memory goes back to the kernel, so a peak is what was alive
 

@@ -27,19 +27,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.cluster import Cluster, find_cluster
-from shoal.estimate.predict import predict
-from shoal.estimate.prediction import Prediction
-from shoal.estimate.runtime import SHOAL
-from shoal.estimate.setup import Setup
-from shoal.estimate.work import Work
-from shoal.launch import open_job
-from shoal.plan.layout import Layout
-from shoal.probe import cluster_of, probe
-from shoal.report.account import PARTS
+from shoal.cli.probe import cluster_of, probe
+from shoal.driver.launch import open_job
+from shoal.parallel.layout import Layout
+from shoal.planner.cluster import Cluster, find_cluster
+from shoal.planner.cost.predict import predict
+from shoal.planner.cost.prediction import Prediction
+from shoal.planner.cost.runtime import SHOAL
+from shoal.planner.cost.setup import Setup
+from shoal.planner.cost.workload import Work
+from shoal.planner.trace_job import work_of
 from shoal.report.events import Steps
-from shoal.report.folder import RunFolder
-from shoal.survey import work_of
+from shoal.report.run_folder import RunFolder
+from shoal.report.summarize import PARTS
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"

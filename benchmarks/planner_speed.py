@@ -10,12 +10,12 @@ import json
 import time
 from dataclasses import replace
 
-from shoal.cluster import find_cluster
-from shoal.estimate.predict import predict_many
-from shoal.estimate.setup import PLANNED
-from shoal.estimate.shape import Shape, work_of_shape
-from shoal.plan.candidates import candidates, space_of
-from shoal.plan.search import search
+from shoal.planner.cluster import find_cluster
+from shoal.planner.cost.predict import predict_many
+from shoal.planner.cost.setup import PLANNED
+from shoal.planner.cost.transformer_shape import Shape, work_of_shape
+from shoal.planner.search.candidates import candidates, space_of
+from shoal.planner.search.search import search
 
 SHAPE = Shape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 GOAL = 2.0

@@ -40,8 +40,8 @@ from kills import (
     why_no_torchft,
 )
 from notes import Fault, Tail
-from shoal.driver import Options
-from shoal.launch import train_with
+from shoal.driver.driver import Options
+from shoal.driver.launch import train_with
 from shoal.report.events import Steps, decode
 from train import machine, ratio
 

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster import find_cluster
-from shoal.estimate.predict import predict
-from shoal.estimate.runtime import MEGATRON_2021, Runtime
-from shoal.estimate.setup import Setup
-from shoal.estimate.shape import Shape, work_of_shape
-from shoal.paramserver.modes import Mode
-from shoal.simulate.failures import DAY, POLICIES, Trial, endure
-from shoal.simulate.servers import Servers, compare
-from shoal.simulate.step import simulate_step, straggling
-from shoal.simulate.stragglers import Stragglers
+from shoal.paramserver.sync_mode import Mode
+from shoal.planner.cluster import find_cluster
+from shoal.planner.cost.predict import predict
+from shoal.planner.cost.runtime import MEGATRON_2021, Runtime
+from shoal.planner.cost.setup import Setup
+from shoal.planner.cost.transformer_shape import Shape, work_of_shape
+from shoal.planner.simulate.failures import DAY, POLICIES, Trial, endure
+from shoal.planner.simulate.servers import Servers, compare
+from shoal.planner.simulate.step import simulate_step, straggling
+from shoal.planner.simulate.stragglers import Stragglers
 
 RESULTS = Path(__file__).parent / "results" / "simulate.json"
 LLAMA = "layers=128,hidden=16384,heads=128,seq=8192,vocab=128256,ffn=53248,kv_heads=8,gated=1"

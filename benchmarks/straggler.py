@@ -24,12 +24,12 @@ from torch import Tensor, nn
 import shoal
 from contenders import forked, scratch_folder
 from notes import Tail
-from shoal.driver import Options
-from shoal.launch import train_with
-from shoal.paramserver.modes import Mode
+from shoal.driver.driver import Options
+from shoal.driver.launch import train_with
+from shoal.paramserver.sync_mode import Mode
+from shoal.planner.simulate.servers import Servers, serve
+from shoal.planner.simulate.stragglers import Stragglers
 from shoal.report.events import Steps, decode
-from shoal.simulate.servers import Servers, serve
-from shoal.simulate.stragglers import Stragglers
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "straggler.json"

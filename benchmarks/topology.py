@@ -23,19 +23,19 @@ import torch._dynamo  # optimizers load it at their first step; loaded here once
 import torch.distributed as dist
 
 from contenders import scratch_folder
-from shoal.cluster import Order, bandwidth_text, even_cluster
-from shoal.collectives.choose import choose, readable_bytes
-from shoal.collectives.cost import cost
+from shoal.collectives.choose_algorithm import choose, readable_bytes
+from shoal.collectives.cost_model import cost
 from shoal.collectives.group import Workers
-from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
-from shoal.collectives.travel import places_of
-from shoal.driver import Options
-from shoal.engines.lab import Lab
-from shoal.launch import train_with
-from shoal.load import load_job
-from shoal.seat import Settings
+from shoal.collectives.options import Traffic, Wish, wish_of_environment
+from shoal.collectives.stats import places_of
+from shoal.driver.driver import Options
+from shoal.driver.launch import train_with
+from shoal.driver.launchers.lab import Lab
+from shoal.driver.outcome import RunFailed
+from shoal.job.load import load_job
+from shoal.planner.cluster import Order, bandwidth_text, even_cluster
 from shoal.testing import ranks
-from shoal.verdict import RunFailed
+from shoal.worker.context import Settings
 from train import machine, ratio
 
 RESULTS = Path(__file__).parent / "results" / "topology.json"

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.paramserver.client import Client
+from shoal.paramserver.local_servers import Servers, connect
 from shoal.paramserver.messages import SparseSpec
-from shoal.paramserver.serve import Servers, connect
 from shoal.report.chart import Chart, save_charts, text
 
 GAMES, LENGTH = 8, 32  # played side by side by each worker, and for how many steps before a gradient

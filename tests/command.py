@@ -16,9 +16,9 @@ from typing import IO, Any
 import msgspec
 import pytest
 
-from shoal.cli import main
-from shoal.exact.digest import combine, digests
-from shoal.recovery.checkpoint import Checkpoints, Found
+from shoal.cli.main import main
+from shoal.numerics.digest import combine, digests
+from shoal.recovery.checkpoint.directory import Checkpoints, Found
 
 HASH = r"\b[0-9a-f]{64}\b"
 

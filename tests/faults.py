@@ -20,29 +20,28 @@ from typing import Any
 
 import pytest
 
-import shoal.formation
-import shoal.run
 from command import Forked, events
-from shoal.collectives.commons import Commons
-from shoal.crew import Crew
-from shoal.driver import Options
+from shoal.collectives.shared_buffers import Commons
+from shoal.driver.driver import Options
+from shoal.driver.launch import open_job, train_with
+from shoal.driver.result import Report
 from shoal.errors import PeerLost
-from shoal.history import audit_samples
-from shoal.job import Job
-from shoal.keeper import Keeper
-from shoal.launch import open_job, train_with
-from shoal.plan.layout import Layout
-from shoal.recovery.ledger import Audit
-from shoal.recovery.process import condition
-from shoal.recovery.protocol import Who
-from shoal.recovery.storeserver import read_serving
-from shoal.report.folder import RunFolder
-from shoal.result import Report
-from shoal.run import Run
-from shoal.seat import Settings
-from shoal.strategies.data import DataParallel, Lap
-from shoal.strategies.pipeline import Stream
-from shoal.strategies.update import Update
+from shoal.job.job import Job
+from shoal.parallel.data_parallel import DataParallel, Lap
+from shoal.parallel.layout import Layout
+from shoal.parallel.optimizer_view import Update
+from shoal.parallel.pipeline import Stream
+from shoal.recovery.membership.process import condition
+from shoal.recovery.membership.protocol import Who
+from shoal.recovery.membership.sqlite_server import read_serving
+from shoal.recovery.sample_audit import Audit
+from shoal.report.event_queries import audit_samples
+from shoal.report.run_folder import RunFolder
+from shoal.worker import form_groups, trainer
+from shoal.worker.checkpointer import Keeper
+from shoal.worker.context import Settings
+from shoal.worker.elastic_membership import Crew
+from shoal.worker.trainer import Run
 
 PATIENCE_SECONDS = 45.0  # for what a fault waits for; then the run fails, and the test with it
 
@@ -62,27 +61,27 @@ MEETS = Place(DataParallel, "meet")  # it has what all have computed, and has to
 ADDED_UP = Place(Commons, "add_up", after=True)  # its share of the sums is written to all; it has not said so
 MET = Place(DataParallel, "meet", after=True)  # it knows that all have the gradient: the step is committed
 MERGED = Place(Run, "backward", after=True)  # the gradient is in .grad, and the optimizer has yet to step
-EVALUATES = Place(shoal.run, "evaluate")
-EVALUATED = Place(shoal.run, "evaluate", after=True)
-AGREES = Place(shoal.run, "agree_on_weights")
+EVALUATES = Place(trainer, "evaluate")
+EVALUATED = Place(trainer, "evaluate", after=True)
+AGREES = Place(trainer, "agree_on_weights")
 SAVED = Place(Keeper, "save", after=True)
 RECOVERS = Place(Crew, "recover")
 CHANGES = Place(Crew, "change")
 CHANGED = Place(Crew, "change", after=True)
 FORMS = Place(Crew, "_make_group")
 FORMED = Place(Crew, "_make_group", after=True)
-GIVES = Place(shoal.run, "give")
-GAVE = Place(shoal.run, "give", after=True)
-ACCEPTS = Place(shoal.run, "accept")
-ACCEPTED = Place(shoal.run, "accept", after=True)
+GIVES = Place(trainer, "give")
+GAVE = Place(trainer, "give", after=True)
+ACCEPTS = Place(trainer, "accept")
+ACCEPTED = Place(trainer, "accept", after=True)
 FINISHES = Place(Run, "finish")
 STANDS_DOWN = Place(Crew, "stand_down")  # everybody has heard that the result is written
 
 # Where the model is cut.
 FORWARD = Place(Stream, "_forward")
 BACKWARD = Place(Stream, "_backward")
-FORMS_TEAMS = Place(shoal.formation, "form_teams")
-FORMED_TEAMS = Place(shoal.formation, "form_teams", after=True)
+FORMS_TEAMS = Place(form_groups, "form_teams")
+FORMED_TEAMS = Place(form_groups, "form_teams", after=True)
 SHARES = Place(Run, "_share_evaluation")
 SPREADS = Place(Update, "after")  # with zero: rows of weights to those who do not update them
 

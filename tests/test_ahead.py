@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import shoal
-from shoal.ahead import Ahead
-from shoal.feed import open_source
+from shoal.job.dataset import open_source
+from shoal.job.prefetch import Ahead
 
 
 class Augmented(Dataset[Any]):

@@ -11,16 +11,16 @@ import pytest
 import shoal
 from command import Caller, write_job
 from faults import FORWARD, Faults, both, kills, until_saved
-from shoal.auto import Chooser
-from shoal.cluster import find_cluster
+from shoal.driver.auto_layout import Chooser
+from shoal.driver.predict_run import Foresight, Ground, Unpredicted, forecast_of
 from shoal.errors import MemoryNeeded, PlanError
-from shoal.estimate.work import Block, Op, Work
-from shoal.forecast import Foresight, Ground, Unpredicted, forecast_of
-from shoal.plan.layout import Layout
-from shoal.plan.placement import Plan, make_plan
-from shoal.report.figures import size
-from shoal.report.folder import RunFolder
-from shoal.report.reconcile import LINES
+from shoal.parallel.layout import Layout
+from shoal.parallel.plan import Plan, make_plan
+from shoal.planner.cluster import find_cluster
+from shoal.planner.cost.workload import Block, Op, Work
+from shoal.report.human import size
+from shoal.report.predicted_vs_measured import LINES
+from shoal.report.run_folder import RunFolder
 from shoal.testing import everything, job_for
 
 MB = 10**6
@@ -88,11 +88,13 @@ def chooser(
 @pytest.fixture(autouse=True)
 def any_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """A space is that of the work: there is no job whose optimizer or slices could be looked at."""
-    import shoal.planning
-    from shoal.plan.candidates import space_of, without_inexact
+    import shoal.driver.job_space
+    from shoal.planner.search.candidates import space_of, without_inexact
 
     monkeypatch.setattr(
-        shoal.planning, "job_space", lambda job, source, work, cluster, exact: without_inexact(space_of(work, cluster))
+        shoal.driver.job_space,
+        "job_space",
+        lambda job, source, work, cluster, exact: without_inexact(space_of(work, cluster)),
     )
 
 

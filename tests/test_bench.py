@@ -12,18 +12,18 @@ import pytest
 import torch.distributed as dist
 
 from command import Caller, program
-from shoal.bench import Bench, Sized, Tried, fit_link, pairs, predict, text, usage
-from shoal.cluster import even_cluster, parse_cluster
-from shoal.collectives.arena import SLOT_BYTES
-from shoal.collectives.cost import Link
+from shoal.cli.bench import Bench, Sized, Tried, fit_link, pairs, predict, text, usage
+from shoal.collectives.cost_model import Link
 from shoal.collectives.group import Group, Workers
-from shoal.collectives.hostcost import Memory, Moved, moved, seconds_on_host
-from shoal.collectives.routes import CHUNKS, LEAST_CHUNK, MOST_CHUNK, MOST_CHUNKS, chunk_size
+from shoal.collectives.options import Wish, read_links
+from shoal.collectives.shm_cost import Memory, Moved, moved, seconds_on_host
+from shoal.collectives.shm_segment import SLOT_BYTES
 from shoal.collectives.topology import Place
-from shoal.collectives.traffic import Wish, read_links
-from shoal.engines.lab import Lab
-from shoal.engines.wiring import PAYLOAD, USUAL_LATENCY, links
+from shoal.collectives.trees import CHUNKS, LEAST_CHUNK, MOST_CHUNK, MOST_CHUNKS, chunk_size
+from shoal.driver.launchers.lab import Lab
+from shoal.driver.launchers.lab_network import PAYLOAD, USUAL_LATENCY, links
 from shoal.errors import InputError
+from shoal.planner.cluster import even_cluster, parse_cluster
 from shoal.testing import ranks
 from test_routes import at
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster import Cluster, find_cluster
 from shoal.errors import InputError
-from shoal.estimate.calibrate import FACTORS, NONE, Calibration, Observed, calibrated, fit
-from shoal.estimate.predict import predict
-from shoal.estimate.prediction import TERMS
-from shoal.estimate.runtime import SHOAL, Runtime
-from shoal.estimate.setup import Setup
-from shoal.estimate.work import Block, Op, Work
-from shoal.observed import calibration_of, observe, read_calibration, write_calibration
-from shoal.report.folder import RunFolder
+from shoal.planner.calibration_runs import calibration_of, observe, read_calibration, write_calibration
+from shoal.planner.cluster import Cluster, find_cluster
+from shoal.planner.cost.calibrate import FACTORS, NONE, Calibration, Observed, calibrated, fit
+from shoal.planner.cost.predict import predict
+from shoal.planner.cost.prediction import TERMS
+from shoal.planner.cost.runtime import SHOAL, Runtime
+from shoal.planner.cost.setup import Setup
+from shoal.planner.cost.workload import Block, Op, Work
+from shoal.report.run_folder import RunFolder
 
 TRUTH = {"compute": 1.3, "traffic": 0.6, "optimizer": 2.0, "memory": 1.2}
 MORE = 0.003  # seconds of a step

@@ -8,8 +8,6 @@ import msgspec
 import pytest
 
 from command import Caller, events
-from shoal.chaos.schedule import Fault, Schedule, make_schedule, read_schedule, read_seconds, victim
-from shoal.chaos.scorecard import Done, Scorecard, answers, lines, make_scorecard, pace
 from shoal.errors import InputError
 from shoal.report.events import (
     AnyEvent,
@@ -22,6 +20,8 @@ from shoal.report.events import (
     WorkerLost,
     WorkerStarted,
 )
+from shoal.testing.chaos.schedule import Fault, Schedule, make_schedule, read_schedule, read_seconds, victim
+from shoal.testing.chaos.scorecard import Done, Scorecard, answers, lines, make_scorecard, pace
 
 # Steps of at least 20 ms, whatever the machine: faults come while a step is under way.
 JOB = """\

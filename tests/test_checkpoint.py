@@ -24,15 +24,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal import keeper as keeping
 from shoal.errors import CheckpointError, InputError, RunFolderError
-from shoal.exact.digest import digests, tensor_sha256
-from shoal.keeper import Keeper, Live
-from shoal.recovery import checkpoint, manifest
-from shoal.recovery.checkpoint import Checkpoints, Snapshot, Written
-from shoal.recovery.plain import STORABLE_DTYPES, Room
-from shoal.recovery.saver import Patience, Saver
+from shoal.numerics.digest import digests, tensor_sha256
+from shoal.recovery.checkpoint import directory, manifest
+from shoal.recovery.checkpoint.async_writer import Patience, Saver
+from shoal.recovery.checkpoint.directory import Checkpoints, Snapshot, Written
+from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES, Room
 from shoal.report.events import Event, Saved, SaveFailed
+from shoal.worker import checkpointer as keeping
+from shoal.worker.checkpointer import Keeper, Live
 
 FILES = ("state.json", "model.safetensors", "optimizer.safetensors", "extra.safetensors", "manifest.json")
 
@@ -276,11 +276,11 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_a_defect(
     real = manifest.verify
 
     def verify_while_the_run_moves_on(path: Path, sealed: manifest.Manifest, files: tuple[str, ...]) -> None:
-        monkeypatch.setattr(checkpoint, "verify", real)
+        monkeypatch.setattr(directory, "verify", real)
         Checkpoints(two, keep=1).write(snapshot(30))
         real(path, sealed, files)
 
-    monkeypatch.setattr(checkpoint, "verify", verify_while_the_run_moves_on)
+    monkeypatch.setattr(directory, "verify", verify_while_the_run_moves_on)
     assert found(Checkpoints(two)) == (30, [])
     assert names(two) == ["step-00000030"]
 
@@ -357,11 +357,11 @@ def test_leftovers_of_dead_writers_are_swept_and_of_living_ones_are_not(tmp_path
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     me = os.getpid()
-    here, elsewhere = checkpoint._machine(), "0123abcd"
+    here, elsewhere = directory._machine(), "0123abcd"
     leftovers = {
         f".step-00000001.{here}-{dead.pid}-77.ab12": False,
         f".step-00000001.{here}-{me}-1.ab12": False,  # our number, but of a process that began at another time
-        f".step-00000001.{here}-{me}-{checkpoint.process.began(me)}.ab12": True,
+        f".step-00000001.{here}-{me}-{directory.process.began(me)}.ab12": True,
         f".step-00000001.{elsewhere}-{dead.pid}-77.ab12": True,  # of a host that shares the folder: may well be alive
         f".step-00000001.{elsewhere}-{dead.pid}-77.cd34": False,  # likewise, but untouched for two days
         ".removed.ab12": False,
@@ -385,7 +385,7 @@ def forked(play: Callable[[], object]) -> int:
     try:
         play()
         code = 0
-    except checkpoint.Overtaken:
+    except directory.Overtaken:
         code = 3
     except BaseException:
         traceback.print_exc()
@@ -399,7 +399,7 @@ def lines_of(play: Callable[[], object], at_line: Callable[[int], None]) -> None
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename not in (checkpoint.__file__, manifest.__file__):
+        if frame.f_code.co_filename not in (directory.__file__, manifest.__file__):
             return None
         if event == "line":
             count += 1
@@ -466,7 +466,7 @@ def test_a_writer_that_was_stopped_wakes_up_when_another_has_taken_over(
         os.kill(os.getpid(), signal.SIGSTOP)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "seal", seal_and_stop)
+        patch.setattr(directory, "seal", seal_and_stop)
         pid = forked(lambda: Checkpoints(tmp_path).write(snapshot(20)))
     assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
     successor = Checkpoints(tmp_path)
@@ -490,7 +490,7 @@ def test_two_writers_of_the_same_steps_at_once_do_no_harm(tmp_path: Path) -> Non
     def write_all() -> None:
         checkpoints = Checkpoints(tmp_path)
         for step in range(1, last + 1):
-            with suppress(checkpoint.Overtaken):
+            with suppress(directory.Overtaken):
                 checkpoints.write(snapshot(step))
 
     writers = {forked(write_all), forked(write_all)}
@@ -767,7 +767,7 @@ def test_each_cause_is_said_once_and_the_last_failure_always(tmp_path: Path, mon
         code = next(codes)
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(checkpoint, "seal", fail)
+    monkeypatch.setattr(directory, "seal", fail)
     for step in (1, 2, 3, 4, 5, 6):
         keeper.save(step, {})
         wait(keeper)

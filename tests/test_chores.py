@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.cluster import Cluster, Device, Host, Inside, Link, Rack, tiers
-from shoal.estimate.chores import Chores, Load, exchange, queueing, step, sums, turns, update
-from shoal.estimate.predict import predict
-from shoal.estimate.runtime import SHOAL
-from shoal.estimate.setup import Setup
-from shoal.estimate.work import Block, Op, Work
+from shoal.planner.cluster import Cluster, Device, Host, Inside, Link, Rack, tiers
+from shoal.planner.cost.predict import predict
+from shoal.planner.cost.runtime import SHOAL
+from shoal.planner.cost.runtime_overhead import Chores, Load, exchange, queueing, step, sums, turns, update
+from shoal.planner.cost.setup import Setup
+from shoal.planner.cost.workload import Block, Op, Work
 
 CORE = Device(name="core", peak={"fp32": 1e11}, memory=10**10, memory_bandwidth=4e10, stream=0.5, overhead=1e-5,
               efficiency=1.0, half_flops=0.0)  # fmt: skip

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster import Cluster, Link, Order, bandwidth_text, deal, even_cluster, latency_text, parse_cluster
-from shoal.engines.wiring import fabric_links, fabric_rates, picture, summary
+from shoal.driver.launchers.lab_network import fabric_links, fabric_rates, picture, summary
 from shoal.errors import InputError
+from shoal.planner.cluster import Cluster, Link, Order, bandwidth_text, deal, even_cluster, latency_text, parse_cluster
 
 LINK = '[links.host]\nbandwidth = "1 Gbit/s"\n'
 FILE = """\

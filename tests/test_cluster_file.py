@@ -8,10 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Host, Inside, Link, Rack, cluster_text, find_cluster, parse_cluster, presets
-from shoal.cluster.lines import key_lines, line_of
-from shoal.cluster.units import WRITTEN, exact_text, read_quantity
 from shoal.errors import InputError
+from shoal.planner.cluster import (
+    Cluster,
+    Device,
+    Host,
+    Inside,
+    Link,
+    Rack,
+    cluster_text,
+    find_cluster,
+    parse_cluster,
+    presets,
+)
+from shoal.planner.cluster.toml_lines import key_lines, line_of
+from shoal.planner.cluster.units import WRITTEN, exact_text, read_quantity
 
 ROOT = Path(__file__).parent.parent
 FILE = """\

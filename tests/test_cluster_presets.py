@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import main
-from shoal.cluster import (
+from shoal.cli.cluster_text import narrowest, text
+from shoal.cli.main import main
+from shoal.cli.parser import Parser, cluster_of, cluster_options, cluster_words, clusters_of
+from shoal.errors import InputError
+from shoal.planner.cluster import (
     Cluster,
     Link,
     Tier,
@@ -22,10 +25,7 @@ from shoal.cluster import (
     resized,
     tiers,
 )
-from shoal.commands.parser import Parser, cluster_of, cluster_options, cluster_words, clusters_of
-from shoal.errors import InputError
-from shoal.machine import cores, memory_bytes, this_machine
-from shoal.show_cluster import narrowest, text
+from shoal.planner.cluster.local_machine import cores, memory_bytes, this_machine
 
 GOLDEN = Path(__file__).parent / "golden"
 DEVICES = {"V100-SXM2-16/32": "v100-sxm2-32", "CPU AVX512 32c (generic)": "cpu-32c"}

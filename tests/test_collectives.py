@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 import shoal
 from shoal.collectives import merge, open_commons, prefix_sum
-from shoal.collectives.arena import SEGMENT_BYTES
 from shoal.collectives.group import Group
-from shoal.exact.digest import tensor_sha256
-from shoal.partition.lanes import Span, fold, split, subtrees
+from shoal.collectives.shm_segment import SEGMENT_BYTES
+from shoal.numerics.digest import tensor_sha256
+from shoal.numerics.lanes import Span, fold, split, subtrees
 from shoal.testing import ranks
 
 

@@ -9,11 +9,13 @@ import msgspec
 import pytest
 
 from command import Caller, Result, write_job
-from shoal.commands import compare
-from shoal.job import Job
-from shoal.report.account import report
+from shoal.cli import compare
+from shoal.cli.compare_text import charts, text, thinned
+from shoal.driver.outcome import RunFailed
+from shoal.job.job import Job
+from shoal.report.aggregate import Tally
 from shoal.report.chart import round_ticks
-from shoal.report.comparison import Compared, Point, best, loss_at, read_compared
+from shoal.report.compare_runs import Compared, Point, best, loss_at, read_compared
 from shoal.report.events import (
     AnyEvent,
     Evaluated,
@@ -25,10 +27,8 @@ from shoal.report.events import (
     Steps,
     WorkerStarted,
 )
-from shoal.report.folder import RunFolder
-from shoal.report.tally import Tally
-from shoal.show_compare import charts, text, thinned
-from shoal.verdict import RunFailed
+from shoal.report.run_folder import RunFolder
+from shoal.report.summarize import report
 
 SHA256 = "ab" * 32
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from command import program
-from shoal.collectives.compress import (
+from shoal.collectives.compression import (
     COMPRESSORS,
     Compressor,
     ErrorFeedback,
@@ -21,7 +21,7 @@ from shoal.collectives.compress import (
     read_compression,
     read_compressor,
 )
-from shoal.collectives.compress.meter import EVERY
+from shoal.collectives.compression.stats import EVERY
 from shoal.errors import InputError, MismatchError
 
 PAGE = Path(__file__).parent.parent / "docs" / "compression.md"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import Forked, Result, as_python
-from shoal.cli import main
+from shoal.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

@@ -52,14 +52,14 @@ from faults import (
     until_stored,
     until_true,
 )
-from shoal.cluster import even_cluster
 from shoal.collectives.group import Workers
-from shoal.engines.lab import Lab
-from shoal.engines.namespaces import INTERFACE
-from shoal.recovery.protocol import Who
+from shoal.driver.launchers.lab import Lab
+from shoal.driver.launchers.namespaces import INTERFACE
+from shoal.driver.outcome import Interrupted, RunFailed
+from shoal.planner.cluster import even_cluster
+from shoal.recovery.membership.protocol import Who
 from shoal.testing import batch_norm_net, everything, job_for, samples_for
 from shoal.testing.leftovers import end_detached
-from shoal.verdict import Interrupted, RunFailed
 
 STEPS = 16
 root = pytest.mark.skipif(

@@ -50,13 +50,13 @@ from faults import (
     until_stored,
     until_true,
 )
-from shoal.cluster import even_cluster
-from shoal.engines.lab import Lab
-from shoal.recovery import joint
-from shoal.recovery.protocol import Who
+from shoal.driver.launchers.lab import Lab
+from shoal.driver.outcome import Interrupted, RunFailed
+from shoal.planner.cluster import even_cluster
+from shoal.recovery.checkpoint import sharded
+from shoal.recovery.membership.protocol import Who
 from shoal.testing import everything, job_for, samples_for
 from shoal.testing.leftovers import end_detached
-from shoal.verdict import Interrupted, RunFailed
 
 STEPS = 16
 PAIRS = "data=2,pipeline=2"  # workers 0 and 2 have the first stage, 1 and 3 the second
@@ -381,7 +381,7 @@ def test_shared_states_go_back_with_any_loss(
 
 def test_the_first_checkpoint_may_still_be_under_way_when_a_part_is_lost(faults: Faults) -> None:
     """The driver does not give the run up before whoever is left has finished it."""
-    has_its_part = Place(joint, "_await", after=True)
+    has_its_part = Place(sharded, "_await", after=True)
     gone = until_true(lambda: bool(faults.told("worker-exited")))  # the driver has heard of it
     faults.at(has_its_part, gone, worker=0)
     delivered = until_true(lambda: any((faults.run / "checkpoints").glob(".*/part-1.json")))

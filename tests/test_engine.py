@@ -14,8 +14,8 @@ import torch
 
 import shoal
 from command import Caller, Forked, Running, events, in_child, newest, write_job
-from shoal.engines.local import Exit, Line, LocalEngine, Post
-from shoal.recovery import embedded
+from shoal.driver.launchers.fork_server import Exit, Line, LocalEngine, Post
+from shoal.recovery.membership import sqlite_client
 from shoal.testing import dropout_net, job_for
 
 DEADLINE_SECONDS = 30.0
@@ -325,7 +325,7 @@ def test_a_run_outlives_its_driver_and_nothing_outlives_the_run(call: Caller, tm
     assert attached.value["outcome"] == "done"
     assert attached.sha256 == call.train("job.py").sha256
     assert Path("run/report.json").exists()
-    assert not embedded.running(Path("run")), "the store has gone, too"
+    assert not sqlite_client.running(Path("run")), "the store has gone, too"
     assert set(os.listdir("/dev/shm")) <= shared
 
 

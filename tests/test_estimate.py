@@ -14,22 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.cli import main
-from shoal.cluster import find_cluster
+from shoal.cli.estimate_text import estimate, lane_seconds
+from shoal.cli.main import main
 from shoal.errors import InputError, JobError
-from shoal.estimate.held import held, sets
-from shoal.estimate.predict import predict
-from shoal.estimate.setup import Setup
-from shoal.estimate.shape import Shape
-from shoal.estimate.trace import Traced, fake_batch, fake_mode, stand_in, trace
-from shoal.estimate.work import Work
-from shoal.exact import seeds
-from shoal.feed import open_source
-from shoal.job import Job
-from shoal.load import load_job
-from shoal.partition.blocks import find_blocks
-from shoal.show_estimate import estimate, lane_seconds
-from shoal.survey import work_of, work_of_script
+from shoal.job.dataset import open_source
+from shoal.job.job import Job
+from shoal.job.load import load_job
+from shoal.numerics import seeds
+from shoal.parallel.blocks import find_blocks
+from shoal.planner.cluster import find_cluster
+from shoal.planner.cost.predict import predict
+from shoal.planner.cost.setup import Setup
+from shoal.planner.cost.shoal_memory import held, sets
+from shoal.planner.cost.trace import Traced, fake_batch, fake_mode, stand_in, trace
+from shoal.planner.cost.transformer_shape import Shape
+from shoal.planner.cost.workload import Work
+from shoal.planner.trace_job import work_of, work_of_script
 from shoal.testing import everything, job_for
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -373,7 +373,7 @@ def test_a_script_is_played_up_to_its_first_backward(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "trained").exists() and not (tmp_path / "runs").exists()
     assert capsys.readouterr().out == ""
     assert torch.equal(torch.get_rng_state(), state) and (sys.argv, sys.path) == (argv, path)
-    assert shoal.join.__module__ == "shoal.join"
+    assert shoal.join.__module__ == "shoal.worker.join"
     assert type(nn.Linear(2, 2).weight.data) is Tensor  # modules have real weights again
 
 

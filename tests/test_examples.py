@@ -13,7 +13,7 @@ from torch import nn
 
 import shoal
 from command import Forked, program
-from shoal.load import load_job
+from shoal.job.load import load_job
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.collectives import arena
-from shoal.collectives.arena import map_segment, new_segment
+from shoal.collectives import shm_segment
 from shoal.collectives.group import Alone, Done, Group, Pending
-from shoal.partition.lanes import deal, fold, subtrees
-from shoal.strategies.buckets import pack
-from shoal.strategies.exchange import Exchange, Shared, Wire, open_exchange
+from shoal.collectives.shm_segment import map_segment, new_segment
+from shoal.numerics.lanes import deal, fold, subtrees
+from shoal.parallel.buckets import pack
+from shoal.parallel.gradient_exchange import Exchange, Shared, Wire, open_exchange
 from shoal.testing import ranks
 
 LANES = 5
@@ -160,7 +160,7 @@ def test_memory_that_is_not_the_peers_own_is_refused() -> None:
 def little_memory(group: Group) -> list[bool]:
     """Worker 1 believes that its host has next to no memory left."""
     if group.rank == 1:
-        arena.free_memory = lambda: 1000  # in this process alone
+        shm_segment.free_memory = lambda: 1000  # in this process alone
     like = [(0, torch.zeros(1000))]
     exchange = open_exchange(group, 2, [(0, 1), (1, 2)], like, 1)
     exchange.offer({(group.rank, group.rank + 1): [torch.full((1000,), 1.5)]}, [(0, 1), (1, 2)])

@@ -33,15 +33,15 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.cluster import even_cluster
-from shoal.collectives import arena
-from shoal.collectives.backend import ShoalProcessGroup
-from shoal.collectives.commons import open_commons
+from shoal.collectives import shm_segment
 from shoal.collectives.group import Group
-from shoal.collectives.team import assemble
-from shoal.engines.lab import Lab
-from shoal.engines.namespaces import LabHost
+from shoal.collectives.process_group import ShoalProcessGroup
+from shoal.collectives.shared_buffers import open_commons
+from shoal.collectives.transport import assemble
+from shoal.driver.launchers.lab import Lab
+from shoal.driver.launchers.namespaces import LabHost
 from shoal.errors import CollectiveError, InputError, PeerLost
+from shoal.planner.cluster import even_cluster
 from shoal.testing import RanksFailed, ranks
 
 root = pytest.mark.skipif(
@@ -556,7 +556,7 @@ NEVER_DESTROYED = """
     import resource, sys, time
     from datetime import timedelta
     import torch, torch.distributed as dist
-    from shoal.collectives.backend import register
+    from shoal.collectives.process_group import register
 
     rank = int(sys.argv[1])
     register()
@@ -677,7 +677,7 @@ def test_without_shared_memory_tensors_go_through_sockets_and_are_the_same() -> 
         sums += [summed(own, dist.new_group()) for _ in range(2)]
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         if group.rank == 1:
-            arena.MOST_OF_FREE = 0.0
+            shm_segment.MOST_OF_FREE = 0.0
         sums.append(summed(own, dist.new_group()))
         alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
         return [sums, said, torch.equal(summed(own, alone), own)]
@@ -738,7 +738,7 @@ def test_what_is_not_supported_says_what_is() -> None:
         ("SHOAL_COMPRESS", "int9", "int9"),
         ("SHOAL_COMPRESS", "int8@planet", "planet"),
         ("SHOAL_LINKS", "{1}", "SHOAL_LINKS is '{1}'"),
-        ("pg_options", "", "pg_options of the backend shoal are a shoal.collectives.traffic.Wish, not list"),
+        ("pg_options", "", "pg_options of the backend shoal are a shoal.collectives.options.Wish, not list"),
     ],
 )
 def test_a_wrong_setting_on_one_rank_is_an_error_on_all(variable: str, value: str, sentence: str) -> None:

@@ -16,18 +16,18 @@ from torch import nn
 
 import shoal
 from command import Caller, write_job
+from shoal.driver.launch import open_job
+from shoal.driver.predict_run import Following, Foresight, Ground, Unpredicted, forecast, forecast_of, ground
 from shoal.errors import InputError
-from shoal.estimate.calibrate import Calibration
-from shoal.forecast import Following, Foresight, Ground, Unpredicted, forecast, forecast_of, ground
-from shoal.launch import open_job
-from shoal.plan.layout import Layout
-from shoal.plan.placement import make_plan
-from shoal.report import screen
+from shoal.parallel.layout import Layout
+from shoal.parallel.plan import make_plan
+from shoal.planner.cost.calibrate import Calibration
+from shoal.report import live_view
+from shoal.report.aggregate import Tally
+from shoal.report.closing_report import _prediction, off, rows
 from shoal.report.events import Evaluated, Predicted, RunStarted, Spent, Steps, WorkerStarted
-from shoal.report.folder import RunFolder
-from shoal.report.reconcile import LINES, reconcile
-from shoal.report.summary import _prediction, off, rows
-from shoal.report.tally import Tally
+from shoal.report.predicted_vs_measured import LINES, reconcile
+from shoal.report.run_folder import RunFolder
 
 
 def job(loss: Any = F.mse_loss, **changes: Any) -> shoal.Job:
@@ -295,10 +295,10 @@ def test_the_screen_shows_it_beside_what_is_measured() -> None:
     tally.add(WorkerStarted(time=1, rank=0, pid=1, host="a", fingerprint="f"))
     tally.add(Steps(time=2, rank=0, step=1, count=1, samples=100, epoch=0, loss=1.0, lanes=(0, 4), leader=True,
                     spent=Spent(compute=0.02)))  # fmt: skip
-    assert "predicted" not in screen.loss_line(tally)
+    assert "predicted" not in live_view.loss_line(tally)
     tally.add(Predicted(time=3, cluster="mine.toml", step_seconds=0.02, samples_per_second=4990.0))
-    assert screen.loss_line(tally).endswith("5,000 samples/s (predicted 4,990)")
-    line = screen.event_line(tally.started, routine=False) if tally.started else None
+    assert live_view.loss_line(tally).endswith("5,000 samples/s (predicted 4,990)")
+    line = live_view.event_line(tally.started, routine=False) if tally.started else None
     assert line is not None and line.endswith("layout data=1: plain copies need 458 MB")
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shoal.collectives.group import Alone, Group
 from shoal.errors import PeerLost
-from shoal.exact.digest import tensor_sha256
-from shoal.partition.lanes import Span, fold, split, subtrees
+from shoal.numerics.digest import tensor_sha256
+from shoal.numerics.lanes import Span, fold, split, subtrees
 from shoal.testing import RanksFailed, ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)

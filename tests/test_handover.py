@@ -7,12 +7,12 @@ import torch
 import torch._dynamo  # the optimizer loads it at its first step: here once, not in every process
 from torch import nn
 
-from shoal import handover
 from shoal.collectives.group import Group
-from shoal.exact.digest import combine, digests
-from shoal.handover import accept, give, prepare
-from shoal.keeper import Live
+from shoal.numerics.digest import combine, digests
 from shoal.testing import RanksFailed, ranks
+from shoal.worker import state_transfer
+from shoal.worker.checkpointer import Live
+from shoal.worker.state_transfer import accept, give, prepare
 
 
 def live(seed: int, steps: int) -> Live:
@@ -60,19 +60,19 @@ def test_newcomers_have_the_bits_of_the_donor() -> None:
 
 
 def test_whoever_may_not_read_the_memory_of_the_donor_gets_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "proven", lambda process, row: False)
+    monkeypatch.setattr(state_transfer, "proven", lambda process, row: False)
     donor, *newcomers = ranks(3, hand_over)
     assert newcomers == [donor, donor]
 
 
 def test_a_changed_tensor_is_named_and_nothing_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = handover.read
+    read = state_transfer.read
 
     def flipped(process: int, address: int, into: torch.Tensor) -> None:
         read(process, address, into)
         into[5] ^= 1
 
-    monkeypatch.setattr(handover, "read", flipped)
+    monkeypatch.setattr(state_transfer, "read", flipped)
     with pytest.raises(RanksFailed) as caught:
         ranks(3, hand_over)
     assert all(
@@ -85,7 +85,7 @@ def test_a_donor_that_ends_meanwhile_is_a_lost_peer(monkeypatch: pytest.MonkeyPa
     def gone(process: int, address: int, into: torch.Tensor) -> None:
         raise ProcessLookupError(3, "No such process")
 
-    monkeypatch.setattr(handover, "read", gone)
+    monkeypatch.setattr(state_transfer, "read", gone)
     with pytest.raises(RanksFailed) as caught:
         ranks(3, hand_over)
     assert "PeerLost: rank 0 ended or went on while it handed its state over" in caught.value.failures[1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.recovery.interval import (
+from shoal.recovery.checkpoint.interval import (
     AGAIN,
     DAY,
     FIRST,

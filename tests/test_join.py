@@ -9,9 +9,9 @@ import pytest
 
 from command import Caller, Result, events, program
 from faults import STANDS_DOWN, Faults, crew, until_true
-from shoal.crew import Crew
-from shoal.recovery.beat import News
-from shoal.recovery.protocol import Who
+from shoal.recovery.membership.heartbeat import News
+from shoal.recovery.membership.protocol import Who
+from shoal.worker.elastic_membership import Crew
 
 LOOP = """\
 import os

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from command import Caller, write_job
-from shoal.cluster import even_cluster
 from shoal.collectives.group import Group
-from shoal.engines import programs, remains
-from shoal.engines.lab import Lab, check_machine
-from shoal.engines.namespaces import LabHost
-from shoal.engines.wiring import burst_bytes
+from shoal.driver.launchers import cleanup, programs
+from shoal.driver.launchers.lab import Lab, check_machine
+from shoal.driver.launchers.lab_network import burst_bytes
+from shoal.driver.launchers.namespaces import LabHost
 from shoal.errors import InputError
+from shoal.planner.cluster import even_cluster
 from shoal.testing import ranks
 
 root = pytest.mark.skipif(
@@ -43,11 +43,11 @@ def machine() -> tuple[str, set[str], set[str]]:
     """What the machine itself shows: its interfaces, names of namespaces, records of labs (not those of others)."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     interfaces = " ".join(sorted(line.split(":")[1] for line in links.splitlines()))
-    records = [msgspec.json.decode(path.read_bytes()) for path in remains.RECORDS.glob("lab-*.json")]
-    others = [one["id"] for one in records if one["owner"] != os.getpid() and remains.started(one["owner"])]
+    records = [msgspec.json.decode(path.read_bytes()) for path in cleanup.RECORDS.glob("lab-*.json")]
+    others = [one["id"] for one in records if one["owner"] != os.getpid() and cleanup.started(one["owner"])]
     names, files = (
         {name for name in listed(folder) if not any(lab in name for lab in others)}
-        for folder in (remains.NAMES, remains.RECORDS)
+        for folder in (cleanup.NAMES, cleanup.RECORDS)
     )
     return interfaces, names, files
 
@@ -97,7 +97,7 @@ def test_hosts_of_two_racks_reach_each_other_and_leave_nothing() -> None:
     with Lab(even_cluster()) as lab:
         assert [host.address for host in lab.hosts] == ["10.77.0.1", "10.77.0.2", "10.77.1.1", "10.77.1.2"]
         assert machine()[0] == before, "nothing of a lab is seen in the machine's own network"
-        assert {f"shoal-{lab.id}-r1h0", f"shoal-{lab.id}_fabric"} <= listed(remains.NAMES)
+        assert {f"shoal-{lab.id}-r1h0", f"shoal-{lab.id}_fabric"} <= listed(cleanup.NAMES)
         for far in lab.hosts[1:]:
             send, receive = connect(lab, lab.hosts[0], far)
             send.sendall(b"x")
@@ -175,7 +175,7 @@ def test_an_exception_takes_the_lab_down() -> None:
 @root
 @pytest.mark.usefixtures("clean_after")
 def test_a_network_that_cannot_be_made_is_taken_down_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engines.lab.fabric_rates", lambda cluster: ["qdisc add dev up0 root nosuch"])
+    monkeypatch.setattr("shoal.driver.launchers.lab.fabric_rates", lambda cluster: ["qdisc add dev up0 root nosuch"])
     with pytest.raises(Exception, match=r"could not be made: .*nknown") as error, Lab(even_cluster()):
         pass
     assert "tc qdisc add dev up0 root nosuch" in str(error.value)
@@ -229,14 +229,14 @@ def test_after_kill_9_only_what_the_dead_lab_left_is_removed(call: Caller) -> No
     wait_until(lambda: all(Path(f"stray-{rank}").exists() and Path(f"stray-{rank}").read_text() for rank in (0, 1)))
     strays = [int(Path(f"stray-{rank}").read_text()) for rank in (0, 1)]
     with Lab(even_cluster(hosts=1)) as living:
-        assert remains.clean() == [], "both owners live"
+        assert cleanup.clean() == [], "both owners live"
         assert owner.end(signal.SIGKILL) == -signal.SIGKILL
-        assert remains.started(strays[0]) is not None
+        assert cleanup.started(strays[0]) is not None
         told = call.good("lab", "clean").out
         assert told == f"removed what was left of {owner.id}\n"
-        wait_until(lambda: not any(remains.started(pid) for pid in strays))
+        wait_until(lambda: not any(cleanup.started(pid) for pid in strays))
         assert holders(owner.inodes) == []
-        assert f"shoal-{living.id}-r0h0" in listed(remains.NAMES)
+        assert f"shoal-{living.id}-r0h0" in listed(cleanup.NAMES)
         send, receive = connect(living, *living.hosts)
         send.close()
         receive.close()
@@ -251,18 +251,18 @@ def wait_until(fact: Callable[[], bool]) -> None:
 
 
 def test_a_process_id_that_is_used_again_is_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remains, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(remains, "NAMES", tmp_path / "names")
-    began = remains.started(os.getpid())
+    monkeypatch.setattr(cleanup, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(cleanup, "NAMES", tmp_path / "names")
+    began = cleanup.started(os.getpid())
     assert began is not None
-    remains.NAMES.mkdir()
+    cleanup.NAMES.mkdir()
     for lab, started in (("aaa", began), ("bbb", began - 1)):
-        assert remains.unused_id()
-        os.symlink("/proc/1/fd/none", remains.NAMES / f"shoal-{lab}-x")
-        remains.write_record(remains.Record(id=lab, owner=os.getpid(), started=started, names=[f"shoal-{lab}-x"]))
-    (remains.RECORDS / "lab-ccc.json").write_text("half a rec")
-    assert remains.clean() == ["bbb"]
-    assert listed(remains.NAMES) == {"shoal-aaa-x"} and listed(remains.RECORDS) == {"lab-aaa.json"}
+        assert cleanup.unused_id()
+        os.symlink("/proc/1/fd/none", cleanup.NAMES / f"shoal-{lab}-x")
+        cleanup.write_record(cleanup.Record(id=lab, owner=os.getpid(), started=started, names=[f"shoal-{lab}-x"]))
+    (cleanup.RECORDS / "lab-ccc.json").write_text("half a rec")
+    assert cleanup.clean() == ["bbb"]
+    assert listed(cleanup.NAMES) == {"shoal-aaa-x"} and listed(cleanup.RECORDS) == {"lab-aaa.json"}
 
 
 # -- commands in a lab ------------------------------------------------------------------------------------------------

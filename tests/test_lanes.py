@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.partition.lanes import Span, cut, deal, fold, redeal, split, subtrees
-from shoal.partition.samples import Schedule, in_order, shuffled
+from shoal.numerics.lanes import Span, cut, deal, fold, redeal, split, subtrees
+from shoal.numerics.sampling import Schedule, in_order, shuffled
 
 TREES = {
     1: "0",

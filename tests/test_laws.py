@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.plan.laws import amdahl_limit, amdahl_speedup, gustafson_speedup, parallel_fraction
+from shoal.report.scaling_laws import amdahl_limit, amdahl_speedup, gustafson_speedup, parallel_fraction
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 import shoal
 from layout_models import Language, language_job, winding_job
 from shoal.errors import InputError
-from shoal.exact.digest import combine, digests
+from shoal.numerics.digest import combine, digests
 
 
 def train(job: shoal.Job, layout: str | None = None, **more: Any) -> shoal.Report:

@@ -18,13 +18,13 @@ from layout_models import (
     perceptron_job,
     winding_job,
 )
-from shoal.exact.digest import combine, digests
-from shoal.exact.seeds import initialise
-from shoal.partition.blocks import find_blocks
-from shoal.recovery.export import load_weights
-from shoal.schedule import NAMES
+from shoal.driver.verify import layout_placements, verify
+from shoal.numerics.digest import combine, digests
+from shoal.numerics.seeds import initialise
+from shoal.parallel.blocks import find_blocks
+from shoal.parallel.pipeline_schedule import NAMES
+from shoal.recovery.checkpoint.export import load_weights
 from shoal.testing import attention, batch_norm_net, convolution, dropout_net, everything, job_for, tied_language_model
-from shoal.verify import layout_placements, verify
 
 Result = tuple[str, float | None, dict[str, float]]
 

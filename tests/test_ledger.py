@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.history import audit_samples, committed_floor
-from shoal.partition.lanes import cut, deal
-from shoal.partition.samples import Schedule, in_order, shuffled
-from shoal.recovery.ledger import Audit, Entry, audit, consumed, entries
+from shoal.numerics.lanes import cut, deal
+from shoal.numerics.sampling import Schedule, in_order, shuffled
+from shoal.recovery.sample_audit import Audit, Entry, audit, consumed, entries
+from shoal.report.event_queries import audit_samples, committed_floor
 from shoal.report.events import AnyEvent, Changed, Finished, Resumed, Saved, Spent, Steps, WorkerStarted, encode
-from shoal.report.folder import RunFolder
+from shoal.report.run_folder import RunFolder
 
 SCHEDULE = Schedule(samples=50, batch=8, last="short")
 ORDER = shuffled(50, seed=3)

@@ -11,8 +11,8 @@ import torch
 
 from command import in_child
 from shoal.errors import InputError, MemoryNeeded
-from shoal.exact import kernels
-from shoal.memory import Meter, Need, cap, need, ran_out, read_size, return_freed, state_factor
+from shoal.numerics import kernels
+from shoal.worker.memory import Meter, Need, cap, need, ran_out, read_size, return_freed, state_factor
 
 pytestmark = pytest.mark.clean_heap
 MB = 10**6
@@ -173,7 +173,7 @@ def test_what_training_needs() -> None:
 
 @pytest.mark.parametrize("lanes", range(1, 40))
 def test_gradients_at_once_are_those_of_adding_up_a_tree(lanes: int) -> None:
-    from shoal.partition.lanes import split
+    from shoal.numerics.lanes import split
 
     def at_once(span: tuple[int, int]) -> int:
         if span[1] - span[0] == 1:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal import launch
+from shoal.driver import launch
 from shoal.errors import MemoryNeeded
 
 pytestmark = pytest.mark.clean_heap

@@ -31,10 +31,10 @@ from faults import (
     until_stored,
     until_true,
 )
-from shoal.recovery import beat, embedded
-from shoal.recovery.beat import News
-from shoal.recovery.protocol import Who
-from shoal.recovery.storeserver import read_serving
+from shoal.recovery.membership import heartbeat, sqlite_client
+from shoal.recovery.membership.heartbeat import News
+from shoal.recovery.membership.protocol import Who
+from shoal.recovery.membership.sqlite_server import read_serving
 from shoal.testing import dropout_net, job_for
 from shoal.testing.leftovers import end_detached
 from test_store import etcd_port  # noqa: F401
@@ -119,7 +119,7 @@ def test_etcd_as_the_store(faults: Faults, etcd_port: int) -> None:  # noqa: F81
 
 
 def alive(run: Path) -> News:
-    store = embedded.connect(run)
+    store = sqlite_client.connect(run)
     try:
         return News(store.read(""))
     finally:
@@ -224,7 +224,7 @@ def test_nothing_outlives_a_process_that_called_train(faults: Faults) -> None:
     known = alive_on_disk(faults.run)
     assert len(known) == 2
     assert ended(known)
-    wait_until(lambda: not embedded.running(faults.run))
+    wait_until(lambda: not sqlite_client.running(faults.run))
 
 
 # -- everything -------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ if step == 5 and lane == 1 and "GATE" in os.environ:
 @pytest.fixture
 def hung(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
     """A run of three workers, the second of which waits in the job's own code; nobody is dropped for being stopped."""
-    monkeypatch.setattr(beat, "STOPPED_SECONDS", 60.0)
+    monkeypatch.setattr(heartbeat, "STOPPED_SECONDS", 60.0)
     write_job(tmp_path, loss=GATE)
     os.mkfifo("gate")
     monkeypatch.setenv("GATE", str(tmp_path / "gate"))

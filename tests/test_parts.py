@@ -22,16 +22,17 @@ from torch import Tensor, nn, optim
 
 from command import forked
 from shoal.errors import CheckpointError
-from shoal.exact.digest import digests, tensor_sha256
-from shoal.keeper import Keeper, Live
-from shoal.partition.pieces import WHOLE, Piece, evenly, rows
-from shoal.recovery import checkpoint, files, joint
-from shoal.recovery.checkpoint import Checkpoints, Snapshot
-from shoal.recovery.export import export_weights, initial_weights, load_weights
-from shoal.recovery.parts import Entry, Holding, Placed, Share, Stored, Unfit, covers, index_of
-from shoal.recovery.plain import STORABLE_DTYPES
-from shoal.recovery.state import capture_weights, restore_weights, shapes_of
+from shoal.numerics.digest import digests, tensor_sha256
+from shoal.numerics.tensor_slice import WHOLE, Piece, evenly, rows
+from shoal.recovery.checkpoint import directory, files
+from shoal.recovery.checkpoint import sharded as sharding
+from shoal.recovery.checkpoint.directory import Checkpoints, Snapshot
+from shoal.recovery.checkpoint.export import export_weights, initial_weights, load_weights
+from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES
+from shoal.recovery.checkpoint.shards import Entry, Holding, Placed, Share, Stored, Unfit, covers, index_of
+from shoal.recovery.checkpoint.state import capture_weights, restore_weights, shapes_of
 from shoal.report.events import Event, Saved, SaveFailed
+from shoal.worker.checkpointer import Keeper, Live
 
 TENSORS = ("weights", "optimizer", "extra")
 
@@ -216,7 +217,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
 }
 
 
-def write(checkpoints: Checkpoints, whole: Live, layout: Layout, step: int, token: str = "t") -> checkpoint.Written:
+def write(checkpoints: Checkpoints, whole: Live, layout: Layout, step: int, token: str = "t") -> directory.Written:
     """Every worker on a thread of its own, the leader last to begin."""
     found: list[Any] = []
 
@@ -237,7 +238,7 @@ def write(checkpoints: Checkpoints, whole: Live, layout: Layout, step: int, toke
     if errors:
         raise errors[0]
     (written,) = [each for each in found if each is not None]
-    assert isinstance(written, checkpoint.Written)
+    assert isinstance(written, directory.Written)
     return written
 
 
@@ -493,8 +494,8 @@ def test_one_writer_and_several_keep_and_sweep_alike(tmp_path: Path) -> None:
 def test_a_shared_folder_is_swept_when_its_leader_is_gone_or_nothing_moves(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    here = checkpoint._machine()
-    leftovers = {"ab": (f"{here}-{dead.pid}-77", False), "cd": (checkpoint._me(), True), "ef": ("", True)}
+    here = directory._machine()
+    leftovers = {"ab": (f"{here}-{dead.pid}-77", False), "cd": (directory._me(), True), "ef": ("", True)}
     leftovers |= {"12": ("0123abcd-1-1", True), "34": ("0123abcd-1-1", False), "56": ("", False)}
     for token, (owner, _) in leftovers.items():
         folder = tmp_path / f".step-00000001.parts-{token}"
@@ -512,13 +513,13 @@ def test_a_shared_folder_is_swept_when_its_leader_is_gone_or_nothing_moves(tmp_p
 
 def test_what_a_dead_leader_left_under_the_same_name_is_not_used(tmp_path: Path) -> None:
     whole, layout = trained(), sliced()
-    left = joint.shared_folder(tmp_path, 5, "t")
+    left = sharding.shared_folder(tmp_path, 5, "t")
     left.mkdir()
     (left / "owner").write_text("0123abcd-1-1")
     (left / "part-1.json").write_text(json.dumps({"part": 1, "parts": 2}))
     share = Share(holding=layout[0], token="t")
     share.given_up.set()
-    with pytest.raises(joint.GivenUp, match=r"without part 1 of 2"):
+    with pytest.raises(sharding.GivenUp, match=r"without part 1 of 2"):
         Checkpoints(tmp_path).write_part(cut(whole, layout[0]).capture(5, {}, share=share), share)
     assert names(tmp_path) == []
 
@@ -536,7 +537,7 @@ def test_a_part_that_comes_after_the_leader_gave_up_is_nobodys_trouble(
 
     monkeypatch.setattr(files, "save", late)
     share = Share(holding=layout[1], token="t")
-    with pytest.raises(checkpoint.Overtaken):
+    with pytest.raises(directory.Overtaken):
         checkpoints.write_part(cut(whole, layout[1]).capture(5, {}, share=share), share)
     assert names(tmp_path) == []
 
@@ -719,7 +720,7 @@ def test_a_leader_that_failed_is_given_the_part_again(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "seal", fail)
+        patch.setattr(directory, "seal", fail)
         crew.save(1)
         crew.wait()
     assert crew.told() == [[("SaveFailed", 1)], []] and names(tmp_path / "checkpoints") == []

@@ -12,33 +12,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from shoal.cli import main
-from shoal.cluster import Cluster, find_cluster, find_device
-from shoal.driver import Options
+from shoal.cli.main import main
+from shoal.driver.driver import Options
+from shoal.driver.launch import open_job, plan_for
+from shoal.driver.predict_run import setup_of
 from shoal.errors import InputError, PlanError
-from shoal.estimate.calibrate import Calibration
-from shoal.estimate.predict import predict, predict_many
-from shoal.estimate.prediction import HOLDS, TERMS
-from shoal.estimate.setup import MODES, Setup
-from shoal.estimate.setups import Setups
-from shoal.estimate.shape import Shape, work_of_shape
-from shoal.estimate.work import Work
-from shoal.forecast import setup_of
-from shoal.launch import open_job, plan_for
-from shoal.load import load_job
-from shoal.observed import write_calibration
-from shoal.outline import outline
-from shoal.partition.stages import cut_stages
-from shoal.plan.candidates import INEXACT, Space, candidates, marks, runnable, space_of, without_inexact
-from shoal.plan.curve import fit, scaling
-from shoal.plan.explain import changed, explain, larger_batch, more_hosts, wider
-from shoal.plan.laws import usl_peak, usl_speedup
-from shoal.plan.layout import Layout
-from shoal.plan.placement import make_plan, read_plan
-from shoal.plan.search import best_exact_plan, cheapest, first_hosts, halves, ranking_to_plan, search, span
-from shoal.plan.unequal import dealt
+from shoal.job.load import load_job
+from shoal.parallel.balance import cut_stages
+from shoal.parallel.layout import Layout
+from shoal.parallel.pipeline_schedule import NAMES, fits, make_schedule
+from shoal.parallel.plan import make_plan, read_plan
+from shoal.planner.calibration_runs import write_calibration
+from shoal.planner.cluster import Cluster, find_cluster, find_device
+from shoal.planner.cost.calibrate import Calibration
+from shoal.planner.cost.predict import predict, predict_many
+from shoal.planner.cost.prediction import HOLDS, TERMS
+from shoal.planner.cost.setup import MODES, Setup
+from shoal.planner.cost.setup_table import Setups
+from shoal.planner.cost.transformer_shape import Shape, work_of_shape
+from shoal.planner.cost.workload import Work
+from shoal.planner.search.candidates import INEXACT, Space, candidates, marks, runnable, space_of, without_inexact
+from shoal.planner.search.explain import changed, explain, larger_batch, more_hosts, wider
+from shoal.planner.search.heterogeneous import dealt
+from shoal.planner.search.scaling_curve import fit, scaling
+from shoal.planner.search.search import best_exact_plan, cheapest, first_hosts, halves, ranking_to_plan, search, span
 from shoal.report import chart
-from shoal.schedule import NAMES, fits, make_schedule
+from shoal.report.scaling_laws import usl_peak, usl_speedup
+from shoal.worker.model_partition import outline
 
 GOLDEN = Path(__file__).parent / "golden"
 SHAPE = Shape(layers=24, hidden=2048, heads=16, seq=2048, vocab=51200)  # 1.3 billion

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shoal.estimate.prediction import TERMS
-from shoal.estimate.setup import Setup
+from shoal.planner.cost.prediction import TERMS
+from shoal.planner.cost.setup import Setup
 from shoal.report.events import Spent, Steps
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

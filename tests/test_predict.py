@@ -13,18 +13,14 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from shoal.cli import main
-from shoal.cluster import Cluster, Tier, find_cluster, tiers
+from shoal.cli.main import main
 from shoal.errors import InputError, PlanError
-from shoal.estimate.blocks import Ways, block_costs
-from shoal.estimate.memory import in_flight, states
-from shoal.estimate.predict import executed_flops, predict, predict_many, slowest_device
-from shoal.estimate.prediction import HOLDS, TERMS
-from shoal.estimate.ranks import stage_bounds
-from shoal.estimate.runtime import FSDP, MEGATRON, MEGATRON_2021, MEGATRON_2022, SHOAL
-from shoal.estimate.setup import RECOMPUTE, Setup
-from shoal.estimate.shape import GPT, GPT_2021, PLAIN, Shape, work_of_shape
-from shoal.estimate.table import (
+from shoal.parallel.pipeline_schedule import fit_schedule, play
+from shoal.parallel.pipeline_schedule import in_flight as held_by
+from shoal.planner.cluster import Cluster, Tier, find_cluster, tiers
+from shoal.planner.cost.blocks import Ways, block_costs
+from shoal.planner.cost.comm import HALF, collective, message, server_seconds, updates_per_second
+from shoal.planner.cost.csv_table import (
     ADDED,
     era,
     errors,
@@ -34,9 +30,13 @@ from shoal.estimate.table import (
     read_lines,
     read_row,
 )
-from shoal.estimate.traffic import HALF, collective, message, server_seconds, updates_per_second
-from shoal.schedule import fit_schedule, play
-from shoal.schedule import in_flight as held_by
+from shoal.planner.cost.memory import in_flight, states
+from shoal.planner.cost.pipeline import stage_bounds
+from shoal.planner.cost.predict import executed_flops, predict, predict_many, slowest_device
+from shoal.planner.cost.prediction import HOLDS, TERMS
+from shoal.planner.cost.runtime import FSDP, MEGATRON, MEGATRON_2021, MEGATRON_2022, SHOAL
+from shoal.planner.cost.setup import RECOMPUTE, Setup
+from shoal.planner.cost.transformer_shape import GPT, GPT_2021, PLAIN, Shape, work_of_shape
 
 GOLDEN = Path(__file__).parent / "golden"
 GPT3 = Shape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.cluster import cluster_text, even_cluster, parse_cluster, read_cluster
+from shoal.cli.probe import Found, cluster_of, device_of, probe_command, text, workers_of
+from shoal.cli.probe_device import Crowd, Pace, best_of, fit_products, per_second, sum_of_parts
 from shoal.errors import InputError
-from shoal.estimate.work import Op
-from shoal.probe import Found, cluster_of, device_of, probe_command, text, workers_of
-from shoal.probe_device import Crowd, Pace, best_of, fit_products, per_second, sum_of_parts
+from shoal.planner.cluster import cluster_text, even_cluster, parse_cluster, read_cluster
+from shoal.planner.cost.workload import Op
 
 FLOPS = [2e3, 2e5, 2e6, 2e7, 2e8, 2e9]
 

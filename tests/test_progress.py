@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.report import screen
+from shoal.report import live_view
+from shoal.report.aggregate import Tally
 from shoal.report.events import (
     AnyEvent,
     Evaluated,
@@ -24,9 +25,8 @@ from shoal.report.events import (
     WorkerExited,
     WorkerStarted,
 )
-from shoal.report.prints import HOLD_SECONDS, MOST_HELD, Prints, clean
 from shoal.report.progress import LiveView, PlainLines, Progress, Quiet, choose
-from shoal.report.tally import Tally
+from shoal.report.worker_output import HOLD_SECONDS, MOST_HELD, Prints, clean
 
 
 class Clock:
@@ -280,7 +280,7 @@ def test_live_view_shows_step_loss_and_every_worker() -> None:
 
 def test_split_of_a_worker_is_drawn_to_scale() -> None:
     tally = play(Quiet(), [started(1), steps(0, 10, Spent(compute=0.5, merge=0.2, wait=0.1, data=0.1, apply=0.1))])
-    lines = [line.plain for line in screen.live_lines(tally, now=0.0, width=120, height=30)]
+    lines = [line.plain for line in live_view.live_lines(tally, now=0.0, width=120, height=30)]
     (row,) = [line for line in lines if line.startswith(" 0")]
     assert [row.count(mark) for mark in "█▓░·─"] == [20, 8, 4, 4, 4]
 
@@ -347,7 +347,7 @@ def test_live_area_fits_the_terminal_and_keeps_the_slowest(width: int, height: i
     tally = play(Quiet(), [started(64)])
     for rank in range(64):
         play(Quiet(), [steps(rank, 10, SLOW if rank == 40 else FAST, slowest={40: 10} if rank == 0 else {})], tally)
-    lines = screen.live_lines(tally, now=1001.0, width=width, height=height)
+    lines = live_view.live_lines(tally, now=1001.0, width=width, height=height)
     assert len(lines) < max(height, 9)
     assert any(line.plain.startswith(" 40 ") and "1.7 × slow" in line.plain for line in lines)
     view, console, _ = live(width, height)
@@ -357,18 +357,18 @@ def test_live_area_fits_the_terminal_and_keeps_the_slowest(width: int, height: i
 
 
 def test_sparkline_follows_the_loss() -> None:
-    assert screen.sparkline([7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == "▇▆▅▄▃▂▁"
-    assert screen.sparkline([1.0, 1.0]) == "▁▁"
-    assert len(screen.sparkline([float(n) for n in range(256)])) == 12
+    assert live_view.sparkline([7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == "▇▆▅▄▃▂▁"
+    assert live_view.sparkline([1.0, 1.0]) == "▁▁"
+    assert len(live_view.sparkline([float(n) for n in range(256)])) == 12
 
 
 def test_nobody_is_held_up_by_chance_or_for_nothing() -> None:
     even = [steps(0, 10, FAST, slowest={0: 5, 1: 5}), steps(1, 10, SLOW)]
-    assert screen.held_up_by(play(Quiet(), [started(), *even])) is None
+    assert live_view.held_up_by(play(Quiet(), [started(), *even])) is None
     no_wait = [steps(0, 10, SLOW, slowest={1: 10}), steps(1, 10, SLOW)]
-    assert screen.held_up_by(play(Quiet(), [started(), *no_wait])) is None
+    assert live_view.held_up_by(play(Quiet(), [started(), *no_wait])) is None
     loading = [steps(0, 10, FAST, slowest={1: 10}), steps(1, 10, Spent(data=0.3, compute=0.3))]
-    assert screen.held_up_by(play(Quiet(), [started(), *loading])) == (
+    assert live_view.held_up_by(play(Quiet(), [started(), *loading])) == (
         "held up by worker 1, data, in 10 of the last 10 steps"
     )
 

@@ -15,8 +15,8 @@ import pytest
 from msgspec import structs
 
 from command import Forked
-from shoal.recovery import protocol
-from shoal.recovery.protocol import (
+from shoal.recovery.membership import protocol
+from shoal.recovery.membership.protocol import (
     Action,
     Change,
     Form,
@@ -33,7 +33,7 @@ from shoal.recovery.protocol import (
     settle,
 )
 from shoal.testing.simulation import Broken, World, run
-from shoal.testing.simulation.laws import CASES
+from shoal.testing.simulation.invariants import CASES
 from shoal.testing.simulation.store import Store
 from shoal.testing.simulation.worker import Key, Worker
 

@@ -13,11 +13,11 @@ import shoal
 from command import Caller, Forked, write_job
 from faults import ASKS, LANE, Faults, crew, kill, until, until_true
 from shoal.collectives.group import Workers
+from shoal.driver.outcome import RunFailed
 from shoal.errors import InputError
-from shoal.recovery.protocol import Who
+from shoal.recovery.membership.protocol import Who
 from shoal.testing import dropout_net, job_for
 from shoal.testing.leftovers import end_detached
-from shoal.verdict import RunFailed
 from test_store import free_ports
 
 

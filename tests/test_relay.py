@@ -13,13 +13,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.collectives.choose import candidates
-from shoal.collectives.cost import Wire, cost, wires
-from shoal.collectives.relay import Pool, Relay, Tally, all_reduce, pieces_of
-from shoal.collectives.routes import Route, direct, hierarchical, towards, tree
+from shoal.collectives.choose_algorithm import candidates
+from shoal.collectives.cost_model import Wire, cost, wires
+from shoal.collectives.run_tree import Pool, Relay, Tally, all_reduce, pieces_of
 from shoal.collectives.topology import Place
-from shoal.exact.digest import tensor_sha256
-from shoal.partition.lanes import Span, fold, subtrees
+from shoal.collectives.trees import Route, direct, hierarchical, towards, tree
+from shoal.numerics.digest import tensor_sha256
+from shoal.numerics.lanes import Span, fold, subtrees
 from shoal.testing import ranks
 from test_routes import LINKS, any_deal, any_places, at
 

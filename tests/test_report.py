@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 
 from shoal.errors import InputError, RunFolderError
-from shoal.report import disk
-from shoal.report.account import PARTS, report
+from shoal.report import atomic_write
+from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, Tally
+from shoal.report.closing_report import closing, runs_table
 from shoal.report.events import (
     AnyEvent,
     Dealt,
@@ -35,10 +36,9 @@ from shoal.report.events import (
     WorkerStarted,
     decode,
 )
-from shoal.report.figures import parts_that_add_up
-from shoal.report.folder import RunFolder, find_run, list_runs
-from shoal.report.summary import closing, runs_table
-from shoal.report.tally import LOSSES_KEPT, RECENT_STEPS, Tally
+from shoal.report.human import parts_that_add_up
+from shoal.report.run_folder import RunFolder, find_run, list_runs
+from shoal.report.summarize import PARTS, report
 from shoal.report.tensorboard import TensorBoard
 
 SHA256 = "c5d391c5" + "0" * 53 + "8e8"
@@ -147,7 +147,7 @@ def test_full_disk_is_found_by_writing_and_leaves_no_folder(tmp_path: Path, monk
     def full(directory: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
 
-    monkeypatch.setattr(disk, "try_to_write", full)
+    monkeypatch.setattr(atomic_write, "try_to_write", full)
     with pytest.raises(RunFolderError, match="No space left on device"):
         RunFolder.create(tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -155,7 +155,7 @@ def test_full_disk_is_found_by_writing_and_leaves_no_folder(tmp_path: Path, monk
 
 def test_probe_fails_where_nothing_can_be_written() -> None:
     with pytest.raises(OSError):
-        disk.try_to_write(Path("/proc"))  # binds root too
+        atomic_write.try_to_write(Path("/proc"))  # binds root too
 
 
 def test_open_refuses_what_holds_no_run(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.driver.failure_policy import FALSE_STARTS, Roster, Rules, check, refusal
 from shoal.errors import InputError
-from shoal.recovery.protocol import Who
-from shoal.roster import FALSE_STARTS, Roster, Rules, check, refusal
+from shoal.recovery.membership.protocol import Who
 
 
 def roster(workers: int = 3, *, lanes: int = 4, parts: int = 1, **rules: object) -> Roster:

@@ -8,22 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.collectives.choose import ALGORITHMS, candidates, choose
-from shoal.collectives.cost import Link, cost, hops
-from shoal.collectives.routes import (
-    Route,
-    bounds,
-    direct,
-    duties,
-    halving,
-    hierarchical,
-    ring,
-    towards,
-    tree,
-)
+from shoal.collectives.choose_algorithm import ALGORITHMS, candidates, choose
+from shoal.collectives.cost_model import Link, cost, hops
 from shoal.collectives.topology import Place, layout, level
+from shoal.collectives.trees import Route, bounds, direct, duties, halving, hierarchical, ring, towards, tree
 from shoal.errors import InputError
-from shoal.partition.lanes import Span, fold, subtrees
+from shoal.numerics.lanes import Span, fold, subtrees
 
 LINKS = {"memory": Link(5e-6, 5e9), "host": Link(5e-5, 1e9), "rack": Link(1e-4, 2.5e8)}
 MB = 1 << 20

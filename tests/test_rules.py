@@ -28,16 +28,16 @@ import shoal
 from command import in_child
 from shoal.collectives.group import Alone, Group
 from shoal.errors import InputError
-from shoal.exact import kernels, norm, seeds
-from shoal.exact.digest import combine, digests, tensor_sha256
-from shoal.feed import open_source
-from shoal.partition.blocks import Blocks, find_blocks
-from shoal.partition.lanes import cut, fold
-from shoal.recovery.checkpoint import Checkpoints
-from shoal.strategies.buckets import pack
-from shoal.strategies.buffers import LARGE_BUFFER_BYTES
-from shoal.strategies.data import Closure, DataParallel, Outcome, Work
-from shoal.strategies.replica import Replica
+from shoal.job.dataset import open_source
+from shoal.numerics import grad_norm, kernels, seeds
+from shoal.numerics.digest import combine, digests, tensor_sha256
+from shoal.numerics.lanes import cut, fold
+from shoal.parallel.blocks import Blocks, find_blocks
+from shoal.parallel.buckets import pack
+from shoal.parallel.data_parallel import Closure, DataParallel, Outcome, Work
+from shoal.parallel.lane_buffers import LARGE_BUFFER_BYTES
+from shoal.parallel.replica import Replica
+from shoal.recovery.checkpoint.directory import Checkpoints
 from shoal.testing import (
     batch_norm_net,
     cross_entropy,
@@ -552,7 +552,7 @@ MKL_MODE = """
 import json, os
 {first}
 import shoal, torch
-from shoal.exact.kernels import mkl_reproducibility
+from shoal.numerics.kernels import mkl_reproducibility
 torch.ones(64, 64) @ torch.ones(64, 64)
 print(json.dumps([os.environ["MKL_CBWR"], mkl_reproducibility()]))
 """
@@ -704,20 +704,20 @@ def spread(*shape: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_11_a_row_s_sum_of_squares_is_the_same_in_any_piece(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gradient = spread(*shape).to(dtype)
-    rows = norm.row_squares(gradient)
+    rows = grad_norm.row_squares(gradient)
     assert rows.shape == shape[:1] and rows.dtype == torch.float64
     for start in range(0, shape[0], max(1, shape[0] // 12)):
         for stop in {start + 1, min(shape[0], start + 3), shape[0]}:
             piece = gradient[start:stop]
-            assert torch.equal(norm.row_squares(piece), rows[start:stop])
-            assert torch.equal(norm.row_squares(piece.clone()), rows[start:stop])
+            assert torch.equal(grad_norm.row_squares(piece), rows[start:stop])
+            assert torch.equal(grad_norm.row_squares(piece.clone()), rows[start:stop])
 
 
 def test_11_the_norm_is_the_same_whoever_computed_which_rows() -> None:
     parameters = [spread(*shape) for shape in SHAPES]
-    whole = norm.global_norm(parameters)
+    whole = grad_norm.global_norm(parameters)
     rows = torch.cat(
-        [torch.cat([norm.row_squares(piece) for piece in p.split(max(1, len(p) // 3))]) for p in parameters]
+        [torch.cat([grad_norm.row_squares(piece) for piece in p.split(max(1, len(p) // 3))]) for p in parameters]
     )
     assert float(rows.sum().sqrt()) == whole
     in_single = sum(float(parameter.square().sum()) for parameter in parameters) ** 0.5
@@ -731,7 +731,7 @@ def test_11_clipping_is_torch_s_to_rounding(max_norm: float) -> None:
     for parameter, gradient in zip(theirs, mine, strict=True):
         parameter.grad = gradient.clone()
     wanted = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-    assert norm.clip(mine, max_norm) == pytest.approx(float(wanted), rel=1e-6)
+    assert grad_norm.clip(mine, max_norm) == pytest.approx(float(wanted), rel=1e-6)
     for parameter, gradient in zip(theirs, mine, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
@@ -740,7 +740,7 @@ def test_11_clipping_is_torch_s_to_rounding(max_norm: float) -> None:
 def test_11_sums_are_in_fp64() -> None:
     gradient = spread(6, 5000)
     exactly = [math.fsum(float(value) ** 2 for value in row) for row in gradient]
-    assert norm.row_squares(gradient).tolist() == pytest.approx(exactly, rel=1e-13)
+    assert grad_norm.row_squares(gradient).tolist() == pytest.approx(exactly, rel=1e-13)
 
 
 def test_11_a_tied_weight_counts_once() -> None:

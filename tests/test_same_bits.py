@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.driver import Options
-from shoal.exact.digest import combine, digests
-from shoal.exact.seeds import initialise
-from shoal.launch import run_with
+from shoal.driver.driver import Options
+from shoal.driver.launch import run_with
+from shoal.numerics.digest import combine, digests
+from shoal.numerics.seeds import initialise
 from shoal.report.events import AnyEvent, Dealt, Steps, decode
-from shoal.seat import Settings
 from shoal.testing import (
     attention,
     batch_norm_net,
@@ -28,6 +27,7 @@ from shoal.testing import (
     samples_for,
     tied_language_model,
 )
+from shoal.worker.context import Settings
 
 MODELS = (convolution, attention, dropout_net, batch_norm_net, tied_language_model)
 
@@ -196,7 +196,7 @@ LOOP = """
 import os, sys
 import torch
 import shoal
-from shoal.exact.seeds import initialise
+from shoal.numerics.seeds import initialise
 from shoal.testing import cross_entropy, everything, samples_for
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -11,7 +11,17 @@ import pytest
 
 from command import Caller
 from shoal.errors import PlanError
-from shoal.schedule import NAMES, Action, Schedule, grid, in_flight, make_schedule, needed, play, theory
+from shoal.parallel.pipeline_schedule import (
+    NAMES,
+    Action,
+    Schedule,
+    grid,
+    in_flight,
+    make_schedule,
+    needed,
+    play,
+    theory,
+)
 
 ALL_SIZES = [(1, 1), (1, 4), (2, 2), (2, 4), (2, 7), (3, 3), (3, 6), (3, 8), (4, 4), (4, 8), (4, 11), (4, 16)]
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from command import forked
 from shoal.errors import InputError, RunError
 from shoal.paramserver import client as client_module
-from shoal.paramserver import remote
+from shoal.paramserver import remote_dense
 from shoal.paramserver.client import Away, Client, Lost, Notice, RefusedError, ServerUnreachable
-from shoal.paramserver.links import DIAL_SECONDS, Links
+from shoal.paramserver.connections import DIAL_SECONDS, Links
+from shoal.paramserver.local_servers import Servers, connect
 from shoal.paramserver.messages import (
     Declare,
     DenseSpec,
@@ -39,7 +40,6 @@ from shoal.paramserver.messages import (
     Welcome,
     Who,
 )
-from shoal.paramserver.serve import Servers, connect
 from shoal.paramserver.server import Server
 from shoal.paramserver.session import Session
 from shoal.paramserver.shard import Shard
@@ -325,7 +325,7 @@ def test_rows_of_any_shape_and_repeated(client: Client) -> None:
 def test_large_tables_travel_in_pieces_to_the_same_end(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not whole:
         for name, num_bytes in (("SPLIT_BYTES", 3000), ("PIECE_BYTES", 2000), ("STRETCH_BYTES", 700)):
-            monkeypatch.setattr(remote, name, num_bytes)
+            monkeypatch.setattr(remote_dense, name, num_bytes)
     generator = torch.Generator().manual_seed(1)
     shapes = [(1,), (300,), (7, 33), (), (50, 3), (0, 4), (64,), (1000,), (2, 2)]
     values = {str(number): torch.randn(shape, generator=generator) for number, shape in enumerate(shapes)}

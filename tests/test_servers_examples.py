@@ -12,7 +12,7 @@ from torch import Tensor
 
 import command
 import shoal
-from shoal.load import load_job
+from shoal.job.load import load_job
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CHANCE = 0.5

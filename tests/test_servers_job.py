@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 import shoal
 from command import events
-from shoal.cluster import even_cluster
-from shoal.driver import Options
-from shoal.engines.lab import Lab
-from shoal.launch import train_with
+from shoal.driver.driver import Options
+from shoal.driver.launch import train_with
+from shoal.driver.launchers.lab import Lab
 from shoal.paramserver.client import Client, Future
 from shoal.paramserver.messages import Apply, Compute, Keep, Next, Request, Squares, Standing, State
-from shoal.paramserver.modes import Mode
-from shoal.queueing import Queueing
-from shoal.recovery.checkpoint import Checkpoints
+from shoal.paramserver.sync_mode import Mode
+from shoal.planner.cluster import even_cluster
+from shoal.recovery.checkpoint.directory import Checkpoints
+from shoal.report.closing_report import rows
 from shoal.report.events import ServerStarted, decode
-from shoal.report.summary import rows
-from shoal.served import Served
+from shoal.worker.server_worker.asynchronous import Queueing
+from shoal.worker.server_worker.base import Served
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
 

@@ -1,4 +1,4 @@
-"""Who may do which step (paramserver/pace.py): meetings, tickets, bounds, groups; and that no run stands still."""
+"""Who may do which step (step_coordinator.py): meetings, tickets, bounds, groups; and that no run stands still."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from shoal.errors import InputError
 from shoal.paramserver import messages
 from shoal.paramserver.messages import Compute, End, Errand, Late, Met, Next, Refused, Who
-from shoal.paramserver.modes import Mode
-from shoal.paramserver.pace import Pace, Told
+from shoal.paramserver.step_coordinator import Pace, Told
+from shoal.paramserver.sync_mode import Mode
 
 
 def pace(mode: str, workers: int = 3, steps: int = 6, **more: Any) -> Pace:

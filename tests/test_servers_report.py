@@ -10,11 +10,15 @@ import pytest
 from rich.console import Console
 
 from command import Caller, write_job
+from shoal.driver.check_servers import check_servers, read_modes
+from shoal.driver.outcome import error, outcome
+from shoal.driver.verify import server_placements
 from shoal.errors import InputError, PlanError
-from shoal.history import committed_floor
-from shoal.plan.layout import Layout
-from shoal.report import screen
-from shoal.report.account import report
+from shoal.parallel.layout import Layout
+from shoal.report import live_view
+from shoal.report.aggregate import Tally
+from shoal.report.closing_report import closing
+from shoal.report.event_queries import committed_floor
 from shoal.report.events import (
     AnyEvent,
     Changed,
@@ -36,14 +40,10 @@ from shoal.report.events import (
     WorkerLost,
     WorkerStarted,
 )
+from shoal.report.incident_lines import Telling
 from shoal.report.servers import summed_up
-from shoal.report.summary import closing
-from shoal.report.tally import Tally
-from shoal.report.telling import Telling
-from shoal.report.words import whole
-from shoal.sync import check_servers, read_modes
-from shoal.verdict import error, outcome
-from shoal.verify import server_placements
+from shoal.report.summarize import report
+from shoal.report.wording import whole
 
 SHA256 = "ab" * 32
 
@@ -393,7 +393,7 @@ def test_shoal_report_draws_the_histogram() -> None:
 
 
 def test_a_long_histogram_is_put_together() -> None:
-    lines = screen.histogram(dict.fromkeys(range(100), 1), rows=10)
+    lines = live_view.histogram(dict.fromkeys(range(100), 1), rows=10)
     assert len(lines) == 10
     assert lines[0].split()[0] == "0–9" and lines[-1].split()[-2:] == ["10.0", "%"]
 
@@ -411,8 +411,8 @@ def test_time_to_target_is_since_training_began() -> None:
 
 def test_screen_has_a_line_about_servers() -> None:
     tally = tallied([*QUEUE, *SERVED])
-    assert "2 workers   2 servers, stale:3" in screen.header(tally)
-    lines = [line.plain for line in screen.live_lines(tally, now=104.5, width=120, height=30)]
+    assert "2 workers   2 servers, stale:3" in live_view.header(tally)
+    lines = [line.plain for line in live_view.live_lines(tally, now=104.5, width=120, height=30)]
     (line,) = [line for line in lines if "busy" in line]
     assert line.split("   ")[1:] == ["19.5 steps/s", "staleness 1.38, at the most 5", "busy 0: 40 %  1: 20 %", "4.0 MB"]
 
@@ -420,7 +420,7 @@ def test_screen_has_a_line_about_servers() -> None:
 def test_the_live_view_is_no_taller_than_the_terminal_with_servers() -> None:
     many = (steps(rank, 5, 103.0) for rank in range(40))
     tally = tallied([started("async", workers=40), server(0), *many, *SERVED])
-    assert len(screen.live_lines(tally, now=104.0, width=100, height=16)) <= 15
+    assert len(live_view.live_lines(tally, now=104.0, width=100, height=16)) <= 15
 
 
 # -- the story --------------------------------------------------------------------------------------------------------

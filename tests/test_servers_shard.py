@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.errors import CheckpointError, InputError
-from shoal.exact.norm import clip, global_norm, total_norm
-from shoal.paramserver.cut import WHOLE_BYTES, balance, cut_dense, flat
-from shoal.paramserver.merge import Rows, add_rows
+from shoal.numerics.grad_norm import clip, global_norm, total_norm
+from shoal.numerics.lanes import fold, subtrees
 from shoal.paramserver.messages import (
     Apply,
     Compute,
@@ -50,12 +49,13 @@ from shoal.paramserver.messages import (
     Welcome,
     Who,
 )
-from shoal.paramserver.modes import Mode
-from shoal.paramserver.pace import Pace
-from shoal.paramserver.rewinds import PATIENCE, NothingInCommonError, at_one, ways_back
+from shoal.paramserver.reduce import Rows, add_rows
+from shoal.paramserver.rollback import PATIENCE, NothingInCommonError, at_one, ways_back
 from shoal.paramserver.shard import Answer, Shard
+from shoal.paramserver.sharding import WHOLE_BYTES, balance, cut_dense, flat
 from shoal.paramserver.snapshot import Captured, Snapshots
-from shoal.partition.lanes import fold, subtrees
+from shoal.paramserver.step_coordinator import Pace
+from shoal.paramserver.sync_mode import Mode
 
 SHAPES: dict[str, list[int]] = {
     "wide": [300, 64],  # 76,800 bytes: cut by rows
@@ -361,7 +361,7 @@ def test_a_pull_reads_the_tables_own_memory_and_a_push_leaves_the_gradient_alone
 
 
 def test_compressed_gradients_are_read() -> None:
-    from shoal.collectives.compress import read_compressor
+    from shoal.collectives.compression import read_compressor
 
     worker, spec = one_worker("sgd", lr=1.0)
     before = {name: value.clone() for name, value in worker.pull(spec).items()}

@@ -10,21 +10,22 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from shoal.paramserver import merge, shard
-from shoal.paramserver.dense import DenseTable
-from shoal.paramserver.holdings import Holdings
-from shoal.paramserver.merge import Folded
+from shoal.paramserver import reduce as push_reduction
+from shoal.paramserver import shard
+from shoal.paramserver.dense_table import DenseTable
 from shoal.paramserver.messages import Apply, Push, Rewind
-from shoal.paramserver.pace import Queue
-from shoal.paramserver.records import Record
-from shoal.paramserver.rewinds import ways_back
+from shoal.paramserver.pending_steps import Steps
+from shoal.paramserver.reduce import Folded
+from shoal.paramserver.request_log import Record
+from shoal.paramserver.rollback import ways_back
 from shoal.paramserver.session import Session
 from shoal.paramserver.shard import Shard
-from shoal.paramserver.sparse import SparseTable
-from shoal.paramserver.steps import Steps
-from shoal.testing.simulation import peers
+from shoal.paramserver.sparse_table import SparseTable
+from shoal.paramserver.step_coordinator import Queue
+from shoal.paramserver.tables import Holdings
+from shoal.testing.simulation import server_clients
 from shoal.testing.simulation.__main__ import main
-from shoal.testing.simulation.laws import Broken
+from shoal.testing.simulation.invariants import Broken
 from shoal.testing.simulation.pushes import exact_sum, restarts
 from shoal.testing.simulation.servers import CASES, World, run
 
@@ -128,7 +129,7 @@ def test_rows_that_are_added_in_another_order_are_found(monkeypatch: pytest.Monk
     def in_a_row(lanes: int, parts: Mapping[Any, Any], add: Any) -> Any:
         return reduce(add, [parts[span] for span in sorted(parts) if parts[span] is not None])
 
-    monkeypatch.setattr(merge, "fold", in_a_row)
+    monkeypatch.setattr(push_reduction, "fold", in_a_row)
     with pytest.raises(Broken, match=r"rows of step \d+: .*, one process|not the same bits in values"):
         some(mode="sync", rows=True, workers=4, crashes=(), deaths=())
 
@@ -151,7 +152,7 @@ def test_rows_of_a_ticket_that_are_applied_again_are_found(monkeypatch: pytest.M
     def twice(self: Shard, asked: Any, request: Push, tensors: Any) -> Any:
         if request.ticket in self._tickets:
             gradients = self.tables.gradients(request.slots, tensors)
-            self.tables.update({peers.ROWS: gradients[peers.ROWS]}, self.version)
+            self.tables.update({server_clients.ROWS: gradients[server_clients.ROWS]}, self.version)
         return Shard._push(self, asked, request, tensors)
 
     monkeypatch.setitem(shard._HANDLERS, Push, twice)
@@ -202,7 +203,7 @@ def test_a_server_that_comes_back_does_not_come_to_an_epoch_that_it_was_in(monke
         newest = max(each.epoch for each in standings)
         return [msgspec.structs.replace(each, epoch=newest + 1) for each in ways_back(standings, looks)]
 
-    monkeypatch.setattr(peers, "ways_back", forgetful)
+    monkeypatch.setattr(server_clients, "ways_back", forgetful)
     with pytest.raises(Broken, match="no end in sight"):
         run(1215)
 
@@ -216,7 +217,7 @@ def test_a_rewind_that_is_sent_again_does_not_reach_another_process(monkeypatch:
     def anybody(standings: Any, looks: int) -> list[Rewind]:
         return [msgspec.structs.replace(each, boot=0) for each in ways_back(standings, looks)]
 
-    monkeypatch.setattr(peers, "ways_back", anybody)
+    monkeypatch.setattr(server_clients, "ways_back", anybody)
     with pytest.raises(Broken, match="no end in sight"):
         run(729, eager=False, **plan)
 

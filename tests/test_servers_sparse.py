@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 import shoal
 from command import in_child, program
-from shoal import memory
-from shoal.embedding import Embedding, tables_of
 from shoal.errors import InputError
-from shoal.paramserver.arena import Arena
-from shoal.paramserver.cache import Cached, result
 from shoal.paramserver.client import Client
-from shoal.paramserver.hot import Heat
-from shoal.paramserver.index import Direct, Hashed
+from shoal.paramserver.embedding import Embedding, tables_of
+from shoal.paramserver.growable_memory import Arena
+from shoal.paramserver.hot_rows import Heat
+from shoal.paramserver.local_servers import Servers
 from shoal.paramserver.messages import SparseSpec, Stats
 from shoal.paramserver.optimizers import make_optimizer
-from shoal.paramserver.serve import Servers
+from shoal.paramserver.row_cache import Cached, result
+from shoal.paramserver.row_index import Direct, Hashed
 from shoal.paramserver.shard import Shard
-from shoal.paramserver.sparse import RowError, SparseTable, combine, initial_rows
+from shoal.paramserver.sparse_table import RowError, SparseTable, combine, initial_rows
+from shoal.worker import memory
 
 DIM = 10
 
@@ -305,7 +305,7 @@ def test_a_hashed_table_is_the_same_as_a_direct_one(monkeypatch: pytest.MonkeyPa
         return held.capture()
 
     direct = train()
-    monkeypatch.setattr("shoal.paramserver.index.DIRECT_KEYS", 0)
+    monkeypatch.setattr("shoal.paramserver.row_index.DIRECT_KEYS", 0)
     hashed = train()
     assert direct.keys() == hashed.keys() and all(torch.equal(direct[key], hashed[key]) for key in direct)
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from command import forked
 from shoal.errors import InputError
 from shoal.paramserver import server as server_module
-from shoal.paramserver.desk import proof
-from shoal.paramserver.frames import DTYPES, IN_MEMORY, REPLY, REQUEST, BadFrame, Frame, Limits, pack
+from shoal.paramserver.dispatcher import proof
 from shoal.paramserver.messages import (
     Challenge,
     Done,
@@ -40,10 +39,11 @@ from shoal.paramserver.messages import (
     decode_reply,
     encode,
 )
-from shoal.paramserver.rings import Reader, Writer, new_memory
 from shoal.paramserver.server import Server
-from shoal.paramserver.spin import MOST_CREDIT, TRY_AGAIN, Spin
+from shoal.paramserver.shm_ring import Reader, Writer, new_memory
+from shoal.paramserver.spin_wait import MOST_CREDIT, TRY_AGAIN, Spin
 from shoal.paramserver.transport import Closed, Stream, dial, listen, read_address
+from shoal.paramserver.wire_format import DTYPES, IN_MEMORY, REPLY, REQUEST, BadFrame, Frame, Limits, pack
 
 
 class Answer(NamedTuple):

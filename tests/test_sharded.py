@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from shoal.collectives.group import Alone, Group
 from shoal.errors import JobError, PeerLost, RunError
-from shoal.exact.norm import clip
-from shoal.partition.blocks import find_blocks
-from shoal.partition.lanes import Folding, Span, deal
-from shoal.partition.pieces import WHOLE, Piece, assemble, rows
-from shoal.strategies import sharded
-from shoal.strategies.data import DataParallel, Work
-from shoal.strategies.replica import Replica
-from shoal.strategies.sharded import ShardedParallel
-from shoal.strategies.teams import Teams
+from shoal.numerics.grad_norm import clip
+from shoal.numerics.lanes import Folding, Span, deal
+from shoal.numerics.tensor_slice import WHOLE, Piece, assemble, rows
+from shoal.parallel import zero
+from shoal.parallel.blocks import find_blocks
+from shoal.parallel.data_parallel import DataParallel, Work
+from shoal.parallel.groups import Teams
+from shoal.parallel.replica import Replica
+from shoal.parallel.zero import ShardedParallel
 from shoal.testing import (
     RanksFailed,
     batch_norm_net,
@@ -287,7 +287,7 @@ class _InTurn(Folding[Any]):
 
 def test_another_order_of_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(build=dropout_net, lanes=8)
-    monkeypatch.setattr(sharded, "Folding", _InTurn)
+    monkeypatch.setattr(zero, "Folding", _InTurn)
     found = ranks(2, lambda group: [train(case, make(case, group, level)) for level in (2, 3)])
     want = truth(case)
     for level in (0, 1):

@@ -14,28 +14,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.cluster import Cluster, Device, Host, Inside, Link, Rack, tiers
-from shoal.collectives import cost as runtime_cost
-from shoal.collectives import routes
+from shoal.collectives import cost_model as runtime_cost
+from shoal.collectives import trees
 from shoal.errors import InputError, PlanError
-from shoal.estimate.runtime import MEGATRON, MEGATRON_2021, SHOAL
-from shoal.estimate.setup import Setup
-from shoal.estimate.shape import Shape, work_of_shape
-from shoal.estimate.traffic import collective as estimated
-from shoal.estimate.work import Work
-from shoal.paramserver.modes import Mode
-from shoal.recovery import interval
-from shoal.recovery.interval import DAY
-from shoal.schedule import fit_schedule, make_schedule, play, theory
-from shoal.simulate.accuracy import Law, time_to_accuracy
-from shoal.simulate.clock import Clock, Network, Sent, Way, Wire
-from shoal.simulate.failures import CAUSES, POLICIES, REDO, RESTART_ALL, Trial, endure
-from shoal.simulate.pipeline import Cost, Replica, alone, play_pipelines, totals
-from shoal.simulate.servers import Servers, compare, serve
-from shoal.simulate.step import Step, simulate_step, straggling
-from shoal.simulate.stragglers import Stragglers
-from shoal.simulate.trace import chrome_trace, timeline
-from shoal.simulate.traffic import (
+from shoal.parallel.pipeline_schedule import fit_schedule, make_schedule, play, theory
+from shoal.paramserver.sync_mode import Mode
+from shoal.planner.cluster import Cluster, Device, Host, Inside, Link, Rack, tiers
+from shoal.planner.cost.comm import collective as estimated
+from shoal.planner.cost.runtime import MEGATRON, MEGATRON_2021, SHOAL
+from shoal.planner.cost.setup import Setup
+from shoal.planner.cost.transformer_shape import Shape, work_of_shape
+from shoal.planner.cost.workload import Work
+from shoal.planner.simulate.chrome_trace import chrome_trace, timeline
+from shoal.planner.simulate.clock import Clock, Network, Sent, Way, Wire
+from shoal.planner.simulate.comm import (
     Group,
     collective,
     links_of,
@@ -46,7 +38,15 @@ from shoal.simulate.traffic import (
     play_whole_rings,
     rings,
 )
-from shoal.simulate.wiring import Wiring
+from shoal.planner.simulate.failures import CAUSES, POLICIES, REDO, RESTART_ALL, Trial, endure
+from shoal.planner.simulate.network import Wiring
+from shoal.planner.simulate.pipeline import Cost, Replica, alone, play_pipelines, totals
+from shoal.planner.simulate.servers import Servers, compare, serve
+from shoal.planner.simulate.step import Step, simulate_step, straggling
+from shoal.planner.simulate.stragglers import Stragglers
+from shoal.planner.simulate.time_to_accuracy import Law, time_to_accuracy
+from shoal.recovery.checkpoint import interval
+from shoal.recovery.checkpoint.interval import DAY
 
 GOLDEN = Path(__file__).parent / "golden"
 CHIP = Device(
@@ -228,10 +228,10 @@ def test_a_wrong_number_of_costs_is_told() -> None:
 @pytest.mark.parametrize("name", ["direct", "halving", "tree", "ring"])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_runtimes_routes_take_what_its_cost_model_says(name: str, size: int) -> None:
-    """One rack, one rank on each host, one chunk: the closed forms of collectives/cost.py."""
+    """One rack, one rank on each host, one chunk: the closed forms of collectives/cost_model.py."""
     wiring = Wiring(a_cluster(hosts=size))
     places = places_of(wiring, range(size))
-    route = routes.ring(places) if name == "ring" else getattr(routes, name)(size)
+    route = trees.ring(places) if name == "ring" else getattr(trees, name)(size)
     played = play_route(route, wiring, range(size), 1 << 22, ordered=name != "ring", chunks=1)
     priced = runtime_cost.cost(
         route, places, links_of(wiring), 1 << 22, ordered=name != "ring", chunk_bytes=1 << 22
@@ -247,7 +247,7 @@ def test_the_runtimes_routes_take_what_its_cost_model_says(name: str, size: int)
 def test_between_racks_a_route_takes_at_least_its_fullest_link(name: str, over: float) -> None:
     wiring = Wiring(a_cluster(racks=2, hosts=2, over=over))
     places = places_of(wiring, range(4))
-    route = routes.direct(4) if name == "direct" else getattr(routes, name)(places)
+    route = trees.direct(4) if name == "direct" else getattr(trees, name)(places)
     seconds = play_route(route, wiring, range(4), 1 << 24, ordered=name != "ring").seconds
     priced = runtime_cost.cost(route, places, links_of(wiring), 1 << 24, ordered=name != "ring")
     assert priced.fullest is not None
@@ -731,7 +731,7 @@ def test_interruptions_of_the_published_run() -> None:
 
 
 def test_the_loss_is_that_of_the_closed_form() -> None:
-    """Restarts and saving as chosen: losses near M (e^((T+C)/M) − 1), Daly 2006, which recovery/interval.py has."""
+    """Restarts and saving as chosen: losses near M (e^((T+C)/M) − 1), Daly 2006, which checkpoint/interval.py has."""
     policy = replace(RESTART_ALL, detect=0.0, restart=0.0)
     trial = Trial(seconds=4000 * DAY, devices=1, step=1.0, save=60.0, mtbf=0.5 * DAY, interval=1800.0)
     found = endure(trial, policy, seed=2)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from command import in_child
 from shoal.errors import JobError
-from shoal.exact import kernels
-from shoal.exact import sketch as module
-from shoal.exact.seeds import initialise
-from shoal.exact.sketch import Sketch, sketch
-from shoal.memory import Meter, return_freed
+from shoal.numerics import kernels
+from shoal.numerics import meta_init as module
+from shoal.numerics.meta_init import Sketch, sketch
+from shoal.numerics.seeds import initialise
+from shoal.worker.memory import Meter, return_freed
 
 MB = 10**6
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.partition.lanes import Span
-from shoal.partition.stages import cut_stages
+from shoal.numerics.lanes import Span
+from shoal.parallel.balance import cut_stages
 
 
 def every_cut(

@@ -14,11 +14,10 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as schedulers
 
 from shoal.errors import CheckpointError
-from shoal.exact.digest import digests, quick, tensor_sha256
-from shoal.keeper import Live
-from shoal.recovery.checkpoint import Checkpoints, Snapshot
-from shoal.recovery.plain import decode, encode
-from shoal.recovery.state import (
+from shoal.numerics.digest import digests, quick, tensor_sha256
+from shoal.recovery.checkpoint.directory import Checkpoints, Snapshot
+from shoal.recovery.checkpoint.serialize import decode, encode
+from shoal.recovery.checkpoint.state import (
     capture_extra,
     capture_optimizer,
     capture_scheduler,
@@ -28,6 +27,7 @@ from shoal.recovery.state import (
     restore_scheduler,
     restore_weights,
 )
+from shoal.worker.checkpointer import Live
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,10 @@ import msgspec
 import pytest
 
 from shoal.errors import InputError, RunError
-from shoal.recovery import embedded, storeserver
-from shoal.recovery.address import open_store
-from shoal.recovery.etcd import Etcd, Place, read_address
-from shoal.recovery.store import LeaseEnded, Store, StoreAway
+from shoal.recovery.membership import sqlite_client, sqlite_server
+from shoal.recovery.membership.etcd import Etcd, Place, read_address
+from shoal.recovery.membership.open_store import open_store
+from shoal.recovery.membership.store import LeaseEnded, Store, StoreAway
 from shoal.testing import ranks
 
 # -- stores to test against -------------------------------------------------------------------------------------------
@@ -44,12 +44,12 @@ class Kind:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Of a run, with the embedded store in it, which is gone when the test ends."""
-    embedded.start(tmp_path)
+    sqlite_client.start(tmp_path)
     try:
         yield tmp_path
     finally:
-        embedded.stop(tmp_path)
-        assert not storeserver.locked(tmp_path)
+        sqlite_client.stop(tmp_path)
+        assert not sqlite_server.locked(tmp_path)
 
 
 @contextmanager
@@ -260,10 +260,10 @@ def test_waiting_ends_with_a_change_under_the_prefix(kind: Kind) -> None:
 # -- the embedded store's server --------------------------------------------------------------------------------------
 
 
-def kill(folder: Path) -> storeserver.Serving:
-    serving = embedded.start(folder)
+def kill(folder: Path) -> sqlite_server.Serving:
+    serving = sqlite_client.start(folder)
     os.kill(serving.pid, signal.SIGKILL)
-    until(lambda: not storeserver.locked(folder))
+    until(lambda: not sqlite_server.locked(folder))
     return serving
 
 
@@ -292,12 +292,12 @@ class Counter:
 
 
 def test_what_was_answered_survives_kill_minus_nine(folder: Path) -> None:
-    store, port = embedded.connect(folder), embedded.start(folder).port
+    store, port = sqlite_client.connect(folder), sqlite_client.start(folder).port
     counter = Counter(store)
     for _ in range(5):
         counter.killed_amid(folder)
-        assert not embedded.running(folder)
-        assert embedded.start(folder).port == port
+        assert not sqlite_client.running(folder)
+        assert sqlite_client.start(folder).port == port
         entry = store.read().entries["count"]
         assert int(entry.value) - counter.number in (0, 1), "the one that had no answer may be there or not"
         counter.number, counter.revision = int(entry.value), entry.revision
@@ -306,14 +306,14 @@ def test_what_was_answered_survives_kill_minus_nine(folder: Path) -> None:
 
 
 def test_leases_and_waits_go_on_after_a_restart(folder: Path) -> None:
-    store, seconds = embedded.connect(folder), 0.4
+    store, seconds = sqlite_client.connect(folder), 0.4
     lease = store.grant(seconds)
     revision = store.put("alive", b"", lease)
     removed = store.swap("gone", None, store.put("gone", b""))
     assert removed is not None
     kill(folder)
     time.sleep(seconds * 1.5)  # longer than the lease has
-    embedded.start(folder)
+    sqlite_client.start(folder)
     assert store.renew(lease), "nobody could renew it meanwhile"
     assert store.wait("gone", removed, 0.0) is None
     assert store.wait("gone", removed - 1, 30.0) is not None, "removals are remembered"
@@ -323,9 +323,9 @@ def test_leases_and_waits_go_on_after_a_restart(folder: Path) -> None:
 
 
 def test_a_server_that_did_not_listen_does_not_blame_its_clients(folder: Path) -> None:
-    store, seconds = embedded.connect(folder), 0.4
+    store, seconds = sqlite_client.connect(folder), 0.4
     lease = store.grant(seconds)
-    pid = embedded.start(folder).pid
+    pid = sqlite_client.start(folder).pid
     os.kill(pid, signal.SIGSTOP)
     try:
         time.sleep(seconds * 2)
@@ -338,19 +338,19 @@ def test_a_server_that_did_not_listen_does_not_blame_its_clients(folder: Path) -
 def test_there_is_one_server_however_many_are_started(folder: Path, tmp_path: Path) -> None:
     kill(folder)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(embedded.start, [folder] * 4))
+        found = list(pool.map(sqlite_client.start, [folder] * 4))
     assert len(set(found)) == 1
-    assert storeserver.read_serving(folder) == found[0]
+    assert sqlite_server.read_serving(folder) == found[0]
     assert stat.S_IMODE((folder / "store.json").stat().st_mode) == 0o600, "the token is in it"
     assert os.getsid(found[0].pid) == found[0].pid, "a session of its own: no terminal, and no signal of ours"
 
 
 def test_it_takes_another_port_when_its_own_is_taken(folder: Path) -> None:
-    store = embedded.connect(folder)
+    store = sqlite_client.connect(folder)
     before = store.put("a", b"")
     port = kill(folder).port
     with socket.create_server(("127.0.0.1", port)):
-        again = embedded.start(folder)
+        again = sqlite_client.start(folder)
         assert again.port != port
         assert store.read().revision == before
     store.close()
@@ -358,62 +358,62 @@ def test_it_takes_another_port_when_its_own_is_taken(folder: Path) -> None:
 
 def test_it_serves_on_a_socket_that_listens_already(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        serving = embedded.start(tmp_path, listener=listener)
+        serving = sqlite_client.start(tmp_path, listener=listener)
         assert serving.port == listener.getsockname()[1]
     dialled = []
 
     def dial(address: str, port: int, seconds: float) -> socket.socket:
         dialled.append((address, port))
-        return embedded.dial(address, port, seconds)
+        return sqlite_client.dial(address, port, seconds)
 
     try:
-        store = embedded.connect(tmp_path, dial=dial)
+        store = sqlite_client.connect(tmp_path, dial=dial)
         store.put("a", b"")
         store.close()
         assert dialled == [("127.0.0.1", serving.port)]
     finally:
-        embedded.stop(tmp_path)
+        sqlite_client.stop(tmp_path)
 
 
 def test_stopping_ends_it_and_keeps_what_it_holds(folder: Path) -> None:
-    store = embedded.connect(folder)
+    store = sqlite_client.connect(folder)
     store.put("a", b"1")
-    serving = embedded.start(folder)
-    embedded.stop(folder)
-    assert not embedded.running(folder)
-    assert storeserver.process_started(serving.pid) is None
+    serving = sqlite_client.start(folder)
+    sqlite_client.stop(folder)
+    assert not sqlite_client.running(folder)
+    assert sqlite_server.process_started(serving.pid) is None
     assert sorted(path.name for path in folder.iterdir()) == ["store.db", "store.lock"]
-    embedded.stop(folder)  # no harm
-    embedded.start(folder)
+    sqlite_client.stop(folder)  # no harm
+    sqlite_client.start(folder)
     assert values(store) == {"a": b"1"}
     store.close()
 
 
 def test_stopping_ends_one_that_does_not_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "ANSWER_SECONDS", 0.2)
-    serving = embedded.start(folder)
+    monkeypatch.setattr(sqlite_client, "ANSWER_SECONDS", 0.2)
+    serving = sqlite_client.start(folder)
     os.kill(serving.pid, signal.SIGSTOP)
-    embedded.stop(folder)
-    assert storeserver.process_started(serving.pid) is None
+    sqlite_client.stop(folder)
+    assert sqlite_server.process_started(serving.pid) is None
     assert not (folder / "store.json").exists()
 
 
 def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
-    serving = embedded.start(tmp_path, idle_seconds=0.2)
-    store = embedded.connect(tmp_path)
+    serving = sqlite_client.start(tmp_path, idle_seconds=0.2)
+    store = sqlite_client.connect(tmp_path)
     lease = store.grant(0.3)
     time.sleep(0.6)  # a client is there
-    assert embedded.running(tmp_path) and not store.renew(lease)
+    assert sqlite_client.running(tmp_path) and not store.renew(lease)
     store.close()
-    until(lambda: storeserver.process_started(serving.pid) is None)
-    assert not embedded.running(tmp_path) and not (tmp_path / "store.json").exists()
+    until(lambda: sqlite_server.process_started(serving.pid) is None)
+    assert not sqlite_client.running(tmp_path) and not (tmp_path / "store.json").exists()
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(storeserver.frame(storeserver.Hello("0" * 32)), id="wrong token"),
-        pytest.param(storeserver.frame(storeserver.Read("")), id="no token"),
+        pytest.param(sqlite_server.frame(sqlite_server.Hello("0" * 32)), id="wrong token"),
+        pytest.param(sqlite_server.frame(sqlite_server.Read("")), id="no token"),
         pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", id="something else"),
         pytest.param(struct.pack(">I", 0xFFFFFFFF), id="huge"),
         pytest.param(struct.pack(">I", 5) + b"\x80\x04K\x01.", id="a pickle"),
@@ -421,8 +421,8 @@ def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
     ],
 )
 def test_strangers_are_sent_away_and_others_are_served(folder: Path, words: bytes) -> None:
-    serving = embedded.start(folder)
-    store = embedded.connect(folder)
+    serving = sqlite_client.start(folder)
+    store = sqlite_client.connect(folder)
     store.put("a", b"1")
     with socket.create_connection((serving.address, serving.port), timeout=10) as stranger:
         stranger.sendall(words)
@@ -434,16 +434,16 @@ def test_strangers_are_sent_away_and_others_are_served(folder: Path, words: byte
 
 
 def test_one_with_the_token_is_sent_away_too(folder: Path) -> None:
-    serving = embedded.start(folder)
-    store = embedded.connect(folder)
+    serving = sqlite_client.start(folder)
+    store = sqlite_client.connect(folder)
     for words in (
-        struct.pack(">I", storeserver.REQUEST_BYTES + 1),
+        struct.pack(">I", sqlite_server.REQUEST_BYTES + 1),
         struct.pack(">I", 3) + b"\xff\xff\xff",
-        storeserver.frame(storeserver.Grant(-1.0)),
-        storeserver.frame(storeserver.Put("", b"", None)),
+        sqlite_server.frame(sqlite_server.Grant(-1.0)),
+        sqlite_server.frame(sqlite_server.Put("", b"", None)),
     ):
         with socket.create_connection((serving.address, serving.port), timeout=10) as client:
-            client.sendall(storeserver.frame(storeserver.Hello(serving.token)))
+            client.sendall(sqlite_server.frame(sqlite_server.Hello(serving.token)))
             assert len(client.recv(100)) > 4
             client.sendall(words)
             with suppress(ConnectionResetError):
@@ -456,7 +456,7 @@ def test_one_with_the_token_is_sent_away_too(folder: Path) -> None:
 
 
 def test_a_client_taken_along_by_a_fork_has_a_connection_of_its_own(folder: Path) -> None:
-    store = embedded.connect(folder)
+    store = sqlite_client.connect(folder)
     store.put("a", b"")
     told = ranks(2, lambda group: [store.put(f"rank/{group.rank}", b"%d" % number) for number in range(50)])
     assert len({revision for revisions in told for revision in revisions}) == 100
@@ -465,7 +465,7 @@ def test_a_client_taken_along_by_a_fork_has_a_connection_of_its_own(folder: Path
 
 
 def test_a_store_that_is_away_says_where_since_when_and_what_goes_on(folder: Path) -> None:
-    store = embedded.connect(folder)
+    store = sqlite_client.connect(folder)
     store.read()
     serving = kill(folder)
     for _ in range(2):
@@ -481,14 +481,14 @@ def test_a_store_that_is_away_says_where_since_when_and_what_goes_on(folder: Pat
 def test_a_store_that_cannot_be_started_says_why(tmp_path: Path) -> None:
     (tmp_path / "store.db").write_text("no database, but long enough to be taken for one" * 100)
     with pytest.raises(RunError, match="file is not a database") as failed:
-        embedded.start(tmp_path)
+        sqlite_client.start(tmp_path)
     assert "--store etcd://" in str(failed.value)
     with pytest.raises(RunError, match="No such file or directory"):
-        embedded.start(tmp_path / "nowhere")
+        sqlite_client.start(tmp_path / "nowhere")
 
 
 def test_a_full_disk_takes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
-    records = storeserver.Records(tmp_path / "store.db", now=0.0)
+    records = sqlite_server.Records(tmp_path / "store.db", now=0.0)
     assert records._disk.execute("pragma synchronous").fetchone() == (2,), "each commit is on disk, not on its way"
     before = records.put("a", b"1", None)
     records._disk.execute("pragma max_page_count = 1")  # as many as it has: it may not grow
@@ -505,8 +505,8 @@ def test_a_full_disk_takes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
 def test_removals_beyond_memory_are_answered_as_if_they_mattered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storeserver, "REMOVED_KEPT", 10)
-    records = storeserver.Records(tmp_path / "store.db", now=0.0)
+    monkeypatch.setattr(sqlite_server, "REMOVED_KEPT", 10)
+    records = sqlite_server.Records(tmp_path / "store.db", now=0.0)
     start = records.put("a", b"", None)
     for number in range(30):
         records.put(f"{number}", b"", None)
@@ -514,7 +514,7 @@ def test_removals_beyond_memory_are_answered_as_if_they_mattered(
     assert records.changed("b", start), "what happened then is forgotten"
     assert not records.changed("b", last) and not records.changed("a", last - 3)
     records.close()
-    again = storeserver.Records(tmp_path / "store.db", now=0.0)
+    again = sqlite_server.Records(tmp_path / "store.db", now=0.0)
     assert again.revision == last and again.changed("b", start) and not again.changed("a", last - 3)
     assert again.changed("", last + 1), "of a store that was here before"
     assert again.read("") == {"a": (b"", start)}
@@ -522,7 +522,7 @@ def test_removals_beyond_memory_are_answered_as_if_they_mattered(
 
 
 def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
-    tree = ast.parse(Path(storeserver.__file__).read_text())
+    tree = ast.parse(Path(sqlite_server.__file__).read_text())
     clocks = {
         node.attr
         for node in ast.walk(tree)
@@ -532,7 +532,7 @@ def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert not {"datetime", "shoal", "torch"} & {name.partition(".")[0] for name in imported}
-    assert "torch" not in Path(f"/proc/{embedded.start(folder).pid}/maps").read_text()
+    assert "torch" not in Path(f"/proc/{sqlite_client.start(folder).pid}/maps").read_text()
 
 
 # -- etcd -------------------------------------------------------------------------------------------------------------
@@ -593,7 +593,7 @@ def test_etcd_with_users(etcd_port: int) -> None:
 
 
 def test_something_else_is_no_etcd(folder: Path) -> None:
-    store = Etcd(f"etcd://{embedded.start(folder)}", "run")
+    store = Etcd(f"etcd://{sqlite_client.start(folder)}", "run")
     with pytest.raises(StoreAway):
         store.read()
     store.close()

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from shoal import verdict
-from shoal.report.account import report
+from shoal.driver import outcome
+from shoal.report.aggregate import Tally
+from shoal.report.closing_report import closing
 from shoal.report.events import (
     AnyEvent,
     Changed,
@@ -37,16 +38,15 @@ from shoal.report.events import (
     decode,
     encode,
 )
-from shoal.report.membership import Segment
+from shoal.report.incidents import Fault
+from shoal.report.live_view import header, live_lines
 from shoal.report.oom import OomWatch, counter, kills, victim
+from shoal.report.participation import Segment
 from shoal.report.progress import PlainLines
-from shoal.report.screen import header, live_lines
-from shoal.report.story import Fault
-from shoal.report.summary import closing
-from shoal.report.tally import Tally
+from shoal.report.stacks import Where, chain, circles, conclusion, holders, render
+from shoal.report.summarize import report
 from shoal.report.timeline import draw
-from shoal.report.why import Where, chain, circles, conclusion, holders, render
-from shoal.report.words import sentence, stamp, whole
+from shoal.report.wording import sentence, stamp, whole
 
 SHA256 = "c5d391c5" + "0" * 53 + "8e8"
 
@@ -562,26 +562,26 @@ def test_timeline_of_many_workers_shows_those_to_whom_something_happened() -> No
 
 def test_a_run_that_made_good_its_losses_is_done() -> None:
     tally = tallied([*WHOLE_RUN, *(WorkerExited(time=201.0, rank=rank, code=0) for rank in range(3))])
-    assert verdict.outcome(tally, size=4, interrupted=False) == "done"
-    assert verdict.error(tally, "done", report(tally)) is None
+    assert outcome.outcome(tally, size=4, interrupted=False) == "done"
+    assert outcome.error(tally, "done", report(tally)) is None
     shrunk = tallied([*BEFORE, *DRIVER[:2], *LEADER, *(finished(rank) for rank in range(3))])
-    assert verdict.outcome(shrunk, size=4, interrupted=False) == "done"
+    assert outcome.outcome(shrunk, size=4, interrupted=False) == "done"
     failed_before = tallied([*BEFORE, Failed(time=180.0, rank=3, kind="OSError", message="no"), *WHOLE_RUN[9:]])
-    assert verdict.outcome(failed_before, size=4, interrupted=False) == "done"
+    assert outcome.outcome(failed_before, size=4, interrupted=False) == "done"
 
 
 def test_who_dies_when_the_result_is_safe_does_not_spoil_it() -> None:
     killed = WorkerExited(time=200.5, rank=3, life=1, code=-9)
     saved = Saved(time=200.4, step=1000, path="x", num_bytes=1, seconds=0.1, final=True)
-    assert verdict.outcome(tallied([*WHOLE_RUN[:-1], killed]), size=4, interrupted=False) == "failed"
-    assert verdict.outcome(tallied([*WHOLE_RUN[:-1], saved, killed]), size=4, interrupted=False) == "done"
+    assert outcome.outcome(tallied([*WHOLE_RUN[:-1], killed]), size=4, interrupted=False) == "failed"
+    assert outcome.outcome(tallied([*WHOLE_RUN[:-1], saved, killed]), size=4, interrupted=False) == "done"
 
 
 def test_members_must_have_finished_and_agree() -> None:
     missing = tallied(WHOLE_RUN[:-1])
-    assert verdict.outcome(missing, size=4, interrupted=False) == "failed"
+    assert outcome.outcome(missing, size=4, interrupted=False) == "failed"
     other = tallied([*WHOLE_RUN[:-1], finished(3, weights_sha256="0" * 64)])
-    assert "different weights" in str(verdict.error(other, "done", report(other)))
+    assert "different weights" in str(outcome.error(other, "done", report(other)))
 
 
 def test_a_loss_that_ends_the_run_is_the_error() -> None:
@@ -594,9 +594,9 @@ def test_a_loss_that_ends_the_run_is_the_error() -> None:
         *(WorkerExited(time=180.2, rank=rank, code=1) for rank in range(3)),
     ]
     tally = tallied(events)
-    assert verdict.outcome(tally, size=4, interrupted=False) == "failed"
-    value = report(tally, outcome="failed", failure=verdict.cause(tally), folder="runs/7f3a")
-    assert str(verdict.error(tally, "failed", value)).splitlines() == [
+    assert outcome.outcome(tally, size=4, interrupted=False) == "failed"
+    value = report(tally, outcome="failed", failure=outcome.cause(tally), folder="runs/7f3a")
+    assert str(outcome.error(tally, "failed", value)).splitlines() == [
         f"worker 3: killed (SIGKILL); {action}",
         "  on host-b, pid 4123",
         "  noticed: its process ended",
@@ -612,13 +612,13 @@ def test_a_loss_that_ends_the_run_is_the_error() -> None:
     assert "killed (SIGKILL); the run ends" in printed(value)
     saving = [finished(rank, resumable=True, stopped="asked to stop") for rank in range(3)]
     saved = tallied([*events[:-4], *LEADER, *saving])  # those who are left save what there is
-    assert verdict.outcome(saved, size=4, interrupted=False) == "failed"
-    cause = verdict.cause(saved)
+    assert outcome.outcome(saved, size=4, interrupted=False) == "failed"
+    cause = outcome.cause(saved)
     assert cause is not None
     assert (cause.kind, cause.message) == ("WorkerLost", f"killed (SIGKILL); {action}")
     mistake = Failed(time=190.0, rank=1, kind="RuntimeError", message="bad shape", step=800)
     tally.add(mistake)
-    assert verdict.cause(tally) == mistake  # the user's own error comes before every loss
+    assert outcome.cause(tally) == mistake  # the user's own error comes before every loss
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.collectives.group import Alone, Group
 from shoal.errors import JobError
-from shoal.partition.pieces import WHOLE, Piece, assemble
-from shoal.strategies.tensor import DryTeam, Rule, Sliced, Team, find_rules, gathered, install, on_meta
-from shoal.strategies.tensor.functions import copy
-from shoal.strategies.tensor.shapes import relocated
+from shoal.numerics.tensor_slice import WHOLE, Piece, assemble
+from shoal.parallel.tensor import DryTeam, Rule, Sliced, Team, find_rules, gathered, install, on_meta
+from shoal.parallel.tensor.collective_ops import copy
+from shoal.parallel.tensor.reshape import relocated
 from shoal.testing import ranks
 
 B, T, C, H, V = 3, 6, 8, 4, 10

@@ -12,15 +12,15 @@ from msgspec.structs import replace
 
 import shoal
 from command import Caller, events, write_job
-from shoal.collectives.members import Member
+from shoal.collectives.handshake import Member
+from shoal.collectives.options import Traffic, Wish, wish_of_environment
+from shoal.collectives.stats import places_of
 from shoal.collectives.topology import Place
-from shoal.collectives.traffic import Traffic, Wish, wish_of_environment
-from shoal.collectives.travel import places_of
 from shoal.errors import InputError
-from shoal.load import load_job
-from shoal.report import account
+from shoal.job.load import load_job
+from shoal.report import summarize
+from shoal.report.aggregate import Tally
 from shoal.report.events import RunStarted, Spent, Steps, Travelled, WorkerStarted
-from shoal.report.tally import Tally
 
 root = pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="a lab needs root, ip and tc"
@@ -127,14 +127,14 @@ def test_figures_are_those_of_all_workers_and_a_host_compressor_serves_racks() -
         errors={"host": (1.0, 100.0)},
     )
     tally.add(told)
-    found = account.report(tally)
+    found = summarize.report(tally)
     assert found["exact"] is False and found["travel"]["levels"] == {}, "nothing is final yet"
 
     usual = {"epoch": 0, "loss": 1.0, "lanes": (0, 2), "spent": Spent(), "leader": True}
     tally.add(Steps(time=3.0, rank=0, step=2, count=2, samples=8, **usual))
     tally.add(replace(told, final=True))
     tally.add(replace(told, rank=1, sent={"rack": 200}, errors={"host": (8.0, 125.0)}, final=True))
-    assert account.report(tally)["travel"]["levels"] == {
+    assert summarize.report(tally)["travel"]["levels"] == {
         "rack": {"bytes": 500, "bytes_saved": 1500, "bytes_per_step": 250.0, "compressor": "int8", "error": 0.2}
     }
 

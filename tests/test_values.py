@@ -16,8 +16,8 @@ import shoal
 from command import Caller
 from shoal.collectives.group import Alone, Group
 from shoal.errors import InputError, MismatchError
-from shoal.exact.digest import tensor_sha256
-from shoal.partition.lanes import fold
+from shoal.numerics.digest import tensor_sha256
+from shoal.numerics.lanes import fold
 from shoal.testing import ranks
 
 WORKERS = 3

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import shoal
 from command import HASH, Caller, write_job
-from shoal.strategies import data
-from shoal.verify import PLAIN_TOLERANCE, Placement, against_plain, placements
+from shoal.driver.verify import PLAIN_TOLERANCE, Placement, against_plain, placements
+from shoal.parallel import data_parallel
 
 
 @pytest.fixture
@@ -152,17 +152,17 @@ def test_an_ordinary_loop_agrees_on_a_plain_mean_too() -> None:
 
 
 def double_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = data.read_loss
+    right = data_parallel.read_loss
 
     def wrong(*arguments: Any) -> Any:
         loss, count = right(*arguments)
         return loss * 2, count
 
-    monkeypatch.setattr(data, "read_loss", wrong)
+    monkeypatch.setattr(data_parallel, "read_loss", wrong)
 
 
 def forget_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_plus", lambda left, right, out: left)
+    monkeypatch.setattr(data_parallel, "_plus", lambda left, right, out: left)
 
 
 def forget_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:

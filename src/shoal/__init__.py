@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 # Before torch runs its first kernel: after one matrix product it has no effect (EXACT rule 7).
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
-from shoal.collectives import backend
+from shoal.collectives import process_group
+from shoal.driver.launch import train
+from shoal.driver.result import Report
 from shoal.errors import InputError, RunError, ShoalError, Stopped
-from shoal.job import Job
-from shoal.join import join
-from shoal.launch import train
-from shoal.plan.placement import Plan
-from shoal.result import Report
-from shoal.run import Batch, Run
-from shoal.values import Mirrored, PerWorker
+from shoal.job.job import Job
+from shoal.parallel.plan import Plan
+from shoal.worker.join import join
+from shoal.worker.trainer import Batch, Run
+from shoal.worker.values import Mirrored, PerWorker
 
 if TYPE_CHECKING:
-    from shoal.embedding import Embedding
+    from shoal.paramserver.embedding import Embedding
 
 __version__ = "0.1.0"
 
-backend.register()  # torch.distributed now knows backend="shoal"
+process_group.register()  # torch.distributed now knows backend="shoal"
 
 __all__ = [
     "Batch",
@@ -48,7 +48,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What most programs do not use is imported when it is asked for."""
     if name == "Embedding":
-        from shoal.embedding import Embedding
+        from shoal.paramserver.embedding import Embedding
 
         return Embedding
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

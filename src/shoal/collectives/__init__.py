@@ -11,15 +11,15 @@ Beside the standard collectives, which are torch.distributed's own with `backend
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.collectives.traffic import Wish
+from shoal.collectives.options import Wish
 from shoal.errors import InputError
-from shoal.partition.lanes import Span
+from shoal.numerics.lanes import Span
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.collectives.backend import ShoalProcessGroup
-    from shoal.collectives.commons import Commons
+    from shoal.collectives.process_group import ShoalProcessGroup
+    from shoal.collectives.shared_buffers import Commons
 
 __all__ = ["Wish", "merge", "open_commons", "prefix_sum"]
 
@@ -36,7 +36,7 @@ def merge(lanes: int, deal: Sequence[Span], parts: "Mapping[Span, Tensor]", grou
     """The sum of `lanes` tensors that ranks hold as partial sums, added in the order of the lanes' tree.
 
     `deal` says which lanes each rank holds, from and to; `parts` has this rank's sums by subtree
-    (`shoal.partition.lanes.subtrees(lanes, deal[rank])`), flat and of one length. The memory of the first one becomes
+    (`shoal.numerics.lanes.subtrees(lanes, deal[rank])`), flat and of one length. The memory of the first one becomes
     the result, which is the same to the bit for every deal.
     """
     _ours(group).merge(lanes, deal, parts).wait()
@@ -48,15 +48,15 @@ def open_commons(num_bytes: int, group: Any = None) -> "Commons | None":
 
     All ranks call it together. None, on all, where they do not share a host or it has no memory left.
     """
-    from shoal.collectives import commons
+    from shoal.collectives import shared_buffers
 
-    return commons.open_commons(_ours(group), num_bytes)
+    return shared_buffers.open_commons(_ours(group), num_bytes)
 
 
 def _ours(group: Any) -> "ShoalProcessGroup":
     import torch.distributed as dist
 
-    from shoal.collectives.backend import NAME, ShoalProcessGroup
+    from shoal.collectives.process_group import NAME, ShoalProcessGroup
 
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, ShoalProcessGroup):

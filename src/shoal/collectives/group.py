@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shoal.collectives.backend import NAME, ShoalProcessGroup, register
-from shoal.collectives.commons import Commons, open_commons
-from shoal.collectives.onhost import OnHost
+from shoal.collectives.options import Wish
+from shoal.collectives.process_group import NAME, ShoalProcessGroup, register
+from shoal.collectives.shared_buffers import Commons, open_commons
+from shoal.collectives.single_host import OnHost
+from shoal.collectives.stats import Travel, places_of, stay
 from shoal.collectives.topology import Place
-from shoal.collectives.traffic import Wish
-from shoal.collectives.travel import Travel, places_of, stay
 from shoal.errors import PeerLost, RunError
-from shoal.partition.lanes import Span, fold
+from shoal.numerics.lanes import Span, fold
 
 if TYPE_CHECKING:
-    from shoal.collectives.across import Across
+    from shoal.collectives.multi_host import Across
 
 
 class Pending(Protocol):

@@ -1,6 +1,6 @@
 """How values of several ranks become one: which operations there are, for which types, in which order they are applied.
 
-The order is always that of the tree over the rank number (partition/lanes.py): whoever computes where, the same numbers
+The order is always that of the tree over the rank number (numerics/lanes.py): whoever computes where, the same numbers
 are combined in the same order, so the bits depend on nothing else.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CollectiveError
-from shoal.partition.lanes import Span, split
+from shoal.numerics.lanes import Span, split
 
 Combine = Callable[..., Tensor]  # (left, right, *, out)
 

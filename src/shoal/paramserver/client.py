@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError, RunError
-from shoal.paramserver.frames import REPLY, BadFrame, Frame, Limits, body_bytes, copy_into, laid_out, padded
-from shoal.paramserver.futures import Future
-from shoal.paramserver.links import (
+from shoal.paramserver.connections import (
     GREETED,
     UP,
     Away,
@@ -35,6 +33,7 @@ from shoal.paramserver.links import (
     Sent,
     ServerUnreachable,
 )
+from shoal.paramserver.futures import Future
 from shoal.paramserver.messages import (
     ORDERS,
     DenseSpec,
@@ -47,11 +46,12 @@ from shoal.paramserver.messages import (
     decode_reply,
     encode,
 )
-from shoal.paramserver.remote import Dense
-from shoal.paramserver.remote_rows import Sparse
-from shoal.paramserver.rings import Writer
-from shoal.paramserver.spin import Spin
+from shoal.paramserver.remote_dense import Dense
+from shoal.paramserver.remote_sparse import Sparse
+from shoal.paramserver.shm_ring import Writer
+from shoal.paramserver.spin_wait import Spin
 from shoal.paramserver.transport import LEAST_SHARED, Closed, Direct, Stream, read_address
+from shoal.paramserver.wire_format import REPLY, BadFrame, Frame, Limits, body_bytes, copy_into, laid_out, padded
 
 __all__ = ["Away", "Client", "Dense", "Future", "Lost", "Notice", "RefusedError", "ServerUnreachable", "Sparse"]
 
@@ -84,7 +84,7 @@ class Client:
             raise InputError("no addresses of servers", fix="one for each shard, such as ['unix:/tmp/shard-0']")
         self.compressor: Any = None
         if compress:
-            from shoal.collectives.compress import read_compressor
+            from shoal.collectives.compression import read_compressor
 
             self.compressor = read_compressor(compress, f"compress={compress!r}")
         for address in addresses:

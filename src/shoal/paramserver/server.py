@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.paramserver.desk import Desk, Guest
-from shoal.paramserver.frames import BadFrame, Limits
-from shoal.paramserver.rings import RING_BYTES
-from shoal.paramserver.spin import Spin
+from shoal.paramserver.dispatcher import Desk, Guest
+from shoal.paramserver.shm_ring import RING_BYTES
+from shoal.paramserver.spin_wait import Spin
 from shoal.paramserver.transport import Closed, Stream, listen, read_address
+from shoal.paramserver.wire_format import BadFrame, Limits
 
 POLL_SECONDS = 0.1  # how often `until` is asked when nothing comes
 STRANGER_SECONDS = 10.0  # a connection that has not said who it is by then is closed

@@ -25,9 +25,7 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError, ShoalError
 from shoal.paramserver import messages
-from shoal.paramserver.dense import Factory
-from shoal.paramserver.holdings import Holdings, No
-from shoal.paramserver.merge import Gradients, kept
+from shoal.paramserver.dense_table import Factory
 from shoal.paramserver.messages import (
     AnyReply,
     Apply,
@@ -51,10 +49,12 @@ from shoal.paramserver.messages import (
     Welcome,
     Who,
 )
-from shoal.paramserver.pace import Pace, Told
-from shoal.paramserver.records import Asked, Record, Tickets
+from shoal.paramserver.pending_steps import Steps
+from shoal.paramserver.reduce import Gradients, kept
+from shoal.paramserver.request_log import Asked, Record, Tickets
 from shoal.paramserver.snapshot import Captured, lifted, lowered
-from shoal.paramserver.steps import Steps
+from shoal.paramserver.step_coordinator import Pace, Told
+from shoal.paramserver.tables import Holdings, No
 
 _ANY_EPOCH = (Rewind, messages.Standing, messages.Stats)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError, InputError
-from shoal.exact.digest import tensor_bytes
+from shoal.numerics.digest import tensor_bytes
 
 FORMAT = "shoal-shard 1"
 KEPT = 2

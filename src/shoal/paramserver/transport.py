@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
-from shoal.paramserver.frames import (
+from shoal.paramserver.shm_ring import RING_BYTES, Reader, Writer, new_memory
+from shoal.paramserver.wire_format import (
     ALIGN,
     HEADER_BYTES,
     IN_MEMORY,
@@ -45,7 +46,6 @@ from shoal.paramserver.frames import (
     tensors_in,
     word_bytes,
 )
-from shoal.paramserver.rings import RING_BYTES, Reader, Writer, new_memory
 
 LEAST_SHARED = 4096  # bytes of a body that goes through shared memory
 INBOX_BYTES = 64 << 10

@@ -1,1 +1,1 @@
-"""State that outlives a process: captured from live objects, written to disk, verified, and put back bit for bit."""
+"""What outlives a process: who is in the run (`membership/`) and its state on disk (`checkpoint/`)."""

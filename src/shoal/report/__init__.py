@@ -1,1 +1,1 @@
-"""What a run tells: events, the live view, the closing report. Reads messages and files; starts nothing."""
+"""What a run records and shows: events, the live view, the closing report. Starts nothing."""

@@ -13,12 +13,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from shoal.report import screen
+from shoal.report import live_view
+from shoal.report.aggregate import Tally
 from shoal.report.events import AnyEvent, Printed, RunStarted, Travelled
-from shoal.report.prints import Prints
-from shoal.report.tally import Tally
-from shoal.report.telling import Telling
-from shoal.report.words import stamp
+from shoal.report.incident_lines import Telling
+from shoal.report.wording import stamp
+from shoal.report.worker_output import Prints
 
 REFRESH_SECONDS = 0.4
 PLAIN_SECONDS = 10.0
@@ -71,7 +71,7 @@ class _Scroll:
         return [*self._prints.rest(_printing(self._tally)), *self._telling.rest(self._tally.story)]
 
     def _event(self, event: AnyEvent) -> list[str]:
-        line = screen.event_line(event, routine=self._routine)
+        line = live_view.event_line(event, routine=self._routine)
         if line is not None and isinstance(event, Travelled):  # told again by every new group: news only if it differs
             travel = line[len(stamp(event.time)) :]
             line, self._travel = (None if travel == self._travel else line), travel
@@ -95,7 +95,7 @@ class PlainLines:
 
     def show(self, event: AnyEvent, tally: Tally) -> None:
         if isinstance(event, RunStarted):
-            self._write(screen.header(tally))
+            self._write(live_view.header(tally))
             self._last_line = self._clock()
         for line in self._scroll.show(event, tally, self._clock()):
             self._write(line)
@@ -108,7 +108,7 @@ class PlainLines:
             self._last_line = now
         if tally.step > self._last_step and now - self._last_line >= PLAIN_SECONDS:
             self._last_line, self._last_step = now, tally.step
-            self._write(screen.progress_text(tally, now=now))
+            self._write(live_view.progress_text(tally, now=now))
 
     def close(self) -> None:
         for line in self._scroll.rest():
@@ -158,7 +158,7 @@ class LiveView:
         if self._live is None or (self._last_drawn is not None and now - self._last_drawn < REFRESH_SECONDS):
             return
         self._last_drawn = now
-        lines = screen.live_lines(
+        lines = live_view.live_lines(
             tally,
             now=self._clock(),
             width=self._console.width,

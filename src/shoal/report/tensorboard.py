@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from shoal.errors import InputError
-from shoal.report.account import PARTS
 from shoal.report.events import AnyEvent, Evaluated, Resumed, Steps
-from shoal.report.folder import RunFolder
+from shoal.report.run_folder import RunFolder
+from shoal.report.summarize import PARTS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -8,9 +8,9 @@ worker   0:00                                  2:44
 
 from collections.abc import Sequence
 
-from shoal.report import figures
-from shoal.report.membership import ALIVE, PARTICIPATING, Segment, span
-from shoal.report.story import Fault
+from shoal.report import human
+from shoal.report.incidents import Fault
+from shoal.report.participation import ALIVE, PARTICIPATING, Segment, span
 
 # meaning: sign, and how it is written where only ASCII is
 SIGNS = {
@@ -45,7 +45,7 @@ def draw(
     shown = workers if len(workers) <= MOST_ROWS else [each for each in workers if each in moved][:MOST_ROWS]
     names = max(len("worker"), *(len(str(each)) for each in shown))
     cells = max(NARROWEST, min(WIDEST, width - names - 2))
-    last = figures.duration(ended - began)
+    last = human.duration(ended - began)
     lines = [f"{'worker':<{names}}  {'0:00':<{max(0, cells - len(last))}}{last}"]
     used: set[str] = set()
     for worker in shown:

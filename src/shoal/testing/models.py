@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import InputError
-from shoal.job import Job
+from shoal.job.job import Job
 
 CLASSES, WORDS, LENGTH, WIDTH = 5, 13, 6, 8
 

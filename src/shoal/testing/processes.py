@@ -19,10 +19,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.collectives.group import Group, Workers
-from shoal.engines.local import PR_SET_PDEATHSIG
-from shoal.engines.namespaces import LabHost, call_on, enter
+from shoal.driver.launchers.fork_server import PR_SET_PDEATHSIG
+from shoal.driver.launchers.namespaces import LabHost, call_on, enter
 from shoal.errors import InputError, PeerLost, WorkerError
-from shoal.exact.digest import tensor_bytes
+from shoal.numerics.digest import tensor_bytes
 
 GRACE_SECONDS = 10.0  # after a first failure: how long the other ranks may still answer
 _TENSOR = 1  # code of a tensor in a message

@@ -4,8 +4,8 @@
     python -m shoal.testing.simulation --seed 1234 --trace that seed, event by event
     make simulate                                          a hundred thousand of them, and many of servers.py
 
-Every worker of the simulation runs the real `Member` (recovery/protocol.py); clock, network, store, disk and the faults
-of all of them are played, and one seed decides everything.
+Every worker of the simulation runs the real `Member` (recovery/membership/protocol.py); clock, network, store,
+disk and the faults of all of them are played, and one seed decides everything.
 
     plan.py     what a seed stands for          world.py    clock, processes, network, disk
     worker.py   the runtime's loop              store.py    views, leases, positions
@@ -19,8 +19,8 @@ truth.py; pushes.py, many over a bad line.
 from collections.abc import Callable
 from typing import Any
 
-from shoal.recovery.protocol import Member
-from shoal.testing.simulation.laws import Broken
+from shoal.recovery.membership.protocol import Member
+from shoal.testing.simulation.invariants import Broken
 from shoal.testing.simulation.world import World
 
 __all__ = ["Broken", "World", "run"]

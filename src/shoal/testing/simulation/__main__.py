@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from shoal.testing.simulation import Broken, World, laws, run
+from shoal.testing.simulation import Broken, World, invariants, run
 
 CHUNK = 250
 
@@ -47,7 +47,7 @@ def on_all_cores(first: int, seeds: int, servers: bool) -> Iterator[tuple[int, C
 def many(first: int, seeds: int, servers: bool) -> int:
     began = time.monotonic()
     done, met, stories = 0, Counter[str](), list[str]()
-    all_cases: tuple[str, ...] = _servers().CASES if servers else laws.CASES
+    all_cases: tuple[str, ...] = _servers().CASES if servers else invariants.CASES
     for count, cases, broken in on_all_cores(first, seeds, servers):
         done += count
         met += cases

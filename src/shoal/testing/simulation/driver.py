@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from shoal.recovery.protocol import View, Who, part_of, remove
-from shoal.testing.simulation.plan import BEAT, PATIENCE
+from shoal.recovery.membership.protocol import View, Who, part_of, remove
+from shoal.testing.simulation.scenario import BEAT, PATIENCE
 from shoal.testing.simulation.worker import Process, Worker
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from shoal.recovery.protocol import Who
-from shoal.testing.simulation.plan import AIMED
+from shoal.recovery.membership.protocol import Who
+from shoal.testing.simulation.scenario import AIMED
 from shoal.testing.simulation.worker import Worker
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.paramserver.messages import Declare, DenseSpec, Done, Hello, Push, Put, Refused, Slot, Welcome, Who
 from shoal.paramserver.session import Asked, Session
 from shoal.paramserver.shard import Shard
-from shoal.testing.simulation.laws import Broken
+from shoal.testing.simulation.invariants import Broken
 
 DROPS, DOUBLES = 0.2, 0.2
 WINDOW = 8  # pushes of a worker that are under way

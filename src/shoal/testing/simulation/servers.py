@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.paramserver.cut import cut_dense
-from shoal.paramserver.desk import Desk, Guest
-from shoal.paramserver.frames import Frame
+from shoal.numerics.lanes import Span, deal, subtrees
+from shoal.paramserver.dispatcher import Desk, Guest
 from shoal.paramserver.messages import (
     Apply,
     Contribute,
@@ -48,16 +47,17 @@ from shoal.paramserver.messages import (
     Values,
     Who,
 )
-from shoal.paramserver.modes import Mode
-from shoal.paramserver.pace import Pace
 from shoal.paramserver.shard import Answer, Shard
+from shoal.paramserver.sharding import cut_dense
 from shoal.paramserver.snapshot import Captured
-from shoal.paramserver.sparse import SparseTable
-from shoal.partition.lanes import Span, deal, subtrees
-from shoal.testing.simulation import truth
-from shoal.testing.simulation.laws import Broken
-from shoal.testing.simulation.peers import BUFFER, ROWS, SCRIPTS, TABLE, Link, Peer
-from shoal.testing.simulation.truth import LANES, Learned
+from shoal.paramserver.sparse_table import SparseTable
+from shoal.paramserver.step_coordinator import Pace
+from shoal.paramserver.sync_mode import Mode
+from shoal.paramserver.wire_format import Frame
+from shoal.testing.simulation import reference
+from shoal.testing.simulation.invariants import Broken
+from shoal.testing.simulation.reference import LANES, Learned
+from shoal.testing.simulation.server_clients import BUFFER, ROWS, SCRIPTS, TABLE, Link, Peer
 
 BOUND = 60.0  # seconds from the end of all faults to the end of the run
 MOST_EVENTS = 100_000
@@ -452,7 +452,7 @@ class World:
         plan = self.plan
         self.mode = Mode.read(plan.mode if plan.mode != "push" else "async")
         self.lockstep, self.shards = self.mode.lockstep, range(plan.shards)
-        self.max_norm = truth.MAX_NORM if self.mode.exact else 1e9
+        self.max_norm = reference.MAX_NORM if self.mode.exact else 1e9
         self.lanes = plan.workers if self.mode.name == "local" else LANES
         spans = deal(self.lanes, [1.0] * plan.workers)
         self.parts: list[tuple[Span, ...]] = [subtrees(self.lanes, span) for span in spans]  # by worker
@@ -474,7 +474,7 @@ class World:
 
     def _specs(self) -> dict[str, DenseSpec | SparseSpec]:
         plan, shards = self.plan, self.plan.shards
-        optimizer, settings = truth.OUTERS[self.mode.outer]
+        optimizer, settings = reference.OUTERS[self.mode.outer]
 
         def dense(name: str, optimizer: str, settings: dict[str, float | bool]) -> DenseSpec:
             names = [f"{name} {shard}" for shard in self.shards]
@@ -485,7 +485,7 @@ class World:
         found: dict[str, DenseSpec | SparseSpec] = {TABLE: dense(TABLE, optimizer, settings)}
         if plan.rows:
             counts = SparseSpec(rows=(self.size + 1) * shards, dim=1, scale=0.0, optimizer="sgd", settings={"lr": 1.0})
-            found[ROWS] = truth.ROWS if self.mode.exact else counts
+            found[ROWS] = reference.ROWS if self.mode.exact else counts
         if plan.buffers:
             found[BUFFER] = dense(BUFFER, "none", {})
         return found
@@ -493,10 +493,10 @@ class World:
     def _truth(self) -> list[Learned]:
         plan = self.plan
         if self.mode.exact:
-            return truth.sync_truth(plan.steps, plan.shards, self.size, rows=plan.rows, clips=plan.clips)
+            return reference.sync_truth(plan.steps, plan.shards, self.size, rows=plan.rows, clips=plan.clips)
         if self.mode.name == "local":
             outer = self.mode.outer
-            return truth.local_truth(plan.steps, plan.shards, self.size, workers=plan.workers, outer=outer)
+            return reference.local_truth(plan.steps, plan.shards, self.size, workers=plan.workers, outer=outer)
         return []
 
     def row_ids(self, shard: int) -> Tensor:

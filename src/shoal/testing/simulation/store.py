@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from shoal.recovery.protocol import NOTHING, Position, Seen, View, Who
-from shoal.testing.simulation.plan import LEASE
+from shoal.recovery.membership.protocol import NOTHING, Position, Seen, View, Who
+from shoal.testing.simulation.scenario import LEASE
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ when something has arrived. Its beat is a chain of events of its own, as the run
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.recovery.protocol import (
+from shoal.recovery.membership.protocol import (
     Change,
     Form,
     Leave,
@@ -21,8 +21,8 @@ from shoal.recovery.protocol import (
     newcomers,
     part_of,
 )
-from shoal.testing.simulation.laws import Gradient, applied, gradient_of
-from shoal.testing.simulation.plan import BEAT, COLLECTIVE, FORMING, LANES, PATIENCE, STORE
+from shoal.testing.simulation.invariants import Gradient, applied, gradient_of
+from shoal.testing.simulation.scenario import BEAT, COLLECTIVE, FORMING, LANES, PATIENCE, STORE
 from shoal.testing.simulation.store import Reading
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from shoal.recovery.protocol import Member, Settlement, View, Who
+from shoal.recovery.membership.protocol import Member, Settlement, View, Who
 from shoal.testing.simulation.driver import Driver
 from shoal.testing.simulation.faults import Faults
-from shoal.testing.simulation.laws import Broken, Laws
-from shoal.testing.simulation.plan import BOUND, LANES, ROOM, draw
+from shoal.testing.simulation.invariants import Broken, Laws
+from shoal.testing.simulation.scenario import BOUND, LANES, ROOM, draw
 from shoal.testing.simulation.store import Reading, Store
 from shoal.testing.simulation.worker import VOID, Key, Process, Worker
 

@@ -1,0 +1,73 @@
+"""`shoal cluster`: devices, hosts and links: presets and files shown, this machine measured."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.cli import cluster_text
+from shoal.cli.parser import Parser, cluster_of, command, rare
+from shoal.errors import InputError
+
+TEXT = "devices, hosts and links: presets and files shown, this machine measured"
+
+
+def add(commands: Any) -> None:
+    parser = command(commands, "cluster", TEXT, call, "shoal cluster show dgx-a100 --hosts 4")
+    parts = parser.add_subparsers(title="commands", metavar="COMMAND", dest="part", parser_class=Parser)
+
+    show = command(
+        parts,
+        "show",
+        "a cluster as a tree, with its narrow places; without a name, the presets",
+        call_show,
+        "shoal cluster show dgx-a100 --hosts 4",
+    )
+    show.add_argument("cluster", nargs="?", metavar="NAME|FILE", help="a preset, or a TOML file (lists the presets)")
+    show.add_argument("--hosts", type=int, metavar="N", help="so many hosts of that kind (as it has)")
+    rare(show, "--racks", type=int, metavar="N", help="spread over so many racks (as it has)")
+    show.add_argument("--json", action="store_true", help="print it as JSON")
+
+    probe = command(
+        parts,
+        "probe",
+        "measures this machine, or the workers of a run, and writes a cluster file",
+        call_probe,
+        "shoal cluster probe -o cluster.toml",
+    )
+    probe.add_argument("-o", "--output", type=Path, default=Path("cluster.toml"), metavar="FILE",
+                       help="where to write it (cluster.toml)")  # fmt: skip
+    probe.add_argument("--force", action="store_true", help="write over a file that is there")
+    probe.add_argument("--quick", action="store_true", help="in seconds; rough")
+    probe.add_argument("--run", metavar="RUN", help="as many workers as this run has")
+    probe.add_argument("--json", action="store_true", help="print what was measured as JSON")
+
+
+def call(given: argparse.Namespace) -> int:
+    raise InputError("shoal cluster: show or probe?", fix="shoal cluster show, or shoal cluster probe")
+
+
+def call_show(given: argparse.Namespace) -> int:
+    if given.cluster is None:
+        if given.hosts is not None:
+            raise InputError(f"--hosts {given.hosts}: of which cluster?", fix="shoal cluster show dgx-a100 --hosts 4")
+        print(_json(cluster_text.presets_value()) if given.json else cluster_text.presets_text())
+        return 0
+    given.hosts = None if given.hosts is None else [given.hosts]
+    cluster = cluster_of(given)
+    if given.json:
+        print(_json(cluster_text.value(cluster, given.cluster)))
+    else:
+        print(cluster_text.text(cluster, given.cluster))
+    return 0
+
+
+def call_probe(given: argparse.Namespace) -> int:
+    from shoal.cli.probe import probe_command
+
+    return probe_command(given)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()

@@ -1,0 +1,133 @@
+"""`shoal compare`: a job in several modes, one run each, or runs that are finished: side by side."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from shoal.cli import compare_text as show
+from shoal.cli.parser import command, job_options
+from shoal.cli.reexec_isa import pin_isa
+from shoal.driver.check_servers import check_servers, read_modes
+from shoal.driver.driver import Options
+from shoal.driver.launch import plan_for, train_with
+from shoal.driver.outcome import RunFailed
+from shoal.errors import InputError
+from shoal.job.job import Job
+from shoal.job.load import load_job
+from shoal.paramserver.sync_mode import Mode
+from shoal.report import chart
+from shoal.report.compare_runs import Compared, best, read_compared
+from shoal.report.run_folder import DEFAULT_ROOT, RunFolder, find_run
+
+TEXT = "a job in several ways to keep workers in step, one run each; or finished runs: loss against time and steps"
+EXAMPLE = "shoal compare digits.py --sync sync,stale:3,async --workers 2"
+
+
+def add(commands: Any) -> None:
+    parser = command(commands, "compare", TEXT, call, f"{EXAMPLE}   or: shoal compare 7f3a 91c0")
+    parser.add_argument("what", nargs="+", metavar="FILE[:job]|RUN", help="a job, with --sync; or two runs or more")
+    parser.add_argument("--sync", metavar="LIST", help="modes, with commas: sync,quorum:0.9,stale:3,async,local:16")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes in all (2)")
+    parser.add_argument("--servers", type=int, metavar="N", help="parameter servers (1)")
+    parser.add_argument("--steps", type=int, metavar="N", help="as long as that, each (as the job has it)")
+    job_options(parser)
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="both charts as a picture: out.svg, out.png")
+    parser.add_argument("--plain", action="store_true", help="lines instead of the live view")
+    parser.add_argument("-q", "--quiet", action="store_true", help="only the comparison")
+    parser.add_argument("--json", action="store_true", help="print figures and curves as JSON")
+
+
+def call(given: argparse.Namespace) -> int:
+    if given.chart is not None:
+        chart.check_picture(given.chart)
+    runs = _finished(given) if given.sync is None else _trained(given)
+    if given.chart is not None:
+        drawn = show.charts(runs)
+        if not drawn:
+            raise InputError("no run has told of any loss: there is nothing to draw", fix="without --chart")
+        chart.save_charts(drawn, given.chart)
+    if given.json:
+        print(msgspec.json.encode(show.value(runs)).decode())
+    else:
+        screen = Console()
+        print(show.text(runs, width=screen.width if screen.is_terminal else 100))
+        print(f"next: {_next(given, runs)}")
+    return int(any(run.outcome == "failed" for run in runs))
+
+
+def _finished(given: argparse.Namespace) -> list[Compared]:
+    jobs = [name for name in given.what if name.partition(":")[0].endswith(".py")]
+    if jobs:
+        raise InputError(
+            f"{jobs[0]} is a job: in which modes?", fix=f"shoal compare {jobs[0]} --sync sync,stale:3,async"
+        )
+    if len(given.what) < 2:
+        raise InputError(
+            f"one run, {given.what[0]}, is nothing to compare", fix="shoal compare RUN RUN, or shoal report RUN"
+        )
+    flags = {name: getattr(given, name) for name in ("workers", "servers", "steps") if getattr(given, name) is not None}
+    if flags or given.settings:
+        name = next(iter(flags), "set")
+        raise InputError(f"--{name} is for runs that are still to be made, and these are finished", fix="leave it out")
+    folders = [find_run(name) for name in given.what]
+    paths = [folder.path.resolve() for folder in folders]
+    twice = next((folder for n, folder in enumerate(folders) if paths[n] in paths[:n]), None)
+    if twice is not None:
+        raise InputError(f"{twice.path} is named twice", fix="two runs or more, each once")
+    return [read_compared(folder) for folder in folders]
+
+
+def _trained(given: argparse.Namespace) -> list[Compared]:
+    if len(given.what) > 1:
+        raise InputError(
+            f"--sync is for one job, and {len(given.what)} are named: {', '.join(given.what)}", fix=EXAMPLE
+        )
+    modes = read_modes(given.sync)
+    if len(modes) < 2:
+        raise InputError(f"--sync {modes[0]}: one mode is nothing to compare", fix=f"--sync {_with_sync(modes[0])}")
+    if given.steps is not None and given.steps < 1:
+        raise InputError(f"--steps {given.steps}: at least 1", fix="--steps 200")
+    file = given.what[0]
+    job = load_job(file, [*given.settings, *([] if given.steps is None else [f"steps={given.steps}"])])
+    pin_isa(job, given)
+    wanted = [_options(given, mode) for mode in modes]
+    for options in wanted:  # what does not go together is said before the first run
+        check_servers(options.servers, options.sync, workers=options.workers or 1)
+        plan_for(job, options)
+    return [_train(job, file, options) for options in wanted]
+
+
+def _with_sync(mode: Mode) -> str:
+    return f"sync,{mode}" if not mode.exact else "sync,stale:3,async"
+
+
+def _options(given: argparse.Namespace, mode: Mode) -> Options:
+    return Options(
+        workers=2 if given.workers is None else given.workers,
+        servers=1 if given.servers is None else given.servers,
+        sync=str(mode),
+        quiet=given.quiet or given.json,
+        plain=given.plain,
+    )
+
+
+def _train(job: Job, file: str, options: Options) -> Compared:
+    try:
+        path = train_with(job, options, name=file).folder
+    except RunFailed as error:  # a mode in which a job does not train is a result, too
+        print(f"{options.sync}: {error}", file=sys.stderr, flush=True)
+        path = Path(error.report["folder"])
+    return read_compared(RunFolder(path))
+
+
+def _next(given: argparse.Namespace, runs: list[Compared]) -> str:
+    found = best(runs)
+    run = runs[0] if found is None else found[0]
+    if given.sync is not None and given.steps is not None:  # that was a try
+        return f"shoal train {given.what[0]} --workers {run.workers} --servers {run.servers} --sync {run.mode}"
+    default = Path(run.folder) == DEFAULT_ROOT / run.run
+    return f"shoal report {run.run if default else run.folder}"

@@ -1,0 +1,83 @@
+"""`shoal estimate`: compute, memory and traffic of a job, before anything runs."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.cli.estimate_text import estimate, text, value
+from shoal.cli.parser import cluster_of, cluster_options, cluster_words, command, job_options
+from shoal.errors import InputError
+from shoal.job.dataset import open_source
+from shoal.job.load import load_job
+from shoal.planner.cost.transformer_shape import EXAMPLE, Shape, work_of_shape
+from shoal.planner.cost.workload import Work
+from shoal.planner.trace_job import work_of, work_of_script
+from shoal.planner.trace_script import has_own_loop
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "estimate",
+        "compute, memory and traffic of a job, before anything runs",
+        call,
+        "shoal estimate examples/gpt.py",
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE[:job]",
+                        help="a file that holds a shoal.Job, or a script that calls shoal.join (-- ARGS)")  # fmt: skip
+    parser.add_argument("--gpt", metavar="SHAPE", help=f"instead of a file: {EXAMPLE}")
+    parser.add_argument("--microbatch", type=int, metavar="N", help="samples of a microbatch, of a shape (1)")
+    parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape (one microbatch)")
+    parser.add_argument("--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16 or fp32")
+    job_options(parser)
+    cluster_options(parser)
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def call(given: argparse.Namespace) -> int:
+    cluster = cluster_of(given)
+    work = _work(given)
+    found = estimate(work, cluster, microbatch=given.microbatch, batch=given.batch)
+    if given.json:
+        print(msgspec.json.encode(value(found)).decode())
+    else:
+        print(text(found, cluster_words(given), _next(given)))
+    return 0
+
+
+def _work(given: argparse.Namespace) -> Work:
+    if (given.file is None) == (given.gpt is None):
+        told = "neither is" if given.file is None else "both are"
+        raise InputError(f"a file or a shape is to be estimated; {told} given", fix="shoal estimate examples/gpt.py")
+    if given.gpt is not None:
+        if given.settings or given.script_arguments:
+            raise InputError(
+                "--set and -- ARGS are for files, and a shape is none", fix="the shape itself: layers=48,…"
+            )
+        return work_of_shape(Shape.read(given.gpt), given.dtype)
+    for name in ("microbatch", "batch"):
+        number = getattr(given, name)
+        if number is not None:
+            fix = f"--set batch={number}" if name == "batch" else "--set microbatches=…, pieces of a lane"
+            raise InputError(f"--{name} is a shape's, and a job has its own", fix=fix)
+    path = Path(given.file)
+    if path.is_file() and has_own_loop(path):
+        if given.settings:
+            raise InputError("--set changes a job, and this script has its own loop", fix="its own arguments, after --")
+        return work_of_script(given.file, given.script_arguments)
+    if given.script_arguments:
+        raise InputError("arguments after -- belong to a script, and a job has --set", fix="--set batch=64")
+    job = load_job(given.file, given.settings)
+    return work_of(job, open_source(job.data, seed=job.seed, shuffle=job.shuffle))
+
+
+def _next(given: argparse.Namespace) -> str:
+    what = given.file if given.gpt is None else f"--gpt {given.gpt}"
+    where = f" --cluster {given.cluster}" if given.cluster else " --cluster dgx-a100"
+    if given.file is not None and has_own_loop(Path(given.file)):
+        return f"shoal run {given.file} --workers 2"
+    hosts = f" --hosts {given.hosts[0]}" if given.hosts else ""
+    batch = f" --batch {given.batch}" if given.batch else ""
+    return f"shoal plan {what}{batch}{where}{hosts}"

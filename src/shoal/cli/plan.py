@@ -1,0 +1,325 @@
+"""`shoal plan`: the fastest ways to spread a job over a cluster that fit, and why."""
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import msgspec
+
+from shoal.cli import plan_text as show
+from shoal.cli.parser import HelpAll, Parser, cluster_options, cluster_words, clusters_of, command, job_options, rare
+from shoal.errors import InputError
+from shoal.planner.cluster import Cluster
+from shoal.planner.cost.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime
+from shoal.planner.cost.setup import PLANNED
+from shoal.planner.cost.transformer_shape import Shape, work_of_shape
+from shoal.planner.cost.workload import Work
+from shoal.planner.search.candidates import Space, space_of
+from shoal.planner.search.explain import explain, larger_batch, seconds_text
+from shoal.planner.search.scaling_curve import scaling
+from shoal.planner.search.search import OBJECTIVES, Bill, Candidate, Ranking, cheapest, ranking_to_plan, search
+from shoal.report import chart
+from shoal.worker.memory import read_size
+
+EXAMPLE = "shoal plan examples/gpt.py --cluster dgx-a100 --hosts 2"
+CURVE = "shoal plan examples/gpt.py --cluster dgx-a100 --hosts 1,2,4,8 --plot curve.svg"
+SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
+SECONDS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+WIDTH = 120
+WRAPPED: Any = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
+DEEP = 1000  # of the ranked that are looked through for different layouts
+
+
+def add(commands: Any) -> None:
+    words = "the fastest ways to spread a job over a cluster that fit, and why"
+    parser: Parser = command(commands, "plan", words, call, EXAMPLE)
+    parser.epilog = f"examples: {EXAMPLE}\n          {CURVE}"
+    parser.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
+    parser.add_argument(
+        "--gpt", metavar="SHAPE", help="or a shape: layers=96,hidden=12288,heads=96,seq=2048,vocab=51200"
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape; a job has its own")
+    cluster_options(parser)
+    parser.add_argument("--workers", type=int, metavar="N", help="exactly so many (all devices; of a job what helps)")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many ways to show (5)")
+    parser.add_argument("--explain", action="store_true", help="why this one, and which one change would help most")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="time", help="time (default) or cost")
+    parser.add_argument("--deadline", metavar="TIME", help="48h: the cheapest plan that is done by then")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps in all (the job's)")
+    parser.add_argument("--memory", metavar="SIZE", help="that a worker may use: 40GB (what its device has)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the best for shoal train --plan FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --hosts 1,2,4: the curve as .svg or .png")
+    parser.add_argument("--calibrate", nargs="+", default=[], metavar="RUN", help="corrected by what runs measured")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
+    job_options(parser)
+    rare(parser, "--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16, fp32, fp8")
+    rare(parser, "--every", action="store_true", help="every way by itself, not the best of each layout")
+    rare(parser, "--inexact", action="store_true", help="rank servers that do not wait, too: another training")
+    rare(parser, "--weak", action="store_true", help="a curve along which the batch grows with the hosts")
+
+
+def call(given: argparse.Namespace) -> int:
+    _check(given)
+    question, clusters = _question(given), clusters_of(given)
+    if given.calibrate:
+        question, clusters = _calibrated(given, question, clusters)
+    if len(clusters) > 1:
+        return _curve(given, question, clusters)
+    deadline = None if given.deadline is None else read_span(given.deadline)
+    if given.objective == "cost" or deadline is not None:
+        bill = cheapest(question.rank, clusters[0], steps=question.steps, deadline=deadline, each=DEEP // 5)
+        return _best(given, question, [each for each, _ in bill.chosen], bill.chosen[0][1], bill)
+    ranking = question.rank(clusters[0])
+    return _best(given, question, ranking.top(max(DEEP, given.top)), ranking)
+
+
+# -- what is asked ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A job or a shape, and how its ways are searched on any cluster."""
+
+    words: Sequence[str]  # of the command line, to ask for it again
+    work: Work
+    space: Callable[[Work, Cluster], Space]
+    runtime: Runtime
+    memory: float | None
+    inexact: bool
+    steps: int | None
+    threads: int = 1
+    refusal: Callable[[Candidate], str | None] = lambda candidate: None
+
+    def rank(self, cluster: Cluster) -> Ranking:
+        return self.again(self.work, cluster, self.space(self.work, cluster))
+
+    def again(self, work: Work, cluster: Cluster, space: Space) -> Ranking:
+        return search(work, cluster, space=space, memory=self.memory, runtime=self.runtime, inexact=self.inexact)
+
+    def runs(self, candidate: Candidate) -> bool:
+        """A shape is nobody's: all that can be predicted is shown."""
+        return candidate.runnable or candidate.setup.lanes is None
+
+    def grown(self, cluster: Cluster, times: int) -> Ranking:
+        """With a batch so many times as large."""
+        work, space = larger_batch(self.work, self.space(self.work, cluster), times)
+        return self.again(work, cluster, space)
+
+
+def _check(given: argparse.Namespace) -> None:
+    if (given.file is None) == (given.gpt is None):
+        what = "neither" if given.file is None else "both"
+        raise InputError(f"a plan is for a job or for a shape; {what} is given", fix=EXAMPLE)
+    if given.file is not None and given.batch is not None:
+        raise InputError("--batch is a shape's, and a job has its own", fix=f"--set batch={given.batch}")
+    for name in ("top", "batch", "steps", "workers"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            raise InputError(f"--{name} {getattr(given, name)}: at least 1", fix=f"--{name} 1")
+    if given.output is not None and given.gpt is not None:
+        raise InputError("-o writes a plan to train by, and a shape is not trained", fix="a job, or --json")
+    curve = given.hosts is not None and len(given.hosts) > 1
+    for name in ("plot", "weak"):
+        if getattr(given, name) and not curve:
+            raise InputError(f"--{name} is for a curve, and there is one number of hosts", fix="--hosts 1,2,4,8")
+    for name in ("output", "explain", "deadline"):
+        if getattr(given, name) and curve:
+            raise InputError(f"--{name} is for one number of hosts, not for {len(given.hosts)}", fix="--hosts 4")
+    if curve and given.objective == "cost":
+        raise InputError("a curve is of time, not of cost", fix="--hosts with one number: fewer are looked at, too")
+    if given.plot is not None:
+        chart.check_picture(given.plot)
+
+
+def _question(given: argparse.Namespace) -> Question:
+    memory = None if given.memory is None else float(read_size(given.memory))
+    return _shape_question(given, memory) if given.file is None else _job_question(given, memory)
+
+
+def _shape_question(given: argparse.Namespace, memory: float | None) -> Question:
+    shape = Shape.read(given.gpt)
+    if given.batch is None:
+        raise InputError("how many samples has a step of the shape?", fix="--batch 1536")
+
+    def space(work: Work, cluster: Cluster) -> Space:
+        found = space_of(work, cluster, batch=given.batch, heads=shape.kv_heads, workers=given.workers)
+        return replace(found, modes=PLANNED)
+
+    return Question(
+        words=["--gpt", given.gpt, "--batch", str(given.batch)],
+        work=work_of_shape(shape, given.dtype),
+        space=space,
+        runtime=MEGATRON,
+        memory=memory,
+        inexact=given.inexact,
+        steps=given.steps,
+    )
+
+
+def _job_question(given: argparse.Namespace, memory: float | None) -> Question:
+    from shoal.driver.job_space import job_space, refusal
+    from shoal.driver.launch import open_job
+    from shoal.job.load import load_job
+    from shoal.planner.trace_job import work_of
+
+    job = load_job(given.file, given.settings)
+    opened = open_job(job)
+
+    def space(work: Work, cluster: Cluster) -> Space:
+        return replace(job_space(job, opened.source, work, cluster, workers=given.workers), modes=PLANNED)
+
+    def refused(candidate: Candidate) -> str | None:
+        return refusal(job, opened.source, ranking_to_plan(candidate, threads=job.threads))
+
+    return Question(
+        words=[given.file, *(word for text in given.settings for word in ("--set", text))],
+        work=work_of(job, opened.source),
+        space=space,
+        runtime=SHOAL if memory is None else SHOAL_CAPPED,
+        memory=memory,
+        inexact=given.inexact,
+        steps=given.steps or opened.steps,
+        threads=job.threads,
+        refusal=refused,
+    )
+
+
+def _calibrated(
+    given: argparse.Namespace, question: Question, clusters: list[Cluster]
+) -> tuple[Question, list[Cluster]]:
+    from shoal.driver.predict_run import PRESET
+    from shoal.planner.calibration_runs import calibration_of
+    from shoal.planner.cost.calibrate import calibrated
+
+    found = calibration_of(given.calibrate, given.cluster or PRESET)
+    tuned = [calibrated(cluster, question.runtime, found) for cluster in clusters]
+    return replace(question, runtime=tuned[0][1]), [cluster for cluster, _ in tuned]
+
+
+def read_span(text: str) -> float:
+    """48h, 30min, 2d: in seconds."""
+    match = SPAN.fullmatch(text.strip().replace(" ", ""))
+    if match is None or float(match[1]) <= 0:
+        raise InputError(f"--deadline {text}: a time with its unit is wanted", fix="48h, 30min or 2d")
+    return float(match[1]) * SECONDS[match[2]]
+
+
+# -- what is answered -------------------------------------------------------------------------------------------------
+
+
+def _best(
+    given: argparse.Namespace,
+    question: Question,
+    found: Sequence[Candidate],
+    ranking: Ranking,
+    bill: Bill | None = None,
+) -> int:
+    cannot = next((each for each in found if not question.runs(each)), None)
+    found = [each for each in found if question.runs(each)]
+    shown = list(found[: given.top]) if given.every else show.different(found, given.top)
+    refused = {number: why for number, each in enumerate(shown, 1) if (why := question.refusal(each)) is not None}
+    first = next((each for number, each in enumerate(shown, 1) if number not in refused), None)
+    explanation = explain(ranking, question.again) if given.explain else None
+    if given.output is not None:
+        _write(given.output, first, question.threads)
+    if given.json:
+        value = show.ranking_value(ranking, shown, refused)
+        value["explanation"] = None if explanation is None else show.explanation_value(explanation)
+        value["bill"] = None if bill is None else show.bill_value(bill)
+        print(msgspec.json.encode(value).decode())
+        return 0
+    price = ""
+    if shown[0].hourly is not None:
+        some = f"{shown[0].hosts} of them " if bill is not None else ""
+        price = f"; {some}{show.money(shown[0].hourly, shown[0].currency)} an hour"
+    print(f"{question.work.name}, batch {ranking.space.batch:,}, {question.work.dtype}; {cluster_words(given)}{price}")
+    print()
+    print("\n".join([*show.ways(shown, refused), *show.unequal(shown[0])]))
+    print("\nwhere the time goes")
+    print("\n".join(show.split(shown)))
+    print(f"\nmemory of 1, {show.layout(shown[0])}")
+    print("\n".join(show.memory(ranking.whole(shown[0]).stages, ranking.memory)))
+    print()
+    for told in [*(show.bill_lines(bill) if bill else []), *show.rejected(ranking)]:
+        print("\n".join(wrap(told, WIDTH, **WRAPPED)))
+    if cannot is not None and cannot.seconds < shown[0].seconds:
+        print(f"  faster, and not yet in this runtime: {show.layout(cannot)}, {seconds_text(cannot.seconds)}")
+    for number, why in refused.items():
+        print(f"{number} cannot be run: {why}")
+    if explanation is not None:
+        print()
+        print("\n".join(line for each in explanation.sentences for line in wrap(each, WIDTH, **WRAPPED)))
+    only = ranking.cluster.hosts[0]
+    here = len(ranking.cluster.hosts) == 1 and (only.inside is None or only.inside.kind == "memory")
+    print(f"\nnext: {_next(given, question, first, here)}")
+    return 0
+
+
+def _write(path: Path, candidate: Candidate | None, threads: int) -> None:
+    if candidate is None:
+        raise InputError("none of the plans that are shown can be run, so none is written", fix="--top 20")
+    plan = ranking_to_plan(candidate, threads=threads)
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}", fix="another path") from None
+
+
+def _next(given: argparse.Namespace, question: Question, best: Candidate | None, here: bool) -> str:
+    """The one command worth typing now. `here`: the cluster is a processor and its cores."""
+    if best is None:
+        return f"shoal plan {' '.join(question.words)} --top 20"
+    if given.output is not None:
+        return f"shoal train {' '.join(question.words)} --plan {given.output}"
+    trains = given.file is not None and (given.cluster is None or here)
+    words = [*question.words, *_options(best, trains)]
+    if trains:
+        return f"shoal train {' '.join(words)}"
+    where = ["--cluster", given.cluster] if given.cluster is not None else []
+    where += ["--hosts", str(best.hosts)] if given.hosts is not None or best.hosts > 1 else []
+    return f"shoal simulate {' '.join([*words, *where])}"
+
+
+def _options(candidate: Candidate, trains: bool) -> list[str]:
+    """As `train` has them, or `predict` and `simulate`."""
+    setup = candidate.setup
+    served = setup.exchange == "servers"
+    found = ["--workers", str(setup.data)] if served and trains else ["--layout", str(setup)]
+    found += ["--schedule", setup.schedule] if setup.pipeline > 1 and setup.schedule != "1f1b" else []
+    found += ["--chunks", str(setup.chunks)] if setup.chunks > 1 else []
+    found += ["--microbatch", str(setup.microbatch)] if setup.lanes is None else []
+    if setup.recompute != "none":
+        found += ["--recompute"] if trains else ["--recompute", setup.recompute]
+    found += ["--sequence-parallel"] if setup.sequence_parallel else []
+    if served:
+        found += ["--servers", str(setup.servers), "--sync", setup.sync]
+    return found + (["--shares", candidate.shares] if candidate.shares and trains else [])
+
+
+def _curve(given: argparse.Namespace, question: Question, clusters: Sequence[Cluster]) -> int:
+    sized: Mapping[int, Cluster] = {len(cluster.hosts): cluster for cluster in clusters}
+    curve = scaling(
+        lambda cluster, times: question.grown(cluster, times) if times > 1 else question.rank(cluster),
+        list(sized.items()),
+        weak=given.weak,
+    )
+    if given.plot is not None:
+        if curve.fits is None:
+            raise InputError(f"one of {len(sized)} numbers of hosts has a plan: no curve", fix="more hosts")
+        chart.save_charts(show.charts(curve), given.plot)
+    if given.json:
+        print(msgspec.json.encode(show.curve_value(curve)).decode())
+        return 0
+    batch = "a batch that grows with the hosts" if given.weak else f"batch {curve.points[0].candidate.setup.batch:,}"
+    print(f"{question.work.name}, {batch}, {question.work.dtype}; cluster {given.cluster or 'this machine'}\n")
+    print("\n".join(show.curve_lines(curve)))
+    if given.plot is not None:
+        print(f"\nwritten: {given.plot}")
+    most = curve.points[-1].hosts
+    cluster = f" --cluster {given.cluster}" if given.cluster else ""
+    print(f"\nnext: shoal plan {' '.join(question.words)}{cluster} --hosts {most} --explain")
+    return 0

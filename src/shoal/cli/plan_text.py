@@ -1,0 +1,307 @@
+"""What `shoal plan` prints: the best few ways as a table, what does not fit and why; a curve; and the same as JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shoal.planner.cluster import Cluster
+from shoal.planner.cost.prediction import HOLDS, TERMS, Stage
+from shoal.planner.search.candidates import EXACT
+from shoal.planner.search.explain import Explanation, percent, seconds_text
+from shoal.planner.search.scaling_curve import Curve
+from shoal.planner.search.search import Bill, Candidate, Ranking, described, gigabytes, of_memory, span
+from shoal.report import chart
+from shoal.report.human import parts_that_add_up, rate
+from shoal.report.scaling_laws import amdahl_limit, usl_peak
+
+MOST_STAGES = 4  # of a pipeline that are shown one by one
+RECOMPUTED = {"none": "–", "selective": "attention", "full": "blocks"}
+
+
+def different(found: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The best of each layout: what differs only in zero, schedule, microbatch or recomputation is one way."""
+    seen: dict[tuple[object, ...], Candidate] = {}
+    for each in found:
+        setup = each.setup
+        seen.setdefault((setup.data, setup.pipeline, setup.tensor, setup.exchange, each.hosts), each)
+        if len(seen) == count:
+            break
+    return list(seen.values())
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """As wide as they need; those in `right` end where the others of the column end."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) if at in right else cell.ljust(width)
+                 for at, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def ways(found: Sequence[Candidate], notes: Mapping[int, str]) -> list[str]:
+    """One line for each, `--layout` as it can be pasted. `notes`: by place in the table, why it cannot be run."""
+    priced = any(each.cost is not None for each in found)
+    job = any(each.setup.lanes is not None for each in found)
+    head = ["", "--layout", "schedule", "micro", "recompute", "a step", "samples/s", "a worker needs"]
+    head += ["a step costs"] if priced else []
+    head += ["arithmetic"] if job else []
+    rows = [head]
+    for number, each in enumerate(found, start=1):
+        setup = each.setup
+        row = [str(number), layout(each), _schedule(each), str(setup.microbatch), RECOMPUTED[setup.recompute],
+               seconds_text(each.seconds), rate(each.rate), of_memory(each.peak, each.memory)]  # fmt: skip
+        row += [money(each.cost, each.currency)] if priced else []
+        row += [each.mark + ("; cannot be run" if number in notes else "")] if job else []
+        rows.append(row)
+    return columns(rows, right=(0, 3, 5, 6, 7, *((8,) if priced else ())))
+
+
+def layout(candidate: Candidate) -> str:
+    setup = candidate.setup
+    text = str(setup) + (" sequence" if setup.sequence_parallel else "")
+    text += f" --servers {setup.servers} --sync {setup.sync}" if setup.exchange == "servers" else ""
+    return text + (f" --shares {candidate.shares}" if candidate.shares and setup.lanes is not None else "")
+
+
+def _schedule(candidate: Candidate) -> str:
+    setup = candidate.setup
+    if setup.pipeline == 1:
+        return "–"
+    return setup.schedule + (f" × {setup.chunks}" if setup.chunks > 1 else "")
+
+
+def unequal(candidate: Candidate) -> list[str]:
+    """What devices that are not alike are given."""
+    lines = []
+    if candidate.shares:
+        what = "microbatches" if candidate.setup.lanes is None else "lanes"
+        lines.append(f"unequal devices: {what} by replica {candidate.shares}")
+    if candidate.stages:
+        lines.append(f"unequal devices: stages as large as {', '.join(f'{each:g}' for each in candidate.stages)}")
+    return lines
+
+
+def split(found: Sequence[Candidate]) -> list[str]:
+    """Where the time goes; the parts add up to the step."""
+    unit, scale = ("s", 1.0) if found[0].seconds >= 10 else ("ms", 1e3)
+    rows = [["", *TERMS, f"= {unit} a step"]]
+    for number, each in enumerate(found, start=1):
+        total = each.seconds * scale
+        digits = 0 if total >= 1000 else 1 if total >= 10 else 3
+        whole, parts = parts_that_add_up({term: each.terms[term] * scale for term in TERMS}, digits)
+        rows.append([str(number), *(parts[term] for term in TERMS), whole])
+    return columns(rows, right=range(len(TERMS) + 2))
+
+
+def memory(stages: Sequence[Stage], limit: float) -> list[str]:
+    """Of a worker of each stage; of many stages the first, the second and the last."""
+    shown = list(range(len(stages)))
+    if len(shown) > MOST_STAGES:
+        shown = [*shown[: MOST_STAGES - 1], len(stages) - 1]
+    unit, scale = ("GB", 1e9) if max(stage.peak for stage in stages) >= 1e9 else ("MB", 1e6)
+    rows = [["worker of stage", *HOLDS, f"= {unit}", f"of {gigabytes(limit)}"]]
+    for stage in shown:
+        held = stages[stage].memory
+        whole, parts = parts_that_add_up({name: held[name] / scale for name in HOLDS}, 2 if unit == "GB" else 1)
+        used = stages[stage].peak / limit
+        rows.append([f"{stage}", *(parts[name] for name in HOLDS), whole, percent(used)])
+    return columns(rows, right=range(len(HOLDS) + 3))
+
+
+def rejected(ranking: Ranking, most: int = 3) -> list[str]:
+    """How many were looked at, and what the largest part of those is that do not fit."""
+    lines = [
+        f"looked at {len(ranking.setups):,} ways; {len(ranking.rejected):,} do not fit in {gigabytes(ranking.memory)}"
+    ]
+    for part, (count, fastest) in list(ranking.rejections().items())[:most]:
+        needs = f"{gigabytes(fastest.peak)}, {gigabytes(fastest.binds_bytes)} of it {part}"
+        lines.append(
+            f"  {count:,} bound by {part}; the fastest of them would take {seconds_text(fastest.seconds)}:"
+            f" {described(fastest)} needs {needs}"
+        )
+    if len(ranking.aside):
+        first = ranking.candidate(int(ranking.aside[0]))
+        lines.append(
+            f"  set aside: {len(ranking.aside):,} that train otherwise (workers do not wait for each other);"
+            f" the fastest, {layout(first)}, takes {seconds_text(first.seconds)}: --inexact ranks them too"
+        )
+    return lines
+
+
+def bill_lines(bill: Bill) -> list[str]:
+    """What all steps of the best take and cost."""
+    best = bill.chosen[0][0]
+    if bill.steps is None or best.cost is None:
+        return []
+    text = f"{bill.steps:,} steps take {span(best.seconds * bill.steps)} on {best.hosts} of the hosts and cost"
+    text += f" {money(best.cost * bill.steps, best.currency)}"
+    limit = "" if bill.deadline is None else f"; the deadline is {span(bill.deadline)}"
+    return [f"{text}{limit}", f"looked at {bill.looked_at:,} ways on 1, 2, 4, … hosts; of those on {best.hosts}:"]
+
+
+def money(amount: float | None, currency: str) -> str:
+    if amount is None:
+        return "?"
+    digits = 2 if amount >= 1 else 4 if amount >= 0.01 else 6
+    return f"{amount:,.{digits}f} {currency}"
+
+
+def cluster_line(cluster: Cluster) -> str:
+    kinds: dict[str, int] = {}
+    for host in cluster.hosts:
+        name = "device" if host.device is None else host.device.name
+        kinds[name] = kinds.get(name, 0) + host.devices
+    hosts = len(cluster.hosts)
+    told = " and ".join(f"{count:,} {name}" for name, count in kinds.items())
+    return f"{hosts:,} host{'' if hosts == 1 else 's'}, {told}"
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+def curve_lines(curve: Curve, *, width: int = 78) -> list[str]:
+    rows = [["hosts", "devices", "--layout", "a step", "samples/s", "speed-up", "efficiency"]]
+    for point in curve.points:
+        best = point.candidate
+        row = [f"{point.hosts:,}", f"{point.devices:,}", layout(best), seconds_text(best.seconds), rate(best.rate)]
+        rows.append([*row, f"{point.speedup:.2f} ×", percent(point.efficiency)])
+    lines = columns(rows, right=(0, 1, 3, 4, 5, 6))
+    lines += [f"{hosts:,} hosts: {reason}" for hosts, reason in curve.missing]
+    if curve.fits is None:
+        return lines
+    for each in charts(curve):
+        lines += ["", *chart.text(each, width=width, height=11).splitlines()]
+    return [*lines, "", *law_lines(curve)]
+
+
+def law_lines(curve: Curve) -> list[str]:
+    fits, first = curve.fits, curve.points[0].devices
+    assert fits is not None
+    limit, peak = amdahl_limit(fits.amdahl), usl_peak(fits.contention, fits.coherence)
+    most = "no limit" if limit > 1e4 else f"at most {limit:.3g} × of {first:,} devices"
+    turn = "never slower with more" if peak == float("inf") else f"fastest with {peak * first:,.0f} devices"
+    errors = _errors(curve)
+    return columns(
+        [
+            ["Amdahl", f"{percent(fits.amdahl, 2)} parallel", most, errors["Amdahl"]],
+            [
+                "Gustafson",
+                f"{percent(fits.gustafson, 2)} parallel",
+                "speed-up that grows without end",
+                errors["Gustafson"],
+            ],
+            ["USL", f"σ {fits.contention:.3g}, κ {fits.coherence:.3g}", turn, errors["USL"]],
+        ]
+    )
+
+
+def _errors(curve: Curve) -> dict[str, str]:
+    """Of each law, at the point where it is furthest off."""
+    assert curve.fits is not None
+    worst: dict[str, float] = {}
+    for point in curve.points:
+        for law, told in curve.fits.speedups(point.devices / curve.points[0].devices).items():
+            worst[law] = max(worst.get(law, 0.0), abs(told / point.speedup - 1))
+    return {law: f"within {percent(error, 1)}" for law, error in worst.items()}
+
+
+def charts(curve: Curve) -> tuple[chart.Chart, chart.Chart]:
+    """Throughput and efficiency, each with what the laws make of it."""
+    assert curve.fits is not None
+    x = [point.devices for point in curve.points]
+    times = [each / x[0] for each in x]
+    laws = [curve.fits.speedups(each) for each in times]
+    lines = {"predicted": [point.candidate.rate for point in curve.points]}
+    unit = curve.points[0].candidate.rate
+    lines |= {law: [told[law] * unit for told in laws] for law in laws[0]}
+    lines["ideal"] = [each * unit for each in times]
+    shares = {name: [y / ideal for y, ideal in zip(line, lines["ideal"], strict=True)] for name, line in lines.items()}
+    del shares["ideal"]
+    title = "Throughput" + (", batch grows with the devices" if curve.weak else "")
+    common: Any = {"x_label": "devices", "x": x, "log_x": True}
+    return (
+        chart.Chart(title=title, y_label="samples/s", lines=lines, log_y=True, **common),
+        chart.Chart(title="Efficiency", y_label="of ideal", lines=shares, **common),
+    )
+
+
+# -- as JSON ----------------------------------------------------------------------------------------------------------
+
+
+def candidate_value(candidate: Candidate, refused: str | None = None) -> dict[str, Any]:
+    value = asdict(candidate) | {
+        "layout": str(candidate.setup),
+        "samples_per_second": candidate.rate,
+        "cost": candidate.cost,
+        "exact": candidate.mark == EXACT,
+        "refused": refused,
+    }
+    value["runnable"] = candidate.runnable and refused is None
+    return value
+
+
+def ranking_value(ranking: Ranking, shown: Sequence[Candidate], notes: Mapping[int, str]) -> dict[str, Any]:
+    return {
+        "work": ranking.work.name,
+        "batch": ranking.space.batch,
+        "devices": ranking.cluster.devices,
+        "hosts": len(ranking.cluster.hosts),
+        "memory": ranking.memory,
+        "looked_at": len(ranking.setups),
+        "fit": len(ranking.order),
+        "set_aside": len(ranking.aside),
+        "best": [candidate_value(each, notes.get(number)) for number, each in enumerate(shown, start=1)],
+        "stages": [{"blocks": stage.blocks, "memory": dict(stage.memory)} for stage in ranking.whole(shown[0]).stages],
+        "rejected": {
+            part: {"count": count, "fastest": candidate_value(fastest)}
+            for part, (count, fastest) in ranking.rejections().items()
+        },
+    }
+
+
+def bill_value(bill: Bill) -> dict[str, Any]:
+    best = bill.chosen[0][0]
+    return {
+        "steps": bill.steps,
+        "deadline_seconds": bill.deadline,
+        "seconds": None if bill.steps is None else best.seconds * bill.steps,
+        "cost": None if bill.steps is None or best.cost is None else best.cost * bill.steps,
+        "currency": best.currency,
+        "hosts": best.hosts,
+        "looked_at": bill.looked_at,
+    }
+
+
+def explanation_value(explanation: Explanation) -> dict[str, Any]:
+    return {
+        "sentences": explanation.sentences,
+        "parallel": explanation.parallel,
+        "scaled": explanation.scaled,
+        "changes": [
+            {"name": each.name, "gain": each.gain, "best": candidate_value(each.best)} for each in explanation.changes
+        ],
+    }
+
+
+def curve_value(curve: Curve) -> dict[str, Any]:
+    return {
+        "weak": curve.weak,
+        "points": [
+            {
+                "hosts": point.hosts,
+                "devices": point.devices,
+                "samples_per_second": point.candidate.rate,
+                "speedup": point.speedup,
+                "efficiency": point.efficiency,
+                "best": candidate_value(point.candidate),
+            }
+            for point in curve.points
+        ],
+        "fits": None if curve.fits is None else asdict(curve.fits),
+        "missing": [{"hosts": hosts, "reason": reason} for hosts, reason in curve.missing],
+    }

@@ -1,0 +1,157 @@
+"""`shoal predict`: seconds, memory and FLOP/s of one configuration, or of a table of them."""
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.cli.parser import cluster_of, cluster_options, cluster_words, command, job_options
+from shoal.cli.predict_text import against_measured, text, value
+from shoal.errors import InputError
+from shoal.parallel.layout import Layout
+from shoal.parallel.pipeline_schedule import NAMES, check_name, default_chunks
+from shoal.planner.cluster import Cluster
+from shoal.planner.cost.csv_table import (
+    DTYPES,
+    Row,
+    check_divisible,
+    cluster_for,
+    predict_row,
+    predict_table,
+    work_of_row,
+)
+from shoal.planner.cost.predict import predict, slowest_device
+from shoal.planner.cost.prediction import Prediction
+from shoal.planner.cost.runtime import SHOAL
+from shoal.planner.cost.setup import RECOMPUTE, Setup
+from shoal.planner.cost.transformer_shape import EXAMPLE, Shape
+from shoal.planner.cost.workload import Work
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "predict",
+        "seconds, memory and FLOP/s of one configuration, or of a table of them",
+        call,
+        "shoal predict --table what-if.csv --cluster dgx-a100",
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
+    parser.add_argument("--gpt", metavar="SHAPE", help=f"or a shape: {EXAMPLE}")
+    parser.add_argument("--table", type=Path, metavar="FILE.csv", help="or a table, one configuration per row")
+    parser.add_argument("--layout", default="data=1", metavar="AXES", help="data=2,pipeline=2,tensor=2,zero=1 (data=1)")
+    parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape; a job has its own")
+    parser.add_argument("--microbatch", type=int, metavar="N", help="samples of a microbatch, of a shape (1)")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="none", help="none (default), selective or full")
+    parser.add_argument("--schedule", metavar="NAME", help=f"of a pipeline: {', '.join(NAMES)}")
+    parser.add_argument("--chunks", type=int, metavar="N", help="stages on each worker of a pipeline")
+    parser.add_argument("--sequence-parallel", action="store_true", help="with tensor: the rest is cut, too")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a shape (bf16)")
+    job_options(parser)
+    cluster_options(parser)
+    parser.add_argument("--calibrate", nargs="+", default=[], metavar="RUN", help="corrected by what runs measured")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def call(given: argparse.Namespace) -> int:
+    told = [name for name in ("file", "gpt", "table") if getattr(given, name) is not None]
+    if len(told) != 1:
+        said = "none of them is" if not told else f"{' and '.join(told)} are"
+        raise InputError(f"a file, --gpt or --table is to be predicted; {said} given", fix=f"--gpt {EXAMPLE}")
+    if given.calibrate and given.file is None:
+        raise InputError(f"--calibrate is for a job that Shoal trains, and --{told[0]} is none", fix="FILE")
+    return _table(given) if given.table is not None else _one(given)
+
+
+def _table(given: argparse.Namespace) -> int:
+    rows = predict_table(given.table, given.cluster)
+    summary = against_measured(rows)
+    if given.json:
+        print(msgspec.json.encode(rows).decode())
+    else:
+        writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    if summary:
+        print(summary, file=sys.stderr)
+    return 0
+
+
+def _one(given: argparse.Namespace) -> int:
+    work, cluster, found, where = _shape(given) if given.gpt is not None else _job(given)
+    device = slowest_device(cluster, work.dtype)
+    if given.json:
+        print(msgspec.json.encode(value(found, work)).decode())
+    else:
+        what = given.file if given.gpt is None else f"--gpt {given.gpt}"
+        batch = f" --batch {given.batch}" if given.batch else ""
+        hosts = f" --hosts {len(cluster.hosts)}" if len(cluster.hosts) > 1 else ""
+        named = f" --cluster {given.cluster}{hosts}" if given.cluster else ""
+        print(text(found, work, device, where, f"shoal plan {what}{batch}{named}"))
+    return 0
+
+
+def _shape(given: argparse.Namespace) -> tuple[Work, Cluster, Prediction, str]:
+    if given.settings:
+        raise InputError("--set changes a job, and a shape is none", fix="the shape itself: layers=48,…")
+    shape, layout = Shape.read(given.gpt), Layout.read(given.layout)
+    microbatch = _count(given.microbatch, "--microbatch", 1)
+    batch = _count(given.batch, "--batch", layout.data * microbatch)
+    setup = _setup(given, layout, batch=batch, microbatch=microbatch)
+    check_divisible(shape, setup.tensor, setup.pipeline, setup.chunks, setup.data, batch, microbatch)
+    if given.cluster is not None and given.hosts is None:
+        cluster = cluster_for(given.cluster, setup.devices)
+        where = f"cluster {given.cluster}, {len(cluster.hosts)} host{'s' * (len(cluster.hosts) > 1)}"
+    else:
+        cluster, where = cluster_of(given), cluster_words(given)
+    row = Row(shape=shape, setup=setup, dtype=given.dtype, cluster=given.cluster or "")
+    return work_of_row(row, cluster), cluster, predict_row(row, cluster), where
+
+
+def _job(given: argparse.Namespace) -> tuple[Work, Cluster, Prediction, str]:
+    from shoal.job.dataset import open_source
+    from shoal.job.load import load_job
+    from shoal.planner.trace_job import work_of
+
+    for name in ("microbatch", "batch"):
+        if getattr(given, name) is not None:
+            fix = f"--set batch={given.batch}" if name == "batch" else "--set microbatches=…, pieces of a lane"
+            raise InputError(f"--{name} is a shape's, and a job has its own", fix=fix)
+    job = load_job(given.file, given.settings)
+    work = work_of(job, open_source(job.data, seed=job.seed, shuffle=job.shuffle))
+    cluster = cluster_of(given)
+    setup = _setup(given, Layout.read(given.layout), batch=work.batch or 1, microbatch=work.samples, lanes=work.lanes)
+    runtime = None
+    if given.calibrate:
+        from shoal.driver.predict_run import PRESET
+        from shoal.planner.calibration_runs import calibration_of
+        from shoal.planner.cost.calibrate import calibrated
+
+        cluster, runtime = calibrated(cluster, SHOAL, calibration_of(given.calibrate, given.cluster or PRESET))
+    return work, cluster, predict(work, setup, cluster, runtime), cluster_words(given)
+
+
+def _setup(given: argparse.Namespace, layout: Layout, **more: Any) -> Setup:
+    chunks = _count(given.chunks, "--chunks", default_chunks(given.schedule) if given.schedule else 1)
+    schedule = given.schedule or ("interleaved" if chunks > 1 else "1f1b")
+    check_name(schedule)
+    return Setup(
+        data=layout.data,
+        pipeline=layout.pipeline,
+        tensor=layout.tensor,
+        zero=layout.zero,
+        chunks=chunks if layout.pipeline > 1 else 1,
+        schedule=schedule if layout.pipeline > 1 else "1f1b",
+        recompute=given.recompute,
+        sequence_parallel=given.sequence_parallel and layout.tensor > 1,
+        **more,
+    )
+
+
+def _count(number: int | None, flag: str, usual: int) -> int:
+    if number is not None and number < 1:
+        raise InputError(f"{flag} {number}: at least 1", fix=f"{flag} {usual}")
+    return usual if number is None else number

@@ -1,0 +1,16 @@
+"""An instruction set is chosen before a process's first kernel: a command that trains starts over with it."""
+
+import argparse
+import os
+import sys
+
+from shoal.driver.launch import isa_environment
+from shoal.job.job import Job
+from shoal.numerics.kernels import ISA_IN_FORCE
+
+
+def pin_isa(job: Job, given: argparse.Namespace) -> None:
+    if job.isa is not None and os.environ.get(ISA_IN_FORCE) != job.isa:
+        if given.lab is not None:
+            given.lab.close()  # it comes up again
+        os.execve(sys.executable, [sys.executable, "-m", "shoal", *given.given], os.environ | isa_environment(job.isa))

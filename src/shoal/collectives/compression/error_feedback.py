@@ -1,0 +1,54 @@
+"""Error feedback round any compressor: what one message leaves out is added to the next (Karimireddy et al., 2019,
+arXiv:1901.09847). So nothing is lost, only late, and the sum of what was decoded follows the sum of what was meant."""
+
+from collections.abc import Hashable, Mapping
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.compression.base import Compressor
+
+RESIDUAL = "residual of "
+
+
+class ErrorFeedback:
+    def __init__(self, inner: Compressor) -> None:
+        self.inner = inner
+        # A compressor that is called "…-feedback" has it by default: round it, the plain name is the right one.
+        plain = inner.name.removesuffix("-feedback")
+        self.name = plain if plain != inner.name else f"{plain}+feedback"
+        self.price = f"{inner.price}; what is left out comes with the next message, 4 bytes of memory per element"
+        self._residuals: dict[str, Tensor] = {}
+
+    def payload_bytes(self, count: int) -> int:
+        return self.inner.payload_bytes(count)
+
+    def encode(self, flat: Tensor, key: Hashable) -> Tensor:
+        residual = self._residuals.get(repr(key))
+        if residual is None or residual.numel() != flat.numel():  # new, or cut in another way than before
+            residual = self._residuals[repr(key)] = torch.zeros(flat.numel())
+        residual.add_(flat.detach())
+        payload = self.inner.encode(residual, key)
+        residual.sub_(self.inner.decode(payload, flat.numel()))
+        # A step that is not finite is not applied. Kept, its residual would spoil every step after it.
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return payload
+
+    def decode(self, payload: Tensor, count: int) -> Tensor:
+        return self.inner.decode(payload, count)
+
+    def residual(self, key: Hashable) -> Tensor:
+        """What the last message of this stream left out."""
+        return self._residuals[repr(key)]
+
+    def state(self) -> dict[str, Tensor]:
+        own = {RESIDUAL + key: residual.clone() for key, residual in self._residuals.items()}
+        return own | self.inner.state()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self._residuals = {
+            name.removeprefix(RESIDUAL): residual.clone()
+            for name, residual in state.items()
+            if name.startswith(RESIDUAL)
+        }
+        self.inner.restore(state)

@@ -1,0 +1,42 @@
+"""Sixteen bits instead of thirty-two: a rounding of each value by itself."""
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.compression.base import Stateless, check_length, view_as
+
+
+class Half(Stateless):
+    def __init__(self, name: str, dtype: torch.dtype, price: str) -> None:
+        self.name = name
+        self.price = price
+        self._dtype = dtype
+
+    def payload_bytes(self, count: int) -> int:
+        return 2 * count
+
+    def encode(self, flat: Tensor, key: Hashable) -> Tensor:
+        rounded = flat.detach().contiguous().to(self._dtype)
+        if rounded.data_ptr() == flat.data_ptr():  # it was of this type: the payload may not change with the tensor
+            rounded = rounded.clone()
+        return rounded.view(torch.uint8)
+
+    def decode(self, payload: Tensor, count: int) -> Tensor:
+        check_length(self, payload, count)
+        return view_as(payload, self._dtype).to(torch.float32)
+
+
+def fp16() -> Half:
+    return Half(
+        "fp16",
+        torch.float16,
+        "2 bytes per element; error <= 1/2048 of the value, or 3e-8 where that is more; above 65,504 infinite",
+    )
+
+
+def bf16() -> Half:
+    return Half(
+        "bf16", torch.bfloat16, "2 bytes per element; error <= 1/256 of the value, over the whole range of fp32"
+    )

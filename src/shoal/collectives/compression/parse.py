@@ -1,0 +1,120 @@
+"""What stands behind --compress: which compressor at which level.
+
+    --compress int8@host,powersgd:4@rack        NAME[:PARAMETER][+feedback|-feedback][@LEVEL], several with commas
+
+Error feedback is on where training needs it (int4, topk, onebit, powersgd) and off elsewhere; the sign changes that.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+
+from shoal.collectives.compression.base import Compressor
+from shoal.collectives.compression.error_feedback import ErrorFeedback
+from shoal.collectives.compression.half import bf16, fp16
+from shoal.collectives.compression.powersgd import PowerSGD
+from shoal.collectives.compression.quantize import Int4, Int8, OneBit
+from shoal.collectives.compression.topk import TopK
+from shoal.errors import InputError
+
+LEVELS = {"host": "between hosts", "rack": "between racks"}
+SETTING = "--compress"
+MOST_RANK = 256  # far beyond use: a rank of 4 already follows most gradients
+EXAMPLE = f"{SETTING} int8@host,powersgd:4@rack"
+
+
+def read_compression(text: str) -> dict[str, Compressor]:
+    """Level -> compressor, each with a state of its own. A name without a level is for the traffic between hosts."""
+    where = f"{SETTING} {text}"
+    found: dict[str, Compressor] = {}
+    for part in text.split(","):
+        word, at, level = part.strip().partition("@")
+        level = level if at else "host"
+        if level not in LEVELS:
+            raise _unknown("level", level, LEVELS, where)
+        if level in found:
+            raise InputError(
+                f"two compressors for the traffic {LEVELS[level]}: {found[level].name} and {word}",
+                where=where,
+                fix=f"one per level, as in {EXAMPLE}",
+            )
+        found[level] = read_compressor(word, where)
+    return found
+
+
+def for_level(compression: Mapping[str, Compressor], level: str) -> Compressor | None:
+    """Who compresses at a level. What goes from rack to rack also goes from host to host: @host serves both."""
+    if level == "rack" and "rack" not in compression:
+        level = "host"
+    return compression.get(level)
+
+
+def read_compressor(word: str, where: str | None = None) -> Compressor:
+    """One compressor by the name that it prints: "bf16", "topk:1%", "int8+feedback", "onebit-feedback"."""
+    where = where or f"{SETTING} {word}"
+    sign = next((sign for sign in ("+feedback", "-feedback") if word.endswith(sign)), "")
+    name, colon, parameter = word.removesuffix(sign).partition(":")
+    if name not in COMPRESSORS:
+        raise _unknown("compressor", name, COMPRESSORS, where)
+    compressor = COMPRESSORS[name](parameter if colon else None, where)
+    if sign == "+feedback" or (not sign and compressor.name.endswith("-feedback")):
+        return ErrorFeedback(compressor)
+    return compressor
+
+
+Make = Callable[[str | None, str], Compressor]  # from the parameter, if there is one, and the setting it stands in
+
+
+def _without_parameter(make: Callable[[], Compressor]) -> Make:
+    def made(parameter: str | None, where: str) -> Compressor:
+        compressor = make()
+        if parameter is not None:
+            name = compressor.name.removesuffix("-feedback")
+            raise InputError(
+                f"{name} takes no parameter, but got '{parameter}'", where=where, fix=f"{name} without ':{parameter}'"
+            )
+        return compressor
+
+    return made
+
+
+def _topk(parameter: str | None, where: str) -> Compressor:
+    if parameter is None:
+        return TopK()
+    try:
+        share = float(parameter.removesuffix("%")) / (100 if parameter.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:  # NaN is not either
+        raise InputError(
+            f"topk keeps a share above 0 and up to 1 (100%), not '{parameter}'", where=where, fix="topk:0.01 or topk:1%"
+        )
+    return TopK(share)
+
+
+def _powersgd(parameter: str | None, where: str) -> Compressor:
+    if parameter is None:
+        return PowerSGD()
+    if not (parameter.isascii() and parameter.isdigit() and 1 <= int(parameter) <= MOST_RANK):
+        raise InputError(
+            f"powersgd takes a rank, a whole number from 1 to {MOST_RANK}, not '{parameter}'",
+            where=where,
+            fix="powersgd:4",
+        )
+    return PowerSGD(int(parameter))
+
+
+COMPRESSORS: dict[str, Make] = {
+    "fp16": _without_parameter(fp16),
+    "bf16": _without_parameter(bf16),
+    "int8": _without_parameter(Int8),
+    "int4": _without_parameter(Int4),
+    "topk": _topk,
+    "onebit": _without_parameter(OneBit),
+    "powersgd": _powersgd,
+}
+
+
+def _unknown(kind: str, name: str, known: Iterable[str], where: str) -> InputError:
+    near = get_close_matches(name, list(known), n=1)
+    fix = f"did you mean {near[0]}?" if near else f"for example {EXAMPLE}"
+    return InputError(f"there is no {kind} '{name}'; there are {', '.join(known)}", where=where, fix=fix)

@@ -1,0 +1,734 @@
+"""The torch.distributed backend "shoal": torch's calls, turned into those of a team.
+
+    dist.all_reduce(t) ──► ShoalProcessGroup.allreduce ──► Line (order) ──► Way (shared memory, or messages)
+
+A `ProcessGroup` written in Python: `Backend` itself cannot be subclassed. Tensors on a GPU go to NCCL, which is opened
+when the first one comes. Registered by `import shoal`.
+"""
+
+import functools
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shoal.collectives.arguments import (
+    Flat,
+    as_bytes,
+    check_same,
+    flatten,
+    listed,
+    moved,
+    read_op,
+    read_root,
+    read_row,
+    reduced,
+)
+from shoal.collectives.handshake import Member, fresh
+from shoal.collectives.operation import Operation
+from shoal.collectives.options import Wish
+from shoal.collectives.shm_p2p import ANYONE
+from shoal.collectives.transport import Message, Way, assemble
+from shoal.collectives.work_handles import MessageWork, Several
+from shoal.collectives.work_queue import Line, Work
+from shoal.errors import CallError, CollectiveError, PeerLost
+from shoal.numerics.lanes import Span
+
+NAME = "shoal"
+_NO_LIMIT = timedelta(0)
+_open: "weakref.WeakSet[ShoalProcessGroup]" = weakref.WeakSet()
+
+
+def register() -> None:
+    """Makes `backend="shoal"` known to torch.distributed. Does nothing the second time."""
+    if not dist.is_available() or NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    # Like atexit, and also in processes that multiprocessing starts, which end without it.
+    Finalize(None, _leave_all, exitpriority=100)
+    _teach_monitored_barrier()
+
+
+def _create(options: Any, wish: Any) -> "ShoalProcessGroup":
+    return ShoalProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, wish)
+
+
+def _leave_all() -> None:
+    """At the end of the process: groups that were not destroyed are left. Threads that are still in torch when the
+    interpreter ends would crash it; and those who wait for this rank are told why it ended."""
+    cause = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    for group in list(_open):
+        with suppress(Exception):
+            if cause is not None and not isinstance(cause, SystemExit):
+                told = "".join(traceback.format_exception_only(cause)).strip().splitlines()[-1]
+                group.way.depart(PeerLost(f"{group.members[group.rank()]} ended with {told}"))
+            group.shutdown()
+
+
+def _teach_monitored_barrier() -> None:
+    """torch's function refuses every backend but gloo by name; a group of ours has a barrier of its own."""
+    original = dist.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        chosen = dist.group.WORLD if group is None else group
+        if isinstance(chosen, ShoalProcessGroup):
+            return chosen.monitored_barrier(timeout, wait_all_ranks)
+        return original(group, timeout, wait_all_ranks)
+
+    dist.monitored_barrier = monitored_barrier
+    dist.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def _devices(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Sends a call whose tensors are on a GPU to that device's own backend."""
+
+    @functools.wraps(method)
+    def call(self: "ShoalProcessGroup", *arguments: Any, **named: Any) -> Any:
+        tensor = _first(arguments)
+        if tensor is not None and tensor.device.type != "cpu":
+            return getattr(self.on_device(tensor.device), method.__name__)(*arguments, **named)
+        return method(self, *arguments, **named)
+
+    return call
+
+
+def _first(arguments: Any) -> Tensor | None:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            return argument
+        if isinstance(argument, (list, tuple)):
+            found = _first(argument)
+            if found is not None:
+                return found
+    return None
+
+
+class ShoalProcessGroup(dist.ProcessGroup):
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, wish: Wish | None = None) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a subclass may use
+        store = fresh(store, rank)
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self.members: list[Member]
+        self.way: Way
+        self.members, self.way = assemble(store, rank, size, timeout, wish)
+        _open.add(self)
+        self._line = Line("shoal collectives", self._limit, self._broke)
+        self._together: list[Any] | None = None  # works issued since _start_coalescing
+        self._plans: dict[Any, tuple[Operation, Any]] = {}  # all-reduces seen before
+        self._name = self._description = ""
+        self._barriers = 0
+        self._on_device: dict[str, Any] = {}
+        self._closed = False
+
+    # -- who and what ---------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return NAME
+
+    getBackendName = _get_backend_name = name  # torch asks under three names
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._size
+
+    # Torch's own keepers of these two ask the backends that a group of its own kind has registered.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *(torch.device(kind) for kind in self._on_device)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if torch.device(device).type == "cpu" else self.on_device(torch.device(device))
+
+    supports_coalescing = False
+    supports_splitting = False
+    supports_shrinking = False
+    supports_time_estimate = False
+    supports_tensor_alloc = False
+
+    def on_device(self, device: torch.device) -> Any:
+        """The backend for a GPU's tensors: NCCL, opened by all ranks with their first such tensor. Not run here."""
+        if device.type not in self._on_device:
+            if device.type != "cuda" or not dist.is_nccl_available():
+                raise CollectiveError(
+                    f"the backend {NAME} moves CPU tensors, and CUDA ones through NCCL; this one is on {device}",
+                )
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            prefixed = PrefixStore(f"{device.type}/", self._store)
+            self._on_device[device.type] = dist.ProcessGroupNCCL(prefixed, self._rank, self._size, options)
+        return self._on_device[device.type]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self.way.set_timeout(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
+
+    def _limit(self, limit: timedelta | None) -> None:
+        self.way.set_timeout((self._timeout if limit is None else limit).total_seconds())
+
+    def _broke(self, error: BaseException) -> None:
+        self.way.abandon(error)
+
+    def _set_sequence_number_for_group(self) -> None:
+        return
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.way.sequence
+
+    # -- issuing --------------------------------------------------------------------------------------------------
+
+    def _issue(self, action: Callable[[], None], value: Any, options: Any) -> Work:
+        limit = getattr(options, "timeout", None)
+        if limit is not None and limit > _NO_LIMIT and limit != self._timeout:
+            action = self._within(limit, action)
+        if self._together is None:
+            return self._line.run(action, value, options is None or getattr(options, "asyncOp", True))
+        work = self._line.run(action, value, asynchronous=True)
+        self._together.append(work)
+        return work
+
+    def in_turn(self, action: Callable[[], None]) -> None:
+        """Runs something of the caller's in the order of the group's collectives."""
+        self._line.run(action, None, asynchronous=False)
+
+    def _within(self, limit: timedelta, action: Callable[[], None]) -> Callable[[], None]:
+        def timed() -> None:
+            self._limit(limit)
+            try:
+                action()
+            finally:
+                self._limit(None)
+
+        return timed
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: Any = None) -> "Several":
+        works, self._together = self._together or [], None
+
+        return Several(works)
+
+    # -- reductions -----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        tensors, op = listed(tensors), read_op(opts)
+        if not tensors:
+            raise CallError("all_reduce requires non-empty tensor list, and was given none")
+        if not tensors[0].is_cpu:
+            return self.on_device(tensors[0].device).allreduce(tensors, opts)  # type: ignore[no-any-return]
+        if len(tensors) == 1 and tensors[0].layout is torch.strided:
+            tensor = tensors[0]
+            key = (getattr(op, "op", op), tensor.dtype, tensor.shape)
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = reduced("all_reduce", tensor, op)
+                if plan[1].factor is None:
+                    self._plans[key] = plan
+            what, how = plan
+            return self._issue(lambda: self._all_reduce(tensor, how, what), tensors, opts)
+        # Several: all of them, of all ranks, become one sum.
+        check_same("all_reduce", "a tensor", tensors, "another", tensors)
+        what, how = reduced("all_reduce", tensors[0], op)
+        if tensors[0].is_sparse and how.name != "sum":
+            raise CollectiveError(f"unsupported reduction operation: sparse tensors have no {how.name}; they have sum")
+
+        def action() -> None:
+            total = functools.reduce(how.combine, tensors)
+            if total.is_sparse:
+                self._sparse_all_reduce(total)
+            else:
+                self._all_reduce(total, how, what)
+            for tensor in tensors:
+                if tensor is not total:
+                    tensor.detach().copy_(total)
+
+        return self._issue(action, tensors, opts)
+
+    def _all_reduce(self, tensor: Tensor, how: Any, what: Operation) -> None:
+        flat = flatten(tensor)
+        self.way.all_reduce(flat, how, what)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.shape))
+
+    def _sparse_all_reduce(self, tensor: Tensor) -> None:
+        """The sum of sparse tensors, added in rank order like all else; each rank may hold other places."""
+        own = tensor.coalesce()
+        parts = [torch.empty(0)] * self._size
+        counts = torch.empty(self._size, dtype=torch.int64)
+        what = Operation("all_gather", torch.int64, 1)
+        count = torch.tensor([own._nnz()])
+        self.way.all_gather(list(counts.view(self._size, 1).view(torch.uint8).unbind(0)), as_bytes(count), what)
+        most = int(counts.max())
+        indices = torch.zeros(own.sparse_dim(), most, dtype=torch.int64)
+        indices[:, : own._nnz()] = own.indices()
+        values = torch.zeros(most, *own.values().shape[1:], dtype=own.dtype)
+        values[: own._nnz()] = own.values()
+        all_indices = [torch.empty_like(indices) for _ in range(self._size)]
+        all_values = [torch.empty_like(values) for _ in range(self._size)]
+        for outputs, source in ((all_indices, indices), (all_values, values)):
+            what = Operation("all_gather", source.dtype, source.numel(), tuple(source.shape))
+            self.way.all_gather([as_bytes(output) for output in outputs], as_bytes(source), what)
+        for rank in range(self._size):
+            length = int(counts[rank])
+            parts[rank] = torch.sparse_coo_tensor(
+                all_indices[rank][:, :length], all_values[rank][:length], own.shape, check_invariants=False
+            )
+        total = functools.reduce(torch.add, parts).coalesce()
+        tensor.copy_(total)
+
+    @_devices
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Each of them for itself, one after the other."""
+        op = read_op(opts)
+        if not tensors:
+            raise CallError("all_reduce requires non-empty tensor list, and was given none")
+        if any(tensor.is_sparse for tensor in tensors):
+            raise CallError(
+                "all_reduce of several: unsupported layout or invalid tensor layout at index: one is sparse"
+            )
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise CallError("all_reduce of several: tensors must all have the same type")
+        plans = [(tensor, *reduced("all_reduce", tensor, op)) for tensor in tensors]
+
+        def action() -> None:
+            for tensor, what, how in plans:
+                self._all_reduce(tensor, how, what)
+
+        return self._issue(action, list(tensors), opts)
+
+    @_devices
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = dist.ReduceOp.SUM, root: int = 0) -> Work:
+        tensors = listed(tensors)
+        root = read_root(opts, root)
+        self._check_rank(root, "reduce")
+        (tensor,) = tensors
+        what, how = reduced("reduce", tensor, getattr(opts, "reduceOp", op), root)
+
+        def action() -> None:
+            with Flat(tensor, write=self._rank == root) as flat:
+                self.way.reduce(flat, root, how, what)
+
+        return self._issue(action, tensors, opts)
+
+    @_devices
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        op = read_op(opts)
+
+        def action() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                self._reduce_scatter(output, parts, op)
+
+        for output, parts in zip(outputs, inputs, strict=True):
+            self._check_scattered(output, parts)
+            reduced("reduce_scatter", output, op)
+        return self._issue(action, outputs, opts)
+
+    def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any) -> None:
+        _, how = reduced("reduce_scatter", output, op)
+        what = Operation("reduce_scatter", output.dtype, sum(part.numel() for part in parts), (), how.name)
+        with Flat(output, write=True) as flat:
+            self.way.reduce_scatter([flatten(part) for part in parts], flat, how, what)
+
+    def _check_scattered(self, output: Tensor, parts: Sequence[Tensor]) -> None:
+        if len(parts) != self._size:
+            raise CallError(f"reduce_scatter needs an input for each of {self._size} ranks, and was given {len(parts)}")
+        check_same("reduce_scatter", "the output", [output], "this rank's input", [parts[self._rank]])
+        check_same("reduce_scatter", "the output", [output], "an input", parts, counts=False)
+
+    @_devices
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [source], opts)  # type: ignore[no-any-return]
+
+    _reduce_scatter_base = reduce_scatter_tensor = reduce_scatter_single
+
+    @_devices
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], sources: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        op = read_op(opts)
+        for output, source in zip(outputs, sources, strict=True):
+            if output.numel() * self._size != source.numel():
+                raise CallError(
+                    f"reduce_scatter of {self._size} ranks: the input has {source.numel()} elements,"
+                    f" and the output {output.numel()}; the input must be {self._size} times the output"
+                )
+            check_same("reduce_scatter", "the output", [output], "the input", [source], counts=False)
+            reduced("reduce_scatter", output, op)
+
+        def action() -> None:
+            for output, source in zip(outputs, sources, strict=True):
+                parts = (
+                    flatten(source).view(self._size, -1).unbind(0) if source.numel() else [flatten(source)] * self._size
+                )
+                self._reduce_scatter(output, parts, op)
+
+        return self._issue(action, list(outputs), opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def merge(self, lanes: int, deal: Sequence[Span], parts: Mapping[Span, Tensor], key: Hashable = None) -> Work:
+        """The sum over all ranks of partial sums, each rank's by subtree of the lanes' tree, added in its order.
+
+        The sum ends up in the memory of each rank's first part. Flat contiguous tensors of one length.
+        """
+        first = next(iter(parts.values()))
+        # Not the parts: ranks may hold different numbers of them.
+        what = Operation("merge", first.dtype, first.numel(), tuple(lane for span in deal for lane in span))
+
+        def action() -> None:
+            self.way.merge(lanes, deal, parts, key, what)
+
+        return self._issue(action, [first], None)
+
+    def prefix_sum(self, tensor: Tensor, exclusive: bool = False) -> Tensor:
+        """What an all-reduce of the ranks up to this one would give; `exclusive`: of the ranks below it."""
+        what, how = reduced("prefix_sum", tensor, dist.ReduceOp.SUM)
+        found: list[Tensor] = []
+        self.in_turn(lambda: found.append(self.way.prefix_sum(flatten(tensor), how, what, exclusive)))
+        return found[0].view(tensor.shape)
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+
+    @_devices
+    def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> Work:
+        tensors = listed(tensors)
+        root = read_root(opts, root)
+        self._check_rank(root, "broadcast")
+        first = getattr(opts, "rootTensor", 0)
+        if not 0 <= first < len(tensors):
+            raise CallError(f"broadcast: invalid root tensor: there is no number {first} among {len(tensors)}")
+        check_same("broadcast", "a tensor", tensors, "another", tensors)
+        chosen = tensors[first]
+        what = moved("broadcast", chosen, root)
+
+        def action() -> None:
+            with Flat(chosen, write=self._rank != root) as flat:
+                self.way.broadcast(as_bytes(flat), root, what)
+            for tensor in tensors:
+                if tensor is not chosen:
+                    tensor.detach().copy_(chosen)
+
+        return self._issue(action, tensors, opts)
+
+    @_devices
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """One tensor per rank, or several: then every output list has all of them, rank by rank."""
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        each = len(inputs)
+        if not inputs or len(outputs) != each:
+            raise CallError(
+                f"all_gather requires non-empty lists of equal length: {len(outputs)} outputs, {each} inputs"
+            )
+        if each == 1:
+            return self._gather_lists(outputs, inputs, opts)
+        if any(len(row) != each * self._size for row in outputs):
+            raise CallError(f"all_gather: invalid output tensor list: {each * self._size} tensors each are needed")
+        first = [[outputs[0][rank * each + number] for rank in range(self._size)] for number in range(each)]
+        work = self._gather_lists(first, inputs, opts)
+        work.wait()
+        for row in outputs[1:]:
+            for target, source in zip(row, outputs[0], strict=True):
+                target.detach().copy_(source)
+        return work
+
+    @_devices
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """`outputs`: by rank, then by tensor."""
+        return self._gather_lists([list(row) for row in zip(*outputs, strict=True)], inputs, opts)
+
+    def _gather_lists(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> Work:
+        for row, source in zip(outputs, inputs, strict=True):
+            if len(row) != self._size:
+                raise CallError(f"all_gather needs an output for each of {self._size} ranks, and was given {len(row)}")
+            check_same("all_gather", "the input", [source], "an output", row)
+
+        def action() -> None:
+            for row, source in zip(outputs, inputs, strict=True):
+                flats = [Flat(output, write=True) for output in row]
+                whats = moved("all_gather", source)
+                self.way.all_gather([as_bytes(flat.flat) for flat in flats], as_bytes(flatten(source)), whats)
+                for flat in flats:
+                    flat.close()
+
+        return self._issue(action, outputs, opts)
+
+    @_devices
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [source], opts)  # type: ignore[no-any-return]
+
+    _allgather_base = all_gather_into_tensor = all_gather_single
+
+    @_devices
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], sources: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        for output, source in zip(outputs, sources, strict=True):
+            if source.numel() * self._size != output.numel():
+                raise CallError(
+                    f"all_gather of {self._size} ranks: the output has {output.numel()} elements,"
+                    f" and the input {source.numel()}; the output must be {self._size} times the input"
+                )
+            check_same("all_gather", "the input", [source], "the output", [output], counts=False)
+
+        def action() -> None:
+            for output, source in zip(outputs, sources, strict=True):
+                with Flat(output, write=True) as flat:
+                    width = source.numel() * source.element_size()
+                    rows = as_bytes(flat).split(width) if width else [as_bytes(flat)] * self._size
+                    self.way.all_gather(list(rows), as_bytes(flatten(source)), moved("all_gather", source))
+
+        return self._issue(action, list(outputs), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        """Every rank's row, one below the other: the quickest way to agree on something small."""
+        rows = torch.empty(self._size, *row.shape, dtype=row.dtype)
+        flats = list(as_bytes(rows).view(self._size, -1).unbind(0))
+        what = Operation("all_gather", row.dtype, row.numel())
+        self.in_turn(lambda: self.way.all_gather(flats, as_bytes(flatten(row)), what))
+        return rows
+
+    @_devices
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> Work:
+        inputs = listed(inputs)
+        root = read_root(opts, root)
+        self._check_rank(root, "gather")
+        (source,) = inputs
+        row = read_row(outputs)
+        self._check_root_list("gather", "outputs", row, source, root)
+        what = moved("gather", source, root)
+
+        def action() -> None:
+            flats = [Flat(output, write=True) for output in row]
+            targets = [as_bytes(flat.flat) for flat in flats] if self._rank == root else None
+            self.way.gather(targets, as_bytes(flatten(source)), root, what)
+            for flat in flats:
+                flat.close()
+
+        return self._issue(action, [row], opts)
+
+    @_devices
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> Work:
+        outputs = listed(outputs)
+        root = read_root(opts, root)
+        self._check_rank(root, "scatter")
+        (output,) = outputs
+        row = read_row(inputs)
+        self._check_root_list("scatter", "inputs", row, output, root)
+        what = moved("scatter", output, root)
+
+        def action() -> None:
+            with Flat(output, write=True) as flat:
+                sources = [as_bytes(flatten(each)) for each in row] if self._rank == root else None
+                self.way.scatter(sources, as_bytes(flat), root, what)
+
+        return self._issue(action, outputs, opts)
+
+    def _check_root_list(self, name: str, side: str, row: Sequence[Tensor], other: Tensor, root: int) -> None:
+        if self._rank != root:
+            if row:
+                raise CallError(f"{name}: rank {self._rank} is not the root ({root}) and gives no {side}")
+        elif len(row) != self._size:
+            raise CallError(f"{name}: the root gives {self._size} {side}, one per rank, and gave {len(row)}")
+        else:
+            check_same(name, f"one of the {side}", row, "the other side", [other])
+
+    @_devices
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> Work:
+        check_same("all_to_all", "the input", [source], "the output", [output], counts=False)
+        rows_out = self._splits(output, output_sizes, "output")
+        rows_in = self._splits(source, input_sizes, "input")
+        what = Operation("all_to_all", source.dtype)
+
+        def action() -> None:
+            with Flat(output, write=True) as flat:
+                inputs = [as_bytes(part) for part in flatten(source).split(rows_in)]
+                self.way.all_to_all([as_bytes(part) for part in flat.split(rows_out)], inputs, what)
+
+        return self._issue(action, [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def _splits(self, tensor: Tensor, sizes: Sequence[int], side: str) -> list[int]:
+        """Elements for each rank. Sizes count rows, the first dimension."""
+        if not sizes:
+            if tensor.numel() and (not tensor.dim() or tensor.shape[0] % self._size):
+                raise CallError(
+                    f"all_to_all: the {side} has shape {list(tensor.shape)},"
+                    f" and its first dimension must divide by {self._size} ranks"
+                )
+            return [tensor.numel() // self._size] * self._size
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if len(sizes) != self._size or sum(sizes) != rows:
+            raise CallError(
+                f"all_to_all: the {side} split sizes {list(sizes)} must be {self._size} and add up to"
+                f" the {side}'s first dimension, {rows}"
+            )
+        width = tensor.numel() // rows if rows else 0
+        return [size * width for size in sizes]
+
+    @_devices
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        for side, row in (("outputs", outputs), ("inputs", inputs)):
+            if len(row) != self._size:
+                raise CallError(f"all_to_all needs {self._size} {side}, one per rank, and was given {len(row)}")
+        check_same("all_to_all", "an input", inputs, "an output", outputs, counts=False)
+        what = Operation("all_to_all", inputs[0].dtype)
+
+        def action() -> None:
+            flats = [Flat(output, write=True) for output in outputs]
+            sources = [as_bytes(flatten(each)) for each in inputs]
+            self.way.all_to_all([as_bytes(flat.flat) for flat in flats], sources, what)
+            for flat in flats:
+                flat.close()
+
+        return self._issue(action, list(outputs), opts)
+
+    @_devices
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        return self._issue(self.way.barrier, [], opts)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names whoever did not come. Goes through the store, so the group stays usable."""
+        if isinstance(timeout, float):
+            timeout = timedelta(seconds=timeout)
+        timeout = self._timeout if timeout is None else timeout
+        limit = int(timeout.total_seconds() * 1000)
+        if limit <= 0 and self._rank == 0:
+            raise PeerLost(f"Rank 0 timed out in monitoredBarrier after {limit} ms")
+        self._barriers += 1
+        key = f"monitored/{self._barriers}"
+        self._store.set(f"{key}/{self._rank}", "")
+        if self._rank == 0:
+            missing = self._missing(key, timeout, wait_all_ranks)
+            who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+            where = ", ".join(str(self.members[rank]) for rank in missing)
+            verdict = f"{who} failed to pass monitoredBarrier in {limit} ms ({where})" if missing else ""
+            self._store.set(f"{key}/verdict", verdict)
+        else:
+            try:
+                self._store.wait([f"{key}/verdict"], timeout + timedelta(seconds=1))
+                verdict = bytes(self._store.get(f"{key}/verdict")).decode()
+            except RuntimeError:
+                verdict = "it said nothing"
+            if verdict:
+                verdict = (
+                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting"
+                    f" for send/recv from rank 0. Please check rank 0 logs for faulty rank: {verdict}"
+                )
+        if verdict:
+            raise PeerLost(verdict)
+
+    def _missing(self, key: str, timeout: timedelta, all_of_them: bool) -> list[int]:
+        keys = [f"{key}/{rank}" for rank in range(self._size)]
+        try:
+            self._store.wait(keys, timeout)
+        except RuntimeError:
+            late = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
+            return late if all_of_them else late[:1]
+        return []
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    @_devices
+    def send(self, tensors: Any, to: int, tag: int = 0) -> "MessageWork":
+        (tensor,) = listed(tensors)
+        self._check_peer(to, "send")
+        flat = flatten(tensor)
+        return self._message(self.way.send(as_bytes(flat), to, tag, moved("send", tensor, to)), [tensor], None)
+
+    @_devices
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> "MessageWork":
+        self._check_peer(source, "recv")
+        return self._receive(tensors, source, tag)
+
+    @_devices
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> "MessageWork":
+        return self._receive(tensors, ANYONE, tag)
+
+    def _receive(self, tensors: Any, source: int, tag: int) -> "MessageWork":
+        (tensor,) = listed(tensors)
+        flat = Flat(tensor, write=True)
+        return self._message(
+            self.way.receive(as_bytes(flat.flat), source, tag, moved("recv", tensor, source)), [tensor], flat
+        )
+
+    def _message(self, message: Message, tensors: list[Tensor], flat: "Flat | None") -> "MessageWork":
+        work = MessageWork(message, tensors, flat, self._timeout.total_seconds())
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _check_peer(self, rank: int, name: str) -> None:
+        self._check_rank(rank, name)
+        if rank == self._rank:
+            raise CallError(f"{name}: rank {rank} is this rank itself, and a message needs two")
+
+    def _check_rank(self, rank: int, name: str) -> None:
+        if not 0 <= rank < self._size:
+            raise CallError(f"{name}: invalid root rank or peer: there is no rank {rank} in a group of {self._size}")
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if not self._closed:
+            self._closed = True
+            _open.discard(self)
+            self.way.close()
+            self._line.close()
+            del self._store  # it may be the last one: whoever meets at the same port next finds a fresh one
+            for backend in self._on_device.values():
+                backend.shutdown()
+
+    abort = shutdown

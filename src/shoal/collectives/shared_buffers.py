@@ -1,0 +1,111 @@
+"""Memory of each rank that all ranks of the host can read and write: gradients live there, and are summed in place.
+
+┌ rank 0's ────┬──────────────┐      Each rank takes one share of the tensor, adds up everybody's part of it,
+│ share 0      │ share 1      │      a cache-sized piece at a time, and writes the sum to everybody. Two meetings:
+├ rank 1's ────┼──────────────┤      all parts are there; all sums are there. Nothing is copied in or out.
+│ share 0      │ share 1      │
+└──────────────┴──────────────┘
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.handshake import new_token
+from shoal.collectives.operation import Operation
+from shoal.collectives.reduction import SUM, Reduction, fold_pieces
+from shoal.collectives.shm_segment import TOKEN_BYTES, map_segment, new_segment
+from shoal.collectives.single_host import OnHost, share_of
+from shoal.numerics.lanes import Span
+
+if TYPE_CHECKING:
+    from shoal.collectives.process_group import ShoalProcessGroup
+
+Parts = Mapping[Span, Tensor | None]
+PIECE_BYTES = 1 << 18  # added up at a time: everybody's pieces stay in cache
+
+
+class Commons:
+    """`flats` are everybody's bytes, by rank; `own` is this rank's."""
+
+    def __init__(self, way: OnHost, flats: Sequence[Tensor], in_turn: Callable[[Callable[[], None]], None]) -> None:
+        self.way = way
+        self._in_turn = in_turn  # runs something in the order of the group's collectives
+        self.flats = list(flats)
+        self.own = self.flats[way.rank]
+
+    def all_reduce(self, dtype: torch.dtype = torch.float32, how: Reduction = SUM) -> None:
+        """Everybody's memory, as elements of one type, becomes their sum."""
+        arena = self.way.arena
+        flats = [flat.view(dtype) for flat in self.flats]
+        parts: Parts = {(rank, rank + 1): flat for rank, flat in enumerate(flats)}
+
+        def action() -> None:
+            arena.begin(Operation("all_reduce of shared memory", dtype, self.own.numel()))
+            arena.meet(arena.post(), compare=True)
+            self.add_up(arena.size, parts, flats, how)
+            arena.meet(arena.post())
+            arena.end()
+
+        self._in_turn(action)
+
+    def merge(self, lanes: int, sums: Sequence[tuple[Parts, Sequence[Tensor]]]) -> None:
+        """Several sums by lanes: for each, everybody's partial sums by subtree (None where one is absent), and where
+        the result goes, by rank. All have met since the parts were filled."""
+        arena = self.way.arena
+
+        def action() -> None:
+            arena.begin(Operation("merge", count=len(sums)))
+            for parts, targets in sums:
+                self.add_up(lanes, parts, targets, SUM)
+            arena.meet(arena.post(), compare=True)
+            arena.end()
+
+        self._in_turn(action)
+
+    def add_up(self, lanes: int, parts: Parts, targets: Sequence[Tensor], how: Reduction) -> None:
+        """This rank's share of a sum, written to everybody."""
+        rank, size = self.way.rank, self.way.size
+        own, itemsize = targets[rank], targets[rank].element_size()
+        start, stop = share_of(own.numel(), rank, size, max(1, 64 // itemsize))
+        step = PIECE_BYTES // itemsize
+        others = [target for other, target in enumerate(targets) if other != rank]
+        for at in range(start, stop, step):
+            end = min(stop, at + step)
+            piece = own[at:end]
+            pieces = {span: None if part is None else part[at:end] for span, part in parts.items()}
+            fold_pieces(lanes, pieces, piece, how, self.way.scratch)
+            how.after(piece, size)
+            for target in others:
+                target[at:end].copy_(piece)
+
+
+def open_commons(group: "ShoalProcessGroup", num_bytes: int) -> Commons | None:
+    """All ranks call it together. None, on all of them, where they share no host or one cannot have the memory."""
+    way = group.way
+    if not isinstance(way, OnHost):
+        return None
+    token = new_token()
+    num_bytes = TOKEN_BYTES + -(-num_bytes // TOKEN_BYTES) * TOKEN_BYTES
+    try:
+        descriptor = new_segment(num_bytes, token, sharers=way.size)
+    except OSError:
+        descriptor = -1
+    try:
+        note = torch.tensor([descriptor, os.getpid(), *bytes.fromhex(token)], dtype=torch.int64)
+        found: list[Tensor] = []
+        for their_descriptor, process, *secret in group.gather_rows(note).tolist():
+            segment = None
+            if their_descriptor >= 0:
+                segment = map_segment(process, their_descriptor, bytes(secret).hex(), num_bytes)
+            if segment is not None:
+                found.append(torch.frombuffer(segment, dtype=torch.uint8)[TOKEN_BYTES:])
+        # Also the barrier after which nobody needs the descriptors any more.
+        complete = bool(group.gather_rows(torch.tensor([len(found) == way.size])).all())
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return Commons(way, found, group.in_turn) if complete else None

@@ -1,0 +1,47 @@
+"""What an all-reduce through shared memory costs (onhost.py): bytes that a rank moves, turns in which all meet. Pure.
+
+A byte that is read and written counts once, as in a copy; one that is only read, or only written, counts half. With N
+bytes on n ranks, each rank
+
+    two ranks, or little   copies its tensor into its slot         N      adds up all n tensors      (n + 1) / 2 N
+    three or more          copies it into its slot, and sums out   2 N    adds up its share of them  (n + 1) / (2 n) N
+
+all ranks at the same time, so the speed that counts is the one that a rank has while all are copying. The call itself,
+and the first meeting in it, cost what a barrier does. The way through slots is what is counted: three ranks or more
+that may read each other's memory (reach.py) move a little less.
+"""
+
+from dataclasses import dataclass
+
+from shoal.collectives.shm_segment import SLOT_BYTES
+from shoal.collectives.single_host import SPREAD_BYTES
+
+
+@dataclass(frozen=True)
+class Memory:
+    call: float  # seconds of a barrier: a collective on nothing
+    turn: float  # seconds for all ranks to meet once more
+    bandwidth: float  # bytes per second that a rank copies while all do
+
+
+@dataclass(frozen=True)
+class Moved:
+    copies: float  # of the tensor, by each rank
+    turns: int
+
+
+def moved(size: int, num_bytes: int) -> Moved:
+    """What an all-reduce of ranks that share a host has to do."""
+    if size == 1:
+        return Moved(0.0, 0)
+    if size == 2 or num_bytes < SPREAD_BYTES:
+        return Moved(1 + (size + 1) / 2, max(1, -(-num_bytes // SLOT_BYTES)))
+    room = SLOT_BYTES // (size + 1) * size  # a slot also holds the share that its rank has added up
+    return Moved(2 + (size + 1) / (2 * size), -(-num_bytes // room) + 2)
+
+
+def seconds_on_host(size: int, num_bytes: int, memory: Memory) -> float:
+    found = moved(size, num_bytes)
+    if not found.turns:
+        return 0.0
+    return memory.call + (found.turns - 1) * memory.turn + found.copies * num_bytes / memory.bandwidth

@@ -1,0 +1,295 @@
+"""How a sum travels: for each piece of a flat tensor one rooted tree over the ranks. Pure; `relay` plays what is here.
+
+Partial sums flow up to the root: each rank adds what its children hand over to what it holds, and hands the rest on.
+The result flows down the same tree. Every algorithm is only a choice of trees, one per piece; with 4 ranks:
+
+    direct    piece p:    p          tree   0         halving   piece p:   p            ring   piece p: p+1 → … → p
+              (4 pieces) ╱│╲         (1)   ╱ ╲        (4)                ╱   ╲          (4)
+                        the others        1   2                        p^1   p^2
+                                              │                               │
+                                              3                              p^3
+
+    hierarchical   rank → the piece's representative on its host → in its rack → root
+
+Only complete siblings in the lanes' tree (numerics/lanes.py) are ever added together, so every route gives the same
+bits. A rank that holds sums that are no siblings hands on several. The ring is the exception: it pays only where a rank
+may add whatever it has into one sum (`ordered=False`), and then the bits depend on the route.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from shoal.collectives.topology import Place, layout
+from shoal.errors import InputError
+from shoal.numerics.lanes import Span, split, subtrees
+
+GRAIN = 64  # pieces begin at multiples of this many elements: fused kernels depend on where a slice begins
+LEAST_CHUNK, MOST_CHUNK = 1 << 18, 1 << 19  # bytes of a piece that travel at a time: worth a message; stay in cache
+CHUNKS = 16  # of a piece, between these two: so that stages overlap
+MOST_CHUNKS = 4096  # of a tensor: each is a message with a tag of its own
+MOST_PIECES = 4  # per rank: more would balance uneven hosts better, and drown in messages
+
+
+@dataclass(frozen=True)
+class Route:
+    """A tree per piece: the parent of each rank, the root's being itself."""
+
+    name: str
+    parents: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.parents[0])
+
+    @cached_property
+    def roots(self) -> tuple[int, ...]:
+        return tuple(next(rank for rank, parent in enumerate(parents) if parent == rank) for parents in self.parents)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.parents))
+
+    def __hash__(self) -> int:  # asked for at every play
+        return self._hash
+
+
+def bounds(length: int, pieces: int, grain: int = GRAIN) -> tuple[Span, ...]:
+    """Cuts a flat tensor into equal pieces at multiples of the grain. The last ones may be empty."""
+    each, more = divmod(-(-length // grain), pieces)
+    cuts = [min(length, (piece * each + min(piece, more)) * grain) for piece in range(pieces + 1)]
+    return tuple(pairwise(cuts))
+
+
+def chunk_size(piece_bytes: int, num_bytes: int, compressed: bool = False) -> int:
+    """How much of the largest piece travels at a time. What is compressed makes smaller messages of larger chunks."""
+    wanted = MOST_CHUNK if compressed else min(MOST_CHUNK, max(LEAST_CHUNK, piece_bytes // CHUNKS))
+    return max(wanted, num_bytes // MOST_CHUNKS)
+
+
+# -- the routes -------------------------------------------------------------------------------------------------------
+
+
+def direct(size: int) -> Route:
+    """Everybody sends piece p to rank p: two stages, and the traffic of a ring."""
+    return Route("direct", tuple((piece,) * size for piece in range(size)))
+
+
+def tree(size: int) -> Route:
+    """One piece, handed from neighbour to neighbour in the order of the lanes' tree: few messages, full length."""
+    return Route("tree", (_along_the_tree(size, lambda span: span[0]),))
+
+
+def halving(size: int) -> Route:
+    """Halving-doubling, nearest first: half of the tensor to the neighbour, a quarter to the next pair, and so on."""
+    if size & (size - 1):
+        raise InputError(
+            f"halving-doubling needs a power of two, and there are {size} ranks",
+            fix="choose direct, tree or hierarchical, or leave the choice to the cost model",
+        )
+
+    def representative(piece: int) -> Callable[[Span], int]:
+        return lambda span: span[0] + piece % (span[1] - span[0])
+
+    return Route("halving", tuple(_along_the_tree(size, representative(piece)) for piece in range(size)))
+
+
+def _along_the_tree(size: int, representative: Callable[[Span], int]) -> tuple[int, ...]:
+    """Parents in a tree where each subtree of the ranks has a representative, who takes over from its two halves'."""
+    parents = list(range(size))
+
+    def descend(span: Span, parent: int) -> None:
+        here = representative(span)
+        if here != parent:
+            parents[here] = parent
+        if span[1] - span[0] > 1:
+            middle = split(span)
+            descend((span[0], middle), here)
+            descend((middle, span[1]), here)
+
+    descend((0, size), representative((0, size)))
+    return tuple(parents)
+
+
+def ring(places: Sequence[Place]) -> Route:
+    """Once round, host by host and rack by rack; piece p ends at rank p."""
+    order = [rank for hosts in layout(places) for ranks in hosts for rank in ranks]
+    after = dict(zip(order, [*order[1:], order[0]], strict=True))
+    size = len(places)
+    return Route(
+        "ring", tuple(tuple(piece if rank == piece else after[rank] for rank in range(size)) for piece in range(size))
+    )
+
+
+def hierarchical(places: Sequence[Place], *, roots: Sequence[int] | None = None) -> Route:
+    """Inside the host, then inside the rack, then between racks: each link is crossed by as few sums as can be.
+
+    Racks, then hosts in a rack, then ranks on a host have equal shares of the roots, and take equal turns as
+    representatives. `roots` asks for other ones: piece p for the p-th of them.
+    """
+    racks = layout(places)
+    coordinates = _all_turns(racks) if roots is None else None
+    if coordinates is None or len(coordinates) > MOST_PIECES * len(places):
+        coordinates = _own_turns(racks, range(len(places)) if roots is None else roots)
+    return Route("hierarchical", tuple(_gathered(racks, *turn) for turn in coordinates))
+
+
+Racks = tuple[tuple[tuple[int, ...], ...], ...]
+Turn = tuple[int, int, int]  # the root, whose turn it is among the hosts of each rack, and among the ranks of each host
+
+
+def _all_turns(racks: Racks) -> list[Turn]:
+    """As many pieces as it takes to give everybody an equal share; in order of their roots."""
+    hosts = math.lcm(*(len(rack) for rack in racks))
+    ranks = math.lcm(*(len(host) for rack in racks for host in rack))
+    return sorted(
+        (_whose_turn(rack, host, rank), host, rank) for rack in racks for host in range(hosts) for rank in range(ranks)
+    )
+
+
+def _own_turns(racks: Racks, roots: Sequence[int]) -> list[Turn]:
+    """For given roots: elsewhere it is the turn of those who sit where the root does."""
+    seats = {
+        rank: (rank, number, position)
+        for rack in racks
+        for number, host in enumerate(rack)
+        for position, rank in enumerate(host)
+    }
+    return [seats[root] for root in roots]
+
+
+def _whose_turn(rack: tuple[tuple[int, ...], ...], host: int, rank: int) -> int:
+    ranks = rack[host % len(rack)]
+    return ranks[rank % len(ranks)]
+
+
+def _gathered(racks: Racks, root: int, host_turn: int, rank_turn: int) -> tuple[int, ...]:
+    parents: dict[int, int] = {}
+    for rack in racks:
+        in_rack = root if any(root in host for host in rack) else _whose_turn(rack, host_turn, rank_turn)
+        for host in rack:
+            on_host = in_rack if in_rack in host else host[rank_turn % len(host)]
+            parents |= dict.fromkeys(host, on_host)
+            parents[on_host] = in_rack
+        parents[in_rack] = root
+    return tuple(parents[rank] for rank in range(len(parents)))
+
+
+def towards(route: Route, root: int) -> Route:
+    """The same trees, hung up at one rank: a route for reduce and broadcast that crosses the same links."""
+
+    def turned(parents: tuple[int, ...]) -> tuple[int, ...]:
+        path = [root]
+        while parents[path[-1]] != path[-1]:
+            path.append(parents[path[-1]])
+        changed = list(parents)
+        changed[root] = root
+        for lower, upper in pairwise(path):
+            changed[upper] = lower
+        return tuple(changed)
+
+    return Route(route.name, tuple(turned(parents) for parents in route.parents))
+
+
+# -- what each rank does ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Duty:
+    """What one rank does for one piece.
+
+    It keeps its own sums in the first slots and those of its children in the next, adds slots in pairs (the result
+    stays in the left one), and hands on what is left: to its parent, or as the result.
+    """
+
+    piece: int
+    parent: int | None  # None for the root
+    children: tuple[tuple[int, int], ...]  # a rank, and how many sums it hands over; the lowest trees first
+    own: tuple[Span, ...]
+    folds: tuple[tuple[int, int], ...]
+    rest: tuple[int, ...]
+    height: int  # longest way down to a leaf
+    depth: int  # way up to the root
+
+
+@lru_cache(maxsize=128)
+def duties(route: Route, lanes: int, deal: tuple[Span, ...], ordered: bool = True) -> tuple[tuple[Duty, ...], ...]:
+    """Everybody's duties, by rank and piece.
+
+    With `ordered=False` everybody hands on one sum, its own and its children's in order of their first lanes.
+    """
+    by_piece = [_duties(piece, parents, lanes, deal, ordered) for piece, parents in enumerate(route.parents)]
+    return tuple(tuple(piece[rank] for piece in by_piece) for rank in range(route.size))
+
+
+def _duties(piece: int, parents: tuple[int, ...], lanes: int, deal: tuple[Span, ...], ordered: bool) -> dict[int, Duty]:
+    depth = {rank: _depth(parents, rank) for rank in range(len(parents))}
+    height = dict.fromkeys(depth, 0)
+    children: dict[int, list[int]] = {rank: [] for rank in depth}
+    handed: dict[int, tuple[Span, ...]] = {}
+    found: dict[int, Duty] = {}
+    for rank in sorted(depth, key=lambda rank: (-depth[rank], rank)):  # children before their parents
+        own = subtrees(lanes, deal[rank])
+        children[rank].sort(key=lambda child: (height[child], child))
+        slots = [*own, *(span for child in children[rank] for span in handed[child])]
+        folds, rest = (fold_in_order if ordered else _fold_as_it_comes)(lanes, slots)
+        handed[rank] = tuple(span for span, _ in rest)
+        parent = parents[rank]
+        if parent != rank:
+            children[parent].append(rank)
+            height[parent] = max(height[parent], height[rank] + 1)
+        found[rank] = Duty(
+            piece=piece,
+            parent=None if parent == rank else parent,
+            children=tuple((child, len(handed[child])) for child in children[rank]),
+            own=own,
+            folds=tuple(folds),
+            rest=tuple(slot for _, slot in rest),
+            height=height[rank],
+            depth=depth[rank],
+        )
+    return found
+
+
+def _depth(parents: tuple[int, ...], rank: int) -> int:
+    steps = 0
+    while parents[rank] != rank:
+        rank = parents[rank]
+        steps += 1
+    return steps
+
+
+Folds = tuple[list[tuple[int, int]], list[tuple[Span, int]]]  # pairs of slots; what is left, and in which slots
+
+
+def fold_in_order(lanes: int, slots: Sequence[Span]) -> Folds:
+    """Adds complete siblings, as far as that goes."""
+    if len(slots) == 1:
+        return [], [(slots[0], 0)]
+    folds: list[tuple[int, int]] = []
+
+    def visit(node: Span, inside: list[tuple[Span, int]]) -> list[tuple[Span, int]]:
+        if not inside or inside[0][0] == node:
+            return inside
+        middle = split(node)
+        left = visit((node[0], middle), [each for each in inside if each[0][0] < middle])
+        right = visit((middle, node[1]), [each for each in inside if each[0][0] >= middle])
+        if [span for span, _ in left + right] == [(node[0], middle), (middle, node[1])]:
+            folds.append((left[0][1], right[0][1]))
+            return [(node, left[0][1])]
+        return left + right
+
+    rest = visit((0, lanes), sorted((span, slot) for slot, span in enumerate(slots)))
+    return folds, rest
+
+
+def _fold_as_it_comes(lanes: int, slots: Sequence[Span]) -> Folds:
+    """Adds everything. The sum goes by the span from its first lane to its last, whatever is missing between."""
+    if not slots:
+        return [], []
+    order = sorted(range(len(slots)), key=lambda slot: slots[slot])
+    first, *others = order
+    whole = (slots[first][0], max(stop for _, stop in slots))
+    return [(first, other) for other in others], [(whole, first)]

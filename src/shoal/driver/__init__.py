@@ -1,0 +1,1 @@
+"""Starts a run, watches it, replaces what is lost, and ends it."""

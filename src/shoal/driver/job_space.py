@@ -1,0 +1,54 @@
+"""A job's search: what of all ways to spread it this runtime can do with it. Used by `shoal plan` and `--plan auto`."""
+
+from dataclasses import replace
+
+from shoal.driver.launch import check_fits
+from shoal.errors import ShoalError
+from shoal.job.dataset import Source
+from shoal.job.job import Job
+from shoal.parallel.plan import Plan
+from shoal.parallel.tensor.find_rules import find_rules
+from shoal.planner.cluster import Cluster
+from shoal.planner.cost.workload import Work
+from shoal.planner.search.candidates import Space, space_of, without_inexact
+from shoal.worker.model_partition import check_optimizer, computing, example_of, outline, sketch_of
+
+
+def job_space(
+    job: Job, source: Source, work: Work, cluster: Cluster, *, workers: int | None = None, exact: bool = False
+) -> Space:
+    """`exact`: only what gives one sha256 on any cluster."""
+    space = space_of(work, cluster, workers=workers)
+    if job.compile:  # as `check_fits` has it
+        space = replace(space, tensors=(1,), recompute=("none",), zeros=(0, 1))
+    if exact:
+        return without_inexact(space)
+    return replace(space, tensors=slices(job, source, space.tensors))
+
+
+def slices(job: Job, source: Source, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Over how many workers the job's operators can be split, of these; found on shapes alone."""
+    if max(sizes) == 1:
+        return (1,)
+    model = computing(job, sketch_of(job).model)
+    example = example_of(job, source)
+    return tuple(size for size in sizes if size == 1 or _splits(job, model, example, size))
+
+
+def _splits(job: Job, model: object, example: object, size: int) -> bool:
+    try:
+        find_rules(model, example, size, job.tensor_rules)  # type: ignore[arg-type]
+    except ShoalError:
+        return False
+    return True
+
+
+def refusal(job: Job, source: Source, plan: Plan) -> str | None:
+    """Why the runtime would refuse this plan of the job, found as it is before a run; None: it would not."""
+    try:
+        check_fits(job, plan)
+        if plan.layout.cuts:
+            check_optimizer(job, outline(job, source, plan), plan)
+    except ShoalError as error:
+        return error.message
+    return None

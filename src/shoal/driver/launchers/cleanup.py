@@ -1,0 +1,127 @@
+"""What labs leave under /run and in the process table, and how it goes away.
+
+The kernel takes a lab's network down with its owner. After kill -9 there may still be names for `ip netns`, which lead
+nowhere then, and processes that a program had started in the background; a small record says whose they were.
+"""
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from shoal.driver.launchers.namespaces import MARK, processes_in
+
+RECORDS = Path("/run/shoal")  # one small file per lab: who owns it, which names it has
+NAMES = Path("/run/netns")  # where `ip netns` looks
+GONE_SECONDS = 5.0  # how long a killed process may take to go
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    owner: int
+    started: int  # of the owner, in the kernel's ticks: a process id may be used again
+    names: list[str]
+
+
+def clean() -> list[str]:
+    """Removes what labs left whose owner was killed; never touches one whose owner lives. Returns their ids."""
+    found = []
+    for path in sorted(RECORDS.glob("lab-*.json")):
+        record = _read_record(path)
+        if record is None:
+            path.unlink(missing_ok=True)
+        elif started(record.owner) != record.started:
+            _end_marked(record.id)
+            forget(record.id)
+            found.append(record.id)
+    return found
+
+
+def forget(lab: str) -> None:
+    """The names, then the record: whoever is killed in between leaves a record to go by."""
+    path = RECORDS / f"lab-{lab}.json"
+    record = _read_record(path)
+    for name in record.names if record is not None else ():
+        if (NAMES / name).is_symlink():
+            (NAMES / name).unlink(missing_ok=True)
+    _names_file(lab).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def end_processes(namespaces: set[int]) -> None:
+    """Ends whatever still runs on the lab's hosts, such as what a program had started in the background."""
+    _kill_while(lambda: processes_in(namespaces))
+
+
+def _end_marked(lab: str) -> None:
+    """The same when the namespaces are not ours to ask: by the mark that processes of a lab have."""
+    _kill_while(lambda: _marked(lab))
+
+
+def _kill_while(find: Callable[[], set[int]]) -> None:
+    deadline = time.monotonic() + GONE_SECONDS
+    while (found := find()) and time.monotonic() < deadline:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _marked(lab: str) -> set[int]:
+    mark = f"{MARK}={lab}".encode()
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+    return found
+
+
+def unused_id() -> str:
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    while True:
+        found = secrets.token_hex(3)
+        if not (RECORDS / f"lab-{found}.json").exists():
+            return found
+
+
+def write_record(record: Record) -> None:
+    whole = RECORDS / f"lab-{record.id}.json"
+    part = whole.with_suffix(".part")
+    part.write_bytes(msgspec.json.encode(record))
+    part.rename(whole)
+
+
+def write_names(lab: str, addresses: dict[str, str]) -> str:
+    """A file such as /etc/hosts, for the hosts of a lab."""
+    known = {"localhost": "127.0.0.1"} | addresses
+    # torch asks for the name of an IPv4 address also in its IPv6 form, and warns where there is none.
+    lines = [f"{form}{address} {name}" for form in ("", "::ffff:") for name, address in known.items()]
+    _names_file(lab).write_text("\n".join(lines) + "\n")
+    return str(_names_file(lab))
+
+
+def _names_file(lab: str) -> Path:
+    return RECORDS / f"lab-{lab}.hosts"
+
+
+def _read_record(path: Path) -> Record | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def started(pid: int) -> int | None:
+    """When a process began, in ticks since boot; None if there is none, or only its remains."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(rest[18])

@@ -1,0 +1,242 @@
+"""A cluster in a box: `with Lab(cluster) as lab:` hosts that are network namespaces of this machine (see wiring.py).
+
+Nothing of it is seen in the machine's own network, and it is taken down at the block's end, after an exception, Ctrl-C
+and SIGTERM. The kernel itself does so when the owner is killed; the little that may be left then (remains.py), the next
+lab or `shoal lab clean` removes.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any
+
+from shoal.driver.launchers.cleanup import (
+    NAMES,
+    Record,
+    clean,
+    end_processes,
+    forget,
+    started,
+    unused_id,
+    write_names,
+    write_record,
+)
+from shoal.driver.launchers.lab_network import (
+    MOST_HOSTS,
+    MOST_RACKS,
+    addresses,
+    fabric_links,
+    fabric_rates,
+    links,
+    rate,
+)
+from shoal.driver.launchers.namespaces import INTERFACE, LINKS, LabHost, inside, new_namespace, set_kernel
+from shoal.errors import InputError, RunError
+from shoal.planner.cluster import Cluster, Order, Slot, deal
+
+# One protocol, one congestion control: a lab behaves alike on every machine.
+KERNEL = {
+    "ipv6/conf/all/disable_ipv6": "1",
+    "ipv6/conf/default/disable_ipv6": "1",
+    "ipv4/tcp_congestion_control": "cubic",
+    "bridge/bridge-nf-call-iptables": "0",
+}
+
+
+class Lab:
+    """`with Lab(cluster) as lab:` hosts to run processes in; gone afterwards, whatever happens."""
+
+    def __init__(self, cluster: Cluster, *, order: Order = "blocks") -> None:
+        check_machine()
+        check_size(cluster)
+        self.cluster, self.order = cluster, order
+        self.id = ""
+        self.owner = os.getpid()
+        self.hosts: tuple[LabHost, ...] = ()
+        self._descriptors: list[int] = []
+        self._stack = ExitStack()
+
+    def slots(self, workers: int | None = None, order: Order | None = None) -> tuple[Slot, ...]:
+        return deal(self.cluster, self.cluster.workers if workers is None else workers, order or self.order)
+
+    def places(self, workers: int | None = None, order: Order | None = None) -> list[LabHost]:
+        """The host of each rank, for `shoal.testing.ranks(…, places=…)`."""
+        return [self.at(slot) for slot in self.slots(workers, order)]
+
+    def at(self, slot: Slot) -> LabHost:
+        return next(host for host in self.hosts if host.name == slot.host.name)
+
+    def inside(self, host: LabHost) -> AbstractContextManager[None]:
+        """Sockets and processes that are made in this block belong to that host."""
+        return inside(host.namespace)
+
+    def variables(self, slot: Slot, first: Slot) -> dict[str, str]:
+        """What a worker on this host finds in its environment, beside its rank."""
+        host = self.at(slot)
+        return {
+            "LOCAL_RANK": str(slot.local_rank),
+            "LOCAL_WORLD_SIZE": str(slot.local_size),
+            "GROUP_RANK": str(slot.host_rank),
+            "GROUP_WORLD_SIZE": str(slot.host_count),
+            "MASTER_ADDR": self.at(first).address,
+            **host.variables,
+        }
+
+    # -- up and down ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Lab":
+        self.owner = os.getpid()
+        with ExitStack() as stack:
+            stack.enter_context(_ended_by_signals())
+            stack.callback(self._down)
+            try:
+                clean()
+                self._name()
+            except OSError as error:
+                raise InputError(f"a lab keeps its names under /run, and cannot: {error}") from None
+            self._connect()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _name(self) -> None:
+        """Makes the namespaces, and names them for `ip netns exec shoal-1f2e3d-r0h0 …`."""
+        self.id = unused_id()
+        hosts = self.cluster.hosts
+        names = [f"shoal-{self.id}-{host.name}" for host in hosts] + [
+            f"shoal-{self.id}_fabric"
+        ]  # no host can be called so
+        write_record(Record(id=self.id, owner=self.owner, started=started(self.owner) or 0, names=names))
+        NAMES.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for name in names:
+            self._descriptors.append(_namespace())
+            paths.append(f"/proc/{self.owner}/fd/{self._descriptors[-1]}")
+            os.symlink(paths[-1], NAMES / name)
+        known = addresses(self.cluster)
+        names_file = write_names(self.id, known)
+        told = os.environ.get(LINKS) or json.dumps(links(self.cluster))  # what the user says they are like goes first
+        self.hosts = tuple(
+            LabHost(
+                name=host.name,
+                rack=host.rack,
+                lab=self.id,
+                address=known[host.name],
+                namespace=path,
+                names=names_file,
+                links=told,
+            )
+            for host, path in zip(hosts, paths[:-1], strict=True)
+        )
+        self._fabric = paths[-1]
+
+    def _connect(self) -> None:
+        with inside(self._fabric):
+            set_kernel(KERNEL)
+            _tool("ip", fabric_links(self.cluster, [host.namespace for host in self.hosts]))
+            _tool("tc", fabric_rates(self.cluster))
+        for host, place in zip(self.cluster.hosts, self.hosts, strict=True):
+            with self.inside(place):
+                set_kernel(KERNEL)
+                lines = ["link set lo up", f"addr add {place.address}/16 dev {INTERFACE}", f"link set {INTERFACE} up"]
+                _tool("ip", lines)
+                _tool("tc", [rate(INTERFACE, host.link.bytes_per_second)])
+
+    def _down(self) -> None:
+        if os.getpid() != self.owner:  # a forked process has no say in it
+            return
+        with _undisturbed():
+            end_processes({os.fstat(descriptor).st_ino for descriptor in self._descriptors})
+            for descriptor in self._descriptors:
+                os.close(descriptor)  # the last hold on the namespace: the kernel takes it down with all that is in it
+            self._descriptors.clear()
+            self.hosts = ()
+            forget(self.id)
+
+
+def check_machine() -> None:
+    """Says what is missing before anything is made."""
+    if sys.platform != "linux":
+        raise InputError(f"a lab needs Linux (network namespaces), and this is {sys.platform}")
+    if os.geteuid() != 0:
+        fix = "sudo, or a container started with --privileged"
+        raise InputError(f"a lab needs root to make network namespaces, and this is user {os.geteuid()}", fix=fix)
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            fix = "apt install iproute2 (Debian's package), or /usr/sbin in PATH"
+            raise InputError(f"a lab needs the program {tool}, and it is not in PATH", fix=fix)
+
+
+def check_size(cluster: Cluster) -> None:
+    widest = max(cluster.racks, key=lambda rack: len(rack.hosts))
+    if len(cluster.racks) > MOST_RACKS or len(widest.hosts) > MOST_HOSTS:
+        told = f"{len(cluster.racks)} racks, {len(widest.hosts)} hosts in rack {widest.name}"
+        raise InputError(f"{told}: a lab can have {MOST_RACKS} racks of {MOST_HOSTS} hosts", fix="a smaller cluster")
+
+
+def _namespace() -> int:
+    try:
+        return new_namespace()
+    except OSError as error:
+        fix = "a container needs --privileged, or --cap-add SYS_ADMIN --cap-add NET_ADMIN"
+        raise InputError(f"the kernel gives no network namespace: {error.strerror}", fix=fix) from None
+
+
+def _tool(tool: str, lines: Sequence[str]) -> None:
+    """Runs `ip` or `tc` on a list of commands, in the namespace that this thread is in."""
+    text = "\n".join(lines) + "\n"
+    done = subprocess.run([tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        told = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        _, _, number = told[-1].rpartition("-:")  # "Command failed -:3"
+        which = [f"{tool} {lines[int(number) - 1]}"] if number.isdigit() else []
+        lacks = "sch_tbf" if tool == "tc" else "bridge or veth"
+        fix = f"a kernel with {lacks}" if "nknown" in told[0] else None
+        raise RunError(f"the lab's network could not be made: {told[0]}", where=which, fix=fix)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A signal that would end this process without a word becomes an exception, so that the lab is taken down."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before: dict[int, Any] = {}
+    with suppress(ValueError):  # not the main thread: whoever has it decides
+        for number in map(int, (signal.SIGTERM, signal.SIGHUP)):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals wait until the block is done."""
+    came: list[int] = []
+    before: dict[int, Any] = {}
+    with suppress(ValueError):
+        for number in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)

@@ -1,0 +1,182 @@
+"""Any program on the hosts of a lab: one process per worker, with what torchrun would have set."""
+
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, TextIO
+
+from shoal.driver.launchers.fork_server import die_with_parent
+from shoal.driver.launchers.lab import Lab
+from shoal.driver.launchers.namespaces import enter
+from shoal.errors import InputError
+from shoal.planner.cluster import Slot
+
+MASTER_PORT = 29500  # free: the host is new
+GRACE_SECONDS = 5.0  # between the request to end and the end
+TICK_SECONDS = 0.1
+LONGEST_LINE = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first program that ended badly."""
+
+    slot: Slot
+    code: int  # negative: the signal that ended it
+
+    @property
+    def exit_code(self) -> int:
+        return self.code if self.code > 0 else 128 - self.code
+
+    def __str__(self) -> str:
+        how = f"with exit code {self.code}" if self.code > 0 else f"by {signal.Signals(-self.code).name}"
+        return f"rank {self.slot.rank} on {self.slot.host.name} ended {how}"
+
+
+def run_program(lab: Lab, command: Sequence[str]) -> Failure | None:
+    """Runs the command once per worker of the cluster; their output comes out line by line, with the host's name.
+
+    After the first failure the others are asked to end (SIGTERM), then made to. None is left when this returns.
+    """
+    check_program(command[0])
+    slots = lab.slots()
+    programs: list[_Program] = []
+    try:
+        for slot in slots:
+            programs.append(_Program(lab, slot, slots[0], command))
+        return _watch(programs)
+    finally:
+        _end_all(programs)
+
+
+def check_program(name: str) -> None:
+    if shutil.which(name) is None:
+        python = os.path.isfile(name) and name.endswith(".py")
+        fix = f"python {name}" if python else "a program in PATH, or train, run or verify of shoal"
+        raise InputError(f"{name} cannot be run: {'it is not executable' if python else 'no such program'}", fix=fix)
+
+
+def _watch(programs: Sequence["_Program"]) -> Failure | None:
+    failure: Failure | None = None
+    with selectors.DefaultSelector() as selector:
+        for program in programs:
+            for pipe in program.pipes:
+                selector.register(pipe.descriptor, selectors.EVENT_READ, pipe)
+        while failure is None and any(program.running for program in programs):
+            for key, _ in selector.select(TICK_SECONDS):
+                if not key.data.pass_on():
+                    selector.unregister(key.fd)
+            for program in programs:
+                if failure is None and not program.running and program.code != 0:
+                    failure = Failure(slot=program.slot, code=program.code)
+    return failure
+
+
+def _end_all(programs: Sequence["_Program"]) -> None:
+    try:
+        for program in programs:
+            program.signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(program.running for program in programs) and time.monotonic() < deadline:
+            for program in programs:
+                program.pass_on()  # a full pipe would keep it from ending
+            time.sleep(0.01)
+    finally:
+        for program in programs:
+            program.signal(signal.SIGKILL)
+            program.process.wait()
+            program.pass_on()
+            program.close()
+
+
+class _Program:
+    """One process and its two streams."""
+
+    def __init__(self, lab: Lab, slot: Slot, first: Slot, command: Sequence[str]) -> None:
+        self.slot = slot
+        host, parent = lab.at(slot), os.getpid()
+
+        def move() -> None:
+            die_with_parent(parent)
+            enter(host)
+
+        ranks = {
+            "RANK": str(slot.rank),
+            "ROLE_RANK": str(slot.rank),
+            "WORLD_SIZE": str(slot.size),
+            "ROLE_WORLD_SIZE": str(slot.size),
+            "ROLE_NAME": "default",
+            "MASTER_PORT": str(MASTER_PORT),
+        }
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | ranks | lab.variables(slot, first),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that whatever it starts can be ended with it
+            preexec_fn=move,
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        prefix = host.name if slot.local_size == 1 else f"{host.name}:{slot.local_rank}"
+        self.pipes = [_Pipe(self.process.stdout, sys.stdout, prefix), _Pipe(self.process.stderr, sys.stderr, prefix)]
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def code(self) -> int:
+        return self.process.returncode
+
+    def signal(self, number: int) -> None:
+        if self.running:  # not reaped, so the number is still its own
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def pass_on(self) -> None:
+        for pipe in self.pipes:
+            pipe.pass_on()
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+
+
+class _Pipe:
+    """Passes on whole lines, each with the name of the host it came from."""
+
+    def __init__(self, source: IO[bytes], target: TextIO, prefix: str) -> None:
+        self.source, self.target, self.prefix = source, target, prefix
+        self.descriptor = source.fileno()
+        self.partial = b""
+        os.set_blocking(self.descriptor, False)
+
+    def pass_on(self) -> bool:
+        """All that has come; False at the end."""
+        try:
+            while found := os.read(self.descriptor, LONGEST_LINE):
+                *lines, self.partial = (self.partial + found).split(b"\n")
+                if len(self.partial) > LONGEST_LINE:
+                    lines, self.partial = [*lines, self.partial], b""
+                self._write(lines)
+        except BlockingIOError:
+            return True
+        return False
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            print(f"{self.prefix} | {line.decode(errors='replace')}", file=self.target)
+        self.target.flush()
+
+    def close(self) -> None:
+        if self.partial:
+            self._write([self.partial])
+        self.source.close()

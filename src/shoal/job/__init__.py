@@ -1,0 +1,1 @@
+"""What to train: the job, its data, its loss and its target."""

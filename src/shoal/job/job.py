@@ -1,0 +1,213 @@
+"""A job: what to train, and with it the whole arithmetic. Nothing here depends on how many workers there will be."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.errors import JobError
+from shoal.job.target import Target
+from shoal.numerics.describe import describe
+from shoal.numerics.kernels import ISA_ENVIRONMENT
+from shoal.numerics.sampling import Schedule
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+PRECISIONS = {
+    "fp32": "fp32",
+    "bf16": "bf16-autocast",
+    "bf16-autocast": "bf16-autocast",
+    "bf16-weights": "bf16-weights",  # weights and activations in bf16, masters and updates in fp32
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train. Required: model, data, loss, optimizer, batch, and steps or epochs.
+
+    model      a function that builds it (preferred: initial weights then follow from `seed`), or an instance
+    data       tensors, a map-style data set, a DataLoader (read for its data set, order and batch), or a function
+               that returns one of these. A sample is (input, …, target)
+    loss       loss(output, target): a scalar mean, or (sum, count) when the mean is over something else than samples
+    optimizer  gets the list of (name, parameter), returns a torch optimizer
+    batch      samples of one optimizer update, whatever the number of workers
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    data: Any
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[NamedParameters], Optimizer]
+    batch: int | None = None
+    steps: int | None = None
+    epochs: int | None = None
+
+    lanes: int | None = None  # 4, or the largest power of two that divides a smaller batch
+    microbatches: int = 1  # pieces of a lane, one after the other
+    seed: int = 0
+    shuffle: bool = True
+    last: Literal["short", "drop"] | None = None  # what to do with a last batch that is not full; short
+    blocks: Sequence[str] | None = None
+    tensor_rules: Mapping[str, str] | None = None  # how modules are split under tensor=…, by patterns of names
+    start_from: str | Path | None = None  # a safetensors file with the weights to begin with
+    isa: str | None = None
+    threads: int = 1
+    compile: bool = False
+    precision: str = "fp32"
+    scheduler: Callable[[Optimizer], Any] | None = None  # stepped once per update
+    clip_norm: float | None = None
+    evaluate: Any = None  # held-out data, in any form that `data` can have
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    target: Any = None  # "accuracy >= 0.97": training ends when an evaluation reaches it
+    evaluate_every: int | None = None  # steps; once per pass over the data
+    checkpoint_every: int | None = None  # steps; once per pass over the data
+    tokens: int | None = None  # of a sample: speed is then told in tokens, too
+    name: str = "job"
+    _lanes_given: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        loader_batch = getattr(self.data, "batch_size", None)
+        if self.batch is None and isinstance(loader_batch, int):
+            object.__setattr__(self, "batch", loader_batch)
+        if self.batch is None:
+            raise JobError("batch is missing", fix="batch=64: the samples of one update, for all workers together")
+        self._check_calls()
+        for name in ("batch", "microbatches", "threads"):
+            _whole(name, getattr(self, name), least=1)
+        for name in ("steps", "epochs", "evaluate_every", "checkpoint_every", "lanes", "tokens"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), least=1)
+        _whole("seed", self.seed, least=0)
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither" if self.steps is None else "both"
+            raise JobError(f"a job has steps or epochs; this one has {given}", fix="steps=1000, or epochs=10")
+        object.__setattr__(self, "_lanes_given", self.lanes is not None)
+        if self.lanes is None:
+            object.__setattr__(self, "lanes", _default_lanes(self.batch))
+        self._check_cut()
+        self._check_choices()
+        object.__setattr__(self, "precision", PRECISIONS[self.precision])
+        object.__setattr__(self, "target", Target.read(self.target, self.metrics))
+        if self.target is not None and self.evaluate is None:
+            raise JobError(
+                f"target '{self.target}' without evaluate: there is nothing to measure it on",
+                fix="evaluate=held_out_data",
+            )
+
+    def _check_calls(self) -> None:
+        for name in ("model", "loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                kind = type(getattr(self, name)).__name__
+                extra = " (an optimizer is made by a function of the parameters)" if name == "optimizer" else ""
+                raise JobError(f"{name} must be callable, not {kind}{extra}")
+        if isinstance(self.optimizer, Optimizer):
+            raise JobError(
+                "optimizer is an instance; the job builds it", fix="optimizer=lambda named: SGD(named, lr=0.1)"
+            )
+        if self.scheduler is not None and not callable(self.scheduler):
+            raise JobError("scheduler is an instance", fix="scheduler=lambda optimizer: StepLR(optimizer, 100)")
+        if not isinstance(self.metrics, Mapping) or not all(callable(metric) for metric in self.metrics.values()):
+            raise JobError(
+                "metrics must map names to functions of (output, target)", fix='metrics={"accuracy": accuracy}'
+            )
+
+    def _check_cut(self) -> None:
+        assert self.batch is not None and self.lanes is not None
+        pieces = self.lanes * self.microbatches
+        if self.batch % pieces == 0:
+            return
+        into = f"{self.lanes} lanes"
+        if self.microbatches > 1:
+            into += f" of {self.microbatches} microbatches ({pieces} pieces)"
+        below, above = self.batch // pieces * pieces, -(-self.batch // pieces) * pieces
+        batches = " or ".join(str(number) for number in (below, above) if number)
+        fits = [lanes for lanes in range(1, self.batch + 1) if self.batch % (lanes * self.microbatches) == 0]
+        near = sorted(sorted(fits, key=lambda lanes: abs(lanes - (self.lanes or 1)))[:4])
+        lanes_fix = f", or lanes={' or '.join(map(str, near))}" if near else ", or fewer microbatches"
+        raise JobError(f"a batch of {self.batch} cannot be cut into {into}", fix=f"batch={batches}{lanes_fix}")
+
+    def _check_choices(self) -> None:
+        for name, value, known in (
+            ("precision", self.precision, tuple(PRECISIONS)),
+            ("last", self.last, (None, "short", "drop")),
+            ("isa", self.isa, (None, *ISA_ENVIRONMENT)),
+        ):
+            if value not in known:
+                names = ", ".join(repr(choice) for choice in known if choice is not None)
+                raise JobError(f"{name}={value!r} is not known", fix=f"one of {names}")
+        if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
+            raise JobError(f"clip_norm={self.clip_norm!r} must be a number above 0")
+
+    @property
+    def lane_count(self) -> int:
+        assert self.lanes is not None
+        return self.lanes
+
+    @property
+    def batch_size(self) -> int:
+        assert self.batch is not None
+        return self.batch
+
+    def schedule(self, samples: int, loader_last: str | None = None) -> Schedule:
+        if samples < self.batch_size:
+            raise JobError(
+                f"the data has {samples} samples, fewer than one batch of {self.batch}", fix="a smaller batch"
+            )
+        return Schedule(samples=samples, batch=self.batch_size, last=self.last or loader_last or "short")
+
+    def total_steps(self, schedule: Schedule) -> int:
+        return self.steps if self.steps is not None else (self.epochs or 0) * schedule.steps_per_epoch
+
+    def arithmetic(self) -> dict[str, Any]:
+        """Every field that decides the bits, in a form that can be saved and compared. Length is not among them:
+        a longer run begins with the same steps."""
+        decisive = (
+            "model loss optimizer scheduler batch lanes microbatches seed shuffle last blocks isa threads compile"
+            " precision clip_norm"
+        )
+        # Rules change the order of sums, but no checkpoint depends on them: they are the layout's business.
+        return {name: describe(getattr(self, name)) for name in decisive.split()}
+
+    def resolved(self) -> dict[str, Any]:
+        """Every field as a reader would want to see it."""
+        return {item.name: readable(getattr(self, item.name)) for item in dataclasses.fields(self) if item.init}
+
+    def changed(self, **changes: Any) -> "Job":
+        # A length given anew replaces the old one, whichever of the two it was.
+        if "steps" in changes and "epochs" not in changes:
+            changes["epochs"] = None
+        elif "epochs" in changes and "steps" not in changes:
+            changes["steps"] = None
+        # Lanes that were only a default follow a new batch.
+        if "lanes" not in changes and not self._lanes_given:
+            changes["lanes"] = None
+        return dataclasses.replace(self, **changes)
+
+
+def _default_lanes(batch: int) -> int:
+    """4, or the largest power of two that divides a batch which 4 does not."""
+    return min(4, batch & -batch)
+
+
+def _whole(name: str, value: Any, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise JobError(f"{name}={value!r} must be a whole number from {least} up")
+
+
+def readable(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): readable(item) for key, item in value.items()}
+    if isinstance(value, Target):
+        return str(value)
+    if hasattr(value, "shape"):
+        return f"tensor {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return [readable(item) for item in value[:20]]
+    if isinstance(value, types.FunctionType):
+        return f"{value.__qualname__} ({value.__code__.co_filename}:{value.__code__.co_firstlineno})"
+    return getattr(value, "__qualname__", type(value).__qualname__)

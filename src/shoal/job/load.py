@@ -1,0 +1,117 @@
+"""Jobs from Python files: `digits.py`, or `digits.py:small` where a file holds several."""
+
+import importlib.util
+import sys
+import traceback
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import InputError, JobError, ShoalError
+from shoal.job.job import Job
+from shoal.numerics.seeds import MODULE_LOAD, seed_everything
+
+WHOLE = (
+    "batch",
+    "steps",
+    "epochs",
+    "lanes",
+    "microbatches",
+    "seed",
+    "threads",
+    "evaluate_every",
+    "checkpoint_every",
+    "tokens",
+)
+NUMBERS = ("clip_norm",)
+SWITCHES = ("shuffle", "compile")
+WORDS = ("last", "isa", "precision", "target", "name")
+SETTABLE = WHOLE + NUMBERS + SWITCHES + WORDS
+
+
+def load_job(spec: str, settings: list[str] | None = None) -> Job:
+    """The job that `path.py[:name]` names, with `--set` applied."""
+    path_text, _, name = spec.partition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.py")], n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "shoal train path/to/file.py"
+        raise InputError(f"there is no file {path}", fix=hint)
+    module = _load(path)
+    jobs = {key: value for key, value in vars(module).items() if isinstance(value, Job)}
+    job = _choose(path, name, jobs, module)
+    changes = dict(read_setting(text) for text in settings or ())
+    return job.changed(**changes) if changes else job
+
+
+def _load(path: Path) -> Any:
+    # A file that builds an instance at import gets the same one in every process.
+    seed_everything(0, MODULE_LOAD)
+    spec = importlib.util.spec_from_file_location(f"shoal_job_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} is not a Python file", fix="a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # data classes and pickled loaders look themselves up here
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except ShoalError as error:
+        line = _line_in(path, error)
+        error.where = (line, *error.where) if line else error.where
+        raise
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno}  {(error.text or '').strip()}"
+        raise InputError(f"{path} is not valid Python: {error.msg}", where=where) from None
+    except (Exception, SystemExit) as error:
+        line = _line_in(path, error)
+        message = f"{path} could not be loaded: {type(error).__name__}: {error}"
+        raise InputError(message, where=[line] if line else []) from error
+    return module
+
+
+def _line_in(path: Path, error: BaseException) -> str | None:
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
+    own = own or [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return f"{path}:{own[-1].lineno}  {own[-1].line}" if own else None
+
+
+def _choose(path: Path, name: str, jobs: dict[str, Job], module: Any) -> Job:
+    if name:
+        if name in jobs:
+            return jobs[name]
+        found = getattr(module, name, None)
+        if callable(found):
+            made = found()
+            if isinstance(made, Job):
+                return made
+        held = ", ".join(jobs) or "none"
+        near = get_close_matches(name, jobs, n=1)
+        raise InputError(f"{path} has no job named '{name}'; it has {held}", fix=f"{path}:{near[0]}" if near else None)
+    if "job" in jobs:
+        return jobs["job"]
+    if len(jobs) == 1:
+        return next(iter(jobs.values()))
+    if not jobs:
+        raise InputError(f"{path} has no shoal.Job", fix="job = shoal.Job(model=…, data=…, …)")
+    raise InputError(f"{path} has several jobs: {', '.join(jobs)}", fix=f"{path}:{next(iter(jobs))}")
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    """`steps=50` as a field and its value."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"--set {text}: a name and a value are needed", fix="--set steps=50")
+    if name not in SETTABLE:
+        near = get_close_matches(name, SETTABLE, n=1)
+        hint = f"did you mean --set {near[0]}={value}?" if near else f"one of {', '.join(SETTABLE)}"
+        raise JobError(f"--set {name}: a job has no such setting", fix=hint)
+    if value.lower() == "none":
+        return name, None
+    if name in SWITCHES:
+        if value.lower() not in ("true", "false"):
+            raise JobError(f"--set {text}: true or false")
+        return name, value.lower() == "true"
+    try:
+        return name, int(value) if name in WHOLE else float(value) if name in NUMBERS else value
+    except ValueError:
+        raise JobError(f"--set {text}: '{value}' is not a {'whole ' if name in WHOLE else ''}number") from None

@@ -1,0 +1,68 @@
+"""A job's loss of a model, whole or in the two halves that lie before and after the model's own forward."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shoal.job.job import Job
+
+
+def split_sample(batch: Any) -> tuple[tuple[Any, ...], Any]:
+    """(inputs, target) of a batch: the last of a tuple is the target; anything else is both."""
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        return tuple(batch[:-1]), batch[-1]
+    if isinstance(batch, tuple | list) and len(batch) == 1:
+        batch = batch[0]
+    return (batch,), batch
+
+
+class Objective:
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        self.job, self.model = job, model
+
+    def __call__(self, batch: Any) -> Any:
+        with self.precision():
+            return self.loss(self.model(*self.inputs(batch)), batch)
+
+    def inputs(self, batch: Any) -> Sequence[Any]:
+        found, _ = split_sample(batch)
+        return tree_map(_halved, found) if self.job.precision == "bf16-weights" else found
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        return self.job.loss(self._finished(output), split_sample(batch)[1])
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
+        output, target = self._finished(output), split_sample(batch)[1]
+        return {"loss": self.job.loss(output, target)} | {
+            name: metric(output, target) for name, metric in self.job.metrics.items()
+        }
+
+    def measured(self) -> Callable[[Any], dict[str, Any]]:
+        """The loss and the job's metrics of a batch, for evaluation."""
+
+        def closure(batch: Any) -> dict[str, Any]:
+            with self.precision():
+                return self.metrics(self.model(*self.inputs(batch)), batch)
+
+        return closure
+
+    def precision(self) -> Any:
+        # The weights' cast is not cached: whether it is would depend on what ran before.
+        autocast = self.job.precision == "bf16-autocast"
+        return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
+
+    def _finished(self, output: Any) -> Any:
+        """Losses are taken in fp32 where the model computes in bf16."""
+        return tree_map(_doubled, output) if self.job.precision == "bf16-weights" else output
+
+
+def _halved(leaf: Any) -> Any:
+    return leaf.bfloat16() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _doubled(leaf: Any) -> Any:
+    return leaf.float() if getattr(leaf, "dtype", None) == torch.bfloat16 else leaf

@@ -1,0 +1,77 @@
+"""Samples loaded ahead of time, by the worker processes that a user's DataLoader asks for (`num_workers=4`).
+
+A request is one microbatch. Requests are announced in the order in which they will be fetched; torch's own DataLoader
+does the rest. Each sample is seeded by (seed, pass, sample), so who loads it changes nothing.
+"""
+
+import ctypes
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from shoal.numerics.kernels import aligned, map_tensors
+from shoal.numerics.seeds import SAMPLE, seed_everything
+
+Request = tuple[tuple[int, ...], int]  # sample numbers, pass over the data
+PR_SET_PDEATHSIG = 1
+
+
+class _Seeded(Dataset[Any]):
+    """A data set whose samples draw from their own streams, wherever they are loaded."""
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self.data = data
+        self.seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        index, epoch = key
+        seed_everything(self.seed, SAMPLE, epoch, index)
+        return self.data[index]
+
+
+class Ahead:
+    """`load` reads samples here and now; after `announce`, `fetch` hands out what processes have loaded meanwhile."""
+
+    def __init__(
+        self, data: Any, collate: Callable[[list[Any]], Any], seed: int, loader: DataLoader[Any] | None = None
+    ) -> None:
+        self.data = _Seeded(data, seed)
+        self.collate = collate
+        self.loader = loader
+        self._expected: deque[Request] = deque()
+        self._coming: Iterator[Any] = iter(())
+
+    def announce(self, requests: Sequence[Request]) -> None:
+        """What will be fetched from now on, in this order. Replaces whatever was announced before."""
+        assert self.loader is not None
+        self._expected = deque(requests)
+        keys = [[(index, epoch) for index in indices] for indices, epoch in requests]
+        loader: DataLoader[Any] = DataLoader(
+            self.data,
+            batch_sampler=keys,  # any iterable of lists of keys
+            collate_fn=self.collate,
+            num_workers=self.loader.num_workers,
+            prefetch_factor=self.loader.prefetch_factor,
+            multiprocessing_context=self.loader.multiprocessing_context,
+            worker_init_fn=_end_with_parent,
+            generator=torch.Generator(),  # not the default one: that belongs to the job
+        )
+        self._coming = iter(loader)
+
+    def fetch(self, indices: Sequence[int], epoch: int) -> Any:
+        wanted = (tuple(indices), epoch)
+        if self._expected and self._expected[0] == wanted:
+            self._expected.popleft()
+            return map_tensors(next(self._coming), aligned)
+        return self.load(indices, epoch)
+
+    def load(self, indices: Sequence[int], epoch: int) -> Any:
+        return map_tensors(self.collate([self.data[index, epoch] for index in indices]), aligned)
+
+
+def _end_with_parent(worker: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,51 @@
+"""Which samples each step sees: a pure function of (seed, pass over the data)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.numerics.seeds import ORDER, derive
+
+Order = Callable[[int], Sequence[int]]  # pass over the data -> sample numbers
+
+
+def shuffled(length: int, seed: int) -> Order:
+    def order(epoch: int) -> Sequence[int]:
+        generator = torch.Generator().manual_seed(derive(seed, ORDER, epoch))
+        return torch.randperm(length, generator=generator).tolist()
+
+    return order
+
+
+def in_order(length: int) -> Order:
+    return lambda epoch: range(length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How a data set becomes steps."""
+
+    samples: int
+    batch: int
+    last: str  # "short" or "drop"
+
+    @property
+    def steps_per_epoch(self) -> int:
+        whole, rest = divmod(self.samples, self.batch)
+        return whole + (1 if rest and self.last == "short" else 0)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """(pass over the data, step within it) of a step."""
+        return divmod(step, self.steps_per_epoch)
+
+    def size(self, step: int) -> int:
+        """How many samples a step sees."""
+        within = step % self.steps_per_epoch
+        return min(self.batch, self.samples - within * self.batch)
+
+    def consumed(self, steps: int) -> int:
+        """How many samples the first `steps` steps see."""
+        passes, within = divmod(steps, self.steps_per_epoch)
+        per_pass = self.samples if self.last == "short" else self.steps_per_epoch * self.batch
+        return passes * per_pass + min(within * self.batch, self.samples)

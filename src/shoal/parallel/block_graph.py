@@ -1,0 +1,406 @@
+"""A model as a row of blocks with whatever its code does between them: what a pipeline cuts.
+
+    forward     h = self.token(x) + self.place(n)   for layer in self.layers: h = layer(h)   self.head(self.norm(h))
+    the row     [token] [place] [+, layers.0] [layers.1] … [norm] [head]
+
+The model runs once on meta tensors (shapes without values) and every operation outside of blocks is written down with
+what went in and came out; a block is one operation. A segment is a block and what was done since the block before. The
+record holds for inputs of the same shapes in the same mode; another shape is recorded again, which takes milliseconds.
+Played back on real tensors it is the same sequence of operations as the model's own code, so it has the same bits.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_map, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.errors import JobError
+from shoal.numerics.lanes import Span
+from shoal.numerics.user_frames import own_line
+from shoal.parallel.blocks import ROOT, Blocks
+
+LONGEST = 160  # letters of an error that is quoted
+TYPE_OF = (Tensor.dtype.__get__,)  # type: ignore[attr-defined]
+NUMBER_OF: dict[Any, Callable[[int], Any]] = {
+    Tensor.item: int, Tensor.__int__: int, Tensor.__float__: float, Tensor.__bool__: bool
+}  # fmt: skip
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that some operation made, by number; inputs of the model come first."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or buffer that the model's own code uses outside of any block."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Operation:
+    call: Callable[..., Any] | str  # a function; or the name of a block
+    arguments: Any  # (args, kwargs) with Value and Held in the places of tensors
+    results: tuple[int | None, ...]  # numbers of the tensors among the leaves of what it returns
+    shapes: tuple[tuple[int, ...], ...] = ()  # of what a block returns: later steps were recorded for these
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """No argument is a list, a dict or the like: each can be looked at for itself."""
+        args, kwargs = self.arguments
+        return all(tree_is_leaf(argument) for argument in (*args, *kwargs.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A block, and what the model's code did since the one before."""
+
+    block: str
+    operations: tuple[Operation, ...]
+    flops: float
+    elements: int  # of what it made: a measure for work that is no matrix product
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    segments: tuple[Segment, ...]
+    inputs: int  # tensors among the model's inputs: values 0, 1, …
+    output: Any  # what the model returns, with Values
+    joined: tuple[Span, ...] = ()  # segments that must stay together, from the first to the last of them
+    names: Mapping[int, str] = field(default_factory=dict)  # what made a value, for messages
+    _crossing: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def costs(self) -> list[float]:
+        """Work by segment: matrix products, and something for every number that is written."""
+        return [segment.flops + 16.0 * segment.elements for segment in self.segments]
+
+    def crossing(self, cut: int) -> tuple[int, ...]:
+        """The values that segments from `cut` on need of those before. Inputs of the model are not among them: every
+        stage can fetch those itself."""
+        if cut not in self._crossing:  # asked for with every microbatch
+            made = {number for segment in self.segments[:cut] for number in _made(segment)}
+            used = {number for segment in self.segments[cut:] for number in _used(segment)} | set(_values(self.output))
+            self._crossing[cut] = tuple(sorted(made & used))
+        return self._crossing[cut]
+
+    def held(self, span: Span) -> set[str]:
+        """Parameters and buffers that the model's own code uses there."""
+        operations = [each for segment in self.segments[slice(*span)] for each in segment.operations]
+        leaves = [leaf for each in operations for leaf in tree_flatten(each.arguments)[0]]
+        return {leaf.name for leaf in leaves if isinstance(leaf, Held)}
+
+
+def play(
+    row: Row,
+    span: Span,
+    values: dict[int, Tensor],
+    *,
+    module: Callable[[str], nn.Module],
+    tensor: Callable[[str], Tensor],
+    device: torch.device = CPU,
+) -> Any:
+    """Runs a span of the row. `values` has what it needs by number and gets what it makes. Returns the model's output
+    if the span is the last, else None."""
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return values[leaf.number]
+        if isinstance(leaf, Held):
+            return tensor(leaf.name)
+        return device if isinstance(leaf, torch.device) and leaf == META else leaf
+
+    for segment in row.segments[slice(*span)]:
+        for each in segment.operations:
+            args, kwargs = each.arguments
+            if each.is_plain:
+                args, kwargs = [real(leaf) for leaf in args], {name: real(leaf) for name, leaf in kwargs.items()}
+            else:
+                args, kwargs = tree_map(real, each.arguments)
+            call = module(each.call) if isinstance(each.call, str) else each.call
+            result = call(*args, **kwargs)
+            leaves = [result] if isinstance(result, Tensor) else tree_flatten(result)[0]
+            if isinstance(each.call, str):
+                _check_shapes(each, leaves)
+            for number, leaf in zip(each.results, leaves, strict=True):
+                if number is not None:
+                    values[number] = leaf
+    return tree_map(real, row.output) if span[1] == len(row.segments) else None
+
+
+def _check_shapes(block: Operation, leaves: Sequence[Any]) -> None:
+    found = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+    if found != block.shapes:
+        raise JobError(
+            f"the model cannot be cut: what block {block.call} returns has the shapes {_listed(found)} and by the"
+            f" shapes of its inputs should have {_listed(block.shapes)}, so they depend on values",
+            fix="shapes that follow from the shapes of inputs (padding, with a mask); or a layout without pipeline",
+        )
+
+
+def _listed(shapes: Sequence[Sequence[int]]) -> str:
+    return " and ".join("×".join(map(str, shape)) or "scalar" for shape in shapes) or "none"
+
+
+def find_row(model: nn.Module, blocks: Blocks, inputs: Sequence[Any], *, autocast: bool = False) -> Row:
+    """Records a model, whose tensors may be real or on meta, for inputs like these. `autocast`: it will be played under
+    it, which meta tensors know nothing of."""
+    recorder = _Recorder(model, blocks, autocast)
+    example = [tree_map(_to_meta, item) for item in inputs]
+    return recorder.record(example)
+
+
+def check_blocks(row: Row, blocks: Sequence[str], when: str) -> None:
+    found = [segment.block for segment in row.segments]
+    if found != list(blocks):
+        first = next((one for one, other in zip(found, blocks, strict=False) if one != other), "the end")
+        raise JobError(
+            f"{when} the model calls {len(found)} blocks, and it is cut for {len(blocks)}; they part at {first}",
+            fix="a forward that calls the same blocks in the same order for every batch; or a layout without pipeline",
+        )
+
+
+def _to_meta(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device=META) if isinstance(leaf, Tensor) else leaf
+
+
+def _values(tree: Any) -> Iterable[int]:
+    return (leaf.number for leaf in tree_flatten(tree)[0] if isinstance(leaf, Value))
+
+
+def _made(segment: Segment) -> set[int]:
+    return {number for each in segment.operations for number in each.results if number is not None}
+
+
+def _used(segment: Segment) -> set[int]:
+    return {number for each in segment.operations for number in _values(each.arguments)}
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, blocks: Blocks, autocast: bool) -> None:
+        super().__init__()
+        self.model, self.blocks, self.autocast = model, blocks, autocast
+        self.numbers: dict[int, int] = {}  # id of a tensor -> its number
+        self.kept: list[Any] = []  # tensors stay while their ids are in use
+        self.names: dict[int, str] = {}
+        self.operations: list[Operation] = []
+        self.segments: list[Segment] = []
+        self.inside = 0
+        self.made = 0  # elements
+        self.at: list[str] = []  # the modules that are being called
+        self.stand: dict[str, Tensor] = {}  # the model's tensors on meta, by name
+        self.known: dict[int, str] = {}
+        self.same: dict[str, int] = {}  # what a name is the name of: tied weights have several
+
+    def record(self, inputs: list[Any]) -> Row:
+        for kind in (self.model.named_parameters, self.model.named_buffers):
+            for name, tensor in kind(remove_duplicate=False):
+                shadow = torch.empty_like(tensor, device=META).requires_grad_(tensor.requires_grad)
+                self.stand[name] = shadow
+                self.known[id(shadow)] = name
+                self.same[name] = id(tensor)
+                self.kept.append(shadow)
+        leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+        for leaf in leaves:
+            self._number(leaf, "an input of the model")
+        self.inputs = len(leaves)
+        hooks = []
+        for name, module in self.model.named_modules():
+            if name not in self.blocks.names:
+                hooks.append(module.register_forward_pre_hook(self._enter(name, 0), prepend=True))
+                hooks.append(module.register_forward_hook(self._pass()))
+        for name in self.blocks.names:
+            module = self.model.get_submodule(name)
+            hooks.append(module.register_forward_pre_hook(self._enter(name, 1), prepend=True))
+            hooks.append(module.register_forward_hook(self._leave(name), with_kwargs=True, always_call=False))
+        self.counter = FlopCounterMode(display=False)
+        self.counted = 0.0
+        try:
+            with self.counter, torch.device(META), self:
+                output = torch.func.functional_call(self.model, self.stand, tuple(inputs), tie_weights=False)
+        except JobError:
+            raise
+        except Exception as error:
+            raise self._refused(error) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._check_replaced()
+        if not self.segments:
+            raise JobError(
+                "the model's code calls none of its blocks, so there is nothing to cut between",
+                fix="blocks=[names of modules that forward calls one after the other]",
+            )
+        if self.operations:  # what follows the last block belongs to it
+            last = self.segments[-1]
+            self.segments[-1] = Segment(
+                block=last.block,
+                operations=last.operations + tuple(self.operations),
+                flops=last.flops + self._flops(),
+                elements=last.elements + self.made,
+            )
+        return Row(
+            segments=tuple(self.segments),
+            inputs=len(leaves),
+            output=self._described(output),
+            joined=self._joined(),
+            names=self.names,
+        )
+
+    def _refused(self, error: Exception) -> JobError:
+        called = [name for name in self.at if name != ROOT]
+        done = f"after block {self.segments[-1].block}" if self.segments else "before its first block"
+        place = f"in {called[-1]}" if called else f"in the model's own forward, {done},"
+        text = str(error).split("\n")[0]
+        text = text if len(text) <= LONGEST else text[:LONGEST].rsplit(" ", 1)[0] + " …"
+        if "meta" not in text.lower():  # a mistake that any input would show
+            return JobError(
+                f"the model fails {place.removesuffix(',')}: {type(error).__name__}: {text}", where=own_line(error)
+            )
+        return JobError(
+            f"the model cannot be cut: {place} it does what needs values, not only shapes:"
+            f" {type(error).__name__}: {text}",
+            where=own_line(error),
+            fix="a forward whose steps and shapes follow from the shapes of its inputs (torch.where for a choice by"
+            " value); or a layout without pipeline and tensor",
+        )
+
+    def _check_replaced(self) -> None:
+        """functional_call leaves what the model's code put in the place of a buffer."""
+        shadows = {name: shadow for shadow, name in ((each, self.known.get(id(each))) for each in self.kept) if name}
+        for name, tensor in self.stand.items():
+            if tensor is not shadows[name] and self._block_of(name) not in {each.block for each in self.segments}:
+                raise JobError(
+                    f"the model cannot be cut: its own code puts another tensor in the place of {name}",
+                    fix=f"change it in place ({name.rpartition('.')[2]}.copy_(…)), or do it inside of a block",
+                )
+
+    def _joined(self) -> tuple[Span, ...]:
+        first: dict[str, int] = {}
+        spans: dict[str, Span] = {}
+        for number, segment in enumerate(self.segments):
+            if segment.block in first:
+                spans[segment.block] = (first[segment.block], number)
+            first.setdefault(segment.block, number)
+        # What belongs to no block is held by one stage: all that use it stay together.
+        for number, segment in enumerate(self.segments):
+            leaves = [leaf for each in segment.operations for leaf in tree_flatten(each.arguments)[0]]
+            for name in {leaf.name for leaf in leaves if isinstance(leaf, Held)}:
+                key = f"{self.same[name]} of {self.blocks.of(name)}"
+                owner = first.get(self._block_of(name), number)
+                begun, ended = spans.get(key, (owner, owner))
+                spans[key] = (min(begun, number), max(ended, number))
+        return tuple(span for span in spans.values() if span[1] > span[0])
+
+    def _block_of(self, name: str) -> str:
+        number = self.blocks.of(name)
+        return ROOT if number == 0 else self.blocks.names[number - 1]
+
+    # -- blocks -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, name: str, deeper: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.at.append(name)
+            self.inside += deeper
+
+        return hook
+
+    def _pass(self) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.at.pop()
+
+        return hook
+
+    def _leave(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.at.pop()
+            self.inside -= 1
+            if self.inside:
+                return
+            self._write(name, (args, kwargs), output)
+            segment = Segment(block=name, operations=tuple(self.operations), flops=self._flops(), elements=self.made)
+            self.segments.append(segment)
+            self.operations, self.made = [], 0
+
+        return hook
+
+    def _flops(self) -> float:
+        total = float(self.counter.get_total_flops())
+        found, self.counted = total - self.counted, total
+        return found
+
+    # -- everything else --------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        if self.autocast and not self.inside and func in TYPE_OF and args[0].is_floating_point():
+            self._check_type(args[0])
+        if self.inside and func in NUMBER_OF and id(args[0]) in self.known:
+            return NUMBER_OF[func](1)  # a counter; if a shape depends on it, that is found when it is played
+        real, kept = tree_map(self._as_meta, given), given
+        result = func(*real[0], **real[1])
+        if not self.inside:
+            leaves = tree_flatten(result)[0]
+            if any(isinstance(leaf, Tensor) for leaf in leaves):
+                self._write(func, kept, result)
+        else:
+            self.made += sum(leaf.numel() for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor))
+        return result
+
+    def _check_type(self, tensor: Tensor) -> None:
+        if id(tensor) in self.numbers and self.numbers[id(tensor)] >= self.inputs:
+            raise JobError(
+                "the model cannot be cut under bf16-autocast: its own code asks for the dtype of what"
+                f" {self.names[self.numbers[id(tensor)]]} made, which is known only when it runs",
+                fix="a dtype that is written down, or that code inside of a block",
+            )
+
+    def _as_meta(self, leaf: Any) -> Any:
+        """A real tensor that the model keeps beside its parameters goes in as it is when the record is played."""
+        return _to_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+    def _write(self, call: Callable[..., Any] | str, arguments: Any, result: Any) -> None:
+        described = self._described(arguments)
+        results = []
+        label = call if isinstance(call, str) else getattr(call, "__name__", str(call))
+        for leaf in tree_flatten(result)[0]:
+            results.append(self._number(leaf, label) if isinstance(leaf, Tensor) else None)
+            self.made += leaf.numel() if isinstance(leaf, Tensor) and not isinstance(call, str) else 0
+        tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        shapes = tuple(tuple(leaf.shape) for leaf in tensors) if isinstance(call, str) else ()
+        self.operations.append(Operation(call, described, tuple(results), shapes))
+
+    def _described(self, tree: Any) -> Any:
+        leaves, shape = tree_flatten(tree)
+        return tree_unflatten([self._leaf(leaf) for leaf in leaves], shape)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in self.known:
+            return Held(self.known[id(leaf)])
+        if id(leaf) in self.numbers:
+            return Value(self.numbers[id(leaf)])
+        if leaf.is_meta:
+            raise JobError(
+                "the model cannot be cut: its code uses a tensor that was made while it was recorded in another way",
+                fix="keep such tensors in buffers",
+            )
+        return leaf
+
+    def _number(self, tensor: Tensor, label: str) -> int:
+        """A tensor that was changed in place is a value of its own from then on."""
+        self.kept.append(tensor)
+        number = len(self.names)
+        self.numbers[id(tensor)] = number
+        self.names[number] = label
+        return number

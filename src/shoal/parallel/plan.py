@@ -1,0 +1,171 @@
+"""The plan: which worker computes which lanes of which part of the model. A frozen value that is printed, saved and can
+be replayed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import PlanError
+from shoal.numerics.lanes import Span, deal, subtrees
+from shoal.parallel.layout import Layout
+from shoal.parallel.pipeline_schedule import default_chunks
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    workers: int
+    lanes: int
+    deal: tuple[Span, ...]  # per replica, in order: its first lane, and the one past its last
+    pipeline: int = 1  # stages of a replica
+    tensor: int = 1  # slices of a stage
+    zero: int = 0  # what is cut among replicas: 1 optimizer state, 2 gradients too, 3 weights too
+    schedule: str = "1f1b"  # the order of a pipeline's work
+    chunks: int = 1  # stages of a pipeline's worker
+    recompute: bool = False  # blocks keep their inputs alone
+    stages: tuple[float, ...] = ()  # how fast a pipeline's workers are: their parts are as large; empty: equal ones
+    shares: str = "even"  # how the lanes were dealt: even, auto (dealt anew when speeds drift), or as given: 3,1
+    threads: int = 1  # per worker; part of the job's arithmetic, repeated here for the reader
+    exact: bool = True
+    algorithm: str = ""  # by which gradients travel between hosts; empty: the cost model chooses
+    compress: str = ""  # what they travel in, as --compress has it
+    servers: int = 0  # parameter servers that hold the weights; 0: the workers do
+    sync: str = ""  # how servers keep workers in step, as --sync has it
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        if self.version != 1:
+            raise PlanError(f"the plan has version {self.version}; this Shoal reads version 1")
+        if len(self.deal) * self.pipeline * self.tensor != self.workers:
+            whom = f"{len(self.deal)}" if not self.split else f"{len(self.deal)} replicas of {self.layout.span} each"
+            raise PlanError(f"the plan has {self.workers} workers but deals lanes to {whom}")
+        if self.stages and (len(self.stages) != self.pipeline or min(self.stages) <= 0):
+            told = ", ".join(f"{weight:g}" for weight in self.stages)
+            raise PlanError(f"the plan has {self.pipeline} stages, of the weights {told}: one above 0 for each")
+        expected = 0
+        for rank, (start, stop) in enumerate(self.deal):
+            if start != expected or stop <= start:
+                whom = "replica" if self.split else "worker"
+                raise PlanError(
+                    f"the plan deals lanes {start} to {stop} to {whom} {rank}; they must begin at {expected}"
+                )
+            expected = stop
+        if expected != self.lanes:
+            raise PlanError(f"the plan deals {expected} lanes, but has {self.lanes}")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(data=len(self.deal), pipeline=self.pipeline, tensor=self.tensor, zero=self.zero)
+
+    @property
+    def split(self) -> bool:
+        """A replica is more than one worker."""
+        return self.pipeline * self.tensor > 1
+
+    @property
+    def partial_sums(self) -> int:
+        """Gradients that travel in each step: one per worker where each holds a whole subtree."""
+        return sum(len(subtrees(self.lanes, span)) for span in self.deal)
+
+    def lines(self) -> list[str]:
+        held = [
+            f"{'replica' if self.split else 'worker'} {rank}: lanes {_range(span)}"
+            for rank, span in enumerate(self.deal)
+        ]
+        sums = f"{self.partial_sums} partial sums a step for {self.workers} workers"
+        travel = [f"{name} {value}" for name in ("algorithm", "compress") if (value := getattr(self, name))]
+        ways = [f"between hosts: {', '.join(travel)}"] if travel else []
+        held += (
+            [f"{self.servers} server{'s' * (self.servers > 1)} with the weights, {self.sync}"] if self.servers else []
+        )
+        ways += [] if self.exact else ["not exact: other workers, or another run, can give other weights"]
+        order = [f"schedule {self.schedule}, {self.chunks} stages a worker"] if self.pipeline > 1 else []
+        order += [f"stages as {', '.join(f'{weight:g}' for weight in self.stages)}"] if self.stages else []
+        order += ["blocks are recomputed"] if self.recompute else []
+        return [f"layout {self.layout}, {self.lanes} lanes, shares {self.shares}", *held, *order, sums, *ways]
+
+
+def make_plan(
+    *,
+    lanes: int,
+    workers: int,
+    shares: str | None = None,
+    threads: int = 1,
+    exact: bool = True,
+    algorithm: str = "",
+    compress: str = "",
+    layout: Layout | None = None,
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    recompute: bool = False,
+    stages: Sequence[float] = (),
+) -> Plan:
+    if workers < 1:
+        raise PlanError(f"{workers} workers: at least 1 is needed", fix="--workers 1")
+    layout = Layout(data=workers) if layout is None else layout
+    replicas = layout.data
+    if replicas > lanes:
+        what = "replica" if layout.span > 1 else "worker"
+        raise PlanError(
+            f"{replicas} {what}s but {lanes} lanes: each {what} needs a lane",
+            fix=f"--workers {lanes * layout.span}, or lanes={1 << (replicas - 1).bit_length()}"
+            " (other bits than before)",
+        )
+    if layout.zero >= 2 and shares is not None:
+        raise PlanError(
+            f"zero={layout.zero} gives every worker the same lanes, and --shares {shares} others", fix="zero=1"
+        )
+    if shares in (None, "even", "auto"):
+        spans = deal(lanes, [1.0] * replicas)
+    else:
+        assert shares is not None
+        spans = deal(lanes, read_shares(shares, replicas))
+    return Plan(
+        workers=layout.workers,
+        pipeline=layout.pipeline,
+        tensor=layout.tensor,
+        zero=layout.zero,
+        schedule=schedule,
+        chunks=chunks or default_chunks(schedule),
+        recompute=recompute,
+        stages=tuple(stages),
+        lanes=lanes,
+        deal=spans,
+        shares=shares or "even",
+        threads=threads,
+        exact=exact,
+        algorithm=algorithm,
+        compress=compress,
+    )
+
+
+def read_shares(text: str, workers: int) -> Sequence[float]:
+    """`3,1`: worker 0 is given three times what worker 1 is given."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise PlanError(
+            f"shares '{text}' are not numbers", fix="--shares 3,1 (one per worker), or --shares auto"
+        ) from None
+    if len(shares) != workers:
+        raise PlanError(
+            f"{len(shares)} shares for {workers} workers", fix=f"--workers {len(shares)}, or one share each"
+        )
+    if not all(0 < share < float("inf") for share in shares):
+        raise PlanError(f"shares '{text}': each must be above 0", fix="leave a worker out with a smaller --workers")
+    return shares
+
+
+def read_plan(path: Path) -> Plan:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Plan)
+    except OSError as error:
+        raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{path} is not a plan: {error}") from None
+    except msgspec.DecodeError as error:
+        raise PlanError(f"{path} is not JSON: {error}") from None
+
+
+def _range(span: Span) -> str:
+    start, stop = span
+    return str(start) if stop == start + 1 else f"{start} to {stop - 1}"

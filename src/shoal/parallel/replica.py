@@ -1,0 +1,203 @@
+"""A model made ready for exact steps: aligned, its tied weights untied, its blocks seeded, its buffers kept by lane.
+
+EXACT rules 4 (tied weights), 6 (alignment) and 14 (seeds) live here; 15 in buffers.py, 16 in recompute.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shoal.errors import JobError
+from shoal.numerics.kernels import is_aligned
+from shoal.numerics.seeds import DROPOUT, seed_torch
+from shoal.numerics.tensor_slice import Piece
+from shoal.parallel.activation_checkpoint import Recompute
+from shoal.parallel.blocks import Blocks
+from shoal.parallel.lane_buffers import Buffers, owner_of
+
+
+class Replica:
+    """What this worker holds of the model; where that is not everything, the rest is on meta."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        seed: int,
+        *,
+        recompute: bool = False,
+        pieces: Mapping[str, Piece] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """`recompute`: blocks keep their inputs alone, and run again when gradients are due. `pieces`: which slice of
+        a tensor is here, where it is not all of it; `shapes`: of the whole ones."""
+        self.model = model
+        self.blocks = blocks
+        self.seed = seed
+        self.order = [name for name, _ in model.named_parameters()]
+        self.parameters = [(name, each) for name, each in model.named_parameters() if not each.is_meta]
+        self.pieces, self.shapes = pieces or {}, shapes or {}
+        for _, parameter in self.parameters:
+            _align(parameter)
+        self._names_of_leaves = _untie(model, blocks)
+        self.shared = {name: [leaf for leaf, _ in leaves] for name, leaves in self._names_of_leaves.items()}
+        self.buffers = Buffers(model)
+        self._position: tuple[int, int, int] | None = None  # step, lane, microbatch
+        self._calls: dict[int, int] = {}
+        self._hooks = []
+        for number, name in enumerate(blocks.names, start=1):
+            module = model.get_submodule(name)
+            self._hooks.append(module.register_forward_pre_hook(self._before(number)))
+            self._hooks.append(module.register_forward_hook(self._after(number)))
+        self._again = Recompute(self, blocks) if recompute else None
+
+    def _before(self, number: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if self._position is not None:
+                call = self._calls.get(number, 0)  # a block used twice draws from two streams
+                self._calls[number] = call + 1
+                seed_torch(self.seed, DROPOUT, *self._position, number, call)
+
+        return hook
+
+    def _after(self, number: int) -> Any:
+        """What leaves a block is dense, and so is the gradient that comes back to it: a stage boundary could be here.
+        What the model's own code draws from here on has a stream of its own, for the same reason."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            place = self.where(number)
+            if place is not None:
+                seed_torch(self.seed, DROPOUT, *place, 1)
+            if isinstance(output, Tensor):
+                return _edge(output)
+            return tree_map(lambda leaf: _edge(leaf) if isinstance(leaf, Tensor) else leaf, output)
+
+        return hook
+
+    def at(self, step: int, lane: int, microbatch: int, after: tuple[int, int] | None = None) -> None:
+        """Every block called from now on draws from its stream of this microbatch. `after`: which block was called
+        last, and how often that was before, where another stage did it."""
+        self._position = (step, lane, microbatch)
+        self._calls.clear()
+        if after is not None:
+            seed_torch(self.seed, DROPOUT, step, lane, microbatch, *after, 1)
+        else:
+            seed_torch(self.seed, DROPOUT, step, lane, microbatch, 0, 0)
+
+    def nowhere(self) -> None:
+        """Blocks leave the generator alone again (evaluation, the user's own calls)."""
+        self._position = None
+
+    def where(self, number: int) -> tuple[int, ...] | None:
+        """What a block that is being called draws from; None: whatever there is."""
+        return None if self._position is None else (*self._position, number, self._calls.get(number, 1) - 1)
+
+    def leaves(self, name: str, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
+        """A tied weight has one for each block that uses it, in block order."""
+        return self.shared.get(name, (parameter,))
+
+    def leaves_by_block(self, name: str, parameter: nn.Parameter) -> list[tuple[nn.Parameter, int]]:
+        """The same, with each one's block."""
+        return [(leaf, self.blocks.of(known)) for leaf, known in self.leaves_by_name(name, parameter)]
+
+    def leaves_by_name(self, name: str, parameter: nn.Parameter) -> list[tuple[nn.Parameter, str]]:
+        """The same, with a name that each one has in its block."""
+        return self._names_of_leaves.get(name) or [(parameter, name)]
+
+    def clear_gradients(self) -> None:
+        for name, parameter in self.parameters:
+            for leaf in self.leaves(name, parameter):
+                leaf.grad = None
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """What a lane's backward passes left, one per parameter; None where it got no gradient."""
+        return [
+            added([taken(leaf, name) for leaf in self.leaves(name, parameter)]) for name, parameter in self.parameters
+        ]
+
+    def close(self) -> None:
+        """Ties the weights again and takes the hooks off: the model is the user's as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._again is not None:
+            self._again.close()
+        _tie(self.model, dict(self.parameters), self.shared)
+
+
+def added(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The gradients of a tied weight's blocks, in block order (EXACT rule 4)."""
+    total: Tensor | None = None
+    for gradient in gradients:
+        if total is None:
+            total = gradient
+        elif gradient is not None:
+            total.add_(gradient)
+    return total
+
+
+def taken(leaf: nn.Parameter, name: str) -> Tensor | None:
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is not None and gradient.is_sparse:
+        raise JobError(f"{name} has a sparse gradient, which lanes cannot merge", fix="sparse=False")
+    return gradient
+
+
+def _edge(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor:  # a slice of something has no memory of its own
+        return tensor
+    tensor = _dense(tensor)
+    if tensor.grad_fn is not None:
+        tensor.register_hook(_dense)
+    return tensor
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if (is_dense(tensor) and is_aligned(tensor)) or tensor.is_meta:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _align(parameter: nn.Parameter) -> None:
+    """Kernels see parameters that start on 64 bytes and are dense; a view into something else becomes a copy."""
+    if not is_dense(parameter) or not is_aligned(parameter):
+        with torch.no_grad():
+            parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format).copy_(parameter)
+
+
+def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[tuple[nn.Parameter, str]]]:
+    """Gives each further block that uses a parameter a leaf of its own on the same memory, so that each has its own
+    accumulator. Returns all leaves of such a parameter, its own among them, by its first name and in block order, each
+    with a name that it has there."""
+    first: dict[int, str] = {}
+    leaves: dict[str, dict[int, tuple[nn.Parameter, str]]] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter.is_meta:
+            continue
+        known = first.setdefault(id(parameter), name)
+        by_block = leaves.setdefault(known, {})
+        block = blocks.of(name)
+        if known == name:
+            by_block[block] = parameter, name
+            continue
+        if block not in by_block:
+            by_block[block] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad), name
+        module, leaf = owner_of(model, name)
+        module._parameters[leaf] = by_block[block][0]
+    return {
+        name: [by_block[block] for block in sorted(by_block)] for name, by_block in leaves.items() if len(by_block) > 1
+    }
+
+
+def _tie(model: nn.Module, parameters: dict[str, nn.Parameter], shared: dict[str, list[nn.Parameter]]) -> None:
+    original = {id(leaf): parameters[name] for name, leaves in shared.items() for leaf in leaves}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) in original:
+            module, leaf = owner_of(model, name)
+            module._parameters[leaf] = original[id(parameter)]

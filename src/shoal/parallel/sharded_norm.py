@@ -1,0 +1,98 @@
+"""The norm of a gradient of which every worker has a part, to the bit as one worker would find it (EXACT rule 11).
+
+Sums of squares are taken row by row where the rows are. Everyone hears all of them, lays them out in the order of the
+model's parameters, and adds them up as one worker does. A slice along another dimension than rows adds to the rows that
+it has a piece of: that changes the order of sums, as splitting an operator does anyway.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal.collectives.group import Group
+from shoal.numerics.grad_norm import row_squares, total_norm
+from shoal.numerics.tensor_slice import WHOLE, Piece
+from shoal.parallel.groups import Teams
+from shoal.parallel.replica import Replica
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one worker tells of one parameter."""
+
+    name: str
+    rows: int  # of the whole parameter
+    piece: Piece
+
+
+class Norms:
+    def __init__(self, group: Group, replica: Replica, teams: Teams) -> None:
+        """All make it together. A worker tells of what nobody before it tells of."""
+        self.group = group
+        pieces = replica.pieces
+        own = [
+            Share(name, _rows(replica.shapes.get(name, tuple(parameter.shape))), pieces.get(name, WHOLE))
+            for name, parameter in replica.parameters
+        ]
+        tables = [msgspec.json.decode(text, type=list[Share]) for text in gather_bytes(group, msgspec.json.encode(own))]
+        self.order = replica.order
+        told: dict[tuple[str, bytes], int] = {}
+        for rank, shares in enumerate(tables):
+            for share in shares:
+                told.setdefault((share.name, msgspec.json.encode(share.piece)), rank)
+        self.tables = [
+            [share if told[share.name, msgspec.json.encode(share.piece)] == rank else None for share in shares]
+            for rank, shares in enumerate(tables)
+        ]
+        self.width = max(sum(1 + _length(share) for share in shares if share is not None) for shares in self.tables)
+
+    def norm(self, gradients: Sequence[Tensor | None], scale: float) -> float:
+        row = torch.zeros(self.width, dtype=torch.float64)
+        at = 0
+        for share, gradient in zip(self.tables[self.group.rank], gradients, strict=True):
+            if share is None:
+                continue
+            if gradient is not None:
+                row[at] = 1.0
+                squares = row_squares(gradient if scale == 1.0 else gradient * scale)
+                row[at + 1 : at + 1 + squares.numel()] = squares
+            at += 1 + _length(share)
+        found: dict[str, Tensor] = {}
+        for table, told in zip(self.tables, self.group.gather(row), strict=True):
+            at = 0
+            for share in table:
+                if share is None:
+                    continue
+                length = _length(share)
+                if float(told[at]):
+                    whole = found.setdefault(share.name, torch.zeros(share.rows, dtype=torch.float64))
+                    _add(whole, share.piece, told[at + 1 : at + 1 + length])
+                at += 1 + length
+        return total_norm([found[name] for name in self.order if name in found])
+
+
+def _rows(shape: Sequence[int]) -> int:
+    return int(shape[0]) if shape else 1
+
+
+def _length(share: Share) -> int:
+    ranges = share.piece.cuts.get(0)
+    return share.rows if ranges is None else sum(stop - start for start, stop in ranges)
+
+
+def _add(whole: Tensor, piece: Piece, squares: Tensor) -> None:
+    at = 0
+    for start, stop in piece.cuts.get(0, ((0, whole.numel()),)):
+        whole[start:stop] += squares[at : at + stop - start]
+        at += stop - start
+
+
+def gather_bytes(group: Group, text: bytes) -> list[bytes]:
+    """Every worker's, by rank."""
+    lengths = group.gather(torch.tensor([len(text)], dtype=torch.int64)).flatten().tolist()
+    row = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    if text:
+        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = group.gather(row)
+    return [bytes(rows[rank, :length].tolist()) for rank, length in enumerate(lengths)]

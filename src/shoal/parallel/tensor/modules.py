@@ -1,0 +1,181 @@
+"""The forwards of split modules. Parameters are read when they are called: they may have been replaced since."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.parallel.tensor import collective_ops
+from shoal.parallel.tensor.group import Team
+from shoal.parallel.tensor.operators import dropout_mask
+from shoal.parallel.tensor.rules import Rule
+from shoal.parallel.tensor.sharded_tensor import Origin, Sliced, gathered
+
+Read = Callable[[nn.Module, str], Any]  # a worker's slice of a parameter
+
+
+@dataclass(kw_only=True)
+class Split:
+    """One module that is split, on one worker."""
+
+    module: nn.Module
+    rule: Rule
+    team: Team
+    read: Read = getattr
+    sequence: bool = False  # sums are scattered over the places of the sequence
+    origin: Callable[[int, int], Origin] | None = None  # while rules are being found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = "sequence_norm" if self.rule.kind == "sequence" else self.rule.kind
+        forward: Callable[..., Any] = getattr(self, name)
+        return forward(*args, **kwargs)
+
+    def column(self, input: Tensor) -> Tensor:
+        weight, bias = self.read(self.module, "weight"), self.read(self.module, "bias")
+        found = F.linear(self._entering(input), weight, bias)
+        origin = None
+        if self.origin is not None:
+            origin = self.origin(found.shape[-1] * self.team.size, self.rule.segments)
+        return Sliced(found, -1, self.team, self.rule.segments, origin)
+
+    def _entering(self, value: Tensor) -> Tensor:
+        """A whole input, of which each worker makes a part of the gradient."""
+        if isinstance(value, Sliced):
+            if self.sequence and value.cut == value.ndim - 2 and value.segments == 1:
+                return collective_ops.collect(value.local, value.cut, self.team)
+            value = value.whole()
+        return collective_ops.copy(value, self.team)
+
+    def row(self, input: Tensor) -> Tensor:
+        segments = self.rule.segments
+        if isinstance(input, Sliced) and input.cut == input.ndim - 1 and input.segments == segments:
+            input.consumed()
+            local = input.local
+        else:
+            whole = input.whole() if isinstance(input, Sliced) else input
+            local = collective_ops.cut(whole, whole.dim() - 1, self.team, segments)
+        return self._leaving(F.linear(local, self.read(self.module, "weight")), self.read(self.module, "bias"))
+
+    def _leaving(self, part: Tensor, bias: Tensor | None, places: int = -2) -> Tensor:
+        """The sum of all workers' parts; the bias is added once, after."""
+        if self.sequence and part.dim() > 2 and part.shape[places] % self.team.size == 0:
+            found = collective_ops.scatter(part, places % part.dim(), self.team)
+            if bias is not None:
+                found = found + collective_ops.copy(bias, self.team).to(found.dtype)
+            return Sliced(found, places, self.team)
+        found = collective_ops.total(part, self.team)
+        return found if bias is None else found + bias.to(found.dtype)
+
+    def vocab(self, input: Tensor) -> Tensor:
+        module = self.module
+        assert isinstance(module, nn.Embedding)
+        indices: Tensor = gathered(input)
+        weight = self.read(module, "weight")
+        if (
+            indices.is_cpu
+            and indices.numel()
+            and not 0 <= int(indices.min()) <= int(indices.max()) < module.num_embeddings
+        ):
+            raise IndexError(f"index out of range: {module.num_embeddings} embeddings")  # nobody would have that row
+        start = self.team.rank * weight.shape[0]
+        place = indices - start
+        outside = (place < 0) | (place >= weight.shape[0])
+        padding = None if module.padding_idx is None else module.padding_idx - start
+        if padding is not None and not 0 <= padding < weight.shape[0]:
+            padding = None
+        found = F.embedding(place.masked_fill(outside, 0), weight, padding)
+        return collective_ops.total(found.masked_fill(outside.unsqueeze(-1), 0.0), self.team)
+
+    def sequence_norm(self, input: Tensor) -> Tensor:
+        size = self.team.size
+        if not isinstance(input, Sliced) and input.dim() > 2 and input.shape[-2] % size == 0:
+            input = Sliced(collective_ops.cut(input, input.dim() - 2, self.team), -2, self.team)
+        found: Tensor = type(self.module).forward(self.module, input)
+        return found
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        module, team = self.module, self.team
+        assert isinstance(module, nn.MultiheadAttention)
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's own words
+        batched = query.dim() == 3
+        queries, keys, values = self._projected(query, key, value)
+        masks = [_heads_mask(attn_mask, module.num_heads, team), _padding(key_padding_mask)]
+        p = module.dropout if module.training else 0.0
+        weights = None
+        if need_weights or p:
+            scores = (queries / sqrt(module.head_dim)) @ keys.transpose(-2, -1)
+            for mask in masks:
+                scores = scores if mask is None else scores + mask.to(scores.dtype)
+            weights = F.softmax(scores, -1)
+            if p:
+                weights = weights * dropout_mask(Sliced(weights, 1, team), p)
+            found = weights @ values
+        else:
+            shown = [mask.to(queries.dtype) for mask in masks if mask is not None]
+            both = sum(shown[1:], shown[0]) if shown else None
+            found = F.scaled_dot_product_attention(queries, keys, values, both)
+        # Places first, as torch's own has them in memory: a dropout that follows draws in that order.
+        part = F.linear(found.permute(2, 0, 1, 3).flatten(2), self.read(module.out_proj, "weight"))
+        output = self._leaving(part, module.out_proj.bias, places=0)
+        output = output.squeeze(1) if not batched else output.transpose(0, 1) if module.batch_first else output
+        if not need_weights or weights is None:
+            return output, None
+        if average_attn_weights:
+            seen = collective_ops.total(weights.sum(1), team) / module.num_heads
+        else:
+            seen = collective_ops.gather(weights, 1, team)
+        return output, seen if batched else seen.squeeze(0)
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Queries, keys and values of this worker's heads: (batch, heads, places, head size)."""
+        module = self.module
+        assert isinstance(module, nn.MultiheadAttention)
+        if module._qkv_same_embed_dim:
+            weights = self.read(module, "in_proj_weight").chunk(3)
+        else:
+            weights = [self.read(module, f"{name}_proj_weight") for name in "qkv"]
+        bias = self.read(module, "in_proj_bias")
+        biases = [None] * 3 if bias is None else bias.chunk(3)
+        found = []
+        for source, weight, own in zip((query, key, value), weights, biases, strict=True):
+            one = F.linear(self._entering(source), weight, own)
+            if one.dim() == 2:
+                one = one.unsqueeze(0)
+            elif not module.batch_first:
+                one = one.transpose(0, 1)
+            found.append(one.unflatten(-1, (-1, module.head_dim)).transpose(1, 2))
+        return found
+
+
+def _additive(mask: Tensor) -> Tensor:
+    """Of a mask of booleans (True: not looked at) the one to be added."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=torch.get_default_dtype()).masked_fill(mask, float("-inf"))
+
+
+def _heads_mask(mask: Tensor | None, heads: int, team: Team) -> Tensor | None:
+    if mask is None or mask.dim() == 2:
+        return None if mask is None else collective_ops.copy(_additive(mask), team)
+    return collective_ops.cut(_additive(mask).unflatten(0, (-1, heads)), 1, team)
+
+
+def _padding(mask: Tensor | None) -> Tensor | None:
+    if mask is None:
+        return None
+    return _additive(mask if mask.dim() == 2 else mask.unsqueeze(0))[:, None, None, :]

@@ -1,0 +1,135 @@
+"""Views of slices: the same shapes and parts that the whole would have, without a word between workers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shoal.errors import JobError
+from shoal.parallel.tensor import reshape
+from shoal.parallel.tensor.sharded_tensor import Sliced, handles
+
+Func = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def reshaped(value: Sliced, target: Sequence[int]) -> Any:
+    target = reshape.filled(value.shape.numel(), target)
+    found = reshape.relocated(value.shape, value.cut, value.segments, value.team.size, target)
+    if found is None:
+        _explain(value, target)
+        return NotImplemented
+    cut, segments = found
+    return value.like(value.local.reshape(reshape.local_shape(target, cut, value.team.size)), cut, segments)
+
+
+def _explain(value: Sliced, target: Sequence[int]) -> None:
+    """While rules are found: is this a fused projection that is taken apart, or are there too few heads?"""
+    if value.origin is None or value.cut != value.ndim - 1 or value.segments > 1:
+        return
+    parts, size = reshape.apart(value.shape, target), value.team.size
+    if len(parts) > 2 and reshape.relocated(value.shape, value.cut, parts[0], size, target):
+        value.taken_apart(parts[0])
+    if len(parts) > 1:
+        name = value.origin.name
+        raise JobError(
+            f"{parts[0]} heads cannot be split over tensor={size}",
+            where=name,
+            fix=f'tensor= a number that divides {parts[0]}, or tensor_rules={{"{name}": "whole"}}'
+            f' ("column:{parts[0]}" if these are {parts[0]} projections in one)',
+        )
+
+
+def _sizes(args: Args, kwargs: Kwargs, name: str) -> list[Any]:
+    given = kwargs.get(name, args[1:])
+    if len(given) == 1 and isinstance(given[0], (tuple, list)):
+        given = given[0]
+    return list(given)
+
+
+@handles("view", "reshape")
+def view(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    target = _sizes(args, kwargs, "shape" if "shape" in kwargs else "size")
+    if not all(isinstance(size, int) for size in target):
+        return NotImplemented  # of another type
+    return reshaped(args[0], target)
+
+
+@handles("view_as", "reshape_as")
+def view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    return reshaped(args[0], args[1].shape) if isinstance(args[0], Sliced) else args[0].reshape(args[1].shape)
+
+
+@handles("flatten")
+def flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    given = {
+        "start_dim": 0,
+        "end_dim": -1,
+        **dict(zip(("input", "start_dim", "end_dim"), args, strict=False)),
+        **kwargs,
+    }
+    return reshaped(args[0], reshape.flat(args[0].shape, given["start_dim"], given["end_dim"]))
+
+
+@handles("ravel")
+def ravel(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    return reshaped(args[0], [-1])
+
+
+@handles("unflatten")
+def unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    given = {**dict(zip(("input", "dim", "sizes"), args, strict=False)), **kwargs}
+    value, dim = args[0], given["dim"]
+    if not isinstance(dim, int):
+        return NotImplemented
+    shape = list(value.shape)
+    dim %= len(shape)
+    return reshaped(value, [*shape[:dim], *reshape.filled(shape[dim], given["sizes"]), *shape[dim + 1 :]])
+
+
+@handles("unsqueeze")
+def unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    value, dim = args[0], kwargs.get("dim", args[-1])
+    dim %= value.ndim + 1
+    return value.like(value.local.unsqueeze(dim), value.cut + (dim <= value.cut))
+
+
+@handles("squeeze")
+def squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    value, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    asked = range(value.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = [dim % value.ndim for dim in asked if value.shape[dim] == 1]
+    return value.like(value.local.squeeze(tuple(gone)), reshape.after(value.cut, gone, keep=False)) if gone else value
+
+
+@handles("expand", "expand_as")
+def expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    value = args[0]
+    if not isinstance(value, Sliced):
+        return value.expand(args[1].shape)
+    target = list(args[1].shape) if func.__name__ == "expand_as" else _sizes(args, kwargs, "size")
+    cut = value.cut + len(target) - value.ndim
+    target[cut] = -1
+    return value.like(value.local.expand(target), cut)
+
+
+@handles("permute")
+def permute(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    return args[0].permuted(_sizes(args, kwargs, "dims"))
+
+
+@handles("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint")
+def transpose(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    value = args[0]
+    # A tensor that knows nothing but the number of each dimension tells the order.
+    numbers = torch.empty(tuple(range(2, 2 + value.ndim)), device="meta")
+    return value.permuted([size - 2 for size in func(numbers, *args[1:], **kwargs).shape])
+
+
+@handles("get T", "get mT")
+def transposed(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    order = list(range(args[0].ndim))
+    if func.__self__.__name__ == "T":  # type: ignore[attr-defined]
+        return args[0].permuted(order[::-1])
+    return args[0].permuted([*order[:-2], order[-1], order[-2]])

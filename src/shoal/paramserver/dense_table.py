@@ -1,0 +1,254 @@
+"""The dense tensors of a shard: flat memory, parameters that are views of it, and torch's own optimizer on them.
+
+    flat       [ w0 rows 0 to 40 ......|0000| b0 .|000| w2 rows 0 to 8 ....]      each from 64 elements on (cut.py)
+                     │                     │            │
+    parameters    Parameter w0         Parameter b0  Parameter w2               what the optimizer sees
+
+All of it is read as the flat tensor itself, and a flat gradient that comes is used where it lies, as `.grad` views.
+Elementwise optimizers give the bits that they give on whole tensors (EXACT rule 10).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.paramserver.messages import DenseSpec, Found
+from shoal.paramserver.optimizers import bare_step, make_optimizer
+from shoal.paramserver.sharding import Flat, Part, flat
+
+Factory: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], tuple[Optimizer, Any]]  # ... and a scheduler, or None
+Keys: TypeAlias = tuple[int, ...] | None
+
+_LAYOUTS = 256  # of different keys that are remembered
+_BYTES = 64  # what a kernel wants its memory aligned to
+
+
+class Layout(NamedTuple):
+    """Some parts of the table, and how they lie in the flat tensors of a request."""
+
+    flat: Flat
+    parameters: tuple[nn.Parameter, ...]
+    places: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]  # buffer, shape, stride, offset
+
+    def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Faster than Flat.views: one call for each part."""
+        starts = [each.storage_offset() for each in flats]
+        return [
+            torch.as_strided(flats[buffer], shape, stride, starts[buffer] + offset)
+            for buffer, shape, stride, offset in self.places
+        ]
+
+
+class DenseTable:
+    def __init__(self, spec: DenseSpec, parts: Sequence[Part], factory: Factory | None = None) -> None:
+        """`factory` makes the optimizer where the spec says "job"."""
+        self.spec = spec
+        self.parts = list(parts)
+        self.flat = flat(parts, spec)
+        self.flats = self.flat.zeros()
+        self.parameters = [
+            nn.Parameter(view, requires_grad=view.is_floating_point()) for view in self.flat.views(self.flats)
+        ]
+        self.filled = [False] * len(self.parts)
+        self.ready = not self.parts  # every part has values
+        self.every = tuple(range(len(self.parts)))
+        self.optimizer: Optimizer | None = None
+        self.scheduler: Any = None
+        self._step: Callable[[], Any] = lambda: None
+        named = list(zip((part.name for part in self.parts), self.parameters, strict=True))
+        if spec.optimizer == "job":
+            assert factory is not None
+            if named:
+                self.optimizer, self.scheduler = factory(named)
+                self._step = self.optimizer.step
+        elif spec.optimizer != "none" and named:
+            self.optimizer = make_optimizer(spec.optimizer, spec.settings, named)
+            self._step = bare_step(self.optimizer)
+        self._layouts: dict[Keys, Layout] = {}
+        self._whole = self.layout(None)
+        self._touched_whole = 0
+        self._touched = [0] * len(self.parts)
+
+    @property
+    def learns(self) -> bool:
+        return self.spec.optimizer != "none"
+
+    def layout(self, keys: Keys) -> Layout:
+        """The keys are there, each once."""
+        found = self._layouts.get(keys)
+        if found is None:
+            chosen = range(len(self.parts)) if keys is None else keys
+            laid = flat([self.parts[key] for key in chosen], self.spec)
+            places = tuple(
+                (buffer, shape, torch.empty(shape, device="meta").stride(), offset)
+                for buffer, shape, offset in zip(laid.buffers, laid.shapes, laid.offsets, strict=True)
+            )
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            found = self._layouts[keys] = Layout(laid, tuple(self.parameters[key] for key in chosen), places)
+        return found
+
+    def push(self, flats: Sequence[Tensor], keys: Keys = None, *, last: bool = True) -> None:
+        """One update with these gradients, or a part of one; what has no key here has no gradient. The flat tensors are
+        only read."""
+        layout = self._whole if keys is None else self.layout(keys)
+        fitting = [
+            each if each.dtype == dtype and not each.data_ptr() % _BYTES else each.to(dtype, copy=True)
+            for each, dtype in zip(flats, layout.flat.dtypes, strict=True)
+        ]
+        if self.optimizer is not None:
+            for parameter, gradient in zip(layout.parameters, layout.views(fitting), strict=True):
+                parameter.grad = gradient
+            self._step()
+            for parameter in layout.parameters:
+                parameter.grad = None
+        if last:
+            self.end_update()
+
+    def end_update(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def values(self, keys: Keys = None) -> list[Tensor]:
+        """All: the flat tensors themselves, which the next push changes."""
+        if keys is None:
+            return self.flats
+        layout = self.layout(keys)
+        flats = layout.flat.zeros()
+        for view, parameter in zip(layout.views(flats), layout.parameters, strict=True):
+            view.copy_(parameter.detach())
+        return flats
+
+    def put(self, flats: Sequence[Tensor], keys: Keys = None, *, fill: bool = False) -> None:
+        """`fill`: what has values already keeps them."""
+        chosen = range(len(self.parts)) if keys is None else keys
+        layout = self.layout(keys)
+        with torch.no_grad():
+            for key, view, parameter in zip(chosen, layout.views(flats), layout.parameters, strict=True):
+                if not (fill and self.filled[key]):
+                    parameter.copy_(view)
+                    self.filled[key] = True
+        self.ready = all(self.filled)
+
+    def touch(self, keys: Keys) -> None:
+        if keys is None:
+            self._touched_whole += 1
+        else:
+            for key in keys:
+                self._touched[key] += 1
+
+    @property
+    def loads(self) -> list[float]:
+        """By key: how often it was asked for or pushed."""
+        return [float(self._touched_whole + each) for each in self._touched]
+
+    @property
+    def nbytes(self) -> int:
+        """Values and the optimizer's state."""
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return sum(each.nbytes for each in (*self.flats, *held))
+
+    # -- the optimizer's state ----------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[Found, list[Tensor]]:
+        """Tensors that have the part's shape, named "<tensor>\\t<field>"; what else is kept for a tensor (counters of
+        steps) is in `steps` under such a name, with its dtype ("": a plain number)."""
+        names: list[str] = []
+        tensors: list[Tensor] = []
+        steps: dict[str, list[Any]] = {}
+        groups: list[dict[str, Any]] = []
+        if self.optimizer is not None:
+            for part, parameter in zip(self.parts, self.parameters, strict=True):
+                for field, value in self.optimizer.state.get(parameter, {}).items():
+                    name = f"{part.name}\t{field}"
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and field != "step":
+                        names.append(name)
+                        tensors.append(value.detach())
+                    elif isinstance(value, Tensor):
+                        steps[name] = [value.tolist(), str(value.dtype).removeprefix("torch.")]
+                    else:
+                        steps[name] = [value, ""]
+            groups = [
+                {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+                for group in self.optimizer.param_groups
+            ]
+        scheduler = None if self.scheduler is None else plain(self.scheduler.state_dict())
+        return Found(names, {"groups": groups, "scheduler": scheduler, "steps": steps}), tensors
+
+    def put_state(self, names: Sequence[str], tensors: Sequence[Tensor], values: Mapping[str, Any]) -> None:
+        """What `state` gave, here or elsewhere; of tensors that are not here nothing is taken."""
+        if self.optimizer is None:
+            return
+        mine = {part.name: parameter for part, parameter in zip(self.parts, self.parameters, strict=True)}
+        self.optimizer.state.clear()
+        for name, tensor in zip(names, tensors, strict=True):
+            whose, _, field = name.partition("\t")
+            if whose in mine:
+                self.optimizer.state[mine[whose]][field] = tensor.detach().clone()
+        for name, (value, dtype) in values.get("steps", {}).items():
+            whose, _, field = name.partition("\t")
+            if whose in mine:
+                made = torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
+                self.optimizer.state[mine[whose]][field] = made
+        for group, stored in zip(self.optimizer.param_groups, values.get("groups", ()), strict=False):
+            for key, value in stored.items():
+                group[key] = fitted(group.get(key), value)
+        if self.scheduler is not None and values.get("scheduler") is not None:
+            self.scheduler.load_state_dict(fitted(self.scheduler.state_dict(), values["scheduler"]))
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
+
+    def capture(self) -> dict[str, Any]:
+        found, tensors = self.state()
+        return {
+            "flats": list(self.flats),
+            "filled": list(self.filled),
+            "names": found.names,
+            "tensors": tensors,
+            "values": found.values,
+            "touched": [self._touched_whole, *self._touched],
+        }
+
+    def restore(self, captured: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for mine, stored in zip(self.flats, captured["flats"], strict=True):
+                mine.copy_(stored)
+        self.filled = list(captured["filled"])
+        self.ready = all(self.filled)
+        self.put_state(captured["names"], captured["tensors"], captured["values"])
+        self._touched_whole, *self._touched = captured["touched"]
+
+
+def plain(value: Any) -> Any:
+    """As it travels: numbers, text, lists, dicts. What is none of these is left to whoever has it (None)."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items() if isinstance(key, int | float | str | bool)}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None
+
+
+def fitted(live: Any, stored: Any) -> Any:
+    """A plain value with the types of the one that it takes the place of."""
+    if isinstance(live, Tensor):
+        with torch.no_grad():
+            return live.copy_(torch.as_tensor(stored))
+    if isinstance(live, tuple) and isinstance(stored, list):
+        return tuple(fitted(a, b) for a, b in zip(live, stored, strict=True)) if len(live) == len(stored) else live
+    if isinstance(live, Counter):
+        return Counter(stored)
+    if isinstance(live, dict) and isinstance(stored, dict):
+        return {key: fitted(live.get(key), value) for key, value in stored.items()}
+    if isinstance(live, list) and isinstance(stored, list) and len(live) == len(stored):
+        return [fitted(a, b) for a, b in zip(live, stored, strict=True)]
+    if stored is None and callable(live):
+        return live
+    return stored

@@ -1,0 +1,243 @@
+"""`shoal.Embedding`: a table whose rows live on servers. A model looks rows up in it as in `nn.Embedding`.
+
+    model = nn.Sequential(shoal.Embedding(10_000_000, 64, lr=0.1), nn.Flatten(), nn.Linear(640, 1))
+
+    forward     ids ── each once ── pull ──> rows, a leaf of the graph ── repeated as in ids ──> output
+    backward    gradient of the output ── added up by id ──> gradient of the rows, kept here
+    after       take_gradient() ──> ids and rows, for a push
+
+A worker holds the rows of its batch and no others, and the table's optimizer runs where the rows are. A module that is
+attached to no server has a table of its own in this process, so that a model works anywhere.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import InputError
+from shoal.paramserver.messages import SparseSpec
+from shoal.paramserver.row_cache import Cached, result
+from shoal.paramserver.sparse_table import DTYPES, SparseTable, check_spec, combine, out_of_range
+
+MEMORY = 63  # calls of one step whose rows are remembered for a block that is recomputed
+
+
+class Embedding(nn.Module):
+    """`rows` vectors of `dim` numbers, made when something is first pushed to them; until then a row is what (seed,
+    row) says, with standard deviation `scale`.
+
+    `optimizer` (sgd, momentum, adam, adamw, adagrad, row_adagrad) and its `settings` (lr, eps, …) are the table's own;
+    the job's optimizer does not see it. `ids`: which ids a batch will look up, so that they can be asked for before the
+    model runs. `cache` and `bound`: that many of the hottest rows are kept at a worker and may be `bound` steps old.
+    `evict_age`, `evict_least`: rows untouched for so many updates are forgotten unless touched that often. `capacity`:
+    rows that a server holds at the most.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        *,
+        ids: Callable[[Any], Tensor] | None = None,
+        optimizer: str = "adagrad",
+        scale: float = 0.01,
+        cache: int = 0,
+        bound: int = 0,
+        evict_age: int = 0,
+        evict_least: int = 0,
+        capacity: int = 0,
+        dtype: torch.dtype = torch.float32,
+        **settings: float | bool,
+    ) -> None:
+        super().__init__()
+        from shoal.paramserver.optimizers import check
+
+        check(optimizer, settings)
+        self.rows, self.dim, self.ids = rows, dim, ids
+        self.cache, self.bound = cache, bound
+        self.name = ""
+        self._spec = SparseSpec(
+            rows=rows,
+            dim=dim,
+            dtype=str(dtype).removeprefix("torch."),
+            scale=scale,
+            optimizer=optimizer,
+            settings=dict(settings),
+            evict_age=evict_age,
+            evict_least=evict_least,
+            capacity=capacity,
+        )
+        check_spec(self._spec, "Embedding")
+        if cache < 0 or bound < 0:
+            raise InputError(f"a cache of {cache} rows, with a bound of {bound} steps", fix="cache=4096, bound=4")
+        self._source: Any = None
+        self._table: SparseTable | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._calls = 0
+        self._gradients: list[tuple[int, Tensor, Tensor]] = []  # (number of the call, ids, rows)
+        self._ahead: list[tuple[Tensor, Any]] = []  # ids, and the future of their rows: of at most two batches
+        self._pulled: list[tuple[Tensor, Tensor]] = []  # in this step
+
+    # -- where the rows are -------------------------------------------------------------------------------------------
+
+    def spec(self, seed: int = 0) -> SparseSpec:
+        """What the servers are told. Tables of one job begin with different rows: the name is in their seed."""
+        import msgspec
+
+        digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
+        return msgspec.structs.replace(self._spec, seed=int.from_bytes(digest[:8], "big") >> 1)
+
+    def attach(self, name: str, source: Any) -> None:
+        """From now on rows come from there: something with `pull(ids)`, a tensor or its future."""
+        self.name = name
+        self._source = Cached(source, self.cache, self.bound) if self.cache else source
+        self._table = None
+        self._clear()
+
+    @property
+    def attached(self) -> bool:
+        return self._source is not None
+
+    @property
+    def table(self) -> SparseTable:
+        """The table in this process, of a module that is attached to no server."""
+        if self._table is None:
+            self._table = SparseTable(self.spec(), name=self.name or "Embedding")
+        return self._table
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, version: int, *, keep_ahead: bool = True) -> None:
+        """Forgets what the last step left. `keep_ahead=False`: also rows that were asked for before this step began."""
+        self._calls, self._gradients, self._pulled = 0, [], []
+        if not keep_ahead:
+            self._ahead = []
+        if isinstance(self._source, Cached):
+            self._source.begin_step(version)
+
+    def prefetch(self, batch: Any, *, beside: bool = False) -> bool:
+        """Asks for the rows that this batch will look up, if the module was told how to know. Calls of `forward` take
+        them from there, until the next prefetch. `beside`: what was asked for last is still to be used, too."""
+        if self.ids is None:
+            return False
+        unique = torch.unique(torch.as_tensor(self.ids(batch)).to("cpu", torch.int64))
+        self._check(unique)
+        self._ahead = [*(self._ahead[-1:] if beside else ()), (unique, self._pull(unique))]
+        return True
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise InputError(f"{self._title}: ids are {ids.dtype}", fix="whole numbers: ids.long()")
+        if _is_stand_in(ids):
+            return self._stand_in(ids)
+        unique, inverse = torch.unique(ids.detach().to("cpu", torch.int64), return_inverse=True)
+        self._check(unique)
+        rows = self._rows(unique).to(ids.device)
+        if torch.is_grad_enabled():
+            rows = rows.detach().requires_grad_()
+            self._listen(rows, unique, self._calls)
+            self._calls += 1
+        return F.embedding(inverse.to(ids.device), rows)
+
+    def take_gradient(self) -> tuple[Tensor, Tensor] | None:
+        """What came of all backward passes since it was last taken: ids, each once and rising, and their rows. Several
+        gradients of one row are added in the order of the calls of `forward`. None: no backward came by here."""
+        taken = sorted(self._gradients, key=lambda each: each[0])
+        self._calls, self._gradients, self._pulled = 0, [], []
+        if not taken:
+            return None
+        if len(taken) == 1:
+            return taken[0][1:]
+        return combine(torch.cat([ids for _, ids, _ in taken]), torch.cat([rows for _, _, rows in taken]))
+
+    def update(self, version: int = 0) -> None:
+        """One step of the optimizer on the table in this process."""
+        taken = self.take_gradient()
+        if taken is not None:
+            self.table.push(*taken, version)
+        self.begin_step(version + 1, keep_ahead=False)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _rows(self, unique: Tensor) -> Tensor:
+        """Looked up twice in a step (a block that is recomputed), rows are the same."""
+        for ids, rows in self._pulled:
+            if torch.equal(ids, unique):
+                return rows
+        ahead = self._from_ahead(unique)
+        rows = result(self._pull(unique)) if ahead is None else ahead
+        if torch.is_grad_enabled():
+            self._pulled = [*self._pulled[-MEMORY:], (unique, rows)]
+        return rows
+
+    def _from_ahead(self, unique: Tensor) -> Tensor | None:
+        for number, (ids, future) in enumerate(self._ahead):
+            if not len(unique) or not len(ids):
+                continue
+            place = torch.searchsorted(ids, unique).clamp_(max=len(ids) - 1)
+            if torch.equal(ids[place], unique):
+                rows = result(future)
+                self._ahead[number] = ids, rows
+                return rows if len(ids) == len(unique) else rows[place]
+        return None
+
+    def _pull(self, unique: Tensor) -> Any:
+        return self.table.pull(unique) if self._source is None else self._source.pull(unique)
+
+    def _listen(self, rows: Tensor, ids: Tensor, call: int) -> None:
+        def heard(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            self._gradients.append((call, ids, leaf.grad.cpu()))
+            leaf.grad = None
+
+        rows.register_post_accumulate_grad_hook(heard)
+
+    def _check(self, unique: Tensor) -> None:
+        """Before anything is asked for."""
+        if len(unique) and (int(unique[0]) < 0 or int(unique[-1]) >= self.rows):
+            raise out_of_range(unique, self.rows, self.name or "Embedding")
+
+    def _stand_in(self, ids: Tensor) -> Tensor:
+        """Where nothing is computed: a tensor of the right shape that a gradient could come back to."""
+        kwargs: dict[str, Any] = {"dtype": DTYPES[self._spec.dtype], "device": ids.device}
+        rows = torch.empty(min(self.rows, max(1, ids.numel())), self.dim, **kwargs)
+        return F.embedding(ids, rows.requires_grad_(torch.is_grad_enabled()))
+
+    @property
+    def _title(self) -> str:
+        return f"table {self.name}" if self.name else "Embedding"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: rows of a table in this process go along, a connection does not."""
+        state = self.__dict__.copy()
+        kept = self._table.capture() if self._table is not None and self._table.held else None
+        return state | {"_source": None, "_table": None, "_kept": kept, "_gradients": [], "_ahead": [], "_pulled": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kept = state.pop("_kept", None)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if kept is not None:
+            self.table.restore(kept)
+
+    def extra_repr(self) -> str:
+        return f"{self.rows}, {self.dim}, optimizer={self._spec.optimizer!r}"
+
+
+def tables_of(model: nn.Module) -> list[tuple[str, Embedding]]:
+    """By the path of the module, which is the table's name from now on. One that is in the model twice is one table."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Embedding)]
+    for name, module in found:
+        module.name = name
+    return found
+
+
+def _is_stand_in(ids: Tensor) -> bool:
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # whoever made one has imported it
+    return ids.is_meta or (fake is not None and isinstance(ids, fake.FakeTensor))

@@ -1,0 +1,142 @@
+"""Where a row of a sparse table is: keys to slots, for a batch at a time.
+
+    Direct    a slot for every key that there could be: one look, 4 bytes for each. For tables of some million rows.
+    Hashed    open addressing: a few looks, 16 to 24 bytes for each key that is held. For any range of keys.
+
+A key is a row's number among those of its shard. -1 is the slot of what is not held.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shoal.paramserver.growable_memory import Arena, Slots, anonymous
+
+Keys = npt.NDArray[np.int64]
+DIRECT_KEYS = 1 << 23  # up to 32 MB
+FULL = 0.6  # of a hash table's places
+SMALLEST = 1024  # places
+CHUNK = 1 << 16  # keys that move at once
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Index(Protocol):
+    """Keys are given each once."""
+
+    def find(self, keys: Keys) -> Slots: ...
+
+    def insert(self, keys: Keys, slots: Slots) -> None:
+        """Of keys that it does not have."""
+
+    def remove(self, keys: Keys) -> None:
+        """Of keys that it has."""
+
+    def held(self) -> tuple[Keys, Slots]:
+        """All of them, keys rising."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def make_index(keys: int) -> Index:
+    """For keys from 0 up to, not including, that many."""
+    return Direct(keys) if keys <= DIRECT_KEYS else Hashed()
+
+
+class Direct:
+    def __init__(self, keys: int) -> None:
+        # One more than the slot: memory that nobody has written is zero, and costs nothing.
+        self._slots = np.frombuffer(anonymous(max(1, keys) * 4), dtype=np.int32)
+
+    def find(self, keys: Keys) -> Slots:
+        return np.take(self._slots, keys, mode="clip").astype(np.int64) - 1
+
+    def insert(self, keys: Keys, slots: Slots) -> None:
+        self._slots[keys] = slots + 1
+
+    def remove(self, keys: Keys) -> None:
+        self._slots[keys] = 0
+
+    def held(self) -> tuple[Keys, Slots]:
+        keys = np.flatnonzero(self._slots)
+        return keys, self._slots[keys].astype(np.int64) - 1
+
+    @property
+    def nbytes(self) -> int:
+        return self._slots.nbytes
+
+
+class Hashed:
+    def __init__(self) -> None:
+        self._places = np.zeros(SMALLEST, dtype=np.int32)  # one more than the slot; 0: free
+        self._key_of = Arena(1, torch.int64)  # by slot
+        self._count = 0
+
+    def find(self, keys: Keys) -> Slots:
+        found = np.full(len(keys), -1, dtype=np.int64)
+        place, left = self._first_place(keys), np.arange(len(keys))
+        while len(left):
+            slot = self._places[place].astype(np.int64) - 1
+            taken = slot >= 0
+            left, place, slot = left[taken], place[taken], slot[taken]
+            hit = self._keys(slot) == keys[left]
+            found[left[hit]] = slot[hit]
+            left, place = left[~hit], self._next_place(place[~hit])
+        return found
+
+    def insert(self, keys: Keys, slots: Slots) -> None:
+        if self._count + len(keys) > FULL * len(self._places):
+            self._rebuild(self._taken(), room=self._count + len(keys))
+        self._place(keys, slots)
+
+    def remove(self, keys: Keys) -> None:
+        slots = self._taken()
+        self._rebuild(slots[~np.isin(slots, self.find(keys))], room=self._count - len(keys))
+
+    def held(self) -> tuple[Keys, Slots]:
+        slots = self._taken().astype(np.int64)
+        keys = self._keys(slots)
+        order = np.argsort(keys)
+        return keys[order], slots[order]
+
+    @property
+    def nbytes(self) -> int:
+        return self._places.nbytes + len(self._key_of) * self._key_of.row_bytes
+
+    def _first_place(self, keys: Keys) -> npt.NDArray[np.int64]:
+        bits = np.uint64(64 - (len(self._places).bit_length() - 1))
+        return ((keys.view(np.uint64) * FACTOR) >> bits).astype(np.int64)
+
+    def _next_place(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return (places + 1) & (len(self._places) - 1)
+
+    def _taken(self) -> npt.NDArray[np.int32]:
+        slots: npt.NDArray[np.int32] = self._places[self._places != 0] - np.int32(1)
+        return slots
+
+    def _keys(self, slots: Slots) -> Keys:
+        keys: Keys = self._key_of.read(slots).view(-1).numpy()
+        return keys
+
+    def _rebuild(self, slots: npt.NDArray[np.int32], *, room: int) -> None:
+        size = SMALLEST
+        while room > FULL * size:
+            size *= 2
+        self._places, self._count = np.zeros(size, dtype=np.int32), 0
+        for start in range(0, len(slots), CHUNK):  # little memory beside the table's own
+            some = slots[start : start + CHUNK].astype(np.int64)
+            self._place(self._keys(some), some)
+
+    def _place(self, keys: Keys, slots: Slots) -> None:
+        """Everybody tries its place at once; of several who want one that is free, one gets it."""
+        self._key_of.grow(int(slots.max(initial=-1)) + 1)
+        self._key_of.write(slots, torch.from_numpy(keys).view(-1, 1))
+        place, left = self._first_place(keys), slots + 1
+        while len(left):
+            free = self._places[place] == 0
+            self._places[place[free]] = left[free]
+            there = self._places[place] == left
+            left, place = left[~there], self._next_place(place[~there])
+        self._count += len(keys)

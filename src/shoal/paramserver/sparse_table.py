@@ -1,0 +1,348 @@
+"""A sparse table: rows that are held only after something was pushed to them. One shard's part of it.
+
+A row that was never pushed has a value all the same: it comes from (seed, row, column) alone, so that it is the same on
+any number of shards, in any batch, on any machine. A pull computes it and keeps nothing; a table is as large as what
+was trained. What is evicted is forgotten: the row is then as new.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shoal.errors import InputError
+from shoal.paramserver.growable_memory import Arena, Slots
+from shoal.paramserver.hot_rows import Heat
+from shoal.paramserver.messages import SparseSpec
+from shoal.paramserver.optimizers import row_kernel
+from shoal.paramserver.row_index import Keys, make_index
+from shoal.paramserver.unique_ids import once
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}  # of bfloat16 torch's bits depend on a row's position
+BLOCK_BYTES = 256 << 10  # of values that are updated at once: they and their state stay in a core's cache
+SPARE = 16  # a table at its capacity loses a sixteenth more, so that not every push has to look for the least
+
+
+class RowError(InputError, ValueError):
+    """Rows that a table does not have, or that are not this shard's, or a gradient of another shape."""
+
+
+def combine(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Each id once, rising, and the sum of its rows, added in the order in which they stand."""
+    found = once(ids)
+    if found.inverse is None:
+        return ids, rows
+    return found.ids, found.added(rows, rows.new_empty(len(found.ids), rows.shape[1]))
+
+
+class SparseTable:
+    def __init__(self, spec: SparseSpec, shard: int = 0, shards: int = 1, *, name: str = "table") -> None:
+        check_spec(spec, name)
+        self.spec, self.shard, self.shards, self.name = spec, shard, shards, name
+        self.dtype = DTYPES[spec.dtype]
+        self._kernel = row_kernel(spec.optimizer, spec.settings)
+        self._mine = max(0, -(-(spec.rows - shard) // shards))  # rows that could be here
+        self._heat = Heat(self._mine)
+        self.evicted = 0
+        self.swept = 0  # the version at which old rows were last looked for
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self._index = make_index(self._mine)
+        self._values = Arena(self.spec.dim, self.dtype)
+        self._state = {
+            name: Arena(field.width or self.spec.dim, torch.int32 if field.whole else self.dtype)
+            for name, field in self._kernel.fields.items()
+        }
+        evicts = self.spec.evict_age or self.spec.capacity
+        self._seen = {name: Arena(1, torch.int64) for name in ("last", "touches")} if evicts else {}
+        self._made = 0  # slots in use or free
+        self._free: Slots = np.empty(0, dtype=np.int64)
+
+    # -- what it holds ------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        return self._made - len(self._free)
+
+    @property
+    def row_bytes(self) -> int:
+        """Values and optimizer state of one row."""
+        return self._values.row_bytes + sum(arena.row_bytes for arena in self._state.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Values and optimizer state of all rows that are held."""
+        return self.held * self.row_bytes
+
+    @property
+    def loads(self) -> list[float]:
+        """Touches by range of rows, since the table was made."""
+        return self._heat.loads
+
+    def hot(self, most: int = 10) -> list[tuple[int, float]]:
+        """Rows that are asked for most, and in which share of the requests."""
+        return [(key * self.shards + self.shard, share) for key, share in self._heat.hottest(most)]
+
+    # -- pull and push ------------------------------------------------------------------------------------------------
+
+    def pull(self, ids: Tensor, into: Tensor | None = None, *, version: int = 0) -> Tensor:
+        """A copy of these rows, as they are at this version. Nothing changes."""
+        return self.read(self._keys(ids), into, version=version)
+
+    def read(self, keys: Keys, into: Tensor | None = None, *, version: int = 0) -> Tensor:
+        """As `pull`, of keys that are checked."""
+        self._heat.note(keys)
+        slots = self._index.find(keys)
+        if self.spec.evict_age:
+            slots[self._too_old(slots, version)] = -1
+        rows = torch.empty(len(keys), self.spec.dim, dtype=self.dtype) if into is None else into
+        new = slots < 0
+        if not new.any():
+            return self._values.read(slots, rows)
+        there = np.flatnonzero(~new)
+        fresh = np.flatnonzero(new)
+        if len(there):
+            rows[torch.from_numpy(there)] = self._values.read(slots[there])
+        rows[torch.from_numpy(fresh)] = self._initial(keys[fresh])
+        return rows
+
+    def push(self, ids: Tensor, gradients: Tensor, version: int) -> None:
+        """One update of these rows: the optimizer's step. Rows that are not held yet are from now on."""
+        if gradients.shape != (ids.numel(), self.spec.dim) or not gradients.is_floating_point():
+            kind = str(gradients.dtype).removeprefix("torch.")
+            raise RowError(
+                f"table {self.name}: a gradient of {list(gradients.shape)} {kind}"
+                f" for {ids.numel()} rows of {self.spec.dim}",
+                fix=f"one of [{ids.numel()}, {self.spec.dim}] {self.spec.dtype}",
+            )
+        ids, gradients = combine(ids, gradients)
+        self.update(self._keys(ids), gradients, version)
+
+    def update(self, keys: Keys, gradients: Tensor, version: int) -> None:
+        """As `push`, of keys that are checked, each once."""
+        slots = self._hold(keys, version)
+        if gradients.dtype != self.dtype or gradients.requires_grad or not gradients.is_contiguous():
+            gradients = gradients.detach().to(self.dtype).contiguous()
+        block = max(16, BLOCK_BYTES // self._values.row_bytes)
+        for start in range(0, len(slots), block):
+            some = slots[start : start + block]
+            values = self._values.read(some)
+            state = [arena.read(some) for arena in self._state.values()]
+            self._kernel.update(values, gradients[start : start + block], *state)
+            self._values.write(some, values)
+            for arena, rows in zip(self._state.values(), state, strict=True):
+                arena.write(some, rows)
+        self._stay_in_bounds(version)
+
+    def touch(self, ids: Tensor, version: int = 0) -> None:
+        """Holds these rows from now on, as if nothing but zeros had been pushed with plain sgd."""
+        self._hold(self._keys(torch.unique(ids)), version)
+        self._stay_in_bounds(version)
+
+    def _hold(self, keys: Keys, version: int) -> Slots:
+        self._heat.note(keys)
+        slots = self._index.find(keys)
+        if self.spec.evict_age:
+            old = self._too_old(slots, version - 1)  # at which they were pulled
+            self._forget(keys[old], slots[old])
+            slots[old] = -1
+        new = np.flatnonzero(slots < 0)
+        if len(new):
+            slots[new] = self._make(keys[new])
+        if self._seen:
+            self._seen["last"].write(slots, torch.full((len(slots), 1), version))
+            self._seen["touches"].write(slots, self._seen["touches"].read(slots) + 1)
+        return slots
+
+    def _make(self, keys: Keys) -> Slots:
+        slots = self._slots(len(keys))
+        self._values.write(slots, self._initial(keys))
+        for name, field in self._kernel.fields.items():
+            self._state[name].fill(slots, field.initial)
+        for arena in self._seen.values():
+            arena.fill(slots, 0)
+        self._index.insert(keys, slots)
+        return slots
+
+    def _slots(self, count: int) -> Slots:
+        """Free ones first."""
+        again = self._free[:count]
+        made = self._made + count - len(again)
+        for arena in (self._values, *self._state.values(), *self._seen.values()):
+            arena.grow(made)  # before anything is changed: there may be no memory
+        fresh = np.arange(self._made, made)
+        self._free, self._made = self._free[count:], made
+        return np.concatenate([again, fresh])
+
+    def own(self, ids: Tensor) -> Keys:
+        """The rows' numbers among those of this shard. They are."""
+        return ids.numpy() if self.shards == 1 else ids.numpy() // self.shards
+
+    def _keys(self, ids: Tensor) -> Keys:
+        """As `own`, checked."""
+        if ids.dtype != torch.int64 or ids.dim() != 1:
+            raise RowError(
+                f"table {self.name}: ids are {ids.dim()}-dimensional {str(ids.dtype).removeprefix('torch.')}",
+                fix="one dimension of int64",
+            )
+        given = ids.numpy()
+        if not len(given):
+            return given
+        if given.min() < 0 or given.max() >= self.spec.rows:
+            raise out_of_range(ids, self.spec.rows, self.name)
+        if self.shards == 1:
+            return given
+        keys, rest = np.divmod(given, self.shards)
+        if (rest != self.shard).any():
+            row = int(given[rest != self.shard][0])
+            raise RowError(f"table {self.name}: row {row} is of shard {row % self.shards}, not of {self.shard}")
+        return keys
+
+    def _initial(self, keys: Keys) -> Tensor:
+        return initial_rows(keys * self.shards + self.shard, self.spec).to(self.dtype)
+
+    # -- eviction -----------------------------------------------------------------------------------------------------
+
+    def _stay_in_bounds(self, version: int) -> None:
+        """Age is looked at now and then, by version, so that a repeated history evicts the same rows."""
+        if self.spec.evict_age and version - self.swept >= max(1, self.spec.evict_age // 4):
+            self.evict(version)
+        if 0 < self.spec.capacity < self.held:
+            self._shrink(version)
+
+    def evict(self, version: int) -> int:
+        """Forgets rows that were last touched more than `evict_age` versions ago, but not those that were touched
+        `evict_least` times or more if that is said. How many they were."""
+        if not self.spec.evict_age:
+            return 0
+        self.swept = version
+        keys, slots = self._index.held()
+        gone = self._too_old(slots, version)
+        self._forget(keys[gone], slots[gone])
+        return len(gone)
+
+    def _too_old(self, slots: Slots, version: int) -> npt.NDArray[np.int64]:
+        """Which of them are, held or not. Whether they have been looked for shows nowhere: that depends on which rows
+        are on a shard."""
+        held = np.flatnonzero(slots >= 0)
+        last, touches = self._when(slots[held])
+        gone = version - last > self.spec.evict_age
+        if self.spec.evict_least:
+            gone &= touches < self.spec.evict_least
+        old: npt.NDArray[np.int64] = held[gone]
+        return old
+
+    def _shrink(self, version: int) -> None:
+        """Down to the capacity: the least often touched, then the oldest. What was just touched stays if it can."""
+        keys, slots = self._index.held()
+        last, touches = self._when(slots)
+        order = np.lexsort((keys, last, touches, last == version))
+        spare = self.spec.capacity // SPARE
+        older = int((last != version).sum())
+        count = max(len(keys) - self.spec.capacity, min(len(keys) - self.spec.capacity + spare, older))
+        gone = np.sort(order[:count])
+        self._forget(keys[gone], slots[gone])
+
+    def _when(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        last, touches = (arena.read(slots).view(-1).numpy() for arena in self._seen.values())
+        return last, touches
+
+    def _forget(self, keys: Keys, slots: Slots) -> None:
+        if len(keys):
+            self._index.remove(keys)
+            self._free = np.sort(np.concatenate([self._free, slots]))
+            self.evicted += len(keys)
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Tensor]:
+        """Copies of everything, rows rising."""
+        keys, slots = self._index.held()
+        kept = {"ids": torch.from_numpy(keys * self.shards + self.shard), "values": self._values.read(slots)}
+        kept |= {f"state.{name}": arena.read(slots) for name, arena in self._state.items()}
+        kept |= {f"seen.{name}": arena.read(slots) for name, arena in self._seen.items()}
+        return kept | {"counts": torch.tensor([self.evicted, self.swept])}
+
+    def restore(self, kept: Mapping[str, Tensor]) -> None:
+        self._start_empty()
+        keys = self._keys(kept["ids"])
+        slots = self._slots(len(keys))
+        self._index.insert(keys, slots)
+        self._values.write(slots, kept["values"].contiguous())
+        for name, arena in self._state.items():
+            arena.write(slots, kept[f"state.{name}"].contiguous())
+        for name, arena in self._seen.items():
+            arena.write(slots, kept[f"seen.{name}"].contiguous())
+        self.evicted, self.swept = (int(each) for each in kept["counts"])
+
+
+def out_of_range(ids: Tensor, rows: int, name: str) -> RowError:
+    """`ids`: some of them are."""
+    wrong = int(ids[(ids < 0) | (ids >= rows)][0])
+    return RowError(
+        f"table {name}: row {wrong}, but it has rows 0 to {rows - 1} (rows={rows})",
+        fix=f"ids below {rows}, or rows={wrong + 1}" if wrong >= rows else "ids from 0 on",
+    )
+
+
+def check_spec(spec: SparseSpec, name: str) -> None:
+    """That there can be such a table; its optimizer is checked where it is made."""
+    if spec.dtype not in DTYPES:
+        raise InputError(f"table {name}: no rows of {spec.dtype}", fix=f"one of {', '.join(DTYPES)}")
+    if not math.isfinite(spec.scale) or spec.scale < 0:
+        raise InputError(f"table {name}: scale is {spec.scale}", fix="a number from 0 on, such as scale=0.01")
+    for field, least in (("rows", 1), ("dim", 1), ("evict_age", 0), ("evict_least", 0), ("capacity", 0)):
+        if getattr(spec, field) < least:
+            raise InputError(
+                f"table {name}: {field} is {getattr(spec, field)}", fix=f"{field}={max(1, least)}, or more"
+            )
+    if spec.rows > 1 << 62:
+        raise InputError(f"table {name}: {spec.rows} rows", fix=f"at most {1 << 62}")
+
+
+# -- new rows ---------------------------------------------------------------------------------------------------------
+
+GOLDEN = 0x9E3779B97F4A7C15
+LOW = np.uint64(0x0000FFFF0000FFFF)
+Words = npt.NDArray[np.uint64]
+
+
+def initial_rows(rows: npt.NDArray[np.int64], spec: SparseSpec) -> Tensor:
+    """What rows are before anything was pushed to them: near to normal with standard deviation `scale`.
+
+    Whole numbers up to the last multiplication, so that no library's logarithm or cosine is in it: 64 bits are drawn
+    for each number, and their four quarters added.
+    """
+    found = np.empty((len(rows), spec.dim), dtype=np.float32)
+    if not spec.scale:
+        return torch.from_numpy(np.zeros_like(found))
+    # Four uniform numbers from 0 to 65535 have mean 131070 and variance 4 (2^32 - 1) / 12.
+    factor = np.float32(spec.scale / math.sqrt(((1 << 32) - 1) / 3))
+    seeds = _mixed(rows.astype(np.uint64) + _mixed(np.array([spec.seed % (1 << 64)], dtype=np.uint64)))
+    columns = np.arange(1, spec.dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    block = max(1, BLOCK_BYTES // (8 * spec.dim))
+    for start in range(0, len(rows), block):
+        words = _mixed(seeds[start : start + block, None] + columns)
+        pairs = words & LOW
+        words >>= np.uint64(16)
+        words &= LOW
+        words += pairs
+        total = words.view(np.uint32).reshape(len(words), spec.dim, 2)
+        sums = (total[..., 0] + total[..., 1]).astype(np.float32)
+        sums -= np.float32(131070)
+        np.multiply(sums, factor, out=found[start : start + block])
+    return torch.from_numpy(found)
+
+
+def _mixed(words: Words) -> Words:
+    """SplitMix64's finalizer: every bit of the result depends on every bit given."""
+    words = words ^ (words >> np.uint64(30))
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words

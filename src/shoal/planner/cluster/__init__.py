@@ -1,0 +1,37 @@
+"""What to train on: devices in hosts in racks, and the links between them. Pure."""
+
+from shoal.planner.cluster.assign import ORDERS, Order, Slot, deal
+from shoal.planner.cluster.cluster import Cluster, Device, Host, Inside, Link, Rack
+from shoal.planner.cluster.parse import even_cluster, parse_cluster, read_cluster
+from shoal.planner.cluster.presets import find_cluster, find_device, laptop, presets, resized
+from shoal.planner.cluster.tiers import Tier, tiers
+from shoal.planner.cluster.units import bandwidth_text, bytes_text, flops_text, latency_text
+from shoal.planner.cluster.write import cluster_text
+
+__all__ = [
+    "ORDERS",
+    "Cluster",
+    "Device",
+    "Host",
+    "Inside",
+    "Link",
+    "Order",
+    "Rack",
+    "Slot",
+    "Tier",
+    "bandwidth_text",
+    "bytes_text",
+    "cluster_text",
+    "deal",
+    "even_cluster",
+    "find_cluster",
+    "find_device",
+    "flops_text",
+    "laptop",
+    "latency_text",
+    "parse_cluster",
+    "presets",
+    "read_cluster",
+    "resized",
+    "tiers",
+]

@@ -1,0 +1,87 @@
+"""A cluster as estimates see it: tiers of links, from the nearest to the farthest.
+
+tier       size    alone      each        8 hosts of 8 devices in 2 racks, a network card per device, uplinks 4:1
+inside        8    300 GB/s   300 GB/s    between the devices of a host (of a socket, if sockets have a link)
+host         32     25 GB/s    25 GB/s    between hosts of a rack: all devices of a host share its link
+rack         64     25 GB/s  6.25 GB/s    between racks: all devices of a rack share its uplink
+
+Bandwidths are what the links are made for; `efficiency` is the share that large messages reach.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.planner.cluster.cluster import Cluster, Host, Inside, Link, Rack
+
+NAMES = ("inside", "socket", "host", "rack")
+# Where a file does not say: priors, as in the presets.
+USUAL_LATENCY = {"nvlink": 7e-6, "pcie": 15e-6, "memory": 5e-6, "host": 3e-5}
+# Devices of a host of which nothing is said, such as the lab's: processes that share memory.
+UNSAID = Inside(link=Link(bytes_per_second=10e9), kind="memory", shared=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    name: str  # inside, socket, host, rack
+    size: int  # devices that are connected by links up to this tier
+    latency: float  # seconds of a message
+    alone: float  # bytes a second, one direction, for one device while no other talks
+    each: float  # the same for each device while all talk across this tier at once
+    efficiency: float = 1.0  # what large messages (256 MB) reach of either
+
+
+def tiers(cluster: Cluster) -> tuple[Tier, ...]:
+    """Of equal hosts; of unequal ones the narrowest counts. A cluster of one device has none."""
+    racks, total = len(cluster.racks) > 1, cluster.devices
+    ways = []
+    for rack in cluster.racks:
+        size = sum(host.devices for host in rack.hosts)
+        kinds = {(host.devices, host.inside, host.link, host.cards): host for host in rack.hosts}
+        ways += [_way(rack, host, size, total if racks else None) for host in kinds.values()]
+    names = [name for name in NAMES if all(any(tier.name == name for tier in way) for way in ways)]
+    return tuple(_narrowest([tier for way in ways for tier in way if tier.name == name]) for name in names)
+
+
+def _way(rack: Rack, host: Host, size: int, total: int | None) -> tuple[Tier, ...]:
+    """What the messages of a device of this host meet. The rack has `size` devices, all racks (if several) `total`."""
+    found: list[Tier] = []
+    if host.devices > 1:
+        found += _inside(host.inside or UNSAID, host.devices)
+    if total is not None or len(rack.hosts) > 1:
+        speed = host.link.bytes_per_second
+        alone, each = speed / min(host.cards, host.devices), speed / host.devices
+        found.append(_tier("host", size, host.link, USUAL_LATENCY["host"], alone, each))
+    if total is not None:
+        below, speed = found[-1], rack.uplink.bytes_per_second
+        alone, each = min(below.alone, speed), min(below.each, speed / below.size)
+        tier = _tier("rack", total, rack.uplink, below.latency, alone, each)
+        latency, efficiency = max(tier.latency, below.latency), min(tier.efficiency, below.efficiency)
+        found.append(replace(tier, latency=latency, efficiency=efficiency))
+    return tuple(found)
+
+
+def _inside(inside: Inside, devices: int) -> Iterator[Tier]:
+    near = devices if inside.between is None else devices // inside.sockets
+    usual, alone = USUAL_LATENCY.get(inside.kind, USUAL_LATENCY["pcie"]), inside.link.bytes_per_second
+    each = alone / near if inside.shared else alone
+    if near > 1:
+        yield _tier("inside", near, inside.link, usual, alone, each)
+    if inside.between is not None:
+        speed = inside.between.bytes_per_second
+        yield _tier("socket", devices, inside.between, usual, min(alone, speed), min(each, speed / near))
+
+
+def _tier(name: str, size: int, link: Link, usual: float, alone: float, each: float) -> Tier:
+    latency = usual if link.latency_seconds is None else link.latency_seconds
+    return Tier(name=name, size=size, latency=latency, alone=alone, each=each, efficiency=link.efficiency)
+
+
+def _narrowest(found: Sequence[Tier]) -> Tier:
+    return Tier(
+        name=found[0].name,
+        size=min(tier.size for tier in found),
+        latency=max(tier.latency for tier in found),
+        alone=min(tier.alone for tier in found),
+        each=min(tier.each for tier in found),
+        efficiency=min(tier.efficiency for tier in found),
+    )

@@ -1,0 +1,180 @@
+"""What runs say about predictions: a handful of constants, fitted to them, that make the next prediction better. Pure.
+
+Each is one number for one cause, so that it means something for other layouts and jobs on the same cluster:
+
+    compute     seconds of operators, whether bound by arithmetic, memory or the host: a factor
+    traffic     seconds of messages: a factor
+    optimizer   seconds of an update: a factor
+    memory      bytes at the most: a factor
+    step        seconds that every step takes besides, whatever is in it
+
+A run says ln(measured / predicted) of each factor. The factor is the mean of that, drawn towards 1 by a prior that
+weighs as much as `PRIOR` long runs (ridge regression in logarithms: one unknown per cause, so it has a closed form):
+
+    ln factor = Σ weight · ln(measured / predicted) / (Σ weight + PRIOR)
+
+One long run moves it two thirds of the way, ten nearly all of it. `step` is the same of measured − predicted, drawn
+towards 0; what is next to nothing on one side (traffic that is mostly waiting, say) is a part of it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shoal.errors import InputError
+from shoal.planner.cluster import Cluster, Device, Host, Inside, Link, Rack
+from shoal.planner.cost.runtime import Runtime
+from shoal.planner.cost.runtime_overhead import Chores
+
+PRIOR = 0.5  # runs
+STEADY_STEPS = 10  # of a run that weighs half: its first steps are slower than the rest
+SMALL = 0.01  # of a step, predicted or measured: what is less says nothing of its factor
+MOST = math.log(20)  # what one run may say: beyond it something else is wrong
+FACTORS = ("compute", "traffic", "optimizer", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measured over predicted, by cause; 1: as predicted."""
+
+    compute: float = 1.0
+    traffic: float = 1.0
+    optimizer: float = 1.0
+    memory: float = 1.0
+    step: float = 0.0  # seconds more than predicted
+    runs: int = 0
+    cluster: str = ""  # that it holds for
+
+    @property
+    def constants(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in (*FACTORS, "step")}
+
+    def __str__(self) -> str:
+        told = [f"{name} × {value:.2f}" for name in FACTORS if round(value := getattr(self, name), 2) != 1]
+        told += [f"{1000 * self.step:+.3g} ms a step"] if abs(self.step) >= 1e-5 else []
+        return f"{', '.join(told) or 'as predicted'} from {self.runs} run{'' if self.runs == 1 else 's'}"
+
+
+NONE = Calibration()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What one run says: seconds of a step by cause, and bytes (memory). A cause that is not there says nothing."""
+
+    run: str
+    cluster: str
+    steps: int
+    predicted: Mapping[str, float]
+    measured: Mapping[str, float]
+    used: Calibration = field(default_factory=Calibration)  # that the prediction was made with
+
+
+def fit(runs: Sequence[Observed], cluster: str | None = None) -> Calibration:
+    """`cluster`: the one that is to be calibrated; else that of the runs."""
+    if not runs:
+        raise InputError("no run to calibrate with", fix="--calibrate RUN, of a run that was predicted")
+    expected = runs[0].cluster if cluster is None else cluster
+    for each in runs:
+        if each.cluster != expected:
+            raise InputError(
+                f"run {each.run} was predicted for cluster {each.cluster}, and {expected} is to be calibrated",
+                fix=f"--cluster {each.cluster}, or runs that were predicted for {expected}",
+            )
+    found = {name: math.exp(_drawn([(run, _says(run, name)) for run in runs])) for name in FACTORS}
+    step = _drawn([(run, _besides(run)) for run in runs])
+    return Calibration(**found, step=step, runs=len(runs), cluster=expected)
+
+
+def _drawn(said: Sequence[tuple[Observed, float | None]]) -> float:
+    """The mean of what runs say, drawn towards nothing."""
+    told = [(run.steps / (run.steps + STEADY_STEPS), value) for run, value in said if value is not None]
+    return sum(weight * value for weight, value in told) / (sum(weight for weight, _ in told) + PRIOR)
+
+
+def _says(run: Observed, name: str) -> float | None:
+    predicted, measured = run.predicted.get(name, 0.0), run.measured.get(name, 0.0)
+    least = 0.0 if name == "memory" else SMALL * max(_step(run.predicted), _step(run.measured))
+    if min(predicted, measured) <= least:
+        return None
+    found = math.log(measured / predicted) + math.log(getattr(run.used, name))
+    return max(-MOST, min(MOST, found))
+
+
+def _besides(run: Observed) -> float:
+    """Seconds of a step that no factor speaks for: also of causes that are too small on one side to have one."""
+    causes = ["step", *(name for name in FACTORS if name != "memory" and _says(run, name) is None)]
+    return run.used.step + sum(run.measured.get(name, 0.0) - run.predicted.get(name, 0.0) for name in causes)
+
+
+def _step(causes: Mapping[str, float]) -> float:
+    return sum(seconds for name, seconds in causes.items() if name != "memory")
+
+
+# -- put to use -------------------------------------------------------------------------------------------------------
+
+
+def calibrated(cluster: Cluster, runtime: Runtime, calibration: Calibration) -> tuple[Cluster, Runtime]:
+    """Devices, links and the runtime with their constants changed, so that every prediction made with them is."""
+    if calibration.constants == NONE.constants:
+        return cluster, runtime
+    compute, traffic = calibration.compute, calibration.traffic
+    racks = tuple(_rack(rack, compute, traffic) for rack in cluster.racks)
+    changed = replace(
+        runtime,
+        step_seconds=max(0.0, runtime.step_seconds + calibration.step),
+        microbatch_seconds=runtime.microbatch_seconds * compute,
+        # An update goes at the speed of a device's memory and of its host, which have been changed with its compute.
+        update_bytes=runtime.update_bytes * calibration.optimizer / compute,
+        update_operators=runtime.update_operators * calibration.optimizer / compute,
+        chores=None if runtime.chores is None else _chores(runtime.chores, calibration),
+        allocator=runtime.allocator * calibration.memory,
+    )
+    return replace(cluster, racks=racks), changed
+
+
+def _chores(chores: Chores, calibration: Calibration) -> Chores:
+    """What is told in operators and bytes has been changed with the device; what is traffic or an update has factors of
+    its own."""
+    traffic, update = calibration.traffic / calibration.compute, calibration.optimizer / calibration.compute
+    return replace(
+        chores,
+        call=chores.call * traffic,
+        moved=chores.moved * traffic,
+        spread=chores.spread * traffic,
+        copy_bytes=chores.copy_bytes * traffic,
+        kept=chores.kept * calibration.traffic,
+        clip=chores.clip * update,
+        clip_bytes=chores.clip_bytes * update,
+    )
+
+
+def _rack(rack: Rack, compute: float, traffic: float) -> Rack:
+    hosts = tuple(_host(host, compute, traffic) for host in rack.hosts)
+    return replace(rack, hosts=hosts, uplink=_link(rack.uplink, traffic))
+
+
+def _host(host: Host, compute: float, traffic: float) -> Host:
+    device = None if host.device is None else _device(host.device, compute)
+    inside = None if host.inside is None else _inside(host.inside, traffic)
+    return replace(host, device=device, link=_link(host.link, traffic), inside=inside)
+
+
+def _device(device: Device, factor: float) -> Device:
+    return replace(
+        device,
+        peak={dtype: peak / factor for dtype, peak in device.peak.items()},
+        memory_bandwidth=device.memory_bandwidth / factor,
+        overhead=device.overhead * factor,
+        rates={name: rate / factor for name, rate in device.rates.items()},
+    )
+
+
+def _inside(inside: Inside, factor: float) -> Inside:
+    between = None if inside.between is None else _link(inside.between, factor)
+    return replace(inside, link=_link(inside.link, factor), between=between)
+
+
+def _link(link: Link, factor: float) -> Link:
+    latency = None if link.latency_seconds is None else link.latency_seconds * factor
+    return replace(link, bytes_per_second=link.bytes_per_second / factor, latency_seconds=latency)

@@ -1,0 +1,244 @@
+"""Tables of configurations: one row, one prediction. `shoal predict --table`, and the published tables of the tests.
+
+    layers, hidden, heads, seq, vocab, tp, pp, vp, dp, gpus, global_batch, micro_batch, recompute, dtype
+
+and, where a table has them, ffn, kv_heads, gated, zero, schedule, sequence_parallel, cluster. Other columns are kept
+and not looked at. Lines that begin with # are comments. Layers that stages do not divide evenly are cut where the
+dearest stage is cheapest.
+
+A row does not say which training system it is from; its date is told by what it does (`era`).
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+from shoal.errors import InputError
+from shoal.parallel.pipeline_schedule import NAMES, V_SHAPED
+from shoal.planner.cluster import Cluster, Device, find_cluster
+from shoal.planner.cost.predict import predict, slowest_device
+from shoal.planner.cost.prediction import Prediction
+from shoal.planner.cost.runtime import FSDP, MEGATRON, MEGATRON_2021, MEGATRON_2022, Runtime
+from shoal.planner.cost.setup import RECOMPUTE, Setup
+from shoal.planner.cost.transformer_shape import GPT, GPT_2021, PLAIN, Shape, Style, work_of_shape
+from shoal.planner.cost.workload import Work
+
+SIZES = ("layers", "hidden", "heads", "seq", "vocab")
+USUAL = {"tp": 1, "pp": 1, "vp": 1, "ffn": 0, "kv_heads": 0, "zero": 0, "micro_batch": 1}
+DTYPES = ("fp16", "bf16", "fp8", "fp32", "tf32")
+FALSE, TRUE = ("", "0", "false", "no", "none"), ("1", "true", "yes")
+# Other ways to write a word.
+SPELT = {
+    "recompute": {"false": "none", "no": "none", "0": "none", "true": "full", "yes": "full", "1": "full"},
+    "dtype": {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "amp-bf16": "bf16", "float32": "fp32"},
+    "schedule": {"interleaved-1f1b": "interleaved", "zb": "zero-bubble", "zb-h1": "zero-bubble", "zb-v": "zbv"},
+}
+ADDED = ("predicted_step_seconds", "predicted_tflops_per_gpu", "predicted_peak_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One configuration, read and checked."""
+
+    shape: Shape
+    setup: Setup
+    dtype: str
+    cluster: str
+    tied: bool | None = None  # the output has the embedding's matrix; None: as the shape says
+
+
+@dataclass(frozen=True, kw_only=True)
+class Era:
+    """What a row's training system is taken to be."""
+
+    runtime: Runtime
+    style: Style
+
+
+def era(row: Row, device: Device) -> Era:
+    """The rule, for all rows alike:
+
+    zero=3          FSDP: weights are gathered block by block; flash attention, no dropout
+    fp16, or selective recompute, on devices without fp8
+                    Megatron of 2021: attention keeps its s² tensors, dropout, nothing overlaps; with selective
+                    recompute or sequence parallelism that of 2022. (Flash attention, which came next, leaves nothing
+                    for selective recompute to do.)
+    all others      Megatron as it is now: flash attention, rotary positions, gradients overlap; in a table (`tied`)
+                    the output has a matrix of its own, as runs of today have
+    """
+    if row.setup.zero == 3:
+        return Era(runtime=FSDP, style=PLAIN)
+    if (row.dtype == "fp16" or row.setup.recompute == "selective") and "fp8" not in device.peak:
+        later = row.setup.recompute == "selective" or row.setup.sequence_parallel
+        return Era(runtime=MEGATRON_2022 if later else MEGATRON_2021, style=GPT_2021)
+    return Era(runtime=MEGATRON, style=replace(GPT, tied=row.tied))
+
+
+def predict_row(row: Row, cluster: Cluster | None = None) -> Prediction:
+    """`cluster`: instead of the one that the row names, which has as many hosts as it needs."""
+    cluster = cluster_for(row.cluster, row.setup.devices) if cluster is None else cluster
+    return predict(work_of_row(row, cluster), row.setup, cluster, era(row, slowest_device(cluster, row.dtype)).runtime)
+
+
+def work_of_row(row: Row, cluster: Cluster) -> Work:
+    return _work(row.shape, row.dtype, era(row, slowest_device(cluster, row.dtype)).style)
+
+
+@cache
+def _work(shape: Shape, dtype: str, style: Style) -> Work:
+    return work_of_shape(shape, dtype, style)
+
+
+@cache
+def cluster_for(name: str, devices: int) -> Cluster:
+    """Of that name, with more hosts if so many devices need them."""
+    found = find_cluster(name)
+    if devices <= found.devices:
+        return found
+    return find_cluster(name, hosts=-(-devices // found.hosts[0].devices))
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def predict_table(path: Path | str, cluster: str | None = None) -> list[dict[str, str]]:
+    """The rows of a CSV file with what is predicted added to each: step seconds, TFLOP/s of a device as SC21 counts
+    them (recomputation included), and peak bytes of the device that needs most."""
+    found = []
+    for line, values in read_lines(path):
+        try:
+            prediction = predict_row(read_row(values, cluster))
+        except InputError as error:
+            raise InputError(f"{path}, line {line}: {error.message}", where=error.where, fix=error.fix) from None
+        texts = (f"{prediction.seconds:.6g}", f"{prediction.flops / 1e12:.5g}", f"{prediction.peak:.0f}")
+        found.append({**values, **dict(zip(ADDED, texts, strict=True))})
+    return found
+
+
+def read_lines(path: Path | str) -> list[tuple[int, dict[str, str]]]:
+    """Rows with the number of their line; comments and empty lines are left out."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InputError(f"table {path} cannot be read: {reason}") from None
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
+    if not lines:
+        raise InputError(
+            f"table {path} is empty", fix=f"a line of column names: {','.join((*SIZES, 'tp', 'pp', 'dp'))},…"
+        )
+    reader = csv.reader(line for _, line in lines)
+    names = [name.strip() for name in next(reader)]
+    found = []
+    for values in reader:
+        number = lines[reader.line_num - 1][0]
+        if len(values) != len(names):
+            raise InputError(f"{path}, line {number}: {len(values)} values for {len(names)} columns")
+        found.append((number, dict(zip(names, values, strict=True))))
+    return found
+
+
+def read_row(values: Mapping[str, str], cluster: str | None = None) -> Row:
+    """Checks everything that a row says; an error names the column."""
+
+    def number(name: str, least: int = 1) -> int:
+        text = values.get(name, "").strip()
+        if not text and name in USUAL:
+            return USUAL[name]
+        if not text:
+            near = get_close_matches(name, values, n=1)
+            raise InputError(f"column {name} is missing", fix=f"it is called {name}, not {near[0]}" if near else None)
+        whole = text.removesuffix(".0").replace("_", "")
+        if not whole.isdecimal() or int(whole) < least:
+            raise InputError(f"column {name} is {text!r}, not a whole number from {least} up")
+        return int(whole)
+
+    def word(name: str, known: Sequence[str], usual: str) -> str:
+        text = values.get(name, "").strip().lower().replace("_", "-") or usual
+        text = SPELT.get(name, {}).get(text, text)
+        if text not in known:
+            near = get_close_matches(text, known, n=1)
+            raise InputError(
+                f"column {name} is {text!r}", fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+            )
+        return text
+
+    def flag(name: str) -> bool:
+        return word(name, (*FALSE, *TRUE), "0") in TRUE
+
+    shape = Shape(**{name: number(name) for name in SIZES}, ffn=number("ffn", 0), kv_heads=number("kv_heads", 0),
+                  gated=flag("gated"))  # fmt: skip
+    tensor, ranks, chunks, batch = number("tp"), number("pp"), number("vp"), number("global_batch")
+    gpus = number("gpus") if values.get("gpus", "").strip() else None
+    data = number("dp") if values.get("dp", "").strip() or gpus is None else max(1, gpus // (tensor * ranks))
+    if gpus is not None and gpus != tensor * ranks * data:
+        raise InputError(f"tp {tensor} × pp {ranks} × dp {data} = {tensor * ranks * data}, but gpus is {gpus}",
+                         fix=f"gpus = {tensor * ranks * data}")  # fmt: skip
+    micro = number("micro_batch")
+    check_divisible(shape, tensor, ranks, chunks, data, batch, micro, even=False)
+    schedule = word("schedule", NAMES, "interleaved" if chunks > 1 else "1f1b")
+    if schedule == "1f1b" and chunks > 1:
+        schedule = "interleaved"
+    chunks = 2 if schedule in V_SHAPED else chunks
+    if ranks == 1:
+        schedule, chunks = "1f1b", 1
+    name = cluster or values.get("cluster", "").strip()
+    if not name:
+        raise InputError("no cluster is said", fix="--cluster NAME for all rows, or a column cluster")
+    setup = Setup(
+        data=data,
+        pipeline=ranks,
+        tensor=tensor,
+        zero=number("zero", 0),
+        batch=batch,
+        microbatch=micro,
+        chunks=chunks,
+        schedule=schedule,
+        recompute=word("recompute", RECOMPUTE, "none"),
+        sequence_parallel=flag("sequence_parallel") and tensor > 1,
+    )
+    if setup.zero > 3:
+        raise InputError(f"column zero is {setup.zero}, and there are 0, 1, 2 and 3")
+    return Row(shape=shape, setup=setup, dtype=word("dtype", DTYPES, "bf16"), cluster=name, tied=False)
+
+
+def check_divisible(
+    shape: Shape, tensor: int, ranks: int, chunks: int, data: int, batch: int, micro: int, *, even: bool = True
+) -> None:
+    """Of a shape and how it is cut: Megatron's rules. Tables also have runs whose stages are not `even`."""
+    if shape.layers < ranks * chunks:
+        raise InputError(
+            f"layers {shape.layers} are fewer than the stages: pp × vp = {ranks * chunks}",
+            fix=f"pp × vp ≤ {shape.layers}",
+        )
+    for what, whole, named, parts in (
+        ("layers", shape.layers, "pp × vp", ranks * chunks if even else 1),
+        ("heads", shape.heads, "tp", tensor),
+        ("hidden", shape.hidden, "tp", tensor),
+        ("global_batch", batch, "dp × micro_batch", data * micro),
+    ):
+        if whole % parts:
+            nearest = max(1, round(whole / parts)) * parts
+            raise InputError(f"{what} {whole} is not divisible by {named} = {parts}", fix=f"{what} = {nearest}")
+
+
+# -- against what was measured ----------------------------------------------------------------------------------------
+
+
+def errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
+    """Absolute, of what was measured."""
+    return [abs(one / other - 1) for one, other in zip(predicted, measured, strict=True)]
+
+
+def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
+    """How far two orders agree: pairs in the same order less pairs in the opposite, over all pairs. 1: wholly."""
+    pairs = [(a, b) for b in range(len(one)) for a in range(b)]
+    agree = sum(_sign(one[a] - one[b]) * _sign(other[a] - other[b]) for a, b in pairs)
+    return agree / max(1, len(pairs))
+
+
+def _sign(value: float) -> int:
+    return int(value > 0) - int(value < 0)

@@ -1,0 +1,136 @@
+"""Traffic that a step waits for: messages between stages, gradients between replicas. Pure; on arrays (setups, ranks).
+
+Where the runtime overlaps, gradients hide behind the backward pass of the last microbatch; what is left is exposed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.planner.cluster import Tier
+from shoal.planner.cost.comm import ALL_REDUCE, HALF, collective, message, server_seconds
+from shoal.planner.cost.runtime import Runtime
+from shoal.planner.cost.setup import EXCHANGES, MODES, USUAL
+from shoal.planner.cost.workload import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """What goes through a pipeline: seconds of one microbatch, and parameters, by (setup, rank)."""
+
+    ranks: int
+    chunks: int
+    microbatches: np.ndarray  # by setup
+    forward: np.ndarray
+    backward: np.ndarray
+    parameters: np.ndarray
+
+
+def strides_of(order: Sequence[str], tensor: np.ndarray, data: np.ndarray, ranks: float) -> dict[str, np.ndarray]:
+    """How far apart neighbours of each axis stand."""
+    sizes = {"tensor": tensor, "data": data, "pipeline": np.full(len(tensor), ranks)}
+    strides, reached = {}, np.ones(len(tensor))
+    for axis in order:
+        strides[axis] = reached
+        reached = reached * sizes[axis]
+    return strides
+
+
+def hop_seconds(
+    levels: Sequence[Tier], size: np.ndarray, parts: np.ndarray, ranks: int, stride: np.ndarray
+) -> np.ndarray:
+    """Seconds until a stage has what the one before sends it. `parts`: slices each send one, and gather the whole
+    from each other (scatter-gather, SC21 section 4.1); 1: all send all of it."""
+    if ranks == 1:
+        return np.zeros(len(size))
+    gathered = collective(levels, parts, np.ones(1), size, HALF)
+    seconds: np.ndarray = message(levels, np.full(len(size), float(ranks)), stride, size / parts) + gathered
+    return seconds
+
+
+def data_seconds(
+    work: Work,
+    runtime: Runtime,
+    levels: Sequence[Tier],
+    column: Mapping[str, np.ndarray],
+    strides: Mapping[str, np.ndarray],
+    flow: Flow,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of data traffic that the step waits for, and those that hide behind compute."""
+    m, ranks, chunks, forward, backward = flow.microbatches, flow.ranks, flow.chunks, flow.forward, flow.backward
+    data, zero = column["data"][:, None], column["zero"][:, None]
+    stride = strides["data"][:, None]
+    wire = work.gradient_bytes if runtime.wire_bytes is None else runtime.wire_bytes
+    gradients, weights = flow.parameters * wire, flow.parameters * work.weight_bytes
+    if not levels:
+        return np.zeros(len(m)), np.zeros(len(m))
+    reduce = collective(levels, data, stride, gradients, ALL_REDUCE)
+    scatter = collective(levels, data, stride, gradients, HALF)
+    gather = collective(levels, data, stride, weights, HALF)
+    # zero=0: all-reduce; 1: reduce-scatter, and all-gather of what was updated.
+    traffic = np.where(zero > 0, scatter + gather, reduce)
+    # Behind the last microbatch. Interleaved, a chunk is done while the microbatches of p ranks go through each of the
+    # chunks before it.
+    rounds = ((chunks - 1) * ranks + 1) / chunks if ranks > 1 else 1.0
+    window = runtime.overlap * rounds * (backward + np.where(zero > 0, forward, 0.0))
+    buckets = max(runtime.buckets, 1.0)
+    exposed = np.maximum(traffic / buckets, traffic - window) if runtime.overlap else traffic
+    # zero=2: nobody keeps whole gradients, so every microbatch scatters them.
+    late = m[:, None] * np.maximum(scatter / buckets, scatter - runtime.overlap * backward)
+    late = late + np.maximum(gather / buckets, gather - runtime.overlap * forward)
+    traffic = np.where(zero == 2, m[:, None] * scatter + gather, traffic)
+    exposed = np.where(zero == 2, late if runtime.overlap else traffic, exposed)
+    # zero=3: every microbatch gathers each block twice, and scatters its gradients.
+    blocks = max(1.0, len(work.blocks) / ranks)
+    gathers = blocks * collective(levels, data, stride, weights / blocks, HALF)
+    scatters = blocks * collective(levels, data, stride, gradients / blocks, HALF)
+    late = np.maximum(gathers - forward, 0.0) + np.maximum(gathers + scatters - backward, 0.0) + gathers / blocks
+    traffic = np.where(zero == 3, m[:, None] * (2 * gathers + scatters), traffic)
+    exposed = np.where(zero == 3, m[:, None] * late if runtime.overlap else traffic, exposed)
+    hidden = traffic - np.minimum(exposed, traffic)
+    exposed = exposed + runtime.slowdown * hidden
+    # Ranks further down the pipeline finish their backward earlier.
+    earlier = (np.cumsum(backward, axis=1) - backward) / chunks
+    waits = np.maximum(exposed - earlier, 0.0).max(axis=1)
+    # The first and the last stage add up the gradients of tied embeddings.
+    tied = work.tied * wire / column["tensor"]
+    if ranks > 1 and work.tied:
+        waits = waits + collective(levels, np.full(len(m), 2.0), strides["pipeline"] * (ranks - 1), tied, ALL_REDUCE)
+    servers = column["exchange"] == EXCHANGES.index("servers")
+    if servers.any():
+        waits = np.where(servers, _servers(levels, column, gradients.sum(axis=1), m, forward + backward), waits)
+    return waits, hidden.max(axis=1)
+
+
+def _servers(
+    levels: Sequence[Tier], column: Mapping[str, np.ndarray], size: np.ndarray, m: np.ndarray, each: np.ndarray
+) -> np.ndarray:
+    """Seconds that workers wait for parameter servers."""
+    link = levels[-1]
+    workers, servers = column["data"], np.maximum(column["servers"], 1.0)
+    speed = link.each * link.efficiency
+    exchange = server_seconds(size, workers, servers, speed, link.latency)
+    step = m * each.max(axis=1)
+    behind = np.maximum(step, exchange) - step  # stale: the exchange of one step hides behind the next
+    # Asynchronous: min(w/T, kW/2S) updates a second, each of one worker's share of the batch.
+    rate = np.minimum(workers / step, servers * speed / (2 * size))
+    free = np.maximum(workers / rate - step, 0.0)
+    # A job's update is a whole batch: of one worker, or of a group that adds up its gradients first. The parties take
+    # turns with the servers, and the batch of one is computed while others exchange theirs.
+    number = column["number"]
+    grouped = column["mode"] == MODES.index("groups")
+    parties = np.where(grouped, np.minimum(np.where(number > 0, number, int(USUAL["groups"])), workers), workers)
+    mates = workers / parties
+    inside = collective(levels, mates, np.ones(len(m)), size, ALL_REDUCE)
+    alone = server_seconds(size, np.ones(len(m)), servers, speed, link.latency)
+    batches = np.minimum(parties / (parties * step + inside + alone), servers * speed / (2 * size))
+    queue = np.maximum(1 / batches - step, 0.0)
+    mode = column["mode"]
+    of_job = column["lanes"] > 0
+    waits = np.where(mode == MODES.index("stale"), behind, exchange)
+    waits = np.where(mode == MODES.index("async"), free, waits)
+    waits = np.where(of_job & np.isin(mode, [MODES.index("stale"), MODES.index("async")]) | grouped, queue, waits)
+    every = np.where(number > 0, number, int(USUAL["local"]))
+    found: np.ndarray = np.where(mode == MODES.index("local"), exchange / every, waits)
+    return found

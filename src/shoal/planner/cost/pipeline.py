@@ -1,0 +1,103 @@
+"""Blocks to stages to ranks, and how long ranks wait for each other. Pure; on arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.parallel.balance import cut_stages
+from shoal.planner.cost.workload import Work
+
+
+def stage_bounds(work: Work, stages: int, costs: Sequence[float]) -> list[int]:
+    """Where stages begin, and the end. A shape's layers go to stages in equal numbers, as Megatron does it, with the
+    embedding in the first and the head in the last; what is not even is cut where the dearest stage is cheapest."""
+    layers = len(work.blocks) - 2
+    if work.lanes is None and layers > 0 and layers % stages == 0:
+        each = layers // stages
+        return [0, *(1 + number * each for number in range(1, stages)), len(work.blocks)]
+    spans = cut_stages(costs, stages)
+    return [0, *(stop for _, stop in spans)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """Blocks to stages to ranks."""
+
+    bounds: Sequence[int]
+    ranks: int
+    chunks: int
+    folded: bool  # stages go down the ranks and back up again
+
+    def stages(self, values: np.ndarray) -> np.ndarray:
+        """(ways, stages) to (ways, chunks, ranks)."""
+        shaped = values.reshape(len(values), self.chunks, self.ranks)
+        if self.folded:
+            shaped = np.stack([shaped[:, 0], shaped[:, 1, ::-1]], axis=1)
+        return shaped
+
+    def by_chunk(self, values: np.ndarray) -> np.ndarray:
+        return self.stages(np.add.reduceat(values, self.bounds[:-1], axis=1))
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self.by_chunk(values).sum(axis=1)
+        return found
+
+    def largest(self, values: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self.stages(np.maximum.reduceat(values, self.bounds[:-1], axis=1)).max(axis=1)
+        return found
+
+    def beyond(self, saved: np.ndarray, working: np.ndarray) -> np.ndarray:
+        """What is alive at the most over what a stage has saved in the end: a block works with what those before it
+        have saved."""
+        sums, starts = np.cumsum(saved, axis=1), self.bounds[:-1]
+        before = np.repeat(sums[:, starts] - saved[:, starts], np.diff(self.bounds), axis=1)
+        most = np.maximum.reduceat(sums - before + working, starts, axis=1)
+        found: np.ndarray = self.stages(np.maximum(most - np.add.reduceat(saved, starts, axis=1), 0.0)).max(axis=1)
+        return found
+
+    def last(self, values: np.ndarray) -> np.ndarray:
+        """Of each rank's first chunk: its last block."""
+        found: np.ndarray = self.stages(values[:, [bound - 1 for bound in self.bounds[1:]]])[:, 0].copy()
+        return found
+
+    @property
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        counts = np.diff(self.bounds)[None, :]
+        return tuple(tuple(column) for column in self.stages(counts)[0].T.tolist())
+
+
+def bubble_seconds(
+    schedule: str,
+    ranks: int,
+    chunks: int,
+    m: np.ndarray,
+    each: np.ndarray,
+    most: np.ndarray,
+    halves: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> np.ndarray:
+    """Seconds that the slowest rank waits for others. Zero-bubble schedules wait for a forward or for half of a
+    backward, whichever is longer (`halves`: both, and recomputation), and fill the rest with gradients of weights.
+    `shoal.parallel.pipeline_schedule.play` agrees; a test compares."""
+    every = np.arange(len(m))
+    if schedule in ("gpipe", "1f1b", "interleaved"):
+        waits: np.ndarray = (each.sum(axis=1) - each[every, most]) / chunks
+        # The first microbatches come round again before all of a round are there.
+        waits += np.maximum(ranks - m, 0) * each[every, most] * (chunks - 1) / chunks
+        return waits
+    forward, half, again = halves
+    ahead = again + np.maximum(forward, half)
+    if schedule == "zbv":
+        ahead = ahead + np.maximum(forward - half, 0.0) * max(ranks - 2, 0) / max(ranks - 1, 1)
+    waits = (ahead.sum(axis=1) - ahead[every, most]) / chunks
+    # With few microbatches a pipeline never fills: `short` counts forwards and halves of backwards of one stage. The
+    # numbers are read off the schedule played.
+    unit = (forward + half + again)[every, most] / (2 * chunks)
+    if schedule == "zero-bubble":
+        short = chunks * np.maximum(ranks - m, 0) + (2 * chunks - 2) * np.maximum(ranks / 2 - m, 0)
+        waits += short * unit
+        return waits
+    full = {"zbv": 4 * ranks - 2, "dualpipe": 5 * ranks - 3}[schedule]
+    short = full - 2 * m + np.where((schedule == "dualpipe") & (m > ranks), 2, 0)
+    longer: np.ndarray = np.maximum(waits, short * unit)
+    return longer

@@ -1,0 +1,152 @@
+"""What Shoal's own runtime does around kernels: hooks, lanes, merges, updates. Pure; on arrays (setups, ranks).
+
+Python's part is told in *operators*: what the host takes for one (`Device.overhead`), so that a faster processor is
+faster at it, too. Counts are measured with models so small that nothing else is left, and rounded. Where each of them
+comes from:
+
+    microbatch   every block's hooks seed its randomness and check what leaves it; a stage plays its part of a row and
+                 keeps gradients apart by lane; sliced operators go through DTensor
+    lane         gradients of microbatches and lanes are added one after the other: m − 1 sums on each worker
+    exchange     tied weights: lane by lane from the last stage to the first
+                 data: everybody adds up a share in memory that all have, and writes it to all
+                 zero=1: as data, then each spreads the rows it has updated
+                 zero=2: each lane's gradients go to the owners of their rows, weights come back after the update
+                 zero=3: the same, and weights come before each block runs, forward and backward
+    step         rows of figures to each other, the meeting, the commit, the journal
+    cores        workers that share them take turns: a step takes no less than all work over all cores
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.planner.cluster import Device, Tier
+from shoal.planner.cost.comm import ALL_REDUCE, HALF, collective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chores:
+    """Operators' worth of the host, unless it says bytes."""
+
+    block: float = 10.0  # for each block and microbatch
+    stage: float = 110.0  # for each microbatch on a stage of several
+    slice: float = 3.5  # for each operator of a model whose operators are sliced
+    step: float = 45.0  # for each step
+    call: float = 16.0  # for each collective, on each worker
+    moved: float = 5.0  # for each tensor that is packed, sent and unpacked
+    spread: float = 1.5  # the same in one pack with others
+    clip: float = 1.2  # for each tensor of which the norm is taken
+    sum_bytes: float = 12.0  # that adding up two gradients reads and writes, for each parameter
+    copy_bytes: float = 32.0  # that packing, passing on and unpacking rows reads and writes
+    clip_bytes: float = 20.0
+    kept: float = 4e-3  # seconds that a process keeps a core while another waits for it: the kernel's time slice
+    plain_update: float = 0.2  # of the optimizer's bytes: what an optimizer without state (SGD) moves; Adam: all
+
+    def microbatch(self, tensor: np.ndarray, blocks: np.ndarray, starts: np.ndarray, ranks: int) -> np.ndarray:
+        """`starts`: operators of one microbatch by rank."""
+        sliced = np.where(tensor > 1, self.slice, 0.0)[:, None]
+        found: np.ndarray = self.block * blocks[None, :] + (self.stage if ranks > 1 else 0.0) + sliced * starts
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a step asks of each worker; arrays are by setup, or by (setup, rank)."""
+
+    data: np.ndarray
+    zero: np.ndarray
+    workers: np.ndarray  # in all
+    m: np.ndarray  # microbatches of the busiest replica
+    lanes: np.ndarray
+    parameters: np.ndarray  # by rank
+    tensors: np.ndarray  # by rank
+    blocks: np.ndarray  # of each rank
+    weight_bytes: float
+    gradient_bytes: float
+    state_bytes: float
+    clips: bool
+    tied: np.ndarray  # seconds that the gradient of weights that two stages share takes from one to the other
+
+    @property
+    def own_lanes(self) -> np.ndarray:
+        """Of the busiest replica."""
+        found: np.ndarray = np.ceil(self.lanes / self.data)
+        return found
+
+
+def sums(chores: Chores, load: Load, device: Device) -> np.ndarray:
+    """Seconds of adding up gradients: of a lane's microbatches, and of lanes."""
+    whole, rows = (load.m - 1)[:, None], (load.m - load.own_lanes)[:, None]
+    cut = (load.zero >= 2) & (load.data > 1)
+    owned = ((load.lanes - 1) / load.data)[:, None]
+    times = np.where(cut[:, None], rows + owned, whole)
+    seconds: np.ndarray = times * load.parameters * chores.sum_bytes / _bandwidth(device)
+    return seconds
+
+
+def update(chores: Chores, load: Load, device: Device, num_bytes: float, operators: float) -> np.ndarray:
+    """Seconds of the optimizer; `num_bytes` and `operators` are Adam's, for each parameter and each tensor."""
+    share = chores.plain_update + (1 - chores.plain_update) * min(1.0, load.state_bytes / 8)
+    cut, rows = np.where(load.zero >= 1, load.data, 1.0)[:, None], np.where(load.zero >= 2, load.data, 1.0)[:, None]
+    size = num_bytes * share * load.parameters / cut
+    started = operators * share * load.tensors
+    if load.clips:
+        size = size + chores.clip_bytes * load.parameters / rows
+        started = started + chores.clip * load.tensors
+    seconds: np.ndarray = size / _bandwidth(device) + started * device.overhead
+    return seconds
+
+
+def exchange(chores: Chores, load: Load, device: Device, tiers: Sequence[Tier], stride: np.ndarray) -> np.ndarray:
+    """Seconds until every worker has what its weights are to be next."""
+    data, stride = load.data[:, None], stride[:, None]
+    gradients, weights = load.parameters * load.gradient_bytes, load.parameters * load.weight_bytes
+    if not tiers:
+        return np.zeros(load.parameters.shape)
+    merge = collective(tiers, data, stride, gradients, ALL_REDUCE)
+    scatter = collective(tiers, data, stride, gradients, HALF) + chores.copy_bytes * load.parameters / _bandwidth(
+        device
+    )
+    gather = collective(tiers, data, stride, weights, HALF) + chores.copy_bytes * load.parameters / _bandwidth(device)
+    calls = (chores.moved * load.tensors + chores.call * load.blocks[None, :]) * device.overhead
+    rounds, passes = load.own_lanes[:, None], load.m[:, None]
+    by_level = (
+        merge,
+        merge + gather + chores.spread * load.tensors * device.overhead,
+        rounds * (scatter + calls) + gather + calls,
+        rounds * (scatter + calls) + 2 * passes * (gather + calls),
+    )
+    found: np.ndarray = np.select([load.zero[:, None] == level for level in range(4)], by_level)
+    # Of tied weights every lane's gradient goes to the first stage that has them, and their sum comes back.
+    total: np.ndarray = np.where(data > 1, found, 0.0) + (load.tied * (load.own_lanes + 1))[:, None]
+    return total
+
+
+def step(chores: Chores, load: Load, device: Device) -> np.ndarray:
+    """Seconds of the host for a step, whatever is in it: three collectives say what there is, and that all have it."""
+    seconds: np.ndarray = (chores.step + np.where(load.workers > 1, 3 * chores.call, 0.0)) * device.overhead
+    return seconds
+
+
+def turns(load: Load, path: np.ndarray, busy: np.ndarray, cores: int) -> np.ndarray:
+    """Times as long a step takes because workers share cores: `path` seconds if each had its own, and `busy` seconds
+    of work of each rank of the busiest replica."""
+    even = load.lanes / (load.data * load.own_lanes)  # replicas with fewer lanes do less
+    slices = load.workers / load.data / busy.shape[1]
+    work = busy.sum(axis=1) * load.data * slices * even
+    found: np.ndarray = np.maximum(1.0, work / (cores * path))
+    return found
+
+
+def queueing(chores: Chores, load: Load, cores: int) -> np.ndarray:
+    """Seconds that meetings and messages take longer where whoever is waited for may be waiting for a core."""
+    ranks = load.parameters.shape[1]
+    messages = np.where(ranks > 1, 2 * load.m, 0.0)
+    blocks = load.blocks.max() * np.select([load.zero == 2, load.zero == 3], [load.own_lanes + 1, 3 * load.m], 0.0)
+    found: np.ndarray = (3 + messages + blocks) * chores.kept * np.maximum(0.0, 1 - cores / load.workers)
+    return found
+
+
+def _bandwidth(device: Device) -> float:
+    return device.memory_bandwidth * device.stream

@@ -1,0 +1,91 @@
+"""Many setups as columns: a row is a `Setup`, a column an array. What predictions of 100,000 at once are made from."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+
+from shoal.parallel.pipeline_schedule import NAMES as SCHEDULES
+from shoal.planner.cost.setup import EXCHANGES, MODES, RECOMPUTE, Setup
+
+# Columns of words hold their places in these.
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "recompute": RECOMPUTE,
+    "exchange": EXCHANGES,
+    "mode": MODES,
+}
+FIELDS = tuple(each.name for each in fields(Setup))
+DEFAULTS = {each.name: each.default for each in fields(Setup)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setups(Sequence[Setup]):
+    """`columns` by the fields of a Setup; lanes are 0 where a setup has none."""
+
+    columns: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, setups: Sequence[Setup]) -> "Setups":
+        if isinstance(setups, Setups):
+            return setups
+        return cls.from_columns({name: [_number(name, getattr(each, name)) for each in setups] for name in FIELDS})
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> "Setups":
+        """What is not given has its default everywhere."""
+        count = len(next(iter(columns.values())))
+        whole = {name: np.full(count, _number(name, DEFAULTS[name])) for name in FIELDS if name not in columns}
+        return cls(columns={name: np.asarray(whole.get(name, columns.get(name)), dtype=np.int64) for name in FIELDS})
+
+    def __len__(self) -> int:
+        return len(self.columns["data"])
+
+    @overload
+    def __getitem__(self, at: int) -> Setup: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Setups": ...
+    def __getitem__(self, at: int | slice) -> "Setup | Setups":
+        if isinstance(at, slice):
+            return self.take(np.arange(len(self))[at])
+        return Setup(**{name: _value(name, int(column[at])) for name, column in self.columns.items()})
+
+    def __iter__(self) -> Iterator[Setup]:
+        return (self[at] for at in range(len(self)))
+
+    def take(self, rows: "np.ndarray | Sequence[int]") -> "Setups":
+        """Of these rows: numbers, or a mask."""
+        return Setups(columns={name: column[rows] for name, column in self.columns.items()})
+
+    def is_word(self, name: str, word: str) -> np.ndarray:
+        """Where a column of words has this one."""
+        found: np.ndarray = self.columns[name] == WORDS[name].index(word)
+        return found
+
+    @property
+    def devices(self) -> np.ndarray:
+        product: np.ndarray = self.columns["data"] * self.columns["pipeline"] * self.columns["tensor"]
+        return product
+
+    @cached_property
+    def microbatches(self) -> np.ndarray:
+        """As in Setup."""
+        batch, data, size, lanes = (self.columns[name] for name in ("batch", "data", "microbatch", "lanes"))
+        free = np.maximum(1, -(-batch // (data * size)))
+        per_lane = np.maximum(1, batch // (np.maximum(lanes, 1) * size))
+        found: np.ndarray = np.where(lanes > 0, -(-lanes // data) * per_lane, free)
+        return found
+
+
+def _number(name: str, value: Any) -> int:
+    return WORDS[name].index(value) if name in WORDS else int(value or 0)
+
+
+def _value(name: str, number: int) -> Any:
+    if name in WORDS:
+        return WORDS[name][number]
+    if name == "lanes":
+        return number or None
+    return bool(number) if name == "sequence_parallel" else number

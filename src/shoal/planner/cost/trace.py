@@ -1,0 +1,315 @@
+"""A model's work, operator by operator, from one pass over shapes: nothing is allocated.
+
+    forward    every operator with its FLOPs, the bytes that it reads and writes, and the segment in which it ran
+    kept       what autograd keeps for backward: each storage once, in the segment that kept it first
+    backward   every operator again; autograd's own numbers say which operator of forward it belongs to
+    alive      when each storage was made and freed, and so the most that is there at once
+
+A segment is a block and what the model's code did since the block before, as in a pipeline's row. Operators that only
+look at memory in another way (views) are left out. Tensors are fake: they hold nothing and say that they are on the
+CPU, so torch takes the ways that it takes there.
+"""
+
+import copy
+import logging
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shoal.errors import JobError
+from shoal.numerics.user_frames import own_line
+from shoal.parallel.blocks import Blocks
+from shoal.planner.cost.op_recorder import PRODUCTS, Cut, Done, Recorder
+from shoal.planner.cost.workload import Block, Op
+
+ONE_TO_ONE = ("add", "add_", "_to_copy", "copy_", "clone", "mul", "mul_", "div")
+LONGEST = 160  # letters of an error that is quoted
+
+__all__ = ["Cut", "Traced", "fake_batch", "fake_mode", "needs_values", "stand_in", "trace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    blocks: tuple[Block, ...]
+    tied: float  # parameters that are counted in more than one block
+    dtype: str  # of most matrix products, as devices have it
+    notes: tuple[str, ...] = ()  # what could not be followed, in sentences
+
+
+# -- tensors without memory -------------------------------------------------------------------------------------------
+
+
+def fake_mode() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def stand_in(model: nn.Module, mode: Any) -> nn.Module:
+    """A copy whose tensors are fake; tied ones stay tied. `model` may be on meta."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = fake(value, mode)
+    return copy.deepcopy(model, memo)
+
+
+def fake_batch(batch: Any, mode: Any) -> Any:
+    return tree_map(lambda leaf: fake(leaf, mode) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def fake(tensor: Tensor, mode: Any) -> Tensor:
+    with mode:
+        found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(found, requires_grad=tensor.requires_grad)
+        return found.requires_grad_() if tensor.requires_grad and tensor.is_leaf else found
+
+
+# -- one pass ---------------------------------------------------------------------------------------------------------
+
+
+def trace(
+    model: nn.Module, blocks: Blocks, loss: Callable[[], Tensor], *, inputs: Any = (), cut: Cut | None = None
+) -> Traced:
+    """`loss`: calls the model with `inputs` and gives what is to be derived. Model and inputs are fake, or small enough
+    to be real; fake ones need their mode to be on."""
+    recorder = Recorder(model, cut or Cut())
+    recorder.inputs(inputs)
+    notes: list[str] = []
+    with recorder.watching(model, blocks), _quiet():
+        try:
+            with torch.enable_grad(), recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, _same):
+                found = loss()
+        except JobError:
+            raise
+        except Exception as error:
+            raise _refused(error, model) from error
+        recorder.forward_ends()
+        forward = len(recorder.done)
+        try:
+            with recorder:
+                found.backward()
+        except Exception as error:
+            notes.append(f"backward was not followed, and is taken as twice forward: {_told(error)}")
+            del recorder.done[forward:]
+            recorder.done += [_as_backward(each) for each in recorder.done for _ in range(2)]
+        del found
+    dtype = "bf16" if any(each.itemsize == 2 for each, _ in recorder.dtypes.most_common(1)) else "fp32"
+    return Traced(blocks=_blocks(recorder), tied=_tied(recorder), dtype=dtype, notes=tuple(notes))
+
+
+def needs_values(error: BaseException) -> bool:
+    """Whether somebody asked a tensor without memory what it holds."""
+    from torch._subclasses import fake_tensor
+
+    kinds = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+    )
+    words = ("faketensor", "fake tensor", "meta tensor", "meta device")
+    return isinstance(error, kinds) or any(word in str(error).lower() for word in words)
+
+
+def _refused(error: Exception, model: nn.Module) -> JobError:
+    where = [*_module_of(error, model), *own_line(error)]
+    if not needs_values(error):  # a mistake that any input would show
+        return JobError(f"the model fails: {_told(error)}", where=where)
+    return JobError(
+        f"the model cannot be traced: it does what needs values, not only shapes: {_told(error)}",
+        where=where,
+        fix="a forward whose steps and shapes follow from the shapes of its inputs (torch.where for a choice by value)",
+    )
+
+
+def _module_of(error: Exception, model: nn.Module) -> list[str]:
+    """The innermost module in whose forward it happened."""
+    names = {module: name for name, module in model.named_modules()}
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [each for each in owners if isinstance(each, nn.Module) and names.get(each)]
+    return [f"in {names[inside[-1]]} ({type(inside[-1]).__name__})"] if inside else []
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs a traceback of what is raised here anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _told(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0]
+    text = text if len(text) <= LONGEST else text[:LONGEST].rsplit(" ", 1)[0] + " …"
+    return f"{type(error).__name__}: {text}"
+
+
+def _same(packed: Tensor) -> Tensor:
+    return packed
+
+
+def _as_backward(done: Done) -> Done:
+    return replace(done, backward=True)
+
+
+# -- what it comes to -------------------------------------------------------------------------------------------------
+
+
+def _blocks(recorder: Recorder) -> tuple[Block, ...]:
+    """Equal ones are one object."""
+    for number, named in recorder.parameters.items():
+        recorder.users.setdefault(number, {_by_name(recorder.names, named[0][0])})  # nothing uses it
+    gradients = recorder.gradients()
+    fixed = _fixed(recorder, gradients)
+    core = _core(recorder)
+    working, crossing = _working(recorder, gradients), _crossing(recorder)
+    equal: dict[Block, list[str]] = {}  # without numbers in its name -> names
+    order: list[Block] = []
+    for segment, name in enumerate(recorder.names):
+        entering = crossing[segment - 1] if segment else _inputs(recorder)
+        block = _block(recorder, segment, fixed, core)
+        block = replace(block, working=working[segment], output=crossing[segment], saved_input=entering)
+        key = replace(block, name=re.sub(r"\d+", "*", name))
+        equal.setdefault(key, []).append(name)
+        order.append(key)
+    found = {key: replace(key, name=_one_name(key.name, names)) for key, names in equal.items()}
+    return tuple(found[key] for key in order)
+
+
+def _one_name(pattern: str, names: Sequence[str]) -> str:
+    """`layers.1–3` for layers.1, layers.2 and layers.3."""
+    if len(names) == 1 or pattern.count("*") != 1:
+        return names[0] if len(names) == 1 else pattern
+    numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return pattern.replace("*", f"{numbers[0]}–{numbers[-1]}" if whole else ",".join(map(str, numbers)))
+
+
+def _block(recorder: Recorder, segment: int, fixed: set[int], core: set[int]) -> Block:
+    ops = Counter(
+        _op(each, fixed, number in core) for number, each in enumerate(recorder.done) if each.segment == segment
+    )
+    own = [recorder.parameters[number][0] for number, users in recorder.users.items() if segment in users]
+    nodes = {each.node for number, each in enumerate(recorder.done) if number in core and not each.backward}
+    kept = [
+        (recorder.memory[number].size, number, each)
+        for number, each in recorder.kept.items()
+        if each.segment == segment
+    ]
+    sums = [size for place, size in recorder.sums if place == segment]
+    return Block(
+        name=recorder.names[segment],
+        ops=tuple(op._replace(times=float(times)) for op, times in ops.items()),
+        parameters=float(sum(each.numel() for _, each in own)),
+        sliced=float(sum(each.numel() for known, each in own if known in recorder.cut.parameters)),
+        tensors=len(own),
+        saved=float(sum(size for size, _, _ in kept)),
+        saved_sliced=float(sum(size for size, _, each in kept if each.sliced)),
+        saved_core=float(sum(size for size, _, each in kept if each.sliced and each.node in nodes)),
+        saved_fixed=float(sum(size for size, number, _ in kept if number in fixed)),
+        reduced=sum(sums) / len(sums) if sums else 0.0,
+        reductions=len(sums) / 2,
+    )
+
+
+def _op(done: Done, fixed: set[int], core: bool) -> Op:
+    moved = [*done.reads, *done.writes]
+    return Op(
+        name=done.name,
+        flops=done.flops,
+        bytes=float(sum(size for _, size in moved)),
+        fixed=float(sum(size for number, size in moved if number in fixed)),
+        backward=done.backward,
+        sliced=done.sliced,
+        core=core,
+    )
+
+
+def _tied(recorder: Recorder) -> float:
+    return float(
+        sum((len(users) - 1) * recorder.parameters[number][0][1].numel() for number, users in recorder.users.items())
+    )
+
+
+def _by_name(names: Sequence[str], parameter: str) -> int:
+    return next((number for number, name in enumerate(names) if parameter.startswith(f"{name}.")), 0)
+
+
+def _fixed(recorder: Recorder, gradients: set[int]) -> set[int]:
+    """Storages whose size does not follow from the number of samples: parameters, buffers, what is made of them alone
+    (weights in another dtype), gradients, and what those are made of one to one."""
+    fixed = recorder.fixed | gradients
+    for done in reversed(recorder.done):
+        if done.backward and done.name in ONE_TO_ONE and all(number in fixed for number, _ in done.writes):
+            fixed |= {number for number, _ in done.reads}
+    return fixed
+
+
+def _core(recorder: Recorder) -> set[int]:
+    """Places of the operators of attention's core: from the product before a softmax to the one after it, or all in
+    one."""
+    found: set[int] = set()
+    for place, done in enumerate(recorder.done):
+        if not done.core:
+            continue
+        found.add(place)
+        if "softmax" in done.name:
+            for step in (-1, 1):
+                near = range(place + step, place + step * 12, step)
+                stop = next(
+                    (at for at in near if 0 <= at < len(recorder.done) and _is_near(recorder.done[at], done)), None
+                )
+                found |= set() if stop is None else set(range(min(place, stop), max(place, stop) + 1))
+    return found
+
+
+def _is_near(other: Done, softmax: Done) -> bool:
+    return other.name in PRODUCTS and (other.segment, other.backward) == (softmax.segment, softmax.backward)
+
+
+def _working(recorder: Recorder, gradients: set[int]) -> list[float]:
+    """By segment: the most that is alive while it is at work, besides what it and those before it have saved."""
+    change: Counter[int] = Counter()
+    for number, memory in enumerate(recorder.memory):
+        held = memory.kind in ("parameter", "buffer") or number in gradients
+        if not held and (memory.kind != "input" or number in recorder.kept):
+            change[memory.born] += memory.size
+            change[(recorder.clock if memory.died is None else memory.died) + 1] -= memory.size
+    saved = [0.0] * len(recorder.names)
+    for number, kept in recorder.kept.items():
+        saved[kept.segment] += recorder.memory[number].size
+    most, alive, clock = [0.0] * len(saved), 0, -1
+    for done in recorder.done:
+        for now in range(clock + 1, done.clock + 1):
+            alive += change[now]
+        clock = max(clock, done.clock)
+        most[done.segment] = max(most[done.segment], alive - sum(saved[: done.segment + 1]))
+    return most
+
+
+def _crossing(recorder: Recorder) -> list[float]:
+    """By segment: bytes that later ones need of it and of those before."""
+    found = [0.0] * len(recorder.names)
+    for memory in recorder.memory:
+        if not memory.kind:
+            for segment in range(memory.segment, memory.used):
+                found[segment] += memory.size
+    return found
+
+
+def _inputs(recorder: Recorder) -> float:
+    return float(sum(memory.size for memory in recorder.memory if memory.kind == "input" and memory.used >= 0))

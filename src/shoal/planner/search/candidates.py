@@ -1,0 +1,235 @@
+"""Every way to spread a job over a number of devices, as columns of numbers. Pure.
+
+A *space* says what may be tried. A shape may be cut in any way that divides it. A job fixes its arithmetic: batch,
+lanes and microbatches stay as they are, so replicas are at most the lanes, and only placement is left to choose.
+
+    outer   tensor × pipeline × data × microbatch × schedule × chunks     what divides what is looked at one by one
+    inner   zero × recompute × sequence × exchange                       the same for all of them: an outer product
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+
+from shoal.errors import InputError
+from shoal.parallel.pipeline_schedule import ONE_STAGE, V_SHAPED, fits
+from shoal.planner.cluster import Cluster
+from shoal.planner.cost.setup import EXCHANGES, MODES, RECOMPUTE
+from shoal.planner.cost.setup_table import WORDS, Setups
+from shoal.planner.cost.workload import Work
+
+MOST_SAMPLES = 64  # of a shape's microbatch
+MOST_CHUNKS = 8
+# From the simplest on: who is equal otherwise is ranked by it.
+SIMPLEST = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipe")
+EXACT, TOLERANCE, INEXACT = MARKS = ("exact", "within tolerance", "not exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What may be tried."""
+
+    devices: tuple[int, ...]  # in all; each of these
+    batch: int
+    layers: int  # of a shape: stages have equally many. Of a job: blocks, at least one for a stage
+    tensors: tuple[int, ...] = (1,)  # slices
+    pipelines: tuple[int, ...] | None = None  # None: all that divide
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[str, ...] = RECOMPUTE
+    schedules: tuple[str, ...] = SIMPLEST
+    sequence: tuple[bool, ...] = (False, True)  # what is not sliced is cut along the sequence
+    servers: tuple[int, ...] = ()  # numbers of parameter servers; none: collectives alone
+    modes: tuple[str, ...] = ("sync",)
+    microbatch: tuple[int, ...] | None = None  # samples; None: all that divide
+    lanes: int | None = None  # of a job
+    microbatches: int | None = None  # of a job's lane
+
+    def __post_init__(self) -> None:
+        if self.lanes is not None and self.batch % (self.lanes * (self.microbatches or 1)):
+            raise InputError(f"a batch of {self.batch} cannot be cut into {self.lanes} lanes of {self.microbatches}")
+
+
+def space_of(
+    work: Work, cluster: Cluster, *, batch: int | None = None, heads: int | None = None, workers: int | None = None
+) -> Space:
+    """All that may be tried with this work on this cluster. `heads`: those of a shape, which slices divide."""
+    devices = sum(host.devices for host in cluster.hosts)
+    if workers is not None and not 1 <= workers <= devices:
+        raise InputError(f"{workers} workers, and the cluster has {devices} devices", fix=f"--workers {devices}")
+    widest = max(16, *(host.devices for host in cluster.hosts))
+    sliced = any(block.sliced or block.reductions for block in work.blocks)
+    slices = [n for n in divisors(heads) if n <= widest] if heads else [n for n in (1, 2, 4, 8, 16) if n <= widest]
+    tensors = tuple(slices) if sliced else (1,)
+    hosts = len(cluster.hosts)
+    servers = tuple(sorted({1, hosts, workers or devices}))
+    if work.lanes is None:
+        size = work.batch if batch is None else batch
+        if size is None:
+            raise InputError("how large is a step's batch?", fix="--batch 1536")
+        return Space(devices=(workers or devices,), batch=size, layers=_layers(work), tensors=tensors, servers=servers)
+    if work.batch is None or work.microbatches is None:
+        raise InputError(f"{work.name} has lanes, but no batch or microbatches")
+    return Space(
+        devices=(workers,) if workers is not None else numbers(devices),
+        batch=work.batch,
+        layers=len(work.blocks),
+        tensors=tensors,
+        recompute=("none", "full"),  # as the runtime has it
+        sequence=(False,),
+        servers=servers,
+        lanes=work.lanes,
+        microbatches=work.microbatches,
+    )
+
+
+def candidates(space: Space) -> Setups:
+    """In a fixed order: the same space gives the same rows."""
+    outer = np.array([each for devices in space.devices for each in _outer(space, devices)], dtype=np.int64)
+    outer = outer.reshape(-1, 6)
+    inner = np.array(list(_inner(space)), dtype=np.int64)
+    count, width = len(outer), len(inner)
+    names = ("data", "pipeline", "tensor", "microbatch", "schedule", "chunks")
+    columns = {name: np.repeat(outer[:, at], width) for at, name in enumerate(names)}
+    more = ("zero", "recompute", "sequence_parallel", "exchange", "servers", "mode")
+    columns |= {name: np.tile(inner[:, at], count) for at, name in enumerate(more)}
+    columns["batch"] = np.full(count * width, space.batch)
+    columns["lanes"] = np.full(count * width, space.lanes or 0)
+    made = Setups.from_columns(columns)
+    return made.take(_sensible(made))
+
+
+def _outer(space: Space, devices: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+    for tensor in (n for n in space.tensors if devices % n == 0):
+        for pipeline in divisors(devices // tensor):
+            data = devices // tensor // pipeline
+            if pipeline > space.layers or (space.pipelines is not None and pipeline not in space.pipelines):
+                continue
+            for size, microbatches in _microbatches(space, data):
+                for schedule, chunks in _orders(space, pipeline, microbatches):
+                    yield data, pipeline, tensor, size, WORDS["schedule"].index(schedule), chunks
+
+
+def _microbatches(space: Space, data: int) -> Iterator[tuple[int, int]]:
+    """Samples of one, and how many go through the replica that has fewest."""
+    if space.lanes is not None:
+        each = space.microbatches or 1
+        if data <= space.lanes:
+            yield space.batch // (space.lanes * each), space.lanes // data * each
+        return
+    if space.batch % data == 0:
+        whole = space.batch // data
+        for size in divisors(whole):
+            if size <= MOST_SAMPLES and (space.microbatch is None or size in space.microbatch):
+                yield size, whole // size
+
+
+def _orders(space: Space, pipeline: int, microbatches: int) -> Iterator[tuple[str, int]]:
+    """Schedules, each with its chunks."""
+    if pipeline == 1:
+        yield "1f1b", 1
+        return
+    for name in space.schedules:
+        many = (1,) if name in ONE_STAGE else (2,) if name in V_SHAPED else range(1, MOST_CHUNKS + 1)
+        for chunks in many:
+            stages = pipeline * chunks
+            cut = space.layers % stages == 0 if space.lanes is None else stages <= space.layers
+            if cut and fits(name, ranks=pipeline, microbatches=microbatches, chunks=chunks):
+                yield name, chunks
+
+
+def _inner(space: Space) -> Iterator[tuple[int, int, int, int, int, int]]:
+    sync = MODES.index("sync")
+    for zero, recompute, sequence in product(space.zeros, space.recompute, space.sequence):
+        yield zero, RECOMPUTE.index(recompute), int(sequence), EXCHANGES.index("collectives"), 0, sync
+    for recompute, servers, mode in product(space.recompute, space.servers, space.modes):
+        yield 0, RECOMPUTE.index(recompute), 0, EXCHANGES.index("servers"), servers, MODES.index(mode)
+
+
+def _sensible(made: Setups) -> np.ndarray:
+    """States are cut among replicas, a sequence among slices; servers serve replicas that are one worker each."""
+    data, pipeline, tensor = (made.columns[name] for name in ("data", "pipeline", "tensor"))
+    zero, sequence = made.columns["zero"], made.columns["sequence_parallel"]
+    served = made.is_word("exchange", "servers")
+    keep = ((zero == 0) | (data > 1)) & ((sequence == 0) | (tensor > 1))
+    keep &= ~served | ((data > 1) & (pipeline * tensor == 1) & (made.columns["servers"] <= data))
+    # Gradients that are cut travel with every microbatch of a pipeline: nobody does that. A job's layout refuses
+    # weights that are cut, too (parallel/layout.py).
+    keep &= (zero != 2) | (pipeline == 1)
+    if made.columns["lanes"].any():
+        keep &= (zero < 2) | (pipeline == 1)
+    found: np.ndarray = keep
+    return found
+
+
+# -- what is said of them ---------------------------------------------------------------------------------------------
+
+
+def marks(made: Setups) -> np.ndarray:
+    """Places in MARKS: the same bits on any cluster, equal up to rounding, or another training."""
+    changed = made.is_word("exchange", "servers") & ~made.is_word("mode", "sync")
+    found: np.ndarray = np.where(changed, 2, (made.columns["tensor"] > 1).astype(np.int64))
+    return found
+
+
+def runnable(made: Setups) -> np.ndarray:
+    """Whether this runtime has it: recomputation is of whole blocks, and with servers a worker has the whole model."""
+    whole = made.devices == made.columns["data"]
+    found: np.ndarray = (
+        (made.is_word("exchange", "collectives") | (whole & (made.columns["zero"] == 0)))
+        & ~made.is_word("recompute", "selective")
+        & (made.columns["sequence_parallel"] == 0)
+        & ((made.columns["zero"] < 2) | (made.columns["pipeline"] == 1))
+    )
+    return found
+
+
+def simplicity(made: Setups) -> list[np.ndarray]:
+    """Keys to sort by, the first decides first: fewer cuts, then what has less to it."""
+    columns = made.columns
+    cuts = sum((columns[name] > 1).astype(np.int64) for name in ("pipeline", "tensor")) + (columns["zero"] > 0)
+    place = np.array([SIMPLEST.index(name) for name in WORDS["schedule"]])
+    return [
+        made.devices,
+        cuts,
+        columns["exchange"],
+        columns["zero"],
+        columns["tensor"],
+        columns["pipeline"],
+        columns["recompute"],
+        columns["sequence_parallel"],
+        columns["chunks"],
+        place[columns["schedule"]],
+        columns["microbatch"],
+        columns["servers"],
+        columns["mode"],
+    ]
+
+
+def without_inexact(space: Space) -> Space:
+    """Only what gives one sha256 on any cluster."""
+    return replace(space, tensors=(1,), modes=("sync",), servers=())
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return tuple(low + [number // n for n in reversed(low) if n * n != number])
+
+
+def numbers(devices: int) -> tuple[int, ...]:
+    """Numbers of workers worth a try: all, and powers of two below; of a few, each."""
+    if devices <= 8:
+        return tuple(range(1, devices + 1))
+    return tuple(sorted({devices, *(1 << n for n in range(devices.bit_length()) if 1 << n <= devices)}))
+
+
+def _layers(work: Work) -> int:
+    """Equal blocks are one object many times."""
+    return max(Counter(map(id, work.blocks)).values())

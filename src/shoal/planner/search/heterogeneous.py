@@ -1,0 +1,156 @@
+"""Devices that are not alike: unequal shares of the lanes, and stages as large as their devices are fast. Pure.
+
+    replica  stage  speed      weights of stages: what their devices can, over all replicas
+       0     0 1    2 2        shares of lanes: what is left of a replica's speed with those stages
+       1     0 1    2 1
+
+Everything is first predicted as if all devices were of one kind, for each kind; what is here puts these together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from shoal.errors import InputError
+from shoal.numerics.lanes import deal
+from shoal.planner.cluster import Cluster, Device
+from shoal.planner.cost.predict import Predictions, predict_many
+from shoal.planner.cost.prediction import TERMS
+from shoal.planner.cost.runtime import MEGATRON, SHOAL, Runtime
+from shoal.planner.cost.setup import Setup
+from shoal.planner.cost.setup_table import Setups
+from shoal.planner.cost.workload import Work
+
+SHARED = ("compute", "recompute", "tensor", "bubble")  # terms that a share of the lanes makes smaller
+COARSE = 3  # digits of a speed that lanes are dealt by
+MOST_LANES = 32  # dealt so that few partial sums travel, too; more would take long
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How one setup meets unequal devices."""
+
+    counts: tuple[int, ...]  # lanes of each replica; of a shape microbatches
+    weights: tuple[float, ...]  # of the stages; all 1 where devices are alike
+    busy: float  # seconds of the replica that is busy longest, over those of devices that are all of the first kind
+    largest: float  # of the stages, over one of equal stages
+
+    @property
+    def shares(self) -> str | None:
+        """As `--shares` has it; None: as even as they can be."""
+        return None if max(self.counts) - min(self.counts) <= 1 else ",".join(map(str, self.counts))
+
+    @property
+    def stages(self) -> tuple[float, ...]:
+        """Weights of a pipeline's stages; none: equal."""
+        return () if len(set(self.weights)) == 1 else self.weights
+
+
+def kinds(cluster: Cluster) -> tuple[Device, ...]:
+    """Of devices, each once, in the order of hosts."""
+    found: dict[str, Device] = {}
+    for host in cluster.hosts:
+        if host.device is None:
+            raise InputError(
+                f"the cluster does not say what devices host {host.name} has",
+                fix="a preset (shoal cluster show), or [devices] in the file",
+            )
+        found.setdefault(host.device.name, host.device)
+    return tuple(found.values())
+
+
+def ranks(cluster: Cluster) -> tuple[Device, ...]:
+    """The device of each worker, host by host."""
+    return tuple(host.device for host in cluster.hosts for _ in range(host.devices) if host.device is not None)
+
+
+def uniform(cluster: Cluster, device: Device) -> Cluster:
+    """The same with devices that are all of one kind."""
+    racks = (replace(rack, hosts=tuple(replace(host, device=device) for host in rack.hosts)) for rack in cluster.racks)
+    return replace(cluster, racks=tuple(racks))
+
+
+def predict_unequal(
+    work: Work, setups: Setups, cluster: Cluster, runtime: Runtime | None
+) -> tuple[Predictions, list[Spread]]:
+    """The slowest replica decides, with shares and stages that make it as fast as can be."""
+    each, runtime = kinds(cluster), runtime or (MEGATRON if work.lanes is None else SHOAL)
+    by_kind = [predict_many(work, setups, uniform(cluster, kind), runtime) for kind in each]
+    busy = np.stack([sum(one.terms[name] for name in SHARED) for one in by_kind])
+    order = [each.index(device) for device in ranks(cluster)]
+    # Speeds relative to the first kind, as coarse as dealing needs: equal questions are answered once.
+    speeds = np.maximum(busy[0] / np.maximum(busy, 1e-30), 0.1**COARSE).round(COARSE).T.tolist()
+    known: dict[tuple[_Question, tuple[float, ...]], Spread] = {}
+    spreads = []
+    for setup, relative in zip(setups, speeds, strict=True):
+        key = _Question.of(setup), tuple(relative)
+        if key not in known:
+            known[key] = _spread(key[0], [relative[kind] for kind in order[: setup.devices]], runtime.order)
+        spreads.append(known[key])
+    ratio, larger = (np.array([getattr(spread, name) for spread in spreads]) for name in ("busy", "largest"))
+    terms = {name: by_kind[0].terms[name] * ratio for name in SHARED}
+    terms |= {name: np.max([one.terms[name] for one in by_kind], axis=0) for name in TERMS if name not in SHARED}
+    peaks = np.stack([one.peak for one in by_kind])
+    worst, rows = peaks.argmax(axis=0), np.arange(len(setups))
+    found = Predictions(
+        seconds=np.where(np.isfinite(by_kind[0].seconds), np.sum(list(terms.values()), axis=0), np.inf),
+        terms=terms,
+        peak=peaks[worst, rows] * larger,  # at the most: as if all that a worker holds were its stage's
+        binds=np.stack([one.binds for one in by_kind])[worst, rows],
+        binds_bytes=np.stack([one.binds_bytes for one in by_kind])[worst, rows] * larger,
+    )
+    return found, spreads
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What of a setup a deal depends on."""
+
+    data: int
+    pipeline: int
+    tensor: int
+    pieces: int  # lanes, or microbatches of all replicas
+    even: bool  # gradients that are cut want equal shares
+
+    @classmethod
+    def of(cls, setup: Setup) -> "_Question":
+        pieces = setup.lanes or max(setup.data, setup.batch // setup.microbatch)
+        return cls(setup.data, setup.pipeline, setup.tensor, pieces, setup.zero >= 2)
+
+
+def _spread(question: _Question, speeds: Sequence[float], nearest: Sequence[str]) -> Spread:
+    """`nearest`: the axes, from that of neighbours to that of the farthest workers."""
+    data, pipeline = question.data, question.pipeline
+    farthest = list(reversed(nearest))
+    slices = np.array(speeds).reshape([getattr(question, axis) for axis in farthest])
+    slices = slices.transpose([farthest.index(axis) for axis in ("data", "pipeline", "tensor")])
+    stage = slices.min(axis=2)  # slices wait for each other
+    weights = stage.mean(axis=0)
+    weights = weights / weights.max()
+    # A stage has weight / sum of the model; of equal ones each has 1 / pipeline, and takes 1 at speed 1.
+    pace = (pipeline * weights / weights.sum() / stage).max(axis=1)  # of each replica, for one piece
+    if question.even:
+        counts = (-(-question.pieces // data),) * data
+    else:
+        counts = dealt(question.pieces, tuple(1.0 / pace))
+    busy = max(count * each for count, each in zip(counts, pace, strict=True)) / -(-question.pieces // data)
+    largest = pipeline * weights.max() / weights.sum()
+    rounded = tuple(float(f"{weight:.{COARSE}g}") for weight in weights)
+    return Spread(counts=counts, weights=rounded, busy=float(busy), largest=float(largest))
+
+
+def dealt(pieces: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """So many to each, at least one."""
+    if pieces <= MOST_LANES:
+        return tuple(stop - start for start, stop in deal(pieces, [float(speed) for speed in speeds]))
+    # One for each, and every other one to who is done first with one more: the slowest is as fast as can be.
+    counts = [1] * len(speeds)
+    heap = [(2 / speed, at) for at, speed in enumerate(speeds)]
+    heapify(heap)
+    for _ in range(pieces - len(speeds)):
+        at = heap[0][1]
+        counts[at] += 1
+        heapreplace(heap, ((counts[at] + 1) / speeds[at], at))
+    return tuple(counts)

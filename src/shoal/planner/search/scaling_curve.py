@@ -1,0 +1,116 @@
+"""Scaling curves: throughput over the number of devices, and the laws that fit it. Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shoal.errors import PlanError
+from shoal.planner.cluster import Cluster
+from shoal.planner.search.search import Candidate, Ranking
+from shoal.report.scaling_laws import usl_speedup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    hosts: int
+    devices: int  # that are there; the plan may use fewer
+    candidate: Candidate
+    speedup: float  # over the first point
+    efficiency: float  # speed-up over how many times as many devices there are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fits:
+    """What each law makes of it. Numbers of devices are counted in those of the first point."""
+
+    amdahl: float  # parallel part
+    gustafson: float
+    contention: float  # USL's σ
+    coherence: float  # USL's κ
+
+    def speedups(self, times: float) -> dict[str, float]:
+        """By law, with so many times the devices of the first point."""
+        return {
+            "Amdahl": 1.0 / ((1.0 - self.amdahl) + self.amdahl / times),
+            "Gustafson": (1.0 - self.gustafson) + self.gustafson * times,
+            "USL": usl_speedup(self.contention, self.coherence, times),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    points: tuple[Point, ...]
+    fits: Fits | None  # None: one point tells nothing
+    missing: tuple[tuple[int, str], ...] = ()  # hosts on which no plan fits, and why
+    weak: bool = False  # the batch grew with the devices
+
+
+def scaling(
+    rank: Callable[[Cluster, int], Ranking], clusters: Sequence[tuple[int, Cluster]], *, weak: bool = False
+) -> Curve:
+    """`rank` searches a cluster; its second argument is how many times the hosts of the first one it has."""
+    found: list[tuple[int, int, Candidate]] = []
+    missing: list[tuple[int, str]] = []
+    least = min(hosts for hosts, _ in clusters)
+    for hosts, cluster in sorted(clusters, key=lambda pair: pair[0]):
+        try:
+            best = rank(cluster, hosts // least if weak else 1).best
+        except PlanError as error:
+            missing.append((hosts, error.message))
+            continue
+        found.append((hosts, cluster.devices, best))
+    if not found:
+        raise PlanError(f"no plan fits on any of {len(clusters)} numbers of hosts: {missing[-1][1]}", fix="more hosts")
+    first_devices, first_rate = found[0][1], found[0][2].rate
+    points = tuple(
+        Point(
+            hosts=hosts,
+            devices=devices,
+            candidate=best,
+            speedup=best.rate / first_rate,
+            efficiency=best.rate / first_rate * first_devices / devices,
+        )
+        for hosts, devices, best in found
+    )
+    pairs = [(point.devices / first_devices, point.speedup) for point in points]
+    return Curve(points=points, fits=fit(pairs) if len(points) > 1 else None, missing=tuple(missing), weak=weak)
+
+
+# -- laws ---------------------------------------------------------------------------------------------------------
+
+
+def fit(pairs: Sequence[tuple[float, float]]) -> Fits:
+    """Least squares, each in the form in which the law is linear: (times as many devices, speed-up) from (1, 1) on."""
+    more = [(n, s) for n, s in pairs if n > 1]
+    if not more:
+        raise ValueError("a law is fitted to more than one number of devices")
+    contention, coherence = fit_usl(more)
+    return Fits(amdahl=fit_amdahl(more), gustafson=fit_gustafson(more), contention=contention, coherence=coherence)
+
+
+def fit_amdahl(pairs: Sequence[tuple[float, float]]) -> float:
+    """1 - 1/S = p (1 - 1/n)."""
+    top = sum((1 - 1 / s) * (1 - 1 / n) for n, s in pairs)
+    return min(1.0, max(0.0, top / sum((1 - 1 / n) ** 2 for n, _ in pairs)))
+
+
+def fit_gustafson(pairs: Sequence[tuple[float, float]]) -> float:
+    """S - 1 = p (n - 1); errors are relative to n, so that the last point does not decide alone."""
+    top = sum((s - 1) * (n - 1) / n**2 for n, s in pairs)
+    return min(1.0, max(0.0, top / sum((n - 1) ** 2 / n**2 for n, _ in pairs)))
+
+
+def fit_usl(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """n/S - 1 = σ (n - 1) + κ n (n - 1), neither below 0; errors relative to n."""
+    rows = [((n - 1) / n, n - 1, (n / s - 1) / n) for n, s in pairs]
+    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    ay, by = (sum(r[i] * r[2] for r in rows) for i in (0, 1))
+    whole = aa * bb - ab * ab
+    both = ((ay * bb - by * ab) / whole, (by * aa - ay * ab) / whole) if whole > 1e-12 * aa * bb else (-1.0, -1.0)
+    if both[0] >= 0 and both[1] >= 0:
+        return both
+    choices = [(max(0.0, ay / aa), 0.0), (0.0, max(0.0, by / bb))]
+
+    def error(choice: tuple[float, float]) -> float:
+        return sum((r[2] - choice[0] * r[0] - choice[1] * r[1]) ** 2 for r in rows)
+
+    return min(choices, key=error)

@@ -1,0 +1,404 @@
+"""The best ways to spread a job over a cluster: everything is predicted, what fits is kept, the fastest comes first.
+
+A ranking has three parts: what fits, best first; what fits but is another training (servers that do not wait), which is
+set aside; and what does not fit, with the part of its memory that is largest. The same question gets the same answer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from msgspec import structs
+
+from shoal.errors import PlanError
+from shoal.parallel.layout import Layout
+from shoal.parallel.plan import Plan, make_plan
+from shoal.planner.cluster import Cluster
+from shoal.planner.cost.predict import Predictions, predict, predict_many
+from shoal.planner.cost.prediction import HOLDS, TERMS, Prediction
+from shoal.planner.cost.runtime import Runtime
+from shoal.planner.cost.setup import Setup
+from shoal.planner.cost.setup_table import Setups
+from shoal.planner.cost.workload import Work
+from shoal.planner.search.candidates import (
+    INEXACT,
+    MARKS,
+    Space,
+    candidates,
+    marks,
+    runnable,
+    simplicity,
+    space_of,
+    without_inexact,
+)
+from shoal.planner.search.heterogeneous import Spread, kinds, predict_unequal, uniform
+
+OBJECTIVES = ("time", "cost")
+DIGITS = 9  # seconds that are equal to so many are equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to do it, with what it was predicted to take."""
+
+    setup: Setup
+    seconds: float  # of a step
+    terms: Mapping[str, float]  # they add up to it
+    peak: float  # bytes of the worker that needs most
+    binds: str  # of HOLDS: the largest part of that
+    binds_bytes: float
+    memory: float  # that a worker has
+    mark: str  # of MARKS
+    runnable: bool  # by this runtime
+    hosts: int  # in use
+    hourly: float | None = None  # price of those
+    currency: str = ""
+    shares: str | None = None  # of the lanes (a shape: microbatches), where devices are unequal
+    stages: tuple[float, ...] = ()  # weights of a pipeline's, where devices are unequal
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.setup.batch / self.seconds
+
+    @property
+    def cost(self) -> float | None:
+        """Of a step."""
+        return None if self.hourly is None else self.hourly * self.seconds / 3600
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    work: Work
+    cluster: Cluster
+    space: Space
+    setups: Setups
+    predictions: Predictions
+    spreads: Sequence[Spread]  # of unequal devices; none: all alike
+    runtime: Runtime | None
+    memory: float  # bytes of a device that are ours
+    order: np.ndarray  # rows that fit, best first
+    aside: np.ndarray  # rows that fit and are another training, best first
+    rejected: np.ndarray  # rows that do not fit, fastest first
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidate(int(self.order[0]))
+
+    def top(self, count: int) -> list[Candidate]:
+        return [self.candidate(int(row)) for row in self.order[:count]]
+
+    def candidate(self, row: int) -> Candidate:
+        setup, found = self.setups[row], self.predictions
+        hosts, hourly, currency = _price(self.cluster, setup.devices)
+        spread = self.spreads[row] if self.spreads else None
+        return Candidate(
+            setup=setup,
+            seconds=float(found.seconds[row]),
+            terms={name: float(found.terms[name][row]) for name in TERMS},
+            peak=float(found.peak[row]),
+            binds=HOLDS[int(found.binds[row])],
+            binds_bytes=float(found.binds_bytes[row]),
+            memory=self.memory,
+            mark=MARKS[int(self._marks[row])],
+            runnable=bool(self._runnable[row]),
+            hosts=hosts,
+            hourly=hourly,
+            currency=currency,
+            shares=None if spread is None else spread.shares,
+            stages=() if spread is None else spread.stages,
+        )
+
+    def whole(self, candidate: Candidate) -> Prediction:
+        """With its stages, as far as one kind of device tells: the slowest."""
+        slowest = min(kinds(self.cluster), key=lambda kind: kind.peak_of(self.work.dtype))
+        alike = self.cluster if not self.spreads else uniform(self.cluster, slowest)
+        return predict(self.work, candidate.setup, alike, self.runtime)
+
+    def plain(self) -> Candidate | None:
+        """Plain data parallel on as many devices as the best, whether it fits or not."""
+        columns = self.setups.columns
+        same = (columns["data"] == self.best.setup.devices) & (columns["zero"] == 0)
+        same &= self.setups.is_word("recompute", "none") & self.setups.is_word("exchange", "collectives")
+        rows = np.flatnonzero(same)
+        if not len(rows):
+            return None
+        fitting = [row for row in self.order if same[row]]
+        return self.candidate(int(fitting[0] if fitting else rows[np.argmin(self.predictions.seconds[rows])]))
+
+    def rejections(self) -> dict[str, tuple[int, Candidate]]:
+        """By the part of memory that binds: how many, and the fastest of them. Most first."""
+        found: dict[str, tuple[int, Candidate]] = {}
+        binds = self.predictions.binds[self.rejected]
+        for number in sorted(set(map(int, binds)), key=lambda each: (-int((binds == each).sum()), each)):
+            rows = self.rejected[binds == number]
+            found[HOLDS[number]] = (len(rows), self.candidate(int(rows[0])))
+        return found
+
+    @cached_property
+    def _marks(self) -> np.ndarray:
+        return marks(self.setups)
+
+    @cached_property
+    def _runnable(self) -> np.ndarray:
+        return runnable(self.setups)
+
+
+def search(
+    work: Work,
+    cluster: Cluster,
+    *,
+    space: Space | None = None,
+    memory: float | None = None,
+    runtime: Runtime | None = None,
+    inexact: bool = False,
+) -> Ranking:
+    """Ranks by predicted time. `memory`: bytes that a worker may use; `inexact`: servers that do not wait are ranked,
+    too."""
+    space = space_of(work, cluster) if space is None else space
+    setups = candidates(space)
+    if not len(setups):
+        raise _nothing(space)
+    alike = kinds(cluster)
+    spreads: Sequence[Spread] = ()
+    if len(alike) == 1:
+        predictions = predict_many(work, setups, cluster, runtime)
+    else:
+        predictions, spreads = predict_unequal(work, setups, cluster, runtime)
+    limit = float(min(device.memory - device.reserved for device in alike)) if memory is None else float(memory)
+    rows = _sorted(setups, predictions.seconds)
+    rows = rows[np.isfinite(predictions.seconds[rows])]  # more stages than blocks is no way to do it
+    if not len(rows):
+        raise _nothing(space)
+    fits = predictions.peak[rows] <= limit
+    other = marks(setups)[rows] == MARKS.index(INEXACT)
+    ranking = Ranking(
+        work=work,
+        cluster=cluster,
+        space=space,
+        setups=setups,
+        predictions=predictions,
+        spreads=spreads,
+        runtime=runtime,
+        memory=limit,
+        order=rows[fits & (~other | inexact)],
+        aside=rows[fits & other] if not inexact else rows[:0],
+        rejected=rows[~fits],
+    )
+    if not len(ranking.order):
+        raise _none_fits(ranking)
+    return ranking
+
+
+def _sorted(setups: Setups, seconds: np.ndarray) -> np.ndarray:
+    """By time; what takes the same time by how simple it is."""
+    scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.maximum(seconds, 1e-30))))
+    return np.lexsort([*reversed(simplicity(setups)), np.round(seconds * scale) / scale])
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def _nothing(space: Space) -> PlanError:
+    """No way to cut it at all: what would have to divide what."""
+    devices = " or ".join(map(str, space.devices[-3:]))
+    if space.lanes is not None:
+        return PlanError(
+            f"no layout gives work to {devices} workers: {space.lanes} lanes are at most {space.lanes} replicas,"
+            f" and {space.layers} blocks at most {space.layers} stages",
+            fix=f"--workers {min(space.lanes, space.devices[-1])}, or a job with more lanes (other bits)",
+        )
+    sizes = f"tensor is one of {', '.join(map(str, space.tensors))}, pipeline divides {space.layers} layers"
+    return PlanError(
+        f"no layout has {devices} devices: data divides the batch of {space.batch}, {sizes}",
+        fix="a batch, layers or a number of hosts that have more divisors in common",
+    )
+
+
+def _none_fits(ranking: Ranking) -> PlanError:
+    """The least that would do, and what binds."""
+    least = ranking.candidate(int(np.argmin(ranking.predictions.peak)))
+    stage, part = ranking.whole(least).binds
+    return PlanError(
+        f"no plan fits in {gigabytes(ranking.memory)}: of {len(ranking.setups):,} the least needs"
+        f" {gigabytes(least.peak)}, with --layout {described(least)}",
+        where=f"{part} of stage {stage}: {of_memory(least.binds_bytes, ranking.memory)}",
+        fix=f"devices with {gigabytes(least.peak)}, more of them, or a smaller batch or model",
+    )
+
+
+def gigabytes(size: float) -> str:
+    if size >= 1e12:
+        return f"{size / 1e12:.3g} TB"
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
+def of_memory(part: float, memory: float) -> str:
+    """41 of 80 GB; 18 MB of 80 GB."""
+    unit, factor = ("TB", 1e12) if memory >= 1e12 else ("GB", 1e9) if memory >= 1e9 else ("MB", 1e6)
+    if part < factor:
+        return f"{gigabytes(part)} of {memory / factor:.3g} {unit}"
+    return f"{part / factor:.3g} of {memory / factor:.3g} {unit}"
+
+
+def described(candidate: Candidate) -> str:
+    """A layout that can be pasted, and what else is chosen, in words."""
+    setup = candidate.setup
+    words = [f"--servers {setup.servers} --sync {setup.sync}" if setup.exchange == "servers" else ""]
+    words += [f"{setup.schedule}" + (f" of {setup.chunks} chunks" if setup.chunks > 1 else "")] * (setup.pipeline > 1)
+    words += [f"microbatch {setup.microbatch}"]
+    words += [f"{setup.recompute} recomputation"] * (setup.recompute != "none")
+    words += ["sequence parallel"] * setup.sequence_parallel
+    return f"{setup} ({', '.join(word for word in words if word)})"
+
+
+# -- money and time ---------------------------------------------------------------------------------------------------
+
+
+def _price(cluster: Cluster, devices: int) -> tuple[int, float | None, str]:
+    """Hosts that so many devices need, in order, and what those cost an hour, whole."""
+    hosts, hourly, currency = 0, 0.0, ""
+    known = True
+    for host in cluster.hosts:
+        if devices <= 0:
+            break
+        hosts += 1
+        devices -= host.devices
+        price = None if host.device is None else host.device.price
+        known = known and price is not None
+        hourly += host.devices * (price or 0.0)
+        currency = currency or ("" if host.device is None else host.device.currency)
+    return hosts, hourly if known else None, currency
+
+
+def first_hosts(cluster: Cluster, count: int) -> Cluster:
+    """The same cluster with its first hosts alone."""
+    if not 1 <= count <= len(cluster.hosts):
+        raise PlanError(f"{count} hosts of a cluster that has {len(cluster.hosts)}", fix=f"1 to {len(cluster.hosts)}")
+    racks, left = [], count
+    for rack in cluster.racks:
+        if left > 0:
+            racks.append(replace(rack, hosts=rack.hosts[:left]))
+            left -= len(rack.hosts)
+    return replace(cluster, racks=tuple(racks))
+
+
+def halves(hosts: int) -> tuple[int, ...]:
+    """1, 2, 4, … and all of them."""
+    return tuple(sorted({hosts, *(1 << n for n in range(hosts.bit_length()) if 1 << n <= hosts)}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """The cheapest that finish in time, cheapest first, and the rankings that they are from."""
+
+    chosen: tuple[tuple[Candidate, Ranking], ...]
+    looked_at: int
+    steps: int | None
+    deadline: float | None  # seconds
+
+
+def cheapest(
+    rank: Callable[[Cluster], Ranking],
+    cluster: Cluster,
+    *,
+    steps: int | None = None,
+    deadline: float | None = None,
+    each: int = 5,
+) -> Bill:
+    """The cheapest plan, of the whole cluster or of its first 1, 2, 4, … hosts. `rank` searches one of them."""
+    unpriced = [device.name for device in kinds(cluster) if device.price is None]
+    if unpriced:
+        raise PlanError(
+            f"the cluster has no price for {', '.join(unpriced)}: what is cheap cannot be said",
+            fix=f'[devices.{unpriced[0]}] price = "2.5 USD/h" in a cluster file, or --objective time',
+        )
+    if deadline is not None and steps is None:
+        raise PlanError("a deadline without a number of steps", fix="--steps 100000")
+    rankings, refused = _rankings(rank, cluster)
+    if not rankings:
+        raise refused[-1]
+    found = [(candidate, ranking) for ranking in rankings for candidate in ranking.top(each)]
+    fastest = min(found, key=lambda pair: pair[0].seconds)[0]
+    if deadline is not None and steps is not None:
+        found = [pair for pair in found if pair[0].seconds * steps <= deadline]
+        if not found:
+            raise PlanError(
+                f"no plan does {steps:,} steps in {span(deadline)}: the fastest takes {span(fastest.seconds * steps)},"
+                f" on {fastest.hosts} of {len(cluster.hosts)} hosts with --layout {described(fastest)}",
+                fix=f"--deadline {span(fastest.seconds * steps * 1.02).replace(' ', '')}, more hosts, or fewer steps",
+            )
+    found.sort(key=lambda pair: (pair[0].cost or 0.0, pair[0].seconds, pair[0].hosts))
+    looked = sum(len(ranking.setups) for ranking in rankings)
+    return Bill(chosen=tuple(found), looked_at=looked, steps=steps, deadline=deadline)
+
+
+def _rankings(rank: Callable[[Cluster], Ranking], cluster: Cluster) -> tuple[list[Ranking], list[PlanError]]:
+    found, refused = [], []
+    for count in halves(len(cluster.hosts)):
+        try:
+            found.append(rank(first_hosts(cluster, count)))
+        except PlanError as error:  # too little memory on so few, or nothing that divides
+            refused.append(error)
+    return found, refused
+
+
+def span(seconds: float) -> str:
+    """3.2 d, 5.1 h, 12 min or 40 s."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+# -- as a plan --------------------------------------------------------------------------------------------------------
+
+
+def ranking_to_plan(candidate: Candidate, *, threads: int = 1) -> Plan:
+    """What `shoal train --plan` replays."""
+    setup = candidate.setup
+    if setup.lanes is None:
+        raise PlanError("a shape has no lanes that a plan could deal", fix="shoal plan FILE: a job has")
+    if not candidate.runnable:
+        raise PlanError(f"this runtime cannot run {described(candidate)}", fix="one that the table does not mark")
+    layout = Layout(data=setup.data, pipeline=setup.pipeline, tensor=setup.tensor, zero=setup.zero)
+    plan = make_plan(
+        lanes=setup.lanes,
+        workers=layout.workers,
+        shares=None if setup.zero >= 2 else candidate.shares,
+        threads=threads,
+        exact=layout.exact and setup.sync in ("", "sync"),
+        layout=layout,
+        schedule=setup.schedule,
+        chunks=setup.chunks,
+        recompute=setup.recompute == "full",
+        stages=candidate.stages,
+    )
+    return plan if setup.exchange != "servers" else structs.replace(plan, servers=setup.servers, sync=setup.sync)
+
+
+def best_exact_plan(
+    work: Work,
+    cluster: Cluster,
+    *,
+    workers: int | None = None,
+    memory: float | None = None,
+    threads: int = 1,
+    runtime: Runtime | None = None,
+    refuses: Callable[[Plan], bool] = lambda plan: False,
+) -> tuple[Plan, Candidate, Ranking]:
+    """The fastest that gives the same bits, and that the runtime has. `refuses`: what else speaks against a plan."""
+    space = without_inexact(space_of(work, cluster, workers=workers))
+    ranking = search(work, cluster, space=space, memory=memory, runtime=runtime)
+    for row in ranking.order:
+        candidate = ranking.candidate(int(row))
+        if candidate.runnable:
+            plan = ranking_to_plan(candidate, threads=threads)
+            if not refuses(plan):
+                return plan, candidate, ranking
+    raise PlanError(f"none of {len(ranking.order):,} plans can be run", fix="--layout data=1")

@@ -1,0 +1,112 @@
+"""Which links lie between two devices of a cluster. Devices are numbered host by host, rack by rack.
+
+A link that its users cannot fill is left out of a way: where every device has a network card of its own, nothing is
+shared between it and the switch. What can be filled is a `Wire`, one for each direction.
+"""
+
+from bisect import bisect_right
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from shoal.planner.cluster import Cluster, Host, tiers
+from shoal.planner.cluster.tiers import UNSAID, Tier
+from shoal.planner.simulate.clock import Way, Wire
+
+
+class Seat(NamedTuple):
+    rack: int
+    host: int
+    local: int  # number of the device on its host
+
+
+class Wiring:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.hosts = cluster.hosts
+        self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers(cluster)}
+        self._racks = [number for number, rack in enumerate(cluster.racks) for _ in rack.hosts]
+        self._starts = [0, *accumulate(host.devices for host in self.hosts)]  # the first device of each host
+        self._filled = {  # racks whose uplink is narrower than its hosts' links together
+            number
+            for number, rack in enumerate(cluster.racks)
+            if rack.uplink.bytes_per_second * rack.uplink.efficiency
+            < sum(host.link.bytes_per_second * host.link.efficiency for host in rack.hosts) * (1 - 1e-9)
+        }
+        self.way = lru_cache(maxsize=1 << 16)(self._way)
+
+    @cached_property
+    def first_of_kinds(self) -> tuple[int, ...]:
+        """The first device of each kind of host, as far as links go."""
+        found: dict[object, int] = {}
+        for number, host in enumerate(self.hosts):
+            found.setdefault((host.devices, host.link, host.inside, host.cards), self._starts[number])
+        return tuple(found.values())
+
+    @property
+    def unit(self) -> int | None:
+        """Devices after which everything looks the same again: a host, or a rack if there are several; None: never."""
+        racks = self.cluster.racks
+        if len(self.first_of_kinds) > 1 or len({(len(rack.hosts), rack.uplink) for rack in racks}) > 1:
+            return None
+        return self.hosts[0].devices * (len(racks[0].hosts) if len(racks) > 1 else 1)
+
+    @property
+    def devices(self) -> int:
+        return self._starts[-1]
+
+    def seat(self, device: int) -> Seat:
+        host = bisect_right(self._starts, device) - 1
+        return Seat(self._racks[host], host, device - self._starts[host])
+
+    def host_of(self, device: int) -> Host:
+        return self.hosts[self.seat(device).host]
+
+    def _way(self, source: int, to: int, slices: int = 1) -> Way:
+        """`slices`: so many devices from `source` on send at once, each to its like from `to` on; one is played."""
+        here, there = self.seat(source), self.seat(to)
+        if here.host == there.host:
+            return self._inside(here, there, slices)
+        left, right = self.hosts[here.host], self.hosts[there.host]
+        crossing = min(slices, left.devices - here.local), min(slices, right.devices - there.local)
+        speed = min(_card(left), _card(right))
+        wires = [
+            Wire(f"host {number} {way}", "host", host.link.bytes_per_second * host.link.efficiency, times)
+            for number, host, way, times in (
+                (here.host, left, "out", crossing[0]),
+                (there.host, right, "in", crossing[1]),
+            )
+            if min(host.cards, host.devices) < host.devices
+        ]
+        if here.rack == there.rack:
+            return Way("host", self.tiers["host"].latency, speed, tuple(wires))
+        for number, way, times in ((here.rack, "out", crossing[0]), (there.rack, "in", crossing[1])):
+            uplink = self.cluster.racks[number].uplink
+            capacity = uplink.bytes_per_second * uplink.efficiency
+            speed = min(speed, capacity)
+            if number in self._filled:
+                wires.append(Wire(f"rack {number} {way}", "rack", capacity, times))
+        return Way("rack", self.tiers["rack"].latency, speed, tuple(wires))
+
+    def _inside(self, here: Seat, there: Seat, slices: int) -> Way:
+        host = self.hosts[here.host]
+        inside = host.inside or UNSAID
+        near = max(1, host.devices // inside.sockets)
+        sockets = here.local // near, there.local // near
+        tier = "socket" if sockets[0] != sockets[1] and "socket" in self.tiers else "inside"
+        tier = tier if tier in self.tiers else next(iter(self.tiers))
+        speed = inside.link.bytes_per_second * inside.link.efficiency
+        wires = []
+        if inside.shared:
+            for socket, way in ((sockets[0], "out"), (sockets[1], "in")):
+                wires.append(Wire(f"inside {here.host}.{socket} {way}", "inside", speed, min(slices, near)))
+        if inside.between is not None and sockets[0] != sockets[1]:
+            capacity = inside.between.bytes_per_second * inside.between.efficiency
+            speed = min(speed, capacity)
+            wires.append(Wire(f"socket {here.host}.{sockets[0]} out", "socket", capacity, min(slices, near)))
+        return Way(tier, self.tiers[tier].latency, speed, tuple(wires))
+
+
+def _card(host: Host) -> float:
+    """What one device has of its host's link while the others are silent."""
+    return host.link.bytes_per_second * host.link.efficiency / min(host.cards, host.devices)

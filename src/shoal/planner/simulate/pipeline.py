@@ -1,0 +1,165 @@
+"""Pipelines in time: the runtime's own schedules (`schedule.Action`s) with each stage's seconds and messages.
+
+rank 0  F0 F1          B0─── F2 …      a rank does its row as early as it can; a message leaves when its action has
+         ╲  ╲         ╱                ended, and the rank goes on at once
+rank 1     ─F0 B0──── F1 …             without messages' costs this is `schedule.play`, to the last bit (a test)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.errors import PlanError
+from shoal.parallel.pipeline_schedule import Action, Played, Schedule, Timed, needed, play
+from shoal.planner.simulate.clock import Clock, Network, Way
+
+
+class Cost(NamedTuple):
+    """Of one stage (a chunk of a rank) and microbatch."""
+
+    forward: float  # seconds
+    backward: float
+    output: float = 0.0  # bytes to the next stage; as many come back
+
+    def seconds(self, kind: str) -> float:
+        return {"F": self.forward, "B": self.backward, "I": self.backward / 2, "W": self.backward / 2}[kind]
+
+
+Route = Callable[[int, int], Way | None]  # from rank to rank of a pipeline; None: costs nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One pipeline among those that are played together."""
+
+    devices: tuple[int, ...]  # by rank
+    way: Route
+    slower: tuple[float, ...] = ()  # by rank: times as long; empty: none
+    schedule: Schedule | None = None  # of a replica that has another number of microbatches; None: as the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """What was played."""
+
+    replicas: tuple[Played, ...]
+    network: Network
+
+    @property
+    def total(self) -> float:
+        return max(played.total for played in self.replicas)
+
+
+def play_pipelines(schedule: Schedule, costs: Sequence[Cost], replicas: Sequence[Replica]) -> Flow:
+    """Pipelines of the same stages side by side, on links that they may share."""
+    if len(costs) != schedule.stages:
+        raise PlanError(f"{len(costs)} costs for the {schedule.stages} stages of {schedule.name}")
+    clock = Clock()
+    network = Network(clock)
+    running = [_Running(replica.schedule or schedule, costs, replica, network) for replica in replicas]
+    for each in running:
+        for rank in range(schedule.ranks):
+            each.go_on(rank)
+    clock.run()
+    return Flow(replicas=tuple(each.played() for each in running), network=network)
+
+
+def alone(schedule: Schedule, costs: Sequence[Cost], way: Route | None = None) -> Flow:
+    """One pipeline on ranks that are devices 0, 1, 2, …"""
+    replica = Replica(devices=tuple(range(schedule.ranks)), way=way or (lambda source, to: None))
+    return play_pipelines(schedule, costs, [replica])
+
+
+class _Running:
+    def __init__(self, schedule: Schedule, costs: Sequence[Cost], replica: Replica, network: Network) -> None:
+        self.schedule, self.costs, self.replica, self.network = schedule, costs, replica, network
+        self.rows: list[list[Timed]] = [[] for _ in schedule.rows]
+        self._seconds = [{kind: cost.seconds(kind) for kind in "FBIW"} for cost in costs]
+        self._ranks = [schedule.rank_of(stage) for stage in range(schedule.stages)]
+        self._slower = replica.slower or (1.0,) * schedule.ranks
+        self._busy = [False] * schedule.ranks
+        self._here: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]  # what has come from other stages
+        self._ways = {
+            (source, to): replica.way(source, to)
+            for low, high in zip(self._ranks, self._ranks[1:], strict=False)
+            for source, to in ((low, high), (high, low))
+            if source != to
+        }
+
+    def go_on(self, rank: int) -> None:
+        row, done = self.schedule.rows[rank], self.rows[rank]
+        if self._busy[rank] or len(done) == len(row):
+            return
+        action = row[len(done)]
+        kind, stage, number = action
+        if kind == "F":
+            if stage > 0 and ("F", stage - 1, number) not in self._here[rank]:
+                return
+        elif kind != "W" and stage < self.schedule.stages - 1 and ("I", stage + 1, number) not in self._here[rank]:
+            return
+        self._busy[rank] = True
+        clock = self.network.clock
+        start = clock.now
+        end = start + self._seconds[stage][kind] * self._slower[rank]
+        clock.at(end, lambda: self._ended(rank, Timed(start, end, action)))
+
+    def _ended(self, rank: int, timed: Timed) -> None:
+        self.rows[rank].append(timed)
+        self._busy[rank] = False
+        kind, stage, number = timed.action
+        if kind == "F" and stage < self.schedule.stages - 1:
+            self._hand(rank, stage + 1, ("F", stage, number), self.costs[stage].output)
+        elif kind in "BI" and stage > 0:
+            self._hand(rank, stage - 1, ("I", stage, number), self.costs[stage - 1].output)
+        self.go_on(rank)
+
+    def _hand(self, rank: int, stage: int, what: tuple[str, int, int], num_bytes: float) -> None:
+        to = self._ranks[stage]
+        way = self._ways.get((rank, to))
+        if to == rank or way is None:
+            self._arrived(to, what)
+            return
+        devices = self.replica.devices
+        name = f"{'F' if what[0] == 'F' else 'B'}{what[2]}"
+        self.network.send(devices[rank], devices[to], num_bytes, way, lambda: self._arrived(to, what), name)
+
+    def _arrived(self, rank: int, what: tuple[str, int, int]) -> None:
+        self._here[rank].add(what)
+        self.go_on(rank)
+
+    def played(self) -> Played:
+        for rank, row in enumerate(self.schedule.rows):
+            if len(self.rows[rank]) < len(row):
+                raise PlanError(
+                    f"{self.schedule.name} never ends: rank {rank} waits before {row[len(self.rows[rank])]}"
+                )
+        return Played(rows=tuple(map(tuple, self.rows)), total=max(row[-1].end for row in self.rows if row))
+
+
+# -- many at once -----------------------------------------------------------------------------------------------------
+
+
+def totals(
+    schedule: Schedule, costs: Sequence[Cost], slower: np.ndarray, hops: Mapping[tuple[int, int], float] | None = None
+) -> np.ndarray:
+    """Seconds until the last rank is done, for many draws of the ranks' slowness at once: `slower[rank, draw]`.
+
+    `hops` are seconds from rank to rank. Messages take as long as they do in an even step: they do not share anew.
+    """
+    order = sorted((timed for row in play(schedule).rows for timed in row), key=lambda timed: timed.end)
+    ended: dict[Action, np.ndarray] = {}  # what another rank has still to hear of
+    free = np.zeros((schedule.ranks, slower.shape[1]))
+    for _, _, action in order:
+        rank = schedule.rank_of(action.stage)
+        start = free[rank]
+        for need in needed(schedule, action):
+            source = schedule.rank_of(need.stage)
+            if source != rank:
+                start = np.maximum(start, ended.pop(need) + (hops or {}).get((source, rank), 0.0))
+        free[rank] = start + costs[action.stage].seconds(action.kind) * slower[rank]
+        after = action.stage + (1 if action.kind == "F" else -1)
+        if action.kind != "W" and 0 <= after < schedule.stages and schedule.rank_of(after) != rank:
+            ended[action._replace(kind="F" if action.kind == "F" else "I")] = free[rank].copy()
+    return np.asarray(free.max(axis=0))

@@ -1,0 +1,163 @@
+"""Which devices a replica has, how much of a batch, how fast they are; and which replicas are alike.
+
+Replicas that share a link are a cell: they hold each other up. Cells whose links, devices and lanes are alike take the
+same time, so one of them is played.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.errors import PlanError
+from shoal.numerics.lanes import Span, deal
+from shoal.parallel.pipeline_schedule import Schedule, fit_schedule
+from shoal.planner.cluster import Cluster
+from shoal.planner.cost.predict import slowest_device
+from shoal.planner.cost.setup import Setup
+from shoal.planner.simulate.clock import Way
+from shoal.planner.simulate.network import Wiring
+from shoal.planner.simulate.pipeline import Replica
+
+
+class Grid:
+    """Which device a place in the layout is."""
+
+    def __init__(self, setup: Setup, order: Sequence[str]) -> None:
+        self.setup = setup
+        self.strides: dict[str, int] = {}
+        reached = 1
+        for axis in order:
+            self.strides[axis] = reached
+            reached *= getattr(setup, axis)
+
+    def device(self, replica: int, stage: int, part: int = 0) -> int:
+        strides = self.strides
+        return replica * strides["data"] + stage * strides["pipeline"] + part * strides["tensor"]
+
+
+class Dealt(NamedTuple):
+    """Who has how much of a batch."""
+
+    counts: tuple[int, ...]  # microbatches of each replica
+    lanes: int
+    spans: tuple[Span, ...]  # lanes of each replica
+
+
+def lanes_of(setup: Setup, spans: Sequence[Span] | None) -> Dealt:
+    if setup.lanes is None:
+        if spans is not None:
+            raise PlanError("a shape has no lanes to deal", fix="a job has")
+        even = tuple((replica, replica + 1) for replica in range(setup.data))
+        return Dealt((setup.microbatches,) * setup.data, setup.data, even)
+    spans = deal(setup.lanes, [1.0] * setup.data) if spans is None else tuple(spans)
+    if len(spans) != setup.data:
+        raise PlanError(f"lanes are dealt to {len(spans)} replicas, and the layout has {setup.data}")
+    each = max(1, setup.batch // (setup.lanes * setup.microbatch))
+    return Dealt(tuple((stop - start) * each for start, stop in spans), setup.lanes, tuple(spans))
+
+
+@lru_cache(maxsize=64)
+def schedule_of(setup: Setup, microbatches: int) -> Schedule:
+    return fit_schedule(setup.schedule, ranks=setup.pipeline, microbatches=microbatches, chunks=setup.chunks)
+
+
+class Pace:
+    """How much longer than predicted a device takes: unequal devices (the slowest was predicted), and bad luck."""
+
+    def __init__(self, cluster: Cluster, wiring: Wiring, dtype: str, slower: Mapping[int, float]) -> None:
+        slowest = slowest_device(cluster, dtype)
+        base = slowest.peak_of(dtype) * slowest.efficiency
+        for device, times in slower.items():
+            if not 0 <= device < wiring.devices or not 0 < times < float("inf"):
+                raise PlanError(
+                    f"device {device} takes {times:g} times as long: devices are 0 to {wiring.devices - 1},"
+                    " and times above 0"
+                )
+        self._slower = slower
+        self._kinds = [
+            1.0 if host.device is None else base / (host.device.peak_of(dtype) * host.device.efficiency)
+            for host in wiring.hosts
+        ]
+        self._seat = wiring.seat
+        self.even = not slower and set(self._kinds) == {1.0}
+
+    def of(self, device: int) -> float:
+        return self._kinds[self._seat(device).host] * self._slower.get(device, 1.0)
+
+
+def period(setup: Setup, grid: Grid, wiring: Wiring) -> int:
+    """So many replicas fill whole hosts (racks, if there are several) and nobody else's: those after them are their
+    copies. All of them, where that is not so."""
+    stride, across = grid.strides["data"], grid.strides["pipeline"]
+    unit = wiring.unit
+    if unit is None:
+        return setup.data
+    count = math.lcm(stride, unit) // stride
+    contiguous = across * setup.pipeline == stride
+    return count if setup.data % count == 0 and (contiguous or across % unit == 0) else setup.data
+
+
+def cells_of(
+    setup: Setup, grid: Grid, wiring: Wiring, pace: Pace, schedules: Sequence[Schedule]
+) -> list[list[Replica]]:
+    """The first replicas, one for each schedule; those that share a link are together, in the order of their first."""
+    ranks, slices = setup.pipeline, setup.tensor
+    by_wire: dict[str, int] = {}  # a wire, and a replica that uses it
+    parent = list(range(len(schedules)))
+
+    def top(each: int) -> int:
+        while parent[each] != each:
+            parent[each] = parent[parent[each]]
+            each = parent[each]
+        return each
+
+    replicas = []
+    neighbours = sorted(_pairs(setup))
+    for number, schedule in enumerate(schedules):
+        devices = tuple(grid.device(number, rank) for rank in range(ranks))
+        ways = {(low, high): wiring.way(devices[low], devices[high], slices) for low, high in neighbours}
+        for way in ways.values():
+            for wire in way.wires:
+                other = by_wire.setdefault(wire.name, number)
+                one, two = top(other), top(number)
+                parent[max(one, two)] = min(one, two)
+        slow = () if pace.even else tuple(
+            max(pace.of(grid.device(number, rank, part)) for part in range(slices)) for rank in range(ranks)
+        )  # fmt: skip
+        replicas.append(Replica(devices=devices, way=_Ways(ways), slower=slow, schedule=schedule))
+    cells: dict[int, list[Replica]] = {}
+    for number, replica in enumerate(replicas):
+        cells.setdefault(top(number), []).append(replica)
+    return list(cells.values())
+
+
+class _Ways:
+    def __init__(self, ways: Mapping[tuple[int, int], Way]) -> None:
+        self.ways = ways
+
+    def __call__(self, source: int, to: int) -> Way:
+        return self.ways[source, to]
+
+
+def _pairs(setup: Setup) -> set[tuple[int, int]]:
+    """Ranks of a pipeline that write to each other; with chunks in rounds, the last and the first do."""
+    found = {(rank, rank + 1) for rank in range(setup.pipeline - 1)}
+    if setup.chunks > 1 and setup.pipeline > 1:
+        found.add((setup.pipeline - 1, 0))
+    return found | {(high, low) for low, high in found}
+
+
+def signature(cell: Sequence[Replica]) -> object:
+    """Equal for cells that take the same time: links go by the order in which they are met, not by name."""
+    names: dict[str, int] = {}
+    devices: dict[int, int] = {}
+    found: list[object] = []
+    for replica in cell:
+        assert isinstance(replica.way, _Ways)
+        found.append(tuple(devices.setdefault(device, len(devices)) for device in replica.devices))
+        found.append((replica.slower, replica.schedule.microbatches if replica.schedule else None))
+        for pair, way in replica.way.ways.items():
+            wires = tuple((names.setdefault(wire.name, len(names)), wire.capacity, wire.times) for wire in way.wires)
+            found.append((pair, way.tier, way.latency, way.speed, wires))
+    return tuple(found)

@@ -1,0 +1,218 @@
+"""One step of a plan on a cluster: pipelines and their messages, gradients, update. Equal parts are played once.
+
+    replica 0   ┐ share links: a cell        Replicas that share a link are played together, as a cell; cells that are
+    replica 1   ┘                            alike (same links, same devices) are played once. The slices of a stage
+    replica 2   ┐ like the first: not        do the same at the same moment: one is played, with the others' shares of
+    replica 3   ┘ played again               the links taken off. So 16,384 devices are often one pipeline.
+
+Seconds of stages come from `estimate.predict`; the order of their work, the messages between them and the gradients'
+way come from the runtime's own schedules, routes and deals. Then
+    step = when the last stage has its gradients + optimizer + what every step costs besides
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.errors import PlanError
+from shoal.numerics.lanes import Span
+from shoal.parallel.pipeline_schedule import Played, Schedule
+from shoal.planner.cluster import Cluster
+from shoal.planner.cost.predict import predict
+from shoal.planner.cost.prediction import TERMS, Prediction, Stage
+from shoal.planner.cost.runtime import MEGATRON, SHOAL, Runtime
+from shoal.planner.cost.setup import Setup
+from shoal.planner.cost.workload import Work
+from shoal.planner.simulate.clock import Sent
+from shoal.planner.simulate.gradients import Exchange, by_tier
+from shoal.planner.simulate.network import Wiring
+from shoal.planner.simulate.pipeline import Cost, play_pipelines, totals
+from shoal.planner.simulate.replicas import Grid, Pace, cells_of, lanes_of, period, schedule_of, signature
+from shoal.planner.simulate.stragglers import Stragglers
+
+BUSY = ("compute", "recompute", "tensor", "host")  # terms that a stage's own seconds are made of
+
+
+class LinkUse(NamedTuple):
+    """How a tier of links was used, by the device that used it most."""
+
+    tier: str
+    bandwidth: float  # bytes a second for each device while all talk
+    num_bytes: float  # that the device sent
+    busy: float  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    prediction: Prediction
+    runtime: str
+    seconds: float
+    terms: Mapping[str, float]  # by TERMS; they add up to the step
+    schedule: Schedule
+    played: Played  # the replica that took longest
+    messages: tuple[Sent, ...]  # of its cell
+    devices: tuple[int, ...]  # of its ranks: the first of each stage
+    gradients: tuple[tuple[float, float], ...]  # by rank: when its exposed data traffic begins and ends
+    links: tuple[LinkUse, ...]  # the narrowest first
+    cells: int  # kinds of replicas that were played
+    replicas: int
+    route: str  # of the gradients
+    hops: Mapping[tuple[int, int], float] = field(default_factory=dict)  # mean seconds of a message from rank to rank
+
+    @property
+    def pipeline(self) -> float:
+        return self.played.total
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds of compute by rank."""
+        return tuple(sum(each.end - each.start for each in row) for row in self.played.rows)
+
+    @property
+    def flops(self) -> float:
+        """For each device and second, as the prediction counts them."""
+        return self.prediction.flops * self.prediction.seconds / self.seconds
+
+
+def simulate_step(
+    work: Work,
+    setup: Setup,
+    cluster: Cluster,
+    runtime: Runtime | None = None,
+    *,
+    deal: Sequence[Span] | None = None,
+    slower: Mapping[int, float] | None = None,
+    whole: bool = False,
+) -> Step:
+    """`deal`: lanes of each replica, of a job (as even as they can be). `slower`: by device, times as long as it should
+    take. `whole`: every replica is played, equal or not."""
+    runtime = runtime or (MEGATRON if work.lanes is None else SHOAL)
+    wiring = Wiring(cluster)
+    if setup.devices > wiring.devices:
+        hosts = -(-setup.devices * len(wiring.hosts) // wiring.devices)
+        raise PlanError(
+            f"layout {setup}: {setup.devices} workers, but the cluster has {wiring.devices} devices",
+            fix=f"--hosts {hosts}, or a layout of at most {wiring.devices}",
+        )
+    prediction = predict(work, setup, cluster, runtime)
+    dealt = lanes_of(setup, deal)
+    schedules = [schedule_of(setup, count) for count in dealt.counts]
+    schedule = max(schedules, key=lambda each: each.microbatches)
+    grid = Grid(setup, runtime.order)
+    costs = stage_costs(prediction.stages, schedule, setup.tensor if runtime.scatter else 1)
+    pace = Pace(cluster, wiring, work.dtype, slower or {})
+    even = pace.even and len(set(dealt.counts)) == 1
+    count = period(setup, grid, wiring) if even and not whole else setup.data
+    cells = cells_of(setup, grid, wiring, pace, schedules[:count])
+    kinds = cells if whole else list({signature(cell): cell for cell in reversed(cells)}.values())
+    flows = [play_pipelines(schedule, costs, cell) for cell in kinds]
+    slowest = max(range(len(kinds)), key=lambda each: (flows[each].total, -each))
+    flow, cell = flows[slowest], kinds[slowest]
+    number = max(range(len(cell)), key=lambda each: (flow.replicas[each].total, -each))
+    played, sent = flow.replicas[number], tuple(flow.network.sent)
+    data = Exchange.of(work, prediction, wiring, grid, runtime, dealt)
+    ends = [row[-1].end for row in played.rows]
+    gradients = tuple((end, end + data.exposed[rank]) for rank, end in enumerate(ends))
+    waits = max(end for _, end in gradients) + data.after - played.total
+    terms = _terms(prediction, played, max(0.0, waits))
+    return Step(
+        prediction=prediction,
+        runtime=runtime.name,
+        seconds=sum(terms.values()),
+        terms=terms,
+        schedule=cell[number].schedule or schedule,
+        played=played,
+        messages=sent,
+        devices=cell[number].devices,
+        gradients=gradients,
+        links=_links(wiring, work, setup, sent, data, terms),
+        cells=len(kinds),
+        replicas=setup.data,
+        route=data.route,
+        hops=_hops(sent, cell[number].devices),
+    )
+
+
+def stage_costs(stages: Sequence[Stage], schedule: Schedule, slices: int = 1) -> list[Cost]:
+    """By stage of the schedule: a rank's seconds, in the parts that its chunks have of its blocks."""
+    costs: dict[int, Cost] = {}
+    for rank, stage in enumerate(stages):
+        blocks = sum(stage.blocks)
+        for chunk, number in enumerate(schedule.stages_of(rank)):
+            share = stage.blocks[chunk] / blocks if blocks else 1 / schedule.chunks
+            costs[number] = Cost(stage.forward * share, stage.backward * share, stage.output / slices)
+    return [costs[number] for number in range(schedule.stages)]
+
+
+# -- what came of it --------------------------------------------------------------------------------------------------
+
+
+def _terms(prediction: Prediction, played: Played, waits: float) -> dict[str, float]:
+    """Of the rank that is busy longest. Its own seconds, and what is predicted to come after the last microbatch
+    (adding up lanes, commit), in the parts that were predicted."""
+    predicted, setup = prediction.terms, prediction.setup
+    own = sum(predicted[name] for name in BUSY)
+    in_pipeline = setup.microbatches * max(stage.forward + stage.backward for stage in prediction.stages)
+    busy = max(sum(each.end - each.start for each in row) for row in played.rows)
+    total = busy + max(0.0, own - in_pipeline)
+    terms = {name: total * predicted[name] / own if own else 0.0 for name in BUSY}
+    terms |= {"bubble": played.total - busy, "data": waits, "optimizer": predicted["optimizer"]}
+    return {name: terms[name] for name in TERMS}
+
+
+def _links(
+    wiring: Wiring, work: Work, setup: Setup, sent: Sequence[Sent], data: Exchange, terms: Mapping[str, float]
+) -> tuple[LinkUse, ...]:
+    passed = by_tier(sent)
+    uses = []
+    slices = next((tier.name for tier in wiring.tiers.values() if tier.size >= setup.tensor), None)
+    for name, tier in wiring.tiers.items():
+        num_bytes, busy = passed.get(name, (0.0, 0.0))
+        num_bytes += data.sent.get(name, 0.0)
+        busy += data.busy.get(name, 0.0)
+        if name == slices and setup.tensor > 1:
+            num_bytes += _sliced_bytes(work, setup)
+            busy += terms["tensor"]
+        uses.append(LinkUse(name, tier.each * tier.efficiency, num_bytes, busy))
+    return tuple(sorted(uses, key=lambda use: use.bandwidth))
+
+
+def _sliced_bytes(work: Work, setup: Setup) -> float:
+    """That a device sends for the all-reduces of tensor parallelism: 2(t−1)/t of each, forward and backward, and with
+    full recomputation once more."""
+    reduced = sum(block.reduced * block.reductions for block in work.blocks) / setup.pipeline
+    times = setup.microbatches * setup.microbatch / work.samples * (3 if setup.recompute == "full" else 2)
+    return reduced * times * 2 * (setup.tensor - 1) / setup.tensor
+
+
+def _hops(sent: Sequence[Sent], devices: Sequence[int]) -> dict[tuple[int, int], float]:
+    ranks = {device: rank for rank, device in enumerate(devices)}
+    found: dict[tuple[int, int], list[float]] = {}
+    for each in sent:
+        if each.source in ranks and each.to in ranks:
+            found.setdefault((ranks[each.source], ranks[each.to]), []).append(each.end - each.asked)
+    return {pair: sum(times) / len(times) for pair, times in found.items()}
+
+
+# -- steps with bad luck ----------------------------------------------------------------------------------------------
+
+
+def straggling(step: Step, stragglers: Stragglers, *, steps: int = 100, seed: int = 0) -> np.ndarray:
+    """Seconds of so many steps. Every device draws anew in each; slices wait for the slowest of their stage, stages for
+    each other, replicas for the slowest. Messages take as long as in an even step."""
+    setup = step.prediction.setup
+    random = np.random.default_rng(seed)
+    costs = stage_costs(step.prediction.stages, step.schedule)
+    devices = setup.data * setup.pipeline * setup.tensor
+    found = []
+    each = max(1, min(steps, (1 << 21) // devices))
+    for first in range(0, steps, each):
+        count = min(each, steps - first)
+        draws = stragglers.draw(devices, count, random)
+        slower = draws.reshape(setup.data, setup.pipeline, setup.tensor, count).max(axis=2)
+        slower = np.moveaxis(slower, 1, 0).reshape(setup.pipeline, setup.data * count)
+        times = totals(step.schedule, costs, slower, step.hops)
+        found.append(times.reshape(setup.data, count).max(axis=0))
+    return np.concatenate(found) + (step.seconds - step.pipeline)

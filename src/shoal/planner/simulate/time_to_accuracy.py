@@ -1,0 +1,64 @@
+"""Time to accuracy: how many updates a target takes, and how long those take. A law with stated assumptions.
+
+    updates = S_min · (1 + c·τ + B_noise / B)
+
+S_min      updates that no batch, however large, can save; B_noise: the batch that needs twice as many. McCandlish et
+           al. 2018 ("An empirical model of large-batch training"): steps = S_min · (1 + B_noise/B)
+B          samples in one update
+τ, c       mean staleness of a gradient in updates, and its price. Delay multiplies only the part that noise does not
+           fix (Stich and Karimireddy 2020; Arjevani, Shamir and Srebro 2020), so it stands beside it. With c = 1, async
+           needs as many samples as sync with a batch of all workers: what it gains is waiting only
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.errors import InputError
+from shoal.planner.simulate.servers import Served, Servers
+
+ASSUMPTIONS = (
+    "updates needed = least updates × (1 + staleness penalty × mean staleness + noise batch / batch of an update)",
+    "least updates and noise batch belong to the job and are measured or guessed; the learning rate is tuned for each",
+    "whoever is late in a quorum is as good as the others: its samples are not missed",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    least: float = 1.0  # S_min; 1: times are relative
+    noise: float = 1.0  # B_noise, samples
+    penalty: float = 1.0  # c
+
+    def __post_init__(self) -> None:
+        if not (self.least > 0 and self.noise >= 0 and self.penalty >= 0):
+            raise InputError(
+                f"least updates {self.least:g}, noise {self.noise:g}, penalty {self.penalty:g}: the first is above 0,"
+                " none is negative"
+            )
+
+    def updates(self, batch: float, staleness: float = 0.0) -> float:
+        return self.least * (1 + self.penalty * staleness + self.noise / batch)
+
+    def samples(self, batch: float, staleness: float = 0.0) -> float:
+        return batch * self.updates(batch, staleness)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """When a mode is there."""
+
+    served: Served
+    batch: float  # of an update
+    updates: float
+    seconds: float
+
+
+def time_to_accuracy(law: Law, setup: Servers, served: Served, batch: float) -> Reached:
+    """`batch`: samples of all workers together."""
+    own = batch / setup.workers * served.gradients / served.updates
+    updates = law.updates(own, served.mean_staleness)
+    return Reached(served=served, batch=own, updates=updates, seconds=updates / served.updates_per_second)
+
+
+def table(law: Law, setup: Servers, served: Sequence[Served], batch: float) -> list[Reached]:
+    return [time_to_accuracy(law, setup, each, batch) for each in served]

@@ -1,0 +1,235 @@
+"""A script with its own loop, played up to its first `run.backward` and no further.
+
+Parameters that modules get while it runs are fake: they have shapes and no memory. Data is real, as the script makes
+it. `shoal.join` gives it a stand-in of a run that trains nothing; at the first `run.backward` whoever wanted to know
+looks at what is there, and the script ends. What it has changed in this process (arguments, paths, generators, torch's
+settings) is put back; what it has printed is dropped. A file that the script itself writes before is written.
+"""
+
+import ast
+import contextlib
+import io
+import os
+import runpy
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.errors import InputError, ShoalError
+from shoal.job.dataset import Source, open_source
+from shoal.job.job import Job
+from shoal.numerics.seeds import untouched_generators
+from shoal.numerics.user_frames import own_line
+from shoal.planner.cost.trace import fake, fake_mode, needs_values
+from shoal.worker.join import as_job
+from shoal.worker.trainer import Batch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What a script has by its first `run.backward`."""
+
+    job: Job  # its arithmetic: batch, lanes, microbatches
+    model: nn.Module
+    optimizer: Optimizer
+    source: Source
+    closure: Callable[[Any], Any]
+    mode: Any  # of its fake tensors
+
+
+def has_own_loop(path: Path) -> bool:
+    """Whether a file calls `shoal.join` and makes no job. It is read, not run."""
+    try:
+        calls = [
+            node.func for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+        ]
+    except (OSError, SyntaxError, ValueError):
+        return False
+    names = {_called(call) for call in calls}
+    return "join" in names and "Job" not in names
+
+
+def _called(call: ast.expr) -> str:
+    """Of shoal's own: `shoal.join(…)`, or `join(…)` that was imported."""
+    if isinstance(call, ast.Attribute):
+        return call.attr if isinstance(call.value, ast.Name) and call.value.id == "shoal" else ""
+    return call.id if isinstance(call, ast.Name) else ""
+
+
+def rehearse(path: str, arguments: Sequence[str], look: Callable[[Rehearsed], T]) -> T:
+    """What `look` makes of the script at its first `run.backward`."""
+    script = Path(path)
+    if not script.is_file():
+        near = get_close_matches(script.name, [other.name for other in script.parent.glob("*.py")], n=1)
+        raise InputError(f"there is no file {path}", fix=f"did you mean {script.parent / near[0]}?" if near else None)
+    mode = fake_mode()
+    stage = _Stage(mode, look)
+    with _as_before(), _without_weights(mode), _joined_by(stage.join):
+        try:
+            sys.argv = [path, *arguments]
+            sys.path.insert(0, str(script.parent.resolve()))
+            with contextlib.redirect_stdout(io.StringIO()):
+                runpy.run_path(path, run_name="__main__")
+        except _Seen as seen:
+            return seen.found  # type: ignore[no-any-return]
+        except ShoalError:
+            raise
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise InputError(f"{path} ended with exit code {error.code} before its first run.backward") from error
+        except SyntaxError as error:
+            where = f"{path}:{error.lineno}  {(error.text or '').strip()}"
+            raise InputError(f"{path} is not valid Python: {error.msg}", where=where) from None
+        except Exception as error:
+            raise _failed(path, error) from error
+    joined = "it joins, but its loop calls no run.backward" if stage.joined else "it does not call shoal.join"
+    raise InputError(
+        f"{path} ended before a first run.backward: {joined}",
+        fix="run = shoal.join(model, optimizer, loader), and loss = run.backward(batch, closure) in the loop",
+    )
+
+
+def _failed(path: str, error: Exception) -> InputError:
+    text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    if needs_values(error):
+        return InputError(
+            f"{path} cannot be followed without its weights: {text}",
+            where=own_line(error),
+            fix="nothing before the first run.backward that needs the values of weights",
+        )
+    return InputError(f"{path} fails before its first run.backward: {text}", where=own_line(error))
+
+
+class _Seen(BaseException):
+    """All is known; the script's own `except Exception` does not hold it up."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+
+class _Stage:
+    def __init__(self, mode: Any, look: Callable[[Rehearsed], Any]) -> None:
+        self.mode, self.look = mode, look
+        self.joined = False
+
+    def join(
+        self, model: nn.Module, optimizer: Optimizer, loader: Any, *, scheduler: Any = None, state: Any = None,
+        lanes: int | None = None, microbatches: int = 1, seed: int = 0, blocks: Sequence[str] | None = None,
+        threads: int = 1, steps: int | None = None, checkpoint_every: int | None = None, run_dir: Any = None,
+        resume: bool = False,
+    ) -> "_StandIn":  # fmt: skip
+        self.joined = True
+        source = open_source(loader, seed=seed)
+        job = as_job(model, source, lanes=lanes, microbatches=microbatches, seed=seed, blocks=blocks, threads=threads)
+
+        def backward(closure: Callable[[Any], Any]) -> None:
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else fake(buffer, self.mode)
+            found = Rehearsed(job=job, model=model, optimizer=optimizer, source=source, closure=closure, mode=self.mode)
+            raise _Seen(self.look(found))
+
+        return _StandIn(source, job, backward)
+
+
+class _StandIn:
+    """A run that trains nothing, as its loop sees it."""
+
+    leader, rank, workers, step, epoch, loss, stopped = True, 0, 1, 0, 0, None, None
+
+    def __init__(self, source: Source, job: Job, backward: Callable[[Callable[[Any], Any]], None]) -> None:
+        self._source, self._job, self._backward = source, job, backward
+
+    def epochs(self, count: int) -> Iterator[int]:
+        yield from range(count)
+
+    def batches(self) -> Iterator[Batch]:
+        yield Batch(step=0, epoch=0, indices=self._source.order(0)[: self._job.batch_size])
+
+    def backward(self, batch: Batch, closure: Callable[[Any], Any]) -> float:
+        self._backward(closure)
+        return 0.0
+
+    def evaluate(self, data: Any, closure: Callable[[Any], Any]) -> float:
+        return 0.0
+
+    def clip(self, max_norm: float) -> float:
+        return 0.0
+
+    def save(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        return None
+
+
+# -- this process, for a while ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _joined_by(join: Callable[..., Any]) -> Iterator[None]:
+    package, module = sys.modules["shoal"], sys.modules["shoal.worker.join"]
+    before = package.join, module.join
+    package.join = module.join = join  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        package.join, module.join = before  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _without_weights(mode: Any) -> Iterator[None]:
+    """Parameters lose their memory when a module gets them: until then torch has at most promised it."""
+    register, compile_ = nn.Module.register_parameter, torch.compile
+    known: dict[int, tuple[Any, nn.Parameter]] = {}  # one that several modules share stays one
+
+    def register_fake(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if isinstance(param, nn.Parameter) and type(param.data) is torch.Tensor:
+            real, found = known.get(id(param), (lambda: None, None))
+            if real() is not param:
+                found = cast(nn.Parameter, fake(param, mode))
+                known[id(param)] = weakref.ref(param), found
+            param = found
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
+    torch.compile = lambda model=None, **_: (lambda each: each) if model is None else model  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter, torch.compile = register, compile_  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    argv, path, folder, variables = list(sys.argv), list(sys.path), os.getcwd(), dict(os.environ)
+    dtype, threads, grad = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with untouched_generators():
+        try:
+            yield
+        finally:
+            sys.argv[:], sys.path[:] = argv, path
+            os.chdir(folder)
+            _set(variables)
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(grad)
+            torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+
+
+def _set(variables: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)

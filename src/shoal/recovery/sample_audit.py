@@ -1,0 +1,164 @@
+"""Every sample once: each committed step leaves a digest of the samples it saw, and an audit compares it with the plan.
+
+    step 811   9f31c6a2e07b54d8    blake2b of the 512 sample numbers of its global batch, in their order
+
+Steps that are done again, after a failure or from a checkpoint, see the same samples: the order belongs to the job, not
+to whoever trains. So the record of a whole run, however it went, has one digest for each step, and it is the expected
+one. Pure; workers record with `consumed`, whoever asks later audits.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SHOWN = 20  # defects that are listed
+
+
+def consumed(indices: Sequence[int] | NDArray[np.int64]) -> str:
+    """16 hexadecimal digits for the samples of a step. An array of int64 is taken as it lies, which is quickest."""
+    if isinstance(indices, np.ndarray):
+        numbers = np.ascontiguousarray(indices, dtype="<i8")
+    else:
+        numbers = np.fromiter(indices, dtype="<i8", count=len(indices))
+    return hashlib.blake2b(numbers.data, digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    step: int  # counted from 0
+    consumed: str
+    indices: Sequence[int] | None = None  # where the user asked for them
+
+
+class Told(Protocol):
+    """A message about some committed steps, the last of which made it `step` in all (report/events.py: Steps)."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def consumed(self) -> list[str]: ...
+    @property
+    def indices(self) -> list[list[int]]: ...
+
+
+def entries(told: Iterable[Told]) -> Iterator[Entry]:
+    """What messages say about single steps. Those without digests say nothing here."""
+    for message in told:
+        first = message.step - len(message.consumed)
+        for position, digest in enumerate(message.consumed):
+            indices = message.indices[position] if message.indices else None
+            yield Entry(step=first + position, consumed=digest, indices=indices)
+
+
+class Plan(Protocol):
+    """How data become steps (numerics/sampling.py: Schedule)."""
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    steps: int  # that should be on record
+    passes: int  # whole ones among them
+    repeated: int  # entries beyond the first for a step, with the same samples
+    once: bool  # the order itself has no sample twice in a pass (one of the user's own may)
+    defects: tuple[str, ...]
+    found: int  # defects in all; the first of them are listed
+
+    @property
+    def sound(self) -> bool:
+        return self.found == 0
+
+    def __str__(self) -> str:
+        if not self.sound:
+            more = f" and {self.found - len(self.defects)} more" if self.found > len(self.defects) else ""
+            return f"samples: {'; '.join(self.defects)}{more}"
+        again = f"; {self.repeated:,} were done again, with the same samples" if self.repeated else ""
+        seen = "each sample once in a pass" if self.once else "each sample as the order says, some more than once"
+        return f"{self.steps:,} steps, {self.passes:,} whole passes: {seen}{again}"
+
+
+def audit(
+    record: Iterable[Entry], plan: Plan, order: Callable[[int], Sequence[int]], committed: int | None = None
+) -> Audit:
+    """Compares a record with the order of the job. `committed`: how many steps there should be, if that is known."""
+    defects: list[str] = []
+    by_step: dict[int, Entry] = {}
+    repeated = 0
+    for entry in record:
+        before = by_step.get(entry.step)
+        if before is not None and before.consumed != entry.consumed:
+            defects.append(f"step {entry.step} is on record twice, with different samples")
+        elif before is not None:
+            repeated += 1
+        if entry.indices is not None and consumed(entry.indices) != entry.consumed:
+            defects.append(f"step {entry.step}: its list of samples does not fit its digest")
+        by_step[entry.step] = entry
+    steps = max(by_step, default=-1) + 1 if committed is None else committed
+    defects += [f"step {step} is on record, but {steps} were committed" for step in sorted(by_step) if step >= steps]
+    defects += _missing(by_step, steps)
+    once = True
+    for epoch in range(-(-steps // plan.steps_per_epoch)):
+        numbers = np.asarray(order(epoch), dtype="<i8")
+        used = numbers[: plan.steps_per_epoch * plan.batch]
+        once = once and len(np.unique(used)) == len(used)
+        defects += _wrong(by_step, plan, numbers, epoch * plan.steps_per_epoch, steps)
+    return Audit(
+        steps=steps,
+        passes=steps // plan.steps_per_epoch,
+        repeated=repeated,
+        once=once,
+        defects=tuple(defects[:_SHOWN]),
+        found=len(defects),
+    )
+
+
+def _missing(by_step: dict[int, Entry], steps: int) -> list[str]:
+    missing = [step for step in range(steps) if step not in by_step]
+    spans: list[list[int]] = []
+    for step in missing:
+        if spans and spans[-1][1] == step - 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    return [
+        f"step {first} is not on record" if first == last else f"steps {first} to {last} are not on record"
+        for first, last in spans
+    ]
+
+
+def _wrong(by_step: dict[int, Entry], plan: Plan, numbers: NDArray[np.int64], first: int, steps: int) -> list[str]:
+    """Defects of one pass, whose steps begin with `first`."""
+    within = range(plan.steps_per_epoch)
+    expected = [consumed(numbers[step * plan.batch : (step + 1) * plan.batch]) for step in within]
+    owners = {digest: first + step for step, digest in reversed(list(enumerate(expected)))}
+    found = []
+    for step, digest in enumerate(expected, start=first):
+        entry = by_step.get(step)
+        if entry is None or step >= steps or entry.consumed == digest:
+            continue
+        owner = owners.get(entry.consumed)
+        if owner is not None:
+            found.append(f"step {step} saw the samples of step {owner}")
+        elif entry.indices is not None:
+            place = step - first
+            own = numbers[place * plan.batch : (place + 1) * plan.batch].tolist()
+            lost, foreign = sorted(set(own) - set(entry.indices)), sorted(set(entry.indices) - set(own))
+            what = f"missed {_few(lost)}, saw {_few(foreign)} instead" if lost or foreign else "in another order"
+            found.append(f"step {step} saw other samples than the order says: {what}")
+        else:
+            found.append(f"step {step} saw other samples than the order says")
+    return found
+
+
+def _few(numbers: list[int]) -> str:
+    return (", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")) or "none"

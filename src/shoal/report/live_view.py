@@ -1,0 +1,365 @@
+"""The words and pictures of a run in progress, drawn from a tally. Pure; shown by `progress`."""
+
+import itertools
+from collections.abc import Mapping
+
+from rich.text import Text
+
+from shoal.report import human
+from shoal.report.aggregate import Tally, WorkerTally
+from shoal.report.events import (
+    AnyEvent,
+    Dealt,
+    DriverChanged,
+    Evaluated,
+    Failed,
+    Interval,
+    Resumed,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    Skipped,
+    Spent,
+    Travelled,
+)
+from shoal.report.participation import ENDED, JOINING, LEFT, STARTING, TAKES_PART
+from shoal.report.servers import summed_up
+from shoal.report.summarize import SLOW, slowness
+from shoal.report.wording import stamp
+from shoal.report.worker_output import clean
+
+BAR_WIDTH = 37
+SPLIT_WIDTH = 40
+HELD_UP_SHARE = 0.6  # of the recent steps that one worker came last to: less could be chance among two
+HELD_UP_WAIT = 0.03  # of a step that workers wait on average: less is not worth a word
+
+# name, mark, style, the parts of Spent that it stands for
+_SPLIT = (
+    ("compute", "█", "green", ("compute",)),
+    ("merge", "▓", "blue", ("merge",)),
+    ("wait", "░", "yellow", ("wait",)),
+    ("data", "·", "cyan", ("data",)),
+    ("rest", "─", "dim", ("apply", "other")),
+)
+
+
+def live_lines(tally: Tally, *, now: float, width: int, height: int, color: bool = True) -> list[Text]:
+    """The live area, top to bottom, no taller than the terminal."""
+    lines = [
+        Text(header(tally), style="bold"),
+        _progress_line(tally, now=now, width=width, color=color),
+        Text(loss_line(tally, sparks=True)),
+    ]
+    workers = _shown(tally)
+    if any(worker.steps for worker in workers):
+        below = 6 if tally.servers.count else 5  # blank, legend, servers, held up by, "more", the cursor's own line
+        rows = max(1, height - len(lines) - below)
+        lines += [Text(), *_worker_table(workers, tally, rows=rows, width=width)]
+    servers = servers_line(tally)
+    if servers:
+        lines.append(Text(f" {servers}"))
+    held_up = held_up_by(tally)
+    if held_up:
+        lines.append(Text(f" {held_up}"))
+    for line in lines:
+        line.no_wrap = True
+        line.overflow = "ellipsis"
+    return lines
+
+
+def header(tally: Tally) -> str:
+    started = tally.started
+    if started is None:
+        return "shoal: starting"
+    hosts = len({worker.host for worker in tally.ranks if worker.host})
+    on_hosts = f", {hosts} hosts" if hosts > 1 else ""
+    workers = human.plural(tally.num_workers, "worker")
+    if tally.faults and tally.participating and tally.participating != tally.num_workers:
+        workers = f"{tally.participating} of {workers}"
+    line = f"shoal {started.command} {started.job}   run {started.run}   {workers}{on_hosts}"
+    if started.servers:
+        line += f"   {human.plural(started.servers, 'server')}{f', {started.sync}' if started.sync else ''}"
+    if not started.lanes:  # a script says what it does only when it joins, if it does
+        return line
+    exact = "exact" if started.exact else "not exact"
+    return f"{line}   {started.layout}, {human.plural(started.lanes, 'lane')}   {exact}"
+
+
+def loss_line(tally: Tally, *, sparks: bool = False) -> str:
+    if not any(worker.steps for worker in tally.ranks):
+        return f"starting {human.plural(tally.num_workers, 'worker')}"
+    parts = [f"loss {human.value(tally.loss)}"]
+    if sparks and len(tally.losses.points) > 1:
+        parts[0] += f" {sparkline([loss for _, loss in tally.losses.points])}"
+    parts += [f"{measured(name)} {human.value(number)}" for name, number in tally.metrics.items()]
+    speed = tally.recent_samples_per_second
+    if speed is not None:
+        predicted = tally.predicted.samples_per_second if tally.predicted else None
+        told = "" if predicted is None else f" (predicted {human.rate(predicted)})"
+        parts.append(f"{human.rate(speed)} samples/s{told}")
+    if tally.faults and tally.commits.goodput is not None:
+        parts.append(f"goodput {human.share(tally.commits.goodput)}")
+    return "    ".join(parts)
+
+
+def progress_text(tally: Tally, *, now: float) -> str:
+    """The plain line: step, share, loss, speed, time."""
+    started = tally.started
+    parts = [f"step {tally.step:,}"]
+    if started and started.steps:
+        parts = [f"step {tally.step:,} / {started.steps:,}", human.percent(min(1.0, tally.step / started.steps))]
+    parts += [loss_line(tally), *_times(tally, now=now), f"epoch {tally.epoch}"]
+    return "    ".join(parts)
+
+
+def event_line(event: AnyEvent, *, routine: bool) -> str | None:
+    """One line for what is worth one; evaluations and checkpoints that went well only if `routine` is asked for."""
+    text = _event_text(event, routine=routine)
+    return None if text is None else f"{stamp(event.time)}  {clean(text)}"
+
+
+def measured(name: str) -> str:
+    """The name of an evaluation's metric, told apart from the training loss."""
+    return human.spoken(name if name.startswith(("val", "eval", "test")) else f"val {name}")
+
+
+def uncrossed(compressor: str, level: str) -> str:
+    return f"{compressor}@{level} has nothing to do: no gradient crosses {level}s, and nothing is lost"
+
+
+def histogram(counts: Mapping[int, int], *, width: int = 40, rows: int = 12) -> list[str]:
+    """A bar for each value, with its share; what is above the last row is added up there.
+
+    0  ███████████████▌  62 %
+    1  ████▏             17 %
+    """
+    whole = sum(counts.values())
+    values = range(max(counts) + 1)
+    if len(values) > rows:
+        step = -(-len(values) // rows)
+        bins = [(first, min(first + step - 1, values[-1])) for first in values[::step]]
+    else:
+        bins = [(value, value) for value in values]
+    names = [str(first) if first == last else f"{first}–{last}" for first, last in bins]
+    shares = [sum(counts.get(value, 0) for value in range(first, last + 1)) / whole for first, last in bins]
+    across, longest = max(map(len, names)), max(shares)
+    return [
+        f"{name:>{across}}  {_bar(width * share / longest):<{width}}  {100 * share:4.1f} %"
+        for name, share in zip(names, shares, strict=True)
+    ]
+
+
+def _bar(length: float) -> str:
+    """In eighths of a character; never nothing for something."""
+    eighths = round(8 * length) or (1 if length > 0 else 0)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def sparkline(losses: list[float], width: int = 12) -> str:
+    """The course of the whole run in a few characters: means of equal stretches between the least and the largest."""
+    cuts = [round(index * len(losses) / width) for index in range(width + 1)]
+    stretches = [losses[a:b] for a, b in itertools.pairwise(cuts) if b > a]
+    means = [sum(stretch) / len(stretch) for stretch in stretches]
+    low, high = min(means), max(means)
+    scale = (high - low) or 1.0
+    return "".join("▁▂▃▄▅▆▇"[round(6 * (mean - low) / scale)] for mean in means)
+
+
+def servers_line(tally: Tally) -> str | None:
+    """What the servers do, as far as they have told."""
+    servers = tally.servers
+    if not servers.count or not (servers.started or servers.served):
+        return None
+    parts = []
+    speed = tally.recent_steps_per_second
+    if speed is not None:
+        parts.append(f"{human.rate(speed)} steps/s")
+    stale = summed_up(servers.staleness)
+    if stale:
+        parts.append(f"staleness {stale['mean']:.2f}, at the most {stale['max']}")
+    if servers.refused:
+        parts.append(f"{sum(servers.refused.values()):,} refused")
+    busy = {shard: share for shard in sorted(servers.served) if (share := servers.busy(shard)) is not None}
+    if busy:
+        parts.append("busy " + "  ".join(f"{shard}: {human.percent(share)}" for shard, share in busy.items()))
+    held = sum(each.held_bytes for each in servers.served.values())
+    if held:
+        parts.append(human.size(held))
+    return f"{human.plural(servers.count, 'server')}   {'   '.join(parts) or 'listening'}"
+
+
+def held_up_by(tally: Tally) -> str | None:
+    if tally.num_workers < 2:
+        return None
+    recent = tally.recent
+    slowest = recent.slowest.most_common(1)
+    spent = sum((worker.recent.spent for worker in tally.present), Spent())
+    if not slowest or slowest[0][1] < HELD_UP_SHARE * recent.steps or spent.wait < HELD_UP_WAIT * spent.total:
+        return None
+    rank, count = slowest[0]
+    cause = _cause(tally, rank)
+    return f"held up by worker {rank}{cause}, in {count} of the last {human.plural(recent.steps, 'step')}"
+
+
+def _cause(tally: Tally, rank: int) -> str:
+    """Whether the worker spends more than the others on data or on compute."""
+    own = tally.workers.get(rank)
+    others = [worker for worker in tally.present if worker.rank != rank and worker.recent.steps]
+    if own is None or not own.recent.steps or not others:
+        return ""
+
+    def excess(part: str) -> float:
+        mean = sum(getattr(each.recent.spent, part) / each.recent.steps for each in others) / len(others)
+        return float(getattr(own.recent.spent, part) / own.recent.steps - mean)
+
+    return f", {max(('compute', 'data'), key=excess)}"
+
+
+def _progress_line(tally: Tally, *, now: float, width: int, color: bool) -> Text:
+    started = tally.started
+    tail = "    ".join([", ".join(_times(tally, now=now)), f"epoch {tally.epoch}"])
+    if started is None or not started.steps:
+        return Text(f"step {tally.step:,}    {tail}")
+    share = min(1.0, tally.step / started.steps)
+    line = Text(f"step {tally.step:,} / {started.steps:,}  ")
+    end = f"  {human.percent(share):>5}    {tail}"
+    room = max(5, min(BAR_WIDTH, width - len(line) - len(end)))
+    filled = int(share * room)
+    line.append("━" * filled, style="green")
+    if filled < room:
+        line.append("╸", style="green")
+        line.append(("━" if color else "─") * (room - filled - 1), style="dim")
+    return line.append(end)
+
+
+def _times(tally: Tally, *, now: float) -> list[str]:
+    gone = f"{human.clock(now - tally.started.time)} gone" if tally.started else "0:00 gone"
+    left = tally.seconds_left
+    return [gone] if left is None else [gone, f"{human.clock(left)} left"]
+
+
+def _shown(tally: Tally) -> list[WorkerTally]:
+    """Those that take part, and those that should: dead, silent or on their way. Not whoever left or has ended."""
+    hidden = (LEFT, ENDED)
+    members = tally.membership.members
+    known = {*members, *tally.membership.states}
+    return [
+        tally.workers.get(rank) or WorkerTally(rank=rank)
+        for rank in sorted(known)
+        if rank in members or tally.state(rank) not in hidden
+    ]
+
+
+def _worker_table(workers: list[WorkerTally], tally: Tally, *, rows: int, width: int) -> list[Text]:
+    at_work = [worker for worker in workers if tally.state(worker.rank) in (TAKES_PART, ENDED)]
+    odd = {worker.rank: float("inf") for worker in workers if worker not in at_work}  # shown before anybody slow
+    slow = dict.fromkeys((worker.rank for worker in workers), 0.0) | slowness(at_work, recent=True) | odd
+    shown = workers
+    if len(workers) > rows:  # the slowest are the ones to look at
+        keep = set(sorted(slow, key=lambda rank: -slow[rank])[:rows])
+        shown = [worker for worker in workers if worker.rank in keep]
+    names = {worker.rank: f"{worker.rank} {worker.host}".strip() for worker in shown}
+    held = {worker.rank: human.lanes(worker.lanes) if worker in at_work else "" for worker in shown}
+    name_width = max(6, *(len(name) for name in names.values()))
+    lane_width = max(5, *(len(text) for text in held.values()))
+    split_width = max(10, min(SPLIT_WIDTH, width - name_width - lane_width - 30))
+    legend = Text(f" {'worker':<{name_width}}   {'lanes':<{lane_width}}   ")
+    for name, mark, style, _ in _SPLIT:
+        legend.append(mark, style=style).append(f" {name}  ")
+    before_ms = name_width + lane_width + split_width + 7
+    legend.pad_right(max(0, before_ms - len(legend)))
+    legend.append("      ms   memory")
+    longest = max((_step_seconds(worker) for worker in at_work), default=0.0) or 1.0
+    lines = [legend]
+    for worker in shown:
+        seconds, state = _step_seconds(worker), tally.state(worker.rank)
+        line = Text(f" {names[worker.rank]:<{name_width}}   {held[worker.rank]:<{lane_width}}   ")
+        lines.append(line)
+        if worker not in at_work:
+            line.append(state, style="yellow" if state in (STARTING, JOINING) else "red")
+            continue
+        if not worker.recent.steps:
+            line.append("no step yet", style="dim")
+            continue
+        line.append_text(_split_bar(worker, round(split_width * seconds / longest)))
+        line.pad_right(max(0, max(before_ms, len(legend) - 17) - len(line)))
+        line.append(f"{human.milliseconds(1000 * seconds):>8}   {human.size(worker.memory)}")
+        if slow[worker.rank] >= SLOW:
+            line.append(f"   {human.times(slow[worker.rank])} slow", style="yellow")
+    if len(shown) < len(workers):
+        lines.append(Text(f" and {len(workers) - len(shown)} more that are faster", style="dim"))
+    return lines
+
+
+def _step_seconds(worker: WorkerTally) -> float:
+    return worker.recent.spent.total / worker.recent.steps if worker.recent.steps else 0.0
+
+
+def _split_bar(worker: WorkerTally, width: int) -> Text:
+    spent = worker.recent.spent
+    bar = Text()
+    reached = 0.0
+    for _, mark, style, parts in _SPLIT:
+        start = round(width * reached)
+        reached += sum(getattr(spent, part) for part in parts) / (spent.total or 1.0)
+        bar.append(mark * (round(width * reached) - start), style=style)
+    return bar
+
+
+def _event_text(event: AnyEvent, *, routine: bool) -> str | None:
+    match event:
+        case RunStarted(chosen=why) if why:
+            before = f"{event.relaid} → " if event.relaid else ""
+            return f"layout {before}{event.layout}: {why}"
+        case Evaluated():
+            text = "  ".join(f"{measured(name)} {human.value(number)}" for name, number in event.metrics.items())
+            if event.target_reached:
+                return f"step {event.step:,}: {text}: target reached"
+            return f"step {event.step:,}: {text}" if routine else None
+        case Saved():
+            what = "final checkpoint" if event.final else "checkpoint"
+            text = f"step {event.step:,}: {what}, {human.size(event.num_bytes)} in {human.duration(event.seconds)}"
+            return text if routine else None
+        case SaveFailed():
+            return f"step {event.step:,}: checkpoint not written: {event.reason}; training goes on"
+        case Dealt():
+            dealt = zip(event.members or range(len(event.deal)), event.deal, strict=True)
+            deal = "  ".join(f"worker {rank}: {human.lanes(lanes)}" for rank, lanes in dealt)
+            return f"step {event.step:,}: lanes dealt anew ({event.reason}): {deal}"
+        case Resumed():
+            skipped = "".join(f"; not usable: {each}" for each in event.skipped)
+            again = f"; {human.plural(event.repeated, 'step')} done again" if event.repeated else ""
+            return f"resumed from step {event.step:,} ({event.path}){again}{skipped}"
+        case Skipped():
+            where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in event.where)
+            return f"step {event.step:,} skipped: loss not finite{f' ({where})' if where else ''}"
+        case Travelled(final=False):
+            return _travel_text(event, routine=routine)
+        case Failed():
+            at = f" at step {event.step:,}" if event.step is not None else ""
+            return f"worker {event.rank} failed{at}: {(event.message.splitlines() or [event.kind])[0]}"
+        case DriverChanged():
+            return f"process {event.pid} on {event.host} watches over the run now"
+        case Interval():
+            return _interval_text(event) if routine else None
+    return None
+
+
+def _interval_text(event: Interval) -> str:
+    cost, mean = human.duration(event.save_seconds), human.duration(event.failure_seconds)
+    every = human.plural(event.every, "step")
+    why = f"one costs {cost}, and a failure is due every {mean}"
+    if event.auto:
+        return f"step {event.step:,}: a checkpoint every {every}: {why}"
+    return f"step {event.step:,}: a checkpoint every {every} would pay (--checkpoint auto): {why}"
+
+
+def _travel_text(event: Travelled, *, routine: bool) -> str | None:
+    shared = f"through {event.way}" if event.way == "shared memory" else ""
+    lossy = [f"{name} between {level}s" for level, name in event.compress.items() if level not in event.uncrossed]
+    told = [
+        *(part for part in (shared, event.reason) if part),
+        *([f"{', '.join(lossy)}: not exact"] if lossy else []),
+        *(uncrossed(event.compress[level], level) for level in event.uncrossed),
+    ]
+    return f"gradients: {'; '.join(told)}" if routine or told != [shared] else None

@@ -1,0 +1,290 @@
+"""The run folder: everything a run leaves behind, in forms that a program can read. Used by driver, report, resume.
+
+config.json  plan.json  prediction.json  events.jsonl  metrics.jsonl  report.json  model.safetensors  checkpoints/
+worker-0.log …
+"""
+
+import contextlib
+import difflib
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from shoal.errors import InputError, RunFolderError
+from shoal.report import atomic_write
+from shoal.report.events import AnyEvent, Evaluated, Finished, RunFinished, RunStarted, Steps, decode, encode
+
+DEFAULT_ROOT = Path("runs")
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = os.path.basename(os.path.abspath(path))  # also of ".", and of a link its own name
+        self.write_errors = 0
+        self.last_write_error: str | None = None
+        self._events = atomic_write.Lines(self.events)
+        self._metrics = atomic_write.Lines(self.metrics)
+
+    @classmethod
+    def create(cls, run_dir: Path | None, *, root: Path = DEFAULT_ROOT) -> "RunFolder":
+        """The given folder, or a fresh `runs/<4 hex>`; it exists and can be written to when this returns."""
+        if run_dir is not None:
+            held = [name for name in ("report.json", "events.jsonl") if atomic_write.exists(run_dir / name)]
+            if held:
+                raise RunFolderError(
+                    f"{run_dir} already holds a run ({', '.join(held)}), and a new run needs a folder of its own",
+                    fix=f"--resume {run_dir} to go on with it, or another folder",
+                )
+        made = run_dir is None or not atomic_write.exists(run_dir)
+        try:
+            if run_dir is None:
+                path = _fresh(root)
+            else:
+                path = run_dir
+                path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(run_dir or root, error) from error
+        try:
+            atomic_write.try_to_write(path)
+        except OSError as error:
+            if made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            raise _unwritable(path, error) from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """A folder that already holds a run, to resume or report it. Writes nothing."""
+        if not _is_run(path):
+            why = (
+                "holds no run: no events.jsonl, report.json, config.json"
+                if atomic_write.exists(path)
+                else "does not exist"
+            )
+            raise RunFolderError(f"{path} {why}", fix="shoal runs shows the runs that there are")
+        return cls(path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def prediction(self) -> Path:
+        return self.path / "prediction.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per Steps of the leader and per Evaluated."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def log(self, rank: int) -> Path:
+        return self.path / f"worker-{rank}.log"
+
+    def files(self) -> list[str]:
+        """Names of the files worth knowing that are there."""
+        known = (self.report, self.plan, self.prediction, self.config, self.events, self.metrics, self.model)
+        return [file.name for file in known if atomic_write.exists(file)]
+
+    def write_json(self, path: Path, value: Any) -> None:
+        try:
+            atomic_write.write_json(path, value)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+    def append_event(self, event: AnyEvent) -> None:
+        """Never raises for the disk's sake: a run is worth more than its log. See `write_errors`."""
+        self._append(self._events, encode(event))
+        line = _metrics_line(event)
+        if line is not None:
+            self._append(self._metrics, msgspec.json.encode(line))
+
+    def read_events(self) -> list[AnyEvent]:
+        """All that was told so far; a torn line costs itself."""
+        found: list[AnyEvent] = []
+        with contextlib.suppress(OSError):
+            for line in self.events.read_bytes().splitlines():
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    found.append(decode(line))
+        return found
+
+    def close(self) -> None:
+        self._events.close()
+        self._metrics.close()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append(self, lines: atomic_write.Lines, line: bytes) -> None:
+        try:
+            lines.append(line)
+        except OSError as error:
+            self.write_errors += 1
+            self.last_write_error = f"{lines.path}: {error.strerror or error}"
+
+
+class RunLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One run in a list of runs."""
+
+    id: str
+    path: str
+    when: float  # of the last that is known of it; seconds since 1970
+    outcome: str  # done, stopped, failed; unfinished: still running, or the driver was killed
+    job: str = "?"
+    workers: int | None = None
+    steps: int = 0
+    loss: float | None = None
+    metrics: dict[str, float | None] = {}
+
+
+def find_run(name: str | None, root: Path = DEFAULT_ROOT) -> RunFolder:
+    """By folder, by id or the beginning of one, or the newest."""
+    found = _newest_first(root)
+    if name is None:
+        if not found:
+            raise InputError(f"no runs in {root}", fix="shoal train FILE starts one")
+        return RunFolder(found[0])
+    exact = [path for path in (root / name, Path(name)) if name and _is_run(path)]
+    if exact:
+        return RunFolder(exact[0])
+    matches = [path for path in found if name and path.name.startswith(name)]
+    if len(matches) == 1:
+        return RunFolder(matches[0])
+    ids = [path.name for path in found]
+    if matches:
+        raise InputError(f"'{name}' is the beginning of {len(matches)} runs: {_names([p.name for p in matches])}")
+    nearest = difflib.get_close_matches(name, ids, n=1)
+    there = f"{root} has {_names(ids)}" if ids else f"there are no runs in {root}"
+    raise InputError(f"no run '{name}': {there}", fix=f"did you mean {nearest[0]}?" if nearest else None)
+
+
+def list_runs(root: Path = DEFAULT_ROOT) -> list[RunLine]:
+    """Newest first. A file that cannot be read costs its run the details, not the list."""
+    return [_run_line(RunFolder(path)) for path in _newest_first(root)]
+
+
+def _run_line(folder: RunFolder) -> RunLine:
+    line = RunLine(id=folder.id, path=str(folder.path), when=_last_written(folder.path), outcome="unfinished")
+    ended = 0.0
+    with contextlib.suppress(OSError, msgspec.MsgspecError, KeyError, TypeError):
+        report = msgspec.json.decode(folder.report.read_bytes(), type=dict[str, Any])
+        ended = report.get("ended") or line.when
+        line = msgspec.structs.replace(
+            line,
+            when=ended,
+            outcome=report["outcome"],
+            job=report["job"],
+            workers=report["workers"],
+            steps=report["steps"],
+            loss=report["final_loss"],
+            metrics=report["metrics"],
+        )
+    with contextlib.suppress(OSError):
+        for text in atomic_write.head_and_tail(folder.events, 64 * 1024):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # a torn line
+                event = decode(text)
+                if event.time > ended:  # after a report: the run was taken up again
+                    line = _with_event(line, event)
+    return line
+
+
+def _with_event(line: RunLine, event: AnyEvent) -> RunLine:
+    change = msgspec.structs.replace
+    match event:
+        case RunStarted():
+            return change(line, outcome="unfinished", when=event.time, job=event.job, workers=event.workers)
+        case Steps():
+            loss = event.loss if event.leader else line.loss
+            return change(line, outcome="unfinished", when=event.time, steps=max(line.steps, event.step), loss=loss)
+        case Evaluated():
+            return change(line, when=event.time, metrics=dict(event.metrics))
+        case Finished():
+            return change(line, when=event.time, steps=event.step, loss=event.final_loss)
+        case RunFinished():
+            return change(line, when=event.time, outcome=event.outcome)
+    return line
+
+
+def _metrics_line(event: AnyEvent) -> dict[str, Any] | None:
+    if isinstance(event, Steps) and event.leader:
+        seconds = event.spent.total
+        return {
+            "step": event.step,
+            "epoch": event.epoch,
+            "time": event.time,
+            "loss": event.loss,
+            "rate": event.rate,
+            "samples_per_second": event.samples / seconds if seconds else None,
+        }
+    if isinstance(event, Evaluated):
+        return {"step": event.step, "epoch": event.epoch, "time": event.time, "metrics": event.metrics}
+    return None
+
+
+def _fresh(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1000):
+        path = root / secrets.token_hex(2 if attempt < 100 else 4)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise FileExistsError(f"no free name among the runs in {root}")
+
+
+def _is_run(path: Path) -> bool:
+    return any(atomic_write.exists(path / name) for name in ("events.jsonl", "report.json", "config.json", "plan.json"))
+
+
+def _newest_first(root: Path) -> list[Path]:
+    try:
+        paths = [path for path in root.iterdir() if _is_run(path)]
+    except OSError:
+        return []
+    return sorted(paths, key=lambda path: (-_last_written(path), path.name))
+
+
+def _last_written(path: Path) -> float:
+    times = [0.0]
+    for name in ("events.jsonl", "report.json", "config.json", "plan.json"):
+        with contextlib.suppress(OSError):
+            times.append((path / name).stat().st_mtime)
+    return max(times)
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _unwritable(path: Path, error: OSError) -> RunFolderError:
+    why = error.strerror or str(error)
+    return RunFolderError(f"cannot write to {path}: {why}", fix="--run-dir DIR with a folder that can be written to")

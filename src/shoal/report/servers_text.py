@@ -1,0 +1,83 @@
+"""Lines of the closing report about parameter servers, from `report.json` alone. Used by `summary`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shoal.report import human
+from shoal.report.live_view import histogram
+from shoal.report.servers import OF_GRADIENTS
+
+Report = Mapping[str, Any]
+Row = tuple[str, str]
+_MODES = {
+    "quorum": "a step is closed without whoever is late",
+    "stale": "gradients are applied as they come",
+    "async": "gradients are applied as they come",
+    "local": "workers train apart between their means",
+    "groups": "gradients of groups are applied as they come",
+}
+
+_CAUSES = {"late": "late", "ticket": "of steps that were done before", "nonfinite": "not finite"}
+
+
+def why_not_exact(mode: str) -> str:
+    what = _MODES.get(mode.partition(":")[0], "workers are not in step")
+    return f"{mode}: {what}; another run can give other weights"
+
+
+def servers(report: Report) -> Iterator[Row]:
+    found = report.get("servers")  # older reports have none
+    if not found:
+        return
+    mode = f", {found['mode']}" if found["mode"] else ""
+    parts = [] if found["updates_per_second"] is None else [f"{human.rate(found['updates_per_second'])} updates/s"]
+    stale = found["staleness"]
+    if stale:
+        parts.append(f"staleness {stale['mean']:.2f} on average, at the most {stale['max']}")
+    if not parts:
+        parts = ["nothing was told of what they did"]
+    yield "servers", f"{human.plural(found['servers'], 'server')}{mode}: {', '.join(parts)}"
+    busy = [human.percent(each["busy"]) for each in found["per_server"] if each["busy"] is not None]
+    done = [f"busy {' '.join(busy)} of the time"] if busy else []
+    if found["bytes_in"] or found["bytes_out"]:
+        done.append(f"{human.size(found['bytes_in'])} in, {human.size(found['bytes_out'])} out")
+    if found["held_bytes"]:
+        done.append(f"{human.size(found['held_bytes'])} of values and optimizer state")
+    if done:
+        yield "", ", ".join(done)
+    for name, table in found["tables"].items():
+        hot = ""
+        if table["hottest"] and table["ranges"] > 1:
+            hot = f", the hottest of {table['ranges']} ranges got {human.percent(table['hottest'])} of the accesses"
+        yield "", f"table {name}: {table['rows']:,} rows{hot}"
+    work = {why: number for why, number in found["refused"].items() if why in OF_GRADIENTS}
+    if work:
+        yield "refused", _refused(work, found["refused_share"])
+
+
+def _refused(causes: Mapping[str, int], share: float | None) -> str:
+    whole = sum(causes.values())
+    of = "" if share is None else f" ({100 * share:.1f} %)"
+    if list(causes) == ["late"]:
+        return f"{human.plural(whole, 'late gradient')}{of}"
+    parts = [f"{number:,} {_CAUSES.get(why, f'with a wrong {why}')}" for why, number in causes.items()]
+    return f"{human.plural(whole, 'gradient')}{of}: {', '.join(parts)}"
+
+
+def staleness(report: Report) -> Iterator[Row]:
+    """A histogram: versions between what a gradient was computed from and what it was applied to."""
+    stale = (report.get("servers") or {}).get("staleness")
+    if not stale:
+        return
+    for number, line in enumerate(histogram({int(value): times for value, times in stale["histogram"].items()})):
+        yield "" if number else "staleness", line
+
+
+def each(report: Report) -> Iterator[Row]:
+    for number, each in enumerate((report.get("servers") or {}).get("per_server") or []):
+        parts = [] if each["load"] is None else [f"{human.percent(each['load'])} of the load"]
+        parts += [] if each["busy"] is None else [f"busy {human.percent(each['busy'])} of the time"]
+        if each["held_bytes"]:
+            parts.append(f"holds {human.size(each['held_bytes'])}, peak of memory {human.size(each['peak_bytes'])}")
+        parts += [f"restarted {human.often(each['restarts'])}"] if each["restarts"] else []
+        yield "" if number else "a server", f"{each['shard']}: {', '.join(parts) or 'nothing was told'}"

@@ -1,0 +1,250 @@
+"""`shoal why`: who waits for whom, in which operation, since when, and where everybody's own code is. Pure rendering.
+
+Waits are arrows from worker to worker. Whoever is waited for and does not wait itself is at the end of all of them,
+and it is what holds up the run:
+
+    0 ──► 2    1 ──► 2    3 ──► 2        worker 2 holds up 0 1 3
+    0 ──► 1    1 ──► 2                   likewise, through worker 1
+    0 ──► 1    1 ──► 0                   nobody is at the end: they wait for each other
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from shoal.report import human
+
+RUNNING, WAITING, STOPPED, SILENT, GONE = "running", "waiting", "stopped", "silent", "gone"
+AT_WORK = ("works", "")  # phases that say nothing beyond the state
+_LINE = re.compile(r"(?P<at>\S+:\d+)\s+in (?P<function>[^:]+):\s*(?P<code>.*)")
+
+
+class Where(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker is doing at one moment."""
+
+    worker: int
+    life: int = 0
+    host: str = ""
+    pid: int | None = None
+    state: str  # running; waiting: for other workers; stopped: by a signal; silent: does not answer; gone
+    operation: str = ""  # "merge, number 18204"
+    waits_for: list[int] = []
+    since: float = 0.0  # seconds in this operation, or in this phase
+    step: int = 0  # committed
+    phase: str = ""  # "computing lane 3", "between steps", "recovering: waits for worker 2's position"
+    user_line: str = ""  # "train.py:88  in tokenize:  json.loads(line)"
+    stack: list[str] = []  # innermost first
+    heard_seconds: float = 0.0  # ago
+
+
+def render(records: Sequence[Where], *, run: str = "RUN") -> str:
+    """The conclusion first, then a line for every worker."""
+    if not records:
+        return "no worker of this run is known to be alive"
+    return "\n".join([*conclusion(records, run=run), "", *table(records)])
+
+
+# -- the conclusion ---------------------------------------------------------------------------------------------------
+
+
+def conclusion(records: Sequence[Where], *, run: str = "RUN") -> list[str]:
+    workers = newest(records)
+    waits = _waits(workers)
+    held = holders(waits)
+    lines: list[str] = []
+    for holder in sorted(held, key=lambda each: (-len(held[each]), each)):
+        lines += _held_up(workers, waits, holder, held[holder], run)
+    for circle in circles(waits):
+        lines += _circle(workers, waits, circle)
+    unheard = [each for each in workers.values() if each.state in (STOPPED, SILENT, GONE) and each.worker not in held]
+    for each in unheard:
+        lines += _out(each, run)
+    others = [each for each in workers.values() if each.state == WAITING and not waits.get(each.worker)]
+    lines += [f"worker {each.worker} {_phase(each)}, for {human.duration(each.since)}" for each in others]
+    busy = [each for each in workers.values() if each.state == RUNNING and each.phase not in AT_WORK]
+    if lines:
+        return lines
+    if busy and any(each.phase.startswith(("wait", "form", "propose", "recover", "enter")) for each in busy):
+        return [f"worker {each.worker} {each.phase}, for {human.duration(each.since)}" for each in busy]
+    if len(workers) == 1:
+        (only,) = workers.values()
+        return [f"nobody waits: worker {only.worker} is alone{_at(only, ' and at ')}"]
+    return [f"nobody waits: all {len(workers)} workers compute"]
+
+
+def newest(records: Sequence[Where]) -> dict[int, Where]:
+    """Of several lives of a worker the last one, by number."""
+    return {each.worker: each for each in sorted(records, key=lambda each: (each.worker, each.life))}
+
+
+def holders(waits: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Those at the end of the waits, with all who wait for them, directly or through others."""
+    found: dict[int, set[int]] = {}
+    for worker in waits:
+        for end in _reached(waits, worker):
+            if not waits.get(end):
+                found.setdefault(end, set()).add(worker)
+    return {end: sorted(waiting) for end, waiting in found.items()}
+
+
+def circles(waits: Mapping[int, Sequence[int]]) -> list[list[int]]:
+    """Workers that wait for each other, of whom no wait leads to anybody who does not."""
+    found: list[list[int]] = []
+    for worker in sorted(waits):
+        reached = _reached(waits, worker)
+        if all(waits.get(end) for end in reached):
+            circle = sorted(each for each in reached if worker in _reached(waits, each)) or sorted(reached)
+            if circle and circle not in found:
+                found.append(circle)
+    return found
+
+
+def chain(waits: Mapping[int, Sequence[int]], end: int) -> list[int]:
+    """The longest way to this worker along which each waits for the next."""
+    longest: list[int] = []
+    ways = [[end]]
+    while ways:
+        way = ways.pop()
+        longest = max(longest, way, key=len)
+        ways += [[worker, *way] for worker in sorted(waits) if way[0] in waits[worker] and worker not in way][:1]
+    return longest
+
+
+def _waits(workers: Mapping[int, Where]) -> dict[int, list[int]]:
+    waiting = (each for each in workers.values() if each.state == WAITING and each.waits_for)
+    return {each.worker: [other for other in each.waits_for if other != each.worker] for each in waiting}
+
+
+def _reached(waits: Mapping[int, Sequence[int]], worker: int) -> set[int]:
+    reached: set[int] = set()
+    ahead = list(waits.get(worker, ()))
+    while ahead:
+        each = ahead.pop()
+        if each not in reached:
+            reached.add(each)
+            ahead += waits.get(each, ())
+    return reached
+
+
+def _held_up(
+    workers: Mapping[int, Where], waits: Mapping[int, Sequence[int]], holder: int, waiting: Sequence[int], run: str
+) -> list[str]:
+    at = workers.get(holder)
+    whom = "the others" if len(waiting) == len(workers) - 1 > 1 else _names(waiting)
+    longest = max((workers[each] for each in waiting), key=lambda each: each.since)
+    have = "has" if len(waiting) == 1 else "have"
+    inside = f", in {_number(longest.operation)}" if longest.operation else ""
+    waited = f"{_names(waiting)} {have} waited for {human.duration(longest.since)}{inside}"
+    lines = [f"worker {holder} holds up {whom}: {_doing(at)}; {waited}"]
+    way = chain(waits, holder)
+    if len(way) > 2:
+        links = f"worker {way[0]} waits for {', which waits for '.join(f'worker {each}' for each in way[1:])}"
+        lines.append(f"  {links}")
+    return lines + [f"  {line}" for line in _advice(at, run)]
+
+
+def _circle(workers: Mapping[int, Where], waits: Mapping[int, Sequence[int]], circle: Sequence[int]) -> list[str]:
+    inside = {each: workers[each].operation for each in circle}
+    longest = max(workers[each].since for each in circle)
+    lines = [f"{_names(circle)} wait for each other, for {human.duration(longest)}: none of them can go on"]
+    for each in circle:
+        lines.append(f"  worker {each} waits for {_names(waits[each])} in {_number(inside[each]) or 'no operation'}")
+    if len(set(inside.values())) > 1:
+        lines.append("  they are not in the same operation: the code depends on the worker")
+    return lines
+
+
+def _out(each: Where, run: str) -> list[str]:
+    return [f"worker {each.worker}: {_doing(each)}; nobody waits for it", *(f"  {line}" for line in _advice(each, run))]
+
+
+def _doing(each: Where | None) -> str:
+    if each is None:
+        return "nothing is known of it"
+    place = ", ".join([*([each.host] if each.host else []), *([f"pid {each.pid}"] if each.pid is not None else [])])
+    place = f" ({place})" if place else ""
+    heard = human.duration(each.heard_seconds)
+    match each.state:
+        case "stopped":
+            return f"its process{place} is stopped, by SIGSTOP or a debugger{_at(each, '; it is at ')}"
+        case "silent":
+            return f"its process{place} has not been heard of for {heard}{_at(each, '; it was at ')}"
+        case "gone":
+            return f"its process{place} has ended"
+    if each.user_line:
+        return f"it is at {_code(each.user_line)}"
+    return f"it {each.phase}" if each.phase not in AT_WORK else "it computes"
+
+
+def _advice(each: Where | None, run: str) -> list[str]:
+    """What can be typed. `kill` on the host itself: a stopped process answers to nothing else."""
+    if each is None or each.pid is None:
+        return []
+    on_host = f" on {each.host}" if each.host else ""
+    match each.state:
+        case "stopped":
+            return [f"go on: kill -CONT {each.pid}    without it: kill -KILL {each.pid}{on_host}"]
+        case "silent":
+            return [f"without it: kill -KILL {each.pid}{on_host}    its last words: shoal report {run}"]
+    return []
+
+
+def _phase(each: Where) -> str:
+    return each.phase if each.phase not in AT_WORK else f"waits in {_number(each.operation)}"
+
+
+def _at(each: Where, before: str) -> str:
+    return f"{before}{_code(each.user_line)}" if each.user_line else ""
+
+
+def _code(line: str) -> str:
+    found = _LINE.fullmatch(line)
+    if found is None:
+        return line
+    code = f": {found['code']}" if found["code"] else ""
+    return f"{found['at']} in {found['function'].strip()}(){code}"
+
+
+def _number(operation: str) -> str:
+    """Long numbers with commas: 18204 becomes 18,204."""
+    return re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", operation)
+
+
+def _names(workers: Sequence[int]) -> str:
+    return f"worker{'s' if len(workers) != 1 else ''} {' '.join(str(worker) for worker in workers)}"
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def table(records: Sequence[Where]) -> list[str]:
+    """One line a worker, in columns as wide as they need; the last one, the line of code, is never cut."""
+    rows: list[tuple[str, ...]] = [("worker", "host", "pid", "step", "does", "for", "own code")]
+    rows += [_row(each) for each in newest(records).values()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(each: Where) -> tuple[str, ...]:
+    return (
+        str(each.worker) if each.life == 0 else f"{each.worker} (life {each.life})",
+        each.host,
+        "" if each.pid is None else str(each.pid),
+        f"{each.step:,}" if each.step >= 0 else "",
+        _does(each),
+        human.duration(each.heard_seconds if each.state == SILENT else each.since),
+        _code(each.user_line) if each.user_line else "",
+    )
+
+
+def _does(each: Where) -> str:
+    if each.state in (STOPPED, SILENT, GONE):
+        return each.state
+    if each.state == WAITING and each.waits_for:
+        whom = " ".join(str(worker) for worker in each.waits_for)
+        inside = f" in {_number(each.operation)}" if each.operation else ""
+        return f"waits for {whom}{inside}"
+    if each.phase not in AT_WORK:
+        return each.phase
+    return _number(each.operation) or "computes"

@@ -1,1 +1,0 @@
-"""One file, one way to do a step. Strategies know the model and the group, not who started them."""

@@ -1,0 +1,1 @@
+"""One worker process: its context, trainer, membership and checkpointer. Does not know the driver."""

@@ -1,0 +1,139 @@
+"""The door for people who keep their own loop: `run = shoal.join(model, optimizer, loader)`."""
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from shoal.errors import JobError
+from shoal.job.dataset import Source, open_source
+from shoal.job.job import Job
+from shoal.numerics import kernels
+from shoal.numerics.describe import describe
+from shoal.parallel.blocks import find_blocks
+from shoal.parallel.plan import make_plan
+from shoal.report.atomic_write import write_json
+from shoal.worker import context as seats
+from shoal.worker.build_model import plain
+from shoal.worker.trainer import Run
+
+_joined: tuple[int, Run] | None = None  # the process that joined, and its run: a forked worker inherits neither
+
+
+def join(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: DataLoader[Any],
+    *,
+    scheduler: Any = None,
+    state: Mapping[str, Any] | None = None,
+    lanes: int | None = None,
+    microbatches: int = 1,
+    seed: int = 0,
+    blocks: Sequence[str] | None = None,
+    threads: int = 1,
+    steps: int | None = None,
+    checkpoint_every: int | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+) -> Run:
+    """Joins this process to its run: `shoal run train.py --workers 4`, torchrun, or alone with plain `python`.
+
+    loader     read for its data set, order, collate function and batch size, which is the global one
+    state      more to save and restore: objects with state_dict, tensors, or dicts and lists of plain values
+    run_dir, resume   only when started alone; `shoal run` has flags for both
+    """
+    global _joined
+    seat = seats.current(Path(run_dir) if run_dir is not None else None, resume)
+    kernels.settle(threads=threads, exact=seat.settings.exact)
+    source = open_source(loader, seed=seed)
+    checked = as_job(
+        model,
+        source,
+        lanes=lanes,
+        microbatches=microbatches,
+        seed=seed,
+        blocks=blocks,
+        threads=threads,
+        checkpoint_every=checkpoint_every,
+    )
+    schedule = checked.schedule(source.samples)
+    plan = seat.plan or make_plan(
+        lanes=checked.lane_count,
+        workers=seat.size,
+        shares=seat.settings.shares,
+        threads=threads,
+        exact=seat.settings.exact,
+        algorithm=seat.settings.wish.algorithm,
+        compress=seat.settings.wish.compress,
+    )
+    if (plan.lanes, plan.workers) != (checked.lane_count, seat.size):
+        raise JobError(
+            f"the plan is for {plan.lanes} lanes on {plan.workers} workers;"
+            f" the script has {checked.lane_count} on {seat.size}"
+        )
+    crew = seat.crew()
+    arithmetic = checked.arithmetic() | {
+        "optimizer": type(optimizer).__qualname__,
+        "scheduler": None if scheduler is None else type(scheduler).__qualname__,
+        "loss": None,
+        "model": describe(model),
+    }
+    arithmetic |= source.arithmetic(schedule)
+    run = Run(
+        built=plain(model, find_blocks(model, blocks)),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        state=state or {},
+        source=source,
+        schedule=schedule,
+        microbatches=microbatches,
+        seed=seed,
+        plan=plan,
+        seat=seat,
+        crew=crew,
+        share=True,
+        arithmetic=arithmetic,
+        steps=steps,
+        checkpoint_every=checkpoint_every,
+    )
+    run.plan = structs.replace(plan, exact=plan.exact and run.group.how().exact)
+    if run.leader and seat.folder is not None and crew.epoch <= 1:
+        write_json(seat.folder / "plan.json", run.plan)
+    _joined = os.getpid(), run
+    atexit.register(finish_joined)
+    return run
+
+
+def as_job(model: nn.Module, source: Source, **arithmetic: Any) -> Job:
+    """The same checks as a job's, by the same code."""
+    last: Any = "drop" if source.last == "drop" else "short"
+    return Job(
+        model=model, data=None, loss=_never, optimizer=_never, batch=source.batch, epochs=1, last=last, **arithmetic
+    )
+
+
+def finish_joined() -> None:
+    """Ends a run whose loop was left early, unless an error ended it."""
+    run = joined()
+    if run is not None and not run.finished:
+        if getattr(sys, "last_value", None) is None:
+            run.finish()
+        else:
+            run.close()
+
+
+def joined() -> Run | None:
+    """The run that this process has joined."""
+    return _joined[1] if _joined is not None and _joined[0] == os.getpid() else None
+
+
+def _never(*arguments: Any) -> Any:
+    raise AssertionError("a joined loop has its own loss and optimizer")

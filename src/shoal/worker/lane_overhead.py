@@ -1,0 +1,50 @@
+"""What lanes cost: smaller kernels. Measured on one worker after the last step, without changing anything."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal.numerics.lanes import cut
+from shoal.numerics.seeds import untouched_generators
+from shoal.parallel.data_parallel import read_loss
+from shoal.report.events import LaneCost
+from shoal.worker.trainer import Run
+
+BUDGET_SECONDS = 1.0
+ROUNDS = 3
+
+
+def lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | None:
+    """Times this worker's lanes one by one against all of them at once, best of a few; None if it would take long."""
+    first, stop = run.strategy.held
+    if run.compute_seconds > BUDGET_SECONDS:
+        return None
+    if stop - first < 2:  # one lane: nothing could be joined, so it costs nothing
+        return LaneCost(time=time.time(), lanes=1, apart=0.0, together=0.0)
+    cuts = cut(run.schedule.batch, run.schedule.batch, run.plan.lanes, run.strategy.microbatches)
+    apart = [list(piece) for lane in range(first, stop) for piece in cuts[lane]]
+    together = [[position for piece in column for position in piece] for column in zip(*cuts[first:stop], strict=True)]
+    order = run.source.order(0)
+
+    def seconds(pieces: list[list[int]]) -> float:
+        batches = [run.source.fetch([order[position] for position in piece], 0) for piece in pieces]
+        began = time.perf_counter()
+        for batch in batches:
+            loss, _ = read_loss(closure(batch), "measuring lanes")
+            loss.backward()
+        passed = time.perf_counter() - began
+        run.replica.clear_gradients()
+        return passed
+
+    buffers = run.replica.buffers
+    with untouched_generators():
+        buffers.begin_step()
+        began = time.perf_counter()
+        best_apart = best_together = float("inf")
+        for _ in range(ROUNDS):
+            best_apart = min(best_apart, seconds(apart))
+            best_together = min(best_together, seconds(together))
+            if time.perf_counter() - began > BUDGET_SECONDS:
+                break
+        buffers.drop()
+    return LaneCost(time=time.time(), lanes=stop - first, apart=best_apart, together=best_together)

@@ -1,0 +1,221 @@
+"""What one worker uses of a machine's memory, what it may use, and what training needs at the least.
+
+Of what a process has in memory, pages of files (libraries, mapped data) are the machine's: they are there once for all
+workers. Pages that a fork inherited count as little. What the process adds counts. Only the kernel sees a peak between
+two looks: it keeps the highest resident set since the last one, pages of files included.
+"""
+
+import ctypes
+import math
+import re
+import resource
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from shoal.errors import InputError, MemoryNeeded
+from shoal.report import human
+
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+
+# -- how much it is ---------------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Started before the model is built; looks again whenever it is asked (a quarter of a millisecond)."""
+
+    def __init__(self) -> None:
+        _reset_peak()
+        start = status()
+        self._resident = start.get("VmRSS", 0) - start.get("RssFile", 0)
+        self._shared = start.get("RssShmem", 0)
+        self._peak = 0
+
+    def look(self) -> None:
+        """To be called once a step. Pages of files that came between two looks are taken to have been there at the
+        peak: in the first step that is up to 20 MB of libraries, later nothing."""
+        now = status()
+        self._peak = max(self._peak, now.get("VmHWM", 0) - now.get("RssFile", 0) - self._resident)
+        _reset_peak()
+
+    def peak(self) -> int:
+        """Bytes above the start, at the most so far; shared memory that this process has touched is part of it."""
+        self.look()
+        return self._peak
+
+    def shared(self) -> int:
+        """Bytes above the start of memory that several workers share. Each of them counts it."""
+        return max(0, status().get("RssShmem", 0) - self._shared)
+
+
+def status() -> dict[str, int]:
+    """Bytes by the kernel's names for them; empty where there is no such kernel."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        return {}
+    return {
+        name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest
+    }
+
+
+def _reset_peak() -> None:
+    with suppress(OSError):  # without it the peak is that of the whole life
+        CLEAR_REFS.write_text(RESET_PEAK)
+
+
+# -- how much it may be -----------------------------------------------------------------------------------------------
+
+STACK_BYTES = 1 << 20  # of threads that start under a cap
+SPARE_THREADS = 8
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+RETURNED_BYTES = 256 << 10
+
+
+def cap(num_bytes: int, *, threads: int = SPARE_THREADS) -> None:
+    """From now on this process gets so many bytes more, from the kernel; torch raises when it asks for more.
+
+    It counts private memory, touched or not, so `threads` that are still to start have room for their stacks besides.
+    Memory shared with other workers is not counted. Large tensors go back when they are freed: see `return_freed`.
+    """
+    return_freed()
+    _small_stacks()
+    limit = status().get("VmData", 0) + num_bytes + threads * STACK_BYTES
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def return_freed() -> None:
+    """Undoes `kernels.keep_large_allocations`: what is freed goes back, so a peak is about what was alive at once.
+
+    Costs page faults: a step that moves much memory may take longer.
+    """
+    with suppress(OSError, AttributeError):  # not glibc
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 65536)
+        libc.mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, RETURNED_BYTES)
+        libc.malloc_trim(0)
+
+
+def _small_stacks() -> None:
+    """A thread's whole stack counts as its process's data, and by default it is 8 MB."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        attributes = ctypes.create_string_buffer(256)
+        if libc.pthread_getattr_default_np(attributes) == 0:
+            libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(STACK_BYTES))
+            libc.pthread_setattr_default_np(attributes)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether it says that there was no more memory."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def read_size(text: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt]i?)?b?|bytes?)\s*", text.lower())
+    num_bytes = round(float(found[1]) * UNITS[found[2] or ""]) if found else 0
+    if num_bytes < 1:
+        raise InputError(f"{text!r} is no amount of memory", fix="such as 250MB, 1.5GB or 512MiB")
+    return num_bytes
+
+
+# -- how much it must be ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes that one worker needs at the least, by what they are for. Activations come on top."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int = 0
+
+    PARTS: ClassVar[tuple[str, ...]] = ("weights", "gradients", "optimizer", "buffers")
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+    def parts(self) -> dict[str, int]:
+        return {part: getattr(self, part) for part in self.PARTS if getattr(self, part)}
+
+    def lines(self) -> list[str]:
+        rows = {**self.parts(), "together": self.total}
+        return [f"{part:<10} {human.size(num_bytes):>9}" for part, num_bytes in rows.items()]
+
+    def check(self, have: int, *, by: str, fix: str) -> None:
+        """`by`: who says that there is so much, such as the option."""
+        if self.total > have:
+            parts = ", ".join(f"{part} {human.size(num_bytes)}" for part, num_bytes in self.parts().items())
+            refused = MemoryNeeded(
+                f"one worker needs {human.size(self.total)} ({parts}) and has {human.size(have)} ({by})",
+                fix=fix,
+            )
+            refused.needed = self.total
+            raise refused
+
+
+def need(
+    weights: int,
+    *,
+    state: float,
+    lanes: int = 1,
+    trained: int | None = None,
+    stored: int | None = None,
+    merged: bool = True,
+    buffers: int = 0,
+) -> Need:
+    """All in bytes on this worker. `state`: see `state_factor`. `lanes`: that it holds.
+
+    `trained`: the weights that get gradients; `stored`: those whose optimizer state is here; both all of them if it is
+    not said. `merged`: what all workers' gradients come to has memory of its own (False for one worker).
+    """
+    trained = weights if trained is None else trained
+    stored = trained if stored is None else stored
+    at_once = lanes.bit_length()  # adding up a tree of lanes: log2 + 1
+    return Need(
+        weights=weights,
+        gradients=trained * (at_once + int(merged)),
+        optimizer=math.ceil(stored * state),
+        buffers=buffers,
+    )
+
+
+def state_factor(
+    optimizer: Callable[[Any], torch.optim.Optimizer], dims: Mapping[str, int] = MappingProxyType({"weight": 2})
+) -> float:
+    """Bytes of optimizer state per byte of weights: 2 for Adam. Builds it on tiny weights and takes a step.
+
+    `dims`: what the weights are called and how many dimensions each has, for a job that sorts them by either. A number
+    per tensor (a count of steps) is not counted. 0.0 where no step can be taken without the job's own loss, or the job
+    wants other weights than tiny ones: then less is known of what it needs, not more.
+    """
+    weights = [(name, nn.Parameter(torch.zeros((4,) * dim))) for name, dim in dims.items()]
+    try:
+        built = optimizer(weights)
+        for _, weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        built.step()
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError):  # a closure is asked for, or other shapes
+        return 0.0
+    large = {id(weight): weight.nbytes for _, weight in weights if weight.numel() >= 4}
+    state = [
+        value.nbytes
+        for weight, kept in built.state.items()
+        for value in kept.values()
+        if id(weight) in large and isinstance(value, torch.Tensor) and value.numel() >= 4
+    ]
+    return sum(state) / (sum(large.values()) or 1)

@@ -1,0 +1,87 @@
+"""The optimizer's state between servers, which have rows of it, and the form that every checkpoint has: whole.
+
+In local mode the servers' optimizer is the outer one; the job's own is the inner one, of which every worker has one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.parallel.server_step import Home
+from shoal.paramserver.dense_table import fitted, plain
+from shoal.paramserver.messages import Found
+from shoal.paramserver.sync_mode import Mode
+
+Told = tuple[Found, Sequence[Tensor]]  # what a shard says of its rows
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9  # of DiLoCo
+
+
+def outer_optimizer(mode: Mode, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    """What the workers' mean movement is a gradient for."""
+    if mode.outer == "nesterov":
+        return torch.optim.SGD(named, lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+    return torch.optim.SGD(named, lr=1.0)
+
+
+def settings_of(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+    """What a schedule changes, and where in it the optimizer is: plain values."""
+    groups = [
+        {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    return {"groups": groups, "scheduler": None if scheduler is None else plain(scheduler.state_dict())}
+
+
+def put_settings(optimizer: Optimizer, scheduler: Any, values: Mapping[str, Any]) -> None:
+    for group, stored in zip(optimizer.param_groups, values["groups"], strict=False):
+        for key, value in stored.items():
+            group[key] = fitted(group.get(key), value)
+    if scheduler is not None and values["scheduler"] is not None:
+        scheduler.load_state_dict(fitted(scheduler.state_dict(), values["scheduler"]))
+
+
+def gather_state(
+    optimizer: Optimizer, scheduler: Any, named: Mapping[str, nn.Parameter], home: Home, told: Sequence[Told]
+) -> None:
+    """What the shards say becomes the state of an optimizer of the whole model."""
+    optimizer.state.clear()
+    for shard, (found, tensors) in enumerate(told):
+        rows = {part.name: part for part in home.parts[shard]}
+        for label, tensor in zip(found.names, tensors, strict=True):
+            name, _, field = label.partition("\t")
+            state, parameter = optimizer.state[named[name]], named[name]
+            if field not in state:
+                state[field] = torch.zeros(parameter.shape, dtype=tensor.dtype)
+            part = rows[name]
+            if parameter.dim() == 0:
+                state[field].copy_(tensor)
+            else:
+                state[field][part.start : part.stop] = tensor
+        for label, (value, dtype) in found.values["steps"].items():
+            name, _, field = label.partition("\t")
+            optimizer.state[named[name]][field] = torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
+        put_settings(optimizer, scheduler, found.values)
+
+
+def deal_state(
+    optimizer: Optimizer, scheduler: Any, named: Mapping[str, nn.Parameter], home: Home, shard: int
+) -> tuple[Found, list[Tensor]]:
+    """A shard's rows of an optimizer's state, as it takes them."""
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    steps: dict[str, list[Any]] = {}
+    for part in home.parts[shard]:
+        parameter = named[part.name]
+        for field, value in optimizer.state.get(parameter, {}).items():
+            label = f"{part.name}\t{field}"
+            if isinstance(value, Tensor) and value.shape == parameter.shape and field != "step":
+                names.append(label)
+                tensors.append(value.detach() if value.dim() == 0 else value.detach()[part.start : part.stop])
+            elif isinstance(value, Tensor):
+                steps[label] = [value.tolist(), str(value.dtype).removeprefix("torch.")]
+            else:
+                steps[label] = [value, ""]
+    return Found(names, settings_of(optimizer, scheduler) | {"steps": steps}), tensors

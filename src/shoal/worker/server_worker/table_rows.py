@@ -1,0 +1,104 @@
+"""Sparse tables on disk. They are too large to pass through a worker: a checkpoint's rows are snapshots of the servers.
+
+    RUN/tables/step-00000100/shard-0/snapshot-…      links to what the server wrote; two steps are kept
+
+Whoever goes on with another number of servers reads all of them, and each server takes the rows that are its own.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import CheckpointError, InputError
+from shoal.paramserver.embedding import tables_of
+from shoal.paramserver.sharding import shard_of
+from shoal.paramserver.snapshot import Snapshots, lowered
+from shoal.paramserver.sparse_table import SparseTable
+
+TABLES = "tables"
+KEPT = 2
+Kept = dict[str, Tensor]  # a table's rows as a shard captures them
+
+
+def keep_rows(run: Path, step: int, servers: int) -> str:
+    """What these servers have just written is kept as this step's. Returns its name, for the checkpoint."""
+    name = f"step-{step:08d}"
+    beside = run / TABLES / f".{name}"
+    shutil.rmtree(beside, ignore_errors=True)
+    for number in range(servers):  # there may be folders of more, of an earlier part of the run
+        shard = run / "servers" / f"shard-{number}"
+        newest = max(shard.glob("snapshot-*"))
+        target = beside / shard.name / newest.name
+        target.mkdir(parents=True)
+        for file in newest.iterdir():
+            os.link(file, target / file.name)
+    shutil.rmtree(run / TABLES / name, ignore_errors=True)
+    beside.rename(run / TABLES / name)
+    for older in sorted((run / TABLES).glob("step-*"))[:-KEPT]:
+        shutil.rmtree(older, ignore_errors=True)
+    return name
+
+
+def read_rows(run: Path, name: str) -> dict[str, list[Kept]]:
+    """By table, what each of the servers had."""
+    found: dict[str, list[Kept]] = {}
+    folders = sorted((run / TABLES / name).glob("shard-*"))
+    if not folders:
+        raise CheckpointError(f"the rows of tables that belong to the checkpoint are gone: {TABLES}/{name}")
+    for folder in folders:
+        with Snapshots(folder) as snapshots:
+            captured = snapshots.newest()
+        if captured is None:
+            raise CheckpointError(f"{TABLES}/{name}/{folder.name} holds no snapshot")
+        for table, kept in lowered(captured.values["tables"]["sparse"], captured.tensors).items():
+            found.setdefault(table, []).append(kept["rows"])
+    return found
+
+
+def rows_of_shard(run: Path, name: str, shard: int, shards: int) -> Mapping[str, Kept]:
+    """By table, the rows that are this shard's now."""
+    found: dict[str, Kept] = {}
+    for table, parts in read_rows(run, name).items():
+        mine: list[Kept] = []
+        for part in parts:
+            ids = part["ids"]
+            keep = shard_of(ids, shards) == shard
+            mine.append({key: value[keep] for key, value in part.items() if len(value) == len(ids) and key != "counts"})
+        whole = {key: torch.cat([part[key] for part in mine]) for key in mine[0]}
+        order = torch.argsort(whole["ids"])
+        found[table] = {key: value[order] for key, value in whole.items()} | {"counts": torch.tensor([0, 0])}
+    return found
+
+
+def rows_of_run(run: Path, table: str) -> tuple[Tensor, Tensor]:
+    """What a run has come to: ids, rising, and their rows."""
+    steps = sorted((run / TABLES).glob("step-*"))
+    if not steps:
+        raise InputError(f"{run} has no tables", fix="a run of a model with shoal.Embedding")
+    found = read_rows(run, steps[-1].name)
+    if table not in found:
+        raise InputError(f"{run} has no table {table!r}", fix=f"one of {', '.join(sorted(found))}")
+    ids = torch.cat([part["ids"] for part in found[table]])
+    rows = torch.cat([part["values"] for part in found[table]])
+    order = torch.argsort(ids)
+    return ids[order], rows[order]
+
+
+def attach_rows(model: nn.Module, run: Path, seed: int) -> None:
+    """Every `shoal.Embedding` of the model looks rows up in what a run has come to; others than those are as new."""
+    tables = tables_of(model)
+    if not tables:
+        return
+    steps = sorted((run / TABLES).glob("step-*"))
+    kept = rows_of_shard(run, steps[-1].name, 0, 1) if steps else {}
+    for name, embedding in tables:
+        if name not in kept:
+            raise CheckpointError(f"{run} has no rows of table {name}: it was stopped before the first checkpoint")
+        embedding.name = name
+        table = SparseTable(embedding.spec(seed), name=name)
+        table.restore(kept[name])
+        embedding.attach(name, table)

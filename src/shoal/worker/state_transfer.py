@@ -1,0 +1,210 @@
+"""State from a live member to newcomers, between two steps: weights, buffers, optimizer, scheduler, the step.
+
+donor     header (names, shapes, addresses, values), small tensors ──► newcomer
+          takes digests                                                reads large tensors where they lie, if it may
+                                                   ◄── has them, or asks for them as messages
+          digests                                                  ──► compares before anything is restored
+
+The donor holds still until a newcomer says that it has everything, and sends the digests only then: whoever has them
+knows that nothing changed while it read. `prepare` is called ahead, while the others still train.
+"""
+
+import math
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal.collectives.group import Group
+from shoal.collectives.remote_read import Proof, proven, read
+from shoal.collectives.shm_segment import free_memory
+from shoal.errors import MismatchError, PeerLost, RunError
+from shoal.numerics.digest import quick, tensor_bytes
+from shoal.recovery.checkpoint.directory import Snapshot
+
+SMALL_BYTES = 1 << 16  # what is smaller travels together
+PARTS = ("weights", "optimizer", "extra")
+AHEAD = 3  # times the weights: theirs until they are restored, and the two moments that most optimizers keep
+ASKS, HAS = 0, 1  # what a newcomer answers
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    part: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    address: int  # in the donor's memory
+
+    @property
+    def num_bytes(self) -> int:
+        return int(math.prod(self.shape)) * _dtype(self.dtype).itemsize
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    aliases: dict[str, str]
+    values: dict[str, Any]
+    arithmetic: dict[str, Any]
+    fingerprint: str
+    tensors: list[_Tensor]
+    process: int
+    proof: list[int]
+
+
+# -- the donor ------------------------------------------------------------------------------------------------------
+
+
+def give(group: Group, to: Sequence[int], snapshot: Snapshot) -> int:
+    """Hands a snapshot, whose tensors may be the live ones, to some ranks. Returns its bytes."""
+    tensors = [(part, name, tensor) for part in PARTS for name, tensor in getattr(snapshot, part).items()]
+    flats = [_bytes(tensor) for _, _, tensor in tensors]
+    proof = Proof()
+    header = _Header(
+        step=snapshot.step,
+        aliases=snapshot.aliases,
+        values=snapshot.values,
+        arithmetic=snapshot.arithmetic,
+        fingerprint=snapshot.fingerprint,
+        tensors=[
+            _Tensor(part, name, str(each.dtype), tuple(each.shape), flat.data_ptr())
+            for (part, name, each), flat in zip(tensors, flats, strict=True)
+        ],
+        process=os.getpid(),
+        proof=proof.row(),
+    )
+    text = torch.frombuffer(bytearray(msgspec.json.encode(header)), dtype=torch.uint8)
+    small, large = _by_size(flats)
+    together = torch.cat(small) if small else None
+    for rank in to:
+        group.send(torch.tensor([text.numel()], dtype=torch.int64), rank)
+        group.send(text, rank)
+        if together is not None:
+            group.send(together, rank)
+    digests = torch.tensor([quick(tensor) for _, _, tensor in tensors], dtype=torch.int64)  # while they read
+    for rank in to:
+        answer = torch.zeros(1, dtype=torch.int64)
+        group.receive(answer, rank)
+        if int(answer) == ASKS:
+            for flat in large:
+                group.send(flat, rank)
+        group.send(digests, rank)
+    return sum(flat.numel() for flat in flats)
+
+
+# -- the newcomer ---------------------------------------------------------------------------------------------------
+
+
+def prepare(tensors: Iterable[Tensor]) -> None:
+    """Makes the memory that a hand-over will fill this process's own, so that nobody waits for the kernel meanwhile.
+
+    Pages that are new, or still shared with the process this one was forked from, cost several times what the copy
+    does. `tensors` are those that will be restored in place; what they and the optimizer need beside that is taken
+    from the kernel and given back to the allocator, which keeps it (kernels.keep_large_allocations).
+    """
+    weights = [tensor for tensor in tensors if tensor.is_contiguous() and tensor.device.type == "cpu"]
+    for tensor in weights:
+        _bytes(tensor)[:: mmap.PAGESIZE].bitwise_or_(0)
+    ahead = AHEAD * sum(tensor.nbytes for tensor in weights)
+    if ahead < free_memory() // 2:
+        torch.empty(ahead, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
+
+
+def accept(group: Group, source: int, donor: str = "") -> tuple[Snapshot, int]:
+    """A snapshot from a rank, checked, and its bytes."""
+    length = torch.zeros(1, dtype=torch.int64)
+    group.receive(length, source)
+    text = torch.empty(int(length), dtype=torch.uint8)
+    group.receive(text, source)
+    header = msgspec.json.decode(tensor_bytes(text), type=_Header)
+    whole = sum(tensor.num_bytes for tensor in header.tensors)
+    if whole > free_memory():
+        raise RunError(f"the state of the run has {whole >> 20} MB, and this host has {free_memory() >> 20} MB free")
+    tensors = [torch.empty(tensor.shape, dtype=_dtype(tensor.dtype)) for tensor in header.tensors]
+    flats = list(map(_bytes, tensors))
+    small, large = _by_size(flats)
+    if small:
+        together = torch.empty(sum(flat.numel() for flat in small), dtype=torch.uint8)
+        group.receive(together, source)
+        for flat, piece in zip(small, together.split([flat.numel() for flat in small]), strict=True):
+            flat.copy_(piece)
+    found = _fill(group, source, header, tensors, flats, large)
+    expected = torch.empty(len(tensors), dtype=torch.int64)
+    group.receive(expected, source)
+    check(header.tensors, expected.tolist(), found, donor or f"rank {source}")
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
+    for described, tensor in zip(header.tensors, tensors, strict=True):
+        parts[described.part][described.name] = tensor
+    snapshot = Snapshot(
+        step=header.step,
+        aliases=header.aliases,
+        values=header.values,
+        arithmetic=header.arithmetic,
+        fingerprint=header.fingerprint,
+        **parts,
+    )
+    return snapshot, whole
+
+
+def _fill(
+    group: Group, source: int, header: _Header, tensors: list[Tensor], flats: list[Tensor], large: list[Tensor]
+) -> list[int]:
+    """Gets the large tensors, one copy each where the donor's memory can be read. Returns digests of all: each is
+    taken beside the next one's copy."""
+    reads = bool(large) and proven(header.process, header.proof)
+    if not reads:
+        group.send(torch.tensor([ASKS], dtype=torch.int64), source)
+    with ThreadPoolExecutor(1, "shoal digest") as beside:
+        found = []
+        for described, tensor, flat in zip(header.tensors, tensors, flats, strict=True):
+            if _is_large(flat):
+                if reads:
+                    _read(header.process, described, flat, source)
+                else:
+                    group.receive(flat, source)
+            found.append(beside.submit(quick, tensor))
+        if reads:
+            group.send(torch.tensor([HAS], dtype=torch.int64), source)
+        return [each.result() for each in found]
+
+
+def _read(process: int, described: _Tensor, flat: Tensor, source: int) -> None:
+    try:
+        read(process, described.address, flat)
+    except OSError as error:
+        raise PeerLost(
+            f"rank {source} ended or went on while it handed its state over: {described.name}, {error.strerror}"
+        ) from error
+
+
+def check(described: Sequence[_Tensor], expected: Sequence[int], found: Sequence[int], donor: str) -> None:
+    for tensor, sent, arrived in zip(described, expected, found, strict=True):
+        if arrived != sent:
+            raise MismatchError(
+                f"the state that {donor} handed over arrived changed, first in {tensor.part} {tensor.name}",
+                where=f"its digest is {arrived & (1 << 64) - 1:016x}, sent was {sent & (1 << 64) - 1:016x}",
+                fix="memory or network of one of the two hosts is at fault; nothing was restored",
+            )
+
+
+def _is_large(flat: Tensor) -> bool:
+    return flat.numel() >= SMALL_BYTES
+
+
+def _by_size(flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    return [flat for flat in flats if not _is_large(flat)], [flat for flat in flats if _is_large(flat)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise RunError(f"{name} is no type of a tensor")
+    return found
