@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import shoal
-from command import Caller, write_job
-from faults import FORWARD, Faults, both, kills, until_saved
+from helpers.command import Caller, write_job
+from helpers.faults import FORWARD, Faults, both, kills, until_saved
 from shoal.driver.auto_layout import Chooser
 from shoal.driver.predict_run import Foresight, Ground, Unpredicted, forecast_of
 from shoal.errors import MemoryNeeded, PlanError

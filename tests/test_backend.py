@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-import backend_ranks
-from backend_ranks import Checks, Played, close, report, same
-from backend_truth import COMPLEX, MOVED, SUMMED, agree, every_op, legal, reduced, values
+from helpers import backend_ranks
+from helpers.backend_ranks import Checks, Played, close, report, same
+from helpers.backend_truth import COMPLEX, MOVED, SUMMED, agree, every_op, legal, reduced, values
 
 check = Checks()
 played = backend_ranks.played  # the fixture

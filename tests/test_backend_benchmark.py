@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from command import Result, program
+from helpers.command import Result, program
 
 PROGRAM = Path(__file__).parent.parent / "benchmarks" / "collectives.py"
 

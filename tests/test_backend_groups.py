@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 
-import backend_ranks
-from backend_ranks import BACKEND, ON_GLOO, Checks, Played, close, own_folder, report, same
-from backend_truth import reduced, values
+from helpers import backend_ranks
+from helpers.backend_ranks import BACKEND, ON_GLOO, Checks, Played, close, own_folder, report, same
+from helpers.backend_truth import reduced, values
 
 check = Checks()
 played = backend_ranks.played  # the fixture

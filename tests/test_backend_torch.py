@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import backend_ranks
-from backend_ranks import BACKEND, Checks, Played, close, own_folder, report, same
+from helpers import backend_ranks
+from helpers.backend_ranks import BACKEND, Checks, Played, close, own_folder, report, same
 
 check = Checks()
 played = backend_ranks.played  # the fixture

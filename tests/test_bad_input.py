@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import shoal
-from command import Caller, Result, checkpoint_sha256, events, newest, write_job
+from helpers.command import Caller, Result, checkpoint_sha256, events, newest, write_job
 from shoal.errors import JobError
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from command import Caller, program
+from helpers.command import Caller, program
 from shoal.cli.bench import Bench, Sized, Tried, fit_link, pairs, predict, text, usage
 from shoal.collectives.cost_model import Link
 from shoal.collectives.group import Group, Workers

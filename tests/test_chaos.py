@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from command import Caller, events
+from helpers.command import Caller, events
 from shoal.errors import InputError
 from shoal.report.events import (
     AnyEvent,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shoal as library
-from command import HASH, Caller, Forked, command, events, shoal, write_job
+from helpers.command import HASH, Caller, Forked, command, events, shoal, write_job
 from shoal.cli.main import main
 from shoal.numerics.digest import combine, digests
 from shoal.testing import batch_norm_net, job_for, tied_language_model

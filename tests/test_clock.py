@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from command import events
+from helpers.command import events
 from shoal.testing import dropout_net, job_for
 
 HOUR = 3600.0

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from command import Caller, Result, write_job
+from helpers.command import Caller, Result, write_job
 from shoal.cli import compare
 from shoal.cli.compare_text import charts, text, thinned
 from shoal.driver.outcome import RunFailed

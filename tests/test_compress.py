@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from command import program
+from helpers.command import program
 from shoal.collectives.compression import (
     COMPRESSORS,
     Compressor,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from command import Forked, Result, as_python
+from helpers.command import Forked, Result, as_python
 from shoal.cli.main import main
 
 ROOT = Path(__file__).parent.parent

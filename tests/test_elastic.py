@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import shoal
-from command import Caller, Forked, checkpoint_sha256, events, newest, write_job
-from faults import (
+from helpers.command import Caller, Forked, checkpoint_sha256, events, newest, write_job
+from helpers.faults import (
     ACCEPTED,
     ACCEPTS,
     ADDED_UP,

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import shoal
-from command import Caller
-from faults import (
+from helpers.command import Caller
+from helpers.faults import (
     ACCEPTED,
     ACCEPTS,
     AGREES,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shoal
-from command import Caller, Forked, Running, events, in_child, newest, write_job
+from helpers.command import Caller, Forked, Running, events, in_child, newest, write_job
 from shoal.driver.launchers.fork_server import Exit, Line, LocalEngine, Post
 from shoal.recovery.membership import sqlite_client
 from shoal.testing import dropout_net, job_for

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from command import Forked, program
+from helpers.command import Forked, program
 from shoal.job.load import load_job
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import shoal
-from command import Caller, write_job
+from helpers.command import Caller, write_job
 from shoal.driver.launch import open_job
 from shoal.driver.predict_run import Following, Foresight, Ground, Unpredicted, forecast, forecast_of, ground
 from shoal.errors import InputError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from command import Caller, Result, events, program
-from faults import STANDS_DOWN, Faults, crew, until_true
+from helpers.command import Caller, Result, events, program
+from helpers.faults import STANDS_DOWN, Faults, crew, until_true
 from shoal.recovery.membership.heartbeat import News
 from shoal.recovery.membership.protocol import Who
 from shoal.worker.elastic_membership import Crew

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from command import Caller, write_job
+from helpers.command import Caller, write_job
 from shoal.collectives.group import Group
 from shoal.driver.launchers import cleanup, programs
 from shoal.driver.launchers.lab import Lab, check_machine

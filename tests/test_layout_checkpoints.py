@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shoal
-from layout_models import Language, language_job, winding_job
+from helpers.layout_models import Language, language_job, winding_job
 from shoal.errors import InputError
 from shoal.numerics.digest import combine, digests
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from command import Caller, Result, write_job
+from helpers.command import Caller, Result, write_job
 
 
 @pytest.fixture

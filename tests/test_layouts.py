@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from layout_models import (
+from helpers.layout_models import (
     LENGTH,
     SAMPLES,
     Language,

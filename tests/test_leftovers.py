@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from command import forked
+from helpers.command import forked
 from shoal.testing.leftovers import end_detached, leftovers
 
 watch = import_module("shoal.testing.leftovers")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from command import in_child
+from helpers.command import in_child
 from shoal.errors import InputError, MemoryNeeded
 from shoal.numerics import kernels
 from shoal.worker.memory import Meter, Need, cap, need, ran_out, read_size, return_freed, state_factor

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import shoal
-from command import Caller, Forked, events, write_job
-from faults import (
+from helpers.command import Caller, Forked, events, write_job
+from helpers.faults import (
     ACCEPTS,
     ASKS,
     LANE,

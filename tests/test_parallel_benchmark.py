@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from command import program
+from helpers.command import program
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "parallel.py"
 

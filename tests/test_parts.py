@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 
-from command import forked
+from helpers.command import forked
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import digests, tensor_sha256
 from shoal.numerics.tensor_slice import WHOLE, Piece, evenly, rows

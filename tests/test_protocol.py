@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from command import Forked
+from helpers.command import Forked
 from shoal.recovery.membership import protocol
 from shoal.recovery.membership.protocol import (
     Action,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import shoal
-from command import Caller, Forked, write_job
-from faults import ASKS, LANE, Faults, crew, kill, until, until_true
+from helpers.command import Caller, Forked, write_job
+from helpers.faults import ASKS, LANE, Faults, crew, kill, until, until_true
 from shoal.collectives.group import Workers
 from shoal.driver.outcome import RunFailed
 from shoal.errors import InputError

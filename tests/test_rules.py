@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import shoal
-from command import in_child
+from helpers.command import in_child
 from shoal.collectives.group import Alone, Group
 from shoal.errors import InputError
 from shoal.job.dataset import open_source

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from command import Caller, Result, shoal
+from helpers.command import Caller, Result, shoal
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from command import Caller
+from helpers.command import Caller
 from shoal.errors import PlanError
 from shoal.parallel.pipeline_schedule import (
     NAMES,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch._dynamo  # noqa: F401  optimizers load it at their first step: here once, not in every process
 
-from command import Result, program
+from helpers.command import Result, program
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from command import forked
+from helpers.command import forked
 from shoal.errors import InputError, RunError
 from shoal.paramserver import client as client_module
 from shoal.paramserver import remote_dense

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import command
 import shoal
+from helpers import command
 from shoal.job.load import load_job
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from command import events
+from helpers.command import events
 from shoal.driver.driver import Options
 from shoal.driver.launch import train_with
 from shoal.driver.launchers.lab import Lab

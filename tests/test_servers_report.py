@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from command import Caller, write_job
+from helpers.command import Caller, write_job
 from shoal.driver.check_servers import check_servers, read_modes
 from shoal.driver.outcome import error, outcome
 from shoal.driver.verify import server_placements

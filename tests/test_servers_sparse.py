@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shoal
-from command import in_child, program
+from helpers.command import in_child, program
 from shoal.errors import InputError
 from shoal.paramserver.client import Client
 from shoal.paramserver.embedding import Embedding, tables_of

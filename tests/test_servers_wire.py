@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from command import forked
+from helpers.command import forked
 from shoal.errors import InputError
 from shoal.paramserver import server as server_module
 from shoal.paramserver.dispatcher import proof

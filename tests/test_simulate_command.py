@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from command import Caller, write_job
+from helpers.command import Caller, write_job
 
 SHAPE = "layers=8,hidden=1024,heads=8,seq=512,vocab=8192"
 GPT = ("simulate", "--gpt", SHAPE, "--batch", "64", "--cluster", "dgx-a100", "--hosts", "2")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from command import in_child
+from helpers.command import in_child
 from shoal.errors import JobError
 from shoal.numerics import kernels
 from shoal.numerics import meta_init as module

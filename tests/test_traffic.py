@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import shoal
-from command import Caller, events, write_job
+from helpers.command import Caller, events, write_job
 from shoal.collectives.handshake import Member
 from shoal.collectives.options import Traffic, Wish, wish_of_environment
 from shoal.collectives.stats import places_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
-from command import Caller
+from helpers.command import Caller
 from shoal.collectives.group import Alone, Group
 from shoal.errors import InputError, MismatchError
 from shoal.numerics.digest import tensor_sha256

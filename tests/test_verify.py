@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from command import HASH, Caller, write_job
+from helpers.command import HASH, Caller, write_job
 from shoal.driver.verify import PLAIN_TOLERANCE, Placement, against_plain, placements
 from shoal.parallel import data_parallel
 

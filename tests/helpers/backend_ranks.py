@@ -3,7 +3,7 @@
 Each check gets a default process group of its own, so that one that fails does not spoil the next; all ranks meet
 between two checks. The backend is "shoal"; whoever wants to test these tests runs them on gloo:
 
-    SHOAL_TEST_BACKEND=gloo pytest tests/test_backend*.py
+    SHOAL_TEST_BACKEND=gloo pytest tests/ranks/test_backend*.py
 """
 
 import ctypes
@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 BACKEND = os.environ.get("SHOAL_TEST_BACKEND", "shoal")
 PATIENCE = timedelta(seconds=15)  # of a group: a check that fails on one rank costs that long, once
@@ -129,9 +130,7 @@ def _play_once(
             pipes.append(ours)
             children.append(child)
         # After the forks: the store has a thread.
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         try:
             said = _listen(pipes, until)
         finally:
@@ -156,7 +155,7 @@ def _be_rank(
         torch.set_num_threads(1)
         warnings.resetwarnings()
         warnings.simplefilter("ignore")  # torch 2.13 deprecates names that scripts still use
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=2 * PATIENCE)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=2 * PATIENCE)
         with stacks.open("w") as file:
             faulthandler.enable(file)
             for name, check in checks.items():
@@ -176,10 +175,10 @@ def _be_rank(
         os._exit(code)
 
 
-def _one(rank: int, size: int, store: dist.Store, name: str, check: Check, backend: str) -> str:
+def _one(rank: int, size: int, store: Store, name: str, check: Check, backend: str) -> str:
     try:
         torch.manual_seed(0)
-        own = dist.PrefixStore(name, store)
+        own = PrefixStore(name, store)
         if not name.startswith("init_"):  # those make their own groups
             dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=PATIENCE)
         else:

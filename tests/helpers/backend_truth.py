@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from backend_ranks import close, same
+from helpers.backend_ranks import close, same
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WHOLES = (torch.int8, torch.int32, torch.int64, torch.uint8)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from command import Forked, events
+from helpers.command import Forked, events
 from shoal.collectives.shared_buffers import Commons
 from shoal.driver.driver import Options
 from shoal.driver.launch import open_job, train_with

@@ -39,6 +39,8 @@ class Winding(nn.Module):
     """A picture's way: batch norm, activations in place, dropout, a skip over many blocks, a tuple, a transpose, a
     module that is called twice, dropout and parameters in the model's own code, frozen and unused parameters."""
 
+    table: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(
@@ -87,7 +89,8 @@ class Layer(nn.Module):
         )
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
         x = x + self.dropout(self.out(seen.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.between(x)))))
+        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.between(x)))))
+        return out
 
 
 class Body(nn.Module):
