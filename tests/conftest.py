@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import hypothesis
 import pytest
 import torch
 
+from helpers.command import Caller
+from helpers.etcd import etcd_server, free_ports
 from shoal.testing import leftovers
 
 torch.set_num_threads(1)  # before anything forks: the threads of a larger pool would not survive it
@@ -70,3 +73,17 @@ def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
         if not name.startswith(KEPT_BY_TORCH)
     ]
     assert not left + changed, "the test left something behind"
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
+    """The command in this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a job file may import its neighbours
+    return Caller(capsys)
+
+
+@pytest.fixture
+def etcd_port(tmp_path: Path) -> Iterator[int]:
+    port, peers = free_ports(2)
+    with etcd_server(tmp_path / "etcd", port, peers):
+        yield port

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from helpers.command import Result, program
+from helpers.places import BENCHMARKS
 
-PROGRAM = Path(__file__).parent.parent / "benchmarks" / "collectives.py"
+PROGRAM = BENCHMARKS / "collectives.py"
 
 
 def bench(*arguments: str | Path) -> Result:

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from helpers.command import Result, program
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from helpers.places import BENCHMARKS
 
 
 def bench(*arguments: str | Path, script: str = "train.py") -> Result:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from helpers.command import Forked, Result, as_python
+from helpers.places import ROOT
 from shoal.cli.main import main
 
-ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
     "docs/tutorial.md",

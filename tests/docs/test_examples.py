@@ -13,9 +13,8 @@ from torch import nn
 
 import shoal
 from helpers.command import Forked, program
+from helpers.places import EXAMPLES
 from shoal.job.load import load_job
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def characters(job: shoal.Job) -> int:

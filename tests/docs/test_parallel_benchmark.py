@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from helpers.command import program
+from helpers.places import BENCHMARKS
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "parallel.py"
+SCRIPT = BENCHMARKS / "parallel.py"
 
 
 def test_a_layout_does_the_work_of_the_one_by_hand_and_every_formula_has_its_measure(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch._dynamo  # noqa: F401  optimizers load it at their first step: here once, not in every process
 
 from helpers.command import Result, program
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from helpers.places import BENCHMARKS
 
 
 def bench(script: str, *arguments: str | Path) -> Result:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import shoal
 from helpers import command
+from helpers.places import EXAMPLES
 from shoal.job.load import load_job
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 CHANCE = 0.5
 RANDOM_PLAY = 22  # steps that CartPole's pole stands when nobody cares
 

@@ -6,7 +6,6 @@ import os
 import re
 import select
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -37,7 +36,6 @@ from shoal.recovery.membership.protocol import Who
 from shoal.recovery.membership.sqlite_server import read_serving
 from shoal.testing import dropout_net, job_for
 from shoal.testing.leftovers import end_detached
-from test_store import etcd_port  # noqa: F401
 
 DEADLINE_SECONDS = 30.0
 STEPS = 16
@@ -57,12 +55,6 @@ def undisturbed() -> str:
 def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     yield Faults(tmp_path / "run", monkeypatch)
     end_detached()  # of a test that failed
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
 
 
 def train(faults: Faults, workers: int = 3, **settings: object) -> None:
@@ -106,7 +98,7 @@ def test_training_goes_on_while_the_store_is_away(faults: Faults) -> None:
     train(faults)
 
 
-def test_etcd_as_the_store(faults: Faults, etcd_port: int) -> None:  # noqa: F811
+def test_etcd_as_the_store(faults: Faults, etcd_port: int) -> None:
     faults.at(LANE, kill, step=2, worker=0)
     faults.at(ASKS, until(Who(0, 1)), step=4)
     faults.at(ASKS, leave, step=8, worker=1)

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 import shoal
 from helpers.command import Caller, Forked, write_job
+from helpers.etcd import free_ports
 from helpers.faults import ASKS, LANE, Faults, crew, kill, until, until_true
 from shoal.collectives.group import Workers
 from shoal.driver.outcome import RunFailed
@@ -18,13 +18,6 @@ from shoal.errors import InputError
 from shoal.recovery.membership.protocol import Who
 from shoal.testing import dropout_net, job_for
 from shoal.testing.leftovers import end_detached
-from test_store import free_ports
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
 
 
 @pytest.fixture

@@ -50,11 +50,6 @@ job = shoal.Job(
 """
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Caller:
-    return Caller(capsys)
-
-
 def schedule(**more: Any) -> Schedule:
     usual: dict[str, Any] = {"seed": 1, "every": 15.0, "duration": 300.0, "kinds": ["kill", "stop"], "workers": 3}
     return make_schedule(**usual | more)

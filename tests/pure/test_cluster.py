@@ -1,10 +1,10 @@
 """A cluster file becomes a checked value, and workers are dealt to its hosts."""
 
 import re
-from pathlib import Path
 
 import pytest
 
+from helpers.places import DOCS
 from shoal.driver.launchers.lab_network import fabric_links, fabric_rates, picture, summary
 from shoal.errors import InputError
 from shoal.planner.cluster import Cluster, Link, Order, bandwidth_text, deal, even_cluster, latency_text, parse_cluster
@@ -50,7 +50,7 @@ def test_a_file_says_it_all() -> None:
 
 
 def test_the_file_of_the_docs_is_one() -> None:
-    page = Path(__file__).parent.parent / "docs" / "lab.md"
+    page = DOCS / "lab.md"
     if not page.exists():
         pytest.skip("not in a checkout")
     (text,) = re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)

@@ -2,12 +2,12 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.places import ROOT
 from shoal.errors import InputError
 from shoal.planner.cluster import (
     Cluster,
@@ -24,7 +24,6 @@ from shoal.planner.cluster import (
 from shoal.planner.cluster.toml_lines import key_lines, line_of
 from shoal.planner.cluster.units import WRITTEN, exact_text, read_quantity
 
-ROOT = Path(__file__).parent.parent
 FILE = """\
 [devices.ours]
 peak = { fp32 = "20 TFLOP/s", fp16 = "100 TFLOP/s" }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.places import GOLDEN
 from shoal.cli.cluster_text import narrowest, text
 from shoal.cli.main import main
 from shoal.cli.parser import Parser, cluster_of, cluster_options, cluster_words, clusters_of
@@ -27,7 +28,6 @@ from shoal.planner.cluster import (
 )
 from shoal.planner.cluster.local_machine import cores, memory_bytes, this_machine
 
-GOLDEN = Path(__file__).parent / "golden"
 DEVICES = {"V100-SXM2-16/32": "v100-sxm2-32", "CPU AVX512 32c (generic)": "cpu-32c"}
 LINK = '[links.host]\nbandwidth = "10 Gbit/s"\n'
 

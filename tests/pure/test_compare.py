@@ -33,12 +33,6 @@ from shoal.report.summarize import report
 SHA256 = "ab" * 32
 
 
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Caller:
-    monkeypatch.chdir(tmp_path)
-    return Caller(capsys)
-
-
 def events_of(sync: str, losses: Sequence[float], *, step_seconds: float, target_at: int | None) -> list[AnyEvent]:
     """Ten steps for each loss."""
     servers = 1 if sync else 0

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from helpers.command import program
+from helpers.places import BENCHMARKS, DOCS
 from shoal.collectives.compression import (
     COMPRESSORS,
     Compressor,
@@ -24,8 +25,8 @@ from shoal.collectives.compression import (
 from shoal.collectives.compression.stats import EVERY
 from shoal.errors import InputError, MismatchError
 
-PAGE = Path(__file__).parent.parent / "docs" / "compression.md"
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "compressors.py"
+PAGE = DOCS / "compression.md"
+BENCHMARK = BENCHMARKS / "compressors.py"
 BARE = ["fp16", "bf16", "int8", "int4-feedback", "topk:0.01-feedback", "onebit-feedback", "powersgd:4-feedback"]
 FED = ["fp16+feedback", "bf16+feedback", "int8+feedback", "int4", "topk:0.01", "onebit", "powersgd:4"]
 COUNTS = [0, 1, 63, 64, 65, 1000, 100003]

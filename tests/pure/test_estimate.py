@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.places import EXAMPLES
 from shoal.cli.estimate_text import estimate, lane_seconds
 from shoal.cli.main import main
 from shoal.errors import InputError, JobError
@@ -31,8 +32,6 @@ from shoal.planner.cost.transformer_shape import Shape
 from shoal.planner.cost.workload import Work
 from shoal.planner.trace_job import work_of, work_of_script
 from shoal.testing import everything, job_for
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,11 @@
 """Layouts that do not fit: one sentence with both sides and what to change, before any worker starts."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from helpers.command import Caller, Result, write_job
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
 
 
 def assert_plain(result: Result, *texts: str, code: int = 2) -> None:

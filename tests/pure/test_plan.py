@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from helpers.places import GOLDEN
 from shoal.cli.main import main
 from shoal.driver.driver import Options
 from shoal.driver.launch import open_job, plan_for
@@ -40,7 +41,6 @@ from shoal.report import chart
 from shoal.report.scaling_laws import usl_peak, usl_speedup
 from shoal.worker.model_partition import outline
 
-GOLDEN = Path(__file__).parent / "golden"
 SHAPE = Shape(layers=24, hidden=2048, heads=16, seq=2048, vocab=51200)  # 1.3 billion
 LARGE = Shape(layers=48, hidden=8192, heads=64, seq=2048, vocab=51200)  # 39 billion
 

@@ -1,16 +1,16 @@
 """benchmarks/planner.py compares like with like. Nothing here trains, or looks at a speed."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.places import BENCHMARKS
 from shoal.planner.cost.prediction import TERMS
 from shoal.planner.cost.setup import Setup
 from shoal.report.events import Spent, Steps
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 planner = pytest.importorskip("planner")
 
 

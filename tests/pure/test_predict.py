@@ -13,6 +13,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
+from helpers.places import GOLDEN
 from shoal.cli.main import main
 from shoal.errors import InputError, PlanError
 from shoal.parallel.pipeline_schedule import fit_schedule, play
@@ -38,7 +39,6 @@ from shoal.planner.cost.runtime import FSDP, MEGATRON, MEGATRON_2021, MEGATRON_2
 from shoal.planner.cost.setup import RECOMPUTE, Setup
 from shoal.planner.cost.transformer_shape import GPT, GPT_2021, PLAIN, Shape, work_of_shape
 
-GOLDEN = Path(__file__).parent / "golden"
 GPT3 = Shape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 SMALL = Shape(layers=8, hidden=1024, heads=16, seq=512, vocab=32000)
 A100 = find_cluster("dgx-a100", hosts=2)

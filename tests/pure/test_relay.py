@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.routes import LINKS, any_deal, any_places, at
 from shoal.collectives.choose_algorithm import candidates
 from shoal.collectives.cost_model import Wire, cost, wires
 from shoal.collectives.run_tree import Pool, Relay, Tally, all_reduce, pieces_of
@@ -21,7 +22,6 @@ from shoal.collectives.trees import Route, direct, hierarchical, towards, tree
 from shoal.numerics.digest import tensor_sha256
 from shoal.numerics.lanes import Span, fold, subtrees
 from shoal.testing import ranks
-from test_routes import LINKS, any_deal, any_places, at
 
 PATIENCE_SECONDS = 30.0
 

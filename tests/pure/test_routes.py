@@ -1,6 +1,5 @@
 """Routes, what they carry and which one is taken, against tables drawn by hand. Nothing here sends anything."""
 
-import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -8,42 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.routes import LINKS, any_deal, any_places, at
 from shoal.collectives.choose_algorithm import ALGORITHMS, candidates, choose
-from shoal.collectives.cost_model import Link, cost, hops
+from shoal.collectives.cost_model import cost, hops
 from shoal.collectives.topology import Place, layout, level
 from shoal.collectives.trees import Route, bounds, direct, duties, halving, hierarchical, ring, towards, tree
 from shoal.errors import InputError
 from shoal.numerics.lanes import Span, fold, subtrees
 
-LINKS = {"memory": Link(5e-6, 5e9), "host": Link(5e-5, 1e9), "rack": Link(1e-4, 2.5e8)}
 MB = 1 << 20
-
-
-def at(text: str) -> tuple[Place, ...]:
-    """ "a0 a1 | b0": hosts by rank; the letter is the rack."""
-    return tuple(Place(host=name, rack=name[0]) for name in text.split())
-
 
 IN_ORDER = at("a0 a1 b0 b1")
 INTERLEAVED = at("a0 b0 a1 b1")
-
-
-@st.composite
-def any_places(draw: st.DrawFn) -> tuple[Place, ...]:
-    size = draw(st.integers(1, 9))
-    hosts = st.tuples(st.sampled_from("abc"), st.sampled_from("01"))
-    return tuple(Place(host=host, rack=rack) for rack, host in draw(st.lists(hosts, min_size=size, max_size=size)))
-
-
-@st.composite
-def any_deal(draw: st.DrawFn, size: int) -> tuple[int, tuple[Span, ...]]:
-    lanes = draw(st.integers(size, 2 * size + 2))
-    inner = (
-        draw(st.lists(st.integers(1, lanes - 1), min_size=size - 1, max_size=size - 1, unique=True))
-        if lanes > 1
-        else []
-    )
-    return lanes, tuple(itertools.pairwise([0, *sorted(inner), lanes]))
 
 
 def drawn(route: Route) -> list[str]:

@@ -1,6 +1,5 @@
 """Pipeline schedules: the picture, the order of every stage, what torch does, and what does not fit."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -315,12 +314,6 @@ def test_what_does_not_fit(name: str, sizes: dict[str, int], message: str, fix: 
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
 
 
 def of(name: str, **more: int) -> Schedule:

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.command import in_child, program
+from helpers.places import BENCHMARKS
 from shoal.errors import InputError
 from shoal.paramserver.client import Client
 from shoal.paramserver.embedding import Embedding, tables_of
@@ -755,7 +755,7 @@ def test_a_table_takes_little_more_than_values_and_state() -> None:
 
 def test_the_benchmark_of_hot_keys_works() -> None:
     """Two servers and two workers, in a small table: not how fast it is."""
-    done = program(Path(__file__).parent.parent / "benchmarks" / "hotkeys.py", "--quick", "--json")
+    done = program(BENCHMARKS / "hotkeys.py", "--quick", "--json")
     assert done.code == 0, done.err
     found = msgspec.json.decode(done.out)
     assert list(found["cases"]) == ["uniform, no cache", "uniform, cached", "zipf, no cache", "zipf, cached"]

@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from helpers.places import GOLDEN
 from shoal.collectives import cost_model as runtime_cost
 from shoal.collectives import trees
 from shoal.errors import InputError, PlanError
@@ -48,7 +48,6 @@ from shoal.planner.simulate.time_to_accuracy import Law, time_to_accuracy
 from shoal.recovery.checkpoint import interval
 from shoal.recovery.checkpoint.interval import DAY
 
-GOLDEN = Path(__file__).parent / "golden"
 CHIP = Device(
     name="chip", peak={"bf16": 3e14, "fp32": 2e13}, memory=int(80e9), memory_bandwidth=2e12, half_flops=4e9, price=2.0
 )

@@ -13,12 +13,6 @@ GPT = ("simulate", "--gpt", SHAPE, "--batch", "64", "--cluster", "dgx-a100", "--
 STEP = (*GPT, "--layout", "data=4,pipeline=4")
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.chdir(tmp_path)
-    return Caller(capsys)
-
-
 def test_a_step_in_words(call: Caller) -> None:
     out = call.good(*STEP).out
     assert "layout data=4,pipeline=4: 16 devices, 1f1b, 16 microbatches of 1" in out

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import shoal
 from helpers.command import Caller
+from helpers.places import DOCS
 from shoal.collectives.group import Alone, Group
 from shoal.errors import InputError, MismatchError
 from shoal.numerics.digest import tensor_sha256
@@ -243,7 +244,7 @@ def test_a_group_of_one_is_a_group() -> None:
 
 def test_what_the_page_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    page = (Path(__file__).parent.parent / "docs" / "values.md").read_text()
+    page = (DOCS / "values.md").read_text()
     (script,) = re.findall(r"^```python\n(# values.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
     (line, shown) = re.findall(r"^```console\n\$ shoal (.*)\n(.*)\n```", page, re.MULTILINE)[0]
     Path("values.py").write_text(script)

@@ -31,12 +31,6 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_PREDICT", "on")
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
-
-
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 

@@ -17,12 +17,6 @@ from helpers.command import Caller, Result, checkpoint_sha256, events, newest, w
 from shoal.errors import JobError
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))  # a job file may import its neighbours
-    return Caller(capsys)
-
-
 def assert_plain(result: Result, *texts: str, code: int = 2) -> None:
     assert result.code == code, result.err
     assert "Traceback" not in result.out + result.err

@@ -1,5 +1,6 @@
 """`shoal bench collectives` and the benchmark of topologies run and say what they found. No speed is looked at."""
 
+from helpers.places import BENCHMARKS
 import json
 import os
 import shutil
@@ -25,18 +26,12 @@ from shoal.driver.launchers.lab_network import PAYLOAD, USUAL_LATENCY, links
 from shoal.errors import InputError
 from shoal.planner.cluster import even_cluster, parse_cluster
 from shoal.testing import ranks
-from test_routes import at
+from helpers.routes import at
 
-TOPOLOGY = Path(__file__).parent.parent / "benchmarks" / "topology.py"
+TOPOLOGY = BENCHMARKS / "topology.py"
 root = pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="a lab needs root, ip and tc"
 )
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
 
 
 # -- formulas ---------------------------------------------------------------------------------------------------------

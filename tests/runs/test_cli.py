@@ -21,12 +21,6 @@ from shoal.testing import batch_norm_net, job_for, tied_language_model
 COMMANDS = ("train", "run", "verify", "report", "runs")
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
-
-
 def help_of(call: Caller, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as left:
         call(*arguments)

@@ -21,12 +21,6 @@ from shoal.testing import dropout_net, job_for
 DEADLINE_SECONDS = 30.0
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
-
-
 # -- the engine alone -------------------------------------------------------------------------------------------------
 
 

@@ -49,12 +49,6 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_PREDICT", "on")
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
-
-
 def plan(layout: str = "data=2") -> Any:
     found = Layout.read(layout)
     return make_plan(lanes=4, workers=found.workers, layout=found)

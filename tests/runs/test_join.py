@@ -63,12 +63,6 @@ def write(*, each: str = "pass", after: str = "", join: str = "", seed: str = "0
     Path("loop.py").write_text(LOOP.format(each=each.replace("\n", "\n        "), after=after, join=join, seed=seed))
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
-
-
 def run(call: Caller, *arguments: str, workers: int = 1) -> Result:
     return call.good("run", "loop.py", "--workers", str(workers), "--json", *arguments)
 

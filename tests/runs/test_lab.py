@@ -33,12 +33,6 @@ root = pytest.mark.skipif(
 NOBODY = 65534
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
-
-
 def machine() -> tuple[str, set[str], set[str]]:
     """What the machine itself shows: its interfaces, names of namespaces, records of labs (not those of others)."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout

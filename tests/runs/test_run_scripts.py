@@ -9,12 +9,6 @@ import pytest
 from helpers.command import Caller, Result, shoal
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
-
-
 def run(call: Caller, text: str, *arguments: str, workers: int = 2) -> Result:
     Path("script.py").write_text(text)
     return call("run", "script.py", "--workers", str(workers), "--run-dir", "run", *arguments)

@@ -52,12 +52,6 @@ print(told.way, "exact" if told.exact else "not exact", told.compress, told.sent
 """
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
-
-
 def lab(*more: str, hosts: int = 2) -> list[str]:
     return ["lab", "--racks", "1", "--hosts", str(hosts), *more, "--"]
 

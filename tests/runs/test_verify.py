@@ -16,12 +16,6 @@ from shoal.driver.verify import PLAIN_TOLERANCE, Placement, against_plain, place
 from shoal.parallel import data_parallel
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return Caller(capsys)
-
-
 def test_equal_placements_have_one_hash(call: Caller, tmp_path: Path) -> None:
     write_job(tmp_path)
     result = call.good("verify", "job.py", "--workers", "1,2,3", "--shares", "3,1", "--shares", "1,2,1", "--resume")
