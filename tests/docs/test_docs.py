@@ -80,9 +80,3 @@ def forked(does: Callable[[], int], folder: Path) -> Result:
 
     with Forked(call=call) as child:
         return child.end()
-
-
-def test_links_between_pages_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"

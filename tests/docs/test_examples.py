@@ -8,23 +8,18 @@ from pathlib import Path
 
 import pytest
 import sklearn.datasets  # noqa: F401  (here, because it sets environment variables once, when it is loaded)
-import torch
 from torch import nn
 
 import shoal
 from helpers.command import Forked, program
+from helpers.examples import example
 from helpers.places import EXAMPLES
-from shoal.job.load import load_job
 
 
 def characters(job: shoal.Job) -> int:
     """How many characters the model of text.py tells apart."""
     assert not isinstance(job.model, nn.Module)
     return len(job.model().get_parameter("embed.weight"))
-
-
-def example(name: str) -> shoal.Job:
-    return load_job(str(EXAMPLES / name))
 
 
 # -- digits ---------------------------------------------------------------------------------------------------------
@@ -36,14 +31,6 @@ def test_digits_reaches_its_target_before_its_last_step() -> None:
     assert report.value["target"]["reached"]
     assert report.metrics["accuracy"] >= 0.97
     assert report.steps < 12 * 23  # 12 passes over 1,437 samples in batches of 64
-
-
-def test_digits_never_trains_on_what_it_is_tested_on() -> None:
-    job = example("digits.py")
-    (images, labels), (held_out, targets) = job.data, job.evaluate
-    assert (len(images), len(labels), len(held_out), len(targets)) == (1437, 1437, 360, 360)
-    trained = {image.numpy().tobytes() for image in images}
-    assert not any(image.numpy().tobytes() in trained for image in held_out)
 
 
 def test_digits_gives_the_same_weights_on_one_and_two_workers() -> None:
@@ -96,31 +83,6 @@ def test_text_reads_the_text_files_of_a_folder(tmp_path: Path, monkeypatch: pyte
     assert report.metrics["loss"] > 0
 
 
-@pytest.mark.usefixtures("small_text")
-def test_text_says_how_much_text_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "little.txt").write_text("a fish")
-    monkeypatch.setenv("SHOAL_DATA", str(tmp_path))
-    with pytest.raises(shoal.InputError, match="1 files with 6 characters; at least 660 are needed"):
-        example("text.py")
-
-
-def test_text_warms_up_and_then_falls_to_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_STEPS", "100")
-    job = example("text.py")
-    assert job.scheduler is not None
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = job.scheduler(optimizer)
-    rates = []
-    for _ in range(101):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9]
-    assert rates[9:] == sorted(rates[9:], reverse=True)
-    assert rates[100] == pytest.approx(0.1)
-
-
 # -- a loop of one's own --------------------------------------------------------------------------------------------
 
 
@@ -138,13 +100,6 @@ def test_own_loop_prints_the_same_loss_alone_and_on_two_workers() -> None:
         together = running.end()
     assert together.code == 0, together.err
     assert final_loss(together.out + together.err) == final_loss(alone.out)
-
-
-def test_own_loop_is_an_ordinary_loop_with_five_marked_lines() -> None:
-    lines = (EXAMPLES / "own_loop.py").read_text().splitlines()
-    marked = [line for line in lines if "◄" in line]
-    assert len(marked) == 5
-    assert all(("shoal" in line or "run." in line) for line in marked)
 
 
 # -- survive --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,7 @@
 """The benchmarks of parameter servers run, count what they say, and leave out who is not there. Nothing here looks at a
 speed."""
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,12 +13,6 @@ from helpers.places import BENCHMARKS
 
 def bench(script: str, *arguments: str | Path) -> Result:
     return program(BENCHMARKS / script, *arguments)
-
-
-@pytest.fixture
-def straggler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("straggler")
 
 
 # -- paramserver.py ---------------------------------------------------------------------------------------------------
@@ -75,29 +67,3 @@ def test_a_slow_worker_is_measured_until_the_bound_of_staleness_and_at_it(tmp_pa
     assert row["share"]["median"] == pytest.approx(found["until_bound"] / found["alone_until_bound"])
     assert row["theory"]["share"] == 1.0
     assert f"{row['share']['median']:8.2f}" in done.out
-
-
-def test_theory_of_a_worker_that_is_five_times_slower(straggler: Any) -> None:
-    def share(mode: str) -> float:
-        read = straggler.Mode.read(mode)
-        return float(straggler.theory(read, 4, slow=True) / straggler.theory(read, 3, slow=False))
-
-    assert share("sync") == pytest.approx(4 / 3 / 5, rel=0.01)
-    assert share("local:16") == pytest.approx(4 / 3 / 5, rel=0.01)
-    assert share("quorum:0.75") == pytest.approx(1.0, rel=0.01)
-    assert share("async") == pytest.approx(3.2 / 3, rel=0.02)
-    assert share("groups:2") == pytest.approx(2.4 / 3, rel=0.02)
-
-
-def test_steady_speed_leaves_out_how_a_run_begins_and_ends(straggler: Any) -> None:
-    events = importlib.import_module("shoal.report.events")
-
-    def told(time: float, count: int, seconds: float) -> Any:
-        spent = events.Spent(data=0.0, compute=seconds, wait=0.0, merge=0.0, apply=0.0, other=0.0)
-        return events.Steps(
-            time=time, rank=0, step=0, count=count, samples=0, epoch=0, loss=0.0, lanes=(0, 1), spent=spent, leader=True
-        )
-
-    # Ten seconds: none in the first two, then two workers, one and a half steps a second each.
-    both = [told(2.0, 0, 2.0), told(6.0, 6, 4.0), told(10.0, 6, 4.0), told(6.0, 6, 4.0), told(10.0, 6, 4.0)]
-    assert straggler.steady(both, 60.0) == pytest.approx(180.0)

@@ -30,14 +30,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.collectives import shm_segment
 from shoal.collectives.group import Group
 from shoal.collectives.process_group import ShoalProcessGroup
 from shoal.collectives.shared_buffers import open_commons
-from shoal.collectives.transport import assemble
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.namespaces import LabHost
 from shoal.errors import CollectiveError, InputError, PeerLost
@@ -51,7 +50,6 @@ GENEROUS_SECONDS = 10.0  # to notice, under a deadline of a minute
 VICTIM = 1
 Places = list[LabHost] | None
 Call = Callable[[ShoalProcessGroup, int], Callable[[], Any]]
-Words = dict[str, list[Any]]  # by call: the error's type, its text, seconds since the fact
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -638,11 +636,6 @@ def test_the_store_dies_with_the_rank_that_has_it(lab: Lab) -> None:
     for text, seconds in failed.value.results.values():
         print(f"\nstore gone after {1000 * seconds:.0f} ms: {text}")
         assert "lost rank 0 on r0h0: its process has ended" in text and seconds < GENEROUS_SECONDS
-
-
-def test_who_does_not_join_is_named() -> None:
-    with pytest.raises(PeerLost, match=r"rank 1 of 4 waited 0.2 s for ranks 0, 2, 3 to join the group"):
-        assemble(HashStore(), 1, 4, timedelta(seconds=0.2))
 
 
 @root

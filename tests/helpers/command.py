@@ -288,3 +288,18 @@ def forked(play: Callable[[], object]) -> int:
 def in_child(play: Callable[[], object]) -> None:
     """In a fork, as workers are: what it does to its memory stays there."""
     assert os.waitstatus_to_exitcode(os.waitpid(forked(play), 0)[1]) == 0
+
+
+def assert_plain(result: Result, *texts: str, code: int = 2) -> None:
+    assert result.code == code, result.err
+    assert "Traceback" not in result.out + result.err
+    assert [line.startswith("error: ") for line in result.err.splitlines()].count(True) == 1, result.err
+    for text in texts:
+        assert text in result.err
+
+
+def refused(call: Caller, *arguments: str | Path, code: int = 2) -> str:
+    result = call(*arguments)
+    assert result.code == code, result
+    assert result.err.startswith("error: ") and "Traceback" not in result.err
+    return result.err.removeprefix("error: ")

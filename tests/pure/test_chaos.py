@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from helpers.command import Caller, events
+from helpers.command import Caller
+from helpers.job_files import JOB
 from shoal.errors import InputError
 from shoal.report.events import (
     AnyEvent,
@@ -22,32 +23,6 @@ from shoal.report.events import (
 )
 from shoal.testing.chaos.schedule import Fault, Schedule, make_schedule, read_schedule, read_seconds, victim
 from shoal.testing.chaos.scorecard import Done, Scorecard, answers, lines, make_scorecard, pace
-
-# Steps of at least 20 ms, whatever the machine: faults come while a step is under way.
-JOB = """\
-import time
-
-import shoal
-import torch
-from torch import nn
-
-generator = torch.Generator().manual_seed(1)
-
-
-def loss(output, target):
-    time.sleep(0.005)
-    return nn.functional.cross_entropy(output, target)
-
-
-job = shoal.Job(
-    model=lambda: nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)),
-    data=(torch.randn(160, 8, generator=generator), torch.randint(3, (160,), generator=generator)),
-    loss=loss,
-    optimizer=lambda named: torch.optim.AdamW(named, lr=0.01),
-    batch=16,
-    epochs=2,
-)
-"""
 
 
 def schedule(**more: Any) -> Schedule:
@@ -190,27 +165,6 @@ def test_a_card_says_what_is_wrong(report: dict[str, Any], twin: dict[str, Any],
 
 
 # -- for real -------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_meets_every_kind_of_fault_ends_with_the_hash_of_one_that_met_none(
-    tmp_path: Path, call: Caller
-) -> None:
-    job, run = tmp_path / "job.py", tmp_path / "run"
-    job.write_text(JOB)
-    asked = ["--every", "1s", "--for", "4.4s", "--kinds", "kill,stop,store,driver", "--fault-seed", "9"]
-    result = call("chaos", job, *asked, "--run-dir", run, "--json")
-    assert result.code == 0, result.err + result.out
-    found = result.value
-    planned = read_schedule(run / "faults.json").faults
-    truth = [msgspec.json.decode(line, type=Done) for line in (run / "faults.jsonl").read_bytes().splitlines()]
-    assert [fault.kind for fault in planned] == [done.kind for done in truth]
-    assert {done.kind for done in truth} == {"kill", "stop", "store", "driver"}
-    assert {row["kind"]: row["done"] for row in found["rows"]} == Counter(done.kind for done in truth)
-    assert found["weights_sha256"] == found["twin_sha256"] is not None
-    assert found["samples_lost"] == found["samples_doubled"] == found["repeated"] == 0
-    assert len(events(run, "driver-changed")) == 1 and not events(run / "twin", "worker-lost")
-    for done in truth:
-        assert f"{done.kind:9}" in result.err
 
 
 @pytest.mark.parametrize(

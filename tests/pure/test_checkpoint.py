@@ -6,72 +6,31 @@ import os
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from helpers.snapshots import assert_same, found, names, run_of, snapshot, told, train, wait
 from shoal.errors import CheckpointError, InputError, RunFolderError
-from shoal.numerics.digest import digests, tensor_sha256
+from shoal.numerics.digest import tensor_sha256
 from shoal.recovery.checkpoint import directory, manifest
 from shoal.recovery.checkpoint.async_writer import Patience, Saver
 from shoal.recovery.checkpoint.directory import Checkpoints, Snapshot, Written
 from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES, Room
-from shoal.report.events import Event, Saved, SaveFailed
+from shoal.report.events import Event
 from shoal.worker import checkpointer as keeping
-from shoal.worker.checkpointer import Keeper, Live
+from shoal.worker.checkpointer import Keeper
 
 FILES = ("state.json", "model.safetensors", "optimizer.safetensors", "extra.safetensors", "manifest.json")
 
 
-def snapshot(step: int, *, weights: dict[str, Tensor] | None = None) -> Snapshot:
-    generator = torch.Generator().manual_seed(step)
-    return Snapshot(
-        step=step,
-        weights=weights or {"z.weight": torch.randn(4, 3, generator=generator), "a.bias": torch.ones(3)},
-        aliases={"tied.weight": next(iter(weights))} if weights else {"tied.weight": "z.weight"},
-        optimizer={"z.weight/exp_avg": torch.randn(4, 3, generator=generator), "z.weight/step": torch.tensor(3.0)},
-        extra={"ema/shadow": torch.arange(5)},
-        values={"scheduler": {"last_epoch": step, "lr": 0.1 + 0.2}, "big": 1 << 127},
-        arithmetic={"lanes": 4, "dtype": "float32"},
-        fingerprint="f1",
-    )
-
-
-def assert_same(left: Snapshot, right: Snapshot) -> None:
-    for part in ("weights", "optimizer", "extra"):
-        assert list(getattr(left, part)) == list(getattr(right, part)), "order is part of a digest"
-        assert digests(getattr(left, part).items()) == digests(getattr(right, part).items())
-    for part in ("step", "aliases", "values", "arithmetic", "fingerprint"):
-        assert getattr(left, part) == getattr(right, part)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def found(checkpoints: Checkpoints) -> tuple[int, list[str]]:
-    newest = checkpoints.newest()
-    assert newest is not None
-    return newest.snapshot.step, newest.skipped
-
-
 # ---- round trip
-
-
 def test_round_trip(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "deep" / "checkpoints")
     assert checkpoints.newest() is None
@@ -123,8 +82,6 @@ def test_values_that_json_would_change_are_refused_before_anything_is_written(tm
 
 
 # ---- damage
-
-
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
     checkpoints = Checkpoints(tmp_path)
@@ -286,8 +243,6 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_a_defect(
 
 
 # ---- keeping, replacing, sweeping
-
-
 def test_keeps_the_newest(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (5, 10, 15, 100_000_000):
@@ -353,171 +308,6 @@ def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path, monkeypat
     assert names(tmp_path) == ["step-00000020"]
 
 
-def test_leftovers_of_dead_writers_are_swept_and_of_living_ones_are_not(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    me = os.getpid()
-    here, elsewhere = directory._machine(), "0123abcd"
-    leftovers = {
-        f".step-00000001.{here}-{dead.pid}-77.ab12": False,
-        f".step-00000001.{here}-{me}-1.ab12": False,  # our number, but of a process that began at another time
-        f".step-00000001.{here}-{me}-{directory.process.began(me)}.ab12": True,
-        f".step-00000001.{elsewhere}-{dead.pid}-77.ab12": True,  # of a host that shares the folder: may well be alive
-        f".step-00000001.{elsewhere}-{dead.pid}-77.cd34": False,  # likewise, but untouched for two days
-        ".removed.ab12": False,
-    }
-    for name in leftovers:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"half")
-        if name.endswith("cd34"):
-            os.utime(tmp_path / name, (time.time() - 2 * 86400,) * 2)
-    assert Checkpoints(tmp_path).newest() is None
-    Checkpoints(tmp_path).write(snapshot(2))
-    assert names(tmp_path) == sorted([*(name for name, stays in leftovers.items() if stays), "step-00000002"])
-
-
-def forked(play: Callable[[], object]) -> int:
-    """A process that does this and ends with 0, or with 3 if another writer has overtaken it."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        play()
-        code = 0
-    except directory.Overtaken:
-        code = 3
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def lines_of(play: Callable[[], object], at_line: Callable[[int], None]) -> None:
-    """Calls back before each line of the two files that write checkpoints."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        if frame.f_code.co_filename not in (directory.__file__, manifest.__file__):
-            return None
-        if event == "line":
-            count += 1
-            at_line(count)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        play()
-    finally:
-        sys.settrace(None)
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_writer_killed_anywhere_leaves_nothing_that_looks_whole_and_is_not(tmp_path: Path, again: bool) -> None:
-    """kill -9 before any of its lines, drawn at random; with a checkpoint of the same step there before, or without."""
-
-    def prepared(name: str) -> Checkpoints:
-        checkpoints = Checkpoints(tmp_path / name)
-        for step in (10, 20) if again else (10,):
-            checkpoints.write(snapshot(step))
-        return Checkpoints(checkpoints.folder)
-
-    lines: list[int] = []
-    lines_of(partial(prepared("whole").write, snapshot(20)), lines.append)
-    chance = random.Random(again)
-
-    def kill(line: int, last: int) -> None:
-        if line == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    steps_found = set()
-    for last in [*chance.sample(lines[:-1], 10), lines[-1]]:
-        checkpoints = prepared(str(last))
-        folder, writes = checkpoints.folder, partial(checkpoints.write, snapshot(20))
-        pid = forked(lambda writes=writes, last=last: lines_of(writes, lambda line: kill(line, last)))  # type: ignore[misc]
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-        newest = Checkpoints(folder).newest()
-        assert newest is not None and newest.skipped == []
-        assert_same(newest.snapshot, snapshot(newest.snapshot.step))
-        steps_found.add(newest.snapshot.step)
-        Checkpoints(folder).write(snapshot(20))
-        assert names(folder) == ["step-00000010", "step-00000020"], "what the dead writer left is swept"
-    assert steps_found == ({20} if again else {10, 20})
-
-
-@pytest.mark.parametrize(
-    ("meanwhile", "code", "standing"),
-    [
-        ((), 0, [10, 20]),
-        ((20,), 3, [10, 20]),
-        ((20, 30, 40), 3, [30, 40]),
-        ((12,), 0, [12, 20]),  # the others had gone back to 10: 20 is still a good checkpoint of the same run
-    ],
-)
-def test_a_writer_that_was_stopped_wakes_up_when_another_has_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: tuple[int, ...], code: int, standing: list[int]
-) -> None:
-    Checkpoints(tmp_path).write(snapshot(10))
-    real = manifest.seal
-
-    def seal_and_stop(folder: Path, *, step: int, names: tuple[str, ...]) -> None:
-        real(folder, step=step, names=names)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(directory, "seal", seal_and_stop)
-        pid = forked(lambda: Checkpoints(tmp_path).write(snapshot(20)))
-    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-    successor = Checkpoints(tmp_path)
-    for step in meanwhile:
-        successor.write(snapshot(step))
-    inodes = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
-    os.kill(pid, signal.SIGCONT)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
-    assert names(tmp_path) == [f"step-{step:08d}" for step in standing]
-    if code == 3:
-        assert all((tmp_path / name).stat().st_ino == inodes[name] for name in names(tmp_path)), "nothing was touched"
-    newest = Checkpoints(tmp_path).newest()
-    assert newest is not None and newest.skipped == []
-    assert_same(newest.snapshot, snapshot(standing[-1]))
-
-
-def test_two_writers_of_the_same_steps_at_once_do_no_harm(tmp_path: Path) -> None:
-    last = 25
-    Checkpoints(tmp_path).write(snapshot(1))
-
-    def write_all() -> None:
-        checkpoints = Checkpoints(tmp_path)
-        for step in range(1, last + 1):
-            with suppress(directory.Overtaken):
-                checkpoints.write(snapshot(step))
-
-    writers = {forked(write_all), forked(write_all)}
-    seen = [1]
-    try:
-        while writers:
-            newest = Checkpoints(tmp_path).newest()
-            assert newest is not None and newest.skipped == [], "at every moment there is one, and it is whole"
-            seen.append(newest.snapshot.step)
-            for pid in list(writers):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    writers.remove(pid)
-                    assert os.waitstatus_to_exitcode(status) == 0
-    finally:
-        for pid in writers:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    assert seen == sorted(seen), "the newest never falls"
-    newest = Checkpoints(tmp_path).newest()
-    assert newest is not None and newest.snapshot.step == last
-    assert_same(newest.snapshot, snapshot(last))
-    Checkpoints(tmp_path).write(snapshot(last + 1))
-    assert [name for name in names(tmp_path) if not name.startswith("step-000000")] == []
-    assert len(names(tmp_path)) == 2
-
-
 def test_files_are_durable_before_the_rename_and_the_manifest_is_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,8 +330,6 @@ def test_files_are_durable_before_the_rename_and_the_manifest_is_last(
 
 
 # ---- disk full, unwritable
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_failed_write_says_what_is_wrong_and_leaves_no_trace(
     two: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -569,38 +357,7 @@ def test_a_folder_that_cannot_be_made_or_read(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "file").newest()
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if not mounted or mounted.returncode != 0:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("part", ["weights", "values"])
-def test_a_disk_that_is_really_full(tiny_disk: Path, part: str) -> None:
-    checkpoints = Checkpoints(tiny_disk)
-    checkpoints.write(snapshot(10))
-    large = {"weights": {"z.weight": torch.zeros(100_000)}, "values": {"text": "x" * 400_000}}
-    with pytest.raises(RunFolderError, match="step 20 was not written: No space left on device") as caught:
-        checkpoints.write(Snapshot(**{**vars(snapshot(20)), part: large[part]}))
-    assert caught.value.where[0].startswith(f"{tiny_disk} needs 40")
-    assert caught.value.where[1] == "still intact: step-00000010"
-    assert names(tiny_disk) == ["step-00000010"]
-    checkpoints.write(snapshot(30))
-    assert found(checkpoints) == (30, [])
-
-
 # ---- saving beside training
-
-
 class Told:
     def __init__(self) -> None:
         self.saved: list[tuple[Written, Snapshot]] = []
@@ -684,33 +441,6 @@ def test_a_callback_that_raises_is_not_swallowed(tmp_path: Path) -> None:
         saver.close()
 
 
-# ---- the keeper: a run's live objects on one side, checkpoints on the other
-
-
-def run_of(size: int = 3) -> Live:
-    model = nn.Linear(size, size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    parameters = dict(model.named_parameters())
-    return Live(
-        model=model, parameters=parameters, optimizer=optimizer, scheduler=None, state={}, arithmetic={}, traits={}
-    )
-
-
-def train(live: Live) -> None:
-    for parameter in live.parameters.values():
-        parameter.grad = torch.ones_like(parameter)
-    live.optimizer.step()
-
-
-def wait(keeper: Keeper) -> None:
-    assert keeper._saver is not None
-    keeper._saver.wait()
-
-
-def told(events: list[Event]) -> list[tuple[str, int]]:
-    return [(type(event).__name__, event.step) for event in events if isinstance(event, Saved | SaveFailed)]
-
-
 def test_patience_grows_and_is_forgotten() -> None:
     patience = Patience()
     assert not patience.failing and not patience.again(1e9)
@@ -726,35 +456,6 @@ def test_patience_grows_and_is_forgotten() -> None:
     assert not patience.failing and not patience.again(now + 1000)
     patience.failed(now)
     assert patience.again(now + 1)
-
-
-def test_a_full_disk_is_said_once_and_that_there_is_room_again_too(tiny_disk: Path) -> None:
-    live, events = run_of(), list[Event]()
-    keeper = Keeper(tiny_disk, live, events.append, writes=True)
-    keeper.save(1, {})
-    wait(keeper)
-    filler = tiny_disk / "filler"
-    with suppress(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1024))
-    for step in (2, 3, 4):
-        train(live)
-        keeper.save(step, {})
-        wait(keeper)
-        assert keeper.failing and not keeper.again(time.monotonic() - 1)
-        assert keeper.again(time.monotonic() + 60)
-        assert keeper.saved_step == 1, "what stands is still known"
-    assert told(events) == [("Saved", 1), ("SaveFailed", 2)]
-    newest = keeper.checkpoints.newest()
-    assert newest is not None and newest.snapshot.step == 1
-    filler.unlink()
-    keeper.save(5, {})
-    keeper.close()
-    assert not keeper.failing
-    assert told(events) == [("Saved", 1), ("SaveFailed", 2), ("Saved", 5)]
-    newest = keeper.checkpoints.newest()
-    assert newest is not None
-    assert digests(newest.snapshot.weights.items()) == digests(live.lend(5, {}).weights.items())
 
 
 def test_each_cause_is_said_once_and_the_last_failure_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

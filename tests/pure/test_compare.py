@@ -321,19 +321,3 @@ def test_a_mistake_is_told_before_anything_starts(
     result = call("compare", *arguments)
     assert result.code == 2 and text in result.err and "Traceback" not in result.err, result.err
     assert len(list((tmp_path / "runs").iterdir())) == 4
-
-
-def test_two_modes_for_real(call: Caller, tmp_path: Path) -> None:
-    write_job(tmp_path, fields="steps=6")
-    value = call.good("compare", "job.py", "--sync", "sync,async", "--json").value
-    sync, free = value["runs"]
-    assert [(run["mode"], run["servers"], run["workers"], run["steps"]) for run in value["runs"]] == [
-        ("sync", 1, 2, 6), ("async", 1, 2, 6),
-    ]  # fmt: skip
-    assert (sync["exact"], free["exact"]) == (True, False)
-    assert sync["staleness"] is None and 0 <= free["staleness"] <= free["staleness_max"]
-    assert free["curve"] and all(0 < step <= 6 for _, step, _ in free["curve"])
-    folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert folders == sorted(run["run"] for run in value["runs"])
-    report = msgspec.json.decode((tmp_path / "runs" / free["run"] / "report.json").read_bytes())
-    assert report["samples"] == 6 * 16 and report["committed"]["samples_doubled"] == report["committed"]["untold"] == 0

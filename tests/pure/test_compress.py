@@ -2,17 +2,14 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import hypothesis.strategies as st
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from helpers.command import program
-from helpers.places import BENCHMARKS, DOCS
+from helpers.places import DOCS
 from shoal.collectives.compression import (
     COMPRESSORS,
     Compressor,
@@ -26,7 +23,7 @@ from shoal.collectives.compression.stats import EVERY
 from shoal.errors import InputError, MismatchError
 
 PAGE = DOCS / "compression.md"
-BENCHMARK = BENCHMARKS / "compressors.py"
+
 BARE = ["fp16", "bf16", "int8", "int4-feedback", "topk:0.01-feedback", "onebit-feedback", "powersgd:4-feedback"]
 FED = ["fp16+feedback", "bf16+feedback", "int8+feedback", "int4", "topk:0.01", "onebit", "powersgd:4"]
 COUNTS = [0, 1, 63, 64, 65, 1000, 100003]
@@ -217,6 +214,7 @@ def test_only_the_block_that_is_not_finite_is_lost(word: str) -> None:
 
 # -- error feedback -------------------------------------------------------------------------------------------------
 
+
 # A tenth is kept: with a hundredth it would take more steps until everybody has had its turn.
 FED_QUICKLY = ["topk:0.1" if word.startswith("topk") else word for word in FED]
 
@@ -390,14 +388,6 @@ def test_a_setting_that_makes_no_sense_is_refused_with_what_there_is(text: str, 
         read_compression(text)
     assert says in str(caught.value)
     assert f"--compress {text}" in str(caught.value)
-
-
-def test_the_benchmark_measures_every_compressor(tmp_path: Path) -> None:
-    done = program(BENCHMARK, "--quick", "--json", tmp_path / "numbers.json")
-    assert done.code == 0, done.err
-    rows = msgspec.json.decode((tmp_path / "numbers.json").read_bytes())["compressors"]
-    assert set(rows) >= set(COMPRESSORS) - {"topk", "powersgd"} | {"topk:0.01", "powersgd:4"}
-    assert all(f"{word:22}{row['bytes_per_element']:10.3f}" in done.out for word, row in rows.items())
 
 
 def test_the_page_states_the_price_of_every_compressor() -> None:

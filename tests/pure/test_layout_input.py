@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.command import Caller, Result, write_job
+from helpers.job_files import LAYERS
 
 
 def assert_plain(result: Result, *texts: str, code: int = 2) -> None:
@@ -17,6 +18,7 @@ def assert_plain(result: Result, *texts: str, code: int = 2) -> None:
 
 
 # -- what was asked for -----------------------------------------------------------------------------------------------
+
 
 GRAMMAR = "--layout data=2,pipeline=2,tensor=2,zero=1"
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
@@ -97,31 +99,6 @@ def test_verify_says_it_before_the_first_run(
 
 # -- models -----------------------------------------------------------------------------------------------------------
 
-LAYERS = """
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        {inside}
-        return self.inner(x)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("width", torch.tensor(1))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        {own}
-        return self.head(x)
-"""
 UNCUT: dict[str, tuple[str, str, list[str]]] = {
     "a choice inside of a block": (
         "if x.sum() > 0:\n            x = -x",
@@ -165,20 +142,6 @@ def test_other_blocks_in_an_evaluation(call: Caller, tmp_path: Path) -> None:
         "for an evaluation the model calls 4 blocks, and it is cut for 3; they part at layers.0",
     )
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_shape_that_only_a_run_shows(call: Caller, tmp_path: Path) -> None:
-    inside = "x = torch.cat([x] * (1 + int(self.training and x.shape[1] // 8) * int(self.two)), 0)"
-    top = LAYERS.format(inside=inside, own="x = x[:4]").replace(
-        "self.inner = nn.Linear(8, 8)",
-        "self.inner = nn.Linear(8, 8)\n        self.register_buffer('two', torch.tensor(2))",
-    )
-    write_job(tmp_path, top=top, fields="model=Model")
-    result = call("train", "job.py", "--layout", "pipeline=2")
-    assert (
-        "what block layers.0 returns has the shapes 12×8 and by the shapes of its inputs should have 8×8" in result.err
-    )
-    assert "Traceback" not in result.err
 
 
 def test_heads_that_cannot_be_shared(call: Caller, tmp_path: Path) -> None:

@@ -1,16 +1,10 @@
 """Checkpoints in parts: written under one layout, read under any other, with the bits of the whole."""
 
-import copy
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +12,34 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn, optim
+from torch import Tensor
 
-from helpers.command import forked
+from helpers.checkpoint_parts import (
+    ALL,
+    SHAPES,
+    Layout,
+    Net,
+    assert_same,
+    cut,
+    live_of,
+    names,
+    pipeline,
+    sliced,
+    trained,
+    write,
+)
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import digests, tensor_sha256
-from shoal.numerics.tensor_slice import WHOLE, Piece, evenly, rows
+from shoal.numerics.tensor_slice import WHOLE, Piece, rows
 from shoal.recovery.checkpoint import directory, files
 from shoal.recovery.checkpoint import sharded as sharding
-from shoal.recovery.checkpoint.directory import Checkpoints, Snapshot
+from shoal.recovery.checkpoint.directory import Checkpoints
 from shoal.recovery.checkpoint.export import export_weights, initial_weights, load_weights
 from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES
 from shoal.recovery.checkpoint.shards import Entry, Holding, Placed, Share, Stored, Unfit, covers, index_of
-from shoal.recovery.checkpoint.state import capture_weights, restore_weights, shapes_of
+from shoal.recovery.checkpoint.state import capture_weights, restore_weights
 from shoal.report.events import Event, Saved, SaveFailed
 from shoal.worker.checkpointer import Keeper, Live
-
-TENSORS = ("weights", "optimizer", "extra")
 
 
 @pytest.fixture(autouse=True)
@@ -45,137 +50,10 @@ def random_state_stays() -> Iterator[None]:
     torch.set_rng_state(before)
 
 
-# ---- a run, whole and cut
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 4)
-        self.qkv = nn.Linear(4, 12)
-        self.norm = nn.BatchNorm1d(4)
-        self.out = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.head = nn.Linear(4, 10, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.embed(tokens)).chunk(3, -1)
-        found: Tensor = self.head(self.norm(self.out(q * k + v)) * self.scale)
-        return found
-
-
-def live_of(model: nn.Module, rate: Any = 0.01) -> Live:
-    named = dict(model.named_parameters())
-    first = [named[name] for name in ("out.weight", "scale")]
-    rest = [parameter for parameter in named.values() if all(parameter is not each for each in first)]
-    groups: list[dict[str, Any]] = [{"params": first, "weight_decay": 0.1}, {"params": rest}]
-    optimizer = optim.AdamW(groups, lr=rate, foreach=False)
-    return Live(
-        model=model,
-        parameters=named,
-        optimizer=optimizer,
-        scheduler=optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
-        state={"shadow": torch.zeros(3)},
-        arithmetic={"lanes": 4},
-        traits={"isa": "any"},
-    )
-
-
-def trained(steps: int = 3, rate: Any = 0.01) -> Live:
-    live = live_of(Net(), rate)
-    live.state["shadow"].fill_(steps)
-    for _ in range(steps):
-        live.optimizer.zero_grad()
-        nn.functional.cross_entropy(live.model(torch.arange(10)), torch.arange(10)).backward()
-        live.optimizer.step()
-        live.scheduler.step()
-    return live
-
-
-SHAPES = shapes_of(Net())
-ALL = list(SHAPES)
-
-
-def cut(whole: Live, holding: Holding, rate: Any = 0.01) -> Live:
-    """A worker's live objects: its pieces, and all else on meta. Without state if the whole has none."""
-    model = copy.deepcopy(whole.model)
-    made: dict[int, Tensor] = {}
-    names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items() if name in SHAPES}
-
-    def mine(tensor: Tensor) -> Tensor:
-        name = names[id(tensor)]
-        held = holding.held is None or name in holding.held
-        data = holding.piece(name).take(tensor) if held else torch.empty_like(tensor, device="meta")
-        fresh = nn.Parameter(data) if isinstance(tensor, nn.Parameter) else data
-        return made.setdefault(id(tensor), fresh)
-
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = mine(parameter)  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = mine(buffer)
-    live = live_of(model, rate)
-    live.holding = holding
-    live.scheduler.load_state_dict(whole.scheduler.state_dict())
-    for group, other in zip(live.optimizer.param_groups, whole.optimizer.param_groups, strict=True):
-        group.update({key: value for key, value in other.items() if key != "params"})
-    for name, parameter in live.parameters.items():
-        state = whole.optimizer.state.get(whole.parameters[name])
-        if state and not parameter.is_meta:
-            piece, shape = holding.optimizer_piece(name), SHAPES[name]
-            live.optimizer.state[parameter] = {
-                key: piece.take(value) if tuple(value.shape) == shape else value.clone() for key, value in state.items()
-            }
-    live.state["shadow"].copy_(whole.state["shadow"])
-    return live
-
-
 def empty(holding: Holding | None) -> Live:
     """As a worker is before it has anything: other weights, no state."""
     torch.manual_seed(99)
     return live_of(Net()) if holding is None else cut(live_of(Net()), holding)
-
-
-Layout = list[Holding]
-
-
-def pipeline(parts: int = 3) -> Layout:
-    """The tied embedding is held by the first stage and the last; the first writes it."""
-    stages = [["embed.weight", "qkv.weight", "qkv.bias"], [n for n in ALL if n.startswith(("norm", "out"))], ["scale"]]
-    if parts == 2:
-        stages = [stages[0] + stages[1], stages[2]]
-    return [
-        Holding(
-            shapes=SHAPES,
-            held={*names, "embed.weight"} if part == parts - 1 else set(names),
-            writes=set(names),
-            part=part,
-            parts=parts,
-        )
-        for part, names in enumerate(stages)
-    ]
-
-
-def sliced(parts: int = 2) -> Layout:
-    """Fused rows in three ranges, columns, and rows; norms and scale whole on all."""
-
-    def pieces(part: int) -> dict[str, Piece]:
-        return {
-            "embed.weight": rows(SHAPES["embed.weight"], parts, part),
-            "qkv.weight": evenly((12, 4), 0, parts, part, segments=3),
-            "qkv.bias": evenly((12,), 0, parts, part, segments=3),
-            "out.weight": evenly((4, 4), 1, parts, part),
-        }
-
-    return [
-        Holding(
-            shapes=SHAPES, pieces=pieces(part), writes=set(ALL if part == 0 else pieces(part)), part=part, parts=parts
-        )
-        for part in range(parts)
-    ]
 
 
 def sharded(parts: int = 3) -> Layout:
@@ -217,47 +95,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
 }
 
 
-def write(checkpoints: Checkpoints, whole: Live, layout: Layout, step: int, token: str = "t") -> directory.Written:
-    """Every worker on a thread of its own, the leader last to begin."""
-    found: list[Any] = []
-
-    def play(holding: Holding) -> None:
-        share = Share(holding=holding, token=token)
-        snapshot = cut(whole, holding).capture(step, {"loss": 0.5}, share=share)
-        try:
-            found.append(checkpoints.write_part(snapshot, share))
-        except Exception as error:
-            found.append(error)
-
-    threads = [threading.Thread(target=play, args=(holding,)) for holding in reversed(layout)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    errors = [each for each in found if isinstance(each, Exception)]
-    if errors:
-        raise errors[0]
-    (written,) = [each for each in found if each is not None]
-    assert isinstance(written, directory.Written)
-    return written
-
-
-def assert_same(left: Snapshot, right: Snapshot) -> None:
-    for part in TENSORS:
-        assert list(getattr(left, part)) == list(getattr(right, part)), "order is part of a digest"
-        assert digests(getattr(left, part).items()) == digests(getattr(right, part).items())
-    for part in ("step", "aliases", "values", "arithmetic", "fingerprint"):
-        assert getattr(left, part) == getattr(right, part), part
-    assert list(left.values["optimizer"]["state"]) == list(right.values["optimizer"]["state"])
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 # ---- written under one layout, read under another
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parts_make_up_the_whole_bit_for_bit(tmp_path: Path, name: str) -> None:
     whole, layout = trained(), LAYOUTS[name]()
@@ -455,8 +293,6 @@ def test_a_part_is_handed_over_to_one_that_holds_the_same() -> None:
 
 
 # ---- damage, absence
-
-
 @pytest.mark.parametrize("file", ["model-1.safetensors", "optimizer-2.safetensors", "state.json", "extra.safetensors"])
 def test_a_torn_part_is_found_and_the_older_one_loads(tmp_path: Path, file: str) -> None:
     whole = trained()
@@ -491,26 +327,6 @@ def test_one_writer_and_several_keep_and_sweep_alike(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
 
 
-def test_a_shared_folder_is_swept_when_its_leader_is_gone_or_nothing_moves(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    here = directory._machine()
-    leftovers = {"ab": (f"{here}-{dead.pid}-77", False), "cd": (directory._me(), True), "ef": ("", True)}
-    leftovers |= {"12": ("0123abcd-1-1", True), "34": ("0123abcd-1-1", False), "56": ("", False)}
-    for token, (owner, _) in leftovers.items():
-        folder = tmp_path / f".step-00000001.parts-{token}"
-        folder.mkdir()
-        (folder / "model-1.safetensors").write_bytes(b"half")
-        if owner:
-            (folder / "owner").write_text(owner)
-        if token in ("34", "56"):
-            for path in (*folder.iterdir(), folder):
-                os.utime(path, (time.time() - 3600,) * 2)
-    write(Checkpoints(tmp_path), trained(), sliced(), 2)
-    stay = [f".step-00000001.parts-{token}" for token, (_, stays) in leftovers.items() if stays]
-    assert names(tmp_path) == sorted([*stay, "step-00000002"])
-
-
 def test_what_a_dead_leader_left_under_the_same_name_is_not_used(tmp_path: Path) -> None:
     whole, layout = trained(), sliced()
     left = sharding.shared_folder(tmp_path, 5, "t")
@@ -542,46 +358,7 @@ def test_a_part_that_comes_after_the_leader_gave_up_is_nobodys_trouble(
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_writer_killed_while_it_writes_leaves_nothing_that_looks_whole(tmp_path: Path, victim: int) -> None:
-    """Processes of their own; one dies by kill -9 in the middle of its files, the leader or the other."""
-    whole, layout = trained(), sliced()
-    write(Checkpoints(tmp_path), whole, layout, 1)
-
-    def play(holding: Holding) -> None:
-        real = files.save
-
-        def dies(tensors: dict[str, Tensor], path: Path) -> None:
-            real(tensors, path)
-            if holding.part == victim and path.name.startswith("optimizer"):
-                path.write_bytes(path.read_bytes()[:100])
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        files.save = dies
-        share = Share(holding=holding, token="first")
-        snapshot = cut(whole, holding).capture(2, {"loss": 0.5}, share=share)
-        if holding.leads and victim == 1:
-            with pytest.raises(CheckpointError, match="part 1 of 2 did not come"):
-                Checkpoints(tmp_path, late_seconds=0.1).write_part(snapshot, share)
-        else:
-            Checkpoints(tmp_path).write_part(snapshot, share)
-
-    for part in (victim, 1 - victim):  # the dead one first: then nobody has to be waited for long
-        pid = forked(partial(play, layout[part]))
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert code == (-signal.SIGKILL if part == victim else 0)
-    newest = Checkpoints(tmp_path).newest()
-    assert newest is not None and (newest.snapshot.step, newest.skipped) == (1, [])
-    write(Checkpoints(tmp_path), whole, pipeline(), 2, token="second")
-    assert names(tmp_path) == ["step-00000001", "step-00000002"], "what the dead writer left is swept"
-    newest = Checkpoints(tmp_path).newest()
-    assert newest is not None
-    assert_same(newest.snapshot, whole.capture(2, {"loss": 0.5}))
-
-
 # ---- the keepers of several workers
-
-
 class Crew:
     """A keeper for each worker, as the run calls them."""
 

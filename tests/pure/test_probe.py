@@ -1,16 +1,15 @@
 """`shoal cluster probe`: fits find the constants that a curve was made with, and what was measured becomes a file."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from shoal.cli.probe import Found, cluster_of, device_of, probe_command, text, workers_of
+from shoal.cli.probe import Found, cluster_of, device_of, text, workers_of
 from shoal.cli.probe_device import Crowd, Pace, best_of, fit_products, per_second, sum_of_parts
 from shoal.errors import InputError
-from shoal.planner.cluster import cluster_text, even_cluster, parse_cluster, read_cluster
+from shoal.planner.cluster import cluster_text, even_cluster, parse_cluster
 from shoal.planner.cost.workload import Op
 
 FLOPS = [2e3, 2e5, 2e6, 2e7, 2e8, 2e9]
@@ -155,29 +154,6 @@ def test_the_screen_tells_every_figure() -> None:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-
-
-def given(path: Path, **changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"output": path, "force": False, "quick": True, "run": None, "json": True, **changes})
-
-
-def test_a_quick_probe_writes_a_file_that_reads_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "cluster.toml"
-    assert probe_command(given(path)) == 0
-    said = capfd.readouterr()
-    told = msgspec.json.decode(said.out)
-    (host,) = read_cluster(path).hosts
-    assert host.device is not None and host.inside is not None and host.devices == told["cores"]
-    assert host.device.overhead == pytest.approx(told["pace"]["overhead"], rel=0.01)
-    assert set(told["crowd"]) == {"1", "2"} and told["links"]["memory"][1] > 0 and told["merge"] > 0
-    assert {"gelu", "convolution", "bernoulli_"} <= set(host.device.rates)
-    assert "products" in said.err and "links" in said.err, "a long probe tells what it does"
-
-    with pytest.raises(InputError, match="no folder"):
-        probe_command(given(tmp_path / "nowhere" / "cluster.toml"))
-    with pytest.raises(InputError, match="there already") as refused:
-        probe_command(given(path))
-    assert "--force" in str(refused.value.fix)
 
 
 def test_a_run_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

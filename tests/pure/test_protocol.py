@@ -3,18 +3,13 @@
 `make simulate` runs many more seeds. One that breaks a law fails with its story (docs/protocol.md: how to replay it).
 """
 
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec import structs
 
-from helpers.command import Forked
 from shoal.recovery.membership import protocol
 from shoal.recovery.membership.protocol import (
     Action,
@@ -32,13 +27,9 @@ from shoal.recovery.membership.protocol import (
     covers,
     settle,
 )
-from shoal.testing.simulation import Broken, World, run
-from shoal.testing.simulation.invariants import CASES
+from shoal.testing.simulation import Broken, run
 from shoal.testing.simulation.store import Store
 from shoal.testing.simulation.worker import Key, Worker
-
-SEEDS = 4000
-RARE = {"newcomers had to wait for the end of a step"}  # about once in ten thousand seeds: `make simulate` asks for it
 
 A, B, C, D = Who(0), Who(1), Who(2), Who(3)
 
@@ -50,36 +41,6 @@ def at(who: Who, committed: int, doubt: bool = False, clean: bool = True) -> Pos
 def settled(*positions: Position, step: int = 0, parts: int = 1) -> Settlement:
     view = View(epoch=2, members=tuple(each.who for each in positions), step=step)
     return settle(view, {each.who: each for each in positions}, parts)
-
-
-# -- the simulation ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(300)
-def test_no_law_is_broken_and_every_case_is_met() -> None:
-    def play(first: int) -> int:
-        met: Counter[str] = Counter()
-        for seed in range(first, SEEDS, 2):
-            met.update(run(seed))
-        print(msgspec.json.encode(met).decode())
-        return 0
-
-    met: Counter[str] = Counter()
-    with Forked(call=lambda: play(0)) as even, Forked(call=lambda: play(1)) as odd:  # on two cores
-        for result in (even.end(), odd.end()):
-            assert result.code == 0, result.err
-            met.update(result.value)
-    assert [case for case in CASES if not met[case] and case not in RARE] == []
-
-
-def test_a_seed_replays_in_another_process() -> None:
-    """Its story holds no time, no address and no order of a hash table of this process."""
-    world = World(3, trace=True)
-    world.run()
-    assert world.trace
-    command = [sys.executable, "-m", "shoal.testing.simulation", "--seed", "3", "--trace"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "\n".join(world.trace) in done.stdout
 
 
 # -- a protocol that is broken on purpose -----------------------------------------------------------------------------

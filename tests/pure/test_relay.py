@@ -3,25 +3,21 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.relay_lanes import Halves, add, held, lane, summed
 from helpers.routes import LINKS, any_deal, any_places, at
 from shoal.collectives.choose_algorithm import candidates
 from shoal.collectives.cost_model import Wire, cost, wires
 from shoal.collectives.run_tree import Pool, Relay, Tally, all_reduce, pieces_of
 from shoal.collectives.topology import Place
 from shoal.collectives.trees import Route, direct, hierarchical, towards, tree
-from shoal.numerics.digest import tensor_sha256
-from shoal.numerics.lanes import Span, fold, subtrees
-from shoal.testing import ranks
+from shoal.numerics.lanes import fold
 
 PATIENCE_SECONDS = 30.0
 
@@ -114,34 +110,6 @@ def in_threads(office: Office, size: int, work: Callable[[ThreadMail], Any]) -> 
     if errors:
         raise errors[0]
     return results
-
-
-def lane(number: int, length: int) -> torch.Tensor:
-    """Numbers of very different magnitude: another order of sums would round otherwise."""
-    generator = torch.Generator().manual_seed(1000 * number + length)
-    scale = 10.0 ** torch.randint(-3, 4, (length,), generator=generator).float()
-    return torch.randn(length, generator=generator) * scale
-
-
-def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return left + right
-
-
-def summed(
-    span: Span, length: int, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = add
-) -> torch.Tensor:
-    count = span[1] - span[0]
-    found = fold(count, {(each, each + 1): lane(span[0] + each, length) for each in range(count)}, combine)
-    assert found is not None
-    return found
-
-
-def held(lanes: int, span: Span, length: int) -> dict[Span, torch.Tensor]:
-    return {node: summed(node, length) for node in subtrees(lanes, span)}
-
-
-def singles(size: int) -> tuple[Span, ...]:
-    return tuple((rank, rank + 1) for rank in range(size))
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
@@ -299,24 +267,6 @@ def test_memory_on_the_way_is_used_again(keep: bool) -> None:
     assert 0 < max(made) <= 40
 
 
-class Halves:
-    """The simplest compressor. Remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.keys: list[Hashable] = []
-
-    def payload_bytes(self, count: int) -> int:
-        return 2 * count
-
-    def encode(self, flat: torch.Tensor, key: Hashable) -> torch.Tensor:
-        self.keys.append(key)
-        return flat.half().view(torch.uint8)
-
-    def decode(self, payload: torch.Tensor, count: int) -> torch.Tensor:
-        assert payload.numel() == 2 * count
-        return payload.view(torch.float16).float()
-
-
 @pytest.mark.parametrize("levels", [("host",), ("rack",), ("host", "rack")])
 @pytest.mark.parametrize("text", ["a0 b0 a1 b1", "a0 a0 a1 b0 b0", "a0 a0"])
 def test_compressed_ways_leave_the_same_bits_on_all_ranks(text: str, levels: tuple[str, ...]) -> None:
@@ -375,70 +325,3 @@ def test_integers_are_never_compressed_and_exact_sums_refuse() -> None:
             all_reduce(mail, direct(2), {(mail.rank, mail.rank + 1): torch.ones(9)}, compress={"host": Halves()})
 
     in_threads(Office("late"), 2, refused)
-
-
-# -- processes --------------------------------------------------------------------------------------------------------
-
-
-class GlooMail:
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self.group, self.rank, self.size = group, rank, size
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        return self.group.send([tensor], to, tag)
-
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        return self.group.recv([tensor], source, tag)
-
-
-def gloo_mail(path: Path, rank: int, size: int) -> GlooMail:
-    store = dist.FileStore(str(path), size)
-    return GlooMail(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)), rank, size)
-
-
-@pytest.mark.parametrize("text", ["a0 b0", "a0 a0 b0", "a0 b0 a1 b0"])
-def test_real_processes_have_one_hash_for_all_routes(text: str, tmp_path: Path) -> None:
-    places = at(text)
-    size, length = len(places), 300_000
-    lanes, ragged = size + 2, (*singles(size - 1), (size - 1, size + 2))
-    exact_routes, _ = candidates(places, exact=True)
-    all_routes, _ = candidates(places, exact=False)
-
-    def work(group: Any) -> list[dict[str, str]]:
-        mail = gloo_mail(tmp_path / "store", group.rank, size)
-        pool, base = Pool(), 0
-        found: list[dict[str, str]] = [{}, {}, {}]
-        for name, route in all_routes.items():
-            for number, (options, count, deal) in enumerate(
-                [
-                    ({"ordered": name in exact_routes}, size, singles(size)),
-                    ({"ordered": name in exact_routes}, lanes, ragged),
-                    ({"ordered": False, "compress": {"host": Halves()}}, size, singles(size)),
-                ]
-            ):
-                parts = held(count, deal[mail.rank], length)
-                pieces = {span: pieces_of(route, part) for span, part in parts.items()}
-                result = next(iter(parts.values()))
-                relay = Relay(
-                    mail,
-                    route,
-                    pieces,
-                    pieces_of(route, result),
-                    lanes=count,
-                    deal=deal,
-                    places=places,
-                    base=base,
-                    pool=pool,
-                    chunk_bytes=1 << 16,
-                    **options,
-                )
-                base += relay.tags
-                relay.wait()
-                found[number][name] = tensor_sha256(result)
-        return found
-
-    first, *others = ranks(size, work)
-    assert all(other == first for other in others), "the same bits on every rank"
-    for number, count in ((0, size), (1, lanes)):
-        expected = tensor_sha256(summed((0, count), length))
-        assert {name: first[number][name] for name in exact_routes} == dict.fromkeys(exact_routes, expected)

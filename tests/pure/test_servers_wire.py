@@ -6,9 +6,8 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 from zlib import crc32
 
 import pytest
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.command import forked
+from helpers.server_guests import Echo, Guest, turns
 from shoal.errors import InputError
 from shoal.paramserver import server as server_module
 from shoal.paramserver.dispatcher import proof
@@ -29,14 +28,10 @@ from shoal.paramserver.messages import (
     Pull,
     Put,
     Refused,
-    Reply,
-    Request,
     Slot,
     Standing,
-    Values,
     Welcome,
     Who,
-    decode_reply,
     encode,
 )
 from shoal.paramserver.server import Server
@@ -44,95 +39,6 @@ from shoal.paramserver.shm_ring import Reader, Writer, new_memory
 from shoal.paramserver.spin_wait import MOST_CREDIT, TRY_AGAIN, Spin
 from shoal.paramserver.transport import Closed, Stream, dial, listen, read_address
 from shoal.paramserver.wire_format import DTYPES, IN_MEMORY, REPLY, REQUEST, BadFrame, Frame, Limits, pack
-
-
-class Answer(NamedTuple):
-    to: Who
-    tag: int
-    reply: Reply
-    tensors: Sequence[Tensor] = ()
-
-
-class Echo:
-    """A shard that puts and pulls one thing. `Standing` waits for the next `Put`."""
-
-    def __init__(self) -> None:
-        self.shard, self.shards, self.epoch, self.version = 0, 1, 0, 0
-        self.due, self.busy_seconds = False, 0.0
-        self.bytes_in = self.bytes_out = 0
-        self.held: list[Tensor] = []
-        self.left: list[Who] = []
-        self.parked: list[Answer] = []
-
-    def hello(self, hello: Hello) -> Welcome | Refused:
-        assert not hello.proof, "a shard sees no credentials"
-        return Welcome(0, 1, 1, 0, hello.incarnation or 1, 0, 0, 0, [])
-
-    def owed(self) -> list[Answer]:
-        return []
-
-    def gone(self, who: Who) -> list[Answer]:
-        self.left.append(who)
-        return []
-
-    def handle(
-        self, who: Who, tag: int, sequence: int, epoch: int, request: Request, tensors: Sequence[Tensor]
-    ) -> list[Answer]:
-        if isinstance(request, Standing):
-            self.parked.append(Answer(who, tag, Done(self.version)))
-            return []
-        if isinstance(request, Put):
-            self.version += 1
-            self.held = [tensor.clone() for tensor in tensors]
-            parked, self.parked = self.parked, []
-            return [Answer(who, tag, Done(self.version)), *parked]
-        if isinstance(request, Pull):
-            return [Answer(who, tag, Values(self.version, request.slots), self.held)]
-        raise ZeroDivisionError("a mistake in the shard")
-
-
-class Guest:
-    """A client by hand: says what it likes, and turns the server's loop itself."""
-
-    def __init__(self, server: Server, worker: int = 0, *, hello: bool = True, memory: bool = False) -> None:
-        self.server, self.worker, self.tag = server, worker, 0
-        self.stream = dial(server.addresses[0], 5.0)
-        self.stream.takes_descriptors = memory
-        self.challenge = self.hear()
-        assert isinstance(self.challenge, Challenge)
-        if hello:
-            self.say(Hello(worker, 1, b"", memory), tag=0)
-            assert isinstance(self.hear(), Welcome)
-            assert self.stream.take_memory() == memory
-
-    def say(self, request: Request, tensors: Sequence[Tensor] = (), tag: int | None = None) -> None:
-        self.tag += 1
-        tag = self.tag if tag is None else tag
-        self.stream.send(Frame(REQUEST, self.worker, 1, 0, tag, 0, encode(request), tensors))
-
-    def frame(self) -> Frame:
-        for _ in range(1000):
-            self.server.turn(0.001)
-            if isinstance(self.stream, Stream):
-                self.stream.flush()
-            frame = self.stream.receive()
-            if frame is not None:
-                return frame
-        raise AssertionError("nothing came")
-
-    def hear(self) -> Reply:
-        return decode_reply(self.frame().meta)
-
-    def close(self) -> None:
-        self.stream.close()
-
-
-def turns(server: Server, until: Callable[[], object]) -> None:
-    for _ in range(2000):
-        if until():
-            return
-        server.turn(0.001)
-    raise AssertionError("it did not come to that")
 
 
 @pytest.fixture
@@ -177,6 +83,7 @@ def tensor_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
+
 
 TENSORS = st.lists(
     st.builds(tensor_of, st.sampled_from(DTYPES), st.lists(st.integers(0, 12), max_size=3).map(tuple)), max_size=4
@@ -527,24 +434,6 @@ def test_looking_again_stops_where_it_does_not_pay(monkeypatch: pytest.MonkeyPat
     assert spin.until()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert not Spin().until()
-
-
-def test_a_fork_does_not_keep_connections_alive(server: Server) -> None:
-    """A worker's death is noticed though a child of it (a data loader, say) lives on."""
-    guest = Guest(server)
-    heard, told = os.pipe()
-
-    def play() -> None:
-        os.close(told)
-        os.read(heard, 1)  # lives until this test ends it
-
-    child = forked(play)
-    guest.close()
-    turns(server, lambda: server.counts)
-    assert server.counts == {"left": 1}
-    os.close(told)
-    os.close(heard)
-    os.waitpid(child, 0)
 
 
 # -- who is let in -----------------------------------------------------------------------------------------------------

@@ -11,15 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helpers.command import in_child
+from helpers.sketched_models import large, linear_stack
 from shoal.errors import JobError
 from shoal.numerics import kernels
 from shoal.numerics import meta_init as module
 from shoal.numerics.meta_init import Sketch, sketch
 from shoal.numerics.seeds import initialise
-from shoal.worker.memory import Meter, return_freed
-
-MB = 10**6
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:
@@ -33,10 +30,6 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 # -- models ---------------------------------------------------------------------------------------------------------
-
-
-def linear_stack() -> nn.Module:
-    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(70, 70), nn.ReLU(), nn.Dropout(0.1))))
 
 
 def encoder() -> nn.Module:
@@ -359,33 +352,6 @@ def test_a_model_that_is_there(copy: bool) -> None:
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def large() -> nn.Module:
-    """12 layers of 9 MB; each is drawn twice."""
-    model = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(12)))
-    for layer in model:
-        nn.init.orthogonal_(layer.weight) if layer is model[11] else nn.init.normal_(layer.weight, std=0.02)  # type: ignore[arg-type]
-    return model
-
-
-@pytest.mark.clean_heap  # holes that other tests leave in the heap are filled and then kept: 27 MB instead of 18
-def test_what_is_not_filled_takes_no_memory() -> None:
-    sketch(linear_stack, 0)  # what torch imports on the way
-
-    def play() -> None:
-        return_freed()  # else what is kept of a layer holds on to the hole that the rest of it left
-        meter = Meter()
-        found = sketch(large, 0)
-        assert found.deferred and meter.peak() < 5 * MB
-        found.install(["3.weight", "3.bias"])
-        assert meter.peak() == pytest.approx(9 * MB, abs=4 * MB)
-        found.install(["4.weight"], lambda _, value: value[:10])
-        assert meter.peak() == pytest.approx(18 * MB, abs=4 * MB)
-        kept = [found.fill(f"{layer}.weight", lambda value: value[:10]) for layer in range(5, 10)]
-        assert len(kept) == 5 and meter.peak() < 21 * MB
-
-    in_child(play)
 
 
 def test_only_what_a_tensor_depends_on_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

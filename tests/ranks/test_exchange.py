@@ -1,48 +1,18 @@
 """Partial sums reach everybody by shared memory or by wire, with the bits of one process."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from helpers.exchange_values import DTYPES, LANES, SHAPES, added, expected, lane_values
 from shoal.collectives import shm_segment
-from shoal.collectives.group import Alone, Done, Group, Pending
-from shoal.collectives.shm_segment import map_segment, new_segment
+from shoal.collectives.group import Group
 from shoal.numerics.lanes import deal, fold, subtrees
 from shoal.parallel.buckets import pack
 from shoal.parallel.gradient_exchange import Exchange, Shared, Wire, open_exchange
 from shoal.testing import ranks
-
-LANES = 5
-SHAPES = [(30, 50), (1000,), (2, 3, 4, 4), (7,)]
-DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.int64]
-
-
-def lane_values(lane: int, step: int) -> list[Tensor | None]:
-    """Different in every lane and step; the second tensor is absent in lane 2, the last comes from lane 0 alone."""
-    generator = torch.Generator().manual_seed(100 * step + lane)
-    values: list[Tensor | None] = []
-    for shape, dtype in zip(SHAPES, DTYPES, strict=True):
-        numbers = torch.randn(shape, generator=generator) * 10 ** (lane - 2)
-        values.append((numbers * 1000).to(dtype) if dtype == torch.int64 else numbers.to(dtype))
-    if lane == 2:
-        values[1] = None
-    if lane > 0:
-        values[3] = None
-    return values
-
-
-def added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
-
-
-def expected(step: int) -> list[Tensor | None]:
-    total = fold(LANES, {(lane, lane + 1): lane_values(lane, step) for lane in range(LANES)}, added)
-    assert total is not None
-    return total
 
 
 def merged(group: Group, kind: str, steps: int) -> list[list[Any]]:
@@ -82,17 +52,6 @@ def test_same_bits_as_one_process(kind: str, workers: int) -> None:
                 assert torch.equal(got, want), f"worker {rank}, step {step}, tensor {index}"
 
 
-def test_another_order_of_adding_gives_other_bits() -> None:
-    """The values above are such that the order matters: otherwise the test before would show nothing."""
-    total = lane_values(0, 0)
-    for lane in range(1, LANES):
-        total = added(total, lane_values(lane, 0))
-    first, want = total[0], expected(0)[0]
-    assert first is not None
-    assert want is not None
-    assert not torch.equal(first, want)
-
-
 def test_sums_are_made_in_the_room_for_them_and_fill_nothing_else() -> None:
     def work(group: Group) -> list[bool]:
         exchange = open_exchange(group, 4, [(0, 2), (2, 4)], [(0, torch.zeros(100)), (1, torch.zeros(7))], 2)
@@ -111,26 +70,6 @@ def test_sums_are_made_in_the_room_for_them_and_fill_nothing_else() -> None:
     assert ranks(2, work) == [[True] * 3] * 2
 
 
-def test_what_a_compressor_leaves_between_tensors_is_not_added_again() -> None:
-    seen = []
-
-    class Leaky(Alone):
-        """A merge whose result has something between the tensors, as that of a lossy code has."""
-
-        def merge(self, lanes: int, deal: Any, parts: Any, key: Any = None) -> Pending:
-            (flat,) = parts.values()
-            seen.append(flat.clone())
-            return Done(flat.fill_(5.0))
-
-    exchange = Wire(Leaky(), 1, pack([(0, torch.zeros(3)), (1, torch.zeros(20))]), 2)
-    for _ in range(2):
-        exchange.offer({(0, 1): [torch.ones(3), torch.ones(20)]}, [(0, 1)])
-        exchange.take([[True, True]])
-    first, second = seen
-    assert torch.equal(first, second)
-    assert float(second.sum()) == 23
-
-
 def shared_bytes(group: Group) -> list[int]:
     commons = group.commons(128)
     assert commons is not None
@@ -143,18 +82,6 @@ def shared_bytes(group: Group) -> list[int]:
 def test_everyone_reads_everyones_memory_and_no_file_is_made() -> None:
     files = len(list(Path("/dev/shm").iterdir()))
     assert ranks(3, shared_bytes) == [[1, 2, 3, files]] * 3
-
-
-def test_memory_that_is_not_the_peers_own_is_refused() -> None:
-    """As on another host that has the same process id: the token is not the one that was told."""
-    token = "0" * 32
-    descriptor = new_segment(4096, token)
-    try:
-        assert map_segment(os.getpid(), descriptor, token, 4096) is not None
-        assert map_segment(os.getpid(), descriptor, "1" * 32, 4096) is None
-        assert map_segment(os.getpid(), descriptor, token, 8192) is None
-    finally:
-        os.close(descriptor)
 
 
 def little_memory(group: Group) -> list[bool]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import Alone, Group
+from helpers.group_sums import expected, held_parts
+from shoal.collectives.group import Group
 from shoal.errors import PeerLost
 from shoal.numerics.digest import tensor_sha256
-from shoal.numerics.lanes import Span, fold, split, subtrees
+from shoal.numerics.lanes import Span, subtrees
 from shoal.testing import RanksFailed, ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
@@ -30,35 +31,6 @@ DEALS: dict[str, tuple[int, tuple[Span, ...]]] = {
 }
 
 
-def lane(number: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of very different magnitude: another order of sums would round otherwise."""
-    generator = torch.Generator().manual_seed(1000 * number + size)
-    if dtype == torch.int64:
-        return torch.randint(-(2**40), 2**40, (size,), generator=generator)
-    scale = 10.0 ** torch.randint(-3, 4, (size,), generator=generator).double()
-    return (torch.randn(size, generator=generator, dtype=torch.float64) * scale).to(dtype)
-
-
-def add(left: Tensor, right: Tensor) -> Tensor:
-    return left + right
-
-
-def expected(lanes: int, size: int, dtype: torch.dtype) -> Tensor:
-    total = fold(lanes, {(number, number + 1): lane(number, size, dtype) for number in range(lanes)}, add)
-    assert total is not None
-    return total
-
-
-def held_parts(lanes: int, held: Span, size: int, dtype: torch.dtype) -> dict[Span, Tensor]:
-    def value(node: Span) -> Tensor:
-        if node[1] - node[0] == 1:
-            return lane(node[0], size, dtype)
-        middle = split(node)
-        return value((node[0], middle)) + value((middle, node[1]))
-
-    return {node: value(node) for node in subtrees(lanes, held)}
-
-
 @pytest.mark.parametrize("name", DEALS)
 def test_a_merge_has_the_bits_of_one_process(name: str) -> None:
     lanes, deal = DEALS[name]
@@ -74,22 +46,6 @@ def test_a_merge_has_the_bits_of_one_process(name: str) -> None:
 
     wanted = [tensor_sha256(expected(lanes, size, dtype)) for dtype in DTYPES for size in SIZES]
     assert ranks(len(deal), work) == [wanted] * len(deal)
-
-
-def test_the_merged_numbers_tell_one_order_from_another() -> None:
-    """Else the test above would prove nothing."""
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        in_sequence = lane(0, 1000, dtype)
-        for number in range(1, 4):
-            in_sequence = in_sequence + lane(number, 1000, dtype)
-        assert not torch.equal(in_sequence, expected(4, 1000, dtype))
-
-
-def test_alone_merges_the_same() -> None:
-    parts = held_parts(6, (0, 6), 1000, torch.float32)
-    assert torch.equal(Alone().merge(6, [(0, 6)], parts).wait(), expected(6, 1000, torch.float32))
-    by_lane = {(number, number + 1): lane(number, 1000, torch.float32) for number in range(6)}
-    assert torch.equal(Alone().merge(6, [(0, 6)], by_lane).wait(), expected(6, 1000, torch.float32))
 
 
 @pytest.mark.parametrize("name", ["2 even", "2 uneven", "3 of 4"])

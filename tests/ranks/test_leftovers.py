@@ -33,25 +33,6 @@ def test_nothing_is_left_of_what_has_ended() -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
-def test_a_port_that_is_listened_on(family: socket.AddressFamily, address: str) -> None:
-    try:
-        before = socket.create_server((address, 0), family=family)  # not of the block
-    except OSError:
-        pytest.skip(f"there is no {address} here")
-    with before:
-        with leftovers() as left:
-            server = socket.create_server((address, 0), family=family)
-            client = socket.create_connection(server.getsockname()[:2])  # which nobody listens on
-            datagrams = socket.socket(family, socket.SOCK_DGRAM)
-            datagrams.bind((address, 0))
-        port = server.getsockname()[1]
-        for each in (server, client, datagrams):
-            each.close()  # the watch has not closed them
-    assert left == [f"port {port} is still listened on"]
-
-
-@pytest.mark.usefixtures("at_once")
 def test_processes_that_run_or_were_not_waited_for() -> None:
     with leftovers() as left:
         running, ended = forked(signal.pause), forked(lambda: None)
@@ -87,17 +68,3 @@ def test_what_is_detached_can_be_ended() -> None:
         os.waitpid(forked(lambda: forked(signal.pause)), 0)
         end_detached()
     assert left == []
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_thread_and_shared_memory() -> None:
-    goes_on = threading.Event()
-    thread = threading.Thread(target=goes_on.wait, name="waiting")
-    memory = Path(f"/dev/shm/shoal-leftovers-{os.getpid()}")
-    with leftovers() as left:
-        thread.start()
-        memory.touch()
-    goes_on.set()
-    thread.join()
-    memory.unlink()
-    assert left == ["thread waiting still runs", f"{memory} is still there"]

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import sqlite3
 import stat
 import struct
 import time
@@ -16,13 +15,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from helpers.etcd import etcd_server, free_ports, post, until
 from shoal.errors import InputError, RunError
 from shoal.recovery.membership import sqlite_client, sqlite_server
-from shoal.recovery.membership.etcd import Etcd, Place, read_address
+from shoal.recovery.membership.etcd import Etcd
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.store import LeaseEnded, Store, StoreAway
 from shoal.testing import ranks
@@ -425,40 +423,6 @@ def test_a_store_that_cannot_be_started_says_why(tmp_path: Path) -> None:
         sqlite_client.start(tmp_path / "nowhere")
 
 
-def test_a_full_disk_takes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
-    records = sqlite_server.Records(tmp_path / "store.db", now=0.0)
-    assert records._disk.execute("pragma synchronous").fetchone() == (2,), "each commit is on disk, not on its way"
-    before = records.put("a", b"1", None)
-    records._disk.execute("pragma max_page_count = 1")  # as many as it has: it may not grow
-    with pytest.raises(sqlite3.OperationalError, match="full"):
-        records.put("b", b"x" * 100_000, None)
-    with pytest.raises(sqlite3.OperationalError, match="full"):
-        records.swap("a", b"x" * 100_000, before, None)
-    assert records.revision == before and records.read("") == {"a": (b"1", before)}
-    records._disk.execute("pragma max_page_count = 1000000")
-    assert records.swap("a", b"x" * 100_000, before, None) == before + 1
-    records.close()
-
-
-def test_removals_beyond_memory_are_answered_as_if_they_mattered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_server, "REMOVED_KEPT", 10)
-    records = sqlite_server.Records(tmp_path / "store.db", now=0.0)
-    start = records.put("a", b"", None)
-    for number in range(30):
-        records.put(f"{number}", b"", None)
-        last = records.put(f"{number}", None, None)
-    assert records.changed("b", start), "what happened then is forgotten"
-    assert not records.changed("b", last) and not records.changed("a", last - 3)
-    records.close()
-    again = sqlite_server.Records(tmp_path / "store.db", now=0.0)
-    assert again.revision == last and again.changed("b", start) and not again.changed("a", last - 3)
-    assert again.changed("", last + 1), "of a store that was here before"
-    assert again.read("") == {"a": (b"", start)}
-    again.close()
-
-
 def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
     tree = ast.parse(Path(sqlite_server.__file__).read_text())
     clocks = {
@@ -535,22 +499,3 @@ def test_something_else_is_no_etcd(folder: Path) -> None:
     with pytest.raises(StoreAway):
         store.read()
     store.close()
-
-
-@pytest.mark.parametrize(
-    ("address", "place"),
-    [
-        ("etcd://one", Place(hosts=(("one", 2379),))),
-        ("etcd://one:1,two:2/deep/prefix/", Place(hosts=(("one", 1), ("two", 2)), prefix="deep/prefix")),
-        ("etcds://me:a%2Fb@[::1]:1", Place(hosts=(("::1", 1),), secure=True, user="me", password="a/b")),
-    ],
-)
-def test_addresses_of_etcd(address: str, place: Place) -> None:
-    assert read_address(address) == place
-    assert read_address(str(place)) == msgspec.structs.replace(place, password="")
-
-
-@pytest.mark.parametrize("address", ["etcd://", "etcd://one,,two", "etcd://one:port", "redis://one", "one:2379", ""])
-def test_other_addresses_are_refused_with_the_forms_that_exist(address: str) -> None:
-    with pytest.raises(InputError, match=r"--store etcd://host:port\[,host:port…\]\[/prefix\]"):
-        open_store(address, Path(), "run")

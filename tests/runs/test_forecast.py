@@ -7,13 +7,11 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
-
 import shoal
 from helpers.command import Caller, write_job
 from shoal.driver.launch import open_job
@@ -28,20 +26,8 @@ from shoal.report.closing_report import _prediction, off, rows
 from shoal.report.events import Evaluated, Predicted, RunStarted, Spent, Steps, WorkerStarted
 from shoal.report.predicted_vs_measured import LINES, reconcile
 from shoal.report.run_folder import RunFolder
+from helpers.forecast_job import TERMS, compared, job
 
-
-def job(loss: Any = F.mse_loss, **changes: Any) -> shoal.Job:
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
-    usual: dict[str, Any] = {
-        "model": lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)),
-        "data": (x, x),
-        "loss": loss,
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-3),
-        "batch": 16,
-        "lanes": 4,
-        "steps": 4,
-    }
-    return shoal.Job(**usual | changes)
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +41,8 @@ def plan(layout: str = "data=2") -> Any:
 
 
 # -- what is foreseen -------------------------------------------------------------------------------------------------
+
+
 
 
 def test_a_forecast_adds_up_and_says_what_it_was_made_for() -> None:
@@ -123,17 +111,6 @@ def test_whatever_goes_wrong_is_a_reason(loss: Any, words: str) -> None:
         following.work()
 
 
-def test_no_process_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full() -> int:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(os, "fork", full)
-    following = Following(job(), open_job(job()).source)
-    with pytest.raises(Unpredicted, match=r"no process could be started .*: Resource temporarily unavailable"):
-        following.work()
-    following.close()
-
-
 def test_it_prints_nothing_and_nobody_has_to_wait(capfd: pytest.CaptureFixture[str]) -> None:
     said = job(prints)
     following = Following(said, open_job(said).source)
@@ -141,12 +118,6 @@ def test_it_prints_nothing_and_nobody_has_to_wait(capfd: pytest.CaptureFixture[s
     assert following.work(30.0) is following.work() is not None
     following.close()
     assert capfd.readouterr() == ("", "")
-
-
-def test_an_unknown_cluster_is_the_users_mistake() -> None:
-    with pytest.raises(InputError, match="no cluster is called laptob") as caught:
-        ground("laptob")
-    assert "laptop" in str(caught.value.fix)
 
 
 # -- in a run ---------------------------------------------------------------------------------------------------------
@@ -213,41 +184,6 @@ def test_a_run_corrects_the_next_prediction(call: Caller, tmp_path: Path) -> Non
 # -- predicted against measured ---------------------------------------------------------------------------------------
 
 
-TERMS = {"compute": 0.040, "recompute": 0.004, "tensor": 0.0, "bubble": 0.002, "data": 0.003, "optimizer": 0.001,
-         "host": 0.002, "step": 0.0005, "later": 0.0005}  # fmt: skip
-
-
-def compared(**changes: Any) -> dict[str, Any]:
-    prediction = {"layout": "data=2", "cluster": "mine.toml", "named": True, "calibration": None, "reason": None,
-                  "seconds": sum(TERMS.values()), "samples_per_second": 1000.0, "terms": TERMS,
-                  "peak_bytes": [90, 80]}  # fmt: skip
-    workers = [{"step_ms": {"data": 1.0, "compute": compute}} for compute in (50.0, 44.0)]
-    report = {
-        "layout": "data=2",
-        "samples_per_second": 900.0,
-        "step_ms": {"total": 60.0, "data": 1.0, "compute": 47.0, "wait": 4.0, "merge": 3.0, "apply": 2.0, "other": 3.0},
-        "per_worker": workers,
-        "carried": [{"rank": 0, "peak_bytes": 100, "busy_seconds": None, "stream_seconds": None}],
-    }
-    found = reconcile(prediction | changes.pop("prediction", {}), report | changes)
-    assert found is not None
-    return found
-
-
-def test_lines_of_both_sides_add_up() -> None:
-    found = compared()
-    assert {name: line["predicted_ms"] for name, line in found["lines"].items()} == pytest.approx(
-        {"compute": 46.0, "waiting": 2.0, "traffic": 3.0, "optimizer": 1.0, "rest": 1.0}
-    ), "what has no line of its own is among the rest"
-    assert {name: line["measured_ms"] for name, line in found["lines"].items()} == pytest.approx(
-        {"compute": 47.0, "waiting": 3.0, "traffic": 4.0, "optimizer": 2.0, "rest": 4.0}
-    ), "worker 1 waits 6 ms for worker 0: 3 on average; the rest of waiting is for messages"
-    assert found["step_ms"] == {"predicted": 53.0, "measured": 60.0, "error": pytest.approx(-7 / 60, abs=1e-6)}
-    assert found["memory"]["error"] == pytest.approx(-0.1)
-    assert [each["measured_bytes"] for each in found["memory"]["workers"]] == [100, None]
-    assert tuple(found["lines"]) == tuple(LINES)
-
-
 def test_evaluations_are_no_part_of_a_step() -> None:
     found = compared(evaluation_ms=2.0)
     assert found["step_ms"]["measured"] == 58.0
@@ -259,50 +195,3 @@ def test_evaluations_are_no_part_of_a_step() -> None:
     spent = sum(e.seconds for e in RunFolder(Path(report["folder"])).read_events() if isinstance(e, Evaluated))
     assert spent > 0 and report["evaluation_ms"] == pytest.approx(1000 * spent / 4, rel=1e-3)
     assert report["prediction"]["step_ms"]["measured"] < report["step_ms"]["total"]
-
-
-def test_a_pipelines_idle_time_is_waiting() -> None:
-    idle = [{"rank": rank, "peak_bytes": 1, "busy_seconds": 0.040, "stream_seconds": 0.0435} for rank in range(2)]
-    assert compared(carried=idle)["lines"]["waiting"]["measured_ms"] == pytest.approx(3.5)
-
-
-def test_nothing_is_compared_with_nothing() -> None:
-    assert reconcile(None, {}) is None
-    unmeasured = compared(step_ms=None)
-    assert unmeasured["step_ms"]["error"] is None
-    assert unmeasured["lines"]["compute"] == {"predicted_ms": 46.0, "measured_ms": None}
-    assert compared(layout="pipeline=2")["lines"] is None, "another layout ran"
-    assert compared(prediction={"seconds": None, "reason": "why"})["reason"] == "why"
-
-
-@pytest.mark.parametrize(
-    ("error", "words"), [(-0.05, "5 % low"), (0.12, "12 % high"), (0.001, "right"), (4.0, "5.0 × too high")]
-)
-def test_how_far_it_was_off(error: float, words: str) -> None:
-    assert off(error) == words
-
-
-def test_the_screen_shows_it_beside_what_is_measured() -> None:
-    tally = Tally()
-    tally.add(RunStarted(time=0, run="7f3a", job="a", workers=1, layout="data=1", lanes=4, exact=True, steps=9,
-                         steps_per_epoch=9, chosen="plain copies need 458 MB"))  # fmt: skip
-    tally.add(WorkerStarted(time=1, rank=0, pid=1, host="a", fingerprint="f"))
-    tally.add(Steps(time=2, rank=0, step=1, count=1, samples=100, epoch=0, loss=1.0, lanes=(0, 4), leader=True,
-                    spent=Spent(compute=0.02)))  # fmt: skip
-    assert "predicted" not in live_view.loss_line(tally)
-    tally.add(Predicted(time=3, cluster="mine.toml", step_seconds=0.02, samples_per_second=4990.0))
-    assert live_view.loss_line(tally).endswith("5,000 samples/s (predicted 4,990)")
-    line = live_view.event_line(tally.started, routine=False) if tally.started else None
-    assert line is not None and line.endswith("layout data=1: plain copies need 458 MB")
-
-
-def test_the_report_shows_lines_that_add_up_as_they_are_printed() -> None:
-    found = compared()
-    value = {"prediction": found, "layout": "data=2"}
-    told = [text for _, text in _prediction(value)]
-    table = [line.split() for line in told[1:7]]
-    for column in (-2, -1):
-        assert sum(float(line[column]) for line in table[1:]) == pytest.approx(float(table[0][column]), abs=1e-9)
-    assert told[-1] == "cluster: mine.toml"
-    out = Console(file=io.StringIO(), width=80)
-    out.print(*told)

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 import shoal
 from helpers.layout_models import (
     LENGTH,
@@ -26,47 +24,13 @@ from shoal.parallel.pipeline_schedule import NAMES
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.testing import attention, batch_norm_net, convolution, dropout_net, everything, job_for, tied_language_model
 
+
 Result = tuple[str, float | None, dict[str, float]]
 
 
 def train(job: shoal.Job, layout: str | None = None, **more: Any) -> Result:
     report = shoal.train(job, layout=layout, quiet=True, **more)
     return report.weights_sha256, report.final_loss, dict(report.value["metrics"] or {})
-
-
-# -- blocks -----------------------------------------------------------------------------------------------------------
-
-
-class Chosen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 2)
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)])
-
-
-def test_stacks_of_layers_are_opened_wherever_they_are() -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2, norm=nn.LayerNorm(8))
-    assert find_blocks(nn.Sequential(nn.Embedding(5, 8), encoder)).names == (
-        *("0", "1.layers.0", "1.layers.1"),
-        "1.norm",
-    )
-    assert find_blocks(Language(2)).names == ("words", "body.h.0", "body.h.1", "body.norm", "head")
-    # One level below another: a stage of layers is itself a stack.
-    staged = nn.ModuleDict({"body": nn.Module()})
-    staged["body"].stages = nn.ModuleList([Language(2).body for _ in range(2)])
-    assert find_blocks(staged).names == (
-        *("body.stages.0.h.0", "body.stages.0.h.1", "body.stages.0.norm"),
-        *("body.stages.1.h.0", "body.stages.1.h.1", "body.stages.1.norm"),
-    )
-
-
-def test_what_is_no_stack_stays_whole() -> None:
-    assert find_blocks(nn.ModuleDict({"layer": Chosen()})).names == ("layer",), "a layer chooses among experts"
-    mixed = nn.Module()
-    mixed.steps = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])  # one layer's own matrices
-    alone = nn.Module()
-    alone.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
-    assert find_blocks(nn.ModuleDict({"mixed": mixed, "alone": alone})).names == ("mixed", "alone")
 
 
 # -- the same bits ----------------------------------------------------------------------------------------------------
@@ -191,6 +155,8 @@ def test_an_instance_is_cut_and_stays_as_it_was() -> None:
 # -- bf16 -------------------------------------------------------------------------------------------------------------
 
 
+
+
 def test_bf16_autocast() -> None:
     job = winding_job(precision="bf16")
     assert train(job, "pipeline=2", schedule="zero-bubble") == train(job)
@@ -219,6 +185,8 @@ def test_bf16_weights_leave_the_statistics_of_norms_alone() -> None:
 
 
 # -- split operators --------------------------------------------------------------------------------------------------
+
+
 
 
 def textbook() -> nn.Module:

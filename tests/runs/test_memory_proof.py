@@ -1,63 +1,17 @@
 """A model that one worker cannot hold is trained by four that cannot either: the kernel enforces the cap."""
 
 from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 import shoal
 from shoal.driver import launch
 from shoal.errors import MemoryNeeded
+from helpers.large_job import CAP, LAYERS, Layer, WIDTH, job, large
+
 
 pytestmark = pytest.mark.clean_heap
-WIDTH, LAYERS, CAP = 384, 6, "80MB"  # 7.1 million parameters: 28 MB of weights, 113 MB with gradients and AdamW's state
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x)))
-        return x + out
-
-
-def large() -> nn.Module:
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
-
-
-def job(**changes: Any) -> shoal.Job:
-    rows = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
-    fields: dict[str, Any] = {
-        "model": large,
-        "data": (rows, rows.roll(1, 1)),
-        "loss": F.mse_loss,
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-3),
-        "batch": 8,
-        "lanes": 1,
-        "microbatches": 2,
-        "steps": 3,
-    }
-    return shoal.Job(**fields | changes)
-
-
-def test_one_worker_is_refused_before_it_starts() -> None:
-    with pytest.raises(MemoryNeeded) as caught:
-        shoal.train(job(), memory=CAP, quiet=True)
-    assert caught.value.exit_code == 2
-    assert "one worker needs 113 MB (weights 28" in caught.value.message
-    assert "and has 80 MB (--memory 80 MB)" in caught.value.message
-    assert "pipeline=2" in (caught.value.fix or "")
-
-
-@pytest.mark.parametrize("layout", [None, "pipeline=2", "tensor=2"])
-def test_what_it_needs_by_layout(layout: str | None) -> None:
-    """Half of a model is half of the need."""
-    with pytest.raises(MemoryNeeded, match=r"one worker needs (113|56|57)"):
-        shoal.train(job(), layout=layout, memory="50MB", quiet=True)
 
 
 def test_the_kernel_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:

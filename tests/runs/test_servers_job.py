@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
 import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
-
 import shoal
 from helpers.command import events
 from shoal.driver.driver import Options
@@ -27,6 +25,7 @@ from shoal.report.closing_report import rows
 from shoal.report.events import ServerStarted, decode
 from shoal.worker.server_worker.asynchronous import Queueing
 from shoal.worker.server_worker.base import Served
+
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
 
@@ -90,6 +89,8 @@ def train(this: shoal.Job, folder: Path, **how: Any) -> shoal.Report:
 
 
 # -- the same bits ----------------------------------------------------------------------------------------------------
+
+
 
 
 def test_sync_has_the_bits_of_one_process_through_stops_and_other_numbers_of_servers(tmp_path: Path) -> None:
@@ -211,6 +212,8 @@ def test_servers_on_other_hosts_are_reached_with_a_token(tmp_path: Path) -> None
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
+
+
 class Fatal:
     """A loss that once, in one worker's n-th call, kills that worker, or a server. The others do not get far before."""
 
@@ -299,19 +302,6 @@ def test_every_batch_counts_once_for_a_table_though_a_worker_was_killed(
     counts = torch.bincount(ids.view(-1), minlength=500)
     assert torch.equal(touched, counts.nonzero().view(-1))
     assert torch.equal(rows[:, 0], -0.5 / batch * epochs * counts[touched].float())
-
-
-def test_a_worker_asks_for_the_rows_of_its_next_step() -> None:
-    asked: list[tuple[int, bool]] = []
-    worker = object.__new__(Queueing)
-    worker.prefetch = lambda step, beside=False: asked.append((step, beside))  # type: ignore[method-assign]
-    for ticket, then in ((0, 2), (2, 3), (5, 3), (3, -1), (7, -1)):
-        worker.look_ahead(Compute(ticket=ticket, then=then))
-    assert asked == [(0, False), (2, True), (3, True), (5, False), (3, True), (7, False)]
-    worker.worker, worker.mode = 1, Mode.read("async")
-    for table, knows in ((shoal.Embedding(5, 2, ids=lambda batch: batch), True), (shoal.Embedding(5, 2), False)):
-        worker.tables = [("words", table)]
-        assert worker.next(done=3) == Next(1, done=3, ahead=knows)
 
 
 @pytest.mark.parametrize("shard", [0, 1])

@@ -4,16 +4,15 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 import shoal
 from helpers.command import HASH, Caller, write_job
 from shoal.driver.verify import PLAIN_TOLERANCE, Placement, against_plain, placements
 from shoal.parallel import data_parallel
+
 
 
 def test_equal_placements_have_one_hash(call: Caller, tmp_path: Path) -> None:
@@ -88,17 +87,6 @@ def test_a_job_that_fails_is_not_called_equal(call: Caller, tmp_path: Path) -> N
     assert result.code == 1
     assert "worker 0, step 2, lane 0: ValueError: broken" in result.err
     assert "equal" not in result.out
-
-
-def test_placements() -> None:
-    assert placements([1, 4], ["3,1"], True, 9) == [
-        Placement(workers=1),
-        Placement(workers=4),
-        Placement(workers=2, shares="3,1"),
-        Placement(workers=4, stop_after=4, then=3),
-    ]
-    assert placements([1, 2], ["auto"], False, 5)[-1] == Placement(workers=2, shares="auto")
-    assert placements([1], [], True, 1)[-1] == Placement(workers=1, stop_after=1, then=1)
 
 
 # -- against an ordinary loop -----------------------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""A server that answers as it is told to."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shoal.paramserver.messages import (
+    Hello,
+    Refused,
+    Reply,
+    Request,
+    Welcome,
+    Who,
+)
+
+
+class Answer(NamedTuple):
+    to: Who
+    tag: int
+    reply: Reply
+    tensors: Sequence[Tensor] = ()
+
+
+class Odd:
+    """A shard that answers what it is told to, in another order."""
+
+    def __init__(self, shard: int = 0, shards: int = 1) -> None:
+        self.shard, self.shards, self.epoch, self.version = shard, shards, 0, 0
+        self.sequence = 0
+        self.due, self.busy_seconds = False, 0.0
+        self.bytes_in = self.bytes_out = 0
+        self.asked: list[tuple[int, Request]] = []
+        self.answer: Callable[[Who, int, int, Request], list[Answer]] = lambda who, tag, sequence, request: []
+
+    def hello(self, hello: Hello) -> Welcome | Refused:
+        return Welcome(self.shard, self.shards, 1, 0, hello.incarnation or 1, self.sequence, 0, 0, [])
+
+    def owed(self) -> list[Answer]:
+        return []
+
+    def gone(self, who: Who) -> list[Answer]:
+        return []
+
+    def handle(
+        self, who: Who, tag: int, sequence: int, epoch: int, request: Request, tensors: Sequence[Tensor]
+    ) -> list[Answer]:
+        self.asked.append((sequence, request))
+        return self.answer(who, tag, sequence, request)

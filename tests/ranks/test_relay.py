@@ -1,0 +1,88 @@
+"""Routes played: with real processes."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.relay_lanes import Halves, held, summed
+from helpers.routes import at
+from shoal.collectives.choose_algorithm import candidates
+from shoal.collectives.run_tree import Pool, Relay, pieces_of
+from shoal.numerics.digest import tensor_sha256
+from shoal.numerics.lanes import Span
+from shoal.testing import ranks
+
+
+def singles(size: int) -> tuple[Span, ...]:
+    return tuple((rank, rank + 1) for rank in range(size))
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+class GlooMail:
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        return self.group.send([tensor], to, tag)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        return self.group.recv([tensor], source, tag)
+
+
+def gloo_mail(path: Path, rank: int, size: int) -> GlooMail:
+    store = dist.FileStore(str(path), size)
+    return GlooMail(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)), rank, size)
+
+
+@pytest.mark.parametrize("text", ["a0 b0", "a0 a0 b0", "a0 b0 a1 b0"])
+def test_real_processes_have_one_hash_for_all_routes(text: str, tmp_path: Path) -> None:
+    places = at(text)
+    size, length = len(places), 300_000
+    lanes, ragged = size + 2, (*singles(size - 1), (size - 1, size + 2))
+    exact_routes, _ = candidates(places, exact=True)
+    all_routes, _ = candidates(places, exact=False)
+
+    def work(group: Any) -> list[dict[str, str]]:
+        mail = gloo_mail(tmp_path / "store", group.rank, size)
+        pool, base = Pool(), 0
+        found: list[dict[str, str]] = [{}, {}, {}]
+        for name, route in all_routes.items():
+            for number, (options, count, deal) in enumerate(
+                [
+                    ({"ordered": name in exact_routes}, size, singles(size)),
+                    ({"ordered": name in exact_routes}, lanes, ragged),
+                    ({"ordered": False, "compress": {"host": Halves()}}, size, singles(size)),
+                ]
+            ):
+                parts = held(count, deal[mail.rank], length)
+                pieces = {span: pieces_of(route, part) for span, part in parts.items()}
+                result = next(iter(parts.values()))
+                relay = Relay(
+                    mail,
+                    route,
+                    pieces,
+                    pieces_of(route, result),
+                    lanes=count,
+                    deal=deal,
+                    places=places,
+                    base=base,
+                    pool=pool,
+                    chunk_bytes=1 << 16,
+                    **options,
+                )
+                base += relay.tags
+                relay.wait()
+                found[number][name] = tensor_sha256(result)
+        return found
+
+    first, *others = ranks(size, work)
+    assert all(other == first for other in others), "the same bits on every rank"
+    for number, count in ((0, size), (1, lanes)):
+        expected = tensor_sha256(summed((0, count), length))
+        assert {name: first[number][name] for name in exact_routes} == dict.fromkeys(exact_routes, expected)
