@@ -12,6 +12,7 @@ import torch
 
 from helpers.command import Caller
 from helpers.etcd import etcd_server, free_ports
+from shoal.numerics import seeds
 from shoal.testing import leftovers
 
 torch.set_num_threads(1)  # before anything forks: the threads of a larger pool would not survive it
@@ -80,6 +81,14 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     """The command in this process."""
     monkeypatch.setattr(sys, "path", list(sys.path))  # a job file may import its neighbours
     return Caller(capsys)
+
+
+@pytest.fixture
+def generators_stay() -> Iterator[None]:
+    """Random numbers begin with the same seed, and go on afterwards as if there had been no test."""
+    with seeds.untouched_generators():
+        torch.manual_seed(0)
+        yield
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -281,7 +282,7 @@ CASES: dict[str, Case] = {
     "mlp with dropout": case(lambda: MLP(p=0.3), {"fc1": COLUMN, "fc2": ROW}),
     "glu": case(GLU, {"up": Rule("column", 2), "down": ROW}),
     **{
-        f"attention {how}": case(lambda how=how: Attention(how), QKV)
+        f"attention {how}": case(partial(Attention, how), QKV)
         for how in ("flash", "manual", "vit", "einsum", "bmm", "alibi")
     },
     "attention interleaved": case(lambda: Attention("interleaved"), {"c_attn": COLUMN, "c_proj": ROW}),

@@ -1,0 +1,30 @@
+"""What starts no process: `make quick` runs it. A test here that starts one fails."""
+
+import os
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen")
+HERE = os.getpid()
+
+at_work: list[str] = []  # the test, if it is one of this folder
+
+
+def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if at_work and event in STARTS and os.getpid() == HERE:
+        pytest.fail(f"{at_work[0]} starts a process ({event}): it belongs into another folder than tests/pure")
+
+
+sys.addaudithook(refuse)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    at_work.append(item.name)
+    try:
+        return (yield)
+    finally:
+        at_work.clear()
