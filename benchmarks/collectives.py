@@ -28,7 +28,7 @@ from torch import Tensor
 
 import shoal  # registers the backend
 from contenders import forked, scratch_folder
-from shoal.collectives.shared_buffers import open_commons
+from shoal.collectives.shared_buffers import open_shared_buffers
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "collectives.json"
@@ -163,7 +163,7 @@ BYTES_MOVED: dict[str, Callable[[int], float]] = {
 def in_the_segment(num_bytes: int, rank: int, size: int, group: Any) -> Call | None:
     """All-reduce of tensors that already live in shared memory: the path of the data strategy. None where the workers
     cannot have that much of it."""
-    commons = open_commons(group, num_bytes)
+    commons = open_shared_buffers(group, num_bytes)
     if commons is None:
         return None
     commons.own.zero_()

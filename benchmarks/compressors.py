@@ -16,8 +16,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.compression import Compressor, Meter, read_compressor
-from shoal.numerics.kernels import settle
+from shoal.collectives.compression import Compressor, CompressionStats, parse_compressor
+from shoal.numerics.kernels import configure
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "compressors.json"
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the numbers go")
     options = parser.parse_args(arguments)
     before = machine()
-    settle(threads=1)
+    configure(threads=1)
     count, steps, rounds = (1 << 14, 5, 2) if options.quick else (1 << 20, 60, 40)
     stream = list(gradients(count, steps))
     result = {
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "elements": count,
         "steps": steps,
         "rounds": rounds,
-        "compressors": {word: errors(read_compressor(word), stream) for word in WORDS},
+        "compressors": {word: errors(parse_compressor(word), stream) for word in WORDS},
     }
     copy = speeds(stream[-1], rounds, result["compressors"])
     result["copy_gb_per_second"] = copy
@@ -85,13 +85,13 @@ def errors(compressor: Compressor, stream: Sequence[Tensor]) -> dict[str, Any]:
     got = wanted.clone()
     of_messages = []
     for flat in stream:
-        meter = Meter()  # a fresh one looks at its first message
+        meter = CompressionStats()  # a fresh one looks at its first message
         decoded = compressor.decode(meter.encode(compressor, flat, "gradient"), flat.numel())
         of_messages.append(meter.relative_error)
         wanted += flat
         got += decoded
     return {
-        "price": compressor.price,
+        "price": compressor.cost_summary,
         "bytes_per_element": compressor.payload_bytes(stream[0].numel()) / stream[0].numel(),
         "error_of_a_message": statistics.median(of_messages),
         "error_of_the_sum": float((got - wanted).norm() / wanted.norm()),
@@ -100,7 +100,7 @@ def errors(compressor: Compressor, stream: Sequence[Tensor]) -> dict[str, Any]:
 
 def speeds(flat: Tensor, rounds: int, rows: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Puts the seconds of encode and decode into the rows, and returns the speed of a plain copy."""
-    compressors = {word: read_compressor(word) for word in rows}
+    compressors = {word: parse_compressor(word) for word in rows}
     payloads = {word: each.encode(flat, 0) for word, each in compressors.items()}
     target = torch.empty_like(flat)
     calls: dict[tuple[str, str], Callable[[], object]] = {("copy", ""): lambda: target.copy_(flat)}

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 import shoal
 from cases import Case
-from shoal.driver.driver import Options
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
-from shoal.worker.context import Settings
+from shoal.worker.context import RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ def shoal_with(case: Case, *, workers: int, lanes: int, exact: bool = True, quie
             shuffle=False,
             checkpoint_every=case.total_steps,  # the last one only: after the clock has stopped
         )
-        options = Options(workers=workers, run_dir=folder / "run", quiet=quiet, settings=Settings(exact=exact))
+        options = RunOptions(workers=workers, run_dir=folder / "run", quiet=quiet, settings=RunSettings(exact=exact))
         report = train_with(job, options)
         stamps = msgspec.json.decode(note.read_bytes(), type=Note).stamps
         return Measured(

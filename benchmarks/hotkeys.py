@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from contenders import forked, scratch_folder
-from shoal.paramserver.client import Client, Sparse
-from shoal.paramserver.local_servers import Servers
-from shoal.paramserver.messages import Counted, SparseSpec, Stats
-from shoal.paramserver.row_cache import Cached
+from shoal.paramserver.client import ParameterClient, RemoteSparseTable
+from shoal.paramserver.local_servers import LocalServers
+from shoal.paramserver.messages import StatsReply, SparseSpec, StatsRequest
+from shoal.paramserver.row_cache import RowCache
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "hotkeys.json"
@@ -62,16 +62,16 @@ class Meeting:
             time.sleep(0.0005)
 
 
-def work(rank: int, servers: Servers, meeting: Meeting, folder: Path, *, rows: int, batches: int, rounds: int) -> None:
+def work(rank: int, servers: LocalServers, meeting: Meeting, folder: Path, *, rows: int, batches: int, rounds: int) -> None:
     generator = np.random.default_rng(rank)
     spec = SparseSpec(rows=rows, dim=DIM, optimizer="row_adagrad", settings={"lr": 0.01})
     gradient = torch.randn(BATCH, DIM, generator=torch.Generator().manual_seed(rank))
-    with Client(servers.addresses, worker=rank) as client:
+    with ParameterClient(servers.addresses, worker=rank) as client:
         table = client.sparse("rows", spec)
         for start in range(rank * BATCH, rows, WORKERS * BATCH):  # every row is held before anything is timed
             some = torch.arange(start, min(start + BATCH, rows))
             table.push(some, gradient[: len(some)]).wait()
-        caches = {case: Cached(table, CACHE, BOUND) for case in CASES if case[1]}
+        caches = {case: RowCache(table, CACHE, BOUND) for case in CASES if case[1]}
         found: Notes = {_name(case): [] for case in CASES}
         for turn in range(rounds + 1):  # the first one warms up
             for case in CASES:
@@ -81,17 +81,17 @@ def work(rank: int, servers: Servers, meeting: Meeting, folder: Path, *, rows: i
                 if turn:
                     found[_name(case)].append(note)
         if rank == 0:
-            counted = [client.request(shard, Stats()).wait()[0] for shard in range(SERVERS)]
+            counted = [client.request(shard, StatsRequest()).wait()[0] for shard in range(SERVERS)]
             (folder / "servers").write_text(json.dumps([_told(each) for each in counted]))
     (folder / str(rank)).write_text(json.dumps(found))
 
 
-def _timed(table: Sparse | Cached, drawn: list[Tensor], gradient: Tensor, step: int) -> dict[str, float]:
+def _timed(table: RemoteSparseTable | RowCache, drawn: list[Tensor], gradient: Tensor, step: int) -> dict[str, float]:
     asked, served = getattr(table, "asked", 0), getattr(table, "served", 0)
     began = time.perf_counter()
     pushed = None
     for number, ids in enumerate(drawn):
-        if isinstance(table, Cached):
+        if isinstance(table, RowCache):
             table.begin_step(step + number)
         rows = table.pull(ids).wait()
         assert len(rows) == len(ids)
@@ -105,14 +105,14 @@ def _timed(table: Sparse | Cached, drawn: list[Tensor], gradient: Tensor, step: 
     return {"seconds": seconds, "served": served / asked if asked else 0.0}
 
 
-def _told(counted: Counted) -> dict[str, Any]:
+def _told(counted: StatsReply) -> dict[str, Any]:
     loads = counted.loads["rows"]
     mean = sum(loads) / len(loads)
     return {
         "rows": counted.rows["rows"],
         "updates": counted.updates,
         "busiest_range_over_mean": max(loads) / mean,
-        "hot": counted.hot["rows"][:5],
+        "hot": counted.hot_rows["rows"][:5],
     }
 
 
@@ -122,7 +122,7 @@ def _name(case: tuple[str, bool]) -> str:
 
 def measure(*, rows: int, batches: int, rounds: int) -> dict[str, Any]:
     meeting = Meeting(WORKERS)
-    with scratch_folder() as folder, Servers(SERVERS) as servers:
+    with scratch_folder() as folder, LocalServers(SERVERS) as servers:
         forked(
             WORKERS,
             lambda rank: work(rank, servers, meeting, folder, rows=rows, batches=batches, rounds=rounds),

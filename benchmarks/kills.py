@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import cases
 import shoal
 from notes import COMMITTED, STARTED, Fault, Note, Tail, judge
-from shoal.driver.driver import Options
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
 from shoal.errors import ShoalError
-from shoal.report.events import Changed, HandedOver, Recovered, Steps, WorkerStarted, decode
+from shoal.report.events import MembershipChanged, StateTransferred, RunRecovered, StepsCommitted, WorkerStarted, decode
 
 HERE = Path(__file__).parent
 WORKERS = 2
@@ -105,7 +105,7 @@ class Shoal:
     group: int = 1
     members: int = WORKERS
     redone: int = 0
-    handed: list[HandedOver] = field(default_factory=list)
+    handed: list[StateTransferred] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)  # with everybody
     changing: bool = True  # nothing was told of steps since the members changed
 
@@ -119,18 +119,18 @@ class Shoal:
         match decode(line):
             case WorkerStarted() as event:
                 yield Note(time=event.time, kind=STARTED, worker=event.rank, pid=event.pid)
-            case Changed() as event:
-                self.group, self.members, self.redone = event.epoch, len(event.members), event.redone
+            case MembershipChanged() as event:
+                self.group, self.members, self.redone = event.generation, len(event.members), event.redone
                 self.changing = True
-            case Recovered() as event:
+            case RunRecovered() as event:
                 yield self._commit(event.time, event.step, self.redone)
                 self.redone = 0
-            case Steps(leader=True) as event:
+            case StepsCommitted(leader=True) as event:
                 if self.members == WORKERS and not self.changing:
                     self.step_seconds.append(event.spent.total / event.count)
                 self.changing = False
                 yield self._commit(event.time, event.step, 0)
-            case HandedOver() as event:
+            case StateTransferred() as event:
                 self.handed.append(event)
             case _:
                 pass
@@ -162,7 +162,7 @@ def start_shoal(name: str, quick: bool, folder: Path) -> Iterator[Shoal]:
     if driver == 0:
         code = 1
         try:
-            train_with(job, Options(workers=WORKERS, run_dir=folder / "run", quiet=True))
+            train_with(job, RunOptions(workers=WORKERS, run_dir=folder / "run", quiet=True))
         except ShoalError:
             code = 0  # stopped, as asked; if it failed before, nobody was there to kill
         finally:

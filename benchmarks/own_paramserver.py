@@ -18,8 +18,8 @@ from torch import Tensor
 
 import pushes
 from contenders import forked, scratch_folder
-from shoal.paramserver.client import Client
-from shoal.paramserver.local_servers import Servers
+from shoal.paramserver.client import ParameterClient
+from shoal.paramserver.local_servers import LocalServers
 from shoal.paramserver.messages import SparseSpec
 
 Values = dict[str, Tensor]
@@ -39,7 +39,7 @@ class Note(msgspec.Struct, frozen=True):
 class Mlp:
     """The model's parameters are views of one flat tensor, as in the RPC peer: one tensor in a message is quickest."""
 
-    def __init__(self, client: Client, worker: int) -> None:
+    def __init__(self, client: ParameterClient, worker: int) -> None:
         first = [torch.from_numpy(value) for value in pushes.mlp_values().values()]
         self.flat = torch.cat([value.reshape(-1) for value in first])
         self.table = client.dense("mlp", {"all": self.flat}, optimizer="sgd", lr=pushes.LEARNING_RATE)
@@ -61,7 +61,7 @@ class Mlp:
 
 
 class Fixed:
-    def __init__(self, client: Client, worker: int) -> None:
+    def __init__(self, client: ParameterClient, worker: int) -> None:
         self.values = {name: torch.zeros(shape) for name, shape in pushes.SHAPES.items()}
         self.gradients = {name: torch.full(shape, pushes.GRADIENT) for name, shape in pushes.SHAPES.items()}
         self.table = client.dense("fixed", self.values, optimizer="sgd", lr=pushes.LEARNING_RATE)
@@ -81,7 +81,7 @@ class Fixed:
 class Sparse:
     """The next batch's rows are asked for right behind the push."""
 
-    def __init__(self, client: Client, worker: int) -> None:
+    def __init__(self, client: ParameterClient, worker: int) -> None:
         settings = {"lr": pushes.LEARNING_RATE}
         spec = SparseSpec(rows=pushes.ROWS, dim=pushes.DIM, scale=0.0, optimizer="sgd", settings=settings)
         self.table = client.sparse("sparse", spec)
@@ -108,13 +108,13 @@ class Sparse:
         return -moved / pushes.STEP / pushes.LOOKUPS
 
 
-WORK: dict[str, Callable[[Client, int], Any]] = {"mlp": Mlp, "fixed": Fixed, "sparse": Sparse}
+WORK: dict[str, Callable[[ParameterClient, int], Any]] = {"mlp": Mlp, "fixed": Fixed, "sparse": Sparse}
 
 
 def rates(cases: Sequence[str], warm_up: float, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
     """By case: updates a second (sparse: rows) of all workers; updates applied over those pushed."""
     found, applied = {}, {}
-    with scratch_folder() as folder, Servers(1) as servers:
+    with scratch_folder() as folder, LocalServers(1) as servers:
         for case in cases:
             start = time.monotonic() + warm_up
             forked(
@@ -133,7 +133,7 @@ def rates(cases: Sequence[str], warm_up: float, seconds: float) -> tuple[dict[st
 
 
 def _run(addresses: Sequence[str], case: str, worker: int, start: float, seconds: float, note: Path) -> None:
-    with Client(addresses, worker=worker) as client:
+    with ParameterClient(addresses, worker=worker) as client:
         work = WORK[case](client, worker)
         rate = pushes.counted(work.step, start, seconds)
         work.under_way.wait()
@@ -143,7 +143,7 @@ def _run(addresses: Sequence[str], case: str, worker: int, start: float, seconds
 
 
 def _count(addresses: Sequence[str], case: str, note: Path) -> None:
-    with Client(addresses, worker=pushes.WORKERS) as client:
+    with ParameterClient(addresses, worker=pushes.WORKERS) as client:
         note.write_bytes(msgspec.json.encode(Note(WORK[case](client, 0).applied())))
 
 
@@ -154,13 +154,13 @@ def _read(path: Path) -> Note:
 # -- one server, one worker -------------------------------------------------------------------------------------------
 
 
-def alone(work: Callable[[Client], Mapping[str, float]]) -> dict[str, float]:
+def alone(work: Callable[[ParameterClient], Mapping[str, float]]) -> dict[str, float]:
     """What one worker beside one server finds."""
-    with scratch_folder() as folder, Servers(1) as servers:
+    with scratch_folder() as folder, LocalServers(1) as servers:
         note = folder / "note"
 
         def run(_: int) -> None:
-            with Client(servers.addresses) as client:
+            with ParameterClient(servers.addresses) as client:
                 note.write_bytes(msgspec.json.encode(Note(numbers=dict(work(client)))))
 
         forked(1, run)
@@ -171,7 +171,7 @@ def bandwidth(num_bytes: int, repeats: int) -> dict[str, float]:
     """Bytes a second, the best of a few. A push is applied (SGD); a pull is into memory that is there. `copy`: of copy_
     over as many bytes, in turns with them."""
 
-    def work(client: Client) -> Mapping[str, float]:
+    def work(client: ParameterClient) -> Mapping[str, float]:
         values = {f"layer{number}": torch.zeros(num_bytes // 16) for number in range(4)}  # four tensors of float32
         gradients = {name: torch.ones_like(each) for name, each in values.items()}
         table = client.dense("wide", values, optimizer="sgd", lr=1.0)
@@ -198,7 +198,7 @@ def round_trips(repeats: int) -> dict[str, float]:
     """Seconds of a push of 64 bytes that is applied and answered with 64 bytes, one at a time; `pull`: the median of a
     plain question that is answered with 64 bytes."""
 
-    def work(client: Client) -> Mapping[str, float]:
+    def work(client: ParameterClient) -> Mapping[str, float]:
         values, gradients = {"small": torch.zeros(16)}, {"small": torch.ones(16)}
         table = client.dense("small", values, optimizer="sgd", lr=1.0)
         seconds = []
@@ -227,11 +227,11 @@ def memory(layers: int, width: int) -> dict[str, float]:
     """Bytes of a server that holds square layers with AdamW: its resident set (VmRSS) after a few pushes and pulls,
     less what it was before the table was declared. `shared`: the part of it that the worker has, too (RssShmem).
     `peak`: the largest so far (VmHWM). `needed`: values and two moments."""
-    with scratch_folder() as folder, Servers(1) as servers:
+    with scratch_folder() as folder, LocalServers(1) as servers:
         pid, note = servers.pids[0], folder / "note"
 
         def run(_: int) -> None:
-            with Client(servers.addresses) as client:
+            with ParameterClient(servers.addresses) as client:
                 before = _resident(pid)
                 values = {f"{layer}.weight": torch.zeros(width, width) for layer in range(layers)}
                 values |= {f"{layer}.bias": torch.zeros(width) for layer in range(layers)}

@@ -28,12 +28,12 @@ import shoal
 from cases import Case
 from contenders import forked, scratch_folder
 from parallel_cases import Gpt
-from shoal.collectives.group import Workers
-from shoal.driver.driver import Options
+from shoal.collectives.group import DistributedGroup
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import open_job, plan_for, train_with
-from shoal.parallel.layout import Layout
-from shoal.parallel.tensor.group import Team
-from shoal.worker.model_partition import outline
+from shoal.parallel.layout import ParallelLayout
+from shoal.parallel.tensor.group import TensorGroup
+from shoal.worker.model_partition import make_outline
 
 MICROBATCHES = 8  # of a pipeline
 WHOLE = {"embed": "whole", "place": "whole", "head": "whole"}  # what the one by hand leaves as it is, too
@@ -133,8 +133,8 @@ class Half(nn.Module):
 
 def border(case: Case) -> int:
     """How many blocks the first stage has: as Shoal cuts it, so that both compute the same."""
-    job, options = _job(case, {"microbatches": MICROBATCHES}), Options(layout=Layout.read("pipeline=2"), quiet=True)
-    stages = outline(job, open_job(job).source, plan_for(job, options)).stages
+    job, options = _job(case, {"microbatches": MICROBATCHES}), RunOptions(layout=ParallelLayout.parse("pipeline=2"), quiet=True)
+    stages = make_outline(job, open_job(job).source, plan_for(job, options)).stages
     assert stages is not None
     return sum(name.startswith("blocks.") for name in stages.blocks_of(0))
 
@@ -237,7 +237,7 @@ def by_layout(case: Case, layout: str, **more: Any) -> Measured:
             return stamped(case.optimizer(named), Note(), keep)
 
         job = _job(case, {"optimizer": optimizer, **more})
-        options = Options(layout=Layout.read(layout), run_dir=folder / "run", quiet=True)
+        options = RunOptions(layout=ParallelLayout.parse(layout), run_dir=folder / "run", quiet=True)
         value = train_with(job, options).value
         return measured(case, folder, loss=float(value["final_loss"]))
 
@@ -246,8 +246,8 @@ def by_layout(case: Case, layout: str, **more: Any) -> Measured:
 def over_gloo() -> Iterator[None]:
     """Shoal's own code for a pipeline and for slices, with everything that travels in a step going over gloo: what is
     left of a difference is not the backend's. For measuring only."""
-    kept = {name: vars(Workers)[name] for name in ("__init__", "team", "gather", "send", "receive", "post")}
-    own = vars(Team)["_process_group"]
+    kept = {name: vars(DistributedGroup)[name] for name in ("__init__", "team", "gather", "send", "receive", "post")}
+    own = vars(TensorGroup)["_process_group"]
 
     def begin(self: Any, *args: Any, **named: Any) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -256,7 +256,7 @@ def over_gloo() -> Iterator[None]:
 
     def team(self: Any, ranks: Any) -> Any:
         made: Any = kept["team"](self, ranks)
-        if isinstance(made, Workers):
+        if isinstance(made, DistributedGroup):
             made.gloo = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         return made
 
@@ -288,14 +288,14 @@ def over_gloo() -> Iterator[None]:
 
     new = {"__init__": begin, "team": team, "gather": gather, "send": send, "receive": receive, "post": post}
     for name, method in new.items():
-        setattr(Workers, name, method)
-    Team._process_group = property(lambda self: self.group.gloo)  # type: ignore[assignment, method-assign]
+        setattr(DistributedGroup, name, method)
+    TensorGroup._process_group = property(lambda self: self.group.gloo)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         for name, method in kept.items():
-            setattr(Workers, name, method)
-        Team._process_group = own  # type: ignore[method-assign]
+            setattr(DistributedGroup, name, method)
+        TensorGroup._process_group = own  # type: ignore[method-assign]
 
 
 def by_layout_over_gloo(case: Case, layout: str, **more: Any) -> Measured:

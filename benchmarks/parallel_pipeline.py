@@ -9,13 +9,13 @@ from torch import Tensor, nn
 import shoal
 from contenders import scratch_folder
 from parallel_cases import Equal
-from shoal.driver.driver import Options
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import open_job, plan_for, train_with
 from shoal.parallel import pipeline_schedule as schedules
-from shoal.parallel.layout import Layout
-from shoal.worker.context import Settings
-from shoal.worker.memory import Need
-from shoal.worker.model_partition import need_of, outline
+from shoal.parallel.layout import ParallelLayout
+from shoal.worker.context import RunSettings
+from shoal.worker.memory import MemoryEstimate
+from shoal.worker.model_partition import memory_of, make_outline
 
 GENEROUS = 6 << 30  # a cap that nobody comes near: freed memory goes back to the kernel, so a peak is what was alive
 
@@ -23,12 +23,12 @@ GENEROUS = 6 << 30  # a cap that nobody comes near: freed memory goes back to th
 def run(case: Equal, layout: str, schedule: str = "1f1b", *, capped: bool = False, **more: Any) -> dict[str, Any]:
     """The report."""
     with scratch_folder() as folder:
-        options = Options(
-            layout=Layout.read(layout),
+        options = RunOptions(
+            layout=ParallelLayout.parse(layout),
             schedule=schedule,
             run_dir=folder / "run",
             quiet=True,
-            settings=Settings(memory=GENEROUS if capped else None),
+            settings=RunSettings(memory=GENEROUS if capped else None),
         )
         found: dict[str, Any] = train_with(make_job(case, **more), options).value
         return found
@@ -51,10 +51,10 @@ def bubble(case: Equal, ranks: int, schedule: str) -> dict[str, float]:
 
 def bubble_in_theory(ranks: int, schedule: str, microbatches: int) -> float:
     """By formula; where there is none, what the schedule comes to when it is played with backward = 2 forward."""
-    found = schedules.theory(schedule, ranks, microbatches)
+    found = schedules.ideal_bubble(schedule, ranks, microbatches)
     if found is not None:
         return found
-    return schedules.play(schedules.make_schedule(schedule, ranks=ranks, microbatches=microbatches)).bubble
+    return schedules.time_schedule(schedules.make_schedule(schedule, ranks=ranks, microbatches=microbatches)).bubble
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ def peaks(case: Equal, layout: str, schedule: str = "1f1b", **more: Any) -> list
 def held(case: Equal, ranks: int) -> list[int]:
     """Bytes that one microbatch keeps alive in each stage from its forward to its backward, counted, not measured: what
     autograd saves, without weights, and what came in and goes out."""
-    job, options = make_job(case), Options(layout=Layout.read(f"pipeline={ranks}"), quiet=True)
-    stages = outline(job, open_job(job).source, plan_for(job, options)).stages
+    job, options = make_job(case), RunOptions(layout=ParallelLayout.parse(f"pipeline={ranks}"), quiet=True)
+    stages = make_outline(job, open_job(job).source, plan_for(job, options)).stages
     assert stages is not None
     model = case.model()
     x = torch.zeros(case.samples, *job.data[0].shape[1:])
@@ -106,8 +106,8 @@ def in_flight(schedule: str, ranks: int, microbatches: int) -> list[int]:
     return [schedules.in_flight(made, rank) for rank in range(ranks)]
 
 
-def needed(case: Equal, layout: str, **more: Any) -> Need:
+def needed(case: Equal, layout: str, **more: Any) -> MemoryEstimate:
     """The formula for weights, gradients and optimizer of worker 0; activations come on top."""
-    job, options = make_job(case, **more), Options(layout=Layout.read(layout), quiet=True)
+    job, options = make_job(case, **more), RunOptions(layout=ParallelLayout.parse(layout), quiet=True)
     plan = plan_for(job, options)
-    return need_of(job, outline(job, open_job(job).source, plan), plan, 0)
+    return memory_of(job, make_outline(job, open_job(job).source, plan), plan, 0)

@@ -29,17 +29,17 @@ from torch import nn
 import shoal
 from shoal.cli.probe import cluster_of, probe
 from shoal.driver.launch import open_job
-from shoal.parallel.layout import Layout
+from shoal.parallel.layout import ParallelLayout
 from shoal.planner.cluster import Cluster, find_cluster
 from shoal.planner.cost.predict import predict
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.runtime import SHOAL
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.workload import Work
-from shoal.planner.trace_job import work_of
-from shoal.report.events import Steps
+from shoal.planner.cost.workload import Workload
+from shoal.planner.trace_job import workload_of
+from shoal.report.events import StepsCommitted
 from shoal.report.run_folder import RunFolder
-from shoal.report.summarize import PARTS
+from shoal.report.summarize import TIME_PARTS
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"
@@ -144,7 +144,7 @@ def jobs(names: Sequence[str]) -> dict[str, shoal.Job]:
 
 
 def setup_of(job: shoal.Job, way: Way) -> Setup:
-    layout = Layout.read(way.layout)
+    layout = ParallelLayout.parse(way.layout)
     return Setup(
         data=layout.data,
         pipeline=layout.pipeline,
@@ -176,16 +176,16 @@ def run(job: shoal.Job, way: Way, steps: int) -> Measured:
             quiet=True,
             slow="ignore",
         )
-        told = [event for event in RunFolder.open(report.folder).read_events() if isinstance(event, Steps)]
+        told = [event for event in RunFolder.open(report.folder).read_events() if isinstance(event, StepsCommitted)]
         return measured(told, [each["peak_bytes"] for each in report.value["carried"]])
 
 
-def measured(told: Sequence[Steps], peaks: Sequence[float]) -> Measured:
+def measured(told: Sequence[StepsCommitted], peaks: Sequence[float]) -> Measured:
     """Of what the workers told after the first steps. A message tells of one step or of a few."""
     later = [each for each in told if each.step - each.count >= WARM_UP - 1 and each.count]
     laps = [(each.spent.total / each.count) for each in later for _ in range(each.count)]
     count = sum(each.count for each in later)
-    parts = {part: sum(getattr(each.spent, part) for each in later) / count for part in PARTS}
+    parts = {part: sum(getattr(each.spent, part) for each in later) / count for part in TIME_PARTS}
     return Measured(seconds=statistics.median(laps), parts=parts, peak=max(peaks))
 
 
@@ -337,13 +337,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _probed(quick: bool) -> Cluster:
-    return cluster_of(probe(quick=quick, say=lambda what: print(what, file=sys.stderr)))
+    return cluster_of(probe(quick=quick, progress=lambda what: print(what, file=sys.stderr)))
 
 
-def _pairs(names: Sequence[str], quick: bool) -> list[tuple[str, shoal.Job, Work, Way]]:
+def _pairs(names: Sequence[str], quick: bool) -> list[tuple[str, shoal.Job, Workload, Way]]:
     found = []
     for name, job in jobs(names).items():
-        work = work_of(job, open_job(job).source)
+        work = workload_of(job, open_job(job).source)
         ways = [read_way(each) for each in WAYS[name]]
         found += [(name, job, work, way) for way in (ways[:2] if quick else ways)]
     return found

@@ -12,19 +12,19 @@ from dataclasses import replace
 
 from shoal.planner.cluster import find_cluster
 from shoal.planner.cost.predict import predict_many
-from shoal.planner.cost.setup import PLANNED
-from shoal.planner.cost.transformer_shape import Shape, work_of_shape
+from shoal.planner.cost.setup import SEARCHED_MODES
+from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
 from shoal.planner.search.candidates import candidates, space_of
 from shoal.planner.search.search import search
 
-SHAPE = Shape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
+SHAPE = TransformerShape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 GOAL = 2.0
 
 
 def measure(ways: int, rounds: int) -> dict[str, object]:
-    work = work_of_shape(SHAPE)
+    work = workload_of_shape(SHAPE)
     cluster = find_cluster("dgx-h100", hosts=96)  # 768 devices: a number with many divisors
-    space = replace(space_of(work, cluster, batch=4608, heads=SHAPE.heads), modes=PLANNED)
+    space = replace(space_of(work, cluster, batch=4608, heads=SHAPE.heads), modes=SEARCHED_MODES)
     found = []
     for _ in range(rounds):
         began = time.perf_counter()

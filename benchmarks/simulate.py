@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.paramserver.sync_mode import Mode
+from shoal.paramserver.sync_mode import SyncMode
 from shoal.planner.cluster import find_cluster
 from shoal.planner.cost.predict import predict
 from shoal.planner.cost.runtime import MEGATRON_2021, Runtime
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.transformer_shape import Shape, work_of_shape
-from shoal.planner.simulate.failures import DAY, POLICIES, Trial, endure
-from shoal.planner.simulate.servers import Servers, compare
-from shoal.planner.simulate.step import simulate_step, straggling
-from shoal.planner.simulate.stragglers import Stragglers
+from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
+from shoal.planner.simulate.failures import DAY, POLICIES, FailureScenario, simulate_failures
+from shoal.planner.simulate.servers import SimulatedServers, compare_modes
+from shoal.planner.simulate.step import simulate_step, simulate_stragglers
+from shoal.planner.simulate.stragglers import StragglerModel
 
 RESULTS = Path(__file__).parent / "results" / "simulate.json"
 LLAMA = "layers=128,hidden=16384,heads=128,seq=8192,vocab=128256,ffn=53248,kv_heads=8,gated=1"
@@ -54,7 +54,7 @@ def timed(call: Callable[[], Any], rounds: int = 3) -> tuple[float, Any]:
 def agreement() -> list[dict[str, Any]]:
     rows = []
     for shape, cluster, hosts, setup, runtime in PLANS:
-        work, place = work_of_shape(Shape.read(shape), "bf16"), find_cluster(cluster, hosts=hosts)
+        work, place = workload_of_shape(TransformerShape.parse(shape), "bf16"), find_cluster(cluster, hosts=hosts)
         took, step = timed(lambda: simulate_step(work, setup, place, runtime))  # noqa: B023
         predicted = predict(work, setup, place, runtime).seconds
         rows.append({"cluster": f"{cluster} × {hosts}", "layout": str(setup), "schedule": step.schedule.name,
@@ -65,17 +65,17 @@ def agreement() -> list[dict[str, Any]]:
 
 def speeds() -> dict[str, float]:
     shape, cluster, hosts, setup, _ = PLANS[0]
-    work, place = work_of_shape(Shape.read(shape), "bf16"), find_cluster(cluster, hosts=hosts)
+    work, place = workload_of_shape(TransformerShape.parse(shape), "bf16"), find_cluster(cluster, hosts=hosts)
     took, step = timed(lambda: simulate_step(work, setup, place))
     found = {"step of 16,384 devices": took}
-    found["100 such steps with stragglers"], _ = timed(lambda: straggling(step, Stragglers.read("lognormal:0.05")), 1)
-    trial = Trial(seconds=54 * DAY, devices=16384, step=step.seconds, replicas=128, copies=128, save=5.0, write=60.0,
+    found["100 such steps with stragglers"], _ = timed(lambda: simulate_stragglers(step, StragglerModel.parse("lognormal:0.05")), 1)
+    trial = FailureScenario(seconds=54 * DAY, devices=16384, step=step.seconds, replicas=128, copies=128, save=5.0, write=60.0,
                   failures=466)  # fmt: skip
-    found["54 days, 466 failures"], _ = timed(lambda: [endure(trial, policy) for policy in POLICIES])
-    servers = Servers(workers=64, servers=8, compute=1.0, num_bytes=1e9, bandwidth=1e10,
-                      stragglers=Stragglers.read("lognormal:0.3"))  # fmt: skip
-    modes = [Mode.read(each) for each in ("sync", "quorum:58", "stale:2", "async")]
-    found["64 workers, 4 modes of servers, 100 rounds"], _ = timed(lambda: compare(servers, modes))
+    found["54 days, 466 failures"], _ = timed(lambda: [simulate_failures(trial, policy) for policy in POLICIES])
+    servers = SimulatedServers(workers=64, servers=8, compute=1.0, num_bytes=1e9, bandwidth=1e10,
+                      stragglers=StragglerModel.parse("lognormal:0.3"))  # fmt: skip
+    modes = [SyncMode.parse(each) for each in ("sync", "quorum:58", "stale:2", "async")]
+    found["64 workers, 4 modes of servers, 100 rounds"], _ = timed(lambda: compare_modes(servers, modes))
     return found
 
 

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 import shoal
 from contenders import forked, scratch_folder
 from notes import Tail
-from shoal.driver.driver import Options
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
-from shoal.paramserver.sync_mode import Mode
-from shoal.planner.simulate.servers import Servers, serve
-from shoal.planner.simulate.stragglers import Stragglers
-from shoal.report.events import Steps, decode
+from shoal.paramserver.sync_mode import SyncMode
+from shoal.planner.simulate.servers import SimulatedServers, simulate_servers
+from shoal.planner.simulate.stragglers import StragglerModel
+from shoal.report.events import StepsCommitted, decode
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "straggler.json"
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for number in range(rounds):
         for mode in options.modes[number % len(options.modes) :] + options.modes[: number % len(options.modes)]:
-            row = measure(Mode.read(mode), quick=options.quick, accuracy=options.accuracy)
+            row = measure(SyncMode.parse(mode), quick=options.quick, accuracy=options.accuracy)
             found[mode].append(row)
             said = f"{row['with_slow']:7,.0f} samples/s, the other three alone {row['alone']:7,.0f}"
             print(f"round {number + 1} of {rounds}  {mode:12} {said}", file=sys.stderr)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rounds": rounds,
         "workers": WORKERS,
         "slow": {"worker": SLOW, "factor": FACTOR},
-        "modes": {mode: summary(Mode.read(mode), found[mode]) for mode in options.modes},
+        "modes": {mode: summary(SyncMode.parse(mode), found[mode]) for mode in options.modes},
         "seconds": round(time.monotonic() - began, 1),
         "load_after": os.getloadavg()[0],
     }
@@ -125,20 +125,20 @@ def job_of(steps: int, *, slow: bool, notes: Path, seconds: float, target: bool 
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    told: list[Steps]  # of whoever speaks for the run
+    told: list[StepsCommitted]  # of whoever speaks for the run
     calls: dict[int, list[float]]  # worker -> when its loss was called
     report: dict[str, Any]
 
 
-def train(mode: Mode, steps: int, *, workers: int, slow: bool, seconds: float, target: bool = False) -> Trained:
+def train(mode: SyncMode, steps: int, *, workers: int, slow: bool, seconds: float, target: bool = False) -> Trained:
     """A run as `shoal train --servers 1 --sync MODE --workers N` does it."""
     with scratch_folder() as folder:
         job = job_of(steps, slow=slow, notes=folder, seconds=seconds, target=target)
-        options = Options(workers=workers, servers=1, sync=str(mode), run_dir=folder / "run", quiet=True)
+        options = RunOptions(workers=workers, servers=1, sync=str(mode), run_dir=folder / "run", quiet=True)
         forked(1, lambda _: _train(job, options))
         events = [decode(line) for line in Tail(folder / "run" / "events.jsonl").lines()]
         return Trained(
-            told=[event for event in events if isinstance(event, Steps) and event.leader],
+            told=[event for event in events if isinstance(event, StepsCommitted) and event.leader],
             calls={
                 worker: [float(line) for line in (folder / f"calls-{worker}").read_text().split()]
                 for worker in range(workers)
@@ -148,38 +148,38 @@ def train(mode: Mode, steps: int, *, workers: int, slow: bool, seconds: float, t
         )
 
 
-def _train(job: shoal.Job, options: Options) -> None:
+def _train(job: shoal.Job, options: RunOptions) -> None:
     train_with(job, options)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
-def used(mode: Mode, workers: int) -> float:
+def used(mode: SyncMode, workers: int) -> float:
     """Samples of an update: a quorum leaves the others' out."""
-    return BATCH * mode.needed(workers) / workers
+    return BATCH * mode.quorum(workers) / workers
 
 
-def theory(mode: Mode, workers: int, *, slow: bool, seconds: float = SAMPLE_SECONDS) -> float:
+def theory(mode: SyncMode, workers: int, *, slow: bool, seconds: float = SAMPLE_SECONDS) -> float:
     """Samples a second, as the simulator has it: computing alone takes time."""
     together = workers if mode.lockstep else workers / mode.number if mode.name == "groups" else 1
-    stragglers = Stragglers(name="slow", size=FACTOR) if slow else Stragglers()
-    setup = Servers(
+    stragglers = StragglerModel(name="slow", size=FACTOR) if slow else StragglerModel()
+    setup = SimulatedServers(
         workers=workers,
         servers=1,
         compute=seconds * BATCH / together,
         num_bytes=0,
         bandwidth=1.0,
-        mode=mode,
+        sync_mode=mode,
         stragglers=stragglers,
     )
-    return serve(setup, rounds=200).updates_per_second * used(mode, workers)
+    return simulate_servers(setup, rounds=200).updates_per_second * used(mode, workers)
 
 
-def steady(told: Sequence[Steps], per_update: float) -> float:
+def steady(told: Sequence[StepsCommitted], per_update: float) -> float:
     """Samples a second in the middle of a run, without its first quarter and its last twentieth. A message's steps are
     spread over its time."""
-    spans = [(event.time - event.spent.total - event.lost, event.time, event.count) for event in told]
+    spans = [(event.time - event.spent.total - event.lost_seconds, event.time, event.count) for event in told]
     first, last = min(begin for begin, _, _ in spans), max(end for _, end, _ in spans)
     start, stop = first + (last - first) / 4, last - (last - first) / 20
     done = 0.0
@@ -201,7 +201,7 @@ def unbounded(calls: dict[int, list[float]], workers: Sequence[int], batches: in
     return sum(speeds)
 
 
-def measure(mode: Mode, *, quick: bool, accuracy: bool) -> dict[str, Any]:
+def measure(mode: SyncMode, *, quick: bool, accuracy: bool) -> dict[str, Any]:
     seconds = SAMPLE_SECONDS / 8 if quick else SAMPLE_SECONDS
     long = 0.1 if quick else SECONDS
     others = WORKERS - 1
@@ -230,7 +230,7 @@ def measure(mode: Mode, *, quick: bool, accuracy: bool) -> dict[str, Any]:
     return row
 
 
-def summary(mode: Mode, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(mode: SyncMode, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians of rounds. `share`: of what the other three do by themselves; with a bound on staleness, until it."""
     top, bottom = ("until_bound", "alone_until_bound") if mode.name == "stale" else ("with_slow", "alone")
     shares = [row[top] / row[bottom] for row in rows]
@@ -261,7 +261,7 @@ def _median(rows: Sequence[dict[str, Any]], what: str) -> float:
     return statistics.median(float(row[what]) for row in rows)
 
 
-def _groups(mode: Mode) -> list[list[int]]:
+def _groups(mode: SyncMode) -> list[list[int]]:
     if mode.name != "groups":
         return []
     return [[each for each in range(WORKERS) if mode.group_of(each) == group] for group in range(int(mode.number))]

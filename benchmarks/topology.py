@@ -23,19 +23,19 @@ import torch._dynamo  # optimizers load it at their first step; loaded here once
 import torch.distributed as dist
 
 from contenders import scratch_folder
-from shoal.collectives.choose_algorithm import choose, readable_bytes
-from shoal.collectives.cost_model import cost
-from shoal.collectives.group import Workers
-from shoal.collectives.options import Traffic, Wish, wish_of_environment
+from shoal.collectives.choose_algorithm import choose_algorithm, readable_bytes
+from shoal.collectives.cost_model import collective_cost
+from shoal.collectives.group import DistributedGroup
+from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.collectives.stats import places_of
-from shoal.driver.driver import Options
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.outcome import RunFailed
 from shoal.job.load import load_job
 from shoal.planner.cluster import Order, bandwidth_text, even_cluster
 from shoal.testing import ranks
-from shoal.worker.context import Settings
+from shoal.worker.context import RunSettings
 from train import machine, ratio
 
 RESULTS = Path(__file__).parent / "results" / "topology.json"
@@ -48,15 +48,15 @@ QUICK_SIZES = (256 << 10,)
 DEADLINE_SECONDS = 900.0
 
 # Who is measured, and what each asks of the backend. The first is the peer, the second what a user gets.
-SHOAL: dict[str, Wish] = {
-    "shoal": Wish(),
-    "hierarchical": Wish(algorithm="hierarchical"),
-    "direct": Wish(algorithm="direct"),
-    "halving": Wish(algorithm="halving"),
-    "tree": Wish(algorithm="tree"),
-    "not exact": Wish(inexact=True),
-    "int8 between racks": Wish(compress="int8@rack"),
-    "int8 between hosts": Wish(compress="int8@host"),
+SHOAL: dict[str, CommOptions] = {
+    "shoal": CommOptions(),
+    "hierarchical": CommOptions(algorithm="hierarchical"),
+    "direct": CommOptions(algorithm="direct"),
+    "halving": CommOptions(algorithm="halving"),
+    "tree": CommOptions(algorithm="tree"),
+    "not exact": CommOptions(inexact=True),
+    "int8 between racks": CommOptions(compress="int8@rack"),
+    "int8 between hosts": CommOptions(compress="int8@host"),
 }
 # How many times faster than gloo the issue wants it, from 4 MB on: bandwidth, not latency.
 TARGETS: dict[tuple[str, str], float] = {
@@ -80,9 +80,9 @@ Times = dict[str, list[float]]
 def _work(group: Any, sizes: Sequence[int], rounds: int, order: Order) -> Any:
     """In each worker. Returns, by size, everybody's seconds round by round and what was predicted: seconds, bytes on an
     uplink, seconds of the busiest link; and the reason of the choice."""
-    assert isinstance(group, Workers)
+    assert isinstance(group, DistributedGroup)
     gloo = dist.new_group(backend="gloo")
-    links = wish_of_environment().links  # what the lab says of itself
+    links = options_from_environment().links  # what the lab says of itself
     groups: dict[str, Any] = {"gloo": gloo}
     for name, wish in SHOAL.items():
         groups[name] = dist.new_group(backend="shoal", pg_options=msgspec.structs.replace(wish, links=links))
@@ -96,8 +96,8 @@ def _work(group: Any, sizes: Sequence[int], rounds: int, order: Order) -> Any:
         seconds = _interleaved(calls, gloo, rounds)
         predicted, on_uplink, busiest, reason = {}, {}, {}, ""
         for name, wish in SHOAL.items():
-            traffic = Traffic.of(msgspec.structs.replace(wish, links=links))
-            choice = choose(
+            traffic = CommConfig.from_options(msgspec.structs.replace(wish, links=links))
+            choice = choose_algorithm(
                 places,
                 traffic.links,
                 num_bytes,
@@ -105,7 +105,7 @@ def _work(group: Any, sizes: Sequence[int], rounds: int, order: Order) -> Any:
                 exact=traffic.exact,
                 compress=traffic.compress,
             )
-            price = cost(
+            price = collective_cost(
                 choice.route, places, traffic.links, num_bytes, ordered=choice.ordered, compress=traffic.compress
             )
             predicted[name] = choice.seconds
@@ -144,7 +144,7 @@ def all_reduce(lab: Lab, sizes: Sequence[int], rounds: int) -> list[dict[str, An
         def work(group: Any, order: Order = order) -> Any:
             return _work(group, sizes, rounds, order)
 
-        first, *_ = ranks(WORKERS, work, timeout=DEADLINE_SECONDS, places=lab.places(WORKERS, order))
+        first, *_ = ranks(WORKERS, work, timeout=DEADLINE_SECONDS, places=lab.rank_hosts(WORKERS, order))
         for num_bytes, seconds, predicted, on_uplink, busiest, reason in first:
             for name, times in seconds.items():
                 rows.append(
@@ -176,12 +176,12 @@ def digits(lab: Lab, compressors: Sequence[str], rounds: int, settings: Sequence
         for word in list(compressors)[number % len(compressors) :] + list(compressors)[: number % len(compressors)]:
             compress = "" if word == "none" else f"{word}@rack"
             with scratch_folder() as folder:
-                options = Options(
+                options = RunOptions(
                     workers=WORKERS,
                     run_dir=folder / "run",
                     quiet=True,
                     lab=lab,
-                    settings=Settings(wish=Wish(compress=compress)),
+                    settings=RunSettings(communication=CommOptions(compress=compress)),
                 )
                 try:
                     report = train_with(job, options, name="digits").value

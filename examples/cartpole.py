@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.paramserver.client import Client
-from shoal.paramserver.local_servers import Servers, connect
+from shoal.paramserver.client import ParameterClient
+from shoal.paramserver.local_servers import LocalServers, connect
 from shoal.paramserver.messages import SparseSpec
 from shoal.report.chart import Chart, save_charts, text
 
@@ -113,7 +113,7 @@ def loss(model: ActorCritic, seen: Tensor, actions: Tensor, advantages: Tensor, 
 class Books:
     """What all workers know: how far they are, and every episode that ended. A row of the table is an episode."""
 
-    def __init__(self, client: Client, workers: int) -> None:
+    def __init__(self, client: ParameterClient, workers: int) -> None:
         self.workers = workers
         self.known = {"updates": torch.zeros(1), "stop": torch.zeros(1), "episodes": torch.zeros(workers)}
         self.known["left"] = torch.zeros(1)
@@ -148,7 +148,7 @@ class Books:
         return sorted(found, key=lambda episode: (episode.update, episode.worker))
 
 
-def work(client: Client, worker: int, workers: int, given: argparse.Namespace) -> None:
+def work(client: ParameterClient, worker: int, workers: int, given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(given.seed)  # who comes first fills the table, and all would fill it alike
     model = ActorCritic()
@@ -226,9 +226,9 @@ def main() -> None:
     given = parser.parse_args()
     if os.environ.get("SHOAL_SERVERS"):
         with connect() as client:
-            work(client, client.who.worker, int(os.environ.get("WORLD_SIZE", "1")), given)
+            work(client, client.client_id.worker, int(os.environ.get("WORLD_SIZE", "1")), given)
         return
-    with Servers(given.servers) as servers:
+    with LocalServers(given.servers) as servers:
         fork = multiprocessing.get_context("fork")
         processes = [
             fork.Process(target=one_of, args=(servers.addresses, worker, given), daemon=True)

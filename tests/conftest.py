@@ -86,7 +86,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def generators_stay() -> Iterator[None]:
     """Random numbers begin with the same seed, and go on afterwards as if there had been no test."""
-    with seeds.untouched_generators():
+    with seeds.preserve_generators():
         torch.manual_seed(0)
         yield
 

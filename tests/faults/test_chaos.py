@@ -8,7 +8,7 @@ import msgspec
 from helpers.command import Caller, events
 from helpers.job_files import JOB
 from shoal.testing.chaos.schedule import read_schedule
-from shoal.testing.chaos.scorecard import Done
+from shoal.testing.chaos.scorecard import InjectedFault
 
 # -- for real -------------------------------------------------------------------------------------------------------
 
@@ -23,7 +23,7 @@ def test_a_run_that_meets_every_kind_of_fault_ends_with_the_hash_of_one_that_met
     assert result.code == 0, result.err + result.out
     found = result.value
     planned = read_schedule(run / "faults.json").faults
-    truth = [msgspec.json.decode(line, type=Done) for line in (run / "faults.jsonl").read_bytes().splitlines()]
+    truth = [msgspec.json.decode(line, type=InjectedFault) for line in (run / "faults.jsonl").read_bytes().splitlines()]
     assert [fault.kind for fault in planned] == [done.kind for done in truth]
     assert {done.kind for done in truth} == {"kill", "stop", "store", "driver"}
     assert {row["kind"]: row["done"] for row in found["rows"]} == Counter(done.kind for done in truth)

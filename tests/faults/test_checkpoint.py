@@ -20,22 +20,22 @@ import torch
 
 from helpers.snapshots import assert_same, found, names, run_of, snapshot, told, train, wait
 from shoal.errors import RunFolderError
-from shoal.numerics.digest import digests
+from shoal.numerics.digest import tensor_digests
 from shoal.recovery.checkpoint import directory, manifest
-from shoal.recovery.checkpoint.directory import Checkpoints, Snapshot
+from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
 from shoal.report.events import Event
-from shoal.worker.checkpointer import Keeper
+from shoal.worker.checkpointer import Checkpointer
 
 
 def test_leftovers_of_dead_writers_are_swept_and_of_living_ones_are_not(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     me = os.getpid()
-    here, elsewhere = directory._machine(), "0123abcd"
+    here, elsewhere = directory._machine_identity(), "0123abcd"
     leftovers = {
         f".step-00000001.{here}-{dead.pid}-77.ab12": False,
         f".step-00000001.{here}-{me}-1.ab12": False,  # our number, but of a process that began at another time
-        f".step-00000001.{here}-{me}-{directory.process.began(me)}.ab12": True,
+        f".step-00000001.{here}-{me}-{directory.process.start_ticks(me)}.ab12": True,
         f".step-00000001.{elsewhere}-{dead.pid}-77.ab12": True,  # of a host that shares the folder: may well be alive
         f".step-00000001.{elsewhere}-{dead.pid}-77.cd34": False,  # likewise, but untouched for two days
         ".removed.ab12": False,
@@ -45,8 +45,8 @@ def test_leftovers_of_dead_writers_are_swept_and_of_living_ones_are_not(tmp_path
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
         if name.endswith("cd34"):
             os.utime(tmp_path / name, (time.time() - 2 * 86400,) * 2)
-    assert Checkpoints(tmp_path).newest() is None
-    Checkpoints(tmp_path).write(snapshot(2))
+    assert CheckpointDirectory(tmp_path).newest() is None
+    CheckpointDirectory(tmp_path).write(snapshot(2))
     assert names(tmp_path) == sorted([*(name for name, stays in leftovers.items() if stays), "step-00000002"])
 
 
@@ -59,7 +59,7 @@ def forked(play: Callable[[], object]) -> int:
     try:
         play()
         code = 0
-    except directory.Overtaken:
+    except directory.CheckpointOvertaken:
         code = 3
     except BaseException:
         traceback.print_exc()
@@ -91,11 +91,11 @@ def lines_of(play: Callable[[], object], at_line: Callable[[int], None]) -> None
 def test_a_writer_killed_anywhere_leaves_nothing_that_looks_whole_and_is_not(tmp_path: Path, again: bool) -> None:
     """kill -9 before any of its lines, drawn at random; with a checkpoint of the same step there before, or without."""
 
-    def prepared(name: str) -> Checkpoints:
-        checkpoints = Checkpoints(tmp_path / name)
+    def prepared(name: str) -> CheckpointDirectory:
+        checkpoints = CheckpointDirectory(tmp_path / name)
         for step in (10, 20) if again else (10,):
             checkpoints.write(snapshot(step))
-        return Checkpoints(checkpoints.folder)
+        return CheckpointDirectory(checkpoints.folder)
 
     lines: list[int] = []
     lines_of(partial(prepared("whole").write, snapshot(20)), lines.append)
@@ -111,11 +111,11 @@ def test_a_writer_killed_anywhere_leaves_nothing_that_looks_whole_and_is_not(tmp
         folder, writes = checkpoints.folder, partial(checkpoints.write, snapshot(20))
         pid = forked(lambda writes=writes, last=last: lines_of(writes, lambda line: kill(line, last)))  # type: ignore[misc]
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-        newest = Checkpoints(folder).newest()
+        newest = CheckpointDirectory(folder).newest()
         assert newest is not None and newest.skipped == []
         assert_same(newest.snapshot, snapshot(newest.snapshot.step))
         steps_found.add(newest.snapshot.step)
-        Checkpoints(folder).write(snapshot(20))
+        CheckpointDirectory(folder).write(snapshot(20))
         assert names(folder) == ["step-00000010", "step-00000020"], "what the dead writer left is swept"
     assert steps_found == ({20} if again else {10, 20})
 
@@ -132,8 +132,8 @@ def test_a_writer_killed_anywhere_leaves_nothing_that_looks_whole_and_is_not(tmp
 def test_a_writer_that_was_stopped_wakes_up_when_another_has_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: tuple[int, ...], code: int, standing: list[int]
 ) -> None:
-    Checkpoints(tmp_path).write(snapshot(10))
-    real = manifest.seal
+    CheckpointDirectory(tmp_path).write(snapshot(10))
+    real = manifest.write_manifest
 
     def seal_and_stop(folder: Path, *, step: int, names: tuple[str, ...]) -> None:
         real(folder, step=step, names=names)
@@ -141,9 +141,9 @@ def test_a_writer_that_was_stopped_wakes_up_when_another_has_taken_over(
 
     with monkeypatch.context() as patch:
         patch.setattr(directory, "seal", seal_and_stop)
-        pid = forked(lambda: Checkpoints(tmp_path).write(snapshot(20)))
+        pid = forked(lambda: CheckpointDirectory(tmp_path).write(snapshot(20)))
     assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-    successor = Checkpoints(tmp_path)
+    successor = CheckpointDirectory(tmp_path)
     for step in meanwhile:
         successor.write(snapshot(step))
     inodes = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
@@ -152,26 +152,26 @@ def test_a_writer_that_was_stopped_wakes_up_when_another_has_taken_over(
     assert names(tmp_path) == [f"step-{step:08d}" for step in standing]
     if code == 3:
         assert all((tmp_path / name).stat().st_ino == inodes[name] for name in names(tmp_path)), "nothing was touched"
-    newest = Checkpoints(tmp_path).newest()
+    newest = CheckpointDirectory(tmp_path).newest()
     assert newest is not None and newest.skipped == []
     assert_same(newest.snapshot, snapshot(standing[-1]))
 
 
 def test_two_writers_of_the_same_steps_at_once_do_no_harm(tmp_path: Path) -> None:
     last = 25
-    Checkpoints(tmp_path).write(snapshot(1))
+    CheckpointDirectory(tmp_path).write(snapshot(1))
 
     def write_all() -> None:
-        checkpoints = Checkpoints(tmp_path)
+        checkpoints = CheckpointDirectory(tmp_path)
         for step in range(1, last + 1):
-            with suppress(directory.Overtaken):
+            with suppress(directory.CheckpointOvertaken):
                 checkpoints.write(snapshot(step))
 
     writers = {forked(write_all), forked(write_all)}
     seen = [1]
     try:
         while writers:
-            newest = Checkpoints(tmp_path).newest()
+            newest = CheckpointDirectory(tmp_path).newest()
             assert newest is not None and newest.skipped == [], "at every moment there is one, and it is whole"
             seen.append(newest.snapshot.step)
             for pid in list(writers):
@@ -184,10 +184,10 @@ def test_two_writers_of_the_same_steps_at_once_do_no_harm(tmp_path: Path) -> Non
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     assert seen == sorted(seen), "the newest never falls"
-    newest = Checkpoints(tmp_path).newest()
+    newest = CheckpointDirectory(tmp_path).newest()
     assert newest is not None and newest.snapshot.step == last
     assert_same(newest.snapshot, snapshot(last))
-    Checkpoints(tmp_path).write(snapshot(last + 1))
+    CheckpointDirectory(tmp_path).write(snapshot(last + 1))
     assert [name for name in names(tmp_path) if not name.startswith("step-000000")] == []
     assert len(names(tmp_path)) == 2
 
@@ -209,7 +209,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("part", ["weights", "values"])
 def test_a_disk_that_is_really_full(tiny_disk: Path, part: str) -> None:
-    checkpoints = Checkpoints(tiny_disk)
+    checkpoints = CheckpointDirectory(tiny_disk)
     checkpoints.write(snapshot(10))
     large = {"weights": {"z.weight": torch.zeros(100_000)}, "values": {"text": "x" * 400_000}}
     with pytest.raises(RunFolderError, match="step 20 was not written: No space left on device") as caught:
@@ -223,7 +223,7 @@ def test_a_disk_that_is_really_full(tiny_disk: Path, part: str) -> None:
 
 def test_a_full_disk_is_said_once_and_that_there_is_room_again_too(tiny_disk: Path) -> None:
     live, events = run_of(), list[Event]()
-    keeper = Keeper(tiny_disk, live, events.append, writes=True)
+    keeper = Checkpointer(tiny_disk, live, events.append, writes=True)
     keeper.save(1, {})
     wait(keeper)
     filler = tiny_disk / "filler"
@@ -234,17 +234,17 @@ def test_a_full_disk_is_said_once_and_that_there_is_room_again_too(tiny_disk: Pa
         train(live)
         keeper.save(step, {})
         wait(keeper)
-        assert keeper.failing and not keeper.again(time.monotonic() - 1)
-        assert keeper.again(time.monotonic() + 60)
+        assert keeper.failing and not keeper.retry_due(time.monotonic() - 1)
+        assert keeper.retry_due(time.monotonic() + 60)
         assert keeper.saved_step == 1, "what stands is still known"
     assert told(events) == [("Saved", 1), ("SaveFailed", 2)]
-    newest = keeper.checkpoints.newest()
+    newest = keeper.directory.newest()
     assert newest is not None and newest.snapshot.step == 1
     filler.unlink()
     keeper.save(5, {})
     keeper.close()
     assert not keeper.failing
     assert told(events) == [("Saved", 1), ("SaveFailed", 2), ("Saved", 5)]
-    newest = keeper.checkpoints.newest()
+    newest = keeper.directory.newest()
     assert newest is not None
-    assert digests(newest.snapshot.weights.items()) == digests(live.lend(5, {}).weights.items())
+    assert tensor_digests(newest.snapshot.weights.items()) == tensor_digests(live.live_snapshot(5, {}).weights.items())

@@ -52,12 +52,12 @@ from helpers.faults import (
     until_stored,
     until_true,
 )
-from shoal.collectives.group import Workers
+from shoal.collectives.group import DistributedGroup
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.namespaces import INTERFACE
-from shoal.driver.outcome import Interrupted, RunFailed
+from shoal.driver.outcome import RunInterrupted, RunFailed
 from shoal.planner.cluster import even_cluster
-from shoal.recovery.membership.protocol import Who
+from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing import batch_norm_net, everything, job_for, samples_for
 from shoal.testing.leftovers import end_detached
 
@@ -126,7 +126,7 @@ def kill_in_turn(faults: Faults, *schedule: tuple[Place, int, int]) -> None:
         faults.at(place, kill, step=step, worker=worker, life=lives.get(worker, 0))
         lives[worker] = lives.get(worker, 0) + 1
         if number + 1 < len(schedule):
-            faults.at(ASKS, until(Who(worker, lives[worker])), step=step + 1)
+            faults.at(ASKS, until(WorkerId(worker, lives[worker])), step=step + 1)
 
 
 # -- kill -9 ----------------------------------------------------------------------------------------------------------
@@ -171,12 +171,12 @@ def test_a_step_in_doubt_is_committed_by_all_or_done_again_by_all(faults: Faults
 
     faults.at(MET, unheard, step=4, worker=1)
     faults.at(MERGED, kill, step=4, worker=0)  # it had committed, as worker 2 has
-    faults.at(ASKS, until(Who(0, 1)), step=5)
+    faults.at(ASKS, until(WorkerId(0, 1)), step=5)
 
     faults.at(MET, unheard, step=8, worker=0)
     faults.at(MET, unheard, step=8, worker=1)
     faults.at(MET, kill, step=8, worker=2)  # nobody is left who has heard
-    faults.at(ASKS, until(Who(2, 1)), step=9)
+    faults.at(ASKS, until(WorkerId(2, 1)), step=9)
 
     faults.at(MET, unheard, step=11, worker=0)
     faults.at(ADDED_UP, kill, step=11, worker=2)
@@ -185,7 +185,7 @@ def test_a_step_in_doubt_is_committed_by_all_or_done_again_by_all(faults: Faults
 
 def test_two_at_once_then_all_at_once(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
     faults.at(LANE, kills(0, 1), step=3, worker=1)
-    faults.at(ASKS, until(Who(0, 1), Who(1, 1)), step=5)
+    faults.at(ASKS, until(WorkerId(0, 1), WorkerId(1, 1)), step=5)
     faults.at(LANE, both(until_stored(10), kills(0, 1, 2)), step=10, worker=0)
     value = train(faults, quiet=False, plain=True)
     (resumed,) = faults.told("resumed")
@@ -213,17 +213,17 @@ def test_a_newcomer_or_its_donor_may_die_while_state_is_handed_over(
     faults: Faults, place: Place, worker: int, life: int
 ) -> None:
     faults.at(LANE, kill, step=2, worker=1)
-    faults.at(ASKS, until(Who(1, 1)), step=4)
+    faults.at(ASKS, until(WorkerId(1, 1)), step=4)
     faults.at(place, kill, worker=worker, life=life)
     train(faults)
 
 
 def test_workers_may_die_while_a_group_is_formed(faults: Faults) -> None:
     faults.at(FORMS, kill, worker=2)  # the first group of all
-    faults.at(ASKS, until(Who(2, 1)), step=1)
+    faults.at(ASKS, until(WorkerId(2, 1)), step=1)
     faults.at(LANE, kill, step=4, worker=1)
     faults.at(RECOVERS, kill, step=4, worker=2)
-    faults.at(ASKS, until(Who(1, 1), Who(2, 2)), step=6)
+    faults.at(ASKS, until(WorkerId(1, 1), WorkerId(2, 2)), step=6)
     faults.at(LANE, kill, step=9, worker=2)
     faults.at(FORMS, kill, step=9, worker=0)  # it leads, and the others are on their way to it
     faults.at(FORMED, kill, step=9, worker=1)
@@ -237,7 +237,7 @@ def test_workers_may_die_while_a_group_is_formed(faults: Faults) -> None:
 def test_a_stopped_worker_is_dropped_ended_and_replaced(faults: Faults, worker: int) -> None:
     """Once while it computes, once when it has said that it has the gradient."""
     faults.at(LANE, stop, step=2, worker=worker, life=0)
-    faults.at(ASKS, until(Who(worker, 1)), step=4)
+    faults.at(ASKS, until(WorkerId(worker, 1)), step=4)
     faults.at(ADDED_UP, stop, step=8, worker=worker, life=1)
     train(faults)
     lost = faults.told("worker-lost")
@@ -249,7 +249,7 @@ def test_a_silent_worker_is_dropped_when_its_lease_ends(faults: Faults) -> None:
     """Its process runs, and nothing is heard of it: as if it were on another host that is cut off."""
 
     def fall_silent() -> None:
-        crew()._beat._closed.set()
+        crew()._heartbeat._closed.set()
         signal.pause()
 
     faults.at(LANE, fall_silent, step=3, worker=1)
@@ -276,7 +276,7 @@ def test_sigterm_is_a_clean_leave_and_nothing_is_done_again(faults: Faults) -> N
 def test_all_may_leave_and_the_run_goes_on_later(faults: Faults) -> None:
     for worker in range(2):
         faults.at(LANE, leave, step=5, worker=worker)
-    with pytest.raises(Interrupted, match="all workers were asked to leave"):
+    with pytest.raises(RunInterrupted, match="all workers were asked to leave"):
         faults.train(job(), workers=2)
     assert faults.train(job(), workers=1, resume=True).weights_sha256 == undisturbed()
 
@@ -361,7 +361,7 @@ def slow_down(faults: Faults, worker: int, steps: range) -> None:
     """That worker takes much longer for a lane, the others a little longer than none, so that all can be measured."""
 
     def drag() -> None:
-        time.sleep(0.02 if crew().who == Who(worker) and Here.step in steps else 0.001)
+        time.sleep(0.02 if crew().worker_id == WorkerId(worker) and Here.step in steps else 0.001)
 
     faults.at(LANE, drag, every_time=True)
 
@@ -381,8 +381,8 @@ def test_a_slow_worker_is_replaced_where_the_user_wants_that(faults: Faults) -> 
     slow_down(faults, 1, range(100))
 
     def await_another() -> None:
-        if Who(1) not in crew().view.members:
-            until(Who(1, 1))()
+        if WorkerId(1) not in crew().view.members:
+            until(WorkerId(1, 1))()
 
     faults.at(ASKS, await_another, worker=0, every_time=True)
     job, expected = slow_job(24)
@@ -473,7 +473,7 @@ def test_a_joined_loop_ends_with_the_same_bits_and_bookkeeping(faults: Faults, c
 
 
 def test_without_shared_memory(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Workers, "commons", lambda group, num_bytes: None)
+    monkeypatch.setattr(DistributedGroup, "commons", lambda group, num_bytes: None)
     kill_in_turn(faults, (LANE, 1, 0), (MEETS, 4, 2), (MET, 7, 1))
     faults.at(MET, unheard, step=10, worker=2)
     train(faults)

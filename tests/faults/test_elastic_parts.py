@@ -51,10 +51,10 @@ from helpers.faults import (
     until_true,
 )
 from shoal.driver.launchers.lab import Lab
-from shoal.driver.outcome import Interrupted, RunFailed
+from shoal.driver.outcome import RunInterrupted, RunFailed
 from shoal.planner.cluster import even_cluster
 from shoal.recovery.checkpoint import sharded
-from shoal.recovery.membership.protocol import Who
+from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing import everything, job_for, samples_for
 from shoal.testing.leftovers import end_detached
 
@@ -138,7 +138,7 @@ def kill_in_turn(faults: Faults, *schedule: tuple[Place, int, int]) -> None:
         faults.at(place, kill, step=step, worker=worker, life=lives.get(worker, 0))
         lives[worker] = lives.get(worker, 0) + 1
         if number + 1 < len(schedule):
-            faults.at(ASKS, until(Who(worker, lives[worker])), step=step + 1)
+            faults.at(ASKS, until(WorkerId(worker, lives[worker])), step=step + 1)
 
 
 # -- kill -9, while every part has a holder ---------------------------------------------------------------------------
@@ -168,12 +168,12 @@ def test_a_step_in_doubt_is_committed_by_all_or_done_again_by_all(faults: Faults
     faults.at(MET, unheard, step=4, worker=1)
     faults.at(MET, unheard, step=4, worker=2)
     faults.at(MERGED, kill, step=4, worker=0)  # it had committed, as worker 3 has
-    faults.at(ASKS, until(Who(0, 1)), step=5)
+    faults.at(ASKS, until(WorkerId(0, 1)), step=5)
 
     for worker in range(3):
         faults.at(MET, unheard, step=8, worker=worker)
     faults.at(MET, kill, step=8, worker=3)  # nobody is left who has heard
-    faults.at(ASKS, until(Who(3, 1)), step=9)
+    faults.at(ASKS, until(WorkerId(3, 1)), step=9)
 
     faults.at(MET, unheard, step=11, worker=0)
     faults.at(MEETS, kill, step=11, worker=2)
@@ -194,10 +194,10 @@ def test_a_step_in_doubt_outlives_a_second_loss_in_the_recovery(faults: Faults, 
 
 def test_workers_may_die_while_groups_and_teams_are_formed(faults: Faults) -> None:
     faults.at(FORMS_TEAMS, kill, worker=1)  # the first of all
-    faults.at(ASKS, until(Who(1, 1)), step=1)
+    faults.at(ASKS, until(WorkerId(1, 1)), step=1)
     faults.at(BACKWARD, kill, step=4, worker=1)
     faults.at(FORMED_TEAMS, kill, step=4, worker=0)
-    faults.at(ASKS, until(Who(0, 1), Who(1, 2)), step=6)
+    faults.at(ASKS, until(WorkerId(0, 1), WorkerId(1, 2)), step=6)
     faults.at(FORWARD, kill, step=9, worker=3)
     faults.at(FORMS, kill, step=9, worker=0)
     train(faults)
@@ -213,7 +213,7 @@ def test_a_newcomer_its_donor_or_a_bystander_may_die_while_a_part_is_handed_over
 ) -> None:
     """Without a donor the newcomer's part is lost: then it is the checkpoint after all."""
     faults.at(BACKWARD, both(until_saved(faults.run, 4), kill), step=5, worker=1)
-    faults.at(ASKS, until(Who(1, 1)), step=6)
+    faults.at(ASKS, until(WorkerId(1, 1)), step=6)
     faults.at(place, kill, worker=worker, life=life)
     train(faults, back_to=4 if place is GIVES else None)
     assert lost(faults)[:2] == [1, worker]
@@ -269,7 +269,7 @@ def test_all_at_once(faults: Faults) -> None:
 
 def test_a_stopped_worker_is_dropped_ended_and_replaced(faults: Faults) -> None:
     faults.at(FORWARD, stop, step=2, worker=1, life=0)
-    faults.at(ASKS, until(Who(1, 1)), step=4)
+    faults.at(ASKS, until(WorkerId(1, 1)), step=4)
     faults.at(MEETS, stop, step=8, worker=0)
     train(faults)
     found = faults.told("worker-lost")
@@ -294,7 +294,7 @@ def test_one_of_a_pair_leaves_and_the_other_follows(faults: Faults) -> None:
 def test_the_last_holder_of_a_part_does_not_leave_alone(faults: Faults) -> None:
     faults.at(ASKS, leave, step=5, worker=1)
     faults.at(ASKS, leave, step=5, worker=3)
-    with pytest.raises(Interrupted, match="the last worker that has a part of the model was asked to leave"):
+    with pytest.raises(RunInterrupted, match="the last worker that has a part of the model was asked to leave"):
         faults.train(job(), layout=PAIRS)
     assert faults.train(job(), layout="pipeline=2", resume=True).weights_sha256 == undisturbed()[0]
 
@@ -302,9 +302,9 @@ def test_the_last_holder_of_a_part_does_not_leave_alone(faults: Faults) -> None:
 def test_scaled_to_one_replica_and_back(faults: Faults, call: Caller) -> None:
     """At step 3 at the latest it has been asked for two workers, at step 6 there are four again."""
     for worker in range(4):
-        faults.at(ASKS, until_true(lambda: crew()._beat.news.wish.workers is not None), step=3, worker=worker)
+        faults.at(ASKS, until_true(lambda: crew()._heartbeat.state.request.workers is not None), step=3, worker=worker)
     for worker in range(2):
-        faults.at(ASKS, until(Who(2, 1), Who(3, 1)), step=6, worker=worker)
+        faults.at(ASKS, until(WorkerId(2, 1), WorkerId(3, 1)), step=6, worker=worker)
     with faults.drive(job(), layout=PAIRS) as driver:
         until_true(lambda: (faults.run / "events.jsonl").exists() and len(faults.told("worker-started")) == 4)()
         refused = call("scale", faults.run, "--workers", "3")
@@ -410,7 +410,7 @@ def test_another_driver_takes_over_and_replaces_whoever_was_lost_meanwhile(fault
     faults.at(FORWARD, lambda: os.kill(parent(os.getppid()), signal.SIGKILL), step=3, worker=1)
     faults.at(BACKWARD, kill, step=5, worker=0)
     faults.at(ASKS, until_true(driven), step=8)
-    faults.at(ASKS, until(Who(0, 1)), step=10)
+    faults.at(ASKS, until(WorkerId(0, 1)), step=10)
     with faults.drive(job(), layout=PAIRS) as driver:
         assert driver.end().code == -signal.SIGKILL
     result = call("attach", faults.run, "--json")

@@ -34,9 +34,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.collectives import shm_segment
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.collectives.process_group import ShoalProcessGroup
-from shoal.collectives.shared_buffers import open_commons
+from shoal.collectives.shared_buffers import open_shared_buffers
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.namespaces import LabHost
 from shoal.errors import CollectiveError, InputError, PeerLost
@@ -142,7 +142,7 @@ def gather_rows(group: ShoalProcessGroup, rank: int) -> Callable[[], Any]:
 def merge(group: ShoalProcessGroup, rank: int) -> Callable[[], Any]:
     lanes = group.size()
     deal = [(lane, lane + 1) for lane in range(lanes)]
-    return lambda: group.merge(lanes, deal, {deal[rank]: torch.ones(100)}).wait()
+    return lambda: group.ordered_reduce(lanes, deal, {deal[rank]: torch.ones(100)}).wait()
 
 
 def hear_from_another(group: ShoalProcessGroup, rank: int) -> Callable[[], Any]:
@@ -169,14 +169,14 @@ OTHERS = ("commons", "backward")  # which need something that all ranks make tog
 
 def scene(
     happens: Callable[[], Any], fact: Fact, *, calls: Sequence[Call] = CALLS, timeout: float = 60.0
-) -> Callable[[Group], Any]:
+) -> Callable[[WorkerGroup], Any]:
     """What each rank does: the victim what `happens`, the others wait for it in all calls at once."""
 
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         store = dist.distributed_c10d._get_default_store()
         limit = timedelta(seconds=timeout)
         made: dict[str, Any] = {name: dist.new_group(timeout=limit) for name in [*(c.__name__ for c in calls), *OTHERS]}
-        commons = open_commons(made["commons"], 1 << 16)
+        commons = open_shared_buffers(made["commons"], 1 << 16)
         model = DistributedDataParallel(nn.Linear(4, 4), process_group=made["backward"])
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
@@ -233,7 +233,7 @@ def again(store: Any, rank: int, size: int) -> float:
     return float(total[0])
 
 
-def witnesses(size: int, function: Callable[[Group], Any], where: Places, code: int | None) -> dict[int, Any]:
+def witnesses(size: int, function: Callable[[WorkerGroup], Any], where: Places, code: int | None) -> dict[int, Any]:
     """What the survivors said. `code`: how the victim ended; None: it lives and answered."""
     try:
         said = dict(enumerate(ranks(size, function, places=where)))
@@ -308,7 +308,7 @@ def test_a_rank_killed_in_the_middle_of_a_large_sum(
 ) -> None:
     where, fact = places(request, hosts), Fact()
 
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         large = torch.ones(1 << 22)
         dist.all_reduce(large)
         if group.rank == VICTIM:
@@ -332,7 +332,7 @@ def test_a_killed_rank_is_missed_though_its_child_holds_its_connections(lab: Lab
     """A data loader's workers, say: forked, they have all that was open, and outlive their parent for a while."""
     fact, child = Fact(), Fact()
 
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         if group.rank == VICTIM:
             forked = os.fork()
             if not forked:
@@ -362,7 +362,7 @@ def test_a_rank_killed_in_the_middle_of_a_message(lab: Lab) -> None:
     """gloo itself would wait for the rest of it until the deadline; and so it would for room to send more."""
     fact = Fact()
 
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         own = dist.new_group()
         large = torch.ones(1 << 25)
         dist.barrier()
@@ -385,7 +385,7 @@ def test_a_rank_killed_in_the_middle_of_a_message(lab: Lab) -> None:
 def test_a_rank_that_breaks_off_tells_why(size: int, hosts: tuple[int, ...], request: pytest.FixtureRequest) -> None:
     """An exception of its own (Ctrl-C, say) in the middle of a collective: the rank lives, but cannot go on in it."""
 
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         if group.rank == VICTIM:
             signal.signal(signal.SIGALRM, interrupted)
             signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -446,7 +446,7 @@ def test_ranks_that_do_different_things_say_which(
 ) -> None:
     where = places(request, hosts)
 
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         made = {name: dist.new_group() for name in DIFFERENCES}
         fact = Fact()
         fact.happens()
@@ -478,7 +478,7 @@ def test_a_message_of_another_size_is_refused(
 ) -> None:
     where = places(request, hosts)
 
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         try:
             if group.rank in (0, VICTIM):
                 different("message", group.rank, dist.group.WORLD)
@@ -518,7 +518,7 @@ def test_groups_come_and_go_without_a_trace(size: int, hosts: tuple[int, ...], r
     """Also those that are torn down while one of their collectives waits in vain."""
     rounds = 10
 
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         own = dist.distributed_c10d._get_default_store()
         dist.destroy_process_group()
         vars(group).pop("process_group")
@@ -606,7 +606,7 @@ def test_an_interpreter_ends_with_groups_that_were_never_destroyed(tmp_path: Pat
 def test_the_store_dies_with_the_rank_that_has_it(lab: Lab) -> None:
     fact = Fact()
 
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         outside = dist.distributed_c10d._get_default_store()
         dist.destroy_process_group()
         if group.rank == 0:
@@ -647,7 +647,7 @@ def test_the_store_dies_with_the_rank_that_has_it(lab: Lab) -> None:
     ],
 )
 def test_a_host_that_cannot_be_reached_is_named(lab: Lab, address: str, sentence: str) -> None:
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         if group.rank == 1:
             os.environ["SHOAL_ADDRESS"] = address
         with pytest.raises(PeerLost) as raised:
@@ -659,7 +659,7 @@ def test_a_host_that_cannot_be_reached_is_named(lab: Lab, address: str, sentence
 
 
 def test_without_shared_memory_tensors_go_through_sockets_and_are_the_same() -> None:
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         said: list[str] = []
         logging.getLogger("shoal.collectives").addHandler(Listener(said))
         torch.manual_seed(group.rank)
@@ -670,7 +670,7 @@ def test_without_shared_memory_tensors_go_through_sockets_and_are_the_same() -> 
         sums += [summed(own, dist.new_group()) for _ in range(2)]
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         if group.rank == 1:
-            shm_segment.MOST_OF_FREE = 0.0
+            shm_segment.MAX_FREE_SHARE = 0.0
         sums.append(summed(own, dist.new_group()))
         alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
         return [sums, said, torch.equal(summed(own, alone), own)]
@@ -704,7 +704,7 @@ class Listener(logging.Handler):
 
 
 def test_what_is_not_supported_says_what_is() -> None:
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         said = []
         calls: list[Callable[[], Any]] = [
             lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND),
@@ -735,7 +735,7 @@ def test_what_is_not_supported_says_what_is() -> None:
     ],
 )
 def test_a_wrong_setting_on_one_rank_is_an_error_on_all(variable: str, value: str, sentence: str) -> None:
-    def play(group: Group) -> Any:
+    def play(group: WorkerGroup) -> Any:
         options = None
         if group.rank == VICTIM:
             if variable == "pg_options":

@@ -31,9 +31,9 @@ from helpers.faults import (
     until_true,
 )
 from shoal.recovery.membership import heartbeat, sqlite_client
-from shoal.recovery.membership.heartbeat import News
-from shoal.recovery.membership.protocol import Who
-from shoal.recovery.membership.sqlite_server import read_serving
+from shoal.recovery.membership.heartbeat import MembershipState
+from shoal.recovery.membership.protocol import WorkerId
+from shoal.recovery.membership.sqlite_server import read_server_info
 from shoal.testing import dropout_net, job_for
 from shoal.testing.leftovers import end_detached
 
@@ -70,10 +70,10 @@ def test_the_store_is_killed_and_comes_back(faults: Faults) -> None:
     """Alone, with a worker, in the middle of a recovery, and while a newcomer gets its state."""
     faults.at(LANE, lambda: kill_store(faults.run), step=1, worker=0)
     faults.at(LANE, both(lambda: kill_store(faults.run), kill), step=4, worker=1)
-    faults.at(ASKS, until(Who(1, 1)), step=6)
+    faults.at(ASKS, until(WorkerId(1, 1)), step=6)
     faults.at(LANE, kill, step=9, worker=2)
     faults.at(RECOVERS, lambda: kill_store(faults.run), step=9, worker=0)
-    faults.at(ASKS, until(Who(2, 1)), step=11)
+    faults.at(ASKS, until(WorkerId(2, 1)), step=11)
     faults.at(ACCEPTS, lambda: kill_store(faults.run), worker=2, life=1)
     train(faults)
     away = faults.told("store-away")
@@ -85,7 +85,7 @@ def test_training_goes_on_while_the_store_is_away(faults: Faults) -> None:
 
     def store(number: int) -> Callable[[], None]:
         def act() -> None:
-            serving = read_serving(faults.run)
+            serving = read_server_info(faults.run)
             assert serving is not None
             os.kill(serving.pid, number)
 
@@ -100,7 +100,7 @@ def test_training_goes_on_while_the_store_is_away(faults: Faults) -> None:
 
 def test_etcd_as_the_store(faults: Faults, etcd_port: int) -> None:
     faults.at(LANE, kill, step=2, worker=0)
-    faults.at(ASKS, until(Who(0, 1)), step=4)
+    faults.at(ASKS, until(WorkerId(0, 1)), step=4)
     faults.at(ASKS, leave, step=8, worker=1)
     train(faults, store=f"etcd://127.0.0.1:{etcd_port}/runs")
     assert not (faults.run / "store.db").exists()
@@ -110,10 +110,10 @@ def test_etcd_as_the_store(faults: Faults, etcd_port: int) -> None:
 # -- the driver -------------------------------------------------------------------------------------------------------
 
 
-def alive(run: Path) -> News:
+def alive(run: Path) -> MembershipState:
     store = sqlite_client.connect(run)
     try:
-        return News(store.read(""))
+        return MembershipState(store.read(""))
     finally:
         store.close()
 
@@ -167,7 +167,7 @@ def test_another_driver_takes_over_and_replaces_whoever_was_lost_meanwhile(fault
     faults.at(LANE, driver_killer(faults), step=3, worker=1)
     faults.at(LANE, kill, step=5, worker=0)
     faults.at(ASKS, until_true(driven), step=8)
-    faults.at(ASKS, until(Who(0, 1)), step=10)
+    faults.at(ASKS, until(WorkerId(0, 1)), step=10)
     with faults.drive(job()) as driver:
         assert driver.end().code == -signal.SIGKILL
     result = call("attach", faults.run, "--json")
@@ -216,7 +216,7 @@ def test_nothing_outlives_a_process_that_called_train(faults: Faults) -> None:
     known = alive_on_disk(faults.run)
     assert len(known) == 2
     assert ended(known)
-    wait_until(lambda: not sqlite_client.running(faults.run))
+    wait_until(lambda: not sqlite_client.server_running(faults.run))
 
 
 # -- everything -------------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def hold(faults: Faults, step: int) -> None:
     saved = faults.run / "checkpoints" / f"step-{step // 4 * 4:08}"
 
     def held() -> None:
-        Path(f"held-{crew().who.worker}").touch()
+        Path(f"held-{crew().worker_id.worker}").touch()
         signal.pause()
 
     for worker in range(2):
@@ -244,7 +244,7 @@ def test_everything_is_killed_and_the_run_goes_on_from_its_checkpoint(
     with faults.drive(job(), workers=2) as driver:
         wait_until(lambda: len(list(Path().glob("held-*"))) == 2)
         workers = [each.pid for each in alive(faults.run).alive.values()]
-        serving = read_serving(faults.run)
+        serving = read_server_info(faults.run)
         assert serving is not None
         processes = {"workers": workers, "store": [serving.pid], "driver": [driver.pid], "server": [parent(workers[0])]}
         for name in order.split():
@@ -294,7 +294,7 @@ def test_why_names_the_worker_its_line_and_who_waits_for_it(hung: Forked, faults
     assert f"job.py:{number} " in first
     assert re.search(r"workers 0 2 have waited for .*, in ", first)
 
-    stopped = alive(faults.run).alive[Who(1)].pid
+    stopped = alive(faults.run).alive[WorkerId(1)].pid
     os.kill(stopped, signal.SIGSTOP)
     text = call.good("why", faults.run).out
     assert re.match(rf"worker 1 holds up the others: its process \(.*pid {stopped}\) is stopped, by SIGSTOP", text), (

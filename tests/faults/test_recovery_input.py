@@ -11,9 +11,9 @@ import pytest
 import shoal
 from helpers.command import Caller, Forked, refused, write_job
 from helpers.faults import ASKS, LANE, Faults, crew, kill, until, until_true
-from shoal.collectives.group import Workers
+from shoal.collectives.group import DistributedGroup
 from shoal.driver.outcome import RunFailed
-from shoal.recovery.membership.protocol import Who
+from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing import dropout_net, job_for
 from shoal.testing.leftovers import end_detached
 
@@ -32,7 +32,7 @@ def held(faults: Faults) -> Iterator[Forked]:
     """A run of two workers in four lanes, both of which wait in their third step."""
 
     def hold() -> None:
-        Path(f"held-{crew().who.worker}").touch()
+        Path(f"held-{crew().worker_id.worker}").touch()
         signal.pause()
 
     for worker in range(2):
@@ -88,19 +88,19 @@ def test_a_run_that_is_over_or_never_was(call: Caller, command: list[str]) -> No
 @pytest.mark.parametrize("times", [1, 100], ids=["once", "always"])
 def test_a_state_digest_that_differs(faults: Faults, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """A bit flips on the way to a newcomer, which restores nothing; another comes, and after three the run ends."""
-    receive = Workers.receive
+    receive = DistributedGroup.receive
 
-    def flipped(group: Workers, tensor: Any, source: int) -> None:
+    def flipped(group: DistributedGroup, tensor: Any, source: int) -> None:
         receive(group, tensor, source)
-        if tensor.numel() > 1000 and bytes(tensor[:1].tolist()) != b"{" and crew().who.life <= times:  # not the header
+        if tensor.numel() > 1000 and bytes(tensor[:1].tolist()) != b"{" and crew().worker_id.incarnation <= times:  # not the header
             tensor[1000] ^= 1
 
-    monkeypatch.setattr(Workers, "receive", flipped)
+    monkeypatch.setattr(DistributedGroup, "receive", flipped)
     job = job_for(dropout_net)
     expected = shoal.train(job, quiet=True).weights_sha256
     faults.at(LANE, kill, step=1, worker=1)
     for life in range(1, 4 if times > 1 else 3):
-        faults.at(ASKS, until(Who(1, life)), step=life + 1)
+        faults.at(ASKS, until(WorkerId(1, life)), step=life + 1)
     if times == 1:
         assert faults.train(job, workers=2).weights_sha256 == expected
     else:

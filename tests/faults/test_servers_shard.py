@@ -9,7 +9,7 @@ import pytest
 
 from helpers.shards import captured_at
 from shoal.errors import InputError
-from shoal.paramserver.snapshot import Snapshots
+from shoal.paramserver.snapshot import SnapshotFolder
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
@@ -20,8 +20,8 @@ def test_a_killed_servers_folder_is_free_when_its_last_snapshot_is_written(tmp_p
     goes, go = os.pipe()
     server = os.fork()
     if server == 0:
-        with Snapshots(tmp_path / "shard-0") as snapshots:
-            snapshots.boot()
+        with SnapshotFolder(tmp_path / "shard-0") as snapshots:
+            snapshots.next_incarnation()
             if os.fork() == 0:  # the child that writes
                 os.close(go)
                 os.write(says, b"w")
@@ -33,13 +33,13 @@ def test_a_killed_servers_folder_is_free_when_its_last_snapshot_is_written(tmp_p
         os.close(says)
         assert os.read(said, 1) == b"w"
         with pytest.raises(InputError, match=f"shard 0 is already served by process {server}"):
-            Snapshots(tmp_path / "shard-0")
+            SnapshotFolder(tmp_path / "shard-0")
         os.kill(server, signal.SIGKILL)
         os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)  # dead, and still to be waited for
         waiter = threading.Timer(0.05, os.write, (go, b"g"))
         waiter.start()
-        with Snapshots(tmp_path / "shard-0") as snapshots:  # waits
-            assert snapshots.boot() == 2 and snapshots.steps() == [3]
+        with SnapshotFolder(tmp_path / "shard-0") as snapshots:  # waits
+            assert snapshots.next_incarnation() == 2 and snapshots.steps() == [3]
         waiter.join()
     finally:
         os.kill(server, signal.SIGKILL)

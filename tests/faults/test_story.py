@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.report.oom import OomWatch, counter
+from shoal.report.oom import OomWatch, kill_counter
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
 
@@ -18,7 +18,7 @@ def small_group() -> Iterator[Path]:
     """A control group that may use 32 MB: below this process's own, in whichever tree counts memory."""
     if os.geteuid() != 0:
         pytest.skip("only root can make control groups")
-    own = counter(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    own = kill_counter(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     root = None if own is None else own.parent
     group = None if root is None else root / f"shoal-test-{os.getpid()}"
     try:

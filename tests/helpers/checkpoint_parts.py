@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shoal.numerics.digest import digests
-from shoal.numerics.tensor_slice import Piece, evenly, rows
+from shoal.numerics.digest import tensor_digests
+from shoal.numerics.tensor_slice import TensorSlice, even_slice, row_slice
 from shoal.recovery.checkpoint import directory
-from shoal.recovery.checkpoint.directory import Checkpoints, Snapshot
-from shoal.recovery.checkpoint.shards import Holding, Share
+from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
+from shoal.recovery.checkpoint.shards import StateShard, ShardWriteTask
 from shoal.recovery.checkpoint.state import shapes_of
-from shoal.worker.checkpointer import Live
+from shoal.worker.checkpointer import LiveState
 
 TENSORS = ("weights", "optimizer", "extra")
 
@@ -37,13 +37,13 @@ class Net(nn.Module):
         return found
 
 
-def live_of(model: nn.Module, rate: Any = 0.01) -> Live:
+def live_of(model: nn.Module, rate: Any = 0.01) -> LiveState:
     named = dict(model.named_parameters())
     first = [named[name] for name in ("out.weight", "scale")]
     rest = [parameter for parameter in named.values() if all(parameter is not each for each in first)]
     groups: list[dict[str, Any]] = [{"params": first, "weight_decay": 0.1}, {"params": rest}]
     optimizer = optim.AdamW(groups, lr=rate, foreach=False)
-    return Live(
+    return LiveState(
         model=model,
         parameters=named,
         optimizer=optimizer,
@@ -54,7 +54,7 @@ def live_of(model: nn.Module, rate: Any = 0.01) -> Live:
     )
 
 
-def trained(steps: int = 3, rate: Any = 0.01) -> Live:
+def trained(steps: int = 3, rate: Any = 0.01) -> LiveState:
     live = live_of(Net(), rate)
     live.state["shadow"].fill_(steps)
     for _ in range(steps):
@@ -69,7 +69,7 @@ SHAPES = shapes_of(Net())
 ALL = list(SHAPES)
 
 
-def cut(whole: Live, holding: Holding, rate: Any = 0.01) -> Live:
+def cut(whole: LiveState, holding: StateShard, rate: Any = 0.01) -> LiveState:
     """A worker's live objects: its pieces, and all else on meta. Without state if the whole has none."""
     model = copy.deepcopy(whole.model)
     made: dict[int, Tensor] = {}
@@ -78,7 +78,7 @@ def cut(whole: Live, holding: Holding, rate: Any = 0.01) -> Live:
     def mine(tensor: Tensor) -> Tensor:
         name = names[id(tensor)]
         held = holding.held is None or name in holding.held
-        data = holding.piece(name).take(tensor) if held else torch.empty_like(tensor, device="meta")
+        data = holding.slice_of(name).extract(tensor) if held else torch.empty_like(tensor, device="meta")
         fresh = nn.Parameter(data) if isinstance(tensor, nn.Parameter) else data
         return made.setdefault(id(tensor), fresh)
 
@@ -90,22 +90,22 @@ def cut(whole: Live, holding: Holding, rate: Any = 0.01) -> Live:
             if buffer is not None:
                 module._buffers[name] = mine(buffer)
     live = live_of(model, rate)
-    live.holding = holding
+    live.state_shard = holding
     live.scheduler.load_state_dict(whole.scheduler.state_dict())
     for group, other in zip(live.optimizer.param_groups, whole.optimizer.param_groups, strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})
     for name, parameter in live.parameters.items():
         state = whole.optimizer.state.get(whole.parameters[name])
         if state and not parameter.is_meta:
-            piece, shape = holding.optimizer_piece(name), SHAPES[name]
+            piece, shape = holding.optimizer_slice_of(name), SHAPES[name]
             live.optimizer.state[parameter] = {
-                key: piece.take(value) if tuple(value.shape) == shape else value.clone() for key, value in state.items()
+                key: piece.extract(value) if tuple(value.shape) == shape else value.clone() for key, value in state.items()
             }
     live.state["shadow"].copy_(whole.state["shadow"])
     return live
 
 
-Layout = list[Holding]
+Layout = list[StateShard]
 
 
 def pipeline(parts: int = 3) -> Layout:
@@ -114,12 +114,12 @@ def pipeline(parts: int = 3) -> Layout:
     if parts == 2:
         stages = [stages[0] + stages[1], stages[2]]
     return [
-        Holding(
+        StateShard(
             shapes=SHAPES,
             held={*names, "embed.weight"} if part == parts - 1 else set(names),
             writes=set(names),
-            part=part,
-            parts=parts,
+            shard_index=part,
+            num_shards=parts,
         )
         for part, names in enumerate(stages)
     ]
@@ -128,31 +128,31 @@ def pipeline(parts: int = 3) -> Layout:
 def sliced(parts: int = 2) -> Layout:
     """Fused rows in three ranges, columns, and rows; norms and scale whole on all."""
 
-    def pieces(part: int) -> dict[str, Piece]:
+    def pieces(part: int) -> dict[str, TensorSlice]:
         return {
-            "embed.weight": rows(SHAPES["embed.weight"], parts, part),
-            "qkv.weight": evenly((12, 4), 0, parts, part, segments=3),
-            "qkv.bias": evenly((12,), 0, parts, part, segments=3),
-            "out.weight": evenly((4, 4), 1, parts, part),
+            "embed.weight": row_slice(SHAPES["embed.weight"], parts, part),
+            "qkv.weight": even_slice((12, 4), 0, parts, part, segments=3),
+            "qkv.bias": even_slice((12,), 0, parts, part, segments=3),
+            "out.weight": even_slice((4, 4), 1, parts, part),
         }
 
     return [
-        Holding(
-            shapes=SHAPES, pieces=pieces(part), writes=set(ALL if part == 0 else pieces(part)), part=part, parts=parts
+        StateShard(
+            shapes=SHAPES, slices=pieces(part), writes=set(ALL if part == 0 else pieces(part)), shard_index=part, num_shards=parts
         )
         for part in range(parts)
     ]
 
 
-def write(checkpoints: Checkpoints, whole: Live, layout: Layout, step: int, token: str = "t") -> directory.Written:
+def write(checkpoints: CheckpointDirectory, whole: LiveState, layout: Layout, step: int, token: str = "t") -> directory.WrittenCheckpoint:
     """Every worker on a thread of its own, the leader last to begin."""
     found: list[Any] = []
 
-    def play(holding: Holding) -> None:
-        share = Share(holding=holding, token=token)
-        snapshot = cut(whole, holding).capture(step, {"loss": 0.5}, share=share)
+    def play(holding: StateShard) -> None:
+        share = ShardWriteTask(state_shard=holding, token=token)
+        snapshot = cut(whole, holding).capture(step, {"loss": 0.5}, task=share)
         try:
-            found.append(checkpoints.write_part(snapshot, share))
+            found.append(checkpoints.write_shard(snapshot, share))
         except Exception as error:
             found.append(error)
 
@@ -165,14 +165,14 @@ def write(checkpoints: Checkpoints, whole: Live, layout: Layout, step: int, toke
     if errors:
         raise errors[0]
     (written,) = [each for each in found if each is not None]
-    assert isinstance(written, directory.Written)
+    assert isinstance(written, directory.WrittenCheckpoint)
     return written
 
 
 def assert_same(left: Snapshot, right: Snapshot) -> None:
     for part in TENSORS:
         assert list(getattr(left, part)) == list(getattr(right, part)), "order is part of a digest"
-        assert digests(getattr(left, part).items()) == digests(getattr(right, part).items())
+        assert tensor_digests(getattr(left, part).items()) == tensor_digests(getattr(right, part).items())
     for part in ("step", "aliases", "values", "arithmetic", "fingerprint"):
         assert getattr(left, part) == getattr(right, part), part
     assert list(left.values["optimizer"]["state"]) == list(right.values["optimizer"]["state"])

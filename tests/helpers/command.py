@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from shoal.cli.main import main
-from shoal.numerics.digest import combine, digests
-from shoal.recovery.checkpoint.directory import Checkpoints, Found
+from shoal.numerics.digest import model_digest, tensor_digests
+from shoal.recovery.checkpoint.directory import CheckpointDirectory, FoundCheckpoint
 
 HASH = r"\b[0-9a-f]{64}\b"
 
@@ -255,14 +255,14 @@ def program(path: Path, *arguments: str | Path) -> Result:
         return child.end()
 
 
-def newest(run: Path) -> Found:
-    found = Checkpoints(run / "checkpoints").newest()
+def newest(run: Path) -> FoundCheckpoint:
+    found = CheckpointDirectory(run / "checkpoints").newest()
     assert found is not None
     return found
 
 
 def checkpoint_sha256(run: Path) -> str:
-    return combine(digests(newest(run).snapshot.weights.items()))
+    return model_digest(tensor_digests(newest(run).snapshot.weights.items()))
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:

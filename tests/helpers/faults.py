@@ -21,26 +21,26 @@ from typing import Any
 import pytest
 
 from helpers.command import Forked, events
-from shoal.collectives.shared_buffers import Commons
-from shoal.driver.driver import Options
+from shoal.collectives.shared_buffers import SharedBuffers
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import open_job, train_with
 from shoal.driver.result import Report
 from shoal.errors import PeerLost
 from shoal.job.job import Job
-from shoal.parallel.data_parallel import DataParallel, Lap
-from shoal.parallel.layout import Layout
-from shoal.parallel.optimizer_view import Update
-from shoal.parallel.pipeline import Stream
-from shoal.recovery.membership.process import condition
-from shoal.recovery.membership.protocol import Who
-from shoal.recovery.membership.sqlite_server import read_serving
-from shoal.recovery.sample_audit import Audit
+from shoal.parallel.data_parallel import DataParallel, LocalStep
+from shoal.parallel.layout import ParallelLayout
+from shoal.parallel.optimizer_view import OptimizerView
+from shoal.parallel.pipeline import PipelineLocalStep
+from shoal.recovery.membership.process import process_state
+from shoal.recovery.membership.protocol import WorkerId
+from shoal.recovery.membership.sqlite_server import read_server_info
+from shoal.recovery.sample_audit import SampleAudit
 from shoal.report.event_queries import audit_samples
 from shoal.report.run_folder import RunFolder
 from shoal.worker import form_groups, trainer
-from shoal.worker.checkpointer import Keeper
-from shoal.worker.context import Settings
-from shoal.worker.elastic_membership import Crew
+from shoal.worker.checkpointer import Checkpointer
+from shoal.worker.context import RunSettings
+from shoal.worker.elastic_membership import ElasticMembership
 from shoal.worker.trainer import Run
 
 PATIENCE_SECONDS = 45.0  # for what a fault waits for; then the run fails, and the test with it
@@ -56,34 +56,34 @@ class Place:
 
 
 ASKS = Place(Run, "_wishes")  # a step begins: what it asks of all is about to be read
-LANE = Place(Lap, "lane")
+LANE = Place(LocalStep, "lane")
 MEETS = Place(DataParallel, "meet")  # it has what all have computed, and has told nobody
-ADDED_UP = Place(Commons, "add_up", after=True)  # its share of the sums is written to all; it has not said so
+ADDED_UP = Place(SharedBuffers, "add_up", after=True)  # its share of the sums is written to all; it has not said so
 MET = Place(DataParallel, "meet", after=True)  # it knows that all have the gradient: the step is committed
 MERGED = Place(Run, "backward", after=True)  # the gradient is in .grad, and the optimizer has yet to step
 EVALUATES = Place(trainer, "evaluate")
 EVALUATED = Place(trainer, "evaluate", after=True)
 AGREES = Place(trainer, "agree_on_weights")
-SAVED = Place(Keeper, "save", after=True)
-RECOVERS = Place(Crew, "recover")
-CHANGES = Place(Crew, "change")
-CHANGED = Place(Crew, "change", after=True)
-FORMS = Place(Crew, "_make_group")
-FORMED = Place(Crew, "_make_group", after=True)
+SAVED = Place(Checkpointer, "save", after=True)
+RECOVERS = Place(ElasticMembership, "recover")
+CHANGES = Place(ElasticMembership, "change")
+CHANGED = Place(ElasticMembership, "change", after=True)
+FORMS = Place(ElasticMembership, "_make_group")
+FORMED = Place(ElasticMembership, "_make_group", after=True)
 GIVES = Place(trainer, "give")
 GAVE = Place(trainer, "give", after=True)
 ACCEPTS = Place(trainer, "accept")
 ACCEPTED = Place(trainer, "accept", after=True)
 FINISHES = Place(Run, "finish")
-STANDS_DOWN = Place(Crew, "stand_down")  # everybody has heard that the result is written
+STANDS_DOWN = Place(ElasticMembership, "stand_down")  # everybody has heard that the result is written
 
 # Where the model is cut.
-FORWARD = Place(Stream, "_forward")
-BACKWARD = Place(Stream, "_backward")
+FORWARD = Place(PipelineLocalStep, "_forward")
+BACKWARD = Place(PipelineLocalStep, "_backward")
 FORMS_TEAMS = Place(form_groups, "form_teams")
 FORMED_TEAMS = Place(form_groups, "form_teams", after=True)
 SHARES = Place(Run, "_share_evaluation")
-SPREADS = Place(Update, "after")  # with zero: rows of weights to those who do not update them
+SPREADS = Place(OptimizerView, "after")  # with zero: rows of weights to those who do not update them
 
 
 # -- what can happen. All of it in the worker itself ------------------------------------------------------------------
@@ -92,11 +92,11 @@ SPREADS = Place(Update, "after")  # with zero: rows of weights to those who do n
 class Here:
     """What this process is, if it is a worker."""
 
-    crew: Crew | None = None
+    crew: ElasticMembership | None = None
     step = -1  # the last one that it began
 
 
-def crew() -> Crew:
+def crew() -> ElasticMembership:
     assert Here.crew is not None
     return Here.crew
 
@@ -122,20 +122,20 @@ def kills(*workers: int) -> Callable[[], None]:
     """Kills these workers at once, itself last if it is one of them."""
 
     def act() -> None:
-        known = {who.worker: alive.pid for who, alive in sorted(crew()._beat.known().items())}
-        known[crew().who.worker] = os.getpid()
-        for worker in sorted(workers, key=lambda worker: worker == crew().who.worker):
+        known = {who.worker: alive.pid for who, alive in sorted(crew()._heartbeat.known().items())}
+        known[crew().worker_id.worker] = os.getpid()
+        for worker in sorted(workers, key=lambda worker: worker == crew().worker_id.worker):
             os.kill(known[worker], signal.SIGKILL)
 
     return act
 
 
-def until(*present: Who) -> Callable[[], None]:
+def until(*present: WorkerId) -> Callable[[], None]:
     """Waits until these have come: they are members, or wait to be let in, or were there and are gone again."""
 
-    def come(who: Who) -> bool:
-        known = crew()._beat.known().get(who)
-        gone = known is not None and condition(known.pid, known.began) is None
+    def come(who: WorkerId) -> bool:
+        known = crew()._heartbeat.known().get(who)
+        gone = known is not None and process_state(known.pid, known.started) is None
         return gone or who in crew().view.members or who in crew()._newcomers
 
     return until_true(lambda: all(map(come, present)))
@@ -143,7 +143,7 @@ def until(*present: Who) -> Callable[[], None]:
 
 def until_stored(step: int) -> Callable[[], None]:
     """Waits until the store knows that so many steps are committed."""
-    return until_true(lambda: crew().committed_before() >= step)
+    return until_true(lambda: crew().known_committed() >= step)
 
 
 def until_saved(run: Path, step: int) -> Callable[[], None]:
@@ -170,7 +170,7 @@ def both(*acts: Callable[[], None]) -> Callable[[], None]:
 
 
 def kill_store(run: Path) -> None:
-    serving = read_serving(run)
+    serving = read_server_info(run)
     assert serving is not None
     os.kill(serving.pid, signal.SIGKILL)
 
@@ -209,8 +209,8 @@ class Faults:
                 return False
             if not self._armed or Here.crew is None:
                 return False
-            who = Here.crew.who
-            if not all(want in (None, found) for want, found in ((worker, who.worker), (life, who.life))):
+            who = Here.crew.worker_id
+            if not all(want in (None, found) for want, found in ((worker, who.worker), (life, who.incarnation))):
                 return False
             return step in (None, Here.step) and (every_time or self._first(mark))
 
@@ -241,18 +241,18 @@ class Faults:
 
     def _learn(self) -> None:
         """Lets a worker know what it is and where it stands."""
-        backward, made = Run.backward, Crew.__init__
+        backward, made = Run.backward, ElasticMembership.__init__
 
         def learned(run: Run, batch: Any, closure: Any) -> float:
             Here.step = batch.step
             return backward(run, batch, closure)
 
-        def born(crew: Crew, *arguments: Any, **more: Any) -> None:
+        def born(crew: ElasticMembership, *arguments: Any, **more: Any) -> None:
             made(crew, *arguments, **more)
             Here.crew = crew
 
         self._patch.setattr(Run, "backward", learned)
-        self._patch.setattr(Crew, "__init__", born)
+        self._patch.setattr(ElasticMembership, "__init__", born)
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -269,13 +269,13 @@ class Faults:
         finally:
             self._armed = False
 
-    def _options(self, workers: int, resume: bool, settings: dict[str, Any]) -> Options:
+    def _options(self, workers: int, resume: bool, settings: dict[str, Any]) -> RunOptions:
         more = {name: settings.pop(name) for name in ("lab", "quiet", "plain", "layout") if name in settings}
         if "layout" in more:
-            more["layout"] = Layout.read(more["layout"])
+            more["layout"] = ParallelLayout.parse(more["layout"])
             workers = more["layout"].workers
         where: dict[str, Any] = {"resume": str(self.run)} if resume else {"run_dir": self.run}
-        return Options(workers=workers, settings=Settings(**settings), **{"quiet": True} | where | more)
+        return RunOptions(workers=workers, settings=RunSettings(**settings), **{"quiet": True} | where | more)
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -290,7 +290,7 @@ class Faults:
     def told(self, kind: str) -> list[dict[str, Any]]:
         return events(self.run, kind)
 
-    def audit(self, job: Job) -> Audit:
+    def audit(self, job: Job) -> SampleAudit:
         """Whether the run saw every sample once."""
         source = open_job(job).source
         record = RunFolder.open(self.run).read_events()

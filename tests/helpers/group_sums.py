@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shoal.numerics.lanes import Span, fold, split, subtrees
+from shoal.numerics.lanes import Span, fold, split_point, subtrees
 
 
 def lane(number: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -29,7 +29,7 @@ def held_parts(lanes: int, held: Span, size: int, dtype: torch.dtype) -> dict[Sp
     def value(node: Span) -> Tensor:
         if node[1] - node[0] == 1:
             return lane(node[0], size, dtype)
-        middle = split(node)
+        middle = split_point(node)
         return value((node[0], middle)) + value((middle, node[1]))
 
     return {node: value(node) for node in subtrees(lanes, held)}

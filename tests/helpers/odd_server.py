@@ -6,19 +6,19 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shoal.paramserver.messages import (
-    Hello,
-    Refused,
-    Reply,
-    Request,
-    Welcome,
-    Who,
+    HelloRequest,
+    RefusedReply,
+    ServerReply,
+    ServerRequest,
+    WelcomeReply,
+    ClientId,
 )
 
 
 class Answer(NamedTuple):
-    to: Who
+    to: ClientId
     tag: int
-    reply: Reply
+    reply: ServerReply
     tensors: Sequence[Tensor] = ()
 
 
@@ -30,20 +30,20 @@ class Odd:
         self.sequence = 0
         self.due, self.busy_seconds = False, 0.0
         self.bytes_in = self.bytes_out = 0
-        self.asked: list[tuple[int, Request]] = []
-        self.answer: Callable[[Who, int, int, Request], list[Answer]] = lambda who, tag, sequence, request: []
+        self.asked: list[tuple[int, ServerRequest]] = []
+        self.answer: Callable[[ClientId, int, int, ServerRequest], list[Answer]] = lambda who, tag, sequence, request: []
 
-    def hello(self, hello: Hello) -> Welcome | Refused:
-        return Welcome(self.shard, self.shards, 1, 0, hello.incarnation or 1, self.sequence, 0, 0, [])
+    def hello(self, hello: HelloRequest) -> WelcomeReply | RefusedReply:
+        return WelcomeReply(self.shard, self.shards, 1, 0, hello.incarnation or 1, self.sequence, 0, 0, [])
 
     def owed(self) -> list[Answer]:
         return []
 
-    def gone(self, who: Who) -> list[Answer]:
+    def gone(self, who: ClientId) -> list[Answer]:
         return []
 
     def handle(
-        self, who: Who, tag: int, sequence: int, epoch: int, request: Request, tensors: Sequence[Tensor]
+        self, who: ClientId, tag: int, sequence: int, epoch: int, request: ServerRequest, tensors: Sequence[Tensor]
     ) -> list[Answer]:
         self.asked.append((sequence, request))
         return self.answer(who, tag, sequence, request)

@@ -7,24 +7,24 @@ import torch
 from torch import Tensor, nn
 
 from shoal.paramserver.messages import (
-    Contribute,
-    Declare,
+    ContributeRequest,
+    DeclareRequest,
     DenseSpec,
-    Done,
-    Hello,
-    Pull,
-    Push,
-    Put,
-    Refused,
-    Request,
-    Slot,
-    Values,
-    Welcome,
-    Who,
+    AckReply,
+    HelloRequest,
+    PullRequest,
+    PushRequest,
+    PutRequest,
+    RefusedReply,
+    ServerRequest,
+    TableSlice,
+    ValuesReply,
+    WelcomeReply,
+    ClientId,
 )
-from shoal.paramserver.shard import Answer, Shard
-from shoal.paramserver.sharding import cut_dense, flat
-from shoal.paramserver.snapshot import Captured
+from shoal.paramserver.shard import ShardReply, ParameterShard
+from shoal.paramserver.sharding import shard_dense, flat_layout
+from shoal.paramserver.snapshot import ShardSnapshot
 
 SHAPES: dict[str, list[int]] = {
     "wide": [300, 64],  # 76,800 bytes: cut by rows
@@ -53,28 +53,28 @@ def values_of(shapes: Mapping[str, list[int]] = SHAPES, seed: int = 0) -> dict[s
 class Worker:
     """Numbers its orders and cuts whole tensors for each shard, as a client does."""
 
-    def __init__(self, shards: Sequence[Shard], worker: int = 0, incarnation: int | None = None) -> None:
+    def __init__(self, shards: Sequence[ParameterShard], worker: int = 0, incarnation: int | None = None) -> None:
         self.shards = shards
         self.sequence = [0] * len(shards)
         self.tag = 0
         self.epoch = 0
-        granted = shards[0].hello(Hello(worker, incarnation or 0))
-        assert isinstance(granted, Welcome)
-        self.who = Who(worker, granted.incarnation)
+        granted = shards[0].on_hello(HelloRequest(worker, incarnation or 0))
+        assert isinstance(granted, WelcomeReply)
+        self.who = ClientId(worker, granted.incarnation)
         for shard in shards[1:]:
-            assert isinstance(shard.hello(Hello(worker, granted.incarnation)), Welcome)
+            assert isinstance(shard.on_hello(HelloRequest(worker, granted.incarnation)), WelcomeReply)
 
-    def order(self, request: Request, tensors: Sequence[Tensor] = (), shard: int = 0) -> Answer:
+    def order(self, request: ServerRequest, tensors: Sequence[Tensor] = (), shard: int = 0) -> ShardReply:
         """The one answer to it."""
         (answer,) = self.answers(request, tensors, shard)
         return answer
 
-    def answers(self, request: Request, tensors: Sequence[Tensor] = (), shard: int = 0) -> list[Answer]:
+    def answers(self, request: ServerRequest, tensors: Sequence[Tensor] = (), shard: int = 0) -> list[ShardReply]:
         self.sequence[shard] += 1
         self.tag += 1
         return self.shards[shard].handle(self.who, self.tag, self.sequence[shard], self.epoch, request, tensors)
 
-    def look(self, request: Request, tensors: Sequence[Tensor] = (), shard: int = 0) -> Answer:
+    def look(self, request: ServerRequest, tensors: Sequence[Tensor] = (), shard: int = 0) -> ShardReply:
         self.tag += 1
         (answer,) = self.shards[shard].handle(self.who, self.tag, 0, self.epoch, request, tensors)
         return answer
@@ -83,17 +83,17 @@ class Worker:
 
     def declare(self, spec: DenseSpec, values: Mapping[str, Tensor], table: str = "model") -> None:
         for shard in range(len(self.shards)):
-            assert self.order(Declare(table, spec), shard=shard).reply == Done(0)
+            assert self.order(DeclareRequest(table, spec), shard=shard).reply == AckReply(0)
             keys, flats = self.flats(spec, values, shard)
             assert keys is None
-            assert self.order(Put([Slot(table)], fill=True), flats, shard).reply == Done(0)
+            assert self.order(PutRequest([TableSlice(table)], fill=True), flats, shard).reply == AckReply(0)
 
     def flats(
         self, spec: DenseSpec, tensors: Mapping[str, Tensor], shard: int
     ) -> tuple[tuple[int, ...] | None, list[Tensor]]:
-        parts = cut_dense(spec, len(self.shards))[shard]
+        parts = shard_dense(spec, len(self.shards))[shard]
         keys = tuple(key for key, part in enumerate(parts) if part.name in tensors)
-        laid = flat([parts[key] for key in keys], spec)
+        laid = flat_layout([parts[key] for key in keys], spec)
         dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
         flats = [torch.zeros(total, dtype=dtype) for total in laid.totals]
         for key, view in zip(keys, laid.views(flats), strict=True):
@@ -101,33 +101,33 @@ class Worker:
             view.copy_(whole[parts[key].start : parts[key].stop] if whole.dim() else whole)
         return (None if len(keys) == len(parts) else keys), flats
 
-    def push(self, spec: DenseSpec, gradients: Mapping[str, Tensor], table: str = "model", **more: Any) -> list[Answer]:
+    def push(self, spec: DenseSpec, gradients: Mapping[str, Tensor], table: str = "model", **more: Any) -> list[ShardReply]:
         found = []
         for shard in range(len(self.shards)):
             keys, flats = self.flats(spec, gradients, shard)
-            found.append(self.order(Push([Slot(table, keys)], **more), flats, shard))
+            found.append(self.order(PushRequest([TableSlice(table, keys)], **more), flats, shard))
         return found
 
     def contribute(self, spec: DenseSpec, step: int, span: tuple[int, int], gradients: Mapping[str, Tensor]) -> None:
         for shard in range(len(self.shards)):
             keys, flats = self.flats(spec, gradients, shard)
-            answers = self.answers(Contribute(step, span, [Slot("model", keys)]), flats, shard)
-            assert isinstance(answers[0].reply, Done)
+            answers = self.answers(ContributeRequest(step, span, [TableSlice("model", keys)]), flats, shard)
+            assert isinstance(answers[0].reply, AckReply)
 
     def pull(self, spec: DenseSpec, table: str = "model") -> dict[str, Tensor]:
         whole = {name: torch.empty(shape) for name, shape in zip(spec.names, spec.shapes, strict=True)}
         for shard in range(len(self.shards)):
-            answer = self.look(Pull([Slot(table)]), shard=shard)
-            assert isinstance(answer.reply, Values)
-            parts = cut_dense(spec, len(self.shards))[shard]
-            for part, view in zip(parts, flat(parts, spec).views(answer.tensors), strict=True):
+            answer = self.look(PullRequest([TableSlice(table)]), shard=shard)
+            assert isinstance(answer.reply, ValuesReply)
+            parts = shard_dense(spec, len(self.shards))[shard]
+            for part, view in zip(parts, flat_layout(parts, spec).views(answer.tensors), strict=True):
                 target = whole[part.name]
                 (target[part.start : part.stop] if target.dim() else target).copy_(view)
         return whole
 
 
-def shards_of(count: int, **more: Any) -> list[Shard]:
-    return [Shard(shard=number, shards=count, **more) for number in range(count)]
+def shards_of(count: int, **more: Any) -> list[ParameterShard]:
+    return [ParameterShard(shard=number, shards=count, **more) for number in range(count)]
 
 
 def one_worker(optimizer: str = "sgd", count: int = 1, **settings: float | bool) -> tuple[Worker, DenseSpec]:
@@ -140,8 +140,8 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def refused(answer: Answer, code: str) -> str:
-    assert isinstance(answer.reply, Refused), answer.reply
+def refused(answer: ShardReply, code: str) -> str:
+    assert isinstance(answer.reply, RefusedReply), answer.reply
     assert answer.reply.code == code, answer.reply
     return answer.reply.reason
 
@@ -195,17 +195,17 @@ ONE = {"count": [3]}  # integers as gradients and lr=1: a parameter that counts 
 
 
 def counting(workers: int = 1, **more: Any) -> tuple[list[Worker], DenseSpec]:
-    shards = [Shard(**more)]
+    shards = [ParameterShard(**more)]
     crowd = [Worker(shards, number) for number in range(workers)]
     spec = spec_of("sgd", ONE, lr=1.0)
     crowd[0].declare(spec, {"count": torch.zeros(3)})
     return crowd, spec
 
 
-def captured_at(step: int) -> Captured:
+def captured_at(step: int) -> ShardSnapshot:
     tensors = {
         "a": torch.full([1000], float(step)),
         "half": torch.ones(3, dtype=torch.bfloat16),
         "n": torch.tensor(step),
     }
-    return Captured(step=step, version=step, values={"step": step, "who": {7: [b"x", None]}}, tensors=tensors)
+    return ShardSnapshot(step=step, version=step, values={"step": step, "who": {7: [b"x", None]}}, tensors=tensors)

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shoal.numerics.digest import digests
-from shoal.recovery.checkpoint.directory import Checkpoints, Snapshot
-from shoal.report.events import Event, Saved, SaveFailed
-from shoal.worker.checkpointer import Keeper, Live
+from shoal.numerics.digest import tensor_digests
+from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
+from shoal.report.events import Event, CheckpointSaved, SaveFailed
+from shoal.worker.checkpointer import Checkpointer, LiveState
 
 
 def snapshot(step: int, *, weights: dict[str, Tensor] | None = None) -> Snapshot:
@@ -28,7 +28,7 @@ def snapshot(step: int, *, weights: dict[str, Tensor] | None = None) -> Snapshot
 def assert_same(left: Snapshot, right: Snapshot) -> None:
     for part in ("weights", "optimizer", "extra"):
         assert list(getattr(left, part)) == list(getattr(right, part)), "order is part of a digest"
-        assert digests(getattr(left, part).items()) == digests(getattr(right, part).items())
+        assert tensor_digests(getattr(left, part).items()) == tensor_digests(getattr(right, part).items())
     for part in ("step", "aliases", "values", "arithmetic", "fingerprint"):
         assert getattr(left, part) == getattr(right, part)
 
@@ -37,32 +37,32 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def found(checkpoints: Checkpoints) -> tuple[int, list[str]]:
+def found(checkpoints: CheckpointDirectory) -> tuple[int, list[str]]:
     newest = checkpoints.newest()
     assert newest is not None
     return newest.snapshot.step, newest.skipped
 
 
 # ---- the keeper: a run's live objects on one side, checkpoints on the other
-def run_of(size: int = 3) -> Live:
+def run_of(size: int = 3) -> LiveState:
     model = nn.Linear(size, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     parameters = dict(model.named_parameters())
-    return Live(
+    return LiveState(
         model=model, parameters=parameters, optimizer=optimizer, scheduler=None, state={}, arithmetic={}, traits={}
     )
 
 
-def train(live: Live) -> None:
+def train(live: LiveState) -> None:
     for parameter in live.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     live.optimizer.step()
 
 
-def wait(keeper: Keeper) -> None:
-    assert keeper._saver is not None
-    keeper._saver.wait()
+def wait(keeper: Checkpointer) -> None:
+    assert keeper._writer is not None
+    keeper._writer.wait()
 
 
 def told(events: list[Event]) -> list[tuple[str, int]]:
-    return [(type(event).__name__, event.step) for event in events if isinstance(event, Saved | SaveFailed)]
+    return [(type(event).__name__, event.step) for event in events if isinstance(event, CheckpointSaved | SaveFailed)]

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.collectives.group import Alone, Group
-from shoal.job.dataset import open_source
-from shoal.numerics.digest import digests
+from shoal.collectives.group import SoloGroup, WorkerGroup
+from shoal.job.dataset import open_data
+from shoal.numerics.digest import tensor_digests
 from shoal.numerics.lanes import fold
 from shoal.parallel.blocks import find_blocks
-from shoal.parallel.data_parallel import Closure, DataParallel, Outcome, Work
-from shoal.parallel.replica import Replica
+from shoal.parallel.data_parallel import Closure, DataParallel, StepResult, StepInput
+from shoal.parallel.replica import ModelReplica
 from shoal.testing import (
     cross_entropy,
     dropout_net,
@@ -35,26 +35,26 @@ def strategy_for(
     microbatches: int = 1,
     blocks: Sequence[str] | None = None,
     seed: int = 0,
-    group: Group | None = None,
+    group: WorkerGroup | None = None,
     deal: Any = None,
 ) -> DataParallel:
-    replica = Replica(model, find_blocks(model, blocks), seed)
+    replica = ModelReplica(model, find_blocks(model, blocks), seed)
     deal = deal or [(0, lanes)]
-    return DataParallel(replica, group or Alone(), lanes=lanes, microbatches=microbatches, deal=deal)
+    return DataParallel(replica, group or SoloGroup(), lanes=lanes, microbatches=microbatches, assignment=deal)
 
 
 def take_step(
     strategy: DataParallel, data: Batch, closure: Closure, *, batch: int | None = None, step: int = 0
-) -> Outcome:
-    source = open_source(data, seed=0, shuffle=False)
-    work = Work(
+) -> StepResult:
+    source = open_data(data, seed=0, shuffle=False)
+    work = StepInput(
         step=step,
         indices=range(len(data[0])),
-        batch=batch or len(data[0]),
+        batch_size=batch or len(data[0]),
         fetch=lambda indices: source.fetch(indices, 0),
     )
     strategy.compute(work, closure)
-    strategy.meet()
+    strategy.commit()
     return strategy.finish()
 
 
@@ -99,7 +99,7 @@ def in_sequence(lanes: Sequence[Named | None]) -> Named:
 
 def same(left: Named, right: Named) -> bool:
     """To the bit, the sign of zero and what is absent included."""
-    bits = [digests((name, value) for name, value in side.items() if value is not None) for side in (left, right)]
+    bits = [tensor_digests((name, value) for name, value in side.items() if value is not None) for side in (left, right)]
     return left.keys() == right.keys() and bits[0] == bits[1]
 
 
@@ -192,7 +192,7 @@ class Noisy(nn.Module):
         return out
 
 
-def masks(model: Noisy, *, seed: int = 0, step: int = 0, group: Group | None = None, deal: Any = None) -> list[Tensor]:
+def masks(model: Noisy, *, seed: int = 0, step: int = 0, group: WorkerGroup | None = None, deal: Any = None) -> list[Tensor]:
     strategy = strategy_for(model, 4, microbatches=2, seed=seed, group=group, deal=deal)
     take_step(strategy, mlp_data(16), lambda batch: plain_loss(model, batch), step=step)
     return model.notes

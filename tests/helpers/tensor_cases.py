@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shoal.parallel.tensor import Rule
+from shoal.parallel.tensor import TensorRule
 
 B, T, C, H, V = 3, 6, 8, 4, 10
 D = C // H
@@ -255,32 +255,32 @@ def numbers(*shape: int) -> Tensor:
 
 
 X = (B, T, C)
-COLUMN, ROW, VOCAB = Rule("column"), Rule("row"), Rule("vocab")
-QKV = {"c_attn": Rule("column", 3), "c_proj": ROW}
+COLUMN, ROW, VOCAB = TensorRule("column"), TensorRule("row"), TensorRule("vocab")
+QKV = {"c_attn": TensorRule("column", 3), "c_proj": ROW}
 LANGUAGE = {
     "emb": VOCAB,
     "pos": VOCAB,
-    "attn.c_attn": Rule("column", 3),
+    "attn.c_attn": TensorRule("column", 3),
     "attn.c_proj": ROW,
     "mlp.fc1": COLUMN,
     "mlp.fc2": ROW,
     "head": COLUMN,
 }
-MHA = {"attn": Rule("attention", 3), "attn.out_proj": ROW}
+MHA = {"attn": TensorRule("attention", 3), "attn.out_proj": ROW}
 LAYER = {"self_attn": MHA["attn"], "self_attn.out_proj": ROW, "linear1": COLUMN, "linear2": ROW}
 ENCODER = {f"layers.{number}.{name}": rule for number in range(2) for name, rule in LAYER.items()}
 Model = Callable[[], nn.Module]
-Case = tuple[Model, Callable[[], Tensor], Callable[[Any, Tensor], Tensor], dict[str, Rule], dict[str, str]]
+Case = tuple[Model, Callable[[], Tensor], Callable[[Any, Tensor], Tensor], dict[str, TensorRule], dict[str, str]]
 
 
-def case(model: Model, rules: dict[str, Rule], loss: Any = square, x: Any = None, **wanted: str) -> Case:
+def case(model: Model, rules: dict[str, TensorRule], loss: Any = square, x: Any = None, **wanted: str) -> Case:
     return model, x or (lambda: numbers(*X)), loss, rules, {key.replace("__", "."): wanted[key] for key in wanted}
 
 
 CASES: dict[str, Case] = {
     "mlp": case(MLP, {"fc1": COLUMN, "fc2": ROW}),
     "mlp with dropout": case(lambda: MLP(p=0.3), {"fc1": COLUMN, "fc2": ROW}),
-    "glu": case(GLU, {"up": Rule("column", 2), "down": ROW}),
+    "glu": case(GLU, {"up": TensorRule("column", 2), "down": ROW}),
     **{
         f"attention {how}": case(partial(Attention, how), QKV)
         for how in ("flash", "manual", "vit", "einsum", "bmm", "alibi")
@@ -319,7 +319,7 @@ CASES: dict[str, Case] = {
     ),
     "sequence": case(
         LM,
-        {**LANGUAGE, "norm": Rule("sequence"), "mlp.norm": Rule("sequence"), "last": Rule("sequence")},
+        {**LANGUAGE, "norm": TensorRule("sequence"), "mlp.norm": TensorRule("sequence"), "last": TensorRule("sequence")},
         flat_entropy(),
         words,
         norm="sequence",

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from helpers.command import Caller, write_job
-from shoal.driver.auto_layout import Chooser
-from shoal.driver.predict_run import Foresight, Ground, Unpredicted, forecast_of
+from shoal.driver.auto_layout import LayoutChooser
+from shoal.driver.predict_run import RunPredictor, PredictionBasis, NoPrediction, predict_plan
 from shoal.errors import MemoryNeeded, PlanError
-from shoal.parallel.layout import Layout
+from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan, make_plan
 from shoal.planner.cluster import find_cluster
-from shoal.planner.cost.workload import Block, Op, Work
+from shoal.planner.cost.workload import Block, Op, Workload
 from shoal.report.human import size
 
 MB = 10**6
@@ -26,36 +26,36 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 
-def work(parameters: float = 5e6, saved: float = 1e6, flops: float = 1e9) -> Work:
+def work(parameters: float = 5e6, saved: float = 1e6, flops: float = 1e9) -> Workload:
     """Four blocks: 80 MB of weights, 320 MB with gradients and Adam's state."""
     ops = (Op("mm", flops, 1e6), Op("mm", 2 * flops, 2e6, backward=True))
     block = Block(name="block", ops=ops, parameters=parameters, tensors=2, saved=saved, output=1e3)
-    return Work(name="w", blocks=(block,) * 4, samples=4, lanes=4, microbatches=1, batch=16)
+    return Workload(name="w", blocks=(block,) * 4, samples=4, lanes=4, microbatches=1, batch=16)
 
 
-class Told(Foresight):
+class Told(RunPredictor):
     """What is foreseen, without a job."""
 
-    def __init__(self, work: Work | None, cluster: str | None = None) -> None:
-        self.ground = Ground(cluster=find_cluster(cluster or "laptop"), name=cluster or "", named=cluster is not None)
+    def __init__(self, work: Workload | None, cluster: str | None = None) -> None:
+        self.ground = PredictionBasis(cluster=find_cluster(cluster or "laptop"), name=cluster or "", named=cluster is not None)
         self.told = work
         self.job = self.source = None  # type: ignore[assignment]
 
-    def work(self) -> Work:
+    def work(self) -> Workload:
         if self.told is None:
-            raise Unpredicted("it cannot be followed")
+            raise NoPrediction("it cannot be followed")
         return self.told
 
 
 def chooser(
-    foresight: Foresight,
+    foresight: RunPredictor,
     limit: int | None = None,
     need: Callable[[Plan], float] = lambda plan: 0,
     refuse: Callable[[Plan], bool] = lambda plan: False,
-) -> Chooser:
+) -> LayoutChooser:
     """`need`: MB that a worker needs at the least."""
 
-    def make(layout: Layout, *, schedule: str = "1f1b", chunks: int | None = None, recompute: bool = False) -> Plan:
+    def make(layout: ParallelLayout, *, schedule: str = "1f1b", chunks: int | None = None, recompute: bool = False) -> Plan:
         return make_plan(
             lanes=4, workers=layout.workers, layout=layout, schedule=schedule, chunks=chunks, recompute=recompute
         )
@@ -68,7 +68,7 @@ def chooser(
         if refuse(plan):
             raise PlanError("it cannot be cut there")
 
-    return Chooser(foresight=foresight, make=make, check=check, limit=limit)
+    return LayoutChooser(predictor=foresight, make_plan=make, check=check, memory_limit=limit)
 
 
 @pytest.fixture(autouse=True)
@@ -96,15 +96,15 @@ def test_plain_copies_where_they_fit() -> None:
 
 def peak(layout: str, recompute: bool = False) -> int:
     """Bytes, predicted."""
-    found = Layout.read(layout)
+    found = ParallelLayout.parse(layout)
     plan = make_plan(lanes=4, workers=found.workers, layout=found, recompute=recompute)
-    return max(forecast_of(work(), plan, Told(None).ground).peak_bytes)
+    return max(predict_plan(work(), plan, Told(None).ground).peak_bytes)
 
 
 def test_another_layout_where_they_do_not() -> None:
     limit = round(0.8 * peak("data=4"))
     plan, why = chooser(Told(work()), limit=limit).choose(4)
-    assert plan.layout.cuts and plan.layout.exact and plan.workers == 4
+    assert plan.layout.sharded and plan.layout.exact and plan.workers == 4
     assert peak(str(plan.layout), plan.recompute) <= limit
     assert why.startswith("plain copies need ") and why.endswith(f" and a worker has {size(limit)} (--memory)")
 
@@ -150,26 +150,26 @@ def test_a_known_cluster_may_make_another_one_faster_by_much() -> None:
     """Little compute and many parameters: copies would spend their time on sums and updates."""
     heavy, light = work(5e6, flops=1e6), work(1e3, flops=1e10)
     plan, why = chooser(Told(heavy, "laptop")).choose(4)
-    assert plan.layout.cuts and "faster than plain copies (" in why
+    assert plan.layout.sharded and "faster than plain copies (" in why
     assert str(chooser(Told(heavy)).choose(4)[0].layout) == "data=4", "nobody said what it is on"
     assert str(chooser(Told(light, "laptop")).choose(4)[0].layout) == "data=4"
 
 
 def test_fewer_workers_are_fewer_of_the_same_replicas() -> None:
-    old = make_plan(lanes=4, workers=8, layout=Layout.read("data=4,pipeline=2"), schedule="gpipe", recompute=True)
+    old = make_plan(lanes=4, workers=8, layout=ParallelLayout.parse("data=4,pipeline=2"), schedule="gpipe", recompute=True)
     plan = chooser(Told(None)).choose_again(old, left=5, least=1)
     assert (str(plan.layout), plan.schedule, plan.recompute) == ("data=2,pipeline=2", "gpipe", True)
     again = chooser(Told(None)).choose_again
     assert str(again(old, left=1, least=1).layout) == "data=1", "not even one replica"
     with pytest.raises(PlanError, match="5 workers but 4 lanes"):
         again(old, left=5, least=5)
-    shared = make_plan(lanes=4, workers=4, layout=Layout.read("data=4,zero=1"))
+    shared = make_plan(lanes=4, workers=4, layout=ParallelLayout.parse("data=4,zero=1"))
     assert str(again(shared, left=3, least=1).layout) == "data=3", "what is shared by fewer may be too much"
     assert str(again(shared, left=4, least=4).layout) == "data=4,zero=1", "nobody is missing"
 
 
 def test_the_replicas_may_be_impossible_with_more_to_do() -> None:
-    old = make_plan(lanes=4, workers=4, layout=Layout.read("data=2,pipeline=2"))
+    old = make_plan(lanes=4, workers=4, layout=ParallelLayout.parse("data=2,pipeline=2"))
     stuck = chooser(Told(None), refuse=lambda plan: plan.pipeline > 1)
     assert str(stuck.choose_again(old, left=2, least=1).layout) == "data=2"
     with pytest.raises(PlanError, match="it cannot be cut there"):

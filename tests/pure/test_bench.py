@@ -6,13 +6,13 @@ import pytest
 
 from helpers.command import Caller
 from helpers.routes import at
-from shoal.cli.bench import Bench, Sized, Tried, fit_link, pairs, predict, text, usage
-from shoal.collectives.cost_model import Link
-from shoal.collectives.options import read_links
-from shoal.collectives.shm_cost import Memory, Moved, moved, seconds_on_host
+from shoal.cli.bench import BenchResult, SizeTimings, AlgorithmTiming, fit_link, pairs, predict, text, usage
+from shoal.collectives.cost_model import LinkSpeed
+from shoal.collectives.options import parse_links
+from shoal.collectives.shm_cost import MemorySpeed, ShmTraffic, shm_traffic, shm_all_reduce_seconds
 from shoal.collectives.shm_segment import SLOT_BYTES
-from shoal.collectives.topology import Place
-from shoal.collectives.trees import CHUNKS, LEAST_CHUNK, MOST_CHUNK, MOST_CHUNKS, chunk_size
+from shoal.collectives.topology import RankPlace
+from shoal.collectives.trees import CHUNKS, MIN_CHUNK, MAX_CHUNK, MAX_CHUNKS, chunk_size
 from shoal.driver.launchers.lab_network import PAYLOAD, USUAL_LATENCY, links
 from shoal.errors import InputError
 from shoal.planner.cluster import even_cluster, parse_cluster
@@ -22,20 +22,20 @@ from shoal.planner.cluster import even_cluster, parse_cluster
 
 def test_what_an_all_reduce_on_one_host_moves() -> None:
     megabyte = 1 << 20
-    assert moved(1, 64 * megabyte) == Moved(0.0, 0)
+    assert shm_traffic(1, 64 * megabyte) == ShmTraffic(0.0, 0)
     # Two ranks: into the slot (1), then two tensors read and one written (1.5); a turn per slot.
-    assert moved(2, 64 * megabyte) == Moved(2.5, 64 * megabyte // SLOT_BYTES)
+    assert shm_traffic(2, 64 * megabyte) == ShmTraffic(2.5, 64 * megabyte // SLOT_BYTES)
     # Four: in (1), a quarter of five halves, out (1). A little tensor is added up by everybody, in one turn.
-    assert moved(4, 64 * megabyte).copies == 2 + 5 / 8
-    assert moved(4, 4096) == Moved(3.5, 1)
-    memory = Memory(call=1e-3, turn=1e-4, bandwidth=1e9)
-    assert seconds_on_host(1, megabyte, memory) == 0
-    assert seconds_on_host(2, 2 * SLOT_BYTES, memory) == pytest.approx(1e-3 + 1e-4 + 2.5 * 2 * SLOT_BYTES / 1e9)
+    assert shm_traffic(4, 64 * megabyte).copies == 2 + 5 / 8
+    assert shm_traffic(4, 4096) == ShmTraffic(3.5, 1)
+    memory = MemorySpeed(call=1e-3, turn=1e-4, bandwidth=1e9)
+    assert shm_all_reduce_seconds(1, megabyte, memory) == 0
+    assert shm_all_reduce_seconds(2, 2 * SLOT_BYTES, memory) == pytest.approx(1e-3 + 1e-4 + 2.5 * 2 * SLOT_BYTES / 1e9)
 
 
 def test_a_link_is_fitted_by_what_a_longer_stream_takes_more() -> None:
     found = fit_link(5e-5, [(1000, 0.011), (3000, 0.031)])  # 10 ms to begin with, then 100,000 bytes per second
-    assert found == Link(5e-5, pytest.approx(1e5))
+    assert found == LinkSpeed(5e-5, pytest.approx(1e5))
     assert fit_link(5e-5, [(1000, 0.02), (3000, 0.01)]).bandwidth == pytest.approx(3e5)  # noise: no speed below zero
 
 
@@ -55,16 +55,16 @@ def test_every_level_between_ranks_is_measured_by_pairs(text: str, expected: dic
 
 
 def test_chunks_are_worth_a_message_and_let_stages_overlap() -> None:
-    assert chunk_size(100, 400) == LEAST_CHUNK
+    assert chunk_size(100, 400) == MIN_CHUNK
     assert chunk_size(CHUNKS * 300_000, 4 * CHUNKS * 300_000) == 300_000
-    assert chunk_size(1 << 26, 1 << 28) == chunk_size(100, 400, compressed=True) == MOST_CHUNK
-    assert -(-(1 << 36) // chunk_size(1 << 34, 1 << 36)) <= MOST_CHUNKS
+    assert chunk_size(1 << 26, 1 << 28) == chunk_size(100, 400, compressed=True) == MAX_CHUNK
+    assert -(-(1 << 36) // chunk_size(1 << 34, 1 << 36)) <= MAX_CHUNKS
 
 
 def test_predictions_have_a_choice_and_a_reason() -> None:
-    memory = Memory(call=1e-5, turn=1e-5, bandwidth=1e10)
-    seconds, chosen, reason = predict([Place("a")] * 2, {}, memory, 4096)
-    assert seconds == {chosen: seconds_on_host(2, 4096, memory)} and "share a host" in reason
+    memory = MemorySpeed(call=1e-5, turn=1e-5, bandwidth=1e10)
+    seconds, chosen, reason = predict([RankPlace("a")] * 2, {}, memory, 4096)
+    assert seconds == {chosen: shm_all_reduce_seconds(2, 4096, memory)} and "share a host" in reason
     figures = {"host": (1e-4, 1.2e8), "rack": (1e-4, 6e7)}
     seconds, chosen, reason = predict(at("a0 b0 a1 b1"), figures, None, 16 << 20)
     assert chosen == "hierarchical" == min(seconds, key=lambda name: seconds[name])
@@ -73,15 +73,15 @@ def test_predictions_have_a_choice_and_a_reason() -> None:
 
 def test_the_text_shows_predicted_beside_measured_and_how_to_use_the_links() -> None:
     tried = [
-        Tried(way="tree", predicted=1e-3, measured=1e-3),
-        Tried(way="direct", predicted=2e-3, measured=1.2e-3),
+        AlgorithmTiming(algorithm="tree", predicted=1e-3, measured=1e-3),
+        AlgorithmTiming(algorithm="direct", predicted=2e-3, measured=1.2e-3),
     ]
-    found = Bench(
+    found = BenchResult(
         workers=2,
         hosts=["x", "y"],
         racks=["a", "b"],
         links={"host": (1e-4, 1.2e8), "rack": (2e-4, 6e7)},
-        sizes=[Sized(num_bytes=4096, chosen="direct", reason="direct: because", tried=tried)],
+        sizes=[SizeTimings(num_bytes=4096, chosen="direct", reason="direct: because", timings=tried)],
     )
     shown = text(found)
     assert "2 workers on 2 hosts in 2 racks" in shown
@@ -91,7 +91,7 @@ def test_the_text_shows_predicted_beside_measured_and_how_to_use_the_links() -> 
     # What it tells to set is understood by those who read it.
     lines = usage(found.links)
     setting = next(line for line in lines if "SHOAL_LINKS" in line).partition("=")[2].strip("'")
-    assert read_links(setting) == found.links
+    assert parse_links(setting) == found.links
     section = "\n".join([*lines[3:], "[[racks]]", "count = 2", "hosts = 1"])
     assert links(parse_cluster(section))["rack"] == (pytest.approx(2e-4), pytest.approx(6e7 * PAYLOAD))
 
@@ -110,7 +110,7 @@ def test_the_text_shows_predicted_beside_measured_and_how_to_use_the_links() -> 
 )
 def test_links_that_make_no_sense_are_refused(wrong: str, why: str) -> None:
     with pytest.raises(InputError, match="SHOAL_LINKS is") as caught:
-        read_links(wrong)
+        parse_links(wrong)
     assert why in str(caught.value) and "shoal bench collectives" in str(caught.value)
 
 

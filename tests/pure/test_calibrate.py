@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from shoal.errors import InputError
-from shoal.planner.calibration_runs import calibration_of, observe, read_calibration, write_calibration
+from shoal.planner.calibration_runs import load_calibration, observe_run, read_calibration, write_calibration
 from shoal.planner.cluster import Cluster, find_cluster
-from shoal.planner.cost.calibrate import FACTORS, NONE, Calibration, Observed, calibrated, fit
+from shoal.planner.cost.calibrate import FACTORS, NO_CALIBRATION, Calibration, ObservedRun, apply_calibration, fit_calibration
 from shoal.planner.cost.predict import predict
 from shoal.planner.cost.prediction import TERMS
 from shoal.planner.cost.runtime import SHOAL, Runtime
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.workload import Block, Op, Work
+from shoal.planner.cost.workload import Block, Op, Workload
 from shoal.report.run_folder import RunFolder
 
 TRUTH = {"compute": 1.3, "traffic": 0.6, "optimizer": 2.0, "memory": 1.2}
@@ -24,10 +24,10 @@ MORE = 0.003  # seconds of a step
 PREDICTED = {"compute": 0.04, "traffic": 0.01, "optimizer": 0.005, "step": 0.002, "memory": 5e8}
 
 
-def run(name: str = "a", *, steps: int = 1000, cluster: str = "mine.toml", **changes: float) -> Observed:
+def run(name: str = "a", *, steps: int = 1000, cluster: str = "mine.toml", **changes: float) -> ObservedRun:
     measured = {cause: PREDICTED[cause] * TRUTH[cause] for cause in FACTORS}
     measured |= {"step": PREDICTED["step"] + MORE} | changes
-    return Observed(run=name, cluster=cluster, steps=steps, predicted=PREDICTED, measured=measured)
+    return ObservedRun(run=name, cluster=cluster, steps=steps, predicted=PREDICTED, measured=measured)
 
 
 def away(found: Calibration) -> float:
@@ -39,41 +39,41 @@ def away(found: Calibration) -> float:
 
 
 def test_many_runs_find_the_factors() -> None:
-    found = fit([run(str(number)) for number in range(60)])
+    found = fit_calibration([run(str(number)) for number in range(60)])
     assert found.constants == pytest.approx(TRUTH | {"step": MORE}, rel=0.01)
     assert (found.runs, found.cluster) == (60, "mine.toml")
 
 
 def test_one_run_moves_it_less_than_three_and_neither_too_far() -> None:
-    none, one, three = away(NONE), away(fit([run()])), away(fit([run("a"), run("b"), run("c")]))
+    none, one, three = away(NO_CALIBRATION), away(fit_calibration([run()])), away(fit_calibration([run("a"), run("b"), run("c")]))
     assert none > one > three > 0
-    moved = fit([run()])
+    moved = fit_calibration([run()])
     assert all(min(1, TRUTH[name]) < moved.constants[name] < max(1, TRUTH[name]) for name in FACTORS)
     assert 0 < moved.step < MORE
 
 
 def test_a_short_run_says_less_than_a_long_one() -> None:
-    assert away(fit([run(steps=3)])) > away(fit([run(steps=300)]))
+    assert away(fit_calibration([run(steps=3)])) > away(fit_calibration([run(steps=300)]))
 
 
 def test_what_is_small_or_missing_leaves_its_factor() -> None:
-    found = fit([run(optimizer=1e-6, traffic=0.0)])
+    found = fit_calibration([run(optimizer=1e-6, traffic=0.0)])
     assert (found.optimizer, found.traffic) == (1.0, 1.0)
     assert found.step < 0, "a step takes less by what they were predicted to take"
     assert found.compute > 1.1
-    without = Observed(run="a", cluster="x", steps=100, predicted={"compute": 1.0}, measured={"compute": 2.0})
-    assert fit([without]).constants == NONE.constants | {"compute": fit([without]).compute}
+    without = ObservedRun(run="a", cluster="x", steps=100, predicted={"compute": 1.0}, measured={"compute": 2.0})
+    assert fit_calibration([without]).constants == NO_CALIBRATION.constants | {"compute": fit_calibration([without]).compute}
 
 
 def test_one_run_cannot_say_whatever_it_likes() -> None:
-    assert fit([run(compute=1e6)]).compute <= 20
+    assert fit_calibration([run(compute=1e6)]).compute <= 20
 
 
 def test_a_calibrated_prediction_is_calibrated_on_top_of_what_it_used() -> None:
-    first = fit([run()])
+    first = fit_calibration([run()])
     predicted = {name: PREDICTED[name] * first.constants[name] for name in FACTORS}
     again = replace(run(), predicted=predicted | {"step": PREDICTED["step"] + first.step}, used=first)
-    assert fit([again]).constants == pytest.approx(first.constants)
+    assert fit_calibration([again]).constants == pytest.approx(first.constants)
 
 
 def test_it_says_what_it_does() -> None:
@@ -84,18 +84,18 @@ def test_it_says_what_it_does() -> None:
 
 def test_runs_of_another_cluster_are_refused() -> None:
     with pytest.raises(InputError, match=r"run b was predicted for cluster dgx-a100, and mine\.toml is to be"):
-        fit([run("a"), run("b", cluster="dgx-a100")])
+        fit_calibration([run("a"), run("b", cluster="dgx-a100")])
     with pytest.raises(InputError, match="no run to calibrate with"):
-        fit([])
+        fit_calibration([])
 
 
 # -- put to use -------------------------------------------------------------------------------------------------------
 
 
-def work() -> Work:
+def work() -> Workload:
     ops = (Op("mm", 4e9, 8e6), Op("add", 0.0, 3e7), Op("mm", 8e9, 1.6e7, backward=True))
     block = Block(name="block", ops=ops, parameters=4e6, tensors=2, saved=1e6, output=1e6)
-    return Work(name="w", blocks=(block,) * 4, samples=4, lanes=4, microbatches=1, batch=16)
+    return Workload(name="w", blocks=(block,) * 4, samples=4, lanes=4, microbatches=1, batch=16)
 
 
 def lines(cluster: Cluster, runtime: Runtime, setup: Setup) -> dict[str, float]:
@@ -114,7 +114,7 @@ def test_each_factor_changes_what_it_is_named_for_and_nothing_else(name: str) ->
     cluster, runtime = find_cluster("laptop"), replace(SHOAL, step_seconds=1e-3)
     setup = Setup(data=4, batch=16, microbatch=4, lanes=4)
     before = lines(cluster, runtime, setup)
-    after = lines(*calibrated(cluster, runtime, Calibration(**{name: 1.7})), setup)  # type: ignore[arg-type]
+    after = lines(*apply_calibration(cluster, runtime, Calibration(**{name: 1.7})), setup)  # type: ignore[arg-type]
     assert before[name] > 0
     for other in FACTORS:  # what a meeting costs is in two of them
         expected = before[other] * (1.7 if other == name else 1.0)
@@ -123,22 +123,22 @@ def test_each_factor_changes_what_it_is_named_for_and_nothing_else(name: str) ->
 
 def test_what_every_step_takes_is_added() -> None:
     cluster, setup = find_cluster("laptop"), Setup(data=2, batch=16, microbatch=4, lanes=4)
-    more = calibrated(cluster, SHOAL, Calibration(step=0.002))
+    more = apply_calibration(cluster, SHOAL, Calibration(step=0.002))
     assert predict(work(), setup, *more).seconds == pytest.approx(predict(work(), setup, cluster).seconds + 0.002)
-    assert calibrated(cluster, SHOAL, Calibration(step=-0.002))[1].step_seconds == SHOAL.step_seconds == 0
+    assert apply_calibration(cluster, SHOAL, Calibration(step=-0.002))[1].step_seconds == SHOAL.step_seconds == 0
 
 
 def test_the_next_prediction_of_the_same_setup_is_nearer() -> None:
     cluster, setup = find_cluster("laptop"), Setup(data=2, batch=16, microbatch=4, lanes=4)
     runtime = replace(SHOAL, step_seconds=1e-3)
-    truth = lines(*calibrated(cluster, runtime, Calibration(**TRUTH, step=MORE)), setup)  # type: ignore[arg-type]
+    truth = lines(*apply_calibration(cluster, runtime, Calibration(**TRUTH, step=MORE)), setup)  # type: ignore[arg-type]
     errors: list[float] = []
-    runs: list[Observed] = []
+    runs: list[ObservedRun] = []
     for number in range(3):
-        tuned = fit(runs) if runs else NONE
-        told = lines(*calibrated(cluster, runtime, tuned), setup)
+        tuned = fit_calibration(runs) if runs else NO_CALIBRATION
+        told = lines(*apply_calibration(cluster, runtime, tuned), setup)
         errors.append(abs(sum(told.values()) - told["memory"] - (sum(truth.values()) - truth["memory"])))
-        runs.append(Observed(run=str(number), cluster="x", steps=1000, predicted=told, measured=truth, used=tuned))
+        runs.append(ObservedRun(run=str(number), cluster="x", steps=1000, predicted=told, measured=truth, used=tuned))
     assert errors[0] > errors[1] > errors[2]
 
 
@@ -158,7 +158,7 @@ def folder(path: Path, *, cluster: str = "laptop preset", factor: float = 2.0, *
 
 
 def test_runs_are_read_from_their_folders(tmp_path: Path) -> None:
-    found = calibration_of([folder(tmp_path / "a"), folder(tmp_path / "b")], "laptop preset")
+    found = load_calibration([folder(tmp_path / "a"), folder(tmp_path / "b")], "laptop preset")
     assert found.runs == 2
     assert 1.6 < found.compute == found.traffic == found.optimizer < 2
     assert 0.005 < found.step < 0.01
@@ -166,18 +166,18 @@ def test_runs_are_read_from_their_folders(tmp_path: Path) -> None:
 
 
 def test_a_calibration_is_kept_in_a_file(tmp_path: Path) -> None:
-    found = calibration_of([folder(tmp_path / "a")])
+    found = load_calibration([folder(tmp_path / "a")])
     write_calibration(tmp_path / "c.json", found)
-    assert read_calibration(tmp_path / "c.json") == calibration_of([str(tmp_path / "c.json")], "laptop preset") == found
+    assert read_calibration(tmp_path / "c.json") == load_calibration([str(tmp_path / "c.json")], "laptop preset") == found
     with pytest.raises(InputError, match=r"c\.json calibrates cluster laptop preset, and dgx-a100 is to be"):
-        calibration_of([str(tmp_path / "c.json")], "dgx-a100")
+        load_calibration([str(tmp_path / "c.json")], "dgx-a100")
 
 
 def test_a_cluster_file_is_the_same_by_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text("")
     name = folder(tmp_path / "a", cluster="mine.toml")
-    assert calibration_of([name], str(tmp_path / "mine.toml")).runs == 1
+    assert load_calibration([name], str(tmp_path / "mine.toml")).runs == 1
 
 
 def test_runs_that_say_nothing_are_refused(tmp_path: Path) -> None:
@@ -194,9 +194,9 @@ def test_runs_that_say_nothing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "e" / "report.json").write_text("{")
     for name, words in refused:
         with pytest.raises(InputError, match=words):
-            observe(RunFolder(Path(name)))
+            observe_run(RunFolder(Path(name)))
     with pytest.raises(InputError, match="was predicted for cluster laptop preset, and dgx-a100 is to be"):
-        calibration_of([folder(tmp_path / "f")], "dgx-a100")
+        load_calibration([folder(tmp_path / "f")], "dgx-a100")
     (tmp_path / "g.json").write_text('{"compute": "much"}')
     with pytest.raises(InputError, match="is no calibration"):
-        calibration_of([str(tmp_path / "g.json")])
+        load_calibration([str(tmp_path / "g.json")])

@@ -12,20 +12,20 @@ from helpers.job_files import JOB
 from shoal.errors import InputError
 from shoal.report.events import (
     AnyEvent,
-    Changed,
+    MembershipChanged,
     DriverChanged,
-    Recovered,
-    Spent,
-    Steps,
-    StoreAwayFor,
+    RunRecovered,
+    TimeSpent,
+    StepsCommitted,
+    StoreOutage,
     WorkerLost,
     WorkerStarted,
 )
-from shoal.testing.chaos.schedule import Fault, Schedule, make_schedule, read_schedule, read_seconds, victim
-from shoal.testing.chaos.scorecard import Done, Scorecard, answers, lines, make_scorecard, pace
+from shoal.testing.chaos.schedule import ChaosFault, FaultSchedule, make_schedule, read_schedule, read_seconds, victim
+from shoal.testing.chaos.scorecard import InjectedFault, Scorecard, fault_outcomes, scorecard_lines, make_scorecard, step_rate
 
 
-def schedule(**more: Any) -> Schedule:
+def schedule(**more: Any) -> FaultSchedule:
     usual: dict[str, Any] = {"seed": 1, "every": 15.0, "duration": 300.0, "kinds": ["kill", "stop"], "workers": 3}
     return make_schedule(**usual | more)
 
@@ -37,8 +37,8 @@ def test_a_schedule_follows_from_its_seed() -> None:
     assert schedule() == schedule()
     assert schedule().faults != schedule(seed=2).faults
     assert schedule(every=100.0, kinds=["stop"]).faults == [
-        Fault(at=100.0, kind="stop", draw=0.847434),
-        Fault(at=200.0, kind="stop", draw=0.495435),
+        ChaosFault(at=100.0, kind="stop", draw=0.847434),
+        ChaosFault(at=200.0, kind="stop", draw=0.495435),
     ]  # for good: a stored seed is worth nothing if another version plays something else
 
 
@@ -52,7 +52,7 @@ def test_faults_come_at_multiples_and_every_kind_as_often() -> None:
 
 
 def test_a_draw_meets_everybody() -> None:
-    assert [victim(Fault(at=1, kind="kill", draw=draw), [0, 1, 2]) for draw in (0.0, 0.34, 0.999999)] == [0, 1, 2]
+    assert [victim(ChaosFault(at=1, kind="kill", draw=draw), [0, 1, 2]) for draw in (0.0, 0.34, 0.999999)] == [0, 1, 2]
 
 
 def test_a_stored_schedule_can_be_read_again(tmp_path: Path) -> None:
@@ -74,60 +74,60 @@ def test_times_have_units() -> None:
 # -- the scorecard --------------------------------------------------------------------------------------------------
 
 
-def steps(time: float, step: int, count: int, *, leader: bool = True) -> Steps:
-    spent = Spent(compute=0.1 * count)
-    return Steps(
+def steps(time: float, step: int, count: int, *, leader: bool = True) -> StepsCommitted:
+    spent = TimeSpent(compute=0.1 * count)
+    return StepsCommitted(
         time=time, rank=0, step=step, count=count, samples=16 * count, epoch=0, loss=1.0, lanes=(0, 4), spent=spent,
         leader=leader,
     )  # fmt: skip
 
 
-def changed(time: float, epoch: int, members: list[int], lives: list[int]) -> Changed:
-    return Changed(time=time, epoch=epoch, members=members, lives=lives, step=5, reason="so")
+def changed(time: float, epoch: int, members: list[int], lives: list[int]) -> MembershipChanged:
+    return MembershipChanged(time=time, generation=epoch, members=members, incarnations=lives, step=5, reason="so")
 
 
 def test_every_fault_gets_its_answer() -> None:
     done = [
-        Done(time=100.0, at=0, planned=0, kind="kill", pid=1, worker=1, life=0),
-        Done(time=103.0, at=3, planned=3, kind="store", pid=2),
-        Done(time=104.0, at=4, planned=4, kind="driver", pid=3),
-        Done(time=110.0, at=10, planned=10, kind="stop", pid=4, worker=0, life=0),
+        InjectedFault(time=100.0, at=0, planned=0, kind="kill", pid=1, worker=1, incarnation=0),
+        InjectedFault(time=103.0, at=3, planned=3, kind="store", pid=2),
+        InjectedFault(time=104.0, at=4, planned=4, kind="driver", pid=3),
+        InjectedFault(time=110.0, at=10, planned=10, kind="stop", pid=4, worker=0, incarnation=0),
     ]
     told: list[AnyEvent] = [
         DriverChanged(time=106.0, pid=9, host="here"),
         changed(100.2, 2, [0, 2], [0, 0]),  # heard late, after the next driver came
-        Recovered(time=100.3, epoch=2, step=6, seconds=0.2),
-        WorkerLost(time=100.1, rank=1, life=0, host="here", pid=1, noticed="its process ended", code=-9),
+        RunRecovered(time=100.3, generation=2, step=6, seconds=0.2),
+        WorkerLost(time=100.1, rank=1, incarnation=0, host="here", pid=1, detected_by="its process ended", code=-9),
         changed(101.5, 3, [0, 1, 2], [0, 1, 0]),
-        Recovered(time=101.6, epoch=3, step=9, seconds=0.1),
-        StoreAwayFor(time=103.1, rank=0, address="here"),
-        StoreAwayFor(time=103.5, rank=0, address="here", seconds=0.4),
+        RunRecovered(time=101.6, generation=3, step=9, seconds=0.1),
+        StoreOutage(time=103.1, rank=0, address="here"),
+        StoreOutage(time=103.5, rank=0, address="here", seconds=0.4),
     ]
-    kill, store, driver, stop = answers(done, told)
-    assert (kill.noticed, kill.commit, kill.whole) == (0.1, 0.3, 1.5)
-    assert (store.noticed, store.commit, store.whole) == (0.1, None, 0.5)
-    assert (driver.noticed, driver.whole) == (2.0, 2.0)
-    assert (stop.noticed, stop.commit, stop.whole) == (None, None, None)
+    kill, store, driver, stop = fault_outcomes(done, told)
+    assert (kill.noticed, kill.commit, kill.restored) == (0.1, 0.3, 1.5)
+    assert (store.noticed, store.commit, store.restored) == (0.1, None, 0.5)
+    assert (driver.noticed, driver.restored) == (2.0, 2.0)
+    assert (stop.noticed, stop.commit, stop.restored) == (None, None, None)
 
 
 def test_a_cut_is_answered_by_the_side_that_goes_on() -> None:
-    done = [Done(time=100.0, at=0, planned=0, kind="partition", pid=1, worker=0, life=0, seconds=6.0)]
+    done = [InjectedFault(time=100.0, at=0, planned=0, kind="partition", pid=1, worker=0, incarnation=0, seconds=6.0)]
     told: list[AnyEvent] = [
         *(WorkerStarted(time=90.0, rank=rank, pid=rank, host="here", fingerprint="") for rank in range(3)),
         changed(104.9, 2, [0], [0]),  # the victim has the store, so it is the others who are lost
-        Recovered(time=105.0, epoch=2, step=6, seconds=0.2),
+        RunRecovered(time=105.0, generation=2, step=6, seconds=0.2),
         changed(107.0, 3, [0, 2], [0, 1]),
         changed(108.0, 4, [0, 1, 2], [0, 1, 1]),
     ]
-    [cut] = answers(done, told)
-    assert (cut.noticed, cut.commit, cut.whole) == (4.9, 5.0, 8.0)
-    [short] = answers(done, told[:3])
+    [cut] = fault_outcomes(done, told)
+    assert (cut.noticed, cut.commit, cut.restored) == (4.9, 5.0, 8.0)
+    [short] = fault_outcomes(done, told[:3])
     assert short.noticed is None
 
 
 def test_the_pace_is_that_of_leaders_and_counts_no_step_twice() -> None:
     told = [steps(11.0, 10, 10), steps(11.5, 12, 12, leader=False), steps(13.0, 20, 15), steps(15.0, 20, 1)]
-    found = pace(told)
+    found = step_rate(told)
     assert (found.steps, found.seconds) == (20, pytest.approx(3.0))
 
 
@@ -135,7 +135,7 @@ def card(report: dict[str, Any], twin: dict[str, Any]) -> Scorecard:
     usual = {"outcome": "stopped", "steps": 20, "weights_sha256": "a" * 64, "participation": 0.9, "goodput": 0.95}
     return make_scorecard(
         job="job.py", workers=3, seed=1, every=15.0, planned={"kill": 2},
-        done=[Done(time=100.0, at=0, planned=0, kind="kill", pid=1, worker=1, life=0)],
+        injected=[InjectedFault(time=100.0, at=0, planned=0, kind="kill", pid=1, worker=1, incarnation=0)],
         events=[steps(11.0, 10, 10), steps(14.0, 20, 10)], report=usual | report,
         twin_events=[steps(11.0, 10, 10), steps(13.0, 20, 10)], twin_report=usual | twin,
     )  # fmt: skip
@@ -144,8 +144,8 @@ def card(report: dict[str, Any], twin: dict[str, Any]) -> Scorecard:
 def test_a_card_compares_with_the_twin() -> None:
     found = card({"committed": {"redone": 3}}, {})
     assert found.good and found.equal and found.redone == 3
-    assert found.committed == pytest.approx(0.75)  # 20 steps in 4 s, the twin in 3
-    text = "\n".join(lines(found))
+    assert found.relative_rate == pytest.approx(0.75)  # 20 steps in 4 s, the twin in 3
+    text = "\n".join(scorecard_lines(found))
     assert "75.0 %" in text and "1 of 2" in text and "NOT" not in text
 
 
@@ -161,7 +161,7 @@ def test_a_card_compares_with_the_twin() -> None:
 )
 def test_a_card_says_what_is_wrong(report: dict[str, Any], twin: dict[str, Any], trouble: str) -> None:
     found = card(report, twin)
-    assert not found.good and trouble in found.trouble and trouble in lines(found)[-1]
+    assert not found.good and trouble in found.trouble and trouble in scorecard_lines(found)[-1]
 
 
 # -- for real -------------------------------------------------------------------------------------------------------

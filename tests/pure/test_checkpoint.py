@@ -20,26 +20,26 @@ from helpers.snapshots import assert_same, found, names, run_of, snapshot, told,
 from shoal.errors import CheckpointError, InputError, RunFolderError
 from shoal.numerics.digest import tensor_sha256
 from shoal.recovery.checkpoint import directory, manifest
-from shoal.recovery.checkpoint.async_writer import Patience, Saver
-from shoal.recovery.checkpoint.directory import Checkpoints, Snapshot, Written
-from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES, Room
+from shoal.recovery.checkpoint.async_writer import RetryBackoff, AsyncWriter
+from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot, WrittenCheckpoint
+from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES, SnapshotBuffers
 from shoal.report.events import Event
 from shoal.worker import checkpointer as keeping
-from shoal.worker.checkpointer import Keeper
+from shoal.worker.checkpointer import Checkpointer
 
 FILES = ("state.json", "model.safetensors", "optimizer.safetensors", "extra.safetensors", "manifest.json")
 
 
 # ---- round trip
 def test_round_trip(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "deep" / "checkpoints")
+    checkpoints = CheckpointDirectory(tmp_path / "deep" / "checkpoints")
     assert checkpoints.newest() is None
     written = checkpoints.write(snapshot(100))
     assert written.path.name == "step-00000100"
     assert names(written.path) == sorted(FILES)
     assert written.num_bytes == sum((written.path / name).stat().st_size for name in FILES)
     assert len({(written.path / name).stat().st_mode for name in FILES}) == 1, "all readable by the same people"
-    newest = Checkpoints(tmp_path / "deep" / "checkpoints").newest()
+    newest = CheckpointDirectory(tmp_path / "deep" / "checkpoints").newest()
     assert newest is not None
     assert (newest.path, newest.skipped) == (written.path, [])
     assert_same(newest.snapshot, snapshot(100))
@@ -59,7 +59,7 @@ def test_every_bit_of_every_dtype_and_layout_comes_back(tmp_path: Path) -> None:
     weights |= {"view 1": flat[:6], "view 2": flat[3:9], "ß / “name”": torch.ones(1), "": torch.zeros(1)}
     weights["conjugated"] = torch.randn(3, dtype=torch.complex64).conj()
     saved = snapshot(1, weights=weights)
-    loaded = Checkpoints(tmp_path).read(Checkpoints(tmp_path).write(saved).path)
+    loaded = CheckpointDirectory(tmp_path).read(CheckpointDirectory(tmp_path).write(saved).path)
     resolved = {name: tensor.resolve_conj() for name, tensor in weights.items()}
     assert_same(loaded, Snapshot(**{**vars(saved), "weights": resolved}))
     for part in (loaded.weights, loaded.optimizer, loaded.extra):
@@ -72,19 +72,19 @@ def test_every_bit_of_every_dtype_and_layout_comes_back(tmp_path: Path) -> None:
 def test_values_that_json_would_change_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     for values in ({"betas": (0.9, 0.99)}, {"milestones": {30: 1}}, {"best": float("inf")}, {"f": print}):
         with pytest.raises(CheckpointError, match="the snapshot's values"):
-            Checkpoints(tmp_path).write(Snapshot(**{**vars(snapshot(1)), "values": values}))
+            CheckpointDirectory(tmp_path).write(Snapshot(**{**vars(snapshot(1)), "values": values}))
     for tensor in (torch.zeros(2, dtype=torch.complex128), torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")):
         with pytest.raises(CheckpointError, match=r"odd\.weight is a tensor that a checkpoint cannot hold"):
-            Checkpoints(tmp_path).write(snapshot(1, weights={"odd.weight": tensor}))
+            CheckpointDirectory(tmp_path).write(snapshot(1, weights={"odd.weight": tensor}))
     with pytest.raises(CheckpointError, match="__metadata__"):
-        Checkpoints(tmp_path).write(snapshot(1, weights={"__metadata__": torch.ones(1)}))
+        CheckpointDirectory(tmp_path).write(snapshot(1, weights={"__metadata__": torch.ones(1)}))
     assert names(tmp_path) == []
 
 
 # ---- damage
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointDirectory(tmp_path)
     checkpoints.write(snapshot(10))
     checkpoints.write(snapshot(20))
     return tmp_path
@@ -101,13 +101,13 @@ def test_one_flipped_byte_anywhere_is_found_and_the_older_one_loads(two: Path, n
             bad[offset] ^= mask
             path.write_bytes(bad)
             with pytest.raises(CheckpointError, match=r"step-00000020: "):
-                Checkpoints(two).read(path.parent)
-        step, skipped = found(Checkpoints(two))
+                CheckpointDirectory(two).read(path.parent)
+        step, skipped = found(CheckpointDirectory(two))
         assert step == 10
         assert len(skipped) == 1
         assert skipped[0].startswith(f"step-00000020: {name}: ")
     path.write_bytes(good)
-    assert found(Checkpoints(two)) == (20, [])
+    assert found(CheckpointDirectory(two)) == (20, [])
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -116,15 +116,15 @@ def test_a_file_cut_or_lengthened_or_missing_is_found(two: Path, name: str) -> N
     good = path.read_bytes()
     for length in {0, 1, 8, len(good) // 3, len(good) // 2, len(good) - 1}:
         path.write_bytes(good[:length])
-        assert found(Checkpoints(two))[0] == 10, length
+        assert found(CheckpointDirectory(two))[0] == 10, length
     path.write_bytes(good + b"\n")
-    assert found(Checkpoints(two))[0] == 10
+    assert found(CheckpointDirectory(two))[0] == 10
     path.unlink()
-    step, skipped = found(Checkpoints(two))
+    step, skipped = found(CheckpointDirectory(two))
     assert step == 10
     assert name in skipped[0]
     path.mkdir()
-    assert found(Checkpoints(two))[0] == 10
+    assert found(CheckpointDirectory(two))[0] == 10
 
 
 def damage(folder: Path, chance: random.Random) -> set[str]:
@@ -163,12 +163,12 @@ def test_500_torn_or_flipped_checkpoints_are_all_found_and_the_older_one_loads(t
     good = {name: (newer / name).read_bytes() for name in FILES}
     for seed in range(500):
         harmed = damage(newer, random.Random(seed))
-        step, skipped = found(Checkpoints(two))
+        step, skipped = found(CheckpointDirectory(two))
         assert (step, len(skipped)) == (10, 1), f"seed {seed}: {harmed}"
         assert skipped[0].startswith("step-00000020: ") and any(name in skipped[0] for name in harmed), skipped
         for name in harmed:
             (newer / name).write_bytes(good[name])
-    assert found(Checkpoints(two)) == (20, [])
+    assert found(CheckpointDirectory(two)) == (20, [])
 
 
 def test_sizes_are_checked_before_anything_is_read(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,14 +176,14 @@ def test_sizes_are_checked_before_anything_is_read(two: Path, monkeypatch: pytes
         file.truncate(1 << 40)  # a sparse terabyte: reading or allocating it would not end well
     monkeypatch.setattr(manifest, "file_sha256", lambda path: pytest.fail(f"read {path}"))
     with pytest.raises(CheckpointError, match=r"extra\.safetensors: 1,099,511,627,776 bytes, the manifest says \d+"):
-        Checkpoints(two).read(two / "step-00000020")
+        CheckpointDirectory(two).read(two / "step-00000020")
 
 
 def test_if_none_verifies_each_is_listed_with_its_defect(two: Path) -> None:
     (two / "step-00000010" / "state.json").unlink()
     (two / "step-00000020" / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints") as caught:
-        Checkpoints(two).newest()
+        CheckpointDirectory(two).newest()
     assert [line.split(": ")[:2] for line in caught.value.where] == [
         ["step-00000020", "manifest.json"],
         ["step-00000010", "state.json"],
@@ -202,29 +202,29 @@ def test_what_is_not_ours_is_refused_by_name(two: Path) -> None:
     newest = two / "step-00000020"
     reseal(newest, lambda content: content.update(version=2))
     with pytest.raises(CheckpointError, match=r"step-00000020: .*version 2, this Shoal reads 1") as caught:
-        Checkpoints(two).read(newest)
+        CheckpointDirectory(two).read(newest)
     assert "newer Shoal" in (caught.value.fix or "")
     reseal(newest, lambda content: content.update(version=1, format="other-checkpoint"))
     with pytest.raises(CheckpointError, match="format 'other-checkpoint', not 'shoal-checkpoint'"):
-        Checkpoints(two).read(newest)
+        CheckpointDirectory(two).read(newest)
     reseal(newest, lambda content: content.update(format="shoal-checkpoint", files={}))
     with pytest.raises(CheckpointError, match=r"lists \[\]"):
-        Checkpoints(two).read(newest)
+        CheckpointDirectory(two).read(newest)
     foreign = two / "step-00000030"
     foreign.mkdir()
     with pytest.raises(CheckpointError, match=r"step-00000030: no manifest\.json: not a Shoal checkpoint"):
-        Checkpoints(two).read(foreign)
+        CheckpointDirectory(two).read(foreign)
     (two / "model.pt").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match=r"model\.pt: is a file"):
-        Checkpoints(two).read(two / "model.pt")
+        CheckpointDirectory(two).read(two / "model.pt")
     with pytest.raises(CheckpointError, match="nowhere: does not exist"):
-        Checkpoints(two).read(two / "nowhere")
+        CheckpointDirectory(two).read(two / "nowhere")
     shutil.copytree(two / "step-00000010", two / "step-00000040")
     with pytest.raises(CheckpointError, match="step-00000040: its manifest says step 10"):
-        Checkpoints(two).read(two / "step-00000040")
+        CheckpointDirectory(two).read(two / "step-00000040")
     shutil.copytree(two / "step-00000010", two / "best")
-    assert Checkpoints(two).read(two / "best").step == 10
-    assert found(Checkpoints(two))[0] == 10
+    assert CheckpointDirectory(two).read(two / "best").step == 10
+    assert found(CheckpointDirectory(two))[0] == 10
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_a_defect(
@@ -234,33 +234,33 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_a_defect(
 
     def verify_while_the_run_moves_on(path: Path, sealed: manifest.Manifest, files: tuple[str, ...]) -> None:
         monkeypatch.setattr(directory, "verify", real)
-        Checkpoints(two, keep=1).write(snapshot(30))
+        CheckpointDirectory(two, keep=1).write(snapshot(30))
         real(path, sealed, files)
 
     monkeypatch.setattr(directory, "verify", verify_while_the_run_moves_on)
-    assert found(Checkpoints(two)) == (30, [])
+    assert found(CheckpointDirectory(two)) == (30, [])
     assert names(two) == ["step-00000030"]
 
 
 # ---- keeping, replacing, sweeping
 def test_keeps_the_newest(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = CheckpointDirectory(tmp_path, keep=2)
     for step in (5, 10, 15, 100_000_000):
         checkpoints.write(snapshot(step))
     assert names(tmp_path) == ["step-00000015", "step-100000000"]
     assert found(checkpoints) == (100_000_000, [])
-    Checkpoints(tmp_path, keep=1).write(snapshot(100_000_001))
+    CheckpointDirectory(tmp_path, keep=1).write(snapshot(100_000_001))
     assert names(tmp_path) == ["step-100000001"]
     with pytest.raises(InputError, match="keep=0"):
-        Checkpoints(tmp_path, keep=0)
+        CheckpointDirectory(tmp_path, keep=0)
 
 
 def test_after_a_return_to_an_older_one_the_good_ones_stay(tmp_path: Path) -> None:
     for step in (10, 20, 30):
-        Checkpoints(tmp_path, keep=3).write(snapshot(step))
+        CheckpointDirectory(tmp_path, keep=3).write(snapshot(step))
     for step in (20, 30):
         (tmp_path / f"step-{step:08d}" / "model.safetensors").write_bytes(b"")
-    Checkpoints(tmp_path, keep=2).write(snapshot(15))
+    CheckpointDirectory(tmp_path, keep=2).write(snapshot(15))
     assert names(tmp_path) == ["step-00000010", "step-00000015"]
 
 
@@ -270,7 +270,7 @@ def test_nothing_foreign_is_removed(tmp_path: Path) -> None:
     (tmp_path / "step-00000002").write_text("a file")
     for name in ("notes", ".hidden", ".step-00000001.mine"):
         (tmp_path / name).mkdir()
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = CheckpointDirectory(tmp_path, keep=1)
     for step in (1, 2, 3):
         checkpoints.write(snapshot(step))
     assert {"notes", ".hidden", ".step-00000001.mine", "step-00000003"} <= set(names(tmp_path))
@@ -281,14 +281,14 @@ def test_nothing_foreign_is_removed(tmp_path: Path) -> None:
 
 def test_writing_a_step_again_replaces_it(two: Path) -> None:
     again = snapshot(20, weights={"w": torch.full((2,), 7.0)})
-    Checkpoints(two).write(again)
+    CheckpointDirectory(two).write(again)
     assert names(two) == ["step-00000010", "step-00000020"]
-    assert_same(Checkpoints(two).read(two / "step-00000020"), again)
+    assert_same(CheckpointDirectory(two).read(two / "step-00000020"), again)
 
 
 def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = snapshot(20)
-    Checkpoints(tmp_path).write(first)
+    CheckpointDirectory(tmp_path).write(first)
     rename = Path.rename
 
     def crash(self: Path, target: Path) -> Path:
@@ -299,12 +299,12 @@ def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", crash)
         with pytest.raises(KeyboardInterrupt):
-            Checkpoints(tmp_path).write(snapshot(20, weights={"w": torch.ones(1)}))
-    newest = Checkpoints(tmp_path).newest()
+            CheckpointDirectory(tmp_path).write(snapshot(20, weights={"w": torch.ones(1)}))
+    newest = CheckpointDirectory(tmp_path).newest()
     assert newest is not None
     assert newest.path.name.startswith("step-00000020.replaced-")
     assert_same(newest.snapshot, first)
-    Checkpoints(tmp_path).write(snapshot(20))
+    CheckpointDirectory(tmp_path).write(snapshot(20))
     assert names(tmp_path) == ["step-00000020"]
 
 
@@ -325,7 +325,7 @@ def test_files_are_durable_before_the_rename_and_the_manifest_is_last(
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
-    Checkpoints(tmp_path).write(snapshot(1))
+    CheckpointDirectory(tmp_path).write(snapshot(1))
     assert told == [*FILES, "folder", "rename", "parent"]
 
 
@@ -339,7 +339,7 @@ def test_a_failed_write_says_what_is_wrong_and_leaves_no_trace(
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(RunFolderError) as caught:
-        Checkpoints(two).write(snapshot(30))
+        CheckpointDirectory(two).write(snapshot(30))
     message = str(caught.value)
     assert f"the checkpoint of step 30 was not written: {os.strerror(code)}" in message
     assert str(two) in message
@@ -352,26 +352,26 @@ def test_a_failed_write_says_what_is_wrong_and_leaves_no_trace(
 def test_a_folder_that_cannot_be_made_or_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="step 1 was not written: Not a directory"):
-        Checkpoints(tmp_path / "file" / "checkpoints").write(snapshot(1))
+        CheckpointDirectory(tmp_path / "file" / "checkpoints").write(snapshot(1))
     with pytest.raises(RunFolderError, match=r"cannot look for checkpoints in .*file: Not a directory"):
-        Checkpoints(tmp_path / "file").newest()
+        CheckpointDirectory(tmp_path / "file").newest()
 
 
 # ---- saving beside training
 class Told:
     def __init__(self) -> None:
-        self.saved: list[tuple[Written, Snapshot]] = []
+        self.saved: list[tuple[WrittenCheckpoint, Snapshot]] = []
         self.failed: list[tuple[int, Exception]] = []
 
-    def saver(self, checkpoints: Checkpoints) -> Saver:
-        return Saver(
+    def saver(self, checkpoints: CheckpointDirectory) -> AsyncWriter:
+        return AsyncWriter(
             checkpoints,
             on_saved=lambda written, saved: self.saved.append((written, saved)),
             on_failed=lambda step, error: self.failed.append((step, error)),
         )
 
 
-class Blocked(Checkpoints):
+class Blocked(CheckpointDirectory):
     """A disk that takes as long as the test wants."""
 
     def __init__(self, folder: Path) -> None:
@@ -379,7 +379,7 @@ class Blocked(Checkpoints):
         self.begun = threading.Semaphore(0)
         self.go = threading.Semaphore(0)
 
-    def write(self, snapshot: Snapshot) -> Written:
+    def write(self, snapshot: Snapshot) -> WrittenCheckpoint:
         self.begun.release()
         assert self.go.acquire(timeout=60)
         return super().write(snapshot)
@@ -423,7 +423,7 @@ def test_a_failed_write_is_told_and_the_next_one_works(tmp_path: Path) -> None:
         if step == 2:
             obstacle.unlink()
 
-    saver = Saver(Checkpoints(obstacle), lambda written, snapshot: saved.append(snapshot.step), on_failed)
+    saver = AsyncWriter(CheckpointDirectory(obstacle), lambda written, snapshot: saved.append(snapshot.step), on_failed)
     for step in (1, 2, 3):
         saver.save(snapshot(step))
     saver.close()
@@ -435,33 +435,33 @@ def test_a_callback_that_raises_is_not_swallowed(tmp_path: Path) -> None:
     def raises(*_: object) -> None:
         raise ZeroDivisionError
 
-    saver = Saver(Checkpoints(tmp_path), on_saved=raises, on_failed=raises)
+    saver = AsyncWriter(CheckpointDirectory(tmp_path), on_saved=raises, on_failed=raises)
     saver.save(snapshot(1))
     with pytest.raises(ZeroDivisionError):
         saver.close()
 
 
 def test_patience_grows_and_is_forgotten() -> None:
-    patience = Patience()
-    assert not patience.failing and not patience.again(1e9)
+    patience = RetryBackoff()
+    assert not patience.failing and not patience.retry_due(1e9)
     now, waits = 100.0, []
     for _ in range(7):
         patience.failed(now)
-        wait_for = next(seconds for seconds in range(1, 100) if patience.again(now + seconds))
-        assert not patience.again(now + wait_for - 0.5)
+        wait_for = next(seconds for seconds in range(1, 100) if patience.retry_due(now + seconds))
+        assert not patience.retry_due(now + wait_for - 0.5)
         waits.append(wait_for)
         now += wait_for
     assert waits == [1, 2, 4, 8, 16, 30, 30]
     patience.succeeded()
-    assert not patience.failing and not patience.again(now + 1000)
+    assert not patience.failing and not patience.retry_due(now + 1000)
     patience.failed(now)
-    assert patience.again(now + 1)
+    assert patience.retry_due(now + 1)
 
 
 def test_each_cause_is_said_once_and_the_last_failure_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room in the end the run has not been saved, and whoever ends it must know."""
     events: list[Event] = []
-    keeper = Keeper(tmp_path, run_of(), events.append, writes=True)
+    keeper = Checkpointer(tmp_path, run_of(), events.append, writes=True)
     codes = iter([errno.ENOSPC, errno.ENOSPC, errno.EIO, errno.EIO, errno.ENOSPC, errno.ENOSPC])
 
     def fail(*_: object, **__: object) -> None:
@@ -481,7 +481,7 @@ def test_each_cause_is_said_once_and_the_last_failure_always(tmp_path: Path, mon
 def test_who_writes_may_change(tmp_path: Path) -> None:
     threads = threading.active_count()
     live, events = run_of(), list[Event]()
-    keeper = Keeper(tmp_path, live, events.append, writes=False)
+    keeper = Checkpointer(tmp_path, live, events.append, writes=False)
     keeper.save(1, {})
     keeper.export()
     assert names(tmp_path) == [] and threading.active_count() == threads
@@ -497,7 +497,7 @@ def test_who_writes_may_change(tmp_path: Path) -> None:
 
 
 def test_a_room_is_used_again_and_holds_the_same_bits_as_a_copy() -> None:
-    live, room = run_of(), Room()
+    live, room = run_of(), SnapshotBuffers()
     train(live)
     first = live.capture(1, {}, room)
     places = {name: tensor.data_ptr() for name, tensor in (first.weights | first.optimizer).items()}
@@ -505,16 +505,16 @@ def test_a_room_is_used_again_and_holds_the_same_bits_as_a_copy() -> None:
     second, plain = live.capture(2, {}, room), live.capture(2, {})
     assert_same(second, plain)
     assert {name: tensor.data_ptr() for name, tensor in (second.weights | second.optimizer).items()} == places
-    live_places = {tensor.data_ptr() for tensor in (*live.model.parameters(), *live.lend(2, {}).optimizer.values())}
+    live_places = {tensor.data_ptr() for tensor in (*live.model.parameters(), *live.live_snapshot(2, {}).optimizer.values())}
     assert not set(places.values()) & live_places
-    odd = Room()
-    take = odd.take("weights")
+    odd = SnapshotBuffers()
+    take = odd.copier("weights")
     grown = take(torch.ones(4), "a"), torch.randn(3, 5).t(), torch.randn(3, dtype=torch.complex64).conj()
     for name, tensor in zip("bcd", grown, strict=True):
         assert tensor_sha256(take(tensor, name)) == tensor_sha256(tensor.resolve_conj().contiguous())
-    odd.clear()
+    odd.recycle()
     assert take(torch.ones(7), "a").shape == (7,)
-    assert odd.take("extra")(torch.zeros(7), "a").tolist() == [0.0] * 7
+    assert odd.copier("extra")(torch.zeros(7), "a").tolist() == [0.0] * 7
     with pytest.raises(CheckpointError, match="cannot hold"):
         take(torch.zeros(2).to_sparse(), "s")
 
@@ -532,7 +532,7 @@ class Answers:
 def test_workers_that_see_different_checkpoints_look_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "PAUSES", (0.0, 0.0, 0.0))
     live = run_of()
-    keeper = Keeper(tmp_path, live, lambda event: None, writes=True)
+    keeper = Checkpointer(tmp_path, live, lambda event: None, writes=True)
     with pytest.raises(CheckpointError, match="holds no checkpoint to resume from"):
         keeper.resume(Answers(-1))  # type: ignore[arg-type]
     keeper.save(4, {"loss": 1.0})

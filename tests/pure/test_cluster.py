@@ -7,7 +7,7 @@ import pytest
 from helpers.places import DOCS
 from shoal.driver.launchers.lab_network import fabric_links, fabric_rates, picture, summary
 from shoal.errors import InputError
-from shoal.planner.cluster import Cluster, Link, Order, bandwidth_text, deal, even_cluster, latency_text, parse_cluster
+from shoal.planner.cluster import Cluster, ClusterLink, Order, bandwidth_text, assign_workers, even_cluster, latency_text, parse_cluster
 
 LINK = '[links.host]\nbandwidth = "1 Gbit/s"\n'
 FILE = """\
@@ -41,9 +41,9 @@ def test_a_file_says_it_all() -> None:
     first, annex = cluster.racks[0], cluster.racks[2]
     assert first.hosts[0].link.bytes_per_second == 1.25e9
     assert first.hosts[0].link.latency_seconds == pytest.approx(50e-6)
-    assert first.uplink == Link(bytes_per_second=1.875e9)  # 3 × 10 Gbit/s over 2
-    assert annex.hosts[0].link == Link(bytes_per_second=1.25e8)
-    assert annex.uplink == Link(bytes_per_second=6.25e7, latency_seconds=1.5e-3)
+    assert first.uplink == ClusterLink(bytes_per_second=1.875e9)  # 3 × 10 Gbit/s over 2
+    assert annex.hosts[0].link == ClusterLink(bytes_per_second=1.25e8)
+    assert annex.uplink == ClusterLink(bytes_per_second=6.25e7, latency_seconds=1.5e-3)
     assert annex.oversubscription == 4
     assert [host.workers for host in cluster.hosts] == [2] * 6 + [1] * 2
     assert cluster.workers == 14
@@ -120,11 +120,11 @@ UNEVEN = parse_cluster(LINK + "[[racks]]\nhosts = 2\n[[racks]]\nhosts = ['big']\
     ],
 )
 def test_workers_are_dealt(cluster: Cluster, workers: int, order: Order, hosts: str) -> None:
-    assert " ".join(slot.host.name for slot in deal(cluster, workers, order)) == hosts
+    assert " ".join(slot.host.name for slot in assign_workers(cluster, workers, order)) == hosts
 
 
 def test_a_slot_knows_who_it_is_on_its_host() -> None:
-    slots = deal(TWO_BY_TWO, 6, "interleaved")
+    slots = assign_workers(TWO_BY_TWO, 6, "interleaved")
     assert [(slot.local_rank, slot.local_size) for slot in slots] == [(0, 2), (0, 2), (0, 1), (0, 1), (1, 2), (1, 2)]
     assert [(slot.host_rank, slot.host_count) for slot in slots] == [(n, 4) for n in (0, 1, 2, 3, 0, 1)]
 

@@ -12,9 +12,9 @@ from shoal.errors import InputError
 from shoal.planner.cluster import (
     Cluster,
     Device,
-    Host,
-    Inside,
-    Link,
+    ClusterHost,
+    HostInterconnect,
+    ClusterLink,
     Rack,
     cluster_text,
     find_cluster,
@@ -86,12 +86,12 @@ def test_a_file_says_what_computes_and_what_connects() -> None:
         name="ours", peak={"fp32": 20e12, "bf16": 100e12}, memory=24_000_000_000, memory_bandwidth=900e9, price=0.8,
         efficiency=0.7, half_flops=2e9, overhead=4e-6, reserved=1 << 30,
     )  # fmt: skip
-    between = Link(bytes_per_second=20e9, latency_seconds=2e-6)
-    pcie = Link(bytes_per_second=16e9)
-    assert host.inside == Inside(link=pcie, kind="pcie", shared=True, sockets=2, between=between)
+    between = ClusterLink(bytes_per_second=20e9, latency_seconds=2e-6)
+    pcie = ClusterLink(bytes_per_second=16e9)
+    assert host.interconnect == HostInterconnect(link=pcie, kind="pcie", shared=True, sockets=2, between=between)
     assert (host.devices, host.workers, host.cards) == (4, 4, 2)
-    assert host.link == Link(bytes_per_second=6.25e9, latency_seconds=15e-6, efficiency=0.9)
-    assert first.uplink == Link(bytes_per_second=3 * 6.25e9 / 4, efficiency=0.9)
+    assert host.link == ClusterLink(bytes_per_second=6.25e9, latency_seconds=15e-6, efficiency=0.9)
+    assert first.uplink == ClusterLink(bytes_per_second=3 * 6.25e9 / 4, efficiency=0.9)
     assert [(host.name, host.devices, host.workers) for host in old.hosts] == [
         ("big", 4, 4),
         ("oldh1", 1, 2),
@@ -99,7 +99,7 @@ def test_a_file_says_what_computes_and_what_connects() -> None:
     ]
     assert {host.device.price for host in old.hosts if host.device} == {1.1}
     assert {host.device.memory for host in old.hosts if host.device} == {16_000_000_000}
-    assert old.hosts[1].inside is None and old.hosts[1].link.bytes_per_second == 125e6
+    assert old.hosts[1].interconnect is None and old.hosts[1].link.bytes_per_second == 125e6
     assert cluster.devices == 6 * 4 + 4 + 2
 
 
@@ -113,11 +113,11 @@ def test_figures_of_a_probe_survive_to_the_last_bit() -> None:
     rates = {"aten.gelu": 2e9 / 3, "conv 2d": 7e7}
     device = Device(name="core.of-this", peak={"fp32": 1e11 / 3}, memory=4_123_456_789, memory_bandwidth=1e10 / 7,
                     half_flops=0.0, overhead=1 / 3e5, crowded=1.37, rates=rates)  # fmt: skip
-    inside = Inside(link=Link(bytes_per_second=1e10 / 9, latency_seconds=1e-5 / 7), kind="memory", shared=True)
-    link = Link(bytes_per_second=1e9 / 7)
-    host = Host(name="here", rack="r0", workers=2, devices=2, device=device, inside=inside, link=link, cards=3)
-    far = replace(host, name="there", link=Link(bytes_per_second=1e9 / 11, efficiency=0.123456789))
-    cluster = Cluster(racks=(Rack(name="r0", hosts=(host, far), uplink=Link(bytes_per_second=1e8 / 3)),))
+    inside = HostInterconnect(link=ClusterLink(bytes_per_second=1e10 / 9, latency_seconds=1e-5 / 7), kind="memory", shared=True)
+    link = ClusterLink(bytes_per_second=1e9 / 7)
+    host = ClusterHost(name="here", rack="r0", workers=2, devices=2, device=device, interconnect=inside, link=link, cards=3)
+    far = replace(host, name="there", link=ClusterLink(bytes_per_second=1e9 / 11, efficiency=0.123456789))
+    cluster = Cluster(racks=(Rack(name="r0", hosts=(host, far), uplink=ClusterLink(bytes_per_second=1e8 / 3)),))
     assert parse_cluster(cluster_text(cluster)) == cluster
 
 

@@ -11,19 +11,19 @@ import pytest
 from helpers.places import GOLDEN
 from shoal.cli.cluster_text import narrowest, text
 from shoal.cli.main import main
-from shoal.cli.parser import Parser, cluster_of, cluster_options, cluster_words, clusters_of
+from shoal.cli.parser import CommandParser, cluster_of, cluster_options, cluster_label, clusters_of
 from shoal.errors import InputError
 from shoal.planner.cluster import (
     Cluster,
-    Link,
-    Tier,
-    deal,
+    ClusterLink,
+    LinkTier,
+    assign_workers,
     find_cluster,
     find_device,
     laptop,
     parse_cluster,
     presets,
-    resized,
+    resize_cluster,
     tiers,
 )
 from shoal.planner.cluster.local_machine import cores, memory_bytes, this_machine
@@ -37,7 +37,7 @@ def table(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(lines))
 
 
-def named(tier: str, cluster: str, **size: int) -> Tier:
+def named(tier: str, cluster: str, **size: int) -> LinkTier:
     return next(found for found in tiers(find_cluster(cluster, **size)) if found.name == tier)
 
 
@@ -58,15 +58,15 @@ def test_every_cluster_of_the_table_has_its_figures(row: dict[str, str]) -> None
     found = {tier.name: tier for tier in tiers(find_cluster(name, hosts=4))}
     host = found["host"]
     assert host.size == 4 * each
-    assert host.each / 1e9 == pytest.approx(float(row["inter_unidir_gbs_per_device"]), rel=0.01)
+    assert host.shared_bandwidth / 1e9 == pytest.approx(float(row["inter_unidir_gbs_per_device"]), rel=0.01)
     card = float(row["nic_gbps"]) / 8 * max(1, int(row["nics_per_node"]) / each)
-    assert host.alone / 1e9 == pytest.approx(card)
+    assert host.single_bandwidth / 1e9 == pytest.approx(card)
     assert (host.latency, host.efficiency) == (float(row["inter_alpha_us"]) / 1e6, float(row["inter_eff"]))
     if each == 1:
         assert "inside" not in found
         return
     inside = found["inside"]
-    assert (inside.size, inside.each / 1e9) == (each, float(row["intra_unidir_gbs"]))
+    assert (inside.size, inside.shared_bandwidth / 1e9) == (each, float(row["intra_unidir_gbs"]))
     assert (inside.latency, inside.efficiency) == (float(row["intra_alpha_us"]) / 1e6, float(row["intra_eff"]))
 
 
@@ -99,13 +99,13 @@ def test_two_hosts_of_ten_through_an_uplink_of_ten_are_two_to_one() -> None:
     cluster = parse_cluster(LINK + '[links.rack]\nbandwidth = "10 Gbit/s"\n[[racks]]\ncount = 2\nhosts = 2')
     assert [rack.oversubscription for rack in cluster.racks] == [2, 2]
     host, rack = tiers(cluster)
-    assert (host.alone, host.each) == (1.25e9, 1.25e9)
-    assert (rack.alone, rack.each) == (1.25e9, 0.625e9)
+    assert (host.single_bandwidth, host.shared_bandwidth) == (1.25e9, 1.25e9)
+    assert (rack.single_bandwidth, rack.shared_bandwidth) == (1.25e9, 0.625e9)
 
 
 def test_a_terabyte_over_two_hundred_gigabits_takes_forty_seconds() -> None:
-    assert Link(bytes_per_second=25e9).seconds(1e12) == 40
-    assert Link(bytes_per_second=25e9, latency_seconds=1.5).seconds(1e12) == 41.5
+    assert ClusterLink(bytes_per_second=25e9).seconds(1e12) == 40
+    assert ClusterLink(bytes_per_second=25e9, latency_seconds=1.5).seconds(1e12) == 41.5
 
 
 # -- tiers ------------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_the_tiers_of_the_picture() -> None:
         count = 2
         hosts = 4
     """)
-    assert [(tier.name, tier.size, tier.latency, tier.alone / 1e9, tier.each / 1e9) for tier in tiers(cluster)] == [
+    assert [(tier.name, tier.size, tier.latency, tier.single_bandwidth / 1e9, tier.shared_bandwidth / 1e9) for tier in tiers(cluster)] == [
         ("inside", 8, 7e-6, 300, 300),
         ("host", 32, 15e-6, 25, 25),
         ("rack", 64, 20e-6, 25, 6.25),
@@ -140,14 +140,14 @@ def test_shared_links_sockets_and_what_is_narrowest() -> None:
         hosts = 1
         {}"""
     inside, socket = tiers(parse_cluster(text.format(8, "true", "")))
-    assert (inside.size, inside.alone, inside.each) == (4, 16e9, 4e9)
-    assert (socket.size, socket.alone, socket.each) == (8, 16e9, 4e9)
+    assert (inside.size, inside.single_bandwidth, inside.shared_bandwidth) == (4, 16e9, 4e9)
+    assert (socket.size, socket.single_bandwidth, socket.shared_bandwidth) == (8, 16e9, 4e9)
     inside, socket = tiers(parse_cluster(text.format(8, "false", "")))
-    assert (inside.each, socket.alone, socket.each) == (16e9, 16e9, 5e9)
+    assert (inside.shared_bandwidth, socket.single_bandwidth, socket.shared_bandwidth) == (16e9, 16e9, 5e9)
     unequal = tiers(
         parse_cluster(text.format(8, "false", "[[racks]]\nhosts = 2\ndevices = 4\nlink = { bandwidth = '1 Gb/s' }"))
     )
-    assert [(tier.name, tier.size, tier.each) for tier in unequal] == [
+    assert [(tier.name, tier.size, tier.shared_bandwidth) for tier in unequal] == [
         ("inside", 2, 16e9), ("socket", 4, 5e9), ("host", 8, 31.25e6), ("rack", 16, 31.25e6),
     ]  # fmt: skip
     assert tiers(find_cluster("lab-10g")) == ()
@@ -156,7 +156,7 @@ def test_shared_links_sockets_and_what_is_narrowest() -> None:
 def test_a_lab_has_tiers_though_nobody_said_what_computes() -> None:
     cluster = parse_cluster(LINK + "[hosts]\nworkers = 2\n[[racks]]\nhosts = 2")
     assert [(tier.name, tier.size) for tier in tiers(cluster)] == [("inside", 2), ("host", 4)]
-    assert tiers(cluster.with_workers(3))[1].each == 1.25e9 / 3
+    assert tiers(cluster.with_workers(3))[1].shared_bandwidth == 1.25e9 / 3
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_other_sizes() -> None:
     pods = find_cluster("meta-grand-teton", hosts=800)
     assert [len(rack.hosts) for rack in pods.racks] == [384, 384, 32]
     assert {round(rack.oversubscription, 9) for rack in pods.racks} == {7}
-    assert named("rack", "meta-grand-teton", hosts=768).each == pytest.approx(50e9 / 7)
+    assert named("rack", "meta-grand-teton", hosts=768).shared_bandwidth == pytest.approx(50e9 / 7)
     assert find_cluster("dgx-h100", hosts=2, workers=4).workers == 8
     with pytest.raises(InputError, match="2 hosts in 3 racks"):
         find_cluster("dgx-h100", hosts=2, racks=3)
@@ -188,7 +188,7 @@ def test_a_file_of_another_size(tmp_path: Path) -> None:
 
 def test_sixteen_thousand_devices_are_dealt() -> None:
     cluster = find_cluster("meta-grand-teton", hosts=2048)
-    slots = deal(cluster, cluster.workers)
+    slots = assign_workers(cluster, cluster.workers)
     assert len(slots) == 16_384
     assert (slots[-1].local_rank, slots[-1].host_rank, slots[-1].host_count) == (7, 2047, 2048)
 
@@ -198,12 +198,12 @@ def test_this_machine_is_a_guess_of_the_right_size() -> None:
     (host,) = cluster.hosts
     assert host.devices == host.workers == cores() and host.device is not None
     assert host.device.memory == memory_bytes() // cores()
-    assert laptop(1, 1000).hosts[0].inside is None
-    assert len(resized(cluster, 3).hosts) == 3
+    assert laptop(1, 1000).hosts[0].interconnect is None
+    assert len(resize_cluster(cluster, 3).hosts) == 3
 
 
 def given(*words: str) -> argparse.Namespace:
-    parser = Parser(prog="x")
+    parser = CommandParser(prog="x")
     cluster_options(parser)
     found: argparse.Namespace = parser.parse_args(words)
     return found
@@ -212,9 +212,9 @@ def given(*words: str) -> argparse.Namespace:
 def test_commands_ask_for_a_cluster_in_one_way() -> None:
     assert cluster_of(given("--cluster", "dgx-h100", "--hosts", "128")).devices == 1024
     assert [one.devices for one in clusters_of(given("--cluster", "dgx-h100", "--hosts", "1,2,4"))] == [8, 16, 32]
-    assert cluster_words(given("--cluster", "dgx-h100", "--hosts", "2")) == "cluster dgx-h100: 2 hosts, 16 devices"
+    assert cluster_label(given("--cluster", "dgx-h100", "--hosts", "2")) == "cluster dgx-h100: 2 hosts, 16 devices"
     assert cluster_of(given()) == this_machine()
-    assert "this machine" in cluster_words(given()) and "guessed" in cluster_words(given())
+    assert "this machine" in cluster_label(given()) and "guessed" in cluster_label(given())
     with pytest.raises(InputError, match="--hosts 1,2: one number is wanted here"):
         cluster_of(given("--cluster", "dgx-h100", "--hosts", "1,2"))
     for wrong in ("0", "two", "1,,2", "-1"):

@@ -13,22 +13,22 @@ from shoal.cli import compare
 from shoal.cli.compare_text import charts, text, thinned
 from shoal.driver.outcome import RunFailed
 from shoal.job.job import Job
-from shoal.report.aggregate import Tally
+from shoal.report.aggregate import RunTally
 from shoal.report.chart import round_ticks
-from shoal.report.compare_runs import Compared, Point, best, loss_at, read_compared
+from shoal.report.compare_runs import ComparedRun, LossPoint, best, loss_at, read_compared_run
 from shoal.report.events import (
     AnyEvent,
-    Evaluated,
-    Finished,
+    ModelEvaluated,
+    WorkerFinished,
     RunStarted,
-    Served,
+    ServerReported,
     ServerStarted,
-    Spent,
-    Steps,
+    TimeSpent,
+    StepsCommitted,
     WorkerStarted,
 )
 from shoal.report.run_folder import RunFolder
-from shoal.report.summarize import report
+from shoal.report.summarize import summarize_run
 
 SHA256 = "ab" * 32
 
@@ -39,7 +39,7 @@ def events_of(sync: str, losses: Sequence[float], *, step_seconds: float, target
     events: list[AnyEvent] = [
         RunStarted(
             time=100.0, run="x", job="digits.py", workers=2, layout="data=2", lanes=4, exact=sync in ("", "sync"),
-            steps=10 * len(losses), steps_per_epoch=20, servers=servers, sync=sync,
+            steps=10 * len(losses), steps_per_epoch=20, servers=servers, sync_mode=sync,
         ),
     ]  # fmt: skip
     events.append(WorkerStarted(time=100.5, rank=0, pid=8, host="h", fingerprint="f00d"))
@@ -48,7 +48,7 @@ def events_of(sync: str, losses: Sequence[float], *, step_seconds: float, target
     for number, loss in enumerate(losses, 1):
         time = 101.0 + 10 * number * step_seconds
         events.append(
-            Steps(
+            StepsCommitted(
                 time=time,
                 rank=0,
                 step=10 * number,
@@ -57,7 +57,7 @@ def events_of(sync: str, losses: Sequence[float], *, step_seconds: float, target
                 epoch=0,
                 loss=loss,
                 lanes=(0, 2),
-                spent=Spent(compute=10 * step_seconds),
+                spent=TimeSpent(compute=10 * step_seconds),
                 leader=True,
             )
         )
@@ -65,16 +65,16 @@ def events_of(sync: str, losses: Sequence[float], *, step_seconds: float, target
             metrics: dict[str, float | None] = {"loss": 0.2, "accuracy": 0.975}
             reached = True
             events.append(
-                Evaluated(time=time, step=10 * number, epoch=0, metrics=metrics, seconds=0.1, target_reached=reached)
+                ModelEvaluated(time=time, step=10 * number, epoch=0, metrics=metrics, seconds=0.1, target_reached=reached)
             )
     if servers:
         staleness = {0: 10, 1: 30} if sync != "sync" else {}
         refused = {"late": 4, "gap": 3} if sync.startswith("quorum") else {}
         events.append(
-            Served(time=time, shard=0, version=30, updates=30, staleness=staleness, refused=refused, busy_seconds=1.0)
+            ServerReported(time=time, shard=0, version=30, updates=30, staleness=staleness, refused=refused, busy_seconds=1.0)
         )
     steps = 10 * len(losses)
-    finished = Finished(
+    finished = WorkerFinished(
         time=time, rank=0, step=steps, samples=32 * steps, weights_sha256=SHA256, final_loss=losses[-1], metrics={}
     )
     return [*events, finished]
@@ -90,12 +90,12 @@ def make_run(
     target_at: int | None = None,
     target: str | None = "accuracy >= 0.97",
 ) -> Path:
-    tally = Tally()
+    tally = RunTally()
     with RunFolder.create(root / name) as folder:
         for event in events_of(sync, losses, step_seconds=step_seconds, target_at=target_at):
             folder.append_event(event)
             tally.add(event)
-        folder.write_json(folder.report, report(tally, target=target, folder=str(folder.path)))
+        folder.write_json(folder.report, summarize_run(tally, target=target, folder=str(folder.path)))
     return root / name
 
 
@@ -150,9 +150,9 @@ def test_whoever_reaches_the_target_first_is_best(call: Caller, tmp_path: Path) 
 
 
 def test_an_exact_run_is_preferred_where_it_comes_near() -> None:
-    def run(name: str, seconds: float, exact: bool) -> Compared:
-        return Compared(
-            run=name, folder=name, job="j", workers=2, mode=name, outcome="done", steps=1, seconds=9.0,
+    def run(name: str, seconds: float, exact: bool) -> ComparedRun:
+        return ComparedRun(
+            run=name, folder=name, job="j", workers=2, sync_mode=name, outcome="done", steps=1, seconds=9.0,
             target="t", target_seconds=seconds, exact=exact,
         )  # fmt: skip
 
@@ -186,13 +186,13 @@ def test_only_the_last_sitting_of_a_run_is_drawn(tmp_path: Path) -> None:
     before = events_of("", (9.0, 8.0), step_seconds=1.0, target_at=None)
     lines = (path / "events.jsonl").read_bytes()
     (path / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in before) + lines)
-    assert [point.loss for point in read_compared(RunFolder(path)).curve] == [2.0, 1.0, 0.5]
+    assert [point.loss for point in read_compared_run(RunFolder(path)).loss_curve] == [2.0, 1.0, 0.5]
 
 
 def test_without_events_the_report_s_losses_are_drawn(tmp_path: Path) -> None:
     path = make_run(tmp_path, "aaaa")
     (path / "events.jsonl").unlink()
-    assert read_compared(RunFolder(path)).curve == [Point(1.0, 10, 2.0), Point(2.0, 20, 1.0), Point(3.0, 30, 0.5)]
+    assert read_compared_run(RunFolder(path)).loss_curve == [LossPoint(1.0, 10, 2.0), LossPoint(2.0, 20, 1.0), LossPoint(3.0, 30, 0.5)]
 
 
 def test_an_older_report_can_be_compared(call: Caller, tmp_path: Path) -> None:
@@ -208,11 +208,11 @@ def test_a_picture_has_both_charts(call: Caller, tmp_path: Path, three: list[str
     call.good("compare", *three, "--chart", tmp_path / "out.svg")
     picture = (tmp_path / "out.svg").read_text()
     assert picture.startswith("<?xml")
-    assert len(charts([read_compared(RunFolder(tmp_path / "runs" / name)) for name in three])) == 2
+    assert len(charts([read_compared_run(RunFolder(tmp_path / "runs" / name)) for name in three])) == 2
 
 
 def test_runs_without_losses_have_a_table_and_no_chart(tmp_path: Path) -> None:
-    runs = [read_compared(RunFolder(make_run(tmp_path, name))) for name in ("aaaa", "bbbb")]
+    runs = [read_compared_run(RunFolder(make_run(tmp_path, name))) for name in ("aaaa", "bbbb")]
     bare = [msgspec.structs.replace(run, curve=[]) for run in runs]
     assert charts(bare) == [] and best(bare) is None
     assert "Loss against" not in text(bare, width=100)
@@ -222,8 +222,8 @@ def test_a_long_curve_is_drawn_by_means() -> None:
     line = [(float(x), float(x % 2)) for x in range(1000)]
     found = thinned(line, 999.0, 10)
     assert len(found) == 10 and all(y == pytest.approx(0.5, abs=0.01) for _, y in found)
-    assert loss_at([Point(float(n), n, float(n % 2)) for n in range(100)], 99.0) == 0.5
-    assert loss_at([Point(5.0, 1, 1.0)], 4.0) is None
+    assert loss_at([LossPoint(float(n), n, float(n % 2)) for n in range(100)], 99.0) == 0.5
+    assert loss_at([LossPoint(5.0, 1, 1.0)], 4.0) is None
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from shoal.collectives.compression import (
     COMPRESSORS,
     Compressor,
     ErrorFeedback,
-    Meter,
-    for_level,
-    read_compression,
-    read_compressor,
+    CompressionStats,
+    compressor_for_level,
+    parse_compression,
+    parse_compressor,
 )
-from shoal.collectives.compression.stats import EVERY
+from shoal.collectives.compression.stats import ERROR_INTERVAL
 from shoal.errors import InputError, MismatchError
 
 PAGE = DOCS / "compression.md"
@@ -46,7 +46,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("word", BARE + FED)
 def test_a_payload_has_the_length_that_its_count_says(word: str) -> None:
-    compressor = read_compressor(word)
+    compressor = parse_compressor(word)
     for count in COUNTS:
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             payload = compressor.encode(noise(count).to(dtype), (count, str(dtype)))
@@ -57,7 +57,7 @@ def test_a_payload_has_the_length_that_its_count_says(word: str) -> None:
 
 def test_bytes_are_what_the_price_says() -> None:
     count = 1 << 20
-    lengths = {word: read_compressor(word).payload_bytes(count) for word in BARE}
+    lengths = {word: parse_compressor(word).payload_bytes(count) for word in BARE}
     assert lengths == {
         "fp16": 2 * count,
         "bf16": 2 * count,
@@ -71,7 +71,7 @@ def test_bytes_are_what_the_price_says() -> None:
 
 @pytest.mark.parametrize("word", BARE)
 def test_a_payload_may_start_anywhere_in_its_buffer(word: str) -> None:
-    compressor, flat = read_compressor(word), noise(1000)
+    compressor, flat = parse_compressor(word), noise(1000)
     payload = compressor.encode(flat, 0)
     for offset in (1, 2, 4):
         buffer = torch.zeros(offset + payload.numel(), dtype=torch.uint8)
@@ -82,7 +82,7 @@ def test_a_payload_may_start_anywhere_in_its_buffer(word: str) -> None:
 @pytest.mark.parametrize("word", BARE)
 def test_a_payload_does_not_change_with_the_tensor(word: str) -> None:
     flat = noise(1000).to(torch.bfloat16)
-    payload = read_compressor(word).encode(flat, 0)
+    payload = parse_compressor(word).encode(flat, 0)
     before = payload.clone()
     flat.zero_()
     assert torch.equal(payload, before)
@@ -90,7 +90,7 @@ def test_a_payload_does_not_change_with_the_tensor(word: str) -> None:
 
 def test_a_payload_of_another_length_is_refused_with_both_lengths() -> None:
     with pytest.raises(MismatchError, match=r"999 bytes came for 1,000 elements, but int8 makes 1,016") as caught:
-        read_compressor("int8").decode(torch.zeros(999, dtype=torch.uint8), 1000)
+        parse_compressor("int8").decode(torch.zeros(999, dtype=torch.uint8), 1000)
     assert "--compress" in str(caught.value)
 
 
@@ -98,7 +98,7 @@ def test_a_payload_of_another_length_is_refused_with_both_lengths() -> None:
 def test_a_place_that_is_not_there_cannot_be_written_to(place: int) -> None:
     payload = torch.tensor([place, 0], dtype=torch.int32).view(torch.uint8)
     with pytest.raises(RuntimeError, match="out of bounds"):
-        read_compressor("topk-feedback").decode(payload, 100)
+        parse_compressor("topk-feedback").decode(payload, 100)
 
 
 # -- error ----------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def gradients(draw: st.DrawFn) -> Tensor:
 @settings(max_examples=40)
 @given(flat=gradients())
 def test_each_element_is_as_close_as_the_price_says(word: str, flat: Tensor) -> None:
-    error = (through(read_compressor(word), flat).double() - flat.double()).abs()
+    error = (through(parse_compressor(word), flat).double() - flat.double()).abs()
     assert bool((error <= 1.001 * ELEMENTWISE[word](flat) + 1e-37).all())
 
 
@@ -140,12 +140,12 @@ def test_each_element_is_as_close_as_the_price_says(word: str, flat: Tensor) -> 
 @settings(max_examples=40)
 @given(flat=gradients())
 def test_the_whole_is_as_close_as_the_price_says(word: str, flat: Tensor) -> None:
-    assert distance(through(read_compressor(word), flat), flat) <= BY_NORM[word] * float(flat.norm()) * 1.0001
+    assert distance(through(parse_compressor(word), flat), flat) <= BY_NORM[word] * float(flat.norm()) * 1.0001
 
 
 @pytest.mark.parametrize("word", BARE)
 def test_zero_stays_zero_and_tiny_does_not_explode(word: str) -> None:
-    compressor = read_compressor(word)
+    compressor = parse_compressor(word)
     assert torch.equal(through(compressor, torch.zeros(1000)), torch.zeros(1000))
     for size in (1e-45, 1e-38, 1e-30):
         assert distance(through(compressor, torch.full((1000,), size)), torch.zeros(1000)) < 1e-28
@@ -154,16 +154,16 @@ def test_zero_stays_zero_and_tiny_does_not_explode(word: str) -> None:
 def test_what_is_too_small_for_a_scale_is_rounded_and_not_scrambled() -> None:
     """A scale of its own would have an inverse above the range of fp32."""
     flat = torch.full((256,), 2e-37)
-    assert float((through(read_compressor("int8"), flat) - flat).abs().max()) <= 1e-35 / 254
+    assert float((through(parse_compressor("int8"), flat) - flat).abs().max()) <= 1e-35 / 254
 
 
 def test_a_matrix_of_low_rank_passes_whole() -> None:
     flat = (noise(100, 1).view(100, 1) @ noise(100, 2).view(1, 100)).flatten()
-    assert distance(through(read_compressor("powersgd:2-feedback"), flat), flat) < 1e-5 * float(flat.norm())
+    assert distance(through(parse_compressor("powersgd:2-feedback"), flat), flat) < 1e-5 * float(flat.norm())
 
 
 def test_a_warm_start_finds_the_directions_that_last() -> None:
-    compressor = read_compressor("powersgd:2-feedback")
+    compressor = parse_compressor("powersgd:2-feedback")
     flat = (noise(200, 1).view(100, 2) @ noise(200, 2).view(2, 100) + 0.3 * noise(10_000, 3).view(100, 100)).flatten()
     first, *_, last = [distance(through(compressor, flat, "weight"), flat) for _ in range(5)]
     left = torch.linalg.svdvals(flat.view(100, 100))[2:].norm()
@@ -181,7 +181,7 @@ def test_a_warm_start_finds_the_directions_that_last() -> None:
     ids=["noise", "equal", "large where samples are taken"],
 )
 def test_topk_keeps_the_largest(flat: Tensor) -> None:
-    found = through(read_compressor("topk-feedback"), flat)
+    found = through(parse_compressor("topk-feedback"), flat)
     kept = found.nonzero().flatten()
     assert len(kept) == 1001
     assert torch.equal(found[kept], flat[kept])
@@ -193,7 +193,7 @@ def test_topk_keeps_the_largest(flat: Tensor) -> None:
 
 @pytest.mark.parametrize("word", BARE + FED)
 def test_what_is_not_finite_does_not_arrive_as_a_number(word: str) -> None:
-    compressor = read_compressor(word)
+    compressor = parse_compressor(word)
     through(compressor, noise(70_000))
     for bad in (torch.nan, torch.inf, -torch.inf):
         for place in (0, 300, 69_999):
@@ -208,7 +208,7 @@ def test_what_is_not_finite_does_not_arrive_as_a_number(word: str) -> None:
 def test_only_the_block_that_is_not_finite_is_lost(word: str) -> None:
     flat = noise(1000)
     flat[300] = torch.inf
-    lost = through(read_compressor(word), flat).isnan()
+    lost = through(parse_compressor(word), flat).isnan()
     assert lost.nonzero().flatten().tolist() == list(range(256, 512))
 
 
@@ -221,7 +221,7 @@ FED_QUICKLY = ["topk:0.1" if word.startswith("topk") else word for word in FED]
 
 @pytest.mark.parametrize("word", FED_QUICKLY)
 def test_with_feedback_the_sum_of_messages_follows_the_sum_of_gradients(word: str) -> None:
-    compressor, gradient = read_compressor(word), noise(1000)
+    compressor, gradient = parse_compressor(word), noise(1000)
     decoded, errors = torch.zeros(1000, dtype=torch.float64), []
     for step in range(1, 201):
         decoded += through(compressor, gradient)
@@ -235,7 +235,7 @@ def test_with_feedback_the_sum_of_messages_follows_the_sum_of_gradients(word: st
 
 def descend(word: str, steps: int = 400) -> float:
     """Where SGD ends, as a share of the way: four workers who want different things, of which the mean is wanted."""
-    compressors = [read_compressor(word) for _ in range(4)]
+    compressors = [parse_compressor(word) for _ in range(4)]
     goals = noise(4 * 600).view(4, 600) * 3 + 1
     point = torch.zeros(600)
     for step in range(steps):
@@ -255,12 +255,12 @@ def test_training_without_feedback_ends_elsewhere(word: str) -> None:
 
 
 def test_streams_do_not_mix_and_a_new_cut_starts_afresh() -> None:
-    compressor, gradient = read_compressor("onebit"), noise(1000)
+    compressor, gradient = parse_compressor("onebit"), noise(1000)
     first = compressor.encode(gradient, ("weight", 0))
     assert torch.equal(compressor.encode(gradient, ("weight", 1)), first)
     assert not torch.equal(compressor.encode(gradient, ("weight", 0)), first)
     assert torch.equal(
-        compressor.encode(gradient[:500], ("weight", 0)), read_compressor("onebit").encode(gradient[:500], 0)
+        compressor.encode(gradient[:500], ("weight", 0)), parse_compressor("onebit").encode(gradient[:500], 0)
     )
 
 
@@ -271,7 +271,7 @@ def test_streams_do_not_mix_and_a_new_cut_starts_afresh() -> None:
 def test_the_same_stream_gives_the_same_bytes(word: str) -> None:
     torch.use_deterministic_algorithms(True)  # as in a worker
     generator = torch.random.get_rng_state()
-    one, other = read_compressor(word), read_compressor(word)
+    one, other = parse_compressor(word), parse_compressor(word)
     for step in range(3):
         payload = one.encode(noise(100_003, step), "weight")
         assert torch.equal(payload, other.encode(noise(100_003, step), "weight"))
@@ -281,7 +281,7 @@ def test_the_same_stream_gives_the_same_bytes(word: str) -> None:
 
 @pytest.mark.parametrize("word", BARE + FED)
 def test_a_restored_compressor_goes_on_where_the_other_stopped(word: str) -> None:
-    one, other = read_compressor(word), read_compressor(word)
+    one, other = parse_compressor(word), parse_compressor(word)
     for step in range(3):
         one.encode(noise(1000, step), ("weight", 0, "up"))
     state = one.state()
@@ -296,18 +296,18 @@ def test_a_restored_compressor_goes_on_where_the_other_stopped(word: str) -> Non
 
 
 def test_the_meter_adds_up_bytes_and_error() -> None:
-    compressor, meter = read_compressor("int4-feedback"), Meter()
+    compressor, meter = parse_compressor("int4-feedback"), CompressionStats()
     errors, values = 0.0, 0.0
-    for step in range(2 * EVERY):
+    for step in range(2 * ERROR_INTERVAL):
         flat = noise(1000, step)
         payload = meter.encode(compressor, flat, 0)
-        if step % EVERY == 0:
+        if step % ERROR_INTERVAL == 0:
             errors += distance(compressor.decode(payload, 1000), flat) ** 2
             values += float(flat.norm()) ** 2
     assert (meter.encodes, meter.bytes_plain, meter.bytes_sent) == (34, 34 * 4000, 34 * 516)
-    assert meter.saved == pytest.approx(1 - 516 / 4000)
+    assert meter.saved_fraction == pytest.approx(1 - 516 / 4000)
     assert meter.relative_error == pytest.approx((errors / values) ** 0.5)
-    both = Meter()
+    both = CompressionStats()
     both.add(meter)
     both.add(meter)
     assert both.bytes_sent == 2 * meter.bytes_sent and both.relative_error == pytest.approx(meter.relative_error)
@@ -316,20 +316,20 @@ def test_the_meter_adds_up_bytes_and_error() -> None:
 @pytest.mark.parametrize("word", FED)
 def test_the_error_on_the_meter_is_that_of_the_price(word: str) -> None:
     """Also with feedback, when a message carries many times the gradient that it was made for."""
-    fed = read_compressor(word)
+    fed = parse_compressor(word)
     for _ in range(100):
         fed.encode(noise(1000), 0)
     assert isinstance(fed, ErrorFeedback)
     carried = noise(1000) + fed.residual(0)
-    meter = Meter()
+    meter = CompressionStats()
     decoded = fed.decode(meter.encode(fed, noise(1000), 0), 1000)
     assert meter.relative_error == pytest.approx(distance(decoded, carried) / float(carried.norm()), rel=0.01)
     assert meter.relative_error < 1
 
 
 def test_a_meter_survives_what_is_not_finite() -> None:
-    compressor, meter = read_compressor("int8"), Meter()
-    assert meter.relative_error == meter.saved == 0.0
+    compressor, meter = parse_compressor("int8"), CompressionStats()
+    assert meter.relative_error == meter.saved_fraction == 0.0
     flat = torch.full((10,), torch.nan)
     meter.encode(compressor, flat, 0)
     assert meter.bytes_plain == 40 and meter.relative_error == 0.0
@@ -339,7 +339,7 @@ def test_a_meter_survives_what_is_not_finite() -> None:
 
 
 def names(text: str) -> dict[str, str]:
-    return {level: compressor.name for level, compressor in read_compression(text).items()}
+    return {level: compressor.name for level, compressor in parse_compression(text).items()}
 
 
 def test_the_setting_says_who_compresses_where() -> None:
@@ -347,14 +347,14 @@ def test_the_setting_says_who_compresses_where() -> None:
     assert names("int8@host, powersgd:4@rack") == {"host": "int8", "rack": "powersgd:4"}
     assert names("topk:2.5%@rack") == names("topk:0.025@rack") == {"rack": "topk:0.025"}
     assert names("topk,powersgd@rack") == {"host": "topk:0.01", "rack": "powersgd:4"}
-    both, slow = read_compression("int8"), read_compression("int8,onebit@rack")
-    assert for_level(both, "rack") is both["host"] and for_level(slow, "rack") is slow["rack"]
-    assert for_level(read_compression("int8@rack"), "host") is None
+    both, slow = parse_compression("int8"), parse_compression("int8,onebit@rack")
+    assert compressor_for_level(both, "rack") is both["host"] and compressor_for_level(slow, "rack") is slow["rack"]
+    assert compressor_for_level(parse_compression("int8@rack"), "host") is None
 
 
 @pytest.mark.parametrize("word", BARE + FED + ["topk:1e-05", "topk:0.333333-feedback"])
 def test_a_name_that_was_printed_can_be_pasted(word: str) -> None:
-    compressor = read_compressor(word)
+    compressor = parse_compressor(word)
     assert compressor.name == word
     assert isinstance(compressor, ErrorFeedback) == (word not in BARE and not word.endswith("-feedback"))
 
@@ -385,7 +385,7 @@ ALL = "there are fp16, bf16, int8, int4, topk, onebit, powersgd"
 )
 def test_a_setting_that_makes_no_sense_is_refused_with_what_there_is(text: str, says: str) -> None:
     with pytest.raises(InputError) as caught:
-        read_compression(text)
+        parse_compression(text)
     assert says in str(caught.value)
     assert f"--compress {text}" in str(caught.value)
 
@@ -394,6 +394,6 @@ def test_the_page_states_the_price_of_every_compressor() -> None:
     if not PAGE.exists():
         pytest.skip("not in a checkout")
     text = PAGE.read_text()
-    assert [word for word in COMPRESSORS if read_compressor(f"{word}-feedback").price not in text] == []
+    assert [word for word in COMPRESSORS if parse_compressor(f"{word}-feedback").cost_summary not in text] == []
     for setting in re.findall(r"--compress ([\w:%.+@,-]+)", text):
-        read_compression(setting)
+        parse_compression(setting)

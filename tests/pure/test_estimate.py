@@ -18,7 +18,7 @@ from helpers.places import EXAMPLES
 from shoal.cli.estimate_text import estimate, lane_seconds
 from shoal.cli.main import main
 from shoal.errors import InputError, JobError
-from shoal.job.dataset import open_source
+from shoal.job.dataset import open_data
 from shoal.job.job import Job
 from shoal.job.load import load_job
 from shoal.numerics import seeds
@@ -26,30 +26,30 @@ from shoal.parallel.blocks import find_blocks
 from shoal.planner.cluster import find_cluster
 from shoal.planner.cost.predict import predict
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.shoal_memory import held, sets
-from shoal.planner.cost.trace import Traced, fake_batch, fake_mode, stand_in, trace
-from shoal.planner.cost.transformer_shape import Shape
-from shoal.planner.cost.workload import Work
-from shoal.planner.trace_job import work_of, work_of_script
+from shoal.planner.cost.shoal_memory import memory_bytes, gradient_sets
+from shoal.planner.cost.trace import TracedModel, fake_batch, fake_mode, fake_copy, trace
+from shoal.planner.cost.transformer_shape import TransformerShape
+from shoal.planner.cost.workload import Workload
+from shoal.planner.trace_job import workload_of, workload_of_script
 from shoal.testing import everything, job_for
 
 
 @pytest.fixture(autouse=True)
 def generators_stay() -> Iterator[None]:
-    with seeds.untouched_generators():
+    with seeds.preserve_generators():
         torch.manual_seed(0)
         yield
 
 
-def traced(model: nn.Module, *inputs: Tensor) -> Traced:
+def traced(model: nn.Module, *inputs: Tensor) -> TracedModel:
     mode = fake_mode()
-    stand, fakes = stand_in(model, mode), fake_batch(inputs, mode)
+    stand, fakes = fake_copy(model, mode), fake_batch(inputs, mode)
     with mode:
         return trace(stand, find_blocks(stand), lambda: stand(*fakes).sum(), inputs=fakes)
 
 
-def survey(job: Job) -> Work:
-    return work_of(job, open_source(job.data, seed=job.seed, shuffle=job.shuffle))
+def survey(job: Job) -> Workload:
+    return workload_of(job, open_data(job.data, seed=job.seed, shuffle=job.shuffle))
 
 
 def job_of(model: Callable[[], nn.Module], x: Tensor, loss: Any = None, **more: Any) -> Job:
@@ -199,13 +199,13 @@ def test_autocast_keeps_weights_in_another_dtype_which_no_sample_makes_larger() 
 
 
 @pytest.fixture(scope="module")
-def gpt() -> Work:
-    with seeds.untouched_generators():
+def gpt() -> Workload:
+    with seeds.preserve_generators():
         return survey(load_job(str(EXAMPLES / "gpt.py")))
 
 
-def test_a_gpt_agrees_with_the_formulas_of_its_shape(gpt: Work) -> None:
-    shape = Shape(layers=4, hidden=128, heads=4, seq=64, vocab=256)
+def test_a_gpt_agrees_with_the_formulas_of_its_shape(gpt: Workload) -> None:
+    shape = TransformerShape(layers=4, hidden=128, heads=4, seq=64, vocab=256)
     last_norm = 2 * 128  # the formula leaves it out
     assert gpt.parameters == shape.parameters + last_norm
     assert (gpt.samples, gpt.lanes, gpt.microbatches, gpt.batch, gpt.tokens) == (4, 4, 2, 32, 64)
@@ -215,7 +215,7 @@ def test_a_gpt_agrees_with_the_formulas_of_its_shape(gpt: Work) -> None:
     assert gpt.state_bytes == 8.0 and gpt.tied == 256 * 128
 
 
-def test_equal_blocks_are_one_object_and_know_what_slices_would_share(gpt: Work) -> None:
+def test_equal_blocks_are_one_object_and_know_what_slices_would_share(gpt: Workload) -> None:
     assert [block.name for block in gpt.blocks] == ["token", "place", "blocks.0", *["blocks.1–3"] * 3, "norm", "head"]
     layer = gpt.blocks[4]
     assert layer is gpt.blocks[3]
@@ -231,7 +231,7 @@ def test_equal_blocks_are_one_object_and_know_what_slices_would_share(gpt: Work)
     assert gpt.blocks[-1].flops(backward=False) == 2 * 4 * 64 * 128 * 256
 
 
-def test_what_the_loss_keeps_is_in_the_last_block(gpt: Work) -> None:
+def test_what_the_loss_keeps_is_in_the_last_block(gpt: Workload) -> None:
     head = gpt.blocks[-1]
     assert head.output == 0
     assert head.saved >= 4 * 64 * 256 * 4  # log-probabilities
@@ -365,7 +365,7 @@ def script(tmp_path: Path, body: str = BACKWARD, optimizer: str = "AdamW(model.p
 
 def test_a_script_is_played_up_to_its_first_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state, argv, path = torch.get_rng_state(), list(sys.argv), list(sys.path)
-    work = work_of_script(script(tmp_path), ["7"])
+    work = workload_of_script(script(tmp_path), ["7"])
     assert work.parameters == 8 * 4000 + 4000 + 4000 * 4 + 4
     assert (work.lanes, work.batch, work.samples, work.state_bytes) == (2, 32, 16, 8.0)
     assert [block.flops(backward=False) for block in work.blocks] == [2 * 16 * 8 * 4000, 0, 2 * 16 * 4000 * 4]
@@ -378,22 +378,22 @@ def test_a_script_is_played_up_to_its_first_backward(tmp_path: Path, capsys: pyt
 
 def test_the_scripts_optimizer_counts(tmp_path: Path) -> None:
     settings = "SGD(model.parameters(), lr=0.1, momentum=0.9)"
-    assert work_of_script(script(tmp_path, optimizer=settings), ["1"]).state_bytes == 4.0
+    assert workload_of_script(script(tmp_path, optimizer=settings), ["1"]).state_bytes == 4.0
     plain = "SGD(model.parameters(), lr=0.1)"
-    assert work_of_script(script(tmp_path, optimizer=plain), ["1"]).state_bytes == 0.0
+    assert workload_of_script(script(tmp_path, optimizer=plain), ["1"]).state_bytes == 0.0
 
 
 def test_a_script_that_is_wrong_is_told_plainly(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="its loop calls no run"):
-        work_of_script(script(tmp_path, body="break"), ["1"])
+        workload_of_script(script(tmp_path, body="break"), ["1"])
     with pytest.raises(InputError, match="IndexError") as told:
-        work_of_script(script(tmp_path), [])
+        workload_of_script(script(tmp_path), [])
     assert "sys.argv[1]" in str(told.value)
     with pytest.raises(InputError, match="cannot be followed without its weights") as told:
-        work_of_script(script(tmp_path, body="print(float(model[0].weight.sum())); " + BACKWARD), ["1"])
+        workload_of_script(script(tmp_path, body="print(float(model[0].weight.sum())); " + BACKWARD), ["1"])
     assert "loop.py" in str(told.value)
     with pytest.raises(InputError, match="there is no file"):
-        work_of_script(str(tmp_path / "lop.py"))
+        workload_of_script(str(tmp_path / "lop.py"))
 
 
 # -- what one device needs --------------------------------------------------------------------------------------------
@@ -406,13 +406,13 @@ def needs(**changes: Any) -> dict[str, float]:
     numbers = {"weight": 4.0, "gradient": 4.0, "state": given.pop("state", 8.0), "buffers": 0.0}
     keeps = given.pop("keeps", 0.0)
     arrays: dict[str, Any] = {name: np.array([[value]]) for name, value in given.items()}
-    parts = held(**arrays, **numbers, keeps=keeps)
+    parts = memory_bytes(**arrays, **numbers, fragmentation=keeps)
     found = {name: float(part[0, 0]) for name, part in parts.items()}
     return found | {"other": found["other"] - 7e6}
 
 
 def test_sums_of_lanes_take_log2_sets_and_one_of_the_step_before() -> None:
-    assert sets(np.array([1, 2, 3, 4, 8])).tolist() == [1, 2, 2, 3, 4]
+    assert gradient_sets(np.array([1, 2, 3, 4, 8])).tolist() == [1, 2, 2, 3, 4]
     step = needs(state=0.0)
     # 2 partial sums, the last set but for what its activations still take, and the last step's
     assert step["gradients"] == 2 * 400 + (400 - 1) + 400
@@ -437,11 +437,11 @@ def test_activations_leave_holes_where_freed_memory_is_kept() -> None:
     assert kept["other"] - returned["other"] == 0.5 * 1e4
 
 
-def test_one_device_is_held_against_what_it_has(gpt: Work) -> None:
+def test_one_device_is_held_against_what_it_has(gpt: Workload) -> None:
     cluster = find_cluster("dgx-a100")
     found = estimate(gpt, cluster)
     assert found.fits
-    assert found.alone.seconds == predict(gpt, Setup(batch=32, microbatch=4, lanes=4), cluster).seconds
+    assert found.single_device.seconds == predict(gpt, Setup(batch=32, microbatch=4, lanes=4), cluster).seconds
     assert sum(line.times for line in found.lines) == len(gpt.blocks)
     layer = found.lines[3]
     assert (layer.block, layer.times, layer.data) == ("blocks.1–3", 3, 4 * layer.parameters)
@@ -449,7 +449,7 @@ def test_one_device_is_held_against_what_it_has(gpt: Work) -> None:
     assert layer.zero3 == layer.gradients == 4 * layer.parameters
 
 
-def test_more_lanes_cost_more_of_a_small_model(gpt: Work) -> None:
+def test_more_lanes_cost_more_of_a_small_model(gpt: Workload) -> None:
     seconds = lane_seconds(gpt, find_cluster("laptop"))
     assert list(seconds) == [1, 2, 4, 8]
     assert sorted(seconds.values()) == list(seconds.values()) and seconds[8] > seconds[1]

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from helpers.exchange_values import LANES, added, expected, lane_values
-from shoal.collectives.group import Alone, Done, Pending
+from shoal.collectives.group import SoloGroup, ReadyTensor, PendingTensor
 from shoal.collectives.shm_segment import map_segment, new_segment
-from shoal.parallel.buckets import pack
-from shoal.parallel.gradient_exchange import Wire
+from shoal.parallel.buckets import make_buckets
+from shoal.parallel.gradient_exchange import CollectiveExchange
 
 
 def test_another_order_of_adding_gives_other_bits() -> None:
@@ -26,18 +26,18 @@ def test_another_order_of_adding_gives_other_bits() -> None:
 def test_what_a_compressor_leaves_between_tensors_is_not_added_again() -> None:
     seen = []
 
-    class Leaky(Alone):
+    class Leaky(SoloGroup):
         """A merge whose result has something between the tensors, as that of a lossy code has."""
 
-        def merge(self, lanes: int, deal: Any, parts: Any, key: Any = None) -> Pending:
+        def merge(self, lanes: int, deal: Any, parts: Any, key: Any = None) -> PendingTensor:
             (flat,) = parts.values()
             seen.append(flat.clone())
-            return Done(flat.fill_(5.0))
+            return ReadyTensor(flat.fill_(5.0))
 
-    exchange = Wire(Leaky(), 1, pack([(0, torch.zeros(3)), (1, torch.zeros(20))]), 2)
+    exchange = CollectiveExchange(Leaky(), 1, make_buckets([(0, torch.zeros(3)), (1, torch.zeros(20))]), 2)
     for _ in range(2):
-        exchange.offer({(0, 1): [torch.ones(3), torch.ones(20)]}, [(0, 1)])
-        exchange.take([[True, True]])
+        exchange.contribute({(0, 1): [torch.ones(3), torch.ones(20)]}, [(0, 1)])
+        exchange.reduce([[True, True]])
     first, second = seen
     assert torch.equal(first, second)
     assert float(second.sum()) == 23

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from shoal.collectives.transport import assemble
+from shoal.collectives.transport import open_transport
 from shoal.errors import PeerLost
 
 Words = dict[str, list[Any]]  # by call: the error's type, its text, seconds since the fact
@@ -24,4 +24,4 @@ def torch_is_warm() -> None:
 
 def test_who_does_not_join_is_named() -> None:
     with pytest.raises(PeerLost, match=r"rank 1 of 4 waited 0.2 s for ranks 0, 2, 3 to join the group"):
-        assemble(HashStore(), 1, 4, timedelta(seconds=0.2))
+        open_transport(HashStore(), 1, 4, timedelta(seconds=0.2))

@@ -8,12 +8,12 @@ from rich.console import Console
 
 from helpers.forecast_job import compared, job
 from shoal.driver.launch import open_job
-from shoal.driver.predict_run import Following, Unpredicted, ground
+from shoal.driver.predict_run import BackgroundTrace, NoPrediction, prediction_basis
 from shoal.errors import InputError
 from shoal.report import live_view
-from shoal.report.aggregate import Tally
-from shoal.report.closing_report import _prediction, off
-from shoal.report.events import Predicted, RunStarted, Spent, Steps, WorkerStarted
+from shoal.report.aggregate import RunTally
+from shoal.report.closing_report import _prediction, error_text
+from shoal.report.events import RunPredicted, RunStarted, TimeSpent, StepsCommitted, WorkerStarted
 from shoal.report.predicted_vs_measured import LINES, reconcile
 
 
@@ -30,15 +30,15 @@ def test_no_process_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", full)
-    following = Following(job(), open_job(job()).source)
-    with pytest.raises(Unpredicted, match=r"no process could be started .*: Resource temporarily unavailable"):
+    following = BackgroundTrace(job(), open_job(job()).source)
+    with pytest.raises(NoPrediction, match=r"no process could be started .*: Resource temporarily unavailable"):
         following.work()
     following.close()
 
 
 def test_an_unknown_cluster_is_the_users_mistake() -> None:
     with pytest.raises(InputError, match="no cluster is called laptob") as caught:
-        ground("laptob")
+        prediction_basis("laptob")
     assert "laptop" in str(caught.value.fix)
 
 
@@ -77,18 +77,18 @@ def test_nothing_is_compared_with_nothing() -> None:
     ("error", "words"), [(-0.05, "5 % low"), (0.12, "12 % high"), (0.001, "right"), (4.0, "5.0 × too high")]
 )
 def test_how_far_it_was_off(error: float, words: str) -> None:
-    assert off(error) == words
+    assert error_text(error) == words
 
 
 def test_the_screen_shows_it_beside_what_is_measured() -> None:
-    tally = Tally()
+    tally = RunTally()
     tally.add(RunStarted(time=0, run="7f3a", job="a", workers=1, layout="data=1", lanes=4, exact=True, steps=9,
-                         steps_per_epoch=9, chosen="plain copies need 458 MB"))  # fmt: skip
+                         steps_per_epoch=9, layout_reason="plain copies need 458 MB"))  # fmt: skip
     tally.add(WorkerStarted(time=1, rank=0, pid=1, host="a", fingerprint="f"))
-    tally.add(Steps(time=2, rank=0, step=1, count=1, samples=100, epoch=0, loss=1.0, lanes=(0, 4), leader=True,
-                    spent=Spent(compute=0.02)))  # fmt: skip
+    tally.add(StepsCommitted(time=2, rank=0, step=1, count=1, samples=100, epoch=0, loss=1.0, lanes=(0, 4), leader=True,
+                    spent=TimeSpent(compute=0.02)))  # fmt: skip
     assert "predicted" not in live_view.loss_line(tally)
-    tally.add(Predicted(time=3, cluster="mine.toml", step_seconds=0.02, samples_per_second=4990.0))
+    tally.add(RunPredicted(time=3, cluster="mine.toml", step_seconds=0.02, samples_per_second=4990.0))
     assert live_view.loss_line(tally).endswith("5,000 samples/s (predicted 4,990)")
     line = live_view.event_line(tally.started, routine=False) if tally.started else None
     assert line is not None and line.endswith("layout data=1: plain copies need 458 MB")

@@ -3,7 +3,7 @@
 import torch
 
 from helpers.group_sums import expected, held_parts, lane
-from shoal.collectives.group import Alone
+from shoal.collectives.group import SoloGroup
 
 
 def test_the_merged_numbers_tell_one_order_from_another() -> None:
@@ -17,6 +17,6 @@ def test_the_merged_numbers_tell_one_order_from_another() -> None:
 
 def test_alone_merges_the_same() -> None:
     parts = held_parts(6, (0, 6), 1000, torch.float32)
-    assert torch.equal(Alone().merge(6, [(0, 6)], parts).wait(), expected(6, 1000, torch.float32))
+    assert torch.equal(SoloGroup().ordered_reduce(6, [(0, 6)], parts).wait(), expected(6, 1000, torch.float32))
     by_lane = {(number, number + 1): lane(number, 1000, torch.float32) for number in range(6)}
-    assert torch.equal(Alone().merge(6, [(0, 6)], by_lane).wait(), expected(6, 1000, torch.float32))
+    assert torch.equal(SoloGroup().ordered_reduce(6, [(0, 6)], by_lane).wait(), expected(6, 1000, torch.float32))

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.recovery.checkpoint.interval import (
-    AGAIN,
+    ADVISE_SECONDS,
     DAY,
-    FIRST,
-    REPAIR,
+    FIRST_SECONDS,
+    REPAIR_SECONDS,
     FailureRate,
-    Pacer,
+    IntervalAdvisor,
     advise,
     daly,
-    losses,
-    one_by_one,
+    time_shares,
+    all_lost_seconds,
     young,
 )
 
@@ -58,7 +58,7 @@ def test_the_expected_losses_are_what_a_simulated_run_loses() -> None:
         spent["save"] += kept * save
         spent["repeated"] += left - kept * (seconds + save)
     whole = sum(spent.values())
-    saving, repeating = losses(seconds, save, failure, write)
+    saving, repeating = time_shares(seconds, save, failure, write)
     assert spent["save"] / whole == pytest.approx(saving, rel=0.03)
     assert spent["repeated"] / whole == pytest.approx(repeating, rel=0.03)
 
@@ -74,21 +74,21 @@ def test_advice_is_always_whole_steps_and_shares_of_one(save: float, failure: fl
     assert advice.seconds >= write * (1 - 1e-9), "one is written before the next is due"
     assert 0 <= advice.save_share <= 1 and 0 <= advice.repeat_share <= 1
     assert advice.save_share + advice.repeat_share <= 1 + 1e-9
-    if advice.bound == "daly" and advice.every > 10:
+    if advice.limited_by == "daly" and advice.every > 10:
         assert advice.seconds == pytest.approx(daly(save, failure), rel=0.06)
 
 
 def test_an_example_that_a_reader_can_check() -> None:
     """A copy of 50 ms, a write of 4 s, a loss a day, steps of 0.2 s: √(2 · 0.05 · 86400) = 93 s."""
     advice = advise(0.05, DAY, 0.2, 4.0)
-    assert (advice.every, advice.bound) == (465, "daly")
+    assert (advice.every, advice.limited_by) == (465, "daly")
     assert advice.seconds == pytest.approx(93.0, abs=0.2)
     assert advice.save_share == pytest.approx(0.05 / 93, rel=0.01)
     assert advice.repeat_share == pytest.approx((93 / 2 + 4) / DAY, rel=0.01)
-    assert advise(0.05, DAY, 0.2, 400.0).bound == "write"
+    assert advise(0.05, DAY, 0.2, 400.0).limited_by == "write"
     assert advise(0.05, DAY, 0.2, 400.0).every == 2000
     assert advise(0.0, DAY, 0.2).every == 1
-    assert advise(0.001, 1.0, 60.0).bound == "step"
+    assert advise(0.001, 1.0, 60.0).limited_by == "step"
     for wrong in ((-1.0, 1.0, 1.0), (1.0, 0.0, 1.0), (1.0, 1.0, 0.0), (math.nan, 1.0, 1.0)):
         with pytest.raises(ValueError, match="an interval needs times"):
             advise(*wrong)
@@ -113,23 +113,23 @@ def test_what_is_seen_soon_weighs_more_than_what_was_assumed(every: float, lasts
 
 
 def test_what_an_earlier_process_saw_counts() -> None:
-    assert FailureRate(50.0, watched=DAY, failures=24).seconds(50.0) == pytest.approx(HOUR, rel=0.02)
+    assert FailureRate(50.0, observed_seconds=DAY, failures=24).seconds(50.0) == pytest.approx(HOUR, rel=0.02)
 
 
 def test_losing_everybody_one_by_one() -> None:
-    assert one_by_one(900.0, 1, REPAIR) == 900.0
+    assert all_lost_seconds(900.0, 1, REPAIR_SECONDS) == 900.0
     # Two workers, one fails every 15 s: within 2 s the other one does with a chance of 2/30.
-    assert one_by_one(15.0, 2, 2.0) == pytest.approx(15.0 * 15)
-    assert one_by_one(900.0, 8, 2.0) > 1e6 * DAY
-    assert one_by_one(0.5, 3, 100.0) == 0.5, "where nothing is ever made good, the next failure may be the last"
-    assert one_by_one(1e9, 400, 1e-3) == math.inf
+    assert all_lost_seconds(15.0, 2, 2.0) == pytest.approx(15.0 * 15)
+    assert all_lost_seconds(900.0, 8, 2.0) > 1e6 * DAY
+    assert all_lost_seconds(0.5, 3, 100.0) == 0.5, "where nothing is ever made good, the next failure may be the last"
+    assert all_lost_seconds(1e9, 400, 1e-3) == math.inf
 
 
 # ---- pacing
 
 
 def play(
-    pacer: Pacer, until: float, *, step_seconds: float = 0.5, save: float = 0.2, write: float = 1.0
+    pacer: IntervalAdvisor, until: float, *, step_seconds: float = 0.5, save: float = 0.2, write: float = 1.0
 ) -> list[float]:
     """A run that does as it is told; returns when it saved."""
     saved, step, now = [], 0, 0.0
@@ -146,9 +146,9 @@ def play(
 
 
 def test_the_first_save_measures_and_the_next_follow_the_advice() -> None:
-    pacer = Pacer(0.0, workers=4)
+    pacer = IntervalAdvisor(0.0, workers=4)
     saved = play(pacer, 2000.0)
-    assert saved[0] == pytest.approx(FIRST, abs=1.0)
+    assert saved[0] == pytest.approx(FIRST_SECONDS, abs=1.0)
     gaps = [late - early for early, late in pairwise(saved)]
     expected = daly(0.2, DAY)
     assert len(gaps) >= 8
@@ -156,7 +156,7 @@ def test_the_first_save_measures_and_the_next_follow_the_advice() -> None:
 
 
 def test_never_twice_for_one_step_and_not_before_something_was_done() -> None:
-    pacer = Pacer(0.0, workers=1)
+    pacer = IntervalAdvisor(0.0, workers=1)
     assert not pacer.due(0, 1000.0)
     assert pacer.due(1, 1000.0)
     pacer.saved(1, 0.0, 1000.0)
@@ -164,38 +164,38 @@ def test_never_twice_for_one_step_and_not_before_something_was_done() -> None:
 
 
 def test_failures_of_single_workers_change_little_and_losses_change_much() -> None:
-    calm, stormy, lossy, old = (Pacer(0.0, workers=4, live=live) for live in (True, True, True, False))
+    calm, stormy, lossy, old = (IntervalAdvisor(0.0, workers=4, survives_loss=live) for live in (True, True, True, False))
     for pacer in (calm, stormy, lossy, old):
         play(pacer, 300.0)
-    stormy.failed(20)
-    old.failed(20)
-    lossy.lost()
-    now = 300.0 + AGAIN
+    stormy.workers_lost(20)
+    old.workers_lost(20)
+    lossy.state_lost()
+    now = 300.0 + ADVISE_SECONDS
     seconds = [pacer.failure_seconds(now) for pacer in (calm, stormy, lossy, old)]
     assert seconds[1] > 0.9 * seconds[0], "four workers, of which one fails every 15 s, do not go all at once"
     assert seconds[2] < 0.02 * seconds[0]
     assert seconds[3] < seconds[2] / 10, "without recovery from live members each of the 20 counts"
-    two = Pacer(0.0, workers=2)
-    two.failed(20)
+    two = IntervalAdvisor(0.0, workers=2)
+    two.workers_lost(20)
     assert two.failure_seconds(300.0) < HOUR, "two may"
 
 
 def test_the_advice_is_told_when_it_changes_and_only_then() -> None:
-    pacer = Pacer(0.0, workers=2)
-    assert pacer.news(0.0) is None, "nothing has been measured yet"
+    pacer = IntervalAdvisor(0.0, workers=2)
+    assert pacer.changed_advice(0.0) is None, "nothing has been measured yet"
     play(pacer, 100.0)
-    told = pacer.news(100.0)
+    told = pacer.changed_advice(100.0)
     assert told is not None and told == pacer.advice
-    assert pacer.news(100.0 + AGAIN) is None
-    pacer.lost()
-    sooner = pacer.news(100.0 + AGAIN)
+    assert pacer.changed_advice(100.0 + ADVISE_SECONDS) is None
+    pacer.state_lost()
+    sooner = pacer.changed_advice(100.0 + ADVISE_SECONDS)
     assert sooner is not None
     assert sooner.every < told.every / 5
-    assert pacer.news(100.0 + 2 * AGAIN) is None
+    assert pacer.changed_advice(100.0 + 2 * ADVISE_SECONDS) is None
 
 
 def test_a_slow_disk_is_waited_for() -> None:
-    pacer = Pacer(0.0, workers=2)
+    pacer = IntervalAdvisor(0.0, workers=2)
     saved = play(pacer, 3000.0, save=0.001, write=120.0)
-    assert pacer.advice is not None and pacer.advice.bound == "write"
+    assert pacer.advice is not None and pacer.advice.limited_by == "write"
     assert min(late - early for early, late in pairwise(saved[1:])) >= 119.0

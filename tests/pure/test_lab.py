@@ -22,13 +22,13 @@ def listed(folder: Path) -> set[str]:
 def test_a_process_id_that_is_used_again_is_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cleanup, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(cleanup, "NAMES", tmp_path / "names")
-    began = cleanup.started(os.getpid())
+    began = cleanup.start_ticks(os.getpid())
     assert began is not None
     cleanup.NAMES.mkdir()
     for lab, started in (("aaa", began), ("bbb", began - 1)):
         assert cleanup.unused_id()
         os.symlink("/proc/1/fd/none", cleanup.NAMES / f"shoal-{lab}-x")
-        cleanup.write_record(cleanup.Record(id=lab, owner=os.getpid(), started=started, names=[f"shoal-{lab}-x"]))
+        cleanup.write_record(cleanup.LabRecord(id=lab, owner=os.getpid(), started=started, names=[f"shoal-{lab}-x"]))
     (cleanup.RECORDS / "lab-ccc.json").write_text("half a rec")
     assert cleanup.clean() == ["bbb"]
     assert listed(cleanup.NAMES) == {"shoal-aaa-x"} and listed(cleanup.RECORDS) == {"lab-aaa.json"}

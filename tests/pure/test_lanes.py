@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.numerics.lanes import Span, cut, deal, fold, redeal, split, subtrees
-from shoal.numerics.sampling import Schedule, in_order, shuffled
+from shoal.numerics.lanes import Span, cut_batch, assign_lanes, fold, reassign_lanes, split_point, subtrees
+from shoal.numerics.sampling import SampleSchedule, sequential_order, shuffled_order
 
 TREES = {
     1: "0",
@@ -36,7 +36,7 @@ def part(lanes: int, node: Span) -> str:
     """What a worker that holds a subtree adds up by itself."""
     if node[1] - node[0] == 1:
         return str(node[0])
-    middle = split(node)
+    middle = split_point(node)
     return plus(part(lanes, (node[0], middle)), part(lanes, (middle, node[1])))
 
 
@@ -112,7 +112,7 @@ def test_subtrees_cover_what_is_held_and_no_two_could_be_one(dealt: tuple[int, l
     def collect(node: Span) -> None:
         nodes.add(node)
         if node[1] - node[0] > 1:
-            middle = split(node)
+            middle = split_point(node)
             collect((node[0], middle))
             collect((middle, node[1]))
 
@@ -131,7 +131,7 @@ def test_subtrees_cover_what_is_held_and_no_two_could_be_one(dealt: tuple[int, l
 
 def drawn(count: int, batch: int, lanes: int, microbatches: int) -> str:
     """ "0 1|2 3 / 4": lanes between slashes, microbatches between bars."""
-    pieces = cut(count, batch, lanes, microbatches)
+    pieces = cut_batch(count, batch, lanes, microbatches)
     return " / ".join("|".join(" ".join(map(str, piece)) for piece in lane) for lane in pieces)
 
 
@@ -157,7 +157,7 @@ def test_a_cut_has_every_position_once_and_no_empty_piece(
 ) -> None:
     batch = lanes * micro * size
     count = data.draw(st.integers(1, batch))
-    pieces = cut(count, batch, lanes, micro)
+    pieces = cut_batch(count, batch, lanes, micro)
     assert len(pieces) == lanes
     assert [position for lane in pieces for piece in lane for position in piece] == list(range(count))
     assert all(0 < len(piece) <= size for lane in pieces for piece in lane)
@@ -184,7 +184,7 @@ def test_a_cut_has_every_position_once_and_no_empty_piece(
     ],
 )
 def test_deals_are_as_drawn(lanes: int, speeds: list[float], expected: str) -> None:
-    assert " ".join(f"{start}-{stop}" for start, stop in deal(lanes, speeds)) == expected
+    assert " ".join(f"{start}-{stop}" for start, stop in assign_lanes(lanes, speeds)) == expected
 
 
 def every_deal(lanes: int, workers: int) -> list[tuple[Span, ...]]:
@@ -207,7 +207,7 @@ def partial_sums(lanes: int, spans: tuple[Span, ...]) -> int:
 )
 def test_a_deal_is_the_fastest_and_among_those_has_the_fewest_partial_sums(case: tuple[int, list[float]]) -> None:
     lanes, speeds = case
-    found = deal(lanes, speeds)
+    found = assign_lanes(lanes, speeds)
     assert found in every_deal(lanes, len(speeds)), "contiguous, in rank order, all lanes, at least one each"
     shortest = min(slowest(spans, speeds) for spans in every_deal(lanes, len(speeds)))
     assert slowest(found, speeds) == shortest
@@ -219,14 +219,14 @@ def test_a_deal_is_the_fastest_and_among_those_has_the_fewest_partial_sums(case:
 
 def test_a_power_of_two_needs_one_partial_sum_per_worker() -> None:
     for lanes, workers in [(4, 2), (8, 2), (8, 4), (16, 4), (16, 8)]:
-        assert partial_sums(lanes, deal(lanes, [1.0] * workers)) == workers
+        assert partial_sums(lanes, assign_lanes(lanes, [1.0] * workers)) == workers
 
 
 # -- dealing anew -----------------------------------------------------------------------------------------------------
 
 
 def test_lanes_move_from_a_slow_worker_to_a_fast_one() -> None:
-    found = redeal([(0, 2), (2, 4)], [1.0, 3.0])
+    found = reassign_lanes([(0, 2), (2, 4)], [1.0, 3.0])
     assert found is not None
     better, reason = found
     assert better == ((0, 3), (3, 4))
@@ -234,7 +234,7 @@ def test_lanes_move_from_a_slow_worker_to_a_fast_one() -> None:
 
 
 def test_lanes_come_back_when_the_worker_is_fast_again() -> None:
-    found = redeal([(0, 3), (3, 4)], [3.0, 1.0])
+    found = reassign_lanes([(0, 3), (3, 4)], [3.0, 1.0])
     assert found is not None
     assert found[0] == ((0, 2), (2, 4))
 
@@ -252,12 +252,12 @@ def test_lanes_come_back_when_the_worker_is_fast_again() -> None:
     ],
 )
 def test_a_deal_that_is_good_enough_stays(now: list[Span], seconds: list[float]) -> None:
-    assert redeal(now, seconds) is None
+    assert reassign_lanes(now, seconds) is None
 
 
 def test_what_is_worth_a_move_can_be_said() -> None:
     now, seconds = [(0, 8), (8, 16)], [1.0, 1.18]
-    found = redeal(now, seconds, worth=0.01)
+    found = reassign_lanes(now, seconds, min_gain=0.01)
     assert found is not None
     assert found[0] == ((0, 9), (9, 16))
 
@@ -266,50 +266,50 @@ def test_what_is_worth_a_move_can_be_said() -> None:
 
 
 def test_a_schedule_with_a_short_last_batch() -> None:
-    schedule = Schedule(samples=10, batch=4, last="short")
+    schedule = SampleSchedule(samples=10, batch=4, last="short")
     assert schedule.steps_per_epoch == 3
     assert [schedule.position(step) for step in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-    assert [schedule.size(step) for step in range(5)] == [4, 4, 2, 4, 4]
-    assert [schedule.consumed(steps) for steps in range(7)] == [0, 4, 8, 10, 14, 18, 20]
+    assert [schedule.samples_in_step(step) for step in range(5)] == [4, 4, 2, 4, 4]
+    assert [schedule.samples_before(steps) for steps in range(7)] == [0, 4, 8, 10, 14, 18, 20]
 
 
 def test_a_schedule_that_drops_it() -> None:
-    schedule = Schedule(samples=10, batch=4, last="drop")
+    schedule = SampleSchedule(samples=10, batch=4, last="drop")
     assert schedule.steps_per_epoch == 2
     assert [schedule.position(step) for step in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [schedule.size(step) for step in range(4)] == [4, 4, 4, 4]
-    assert [schedule.consumed(steps) for steps in range(5)] == [0, 4, 8, 12, 16]
+    assert [schedule.samples_in_step(step) for step in range(4)] == [4, 4, 4, 4]
+    assert [schedule.samples_before(steps) for steps in range(5)] == [0, 4, 8, 12, 16]
 
 
 def test_a_schedule_without_a_rest_is_the_same_either_way() -> None:
     for last in ("short", "drop"):
-        schedule = Schedule(samples=12, batch=4, last=last)
-        assert (schedule.steps_per_epoch, schedule.consumed(7), schedule.size(5)) == (3, 28, 4)
+        schedule = SampleSchedule(samples=12, batch=4, last=last)
+        assert (schedule.steps_per_epoch, schedule.samples_before(7), schedule.samples_in_step(5)) == (3, 28, 4)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["short", "drop"]), st.integers(0, 50))
 def test_consumed_is_the_sum_of_the_sizes(samples: int, batch: int, last: str, steps: int) -> None:
-    schedule = Schedule(samples=max(samples, batch), batch=batch, last=last)
-    assert schedule.consumed(steps) == sum(schedule.size(step) for step in range(steps))
+    schedule = SampleSchedule(samples=max(samples, batch), batch=batch, last=last)
+    assert schedule.samples_before(steps) == sum(schedule.samples_in_step(step) for step in range(steps))
 
 
 @given(st.integers(1, 200), st.integers(0, 2**31), st.integers(0, 100))
 def test_every_pass_is_a_permutation_and_the_same_in_two_calls(length: int, seed: int, epoch: int) -> None:
-    order = shuffled(length, seed)
+    order = shuffled_order(length, seed)
     assert sorted(order(epoch)) == list(range(length))
-    assert list(order(epoch)) == list(shuffled(length, seed)(epoch))
+    assert list(order(epoch)) == list(shuffled_order(length, seed)(epoch))
 
 
 def test_passes_and_seeds_have_orders_of_their_own() -> None:
-    orders = [tuple(shuffled(100, seed)(epoch)) for seed in range(4) for epoch in range(4)]
+    orders = [tuple(shuffled_order(100, seed)(epoch)) for seed in range(4) for epoch in range(4)]
     assert len(set(orders)) == 16
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
     """Part of the arithmetic: another order would be another job."""
-    assert list(shuffled(10, 0)(0)) == [5, 4, 0, 6, 7, 1, 9, 2, 8, 3]
-    assert list(shuffled(10, 7)(3)) == [7, 0, 5, 2, 8, 3, 9, 4, 6, 1]
+    assert list(shuffled_order(10, 0)(0)) == [5, 4, 0, 6, 7, 1, 9, 2, 8, 3]
+    assert list(shuffled_order(10, 7)(3)) == [7, 0, 5, 2, 8, 3, 9, 4, 6, 1]
 
 
 def test_without_shuffling_the_order_is_the_data_s_own() -> None:
-    assert list(in_order(5)(0)) == list(in_order(5)(7)) == [0, 1, 2, 3, 4]
+    assert list(sequential_order(5)(0)) == list(sequential_order(5)(7)) == [0, 1, 2, 3, 4]

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.numerics.lanes import cut, deal
-from shoal.numerics.sampling import Schedule, in_order, shuffled
-from shoal.recovery.sample_audit import Audit, Entry, audit, consumed, entries
+from shoal.numerics.lanes import cut_batch, assign_lanes
+from shoal.numerics.sampling import SampleSchedule, sequential_order, shuffled_order
+from shoal.recovery.sample_audit import SampleAudit, SampleRecord, audit_samples, sample_digest, sample_records
 from shoal.report.event_queries import audit_samples, committed_floor
-from shoal.report.events import AnyEvent, Changed, Finished, Resumed, Saved, Spent, Steps, WorkerStarted, encode
+from shoal.report.events import AnyEvent, MembershipChanged, WorkerFinished, RunResumed, CheckpointSaved, TimeSpent, StepsCommitted, WorkerStarted, encode
 from shoal.report.run_folder import RunFolder
 
-SCHEDULE = Schedule(samples=50, batch=8, last="short")
-ORDER = shuffled(50, seed=3)
+SCHEDULE = SampleSchedule(samples=50, batch=8, last="short")
+ORDER = shuffled_order(50, seed=3)
 
 
 def batch_of(step: int) -> list[int]:
@@ -27,16 +27,16 @@ def batch_of(step: int) -> list[int]:
     return list(ORDER(epoch))[within * SCHEDULE.batch : (within + 1) * SCHEDULE.batch]
 
 
-def entry(step: int, indices: Sequence[int], *, listed: bool = False) -> Entry:
-    return Entry(step=step, consumed=consumed(indices), indices=list(indices) if listed else None)
+def entry(step: int, indices: Sequence[int], *, listed: bool = False) -> SampleRecord:
+    return SampleRecord(step=step, consumed=sample_digest(indices), indices=list(indices) if listed else None)
 
 
-def whole(steps: int, *, listed: bool = False) -> list[Entry]:
+def whole(steps: int, *, listed: bool = False) -> list[SampleRecord]:
     return [entry(step, batch_of(step), listed=listed) for step in range(steps)]
 
 
-def check(record: Sequence[Entry], committed: int | None = None) -> Audit:
-    return audit(record, SCHEDULE, ORDER, committed)
+def check(record: Sequence[SampleRecord], committed: int | None = None) -> SampleAudit:
+    return audit_samples(record, SCHEDULE, ORDER, committed)
 
 
 # ---- the digest
@@ -44,17 +44,17 @@ def check(record: Sequence[Entry], committed: int | None = None) -> Audit:
 
 def test_a_digest_is_of_the_numbers_in_their_order_and_of_nothing_else() -> None:
     numbers = [5, 1, 1 << 40, 0]
-    assert len(consumed(numbers)) == 16
+    assert len(sample_digest(numbers)) == 16
     same = {
-        consumed(each)
+        sample_digest(each)
         for each in (numbers, tuple(numbers), np.array(numbers), np.array([9, *numbers])[1:], np.array(numbers * 2)[:4])
     }
-    assert same == {consumed(numbers)}
-    assert consumed(range(3, 9)) == consumed([3, 4, 5, 6, 7, 8])
-    assert consumed(np.arange(16)[::2]) == consumed(range(0, 16, 2))
+    assert same == {sample_digest(numbers)}
+    assert sample_digest(range(3, 9)) == sample_digest([3, 4, 5, 6, 7, 8])
+    assert sample_digest(np.arange(16)[::2]) == sample_digest(range(0, 16, 2))
     others = [[1, 5, 1 << 40, 0], [5, 1, 1 << 40], [5, 1, 1 << 40, 0, 0], [5, 1, 1 << 41, 0], []]
-    assert len({consumed(numbers), *map(consumed, others)}) == 6
-    assert consumed([1, 2, 3]) == "77ba1ae68d5afbb4", "records of earlier runs are read too"
+    assert len({sample_digest(numbers), *map(sample_digest, others)}) == 6
+    assert sample_digest([1, 2, 3]) == "77ba1ae68d5afbb4", "records of earlier runs are read too"
 
 
 # ---- the audit
@@ -62,8 +62,8 @@ def test_a_digest_is_of_the_numbers_in_their_order_and_of_nothing_else() -> None
 
 def test_a_whole_record_is_sound() -> None:
     report = check(whole(15), committed=15)
-    assert report.sound and report.once
-    assert (report.steps, report.passes, report.repeated) == (15, 2, 0)
+    assert report.sound and report.each_once
+    assert (report.steps, report.epochs, report.repeated) == (15, 2, 0)
     assert str(report) == "15 steps, 2 whole passes: each sample once in a pass"
     assert check([]).sound
 
@@ -128,14 +128,14 @@ def test_an_order_that_repeats_samples_is_said_and_not_held_against_the_run() ->
         return [random.Random(epoch).randrange(50) for _ in range(50)]
 
     record = [entry(step, drawn(step // 7)[step % 7 * 8 : step % 7 * 8 + 8]) for step in range(7)]
-    report = audit(record, SCHEDULE, drawn)
-    assert report.sound and not report.once
+    report = audit_samples(record, SCHEDULE, drawn)
+    assert report.sound and not report.each_once
     assert "as the order says, some more than once" in str(report)
 
 
 def test_many_defects_are_counted_and_the_first_are_listed() -> None:
-    report = audit([entry(step, [step]) for step in range(700)], SCHEDULE, in_order(50))
-    assert (report.found, len(report.defects)) == (700, 20)
+    report = audit_samples([entry(step, [step]) for step in range(700)], SCHEDULE, sequential_order(50))
+    assert (report.defect_count, len(report.defects)) == (700, 20)
     assert "and 680 more" in str(report)
 
 
@@ -143,39 +143,39 @@ def test_many_defects_are_counted_and_the_first_are_listed() -> None:
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[Schedule, int, int]:
+def shapes(draw: st.DrawFn) -> tuple[SampleSchedule, int, int]:
     lanes, microbatches, size = draw(st.integers(1, 7)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     batch = lanes * microbatches * size
     last = draw(st.sampled_from(["short", "drop"]))
     samples = draw(st.integers(batch if last == "drop" else 1, 4 * batch + 3))
-    return Schedule(samples=samples, batch=batch, last=last), lanes, microbatches
+    return SampleSchedule(samples=samples, batch=batch, last=last), lanes, microbatches
 
 
 @settings(max_examples=150)
 @given(shapes(), st.integers(0, 1 << 20), st.booleans(), st.data())
 def test_through_joins_leaves_and_redone_steps_every_sample_is_seen_once(
-    shape: tuple[Schedule, int, int], seed: int, mixed: bool, data: st.DataObject
+    shape: tuple[SampleSchedule, int, int], seed: int, mixed: bool, data: st.DataObject
 ) -> None:
     """What the workers really fetch, lane by lane, is gathered for each attempt at a step."""
     schedule, lanes, microbatches = shape
-    order = shuffled(schedule.samples, seed) if mixed else in_order(schedule.samples)
+    order = shuffled_order(schedule.samples, seed) if mixed else sequential_order(schedule.samples)
     passes = 2
     target = passes * schedule.steps_per_epoch
     chance = random.Random(data.draw(st.integers(0, 1 << 30)))
     workers = chance.randint(1, lanes)
     step, saved, attempts = 0, 0, 0
-    record: list[Entry] = []
+    record: list[SampleRecord] = []
     seen: dict[int, list[int]] = {}  # by step: what the last committed attempt fetched
     while step < target:
         attempts += 1
         epoch, within = schedule.position(step)
         indices = order(epoch)[within * schedule.batch : (within + 1) * schedule.batch]
-        assert len(indices) == schedule.size(step)
+        assert len(indices) == schedule.samples_in_step(step)
         speeds = [chance.choice((0.25, 1.0, 3.0)) for _ in range(workers)]
-        positions = cut(len(indices), schedule.batch, lanes, microbatches)
+        positions = cut_batch(len(indices), schedule.batch, lanes, microbatches)
         fetched = [
             indices[position]
-            for first, past in deal(lanes, speeds)
+            for first, past in assign_lanes(lanes, speeds)
             for lane in positions[first:past]
             for microbatch in lane
             for position in microbatch
@@ -192,9 +192,9 @@ def test_through_joins_leaves_and_redone_steps_every_sample_is_seen_once(
             step += 1
             if fate > 0.7:
                 saved = step
-    report = audit(record, schedule, order, committed=target)
-    assert report.sound and report.once, report
-    assert report.passes == passes
+    report = audit_samples(record, schedule, order, committed=target)
+    assert report.sound and report.each_once, report
+    assert report.epochs == passes
     assert report.repeated == len(record) - target
     for epoch in range(passes):
         steps = range(epoch * schedule.steps_per_epoch, (epoch + 1) * schedule.steps_per_epoch)
@@ -204,21 +204,21 @@ def test_through_joins_leaves_and_redone_steps_every_sample_is_seen_once(
     if target > 1:
         wrong = chance.randrange(target)
         other = (wrong + 1 + chance.randrange(target - 1)) % target
-        if consumed(seen[wrong]) != consumed(seen[other]):
+        if sample_digest(seen[wrong]) != sample_digest(seen[other]):
             bad = [
-                replace(each, consumed=consumed(seen[other]), indices=None) if each.step == wrong else each
+                replace(each, consumed=sample_digest(seen[other]), indices=None) if each.step == wrong else each
                 for each in record
             ]
-            assert not audit(bad, schedule, order, committed=target).sound
-        assert not audit([each for each in record if each.step != wrong], schedule, order, committed=target).sound
+            assert not audit_samples(bad, schedule, order, committed=target).sound
+        assert not audit_samples([each for each in record if each.step != wrong], schedule, order, committed=target).sound
 
 
 # ---- read back from events
 
 
-def steps(step: int, count: int, *, rank: int = 0, told: bool = True) -> Steps:
+def steps(step: int, count: int, *, rank: int = 0, told: bool = True) -> StepsCommitted:
     first = step - count
-    return Steps(
+    return StepsCommitted(
         time=1.0,
         rank=rank,
         step=step,
@@ -227,9 +227,9 @@ def steps(step: int, count: int, *, rank: int = 0, told: bool = True) -> Steps:
         epoch=0,
         loss=None,
         lanes=(0, 4),
-        spent=Spent(),
+        spent=TimeSpent(),
         leader=told,
-        consumed=[consumed(batch_of(each)) for each in range(first, step)] if told else [],
+        sample_digests=[sample_digest(batch_of(each)) for each in range(first, step)] if told else [],
     )
 
 
@@ -247,24 +247,24 @@ def test_the_record_is_read_from_the_events_of_whoever_led(tmp_path: Path) -> No
     )
     report = audit_samples(RunFolder(tmp_path).read_events(), SCHEDULE, ORDER, committed=14)
     assert report.sound
-    assert (report.steps, report.passes, report.repeated) == (14, 2, 0), "two tell of the same step: it was done once"
+    assert (report.steps, report.epochs, report.repeated) == (14, 2, 0), "two tell of the same step: it was done once"
     again = audit_samples([*events, steps(14, 2, rank=1)], SCHEDULE, ORDER, committed=14)
     assert (again.sound, again.repeated) == (True, 2), "one tells of it twice: it was done again"
     assert "steps 9 to 13 are not on record" in str(audit_samples(events[:-1], SCHEDULE, ORDER, committed=14))
-    with_lists = Steps(
+    with_lists = StepsCommitted(
         **{
-            **{name: getattr(events[1], name) for name in Steps.__struct_fields__},
+            **{name: getattr(events[1], name) for name in StepsCommitted.__struct_fields__},
             "indices": [batch_of(s) for s in range(5)],
         }
     )
-    assert [each.indices for each in entries([with_lists])] == [batch_of(s) for s in range(5)]
+    assert [each.indices for each in sample_records([with_lists])] == [batch_of(s) for s in range(5)]
 
 
 def test_how_many_steps_had_been_committed() -> None:
-    saved = Saved(time=1.0, step=6, path="p", num_bytes=1, seconds=0.1)
-    resumed = Resumed(time=1.0, step=6, path="p", repeated=8)
-    ended = Finished(time=1.0, rank=0, step=30, samples=1, weights_sha256="", final_loss=None, metrics={}, stopped=None)
-    changed = Changed(time=1.0, epoch=4, members=[0], step=16, reason="")
+    saved = CheckpointSaved(time=1.0, step=6, path="p", num_bytes=1, seconds=0.1)
+    resumed = RunResumed(time=1.0, step=6, path="p", repeated=8)
+    ended = WorkerFinished(time=1.0, rank=0, step=30, samples=1, weights_sha256="", final_loss=None, metrics={}, stopped=None)
+    changed = MembershipChanged(time=1.0, generation=4, members=[0], step=16, reason="")
     assert committed_floor([]) == 0
     assert committed_floor([], recorded=12) == 12
     assert committed_floor([steps(9, 9), saved, steps(14, 5), steps(12, 3, rank=1)]) == 14
@@ -275,10 +275,10 @@ def test_how_many_steps_had_been_committed() -> None:
     # A run that came back at 6 and was lost again at 9 repeats 3 steps of this life, not 8 of the one before.
     assert committed_floor([steps(14, 14), resumed]) == 6
     assert committed_floor([steps(14, 14), resumed, steps(9, 3)]) == 9
-    lost = Changed(time=1.0, epoch=5, members=[0], step=6, reason="", term=1)
+    lost = MembershipChanged(time=1.0, generation=5, members=[0], step=6, reason="", restart=1)
     assert (
         committed_floor(
-            [steps(14, 14), lost, steps(8, 2), Changed(time=1.0, epoch=6, members=[0], step=7, reason="", term=1)]
+            [steps(14, 14), lost, steps(8, 2), MembershipChanged(time=1.0, generation=6, members=[0], step=7, reason="", restart=1)]
         )
         == 8
     )

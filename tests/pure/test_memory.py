@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.errors import InputError, MemoryNeeded
-from shoal.worker.memory import Need, need, ran_out, read_size, return_freed, state_factor
+from shoal.worker.memory import MemoryEstimate, estimate_memory, is_out_of_memory, parse_size, return_freed_memory, state_factor
 
 pytestmark = pytest.mark.clean_heap
 MB = 10**6
@@ -15,12 +15,12 @@ MB = 10**6
 
 def test_without_glibc_nothing_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    return_freed()
+    return_freed_memory()
 
 
 def test_other_errors_are_not_about_memory() -> None:
-    assert not ran_out(RuntimeError("shape"))
-    assert not ran_out(ValueError("can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("shape"))
+    assert not is_out_of_memory(ValueError("can't allocate memory"))
 
 
 @pytest.mark.parametrize(
@@ -31,39 +31,39 @@ def test_other_errors_are_not_about_memory() -> None:
     ],
 )  # fmt: skip
 def test_sizes_are_read(text: str, num_bytes: int) -> None:
-    assert read_size(text) == num_bytes
+    assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "MB", "-3MB", "0", "0.1", "much", "3 MBs", "1e9", "inf", "nan", "1,5GB", "5PB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="no amount of memory") as caught:
-        read_size(text)
+        parse_size(text)
     assert "250MB" in str(caught.value)
 
 
 def test_what_training_needs() -> None:
-    alone = need(28 * MB, state=2, merged=False)
+    alone = estimate_memory(28 * MB, state=2, merged=False)
     assert (alone.weights, alone.gradients, alone.optimizer, alone.total) == (28 * MB, 28 * MB, 56 * MB, 112 * MB)
-    several = need(28 * MB, state=0.5, lanes=4, trained=20 * MB, stored=10 * MB, buffers=3)
-    assert several == Need(weights=28 * MB, gradients=80 * MB, optimizer=5 * MB, buffers=3)
+    several = estimate_memory(28 * MB, state=0.5, lanes=4, trained=20 * MB, stored=10 * MB, buffers=3)
+    assert several == MemoryEstimate(weights=28 * MB, gradients=80 * MB, optimizer=5 * MB, buffers=3)
     assert [line.split()[0] for line in several.lines()] == ["weights", "gradients", "optimizer", "buffers", "together"]
 
 
 @pytest.mark.parametrize("lanes", range(1, 40))
 def test_gradients_at_once_are_those_of_adding_up_a_tree(lanes: int) -> None:
-    from shoal.numerics.lanes import split
+    from shoal.numerics.lanes import split_point
 
     def at_once(span: tuple[int, int]) -> int:
         if span[1] - span[0] == 1:
             return 1
-        middle = split(span)
+        middle = split_point(span)
         return max(at_once((span[0], middle)), 1 + at_once((middle, span[1])))
 
-    assert need(1, state=0, lanes=lanes, merged=False).gradients == at_once((0, lanes))
+    assert estimate_memory(1, state=0, lanes=lanes, merged=False).gradients == at_once((0, lanes))
 
 
 def test_too_little_is_refused_with_both_sides_and_a_way_out() -> None:
-    found = need(28 * MB, state=2, merged=False)
+    found = estimate_memory(28 * MB, state=2, merged=False)
     found.check(112 * MB, by="--memory 112MB", fix="")
     with pytest.raises(MemoryNeeded) as caught:
         found.check(80 * MB, by="--memory 80MB", fix="--layout pipeline=2")

@@ -29,17 +29,17 @@ from helpers.checkpoint_parts import (
     write,
 )
 from shoal.errors import CheckpointError
-from shoal.numerics.digest import digests, tensor_sha256
-from shoal.numerics.tensor_slice import WHOLE, Piece, rows
+from shoal.numerics.digest import tensor_digests, tensor_sha256
+from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, row_slice
 from shoal.recovery.checkpoint import directory, files
 from shoal.recovery.checkpoint import sharded as sharding
-from shoal.recovery.checkpoint.directory import Checkpoints
+from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.export import export_weights, initial_weights, load_weights
 from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES
-from shoal.recovery.checkpoint.shards import Entry, Holding, Placed, Share, Stored, Unfit, covers, index_of
+from shoal.recovery.checkpoint.shards import TensorEntry, StateShard, StoredSlice, ShardWriteTask, StoredTensors, CheckpointMismatch, is_complete, index_of_files
 from shoal.recovery.checkpoint.state import capture_weights, restore_weights
-from shoal.report.events import Event, Saved, SaveFailed
-from shoal.worker.checkpointer import Keeper, Live
+from shoal.report.events import Event, CheckpointSaved, SaveFailed
+from shoal.worker.checkpointer import Checkpointer, LiveState
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def random_state_stays() -> Iterator[None]:
     torch.set_rng_state(before)
 
 
-def empty(holding: Holding | None) -> Live:
+def empty(holding: StateShard | None) -> LiveState:
     """As a worker is before it has anything: other weights, no state."""
     torch.manual_seed(99)
     return live_of(Net()) if holding is None else cut(live_of(Net()), holding)
@@ -59,13 +59,13 @@ def empty(holding: Holding | None) -> Live:
 def sharded(parts: int = 3) -> Layout:
     """zero=1: weights are whole everywhere and the first writes them; of the optimizer's state each has some rows."""
     return [
-        Holding(
+        StateShard(
             shapes=SHAPES,
-            optimizer_pieces={name: rows(shape, parts, part) for name, shape in SHAPES.items()},
+            optimizer_slices={name: row_slice(shape, parts, part) for name, shape in SHAPES.items()},
             writes=set(ALL) if part == 0 else (),
             optimizer_writes=set(ALL),
-            part=part,
-            parts=parts,
+            shard_index=part,
+            num_shards=parts,
         )
         for part in range(parts)
     ]
@@ -77,11 +77,11 @@ def both() -> Layout:
     for part in range(4):
         stage, number = divmod(part, 2)
         held = [n for n in ALL if n.startswith(("embed", "qkv")) == (stage == 0)]
-        pieces = {"embed.weight": Piece({0: ((number * 5, number * 5 + 5),)}), "qkv.bias": rows((12,), 2, number)}
-        pieces |= {"qkv.weight": Piece({1: ((number * 2, number * 2 + 2),)}), "out.weight": rows((4, 4), 2, number)}
+        pieces = {"embed.weight": TensorSlice({0: ((number * 5, number * 5 + 5),)}), "qkv.bias": row_slice((12,), 2, number)}
+        pieces |= {"qkv.weight": TensorSlice({1: ((number * 2, number * 2 + 2),)}), "out.weight": row_slice((4, 4), 2, number)}
         pieces = {name: piece for name, piece in pieces.items() if name in held}
         writes = set(held if number == 0 else pieces)
-        found.append(Holding(shapes=SHAPES, held=set(held), pieces=pieces, writes=writes, part=part, parts=4))
+        found.append(StateShard(shapes=SHAPES, held=set(held), slices=pieces, writes=writes, shard_index=part, num_shards=4))
     return found
 
 
@@ -99,13 +99,13 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parts_make_up_the_whole_bit_for_bit(tmp_path: Path, name: str) -> None:
     whole, layout = trained(), LAYOUTS[name]()
-    written = write(Checkpoints(tmp_path), whole, layout, 7)
+    written = write(CheckpointDirectory(tmp_path), whole, layout, 7)
     parts = [f"{kind}-{part}.safetensors" for kind in ("model", "optimizer") for part in range(len(layout))]
     assert names(tmp_path) == ["step-00000007"], "nothing is left beside it"
     assert names(written.path) == sorted([*parts, "state.json", "extra.safetensors", "manifest.json"])
     assert written.num_bytes == sum(file.stat().st_size for file in written.path.iterdir())
     assert len({file.stat().st_mode for file in written.path.iterdir()}) == 1, "all readable by the same people"
-    newest = Checkpoints(tmp_path).newest()
+    newest = CheckpointDirectory(tmp_path).newest()
     assert newest is not None and newest.skipped == []
     assert_same(newest.snapshot, whole.capture(7, {"loss": 0.5}))
     fresh = empty(None)
@@ -118,13 +118,13 @@ def test_every_layout_reads_every_other(tmp_path: Path, first: str) -> None:
     """Its first worker and its last. Also one that was written whole, as by a run before there were layouts."""
     whole = trained()
     if first == "whole":
-        path = Checkpoints(tmp_path).write(whole.capture(7, {"loss": 0.5})).path
+        path = CheckpointDirectory(tmp_path).write(whole.capture(7, {"loss": 0.5})).path
         assert "model.safetensors" in names(path)
     else:
-        write(Checkpoints(tmp_path), whole, LAYOUTS[first](), 7)
+        write(CheckpointDirectory(tmp_path), whole, LAYOUTS[first](), 7)
     for second in LAYOUTS.values():
         for holding in (second()[0], second()[-1]):
-            newest = Checkpoints(tmp_path).newest(holding)
+            newest = CheckpointDirectory(tmp_path).newest(holding)
             assert newest is not None
             mine, fresh = cut(whole, holding), empty(holding)
             assert_same(newest.snapshot, mine.capture(7, {"loss": 0.5}))
@@ -139,7 +139,7 @@ def test_the_values_are_those_of_the_whole_on_every_worker(tmp_path: Path) -> No
     groups = whole.capture(1, {}).values["optimizer"]["groups"]
     for layout in LAYOUTS.values():
         for holding in layout():
-            values = cut(whole, holding).lend(1, {}).values
+            values = cut(whole, holding).live_snapshot(1, {}).values
             assert values["optimizer"]["groups"] == groups
             assert values["scheduler"] == whole.capture(1, {}).values["scheduler"]
 
@@ -148,11 +148,11 @@ def test_before_the_first_step_and_with_a_rate_that_is_a_tensor(tmp_path: Path) 
     for steps in (0, 2):
         whole = trained(steps, rate=torch.tensor(0.01))
         layout = sliced()
-        checkpoints = Checkpoints(tmp_path / str(steps))
-        shares = [Share(holding=holding, token="t") for holding in layout]
-        parts = [cut(whole, each.holding, torch.tensor(0.01)).capture(3, {}, share=each) for each in shares]
-        assert checkpoints.write_part(parts[1], shares[1]) is None
-        assert checkpoints.write_part(parts[0], shares[0]) is not None
+        checkpoints = CheckpointDirectory(tmp_path / str(steps))
+        shares = [ShardWriteTask(state_shard=holding, token="t") for holding in layout]
+        parts = [cut(whole, each.state_shard, torch.tensor(0.01)).capture(3, {}, task=each) for each in shares]
+        assert checkpoints.write_shard(parts[1], shares[1]) is None
+        assert checkpoints.write_shard(parts[0], shares[0]) is not None
         newest = checkpoints.newest()
         assert newest is not None
         assert_same(newest.snapshot, whole.capture(3, {}))
@@ -162,9 +162,9 @@ def test_before_the_first_step_and_with_a_rate_that_is_a_tensor(tmp_path: Path) 
 def test_a_worker_copies_only_what_it_writes() -> None:
     whole = trained()
     for holding in sharded():
-        share = Share(holding=holding, token="t")
-        snapshot = cut(whole, holding).capture(1, {}, share=share)
-        assert bool(snapshot.weights) == bool(snapshot.extra) == holding.leads
+        share = ShardWriteTask(state_shard=holding, token="t")
+        snapshot = cut(whole, holding).capture(1, {}, task=share)
+        assert bool(snapshot.weights) == bool(snapshot.extra) == holding.is_leader
         assert {len(snapshot.optimizer[f"{name}/exp_avg"]) for name in ("embed.weight",)} <= {3, 4}
 
 
@@ -176,17 +176,17 @@ def test_any_piece_of_any_dtype(tmp_path: Path) -> None:
     }
     export_weights(tmp_path / "w.safetensors", tensors, {})
     pieces = [
-        Piece({0: ((1, 3),)}),
-        Piece({1: ((0, 1), (2, 4))}),
-        Piece({0: ((0, 1), (4, 5)), 2: ((1, 2),)}),
-        Piece({2: ((2, 2),)}),
-        Piece({0: ()}),
-        WHOLE,
+        TensorSlice({0: ((1, 3),)}),
+        TensorSlice({1: ((0, 1), (2, 4))}),
+        TensorSlice({0: ((0, 1), (4, 5)), 2: ((1, 2),)}),
+        TensorSlice({2: ((2, 2),)}),
+        TensorSlice({0: ()}),
+        FULL_SLICE,
     ]
-    with Stored(tmp_path, index_of(tmp_path, {"weights": "w.safetensors"})) as stored:
+    with StoredTensors(tmp_path, index_of_files(tmp_path, {"weights": "w.safetensors"})) as stored:
         for name, tensor in tensors.items():
             for piece in pieces:
-                wanted = WHOLE.take(tensor)
+                wanted = FULL_SLICE.extract(tensor)
                 for dim, ranges in piece.cuts.items():
                     wanted = wanted.index_select(dim, torch.tensor([i for a, b in ranges for i in range(a, b)]).long())
                 assert tensor_sha256(stored.read("weights", name, piece)) == tensor_sha256(wanted), (name, piece)
@@ -195,12 +195,12 @@ def test_any_piece_of_any_dtype(tmp_path: Path) -> None:
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four slices, read by one of two: the files of two of them, and never the whole of a tensor that is cut."""
     whole = trained()
-    path = write(Checkpoints(tmp_path), whole, sliced(4), 7).path
+    path = write(CheckpointDirectory(tmp_path), whole, sliced(4), 7).path
     opened: list[str] = []
     sizes: list[int] = []
-    open_file, make = Stored._file, torch.empty
+    open_file, make = StoredTensors._file, torch.empty
 
-    def opens(self: Stored, name: str) -> Any:
+    def opens(self: StoredTensors, name: str) -> Any:
         opened.append(name)
         return open_file(self, name)
 
@@ -209,18 +209,18 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         sizes.append(made.numel())
         return made
 
-    monkeypatch.setattr(Stored, "_file", opens)
+    monkeypatch.setattr(StoredTensors, "_file", opens)
     monkeypatch.setattr(torch, "empty", makes)
     first = sliced(2)[0]
-    only = Holding(shapes=SHAPES, pieces=first.pieces, held={"qkv.weight"}, part=None, parts=2)
-    assert set(Checkpoints(tmp_path).read(path, only).weights) == {"qkv.weight"}
+    only = StateShard(shapes=SHAPES, slices=first.slices, held={"qkv.weight"}, shard_index=None, num_shards=2)
+    assert set(CheckpointDirectory(tmp_path).read(path, only).weights) == {"qkv.weight"}
     assert max(sizes) == 24, "half of 12×4"
     assert set(opened) == {f"{kind}-{part}.safetensors" for kind in ("model", "optimizer") for part in (0, 1)}
 
 
 def test_pieces_have_to_make_up_the_whole() -> None:
     def of(*cuts: Any, shape: tuple[int, ...] = (4, 6)) -> bool:
-        return covers(Entry(shape, "float32", [Placed("f", each) for each in cuts]))
+        return is_complete(TensorEntry(shape, "float32", [StoredSlice("f", each) for each in cuts]))
 
     top, bottom = ((0, ((0, 2),)),), ((0, ((2, 4),)),)
     assert of(()) and of(top, bottom) and of((), shape=()) and of((), shape=(0, 3)) and of(top, ((0, ()),), bottom)
@@ -233,13 +233,13 @@ def test_pieces_have_to_make_up_the_whole() -> None:
 
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     whole = trained()
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointDirectory(tmp_path)
     write(checkpoints, whole, sliced(), 1)
     first, second = sliced()
-    lazy = Holding(shapes=SHAPES, pieces=second.pieces, writes={"qkv.weight"}, part=1, parts=2)
+    lazy = StateShard(shapes=SHAPES, slices=second.slices, writes={"qkv.weight"}, shard_index=1, num_shards=2)
     with pytest.raises(CheckpointError, match=r"embed\.weight: the parts' pieces do not make up \(10, 4\)"):
         write(checkpoints, whole, [first, lazy], 2)
-    shy = Holding(shapes=SHAPES, pieces=first.pieces, writes=set(ALL) - {"scale"}, part=0, parts=2)
+    shy = StateShard(shapes=SHAPES, slices=first.slices, writes=set(ALL) - {"scale"}, shard_index=0, num_shards=2)
     with pytest.raises(CheckpointError, match="the parts do not make up the weights: scale"):
         write(checkpoints, whole, [shy, second], 3)
     assert names(tmp_path) == ["step-00000001"]
@@ -248,24 +248,24 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_what_is_whole_beside_a_cut_parameter_has_to_be_the_same(tmp_path: Path) -> None:
     """As the step is. What an optimizer keeps in another shape than its parameter's cannot be put together."""
     whole, layout = trained(), sliced()
-    shares = [Share(holding=holding, token="t") for holding in layout]
+    shares = [ShardWriteTask(state_shard=holding, token="t") for holding in layout]
     lives = [cut(whole, holding) for holding in layout]
     lives[1].optimizer.state[lives[1].parameters["qkv.weight"]]["step"] += 1
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.write_part(lives[1].capture(1, {}, share=shares[1]), shares[1])
+    checkpoints = CheckpointDirectory(tmp_path)
+    checkpoints.write_shard(lives[1].capture(1, {}, task=shares[1]), shares[1])
     with pytest.raises(CheckpointError, match=r"qkv\.weight/step is kept whole beside a parameter that is cut"):
-        checkpoints.write_part(lives[0].capture(1, {}, share=shares[0]), shares[0])
+        checkpoints.write_shard(lives[0].capture(1, {}, task=shares[0]), shares[0])
     assert names(tmp_path) == []
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_not_skipped(tmp_path: Path) -> None:
-    write(Checkpoints(tmp_path), trained(), sliced(), 1)
-    wider = Holding(shapes=SHAPES | {"out.weight": (8, 4)}, part=None)
-    with pytest.raises(Unfit, match=r"out\.weight: 4×4 in the checkpoint, 8×4 in the model"):
-        Checkpoints(tmp_path).newest(wider)
-    other = Holding(shapes={"a": (1,)}, part=None)
-    with pytest.raises(Unfit, match="holds other tensors than the job"):
-        Checkpoints(tmp_path).newest(other)
+    write(CheckpointDirectory(tmp_path), trained(), sliced(), 1)
+    wider = StateShard(shapes=SHAPES | {"out.weight": (8, 4)}, shard_index=None)
+    with pytest.raises(CheckpointMismatch, match=r"out\.weight: 4×4 in the checkpoint, 8×4 in the model"):
+        CheckpointDirectory(tmp_path).newest(wider)
+    other = StateShard(shapes={"a": (1,)}, shard_index=None)
+    with pytest.raises(CheckpointMismatch, match="holds other tensors than the job"):
+        CheckpointDirectory(tmp_path).newest(other)
 
 
 def test_weights_on_meta_are_neither_captured_nor_restored() -> None:
@@ -288,16 +288,16 @@ def test_a_part_is_handed_over_to_one_that_holds_the_same() -> None:
     for layout in LAYOUTS.values():
         holding = layout()[-1]
         donor, newcomer = cut(whole, holding), empty(holding)
-        newcomer.restore(donor.lend(3, {}))
-        assert_same(newcomer.lend(3, {}), donor.lend(3, {}))
+        newcomer.restore(donor.live_snapshot(3, {}))
+        assert_same(newcomer.live_snapshot(3, {}), donor.live_snapshot(3, {}))
 
 
 # ---- damage, absence
 @pytest.mark.parametrize("file", ["model-1.safetensors", "optimizer-2.safetensors", "state.json", "extra.safetensors"])
 def test_a_torn_part_is_found_and_the_older_one_loads(tmp_path: Path, file: str) -> None:
     whole = trained()
-    write(Checkpoints(tmp_path), whole, pipeline(), 10)
-    path = write(Checkpoints(tmp_path), whole, pipeline(), 20).path / file
+    write(CheckpointDirectory(tmp_path), whole, pipeline(), 10)
+    path = write(CheckpointDirectory(tmp_path), whole, pipeline(), 20).path / file
     good = path.read_bytes()
     bad = bytearray(good)
     bad[-1] ^= 1
@@ -306,24 +306,24 @@ def test_a_torn_part_is_found_and_the_older_one_loads(tmp_path: Path, file: str)
         if harm is not None:
             path.write_bytes(harm)
         for holding in (None, sliced()[1]):
-            newest = Checkpoints(tmp_path).newest(holding)
+            newest = CheckpointDirectory(tmp_path).newest(holding)
             assert newest is not None and newest.snapshot.step == 10
             assert len(newest.skipped) == 1 and newest.skipped[0].startswith(f"step-00000020: {file}")
         path.write_bytes(good)
-    newest = Checkpoints(tmp_path).newest()
+    newest = CheckpointDirectory(tmp_path).newest()
     assert newest is not None and newest.snapshot.step == 20
 
 
 def test_one_writer_and_several_keep_and_sweep_alike(tmp_path: Path) -> None:
     whole = trained()
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointDirectory(tmp_path)
     for step in (1, 2):
         write(checkpoints, whole, sliced(), step)
     checkpoints.write(whole.capture(3, {}))
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
-    write(Checkpoints(tmp_path), whole, pipeline(), 4)
+    write(CheckpointDirectory(tmp_path), whole, pipeline(), 4)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
-    write(Checkpoints(tmp_path), whole, sharded(), 4)
+    write(CheckpointDirectory(tmp_path), whole, sharded(), 4)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
 
 
@@ -333,10 +333,10 @@ def test_what_a_dead_leader_left_under_the_same_name_is_not_used(tmp_path: Path)
     left.mkdir()
     (left / "owner").write_text("0123abcd-1-1")
     (left / "part-1.json").write_text(json.dumps({"part": 1, "parts": 2}))
-    share = Share(holding=layout[0], token="t")
-    share.given_up.set()
-    with pytest.raises(sharding.GivenUp, match=r"without part 1 of 2"):
-        Checkpoints(tmp_path).write_part(cut(whole, layout[0]).capture(5, {}, share=share), share)
+    share = ShardWriteTask(state_shard=layout[0], token="t")
+    share.cancelled.set()
+    with pytest.raises(sharding.CheckpointAbandoned, match=r"without part 1 of 2"):
+        CheckpointDirectory(tmp_path).write_shard(cut(whole, layout[0]).capture(5, {}, task=share), share)
     assert names(tmp_path) == []
 
 
@@ -344,17 +344,17 @@ def test_a_part_that_comes_after_the_leader_gave_up_is_nobodys_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, layout = trained(), sliced()
-    checkpoints = Checkpoints(tmp_path)
-    real = files.save
+    checkpoints = CheckpointDirectory(tmp_path)
+    real = files.save_tensors
 
     def late(tensors: dict[str, Tensor], path: Path) -> None:
         checkpoints._discard(path.parent)
         real(tensors, path)
 
     monkeypatch.setattr(files, "save", late)
-    share = Share(holding=layout[1], token="t")
-    with pytest.raises(directory.Overtaken):
-        checkpoints.write_part(cut(whole, layout[1]).capture(5, {}, share=share), share)
+    share = ShardWriteTask(state_shard=layout[1], token="t")
+    with pytest.raises(directory.CheckpointOvertaken):
+        checkpoints.write_shard(cut(whole, layout[1]).capture(5, {}, task=share), share)
     assert names(tmp_path) == []
 
 
@@ -362,13 +362,13 @@ def test_a_part_that_comes_after_the_leader_gave_up_is_nobodys_trouble(
 class Crew:
     """A keeper for each worker, as the run calls them."""
 
-    def __init__(self, folder: Path, whole: Live, layout: Sequence[Holding], late: float = 30.0) -> None:
+    def __init__(self, folder: Path, whole: LiveState, layout: Sequence[StateShard], late: float = 30.0) -> None:
         self.events: list[list[Event]] = [[] for _ in layout]
         self.keepers = []
         for holding, told in zip(layout, self.events, strict=True):
             live = cut(whole, holding)
-            keeper = Keeper(folder, live, told.append, writes=holding.part is not None, holding=holding)
-            keeper.checkpoints.late_seconds = late
+            keeper = Checkpointer(folder, live, told.append, writes=holding.shard_index is not None, state_shard=holding)
+            keeper.directory.stall_seconds = late
             self.keepers.append(keeper)
 
     def save(self, step: int, token: str = "t", without: Sequence[int] = ()) -> None:
@@ -382,7 +382,7 @@ class Crew:
                 keeper._saver.wait()
 
     def told(self) -> list[list[tuple[str, int]]]:
-        kinds = (Saved, SaveFailed)
+        kinds = (CheckpointSaved, SaveFailed)
         return [[(type(e).__name__, e.step) for e in told if isinstance(e, kinds)] for told in self.events]
 
     def close(self) -> None:
@@ -399,7 +399,7 @@ class Alike:
 
 def test_keepers_save_resume_and_export(tmp_path: Path) -> None:
     whole = trained()
-    follower = Holding(shapes=SHAPES, held=pipeline()[1].held, parts=3)  # of another replica: it writes nothing
+    follower = StateShard(shapes=SHAPES, held=pipeline()[1].held, num_shards=3)  # of another replica: it writes nothing
     crew = Crew(tmp_path, whole, [*pipeline(), follower])
     crew.save(4)
     crew.save(4)  # once more at the end of the run: nothing to do
@@ -409,9 +409,9 @@ def test_keepers_save_resume_and_export(tmp_path: Path) -> None:
     assert crew.told() == [[("Saved", 4)], [], [], []]
     assert [keeper.saved_step for keeper in crew.keepers] == [4, -1, -1, -1]
     assert names(tmp_path) == ["checkpoints", "model.safetensors"]
-    assert_same(Checkpoints(tmp_path / "checkpoints").newest().snapshot, whole.capture(4, {"loss": 1.0}))  # type: ignore[union-attr]
+    assert_same(CheckpointDirectory(tmp_path / "checkpoints").newest().snapshot, whole.capture(4, {"loss": 1.0}))  # type: ignore[union-attr]
     for holding in (*sliced(), None):
-        keeper = Keeper(tmp_path, empty(holding), lambda event: None, writes=False, holding=holding)
+        keeper = Checkpointer(tmp_path, empty(holding), lambda event: None, writes=False, state_shard=holding)
         assert keeper.resume(Alike()).snapshot.values["told"] == {"loss": 1.0}  # type: ignore[arg-type]
         mine = whole if holding is None else cut(whole, holding)
         assert_same(keeper.live.capture(4, {}), mine.capture(4, {}))
@@ -429,7 +429,7 @@ def test_an_export_from_parts_is_that_of_the_whole(tmp_path: Path) -> None:
         crew.close()
         path = tmp_path / name / "model.safetensors"
         loaded = load_file(path)
-        assert digests(sorted(loaded.items())) == digests(sorted(weights.items()))
+        assert tensor_digests(sorted(loaded.items())) == tensor_digests(sorted(weights.items()))
         assert load_weights(path)[1] == aliases
         with (
             safe_open(path, framework="pt") as mine,
@@ -451,15 +451,15 @@ def test_a_file_of_weights_is_read_piece_by_piece(tmp_path: Path) -> None:
     for layout in LAYOUTS.values():
         for holding in layout():
             mine = capture_weights(cut(whole, holding).model)[0]
-            assert digests(sorted(initial_weights(path, holding).items())) == digests(sorted(mine.items()))
+            assert tensor_digests(sorted(initial_weights(path, holding).items())) == tensor_digests(sorted(mine.items()))
     last = initial_weights(
-        path, Holding(shapes=SHAPES, held=["head.weight"], pieces={"head.weight": rows((10, 4), 2, 1)})
+        path, StateShard(shapes=SHAPES, held=["head.weight"], slices={"head.weight": row_slice((10, 4), 2, 1)})
     )
     assert tensor_sha256(last["head.weight"]) == tensor_sha256(everything["embed.weight"][5:])
     with pytest.raises(CheckpointError, match=r"have no odd"):
-        initial_weights(path, Holding(shapes={"odd": (1,)}))
+        initial_weights(path, StateShard(shapes={"odd": (1,)}))
     with pytest.raises(CheckpointError, match=r"scale: \(\) in the weights .*, \(3,\) in the model"):
-        initial_weights(path, Holding(shapes={"scale": (3,)}))
+        initial_weights(path, StateShard(shapes={"scale": (3,)}))
     with pytest.raises(CheckpointError, match="cannot be read"):
         initial_weights(tmp_path / "none.safetensors")
 
@@ -484,7 +484,7 @@ def test_a_part_that_never_comes_is_told_once_and_what_stands_stays(tmp_path: Pa
     crew.save(4)
     crew.close()
     assert crew.told()[0][-1] == ("Saved", 4) and not crew.keepers[0].failing
-    newest = Checkpoints(tmp_path / "checkpoints").newest()
+    newest = CheckpointDirectory(tmp_path / "checkpoints").newest()
     assert newest is not None
     assert_same(newest.snapshot, whole.capture(4, {"loss": 1.0}))
 
@@ -508,7 +508,7 @@ def test_a_leader_that_failed_is_given_the_part_again(tmp_path: Path, monkeypatc
 
 def test_a_part_that_cannot_be_written_is_told_by_the_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = Crew(tmp_path, trained(), sliced())
-    real = files.save
+    real = files.save_tensors
 
     def full(tensors: dict[str, Tensor], path: Path) -> None:
         if path.name == "optimizer-1.safetensors":
@@ -529,10 +529,10 @@ def test_a_part_that_cannot_be_written_is_told_by_the_leader(tmp_path: Path, mon
 def test_roles_change_with_the_members(tmp_path: Path) -> None:
     """The second stage's writer is lost while the leader waits for it: given up, not told, and done anew by another."""
     whole, layout = trained(), pipeline(2)
-    idle = Holding(shapes=SHAPES, held=layout[1].held, parts=2)
+    idle = StateShard(shapes=SHAPES, held=layout[1].held, num_shards=2)
     crew = Crew(tmp_path, whole, [*layout, idle])
     for keeper, holding in zip(crew.keepers, [*layout, idle], strict=True):
-        keeper.regroup(writes=holding.part is not None, holding=holding, writers=("a", "b"))
+        keeper.regroup(writes=holding.shard_index is not None, holding=holding, writers=("a", "b"))
     crew.save(1, without=[1])
     for number, holding in ((0, layout[0]), (2, layout[1])):
         crew.keepers[number].regroup(writes=True, holding=holding, writers=("a", "c"))
@@ -543,8 +543,8 @@ def test_roles_change_with_the_members(tmp_path: Path) -> None:
     assert crew.told() == [[("Saved", 2)], [], []]
     assert names(tmp_path / "checkpoints") == ["step-00000002"]
     # The leader is lost, too, and the third worker is alone with everything: the format of one.
-    alone = Holding(shapes=SHAPES, writes=set(ALL), part=0, parts=1)
-    keeper = Keeper(tmp_path, cut(whole, alone), crew.events[2].append, writes=True, holding=alone)
+    alone = StateShard(shapes=SHAPES, writes=set(ALL), shard_index=0, num_shards=1)
+    keeper = Checkpointer(tmp_path, cut(whole, alone), crew.events[2].append, writes=True, state_shard=alone)
     keeper.save(3, {"loss": 1.0}, "v")
     keeper.export()
     keeper.close()
@@ -606,6 +606,6 @@ def test_training_goes_on_while_parts_are_written(tmp_path: Path) -> None:
             for parameter in saved.values():
                 parameter.fill_(7.0)
     crew.close()
-    newest = Checkpoints(tmp_path / "checkpoints").newest()
+    newest = CheckpointDirectory(tmp_path / "checkpoints").newest()
     assert newest is not None
     assert_same(newest.snapshot, whole.capture(1, {"loss": 1.0}))

@@ -14,56 +14,56 @@ from msgspec import structs
 
 from helpers.places import GOLDEN
 from shoal.cli.main import main
-from shoal.driver.driver import Options
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import open_job, plan_for
 from shoal.driver.predict_run import setup_of
 from shoal.errors import InputError, PlanError
 from shoal.job.load import load_job
 from shoal.parallel.balance import cut_stages
-from shoal.parallel.layout import Layout
-from shoal.parallel.pipeline_schedule import NAMES, fits, make_schedule
+from shoal.parallel.layout import ParallelLayout
+from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, schedule_fits, make_schedule
 from shoal.parallel.plan import make_plan, read_plan
 from shoal.planner.calibration_runs import write_calibration
 from shoal.planner.cluster import Cluster, find_cluster, find_device
 from shoal.planner.cost.calibrate import Calibration
 from shoal.planner.cost.predict import predict, predict_many
-from shoal.planner.cost.prediction import HOLDS, TERMS
-from shoal.planner.cost.setup import MODES, Setup
-from shoal.planner.cost.setup_table import Setups
-from shoal.planner.cost.transformer_shape import Shape, work_of_shape
-from shoal.planner.cost.workload import Work
-from shoal.planner.search.candidates import INEXACT, Space, candidates, marks, runnable, space_of, without_inexact
-from shoal.planner.search.explain import changed, explain, larger_batch, more_hosts, wider
-from shoal.planner.search.heterogeneous import dealt
-from shoal.planner.search.scaling_curve import fit, scaling
-from shoal.planner.search.search import best_exact_plan, cheapest, first_hosts, halves, ranking_to_plan, search, span
+from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS
+from shoal.planner.cost.setup import SYNC_MODES, Setup
+from shoal.planner.cost.setup_table import SetupTable
+from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
+from shoal.planner.cost.workload import Workload
+from shoal.planner.search.candidates import INEXACT, SearchSpace, candidates, marks, runnable, space_of, without_inexact
+from shoal.planner.search.explain import scale_devices, explain, larger_batch, more_hosts, widen_links
+from shoal.planner.search.heterogeneous import assigned_counts
+from shoal.planner.search.scaling_curve import fit_laws, scaling_curve
+from shoal.planner.search.search import best_exact_plan, cheapest_plans, first_hosts, host_counts, candidate_to_plan, search, duration_text
 from shoal.report import chart
 from shoal.report.scaling_laws import usl_peak, usl_speedup
-from shoal.worker.model_partition import outline
+from shoal.worker.model_partition import make_outline
 
-SHAPE = Shape(layers=24, hidden=2048, heads=16, seq=2048, vocab=51200)  # 1.3 billion
-LARGE = Shape(layers=48, hidden=8192, heads=64, seq=2048, vocab=51200)  # 39 billion
+SHAPE = TransformerShape(layers=24, hidden=2048, heads=16, seq=2048, vocab=51200)  # 1.3 billion
+LARGE = TransformerShape(layers=48, hidden=8192, heads=64, seq=2048, vocab=51200)  # 39 billion
 
 
 def a100(hosts: int = 2) -> Cluster:
     return find_cluster("dgx-a100", hosts=hosts)
 
 
-def space(cluster: Cluster, shape: Shape = SHAPE, batch: int = 64, **more: object) -> Space:
-    found = space_of(work_of_shape(shape), cluster, batch=batch, heads=shape.heads)
+def space(cluster: Cluster, shape: TransformerShape = SHAPE, batch: int = 64, **more: object) -> SearchSpace:
+    found = space_of(workload_of_shape(shape), cluster, batch=batch, heads=shape.heads)
     return replace(found, **more)  # type: ignore[arg-type]
 
 
-def as_job(shape: Shape = SHAPE, *, lanes: int = 8, microbatches: int = 2, batch: int = 64) -> Work:
+def as_job(shape: TransformerShape = SHAPE, *, lanes: int = 8, microbatches: int = 2, batch: int = 64) -> Workload:
     """A shape whose arithmetic is fixed."""
-    return replace(work_of_shape(shape), lanes=lanes, microbatches=microbatches, batch=batch, samples=1)
+    return replace(workload_of_shape(shape), lanes=lanes, microbatches=microbatches, batch=batch, samples=1)
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------
 
 
 def test_every_candidate_of_a_shape_divides_it() -> None:
-    found = candidates(space(a100(), modes=MODES, microbatch=(1, 2)))
+    found = candidates(space(a100(), modes=SYNC_MODES, microbatch=(1, 2)))
     assert len(found) > 1000
     for setup in list(found)[::29]:
         assert setup.devices == 16 and SHAPE.heads % setup.tensor == 0
@@ -91,7 +91,7 @@ def test_a_job_keeps_its_arithmetic() -> None:
 
 
 def test_what_is_exact_and_what_can_be_run_is_marked() -> None:
-    setups = Setups.of(
+    setups = SetupTable.of(
         [
             Setup(data=2),
             Setup(tensor=2),
@@ -105,19 +105,19 @@ def test_what_is_exact_and_what_can_be_run_is_marked() -> None:
     assert runnable(setups).tolist() == [True, True, True, True, False, False]
 
 
-@given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 13), st.integers(1, 4))
+@given(st.sampled_from(SCHEDULE_NAMES), st.integers(1, 6), st.integers(1, 13), st.integers(1, 4))
 def test_the_rules_of_schedules_are_those_that_make_them(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     try:
         make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
         made = True
     except PlanError:
         made = False
-    assert fits(name, ranks=ranks, microbatches=microbatches, chunks=chunks) == made
+    assert schedule_fits(name, ranks=ranks, microbatches=microbatches, chunks=chunks) == made
 
 
 def test_columns_are_the_setups() -> None:
     setups = [Setup(data=2, lanes=4, batch=8), Setup(pipeline=4, schedule="zbv", chunks=2, recompute="full", batch=6)]
-    columns = Setups.of(setups)
+    columns = SetupTable.of(setups)
     assert list(columns) == setups and list(columns[1:]) == setups[1:]
     assert columns.microbatches.tolist() == [each.microbatches for each in setups]
     assert columns.devices.tolist() == [2, 4]
@@ -127,7 +127,7 @@ def test_columns_are_the_setups() -> None:
 
 
 def test_the_best_fits_and_nothing_that_fits_is_faster() -> None:
-    cluster, work = a100(), work_of_shape(LARGE)
+    cluster, work = a100(), workload_of_shape(LARGE)
     ranking = search(work, cluster, space=space(cluster, LARGE))
     best = ranking.best
     assert best.fits and best.peak <= 80e9
@@ -141,7 +141,7 @@ def test_the_best_fits_and_nothing_that_fits_is_faster() -> None:
 
 
 def test_the_ranking_is_the_same_again_and_equal_ones_are_ranked_by_simplicity() -> None:
-    cluster, work = find_cluster("dgx-a100"), work_of_shape(SHAPE)
+    cluster, work = find_cluster("dgx-a100"), workload_of_shape(SHAPE)
     narrow = space(cluster, devices=(1,), microbatch=(4,))
     first, second = (search(work, cluster, space=narrow) for _ in range(2))
     assert first.order.tolist() == second.order.tolist()
@@ -150,18 +150,18 @@ def test_the_ranking_is_the_same_again_and_equal_ones_are_ranked_by_simplicity()
 
 
 MORE: dict[str, Callable[[Cluster], Cluster]] = {
-    "memory": lambda cluster: changed(cluster, memory=2),
-    "peak": lambda cluster: changed(cluster, peak=2),
-    "inside": lambda cluster: wider(cluster, "inside"),
-    "host": lambda cluster: wider(cluster, "host"),
-    "rack": lambda cluster: wider(cluster, "rack"),
+    "memory": lambda cluster: scale_devices(cluster, memory=2),
+    "peak": lambda cluster: scale_devices(cluster, peak=2),
+    "inside": lambda cluster: widen_links(cluster, "inside"),
+    "host": lambda cluster: widen_links(cluster, "host"),
+    "rack": lambda cluster: widen_links(cluster, "rack"),
 }
 
 
 @pytest.mark.parametrize("what", MORE)
 @pytest.mark.parametrize("shape", [SHAPE, LARGE], ids=["1B", "39B"])
-def test_more_of_anything_never_makes_the_best_slower(what: str, shape: Shape) -> None:
-    work = work_of_shape(shape)
+def test_more_of_anything_never_makes_the_best_slower(what: str, shape: TransformerShape) -> None:
+    work = workload_of_shape(shape)
     cluster = find_cluster("dgx-a100", hosts=4, racks=2)
     small = space(cluster, shape, tensors=(1, 2, 8), schedules=("1f1b", "interleaved"), sequence=(False,))
     before = search(work, cluster, space=small).best.seconds
@@ -169,22 +169,22 @@ def test_more_of_anything_never_makes_the_best_slower(what: str, shape: Shape) -
 
 
 def test_servers_that_do_not_wait_are_set_aside_unless_asked_for() -> None:
-    cluster, work = a100(), work_of_shape(SHAPE)
-    asked = space(cluster, modes=MODES)
+    cluster, work = a100(), workload_of_shape(SHAPE)
+    asked = space(cluster, modes=SYNC_MODES)
     ranking = search(work, cluster, space=asked)
-    assert len(ranking.aside) and {ranking.candidate(int(row)).mark for row in ranking.aside} == {INEXACT}
+    assert len(ranking.inexact) and {ranking.candidate(int(row)).mark for row in ranking.inexact} == {INEXACT}
     assert INEXACT not in {each.mark for each in ranking.top(10**6)}
     whole = search(work, cluster, space=asked, inexact=True)
-    assert len(whole.aside) == 0 and len(whole.order) == len(ranking.order) + len(ranking.aside)
+    assert len(whole.inexact) == 0 and len(whole.order) == len(ranking.order) + len(ranking.inexact)
 
 
 def test_what_does_not_fit_is_grouped_by_the_part_that_binds() -> None:
-    cluster, work = a100(), work_of_shape(LARGE)
+    cluster, work = a100(), workload_of_shape(LARGE)
     ranking = search(work, cluster, space=space(cluster, LARGE))
     found = ranking.rejections()
     assert sum(count for count, _ in found.values()) == len(ranking.rejected)
     for part, (_, fastest) in found.items():
-        assert part in HOLDS and not fastest.fits
+        assert part in MEMORY_PARTS and not fastest.fits
         stages = predict(work, fastest.setup, cluster).stages
         worst = max(stages, key=lambda stage: stage.peak).memory
         assert max(worst, key=lambda name: worst[name]) == part
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_grouped_by_the_part_that_binds() -> None:
 
 
 def test_no_plan_fits_tells_the_least_that_would_and_what_binds() -> None:
-    cluster, work = find_cluster("dgx-a100"), work_of_shape(LARGE)
+    cluster, work = find_cluster("dgx-a100"), workload_of_shape(LARGE)
     asked = space(cluster, LARGE)
     with pytest.raises(PlanError) as caught:
         search(work, cluster, space=asked, memory=20e9)
@@ -208,9 +208,9 @@ def test_no_plan_fits_tells_the_least_that_would_and_what_binds() -> None:
 
 def test_a_shape_that_nothing_divides_is_told_with_its_numbers() -> None:
     cluster = find_cluster("dgx-a100")
-    odd = Shape(layers=7, hidden=15, heads=5, seq=8, vocab=11)
+    odd = TransformerShape(layers=7, hidden=15, heads=5, seq=8, vocab=11)
     with pytest.raises(PlanError, match=r"no layout has 8 devices: .*batch of 3, .*1, 5, .*7 layers"):
-        search(work_of_shape(odd), cluster, space=space(cluster, odd, batch=3))
+        search(workload_of_shape(odd), cluster, space=space(cluster, odd, batch=3))
 
 
 def test_more_workers_than_lanes_and_blocks_allow_is_told() -> None:
@@ -250,8 +250,8 @@ def test_unequal_devices_get_unequal_shares_and_gain_by_it() -> None:
     assert fast < plain.seconds < slow
     cut = next(each for each in ranking.top(99) if each.setup.zero == 2)  # whose lanes are even
     assert cut.shares is None and cut.seconds > plain.seconds
-    plan = ranking_to_plan(plain)
-    assert [stop - start for start, stop in plan.deal] == shares
+    plan = candidate_to_plan(plain)
+    assert [stop - start for start, stop in plan.assignment] == shares
 
 
 def test_a_pipeline_over_unequal_devices_has_unequal_stages() -> None:
@@ -260,7 +260,7 @@ def test_a_pipeline_over_unequal_devices_has_unequal_stages() -> None:
     best = search(work, cluster, space=long).best
     assert len(best.stages) == 8 and best.stages[0] == 1.0 > best.stages[7]
     assert best.seconds < predict(work, best.setup, mixed(new="a100-sxm-80")).seconds
-    assert ranking_to_plan(best).stages == best.stages
+    assert candidate_to_plan(best).stages == best.stages
 
 
 def test_equal_devices_have_even_shares() -> None:
@@ -272,15 +272,15 @@ def test_the_runtime_cuts_stages_as_the_plan_has_them(tmp_path: Path) -> None:
     file = tmp_path / "tiny.py"
     file.write_text(TINY)
     job = load_job(str(file))
-    plan = make_plan(lanes=4, workers=2, layout=Layout(pipeline=2), stages=(3.0, 1.0))
-    stages = outline(job, open_job(job).source, plan).stages
+    plan = make_plan(lanes=4, workers=2, layout=ParallelLayout(pipeline=2), stages=(3.0, 1.0))
+    stages = make_outline(job, open_job(job).source, plan).stages
     assert stages is not None and stages.spans == ((0, 6), (6, 8))
 
 
 @pytest.mark.parametrize("pieces", [12, 40])
 @given(speeds=st.lists(st.floats(0.2, 5.0), min_size=2, max_size=4))
 def test_shares_of_unequal_devices_make_the_slowest_as_fast_as_can_be(pieces: int, speeds: list[float]) -> None:
-    counts = dealt(pieces, speeds)
+    counts = assigned_counts(pieces, speeds)
     slowest = max(count / speed for count, speed in zip(counts, speeds, strict=True))
     assert sum(counts) == pieces and min(counts) >= 1
     times = sorted(count / speed for speed in speeds for count in range(1, pieces + 1))
@@ -291,29 +291,29 @@ def test_shares_of_unequal_devices_make_the_slowest_as_fast_as_can_be(pieces: in
 @pytest.mark.parametrize("stages", [(1.0,), (1.0, 0.0), (1.0, 1.0, 1.0)])
 def test_a_plan_has_one_weight_for_each_stage(stages: tuple[float, ...]) -> None:
     with pytest.raises(PlanError, match="2 stages, of the weights"):
-        make_plan(lanes=4, workers=2, layout=Layout(pipeline=2), stages=stages)
+        make_plan(lanes=4, workers=2, layout=ParallelLayout(pipeline=2), stages=stages)
 
 
 # -- money and time ---------------------------------------------------------------------------------------------------
 
 
 def test_the_cheapest_that_is_done_in_time() -> None:
-    cluster, work = a100(8), work_of_shape(SHAPE)
+    cluster, work = a100(8), workload_of_shape(SHAPE)
 
     def rank(part: Cluster) -> object:
         return search(work, part, space=space(part, batch=256, schedules=("1f1b",), sequence=(False,), servers=()))
 
-    free = cheapest(rank, cluster, steps=1000)  # type: ignore[arg-type]
-    hurried = cheapest(rank, cluster, steps=1000, deadline=free.chosen[0][0].seconds * 1000 * 0.5)  # type: ignore[arg-type]
+    free = cheapest_plans(rank, cluster, steps=1000)  # type: ignore[arg-type]
+    hurried = cheapest_plans(rank, cluster, steps=1000, deadline=free.chosen[0][0].seconds * 1000 * 0.5)  # type: ignore[arg-type]
     slow, fast = free.chosen[0][0], hurried.chosen[0][0]
     assert slow.cost is not None and fast.cost is not None
     assert slow.cost < fast.cost and slow.hosts < fast.hosts
     assert fast.seconds <= slow.seconds * 0.5
     assert slow.hourly == pytest.approx(slow.hosts * 8 * find_device("a100-sxm-80").price)  # type: ignore[operator]
     with pytest.raises(PlanError, match=r"no plan does 1,000 steps in 1 s: the fastest takes .* on 8 of 8 hosts"):
-        cheapest(rank, cluster, steps=1000, deadline=1.0)  # type: ignore[arg-type]
+        cheapest_plans(rank, cluster, steps=1000, deadline=1.0)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="without a number of steps"):
-        cheapest(rank, cluster, deadline=1.0)  # type: ignore[arg-type]
+        cheapest_plans(rank, cluster, deadline=1.0)  # type: ignore[arg-type]
 
 
 def test_what_has_no_price_cannot_be_cheap() -> None:
@@ -323,7 +323,7 @@ def test_what_has_no_price_cannot_be_cheap() -> None:
     free = replace(host, device=replace(host.device, price=None))
     unpriced = replace(cluster, racks=(replace(cluster.racks[0], hosts=(free,)),))
     with pytest.raises(PlanError, match="no price for a100-sxm-80"):
-        cheapest(lambda part: search(as_job(), part), unpriced)
+        cheapest_plans(lambda part: search(as_job(), part), unpriced)
 
 
 def test_parts_of_a_cluster_are_its_first_hosts() -> None:
@@ -331,7 +331,7 @@ def test_parts_of_a_cluster_are_its_first_hosts() -> None:
     part = first_hosts(cluster, 4)
     assert [host.name for host in part.hosts] == [host.name for host in cluster.hosts[:4]]
     assert len(part.racks) == 2
-    assert halves(6) == (1, 2, 4, 6)
+    assert host_counts(6) == (1, 2, 4, 6)
     with pytest.raises(PlanError, match="7 hosts of a cluster that has 6"):
         first_hosts(cluster, 7)
 
@@ -359,10 +359,10 @@ def test_the_best_exact_plan_is_the_fastest_that_is_not_refused() -> None:
 def test_a_shape_and_what_cannot_be_run_are_no_plans() -> None:
     cluster, work = a100(), as_job()
     with pytest.raises(PlanError, match="a shape has no lanes"):
-        ranking_to_plan(search(work_of_shape(SHAPE), cluster, space=space(cluster)).best)
+        candidate_to_plan(search(workload_of_shape(SHAPE), cluster, space=space(cluster)).best)
     served = search(work, cluster, space=replace(space_of(work, cluster, workers=8), pipelines=(1,), tensors=(1,)))
     with pytest.raises(PlanError, match="cannot run"):
-        ranking_to_plan(replace(served.best, runnable=False))
+        candidate_to_plan(replace(served.best, runnable=False))
 
 
 @pytest.mark.parametrize(("mode", "sync"), [("sync", "sync"), ("quorum", "quorum:0.9"), ("stale", "stale:2")])
@@ -371,9 +371,9 @@ def test_servers_are_a_plan_with_their_mode(mode: str, sync: str) -> None:
     asked = replace(space_of(work, cluster, workers=8), pipelines=(1,), tensors=(1,), modes=(mode,), servers=(2,))
     ranking = search(work, cluster, space=asked, inexact=True)
     found = next(each for each in ranking.top(999) if each.setup.exchange == "servers")
-    plan = ranking_to_plan(found)
+    plan = candidate_to_plan(found)
     assert (plan.servers, plan.sync, plan.workers, plan.exact) == (2, sync, 8, mode == "sync")
-    assert plan.layout == Layout(data=8)
+    assert plan.layout == ParallelLayout(data=8)
     setup = setup_of(work, plan)
     assert (setup.exchange, setup.servers, setup.mode, setup.data) == ("servers", 2, mode, 8)
     assert setup.sync == ("quorum:8" if mode == "quorum" else sync)
@@ -390,14 +390,14 @@ def test_servers_are_a_plan_with_their_mode(mode: str, sync: str) -> None:
 
 
 def test_the_explanation_says_what_was_predicted() -> None:
-    cluster, work = a100(), work_of_shape(LARGE)
+    cluster, work = a100(), workload_of_shape(LARGE)
     asked = space(cluster, LARGE, tensors=(1, 8), schedules=("1f1b",), sequence=(False,), servers=())
     ranking = search(work, cluster, space=asked)
     told = explain(ranking, lambda work, cluster, space: search(work, cluster, space=space))
     gains = [change.gain for change in told.changes]
     assert gains == sorted(gains, reverse=True)
     by_name = {change.name: change for change in told.changes}
-    faster = search(work, changed(cluster, peak=2), space=asked).best
+    faster = search(work, scale_devices(cluster, peak=2), space=asked).best
     assert by_name["devices that compute twice as fast"].best == faster
     more = search(work, more_hosts(cluster), space=replace(asked, devices=(32,))).best
     assert by_name["twice the devices"].gain == pytest.approx(more.rate / ranking.best.rate)
@@ -425,15 +425,15 @@ TIMES = [1.0, 2.0, 4.0, 8.0, 16.0]
 
 @pytest.mark.parametrize("parallel", [0.0, 0.5, 0.97, 1.0])
 def test_fits_recover_amdahl_and_gustafson(parallel: float) -> None:
-    amdahl = fit([(n, 1 / ((1 - parallel) + parallel / n)) for n in TIMES])
+    amdahl = fit_laws([(n, 1 / ((1 - parallel) + parallel / n)) for n in TIMES])
     assert amdahl.amdahl == pytest.approx(parallel)
     assert amdahl.contention == pytest.approx(1 - parallel, abs=1e-9) and amdahl.coherence == pytest.approx(0, abs=1e-9)
-    assert fit([(n, (1 - parallel) + parallel * n) for n in TIMES]).gustafson == pytest.approx(parallel)
+    assert fit_laws([(n, (1 - parallel) + parallel * n) for n in TIMES]).gustafson == pytest.approx(parallel)
 
 
 @pytest.mark.parametrize(("contention", "coherence"), [(0.0, 0.0), (0.1, 0.0), (0.05, 0.002), (0.0, 0.01)])
 def test_a_fit_recovers_usl(contention: float, coherence: float) -> None:
-    found = fit([(n, usl_speedup(contention, coherence, n)) for n in TIMES])
+    found = fit_laws([(n, usl_speedup(contention, coherence, n)) for n in TIMES])
     assert (found.contention, found.coherence) == pytest.approx((contention, coherence), abs=1e-9)
     assert found.speedups(4)["USL"] == pytest.approx(usl_speedup(contention, coherence, 4))
 
@@ -444,26 +444,26 @@ def test_usl_is_fastest_where_it_says() -> None:
 
 
 def test_no_fit_is_below_zero_even_of_noise() -> None:
-    found = fit([(1, 1.0), (2, 2.3), (4, 3.1), (8, 9.0)])
+    found = fit_laws([(1, 1.0), (2, 2.3), (4, 3.1), (8, 9.0)])
     assert 0 <= found.amdahl <= 1 and 0 <= found.gustafson <= 1 and found.contention >= 0 and found.coherence >= 0
 
 
 def test_a_curve_has_what_the_search_found_and_tells_where_nothing_fits() -> None:
-    work = work_of_shape(LARGE)
+    work = workload_of_shape(LARGE)
 
     def rank(cluster: Cluster, times: int) -> object:
         asked = space(cluster, LARGE, batch=64 * times, tensors=(8,), schedules=("1f1b",), servers=())
         return search(work, cluster, space=asked, memory=60e9)
 
     hosts = [(n, a100(n)) for n in (1, 2, 4, 8)]
-    curve = scaling(rank, hosts)  # type: ignore[arg-type]
+    curve = scaling_curve(rank, hosts)  # type: ignore[arg-type]
     assert [n for n, _ in curve.missing] == [1] and "no plan fits" in curve.missing[0][1]
     assert [point.hosts for point in curve.points] == [2, 4, 8]
     first = curve.points[0]
     assert (first.speedup, first.efficiency) == (1.0, 1.0)
     for point in curve.points:
         assert point.efficiency == pytest.approx(point.speedup * 16 / point.devices)
-    weak = scaling(rank, hosts[1:], weak=True)  # type: ignore[arg-type]
+    weak = scaling_curve(rank, hosts[1:], weak=True)  # type: ignore[arg-type]
     assert [point.candidate.setup.batch for point in weak.points] == [64, 128, 256]
     assert weak.points[-1].efficiency >= curve.points[-1].efficiency - 1e-9
 
@@ -603,7 +603,7 @@ def test_a_plan_that_is_written_can_be_read(capsys: pytest.CaptureFixture[str], 
     assert code == 0 and out.splitlines()[-1] == f"next: shoal train {file} --plan {path}"
     assert "exact" in out.splitlines()[3]
     job = load_job(str(file))
-    assert plan_for(job, Options(plan=read_plan(path))).workers == 2
+    assert plan_for(job, RunOptions(plan=read_plan(path))).workers == 2
     code, out, _ = run(capsys, str(file), "--cluster", "dgx-a100", "--json")
     assert {each["setup"]["lanes"] for each in json.loads(out)["best"]} == {4}
 
@@ -664,4 +664,4 @@ def test_bad_input_is_one_sentence_with_a_fix(
 
 
 def test_spans_of_time() -> None:
-    assert [span(each) for each in (40, 90, 3600, 86400 * 2)] == ["40 s", "1.5 min", "1 h", "2 d"]
+    assert [duration_text(each) for each in (40, 90, 3600, 86400 * 2)] == ["40 s", "1.5 min", "1 h", "2 d"]

@@ -8,15 +8,15 @@ import pytest
 from helpers.places import BENCHMARKS
 from shoal.planner.cost.prediction import TERMS
 from shoal.planner.cost.setup import Setup
-from shoal.report.events import Spent, Steps
+from shoal.report.events import TimeSpent, StepsCommitted
 
 sys.path.insert(0, str(BENCHMARKS))
 planner = pytest.importorskip("planner")
 
 
-def told(step: int, count: int, **spent: float) -> Steps:
-    return Steps(time=0.0, rank=0, step=step, count=count, samples=1, epoch=0, loss=0.0, lanes=(0, 1),
-                 spent=Spent(**spent))  # fmt: skip
+def told(step: int, count: int, **spent: float) -> StepsCommitted:
+    return StepsCommitted(time=0.0, rank=0, step=step, count=count, samples=1, epoch=0, loss=0.0, lanes=(0, 1),
+                 spent=TimeSpent(**spent))  # fmt: skip
 
 
 def row(job: str, way: str, predicted: float, measured: float) -> Any:

@@ -16,31 +16,31 @@ import pytest
 from helpers.places import GOLDEN
 from shoal.cli.main import main
 from shoal.errors import InputError, PlanError
-from shoal.parallel.pipeline_schedule import fit_schedule, play
+from shoal.parallel.pipeline_schedule import fit_schedule, time_schedule
 from shoal.parallel.pipeline_schedule import in_flight as held_by
-from shoal.planner.cluster import Cluster, Tier, find_cluster, tiers
-from shoal.planner.cost.blocks import Ways, block_costs
-from shoal.planner.cost.comm import HALF, collective, message, server_seconds, updates_per_second
+from shoal.planner.cluster import Cluster, LinkTier, find_cluster, tiers
+from shoal.planner.cost.blocks import CutVariants, block_costs
+from shoal.planner.cost.comm import HALF, collective_seconds, message_seconds, server_seconds, updates_per_second
 from shoal.planner.cost.csv_table import (
-    ADDED,
-    era,
-    errors,
+    ADDED_COLUMNS,
+    training_system,
+    relative_errors,
     kendall_tau,
     predict_row,
     predict_table,
     read_lines,
     read_row,
 )
-from shoal.planner.cost.memory import in_flight, states
+from shoal.planner.cost.memory import in_flight, model_state_bytes
 from shoal.planner.cost.pipeline import stage_bounds
 from shoal.planner.cost.predict import executed_flops, predict, predict_many, slowest_device
-from shoal.planner.cost.prediction import HOLDS, TERMS
+from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS
 from shoal.planner.cost.runtime import FSDP, MEGATRON, MEGATRON_2021, MEGATRON_2022, SHOAL
 from shoal.planner.cost.setup import RECOMPUTE, Setup
-from shoal.planner.cost.transformer_shape import GPT, GPT_2021, PLAIN, Shape, work_of_shape
+from shoal.planner.cost.transformer_shape import GPT, GPT_2021, PLAIN, TransformerShape, workload_of_shape
 
-GPT3 = Shape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
-SMALL = Shape(layers=8, hidden=1024, heads=16, seq=512, vocab=32000)
+GPT3 = TransformerShape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
+SMALL = TransformerShape(layers=8, hidden=1024, heads=16, seq=512, vocab=32000)
 A100 = find_cluster("dgx-a100", hosts=2)
 
 
@@ -53,14 +53,14 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 def test_parameters_are_those_of_the_formula() -> None:
     """12Lh²(1 + 13/(12h) + (V+s)/(12Lh)), to the last one."""
-    for shape in (GPT3, SMALL, Shape(layers=24, hidden=2304, heads=24, seq=2048, vocab=51200)):
+    for shape in (GPT3, SMALL, TransformerShape(layers=24, hidden=2304, heads=24, seq=2048, vocab=51200)):
         h, layers = shape.hidden, shape.layers
         assert shape.parameters == 12 * layers * h * h + 13 * layers * h + (shape.vocab + shape.seq) * h
     assert GPT3.parameters == pytest.approx(174.6e9, rel=1e-3)
 
 
 def test_parameters_of_a_gated_shape_with_fewer_key_heads() -> None:
-    llama = Shape(layers=32, hidden=4096, heads=32, seq=8192, vocab=128256, ffn=14336, kv_heads=8, gated=True)
+    llama = TransformerShape(layers=32, hidden=4096, heads=32, seq=8192, vocab=128256, ffn=14336, kv_heads=8, gated=True)
     assert llama.parameters == pytest.approx(8.03e9, rel=1e-3)
 
 
@@ -77,7 +77,7 @@ def test_flops_are_those_of_the_formulas() -> None:
 
 def test_the_work_of_a_shape_has_the_flops_and_parameters_of_its_formulas() -> None:
     for style in (GPT_2021, PLAIN):
-        work = work_of_shape(SMALL, "bf16", style)
+        work = workload_of_shape(SMALL, "bf16", style)
         counted = sum(block.flops(backward=way) for block in work.blocks for way in (False, True))
         assert counted == pytest.approx(SMALL.flops(), rel=1e-12)
         assert work.parameters == SMALL.parameters + 2 * SMALL.hidden  # and the last norm
@@ -99,13 +99,13 @@ def test_the_work_of_a_shape_has_the_flops_and_parameters_of_its_formulas() -> N
 )
 def test_a_shape_that_cannot_be_is_refused_by_name(text: str, says: str) -> None:
     with pytest.raises(InputError) as caught:
-        Shape.read(text)
+        TransformerShape.parse(text)
     assert says in str(caught.value)
 
 
 def test_a_shape_is_read_as_it_is_written() -> None:
-    found = Shape.read("layers=32, hidden=4096,heads=32,seq=8192,vocab=128256,ffn=14336,kv_heads=8,gated=true")
-    assert found == Shape(layers=32, hidden=4096, heads=32, seq=8192, vocab=128256, ffn=14336, kv_heads=8, gated=True)
+    found = TransformerShape.parse("layers=32, hidden=4096,heads=32,seq=8192,vocab=128256,ffn=14336,kv_heads=8,gated=true")
+    assert found == TransformerShape(layers=32, hidden=4096, heads=32, seq=8192, vocab=128256, ffn=14336, kv_heads=8, gated=True)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -115,34 +115,34 @@ def test_zero_is_exact() -> None:
     for row in rows_of("zero_memory_formula.csv"):
         parameters, data = float(row["params_b"]), float(row["dp"])
         for zero, column in enumerate(("baseline_gb", "zero1_gb", "zero2_gb", "zero3_gb")):
-            total = sum(states(parameters, zero, data, 2.0, 2.0, 12.0))
+            total = sum(model_state_bytes(parameters, zero, data, 2.0, 2.0, 12.0))
             assert total == pytest.approx(float(row[column]), rel=5e-3 if float(row[column]) < 1 else 5e-4), (row, zero)
 
 
 def test_fp32_gradients_make_it_18_and_6_and_12_over_d() -> None:
-    assert sum(states(1.0, 0, 8.0, 2.0, 4.0, 12.0)) == 18
-    assert sum(states(1.0, 1, 8.0, 2.0, 4.0, 12.0)) == 6 + 12 / 8
-    assert sum(states(1.0, 0, 8.0, 4.0, 4.0, 4.0)) == 12  # fp32, SGD with momentum
+    assert sum(model_state_bytes(1.0, 0, 8.0, 2.0, 4.0, 12.0)) == 18
+    assert sum(model_state_bytes(1.0, 1, 8.0, 2.0, 4.0, 12.0)) == 6 + 12 / 8
+    assert sum(model_state_bytes(1.0, 0, 8.0, 4.0, 4.0, 4.0)) == 12  # fp32, SGD with momentum
 
 
 def test_textbook_numbers() -> None:
-    weights, gradients, _ = states(1e11, 0, 1.0, 4.0, 4.0, 0.0)
+    weights, gradients, _ = model_state_bytes(1e11, 0, 1.0, 4.0, 4.0, 0.0)
     assert weights == 400e9
     assert weights + gradients + 400e9 == 1.2e12  # and activations of the same size
-    gradient = states(175e9, 0, 1.0, 4.0, 4.0, 0.0)[1]
+    gradient = model_state_bytes(175e9, 0, 1.0, 4.0, 4.0, 0.0)[1]
     assert gradient == 700e9
-    link = Tier(name="host", size=3, latency=0.0, alone=25e9, each=25e9)  # 200 Gbit/s
+    link = LinkTier(name="host", size=3, latency=0.0, single_bandwidth=25e9, shared_bandwidth=25e9)  # 200 Gbit/s
     # 3 replicas, one way: two of them send theirs.
     assert 2 * gradient == 1.4e12
     assert server_seconds(np.array(gradient), np.array(2.0), np.array(1.0), 25e9, 0.0) == 1.4e12 / 25e9
-    assert message([link], np.array(2.0), np.array(1.0), np.array(1e12)) == 40.0
+    assert message_seconds([link], np.array(2.0), np.array(1.0), np.array(1e12)) == 40.0
 
 
 KORTHIKANTI = {  # arXiv 2205.05198, Table 3: all on 8 slices
-    "22B": (Shape(layers=48, hidden=6144, heads=64, seq=2048, vocab=51200), 1, 1, 4),
-    "175B": (Shape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200), 8, 3, 1),
-    "530B": (Shape(layers=105, hidden=20480, heads=128, seq=2048, vocab=51200), 35, 3, 1),
-    "1T": (Shape(layers=128, hidden=25600, heads=160, seq=2048, vocab=51200), 64, 1, 1),
+    "22B": (TransformerShape(layers=48, hidden=6144, heads=64, seq=2048, vocab=51200), 1, 1, 4),
+    "175B": (TransformerShape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200), 8, 3, 1),
+    "530B": (TransformerShape(layers=105, hidden=20480, heads=128, seq=2048, vocab=51200), 35, 3, 1),
+    "1T": (TransformerShape(layers=128, hidden=25600, heads=160, seq=2048, vocab=51200), 64, 1, 1),
 }
 
 
@@ -151,9 +151,9 @@ def test_activations_and_states_are_those_of_korthikanti() -> None:
     for row in rows_of("korthikanti2022_fig1_memory_gib.csv"):
         shape, ranks, chunks, microbatch = KORTHIKANTI[row["model"]]
         both = row["mode"] == "seqsel"
-        ways = Ways(tensor=np.array([8]), microbatch=np.array([microbatch]),
+        ways = CutVariants(tensor=np.array([8]), microbatch=np.array([microbatch]),
                     recompute=np.array([int(both)]), sequence=np.array([int(both)]))  # fmt: skip
-        cost = block_costs(work_of_shape(shape, "fp16", GPT_2021), ways, slowest_device(A100, "fp16"), tiers(A100),
+        cost = block_costs(workload_of_shape(shape, "fp16", GPT_2021), ways, slowest_device(A100, "fp16"), tiers(A100),
                            MEGATRON_2022)  # fmt: skip
         held = in_flight("interleaved" if chunks > 1 else "1f1b", ranks, np.array([10_000]), chunks)[0, :, 0].sum()
         layers = shape.layers / (ranks * chunks) * held
@@ -168,10 +168,10 @@ def test_activations_of_a_layer_are_those_of_the_formulas() -> None:
     device, levels = slowest_device(A100, "fp16"), tiers(A100)
 
     def saved(recompute: str, tensor: int, sequence: int) -> float:
-        ways = Ways(tensor=np.array([tensor]), microbatch=np.array([b]),
+        ways = CutVariants(tensor=np.array([tensor]), microbatch=np.array([b]),
                     recompute=np.array([RECOMPUTE.index(recompute)]), sequence=np.array([sequence]))  # fmt: skip
         return float(
-            block_costs(work_of_shape(SMALL, "fp16", GPT_2021), ways, device, levels, MEGATRON_2021).saved[0, 1]
+            block_costs(workload_of_shape(SMALL, "fp16", GPT_2021), ways, device, levels, MEGATRON_2021).saved[0, 1]
         )
 
     core = 5 * a * s / h
@@ -201,7 +201,7 @@ def test_memory_of_the_7b_runs() -> None:
 
 
 def test_zero_3_holds_two_blocks_whole() -> None:
-    work = work_of_shape(SMALL, "bf16", PLAIN)
+    work = workload_of_shape(SMALL, "bf16", PLAIN)
     one, eight = (predict(work, Setup(data=d, zero=3, batch=16), A100, FSDP).stages[0].memory for d in (1, 8))
     assert eight["weights"] == one["weights"] / 8
     biggest = max(block.parameters for block in work.blocks)
@@ -211,12 +211,12 @@ def test_zero_3_holds_two_blocks_whole() -> None:
 # -- traffic ----------------------------------------------------------------------------------------------------------
 
 
-def seconds_of(levels: tuple[Tier, ...], n: int, size: float, stride: int = 1, passes: float = 2.0) -> float:
-    return float(collective(levels, np.array(float(n)), np.array(float(stride)), np.array(size), passes))
+def seconds_of(levels: tuple[LinkTier, ...], n: int, size: float, stride: int = 1, passes: float = 2.0) -> float:
+    return float(collective_seconds(levels, np.array(float(n)), np.array(float(stride)), np.array(size), passes))
 
 
 def test_large_messages_reach_the_bandwidth_and_small_ones_the_latency() -> None:
-    level = (Tier(name="inside", size=8, latency=1e-6, alone=100e9, each=100e9),)
+    level = (LinkTier(name="inside", size=8, latency=1e-6, single_bandwidth=100e9, shared_bandwidth=100e9),)
     assert seconds_of(level, 8, 800e9) == pytest.approx(2 * 7 / 8 * 8, rel=1e-3)
     assert seconds_of(level, 8, 1.0) == pytest.approx(11e-6, rel=1e-3)
     assert seconds_of(level, 8, 8e9, passes=HALF) == pytest.approx(seconds_of(level, 8, 8e9) / 2, rel=1e-9)
@@ -255,8 +255,8 @@ def test_hosts_are_bridged_with_what_the_hosts_share() -> None:
 
 def test_oversubscribed_uplinks_cost_what_they_are_oversubscribed_by() -> None:
     even = (
-        Tier(name="host", size=4, latency=0.0, alone=1e9, each=1e9),
-        Tier(name="rack", size=8, latency=0.0, alone=1e9, each=1e9),
+        LinkTier(name="host", size=4, latency=0.0, single_bandwidth=1e9, shared_bandwidth=1e9),
+        LinkTier(name="rack", size=8, latency=0.0, single_bandwidth=1e9, shared_bandwidth=1e9),
     )
     narrow = (even[0], replace(even[1], each=0.5e9))
     assert seconds_of(narrow, 2, 1e9, stride=4) == 2 * seconds_of(even, 2, 1e9, stride=4)
@@ -288,7 +288,7 @@ def test_servers_are_as_fast_as_the_busiest_link() -> None:
 )
 def test_bubbles_are_those_of_the_schedule_played(name: str, chunks: int) -> None:
     """Equal stages of a shape whose embedding and head cost nothing, without messages: the bubble is the schedule's."""
-    work = work_of_shape(Shape(layers=32, hidden=1024, heads=16, seq=1024, vocab=1024), "bf16")
+    work = workload_of_shape(TransformerShape(layers=32, hidden=1024, heads=16, seq=1024, vocab=1024), "bf16")
     ends = [replace(work.blocks[at], ops=()) for at in (0, -1)]
     work = replace(work, blocks=(ends[0], *work.blocks[1:-1], ends[1]))
     runtime = replace(MEGATRON, microbatch_seconds=0.0, overlap_pipeline=1.0)
@@ -299,14 +299,14 @@ def test_bubbles_are_those_of_the_schedule_played(name: str, chunks: int) -> Non
         found = predict(work, setup, A100, runtime)
         stage = found.stages[0]
         forward, backward = stage.forward / chunks, stage.backward / chunks
-        played = play(fit_schedule(name, ranks=ranks, microbatches=m, chunks=chunks), forward, backward)
+        played = time_schedule(fit_schedule(name, ranks=ranks, microbatches=m, chunks=chunks), forward, backward)
         waits = played.total - m * (stage.forward + stage.backward)
         # With fewer microbatches than fill it, forwards count as half of a backward.
         assert found.terms["bubble"] == pytest.approx(waits, rel=0.02 if m >= 2 * ranks else 0.1), (ranks, m)
 
 
 def test_unequal_stages_cost_the_sum_and_the_dearest() -> None:
-    work = work_of_shape(Shape(layers=4, hidden=1024, heads=16, seq=512, vocab=200_000), "bf16")
+    work = workload_of_shape(TransformerShape(layers=4, hidden=1024, heads=16, seq=512, vocab=200_000), "bf16")
     runtime = replace(MEGATRON, microbatch_seconds=0.0, overlap_pipeline=1.0)
     found = predict(work, Setup(pipeline=4, batch=8), A100, runtime)
     each = [stage.forward + stage.backward for stage in found.stages]
@@ -318,7 +318,7 @@ def test_unequal_stages_cost_the_sum_and_the_dearest() -> None:
 
 
 def test_layers_go_to_stages_in_equal_numbers_and_a_jobs_blocks_by_seconds() -> None:
-    work = work_of_shape(SMALL)
+    work = workload_of_shape(SMALL)
     assert stage_bounds(work, 4, [1.0] * 10) == [0, 3, 5, 7, 10]
     job = replace(work, lanes=4)
     assert stage_bounds(job, 2, [9.0, *[1.0] * 9]) == [0, 1, 10]
@@ -337,36 +337,36 @@ SETUPS = [
 
 def test_terms_add_up_and_many_are_as_one() -> None:
     for style, runtime in ((GPT, MEGATRON), (PLAIN, FSDP), (GPT, SHOAL)):
-        work = work_of_shape(SMALL, "bf16", style)
+        work = workload_of_shape(SMALL, "bf16", style)
         many = predict_many(work, SETUPS, A100, runtime)
         assert np.isfinite(many.seconds).all()
         for number in range(0, len(SETUPS), 17):
             one = predict(work, SETUPS[number], A100, runtime)
-            assert set(one.terms) == set(TERMS) and all(set(stage.memory) == set(HOLDS) for stage in one.stages)
+            assert set(one.terms) == set(TERMS) and all(set(stage.memory) == set(MEMORY_PARTS) for stage in one.stages)
             assert sum(one.terms.values()) == pytest.approx(one.seconds, rel=1e-12)
             assert min(one.terms.values()) >= 0
             assert many.seconds[number] == pytest.approx(one.seconds, rel=1e-12)
             assert many.peak[number] == pytest.approx(one.peak, rel=1e-12)
             stage, name = one.binds
-            assert HOLDS[many.binds[number]] == name
+            assert MEMORY_PARTS[many.binds[number]] == name
             assert many.binds_bytes[number] == pytest.approx(one.stages[stage].memory[name])
 
 
 def test_more_stages_than_blocks_cannot_be() -> None:
-    work, setup = work_of_shape(SMALL), Setup(pipeline=8, chunks=2, schedule="interleaved", batch=8)
+    work, setup = workload_of_shape(SMALL), Setup(pipeline=8, chunks=2, schedule="interleaved", batch=8)
     with pytest.raises(PlanError, match="16 stages but 10 blocks"):
         predict(work, setup, A100)
     assert math.isinf(predict_many(work, [setup], A100).seconds[0])
 
 
 def test_workers_that_share_a_device_take_turns() -> None:
-    work, cluster = work_of_shape(SMALL), find_cluster("dgx-a100")
+    work, cluster = workload_of_shape(SMALL), find_cluster("dgx-a100")
     eight, sixteen = (predict(work, Setup(data=d, batch=d), cluster) for d in (8, 16))
     assert sixteen.terms["compute"] == pytest.approx(2 * eight.terms["compute"])
 
 
 def test_each_part_answers_for_what_it_is_named() -> None:
-    work, one = work_of_shape(SMALL, "bf16"), Setup(data=2, pipeline=2, tensor=2, batch=16)
+    work, one = workload_of_shape(SMALL, "bf16"), Setup(data=2, pipeline=2, tensor=2, batch=16)
     plain = predict(work, one, A100).terms
     assert predict(work, replace(one, recompute="full"), A100).terms["recompute"] > 0 == plain["recompute"]
     assert predict(work, replace(one, tensor=1), A100).terms["tensor"] == 0 < plain["tensor"]
@@ -381,7 +381,7 @@ def test_each_part_answers_for_what_it_is_named() -> None:
 
 def test_recomputation_stops_early_where_the_runtime_does() -> None:
     """All but the last product of a block, a third of its FLOPs; PyTorch's selective does every second one again."""
-    work, setup = work_of_shape(replace(SMALL, hidden=8192, ffn=0), "bf16", PLAIN), Setup(batch=4, recompute="full")
+    work, setup = workload_of_shape(replace(SMALL, hidden=8192, ffn=0), "bf16", PLAIN), Setup(batch=4, recompute="full")
     whole, early = (
         predict(work, setup, A100, replace(FSDP, early_stop=stops)).terms["recompute"] for stops in (False, True)
     )
@@ -396,7 +396,7 @@ def test_recomputation_stops_early_where_the_runtime_does() -> None:
 
 def test_traffic_hides_behind_more_of_an_interleaved_pipeline() -> None:
     """Of 4 ranks with 2 chunks: behind (4 + 1)/2 backward passes instead of one."""
-    work = work_of_shape(Shape(layers=16, hidden=4096, heads=32, seq=512, vocab=1024), "bf16")
+    work = workload_of_shape(TransformerShape(layers=16, hidden=4096, heads=32, seq=512, vocab=1024), "bf16")
     setup, cluster = Setup(data=16, pipeline=4, batch=128), find_cluster("cloud-100g", hosts=8)
     one = predict(work, setup, cluster)
     two = predict(work, replace(setup, chunks=2, schedule="interleaved"), cluster)
@@ -408,7 +408,7 @@ def test_a_cluster_without_devices_cannot_be_predicted_for() -> None:
     hosts = tuple(replace(host, device=None) for host in A100.hosts)
     cluster = Cluster(racks=(replace(A100.racks[0], hosts=hosts),))
     with pytest.raises(InputError, match="does not say what its devices are"):
-        predict(work_of_shape(SMALL), Setup(), cluster)
+        predict(workload_of_shape(SMALL), Setup(), cluster)
 
 
 # -- published tables -------------------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def off(rows: list[dict[str, str]]) -> tuple[float, float, float]:
     """Mean and largest error of the step, and the order's agreement."""
     predicted = [predict_row(read_row(row)).seconds for row in rows]
     measured = [float(row["measured_step_seconds"]) for row in rows]
-    found = errors(predicted, measured)
+    found = relative_errors(predicted, measured)
     return mean(found), max(found), kendall_tau(predicted, measured)
 
 
@@ -446,9 +446,9 @@ def test_one_layer_of_korthikanti() -> None:
                    "selective_plus_sequence": (1, 1)}  # fmt: skip
     for row in rows_of("korthikanti2022_table4_layer.csv"):
         recompute, sequence = experiments[row["experiment"]]
-        ways = Ways(tensor=np.array([8]), microbatch=np.array([4]), recompute=np.array([recompute]),
+        ways = CutVariants(tensor=np.array([8]), microbatch=np.array([4]), recompute=np.array([recompute]),
                     sequence=np.array([sequence]))  # fmt: skip
-        cost = block_costs(work_of_shape(shape, "fp16", GPT_2021), ways, slowest_device(A100, "fp16"), tiers(A100),
+        cost = block_costs(workload_of_shape(shape, "fp16", GPT_2021), ways, slowest_device(A100, "fp16"), tiers(A100),
                            MEGATRON_2022)  # fmt: skip
         total = cost.forward + cost.backward + cost.again + cost.host + cost.tensor
         assert total[0, 1] * 1e3 == pytest.approx(float(row["total_ms"]), rel=0.05), row
@@ -505,7 +505,7 @@ ROW = {"layers": "24", "hidden": "1024", "heads": "16", "seq": "1024", "vocab": 
 def test_what_a_row_does_tells_its_era(changes: dict[str, str], runtime: str) -> None:
     row = read_row({**ROW, **changes})
     device = slowest_device(find_cluster(row.cluster), row.dtype)
-    assert era(row, device).runtime.name == runtime
+    assert training_system(row, device).runtime.name == runtime
 
 
 # -- tables and the command -------------------------------------------------------------------------------------------
@@ -524,7 +524,7 @@ def test_a_table_keeps_its_rows_and_gains_three_columns(tmp_path: Path, capsys: 
     assert main(["predict", "--table", str(path)]) == 0
     printed = capsys.readouterr()
     rows = list(csv.DictReader(io.StringIO(printed.out)))
-    assert list(rows[0]) == [*mine, *ADDED]
+    assert list(rows[0]) == [*mine, *ADDED_COLUMNS]
     assert [row["note"] for row in rows] == ["a, b", "c"]
     found = predict_row(read_row(ROW))
     assert float(rows[0]["predicted_step_seconds"]) == pytest.approx(found.seconds, rel=1e-5)

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.cli.probe import Found, cluster_of, device_of, text, workers_of
-from shoal.cli.probe_device import Crowd, Pace, best_of, fit_products, per_second, sum_of_parts
+from shoal.cli.probe import ProbeResult, cluster_of, device_of, text, workers_of
+from shoal.cli.probe_device import ContentionSample, DeviceSpeed, best_of, fit_products, per_second, sum_of_parts
 from shoal.errors import InputError
 from shoal.planner.cluster import cluster_text, even_cluster, parse_cluster
 from shoal.planner.cost.workload import Op
@@ -20,11 +20,11 @@ def curve(speed: float, half: float, wrong: float = 0.0) -> list[tuple[float, fl
     return [(x, (x + half) / speed * (1 + wrong * (-1) ** n)) for n, x in enumerate(FLOPS)]
 
 
-def found(**changes: Any) -> Found:
-    pace = Pace(
+def found(**changes: Any) -> ProbeResult:
+    pace = DeviceSpeed(
         products={"fp32": curve(80e9, 2e5), "bf16": curve(160e9, 5e5)},
-        far=30e9,
-        near=50e9,
+        memory_speed=30e9,
+        cache_speed=50e9,
         overhead=1e-5,
         rates={"gelu": 10e9, "convolution": 75e9},
     )
@@ -32,14 +32,14 @@ def found(**changes: Any) -> Found:
         "cores": 2,
         "memory": 16 << 30,
         "pace": pace,
-        "crowd": {1: Crowd(product=1.0, stream=1.0), 2: Crowd(product=1.1, stream=1.3)},
+        "crowd": {1: ContentionSample(product=1.0, stream=1.0), 2: ContentionSample(product=1.1, stream=1.3)},
         "hosts": ["a", "a"],
         "racks": ["", ""],
         "links": {"memory": (2e-5, 5e9)},
         "merge": 6e9,
         "meeting": 5e-6,
     }
-    return Found(**{**value, **changes})
+    return ProbeResult(**{**value, **changes})
 
 
 # -- fits -------------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_an_operators_rate_is_its_work_over_its_seconds() -> None:
 
 
 def test_of_several_passes_the_best_of_each_figure_counts() -> None:
-    one = found().pace
+    one = found().speed
     slow = msgspec.structs.replace(
         one,
         products={name: [(x, 2 * seconds) for x, seconds in samples] for name, samples in one.products.items()},
@@ -103,7 +103,7 @@ def test_a_core_is_what_was_measured_of_it() -> None:
 
 
 def test_a_model_that_takes_longer_than_its_operators_makes_each_of_them_slower() -> None:
-    pace = msgspec.structs.replace(found().pace, whole=1.25)
+    pace = msgspec.structs.replace(found().speed, whole=1.25)
     alone, whole = device_of(found()), device_of(found(pace=pace))
     assert whole.peak["fp32"] == pytest.approx(alone.peak["fp32"] / 1.25, rel=0.01)
     assert whole.rates["gelu"] == 8e9 and whole.overhead == alone.overhead
@@ -113,14 +113,14 @@ def test_a_whole_is_the_sum_of_its_parts() -> None:
     ops = [Op(name="gelu", flops=0, bytes=1e7), Op(name="mm", flops=8e8, bytes=1e6, times=2),
            Op(name="clone", flops=0, bytes=3e7)]  # fmt: skip
     expected = 1e7 / 10e9 + 2 * (8e8 + 2e5) / 80e9 + 3e7 / 30e9 + 4e-5
-    assert sum_of_parts(found().pace, ops) == pytest.approx(expected)
+    assert sum_of_parts(found().speed, ops) == pytest.approx(expected)
 
 
 def test_a_machine_is_a_host_of_cores_with_memory_between_them() -> None:
     (host,) = cluster_of(found()).hosts
-    assert (host.devices, host.workers) == (2, 2) and host.inside is not None
-    assert (host.inside.kind, host.inside.link.bytes_per_second) == ("memory", 6e9)
-    assert host.inside.link.latency_seconds == 5e-6
+    assert (host.devices, host.workers) == (2, 2) and host.interconnect is not None
+    assert (host.interconnect.kind, host.interconnect.link.bytes_per_second) == ("memory", 6e9)
+    assert host.interconnect.link.latency_seconds == 5e-6
 
 
 def test_hosts_and_racks_are_as_the_workers_say() -> None:

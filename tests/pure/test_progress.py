@@ -10,23 +10,23 @@ import pytest
 from rich.console import Console
 
 from shoal.report import live_view
-from shoal.report.aggregate import Tally
+from shoal.report.aggregate import RunTally
 from shoal.report.events import (
     AnyEvent,
-    Evaluated,
-    Failed,
-    Printed,
+    ModelEvaluated,
+    WorkerFailed,
+    WorkerPrinted,
     RunStarted,
-    Saved,
+    CheckpointSaved,
     SaveFailed,
-    Skipped,
-    Spent,
-    Steps,
+    StepSkipped,
+    TimeSpent,
+    StepsCommitted,
     WorkerExited,
     WorkerStarted,
 )
-from shoal.report.progress import LiveView, PlainLines, Progress, Quiet, choose
-from shoal.report.worker_output import HOLD_SECONDS, MOST_HELD, Prints, clean
+from shoal.report.progress import LiveView, PlainLines, Progress, QuietProgress, choose_progress
+from shoal.report.worker_output import HOLD_SECONDS, MOST_HELD, PrintBuffer, clean
 
 
 class Clock:
@@ -75,13 +75,13 @@ def started(workers: int = 2, time: float = 1000.0) -> RunStarted:
     )
 
 
-def steps(rank: int, step: int, spent: Spent, *, time: float = 1000.0, **more: Any) -> Steps:
+def steps(rank: int, step: int, spent: TimeSpent, *, time: float = 1000.0, **more: Any) -> StepsCommitted:
     facts = {"count": 10, "samples": 2560, "epoch": 4, "lanes": (2 * rank, 2 * rank + 2), "loss": 1.61, **more}
     facts.setdefault("leader", rank == 0)
-    return Steps(time=time, rank=rank, step=step, spent=spent, memory=900_000_000, **facts)
+    return StepsCommitted(time=time, rank=rank, step=step, spent=spent, memory_bytes=900_000_000, **facts)
 
 
-FAST, SLOW = Spent(compute=0.3, wait=0.2, merge=0.04), Spent(compute=0.5, merge=0.04)
+FAST, SLOW = TimeSpent(compute=0.3, wait=0.2, merge=0.04), TimeSpent(compute=0.5, merge=0.04)
 TWO_WORKERS: list[AnyEvent] = [
     started(),
     WorkerStarted(time=1000.0, rank=0, pid=11, host="host-a", fingerprint="f00d"),
@@ -92,8 +92,8 @@ TWO_WORKERS: list[AnyEvent] = [
 ]
 
 
-def play(view: Progress, events: Sequence[AnyEvent], tally: Tally | None = None) -> Tally:
-    tally = tally or Tally()
+def play(view: Progress, events: Sequence[AnyEvent], tally: RunTally | None = None) -> RunTally:
+    tally = tally or RunTally()
     for event in events:
         tally.add(event)
         view.show(event, tally)
@@ -147,11 +147,11 @@ def test_plain_lines_show_events_at_once() -> None:
         view,
         [
             *TWO_WORKERS,
-            Evaluated(time=1000.0, step=1240, epoch=4, metrics={"loss": 1.66}, seconds=0.1),
-            Saved(time=1000.0, step=1240, path="somewhere", num_bytes=24_000_000, seconds=0.25),
+            ModelEvaluated(time=1000.0, step=1240, epoch=4, metrics={"loss": 1.66}, seconds=0.1),
+            CheckpointSaved(time=1000.0, step=1240, path="somewhere", num_bytes=24_000_000, seconds=0.25),
             SaveFailed(time=1000.0, step=1250, reason="No space left on device"),
-            Skipped(time=1000.0, step=1251, where=[(1, 3)]),
-            Failed(time=1000.0, rank=1, kind="RuntimeError", message="bad shape\nmore", step=1252),
+            StepSkipped(time=1000.0, step=1251, where=[(1, 3)]),
+            WorkerFailed(time=1000.0, rank=1, kind="RuntimeError", message="bad shape\nmore", step=1252),
             WorkerExited(time=1000.0, rank=1, code=-9),
             WorkerExited(time=1000.0, rank=0, code=0),
         ],
@@ -172,7 +172,7 @@ def test_plain_lines_hold_no_control_codes() -> None:
     stream, clock = io.StringIO(), Clock()
     view = PlainLines(stream, clock=clock)
     bar = "10 %\r50 %\r\x1b[2K\x1b[32m100 %\x1b[0m\r"
-    tally = play(view, [*TWO_WORKERS, Printed(time=1.0, rank=0, text=bar), Printed(time=1.0, rank=1, text=bar)])
+    tally = play(view, [*TWO_WORKERS, WorkerPrinted(time=1.0, rank=0, text=bar), WorkerPrinted(time=1.0, rank=1, text=bar)])
     clock.now += 11
     view.tick(tally)
     view.close()
@@ -183,7 +183,7 @@ def test_plain_lines_hold_no_control_codes() -> None:
 def test_plain_lines_fit_the_alphabet_of_the_stream() -> None:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding="ascii") as stream:
-        play(PlainLines(stream), [started(1), Printed(time=1.0, rank=0, text="größer")])
+        play(PlainLines(stream), [started(1), WorkerPrinted(time=1.0, rank=0, text="größer")])
         assert b"gr??er\n" in raw.getvalue()
 
 
@@ -191,7 +191,7 @@ def test_plain_lines_fit_the_alphabet_of_the_stream() -> None:
 
 
 def test_equal_prints_are_shown_once_and_others_with_their_worker() -> None:
-    prints = Prints()
+    prints = PrintBuffer()
     for rank in (1, 0, 2):
         prints.add(rank, "loading", now=0.0)
     prints.add(1, "only me", now=0.0)
@@ -203,14 +203,14 @@ def test_equal_prints_are_shown_once_and_others_with_their_worker() -> None:
 
 
 def test_a_line_that_every_worker_prints_twice_is_shown_twice() -> None:
-    prints = Prints()
+    prints = PrintBuffer()
     for rank in (0, 0, 1, 1):
         prints.add(rank, "epoch", now=0.0)
     assert prints.ready(0.0, workers=2) == ["epoch", "epoch"]
 
 
 def test_prints_keep_their_order_and_none_is_lost() -> None:
-    prints = Prints()
+    prints = PrintBuffer()
     prints.add(0, "first", now=0.0)
     for rank in (0, 1):
         prints.add(rank, "second", now=0.1)
@@ -220,14 +220,14 @@ def test_prints_keep_their_order_and_none_is_lost() -> None:
 
 
 def test_a_flood_of_prints_is_not_held() -> None:
-    prints = Prints()
+    prints = PrintBuffer()
     for number in range(MOST_HELD + 10):
         prints.add(0, str(number), now=0.0)
     assert len(prints.ready(0.0, workers=2)) == 10
 
 
 def test_print_of_one_worker_is_bare_and_at_once() -> None:
-    prints = Prints()
+    prints = PrintBuffer()
     prints.add(0, "hello\n", now=0.0)
     assert prints.ready(0.0, workers=1) == ["hello"]
 
@@ -260,7 +260,7 @@ def live(width: int = 110, height: int = 30) -> tuple[LiveView, Console, Clock]:
 
 def test_live_view_shows_step_loss_and_every_worker() -> None:
     view, console, _ = live()
-    tally = play(view, [*TWO_WORKERS, Evaluated(time=1.0, step=1240, epoch=4, metrics={"loss": 1.66}, seconds=0.1)])
+    tally = play(view, [*TWO_WORKERS, ModelEvaluated(time=1.0, step=1240, epoch=4, metrics={"loss": 1.66}, seconds=0.1)])
     view.tick(tally)
     shown = text_of(console)
     view.close()
@@ -279,7 +279,7 @@ def test_live_view_shows_step_loss_and_every_worker() -> None:
 
 
 def test_split_of_a_worker_is_drawn_to_scale() -> None:
-    tally = play(Quiet(), [started(1), steps(0, 10, Spent(compute=0.5, merge=0.2, wait=0.1, data=0.1, apply=0.1))])
+    tally = play(QuietProgress(), [started(1), steps(0, 10, TimeSpent(compute=0.5, merge=0.2, wait=0.1, data=0.1, apply=0.1))])
     lines = [line.plain for line in live_view.live_lines(tally, now=0.0, width=120, height=30)]
     (row,) = [line for line in lines if line.startswith(" 0")]
     assert [row.count(mark) for mark in "█▓░·─"] == [20, 8, 4, 4, 4]
@@ -303,11 +303,11 @@ def test_live_view_prints_above_and_gives_the_cursor_back() -> None:
     tally = play(view, TWO_WORKERS)
     view.tick(tally)
     told: list[AnyEvent] = [
-        Printed(time=1.0, rank=0, text="[bold]both"),
-        Printed(time=1.0, rank=1, text="[bold]both"),
-        Printed(time=1.0, rank=1, text="one"),
+        WorkerPrinted(time=1.0, rank=0, text="[bold]both"),
+        WorkerPrinted(time=1.0, rank=1, text="[bold]both"),
+        WorkerPrinted(time=1.0, rank=1, text="one"),
         WorkerExited(time=1.0, rank=1, code=-9),
-        Saved(time=1.0, step=1240, path="routine", num_bytes=1, seconds=0.1),
+        CheckpointSaved(time=1.0, step=1240, path="routine", num_bytes=1, seconds=0.1),
     ]
     play(view, told, tally)
     assert text_of(console).count("[bold]both") == 1
@@ -318,7 +318,7 @@ def test_live_view_prints_above_and_gives_the_cursor_back() -> None:
     assert shown.count("[worker 1] one") == 1
     assert "worker 1 killed (SIGKILL" in shown
     assert "checkpoint" not in shown
-    play(view, [Printed(time=1.0, rank=0, text="last words")], tally)
+    play(view, [WorkerPrinted(time=1.0, rank=0, text="last words")], tally)
     view.close()
     view.close()
     assert "[worker 0] last words" in text_of(console)
@@ -329,13 +329,13 @@ def test_live_view_prints_above_and_gives_the_cursor_back() -> None:
 
 def test_live_view_before_the_first_step_and_without_an_end() -> None:
     view, console, clock = live()
-    view.tick(Tally())
+    view.tick(RunTally())
     clock.now += 1
     tally = play(view, [started()])
     view.tick(tally)
     assert "starting 2 workers" in text_of(console)
-    endless = Tally()
-    play(Quiet(), [steps(0, 7, FAST)], endless)
+    endless = RunTally()
+    play(QuietProgress(), [steps(0, 7, FAST)], endless)
     clock.now += 1
     view.tick(endless)
     view.close()
@@ -344,9 +344,9 @@ def test_live_view_before_the_first_step_and_without_an_end() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(20, 5), (79, 10), (200, 12)])
 def test_live_area_fits_the_terminal_and_keeps_the_slowest(width: int, height: int) -> None:
-    tally = play(Quiet(), [started(64)])
+    tally = play(QuietProgress(), [started(64)])
     for rank in range(64):
-        play(Quiet(), [steps(rank, 10, SLOW if rank == 40 else FAST, slowest={40: 10} if rank == 0 else {})], tally)
+        play(QuietProgress(), [steps(rank, 10, SLOW if rank == 40 else FAST, slowest={40: 10} if rank == 0 else {})], tally)
     lines = live_view.live_lines(tally, now=1001.0, width=width, height=height)
     assert len(lines) < max(height, 9)
     assert any(line.plain.startswith(" 40 ") and "1.7 × slow" in line.plain for line in lines)
@@ -364,11 +364,11 @@ def test_sparkline_follows_the_loss() -> None:
 
 def test_nobody_is_held_up_by_chance_or_for_nothing() -> None:
     even = [steps(0, 10, FAST, slowest={0: 5, 1: 5}), steps(1, 10, SLOW)]
-    assert live_view.held_up_by(play(Quiet(), [started(), *even])) is None
+    assert live_view.held_up_by(play(QuietProgress(), [started(), *even])) is None
     no_wait = [steps(0, 10, SLOW, slowest={1: 10}), steps(1, 10, SLOW)]
-    assert live_view.held_up_by(play(Quiet(), [started(), *no_wait])) is None
-    loading = [steps(0, 10, FAST, slowest={1: 10}), steps(1, 10, Spent(data=0.3, compute=0.3))]
-    assert live_view.held_up_by(play(Quiet(), [started(), *loading])) == (
+    assert live_view.held_up_by(play(QuietProgress(), [started(), *no_wait])) is None
+    loading = [steps(0, 10, FAST, slowest={1: 10}), steps(1, 10, TimeSpent(data=0.3, compute=0.3))]
+    assert live_view.held_up_by(play(QuietProgress(), [started(), *loading])) == (
         "held up by worker 1, data, in 10 of the last 10 steps"
     )
 
@@ -378,13 +378,13 @@ def test_nobody_is_held_up_by_chance_or_for_nothing() -> None:
 
 def test_choice_of_the_view() -> None:
     terminal = Console(file=Terminal(), force_terminal=True)
-    assert isinstance(choose(terminal), LiveView)
-    assert isinstance(choose(terminal, plain=True), PlainLines)
-    assert isinstance(choose(terminal, quiet=True), Quiet)
+    assert isinstance(choose_progress(terminal), LiveView)
+    assert isinstance(choose_progress(terminal, plain=True), PlainLines)
+    assert isinstance(choose_progress(terminal, quiet=True), QuietProgress)
     # A file is a file, though FORCE_COLOR and the like make rich call it a terminal.
-    assert isinstance(choose(Console(file=io.StringIO(), force_terminal=True)), PlainLines)
+    assert isinstance(choose_progress(Console(file=io.StringIO(), force_terminal=True)), PlainLines)
     dumb = Console(file=Terminal(), force_terminal=True, _environ={"TERM": "dumb"})
-    assert isinstance(choose(dumb), PlainLines)
+    assert isinstance(choose_progress(dumb), PlainLines)
 
 
 @pytest.mark.parametrize("after", range(5))
@@ -397,6 +397,6 @@ def test_no_view_ends_a_run_when_its_stream_is_gone(after: int) -> None:
         for _ in range(3):
             clock.now += 20
             view.tick(tally)
-            play(view, [WorkerExited(time=1.0, rank=1, code=1), Printed(time=1.0, rank=0, text="hello")], tally)
+            play(view, [WorkerExited(time=1.0, rank=1, code=1), WorkerPrinted(time=1.0, rank=0, text="hello")], tally)
         view.close()
     assert (window.failures, pipe.failures) == (1, 1)

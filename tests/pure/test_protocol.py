@@ -12,165 +12,165 @@ from msgspec import structs
 
 from shoal.recovery.membership import protocol
 from shoal.recovery.membership.protocol import (
-    Action,
-    Change,
-    Form,
-    Leave,
-    Member,
-    Position,
-    Propose,
-    Seen,
-    Settlement,
-    View,
-    Wait,
-    Who,
-    covers,
-    settle,
+    MemberAction,
+    BoundaryChange,
+    FormGroup,
+    LeaveRun,
+    MemberState,
+    MemberPosition,
+    ProposeView,
+    MembershipObservation,
+    RecoveryPlan,
+    MembershipView,
+    WaitForStore,
+    WorkerId,
+    covers_model,
+    plan_recovery,
 )
-from shoal.testing.simulation import Broken, run
-from shoal.testing.simulation.store import Store
-from shoal.testing.simulation.worker import Key, Worker
+from shoal.testing.simulation import InvariantViolated, run
+from shoal.testing.simulation.store import SimStore
+from shoal.testing.simulation.worker import Key, SimWorker
 
-A, B, C, D = Who(0), Who(1), Who(2), Who(3)
-
-
-def at(who: Who, committed: int, doubt: bool = False, clean: bool = True) -> Position:
-    return Position(who=who, committed=committed, doubt=doubt, clean=clean)
+A, B, C, D = WorkerId(0), WorkerId(1), WorkerId(2), WorkerId(3)
 
 
-def settled(*positions: Position, step: int = 0, parts: int = 1) -> Settlement:
-    view = View(epoch=2, members=tuple(each.who for each in positions), step=step)
-    return settle(view, {each.who: each for each in positions}, parts)
+def at(who: WorkerId, committed: int, doubt: bool = False, clean: bool = True) -> MemberPosition:
+    return MemberPosition(worker_id=who, committed=committed, in_doubt=doubt, can_donate=clean)
+
+
+def settled(*positions: MemberPosition, step: int = 0, parts: int = 1) -> RecoveryPlan:
+    view = MembershipView(generation=2, members=tuple(each.worker_id for each in positions), step=step)
+    return plan_recovery(view, {each.worker_id: each for each in positions}, parts)
 
 
 # -- a protocol that is broken on purpose -----------------------------------------------------------------------------
 
-Settle = Callable[[View, Mapping[Who, Position], int], Settlement]
+Settle = Callable[[MembershipView, Mapping[WorkerId, MemberPosition], int], RecoveryPlan]
 
 
-def any_donor(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
+def any_donor(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int) -> RecoveryPlan:
     """The first member gives its state, whatever it has: a fresh replacement wipes the model."""
-    found, first = settle(view, positions, parts), view.members[0]
+    found, first = plan_recovery(view, positions, parts), view.members[0]
     if found.donor is None or not found.behind:
         return found
     behind = tuple(who for who in view.members if who != first)
     return replace(found, donors=(first,), step=max(positions[first].committed, 0), behind=behind, finishing=())
 
 
-def doubt_is_forgotten(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
-    return replace(settle(view, positions, parts), finishing=())
+def doubt_is_forgotten(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int) -> RecoveryPlan:
+    return replace(plan_recovery(view, positions, parts), finishing=())
 
 
-def doubt_is_done_again(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
-    found = settle(view, positions, parts)
+def doubt_is_done_again(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int) -> RecoveryPlan:
+    found = plan_recovery(view, positions, parts)
     return replace(found, step=found.step - 1, finishing=()) if found.finishing else found
 
 
-def a_lost_part_is_ignored(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
-    return replace(settle(view, positions, parts), lost=())
+def a_lost_part_is_ignored(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int) -> RecoveryPlan:
+    return replace(plan_recovery(view, positions, parts), lost=())
 
 
-def one_donor_for_all(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
+def one_donor_for_all(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int) -> RecoveryPlan:
     """Whoever has any part gives it to those behind, whatever part they should have."""
-    found = settle(view, positions, parts)
+    found = plan_recovery(view, positions, parts)
     first = next((who for who in found.donors if who is not None), None)
-    return replace(found, donors=(first,) * parts, lost=() if first is not None else found.lost)
+    return replace(found, donors=(first,) * parts, lost=() if first is not None else found.lost_shards)
 
 
-def a_part_is_lost_with_whoever_is_in_doubt(view: View, positions: Mapping[Who, Position], parts: int) -> Settlement:
+def a_part_is_lost_with_whoever_is_in_doubt(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int) -> RecoveryPlan:
     """One that has yet to apply a step is taken for one that has nothing."""
-    found = settle(view, positions, parts)
-    if found.begins:
+    found = plan_recovery(view, positions, parts)
+    if found.fresh_start:
         return found
     held = {who.worker % parts for who in view.members if positions[who].committed == found.step}
     return replace(found, lost=tuple(part for part in range(parts) if part not in held))
 
 
-class CommitsAtTheBeginning(Member):
+class CommitsAtTheBeginning(MemberState):
     """A term begins with step 0, whatever the checkpoint says."""
 
-    def formed(self, settlement: Settlement) -> None:
-        super().formed(settlement)
+    def formed(self, settlement: RecoveryPlan) -> None:
+        super().group_formed(settlement)
         self.committed = settlement.step
 
 
-class ForgetsTheFloor(Member):
-    def _next(self, view: View, members: Collection[Who], reason: str, **rest: Any) -> View:
-        return structs.replace(super()._next(view, members, reason, **rest), step=0)
+class ForgetsTheFloor(MemberState):
+    def _next(self, view: MembershipView, members: Collection[WorkerId], reason: str, **rest: Any) -> MembershipView:
+        return structs.replace(super()._next_view(view, members, reason, **rest), step=0)
 
 
-class EndsATermEarly(Member):
+class EndsATermEarly(MemberState):
     """One lost member is enough for somebody outside to begin a new term."""
 
-    def _outside(self, seen: Seen, gone: Mapping[Who, str]) -> Action:
-        return super()._outside(seen, dict.fromkeys(seen.view.members, "is gone") if gone else gone)
+    def _outside(self, seen: MembershipObservation, gone: Mapping[WorkerId, str]) -> MemberAction:
+        return super()._not_a_member(seen, dict.fromkeys(seen.view.members, "is gone") if gone else gone)
 
 
-class KeepsTheTerm(Member):
-    def _new_term(self, view: View, members: Collection[Who]) -> Action:
-        action = super()._new_term(view, members)
-        return Propose(structs.replace(action.view, term=view.term)) if isinstance(action, Propose) else action
+class KeepsTheTerm(MemberState):
+    def _new_term(self, view: MembershipView, members: Collection[WorkerId]) -> MemberAction:
+        action = super()._new_restart(view, members)
+        return ProposeView(structs.replace(action.view, term=view.restart)) if isinstance(action, ProposeView) else action
 
 
-class DropsHoldersOfTheState(Member):
+class DropsHoldersOfTheState(MemberState):
     """One without the state takes a broken connection for the death of those who have it."""
 
-    def decide(self, seen: Seen, gone: Mapping[Who, str], change: Change | None = None) -> Action:
+    def decide(self, seen: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange | None = None) -> MemberAction:
         return super().decide(replace(seen, alive=[who for who in seen.alive if who not in gone]), gone, change)
 
 
-class NeverGivesUp(Member):
+class NeverGivesUp(MemberState):
     def lost(self) -> None:
         return
 
 
-class DropsTheLastOfAPart(Member):
+class DropsTheLastOfAPart(MemberState):
     """Whoever has some part of the state drops all that it cannot talk to, though nobody else has theirs."""
 
-    def _missing(self, seen: Seen, gone: Mapping[Who, str]) -> list[Who]:
+    def _missing(self, seen: MembershipObservation, gone: Mapping[WorkerId, str]) -> list[WorkerId]:
         mine = {who for who in gone if self.committed >= 0}
         return super()._missing(replace(seen, alive=[who for who in seen.alive if who not in mine]), gone)
 
 
-class BelievesNewcomers(Member):
+class BelievesNewcomers(MemberState):
     """A newcomer's place is taken for a part of the state that it has not got yet."""
 
-    def _missing(self, seen: Seen, gone: Mapping[Who, str]) -> list[Who]:
-        self.having = frozenset(seen.view.members)
+    def _missing(self, seen: MembershipObservation, gone: Mapping[WorkerId, str]) -> list[WorkerId]:
+        self.state_holders = frozenset(seen.view.members)
         return super()._missing(seen, gone)
 
 
-class StaysWithAWorthlessState(Member):
+class StaysWithAWorthlessState(MemberState):
     """Those who have some of a state that is gone stay, and nobody can begin a term."""
 
-    def _without_a_part(self, seen: Seen, gone: Mapping[Who, str], settlement: Settlement) -> Action:
-        action = super()._without_a_part(seen, gone, settlement)
-        return Wait() if isinstance(action, Leave) else action
+    def _without_a_part(self, seen: MembershipObservation, gone: Mapping[WorkerId, str], settlement: RecoveryPlan) -> MemberAction:
+        action = super()._shard_lost(seen, gone, settlement)
+        return WaitForStore() if isinstance(action, LeaveRun) else action
 
 
-class NeverLetsIn(Member):
+class NeverLetsIn(MemberState):
     """A view that lost a member before it began stays as it is."""
 
-    def _let_in(self, seen: Seen, gone: Mapping[Who, str]) -> Action:
-        return Wait()
+    def _let_in(self, seen: MembershipObservation, gone: Mapping[WorkerId, str]) -> MemberAction:
+        return WaitForStore()
 
 
-class DoesNotWaitForThoseWhoEnd(Member):
+class DoesNotWaitForThoseWhoEnd(MemberState):
     """A term begins while others still have some of the state."""
 
-    def _without_a_part(self, seen: Seen, gone: Mapping[Who, str], settlement: Settlement) -> Action:
+    def _without_a_part(self, seen: MembershipObservation, gone: Mapping[WorkerId, str], settlement: RecoveryPlan) -> MemberAction:
         stateless = [who for who in seen.view.members if seen.positions[who].committed < 0]
-        if self.who in stateless and covers(stateless, self.parts):
-            return self._new_term(seen.view, stateless)
-        return super()._without_a_part(seen, gone, settlement)
+        if self.worker_id in stateless and covers_model(stateless, self.model_shards):
+            return self._new_restart(seen.view, stateless)
+        return super()._shard_lost(seen, gone, settlement)
 
 
-def broken_in(member: type[Member] = Member, seeds: int = 400, **planned: Any) -> str:
+def broken_in(member: type[MemberState] = MemberState, seeds: int = 400, **planned: Any) -> str:
     """The first law that a seed broke."""
     for seed in range(seeds):
         try:
             run(seed, member, **planned)
-        except Broken as broken:
+        except InvariantViolated as broken:
             return str(broken).splitlines()[0]
     raise AssertionError(f"{seeds} seeds found nothing")
 
@@ -220,33 +220,33 @@ ONE_REPLICA: dict[str, Any] = {"workers": 2, "parts": 2, "judges": True}
         (DoesNotWaitForThoseWhoEnd, "have the state and live", {"parts": 2}),
     ],
 )
-def test_a_wrong_member_is_found(wrong: type[Member], law: str, planned: dict[str, Any]) -> None:
+def test_a_wrong_member_is_found(wrong: type[MemberState], law: str, planned: dict[str, Any]) -> None:
     assert law in broken_in(wrong, **planned)
 
 
 def test_a_commit_without_all_votes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    awaits = Worker._await
+    awaits = SimWorker._await
 
-    def early(self: Worker, key: Key, senders: Sequence[Who], seconds: float) -> Generator[float, None, dict[Who, Any]]:
+    def early(self: SimWorker, key: Key, senders: Sequence[WorkerId], seconds: float) -> Generator[float, None, dict[WorkerId, Any]]:
         return (yield from awaits(self, key, senders[:1] if key[1] == "vote" else senders, seconds))
 
-    monkeypatch.setattr(Worker, "_await", early)
+    monkeypatch.setattr(SimWorker, "_await", early)
     assert "never said so" in broken_in()
 
 
 def test_messages_of_an_old_epoch_that_count_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    receives = Worker.receive
+    receives = SimWorker.receive
 
-    def anyhow(self: Worker, key: Key, sender: Who, body: Any) -> None:
-        receives(self, (max(key[0], self.member.epoch), key[1], key[2]), sender, body)
+    def anyhow(self: SimWorker, key: Key, sender: WorkerId, body: Any) -> None:
+        receives(self, (max(key[0], self.member.generation), key[1], key[2]), sender, body)
 
-    monkeypatch.setattr(Worker, "receive", anyhow)
+    monkeypatch.setattr(SimWorker, "receive", anyhow)
     assert broken_in(seeds=600, delays=0.15, loses=0.04, workers=3)
 
 
 def test_a_store_that_swaps_blindly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    swaps = Store.swap
-    monkeypatch.setattr(Store, "swap", lambda self, view, _, now: swaps(self, view, self.revision, now))
+    swaps = SimStore.swap
+    monkeypatch.setattr(SimStore, "swap", lambda self, view, _, now: swaps(self, view, self.revision, now))
     assert "is followed by" in broken_in()
 
 
@@ -269,27 +269,27 @@ def test_a_worker_in_the_middle_of_something_gives_nothing() -> None:
 
 
 def test_a_run_begins_where_nobody_has_state_and_nothing_was_committed() -> None:
-    assert settled(at(A, -1), at(B, -1)).begins
+    assert settled(at(A, -1), at(B, -1)).fresh_start
     lost = settled(at(A, -1), at(B, -1), step=3)
-    assert not lost.begins
+    assert not lost.fresh_start
     assert lost.behind == (A, B)
 
 
 def test_members_without_state_begin_a_term_and_one_outside_with_state_leaves() -> None:
-    view = View(epoch=4, members=(B, C), term=1, step=7)
-    seen = Seen(view=view, alive=[A, B, C], positions={B: at(B, -1), C: at(C, -1)})
-    action = Member(who=B).decide(seen, {})
-    assert isinstance(action, Propose)
-    assert (action.view.term, action.view.step, action.view.members) == (2, 0, (B, C))
-    assert isinstance(Member(who=A, committed=6).decide(seen, {}), Leave)
+    view = MembershipView(generation=4, members=(B, C), restart=1, step=7)
+    seen = MembershipObservation(view=view, alive=[A, B, C], positions={B: at(B, -1), C: at(C, -1)})
+    action = MemberState(worker_id=B).decide(seen, {})
+    assert isinstance(action, ProposeView)
+    assert (action.view.restart, action.view.step, action.view.members) == (2, 0, (B, C))
+    assert isinstance(MemberState(worker_id=A, committed=6).decide(seen, {}), LeaveRun)
 
 
 def test_all_members_come_to_the_same_settlement() -> None:
-    view = View(epoch=2, members=(A, B), step=3)
-    seen = Seen(view=view, alive=[A, B], positions={A: at(A, 4), B: at(B, 3, doubt=True)})
-    members = [Member(who=A, committed=4, epoch=1), Member(who=B, committed=3, epoch=1, doubt=True)]
+    view = MembershipView(generation=2, members=(A, B), step=3)
+    seen = MembershipObservation(view=view, alive=[A, B], positions={A: at(A, 4), B: at(B, 3, doubt=True)})
+    members = [MemberState(worker_id=A, committed=4, generation=1), MemberState(worker_id=B, committed=3, generation=1, in_doubt=True)]
     first, second = (member.decide(seen, {}) for member in members)
-    assert isinstance(first, Form)
+    assert isinstance(first, FormGroup)
     assert first == second
 
 
@@ -298,69 +298,69 @@ def test_all_members_come_to_the_same_settlement() -> None:
 
 def test_a_member_takes_the_state_of_one_that_has_its_part() -> None:
     found = settled(at(A, 5), at(B, 5), at(C, -1), at(D, -1), parts=2)
-    assert (found.donors, found.behind, found.lost) == ((A, B), (C, D), ())
-    assert [found.takes_from(who) for who in (A, B, C, D)] == [None, None, A, B]
-    assert [found.gives(who) for who in (A, B, C, D)] == [(C,), (D,), (), ()]
+    assert (found.donors, found.behind, found.lost_shards) == ((A, B), (C, D), ())
+    assert [found.receives_from(who) for who in (A, B, C, D)] == [None, None, A, B]
+    assert [found.receivers_of(who) for who in (A, B, C, D)] == [(C,), (D,), (), ()]
 
 
 def test_a_part_is_lost_when_nobody_stands_at_the_floor_with_it_or_comes_to_it() -> None:
-    assert settled(at(A, 5), at(B, 4, doubt=True), parts=2).lost == ()
-    assert settled(at(A, 5), at(B, 4), parts=2).lost == (1,)
-    assert settled(at(A, 5), at(C, 5), parts=2).lost == (1,)
-    assert settled(at(A, -1), at(C, -1), parts=2).lost == (), "it has not begun"
-    assert settled(at(A, -1), at(B, -1), step=3, parts=2).lost == (0, 1)
+    assert settled(at(A, 5), at(B, 4, doubt=True), parts=2).lost_shards == ()
+    assert settled(at(A, 5), at(B, 4), parts=2).lost_shards == (1,)
+    assert settled(at(A, 5), at(C, 5), parts=2).lost_shards == (1,)
+    assert settled(at(A, -1), at(C, -1), parts=2).lost_shards == (), "it has not begun"
+    assert settled(at(A, -1), at(B, -1), step=3, parts=2).lost_shards == (0, 1)
 
 
-def acts(member: Member, *positions: Position, alive: Sequence[Who] = (), step: int = 0, **gone: str) -> Action:
-    view = View(epoch=2, members=tuple(each.who for each in positions), term=1, step=step)
-    seen = Seen(view=view, alive=alive or view.members, positions={each.who: each for each in positions})
-    return member.decide(seen, {Who(int(name[1:])): why for name, why in gone.items()})
+def acts(member: MemberState, *positions: MemberPosition, alive: Sequence[WorkerId] = (), step: int = 0, **gone: str) -> MemberAction:
+    view = MembershipView(generation=2, members=tuple(each.worker_id for each in positions), restart=1, step=step)
+    seen = MembershipObservation(view=view, alive=alive or view.members, positions={each.worker_id: each for each in positions})
+    return member.decide(seen, {WorkerId(int(name[1:])): why for name, why in gone.items()})
 
 
 def test_those_who_have_some_of_a_lost_state_end_and_the_others_wait_for_that() -> None:
     stand = at(A, 5), at(C, -1), at(D, -1)
-    assert acts(Member(who=A, parts=2, committed=5), *stand) == Leave(View(epoch=2, members=(A, C, D), term=1), (1,))
-    assert acts(Member(who=C, parts=2), *stand) == Wait()
-    action = acts(Member(who=C, parts=2), *stand[1:], step=5)
-    assert isinstance(action, Propose)
-    assert (action.view.term, action.view.members) == (2, (C, D))
+    assert acts(MemberState(worker_id=A, model_shards=2, committed=5), *stand) == LeaveRun(MembershipView(generation=2, members=(A, C, D), restart=1), (1,))
+    assert acts(MemberState(worker_id=C, model_shards=2), *stand) == WaitForStore()
+    action = acts(MemberState(worker_id=C, model_shards=2), *stand[1:], step=5)
+    assert isinstance(action, ProposeView)
+    assert (action.view.restart, action.view.members) == (2, (C, D))
 
 
 def test_a_term_begins_with_somebody_for_every_part() -> None:
     """Whoever waits outside comes in with it: members without state have no boundary to let it in at."""
-    member = Member(who=A, parts=2)
-    assert acts(member, at(A, -1), at(C, -1), step=5) == Wait()
+    member = MemberState(worker_id=A, model_shards=2)
+    assert acts(member, at(A, -1), at(C, -1), step=5) == WaitForStore()
     action = acts(member, at(A, -1), at(C, -1), step=5, alive=[A, C, D])
-    assert isinstance(action, Propose)
-    assert (action.view.term, action.view.members) == (2, (A, C, D))
-    assert member.decide(Seen(view=protocol.NOTHING, alive=[A, C]), {}) == Wait()
-    assert isinstance(member.decide(Seen(view=protocol.NOTHING, alive=[A, B]), {}), Propose)
+    assert isinstance(action, ProposeView)
+    assert (action.view.restart, action.view.members) == (2, (A, C, D))
+    assert member.decide(MembershipObservation(view=protocol.EMPTY_VIEW, alive=[A, C]), {}) == WaitForStore()
+    assert isinstance(member.decide(MembershipObservation(view=protocol.EMPTY_VIEW, alive=[A, B]), {}), ProposeView)
 
 
 def test_a_first_view_that_lost_a_member_lets_another_in_before_it_begins() -> None:
-    member = Member(who=A, parts=2)
-    assert acts(member, at(A, -1)) == Wait()
-    action = acts(member, at(A, -1), alive=[A, Who(1, 1)])
-    assert isinstance(action, Propose)
-    assert (action.view.term, action.view.members) == (1, (A, Who(1, 1)))
-    assert isinstance(acts(member, at(A, -1), at(B, -1)), Form)
+    member = MemberState(worker_id=A, model_shards=2)
+    assert acts(member, at(A, -1)) == WaitForStore()
+    action = acts(member, at(A, -1), alive=[A, WorkerId(1, 1)])
+    assert isinstance(action, ProposeView)
+    assert (action.view.restart, action.view.members) == (1, (A, WorkerId(1, 1)))
+    assert isinstance(acts(member, at(A, -1), at(B, -1)), FormGroup)
 
 
 def test_newcomers_of_one_part_wait_while_those_of_another_come_in() -> None:
-    action = acts(Member(who=A, parts=2, committed=5), at(A, 5), at(B, 5, clean=False), at(C, -1), at(D, -1))
-    assert isinstance(action, Propose)
+    action = acts(MemberState(worker_id=A, model_shards=2, committed=5), at(A, 5), at(B, 5, clean=False), at(C, -1), at(D, -1))
+    assert isinstance(action, ProposeView)
     assert action.view.members == (A, B, C)
 
 
 def test_a_connection_that_broke_does_not_cost_the_last_of_a_part() -> None:
     stand = at(A, 5), at(B, 5), at(D, 5)
-    view = View(epoch=1, members=(A, B, D))
-    first = settle(view, {each.who: each for each in stand}, 2)
-    member = Member(who=A, parts=2, committed=5)
-    member.forms(first)
+    view = MembershipView(generation=1, members=(A, B, D))
+    first = plan_recovery(view, {each.worker_id: each for each in stand}, 2)
+    member = MemberState(worker_id=A, model_shards=2, committed=5)
+    member.group_forming(first)
     dropped = acts(member, *stand, w1="closed its connection")
-    assert isinstance(dropped, Propose) and dropped.view.members == (A, D)
+    assert isinstance(dropped, ProposeView) and dropped.view.members == (A, D)
     both = acts(member, *stand, w1="closed its connection", w3="closed its connection")
-    assert not isinstance(both, Propose)
+    assert not isinstance(both, ProposeView)
     dead = acts(member, *stand, w1="is silent", w3="is silent", alive=[A])
-    assert isinstance(dead, Propose) and dead.view.members == (A,)
+    assert isinstance(dead, ProposeView) and dead.view.members == (A,)

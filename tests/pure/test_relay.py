@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from helpers.relay_lanes import Halves, add, held, lane, summed
 from helpers.routes import LINKS, any_deal, any_places, at
 from shoal.collectives.choose_algorithm import candidates
-from shoal.collectives.cost_model import Wire, cost, wires
-from shoal.collectives.run_tree import Pool, Relay, Tally, all_reduce, pieces_of
-from shoal.collectives.topology import Place
-from shoal.collectives.trees import Route, direct, hierarchical, towards, tree
+from shoal.collectives.cost_model import DirectedLink, collective_cost, links_between
+from shoal.collectives.run_tree import TensorPool, TreeExecutor, ByteCounts, tree_all_reduce, split_pieces
+from shoal.collectives.topology import RankPlace
+from shoal.collectives.trees import TreeRoute, direct, hierarchical, reroot, tree
 from shoal.numerics.lanes import fold
 
 PATIENCE_SECONDS = 30.0
@@ -29,13 +29,13 @@ class Office:
     late     when the receiver waits: a sender may have changed what it sent
     """
 
-    def __init__(self, when: str, places: tuple[Place, ...] | None = None) -> None:
+    def __init__(self, when: str, places: tuple[RankPlace, ...] | None = None) -> None:
         self.when, self.places = when, places
         self.changed = threading.Condition()
         self.sent: dict[tuple[int, int, int], torch.Tensor] = {}
         self.asked: dict[tuple[int, int, int], torch.Tensor] = {}
         self.moved: set[tuple[int, int, int]] = set()
-        self.carried: Counter[Wire] = Counter()
+        self.carried: Counter[DirectedLink] = Counter()
         self.failed = False
 
     def post(
@@ -46,7 +46,7 @@ class Office:
             assert key not in box, f"{key} was used before"
             box[key] = flat
             if box is self.sent and self.places is not None:
-                for wire in wires(self.places, *key[:2]):
+                for wire in links_between(self.places, *key[:2]):
                     self.carried[wire] += flat.nbytes
             if self.when == "early":
                 self.move(key)
@@ -117,7 +117,7 @@ def in_threads(office: Office, size: int, work: Callable[[ThreadMail], Any]) -> 
 
 @given(any_places(), st.data())
 @settings(max_examples=120)
-def test_every_route_gives_the_bits_of_one_process(places: tuple[Place, ...], data: st.DataObject) -> None:
+def test_every_route_gives_the_bits_of_one_process(places: tuple[RankPlace, ...], data: st.DataObject) -> None:
     size = len(places)
     lanes, deal = data.draw(any_deal(size))
     route = data.draw(st.sampled_from([*candidates(places, exact=False)[0].values()]))
@@ -130,7 +130,7 @@ def test_every_route_gives_the_bits_of_one_process(places: tuple[Place, ...], da
         before = {span: part.clone() for span, part in parts.items()}
         out = torch.full((length,), 7.0) if elsewhere else None
         # Chunks of 64 elements: many turns, many messages under way.
-        found = all_reduce(mail, route, parts, lanes=lanes, deal=deal, out=out, keep=keep, chunk_bytes=256)
+        found = tree_all_reduce(mail, route, parts, lanes=lanes, deal=deal, out=out, keep=keep, chunk_bytes=256)
         if keep and elsewhere:
             assert all(torch.equal(before[span], part) for span, part in parts.items())
         return found
@@ -138,7 +138,7 @@ def test_every_route_gives_the_bits_of_one_process(places: tuple[Place, ...], da
     expected = summed((0, lanes), length)
     for found in in_threads(office, size, work):
         assert torch.equal(found, expected)
-    assert office.carried == cost(route, places, LINKS, 4 * length, lanes=lanes, deal=deal).traffic
+    assert office.carried == collective_cost(route, places, LINKS, 4 * length, lanes=lanes, assignment=deal).traffic
 
 
 @pytest.mark.parametrize("when", ["early", "late"])
@@ -149,14 +149,14 @@ def test_sums_that_need_not_be_exact_are_still_the_same_everywhere(text: str, wh
     for route in candidates(places, exact=False)[0].values():
         office = Office(when, places)
 
-        def work(mail: ThreadMail, route: Route = route) -> torch.Tensor:
-            return all_reduce(mail, route, {(mail.rank, mail.rank + 1): lane(mail.rank, length)}, ordered=False)
+        def work(mail: ThreadMail, route: TreeRoute = route) -> torch.Tensor:
+            return tree_all_reduce(mail, route, {(mail.rank, mail.rank + 1): lane(mail.rank, length)}, ordered=False)
 
         first, *others = in_threads(office, size, work)
         assert all(torch.equal(first, other) for other in others)
         exact = sum(lane(rank, length).double() for rank in range(size))
         torch.testing.assert_close(first.double(), exact, rtol=1e-4, atol=1e-2)
-        assert office.carried == cost(route, places, LINKS, 4 * length, ordered=False).traffic
+        assert office.carried == collective_cost(route, places, LINKS, 4 * length, ordered=False).traffic
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -164,7 +164,7 @@ def test_the_combination_is_called_in_the_order_of_the_lanes(size: int) -> None:
     """A difference tells left from right."""
 
     def work(mail: ThreadMail) -> torch.Tensor:
-        return all_reduce(mail, direct(size), {(mail.rank, mail.rank + 1): lane(mail.rank, 300)}, combine=torch.sub)
+        return tree_all_reduce(mail, direct(size), {(mail.rank, mail.rank + 1): lane(mail.rank, 300)}, combine=torch.sub)
 
     expected = summed((0, size), 300, lambda left, right: left - right)
     assert all(torch.equal(found, expected) for found in in_threads(Office("early"), size, work))
@@ -175,7 +175,7 @@ def test_other_combinations_and_types(combine: Any) -> None:
     dtype = torch.int64 if combine is torch.bitwise_xor else torch.bfloat16
 
     def work(mail: ThreadMail) -> torch.Tensor:
-        return all_reduce(mail, tree(3), {(mail.rank, mail.rank + 1): lane(mail.rank, 100).to(dtype)}, combine=combine)
+        return tree_all_reduce(mail, tree(3), {(mail.rank, mail.rank + 1): lane(mail.rank, 100).to(dtype)}, combine=combine)
 
     values = [lane(rank, 100).to(dtype) for rank in range(3)]
     expected = combine(combine(values[0], values[1]), values[2])
@@ -191,7 +191,7 @@ def test_up_only_is_a_reduce_scatter() -> None:
     def work(mail: ThreadMail) -> torch.Tensor:
         parts = {(mail.rank, mail.rank + 1): [lane(10 * mail.rank, length) for length in lengths]}
         out = [torch.empty(length) if piece == mail.rank else None for piece, length in enumerate(lengths)]
-        found = Relay(mail, route, parts, out, down=False, keep=True, chunk_bytes=256).wait()[mail.rank]
+        found = TreeExecutor(mail, route, parts, out, down=False, keep=True, chunk_bytes=256).wait()[mail.rank]
         assert found is not None
         assert all(torch.equal(part, lane(10 * mail.rank, part.numel())) for part in next(iter(parts.values())))
         return found
@@ -204,13 +204,13 @@ def test_up_only_is_a_reduce_scatter() -> None:
 def test_down_only_is_an_all_gather_or_a_broadcast() -> None:
     places = at("a0 b0 a0 b1 a1")
     own = hierarchical(places, roots=range(5))
-    from_three = towards(hierarchical(places), 3)
+    from_three = reroot(hierarchical(places), 3)
 
     def work(mail: ThreadMail) -> list[torch.Tensor]:
         gathered = [lane(piece, 100) if piece == mail.rank else torch.empty(100) for piece in range(5)]
-        relay = Relay(mail, own, {}, gathered, up=False, chunk_bytes=256)
+        relay = TreeExecutor(mail, own, {}, gathered, up=False, chunk_bytes=256)
         flat = lane(9, 1000) if mail.rank == 3 else torch.empty(1000)
-        Relay(mail, from_three, {}, pieces_of(from_three, flat), up=False, chunk_bytes=256, base=relay.tags).wait()
+        TreeExecutor(mail, from_three, {}, split_pieces(from_three, flat), up=False, chunk_bytes=256, base=relay.tags).wait()
         relay.wait()
         return [*gathered, flat]
 
@@ -228,9 +228,9 @@ def test_relays_that_are_under_way_together_do_not_mix() -> None:
         for number, route in enumerate(routes):
             parts = held(lanes, deal[mail.rank], 500 + number)
             flat = next(iter(parts.values()))
-            pieces = {span: pieces_of(route, part) for span, part in parts.items()}
-            relay = Relay(
-                mail, route, pieces, pieces_of(route, flat), lanes=lanes, deal=deal, base=base, chunk_bytes=256
+            pieces = {span: split_pieces(route, part) for span, part in parts.items()}
+            relay = TreeExecutor(
+                mail, route, pieces, split_pieces(route, flat), lanes=lanes, assignment=deal, base=base, chunk_bytes=256
             )
             base += relay.tags
             started.append(relay)
@@ -243,14 +243,14 @@ def test_relays_that_are_under_way_together_do_not_mix() -> None:
         assert all(torch.equal(found, summed((0, lanes), 500 + number)) for number, found in enumerate(results))
 
 
-class Counted(Pool):
+class Counted(TensorPool):
     def __init__(self) -> None:
         super().__init__()
         self.made = 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         self.made += not self._free.get((count, dtype))
-        return super().take(count, dtype)
+        return super().acquire(count, dtype)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -260,7 +260,7 @@ def test_memory_on_the_way_is_used_again(keep: bool) -> None:
     def work(mail: ThreadMail) -> int:
         pool, part = Counted(), lane(mail.rank, 64 * 200)
         parts = {(mail.rank, mail.rank + 1): part}
-        all_reduce(mail, tree(4), parts, out=torch.empty_like(part), keep=keep, chunk_bytes=256, pool=pool)
+        tree_all_reduce(mail, tree(4), parts, out=torch.empty_like(part), keep=keep, chunk_bytes=256, pool=pool)
         return pool.made
 
     made = in_threads(Office("late"), 4, work)
@@ -275,11 +275,11 @@ def test_compressed_ways_leave_the_same_bits_on_all_ranks(text: str, levels: tup
     for route in candidates(places, exact=False)[0].values():
         office = Office("late", places)
 
-        def work(mail: ThreadMail, route: Route = route) -> tuple[torch.Tensor, list[Hashable], Tally]:
-            codec, tally = Halves(), Tally()
+        def work(mail: ThreadMail, route: TreeRoute = route) -> tuple[torch.Tensor, list[Hashable], ByteCounts]:
+            codec, tally = Halves(), ByteCounts()
             parts = {(mail.rank, mail.rank + 1): lane(mail.rank, length).clamp(-100, 100)}
             compress = dict.fromkeys(levels, codec)
-            found = all_reduce(
+            found = tree_all_reduce(
                 mail,
                 route,
                 parts,
@@ -300,7 +300,7 @@ def test_compressed_ways_leave_the_same_bits_on_all_ranks(text: str, levels: tup
             assert len(set(keys)) == len(keys), "what a compressor remembers has a slot for each message"
         if len(set(places)) == 1:
             assert not any(keys for _, keys, _ in results), "memory is not compressed"
-        predicted = cost(
+        predicted = collective_cost(
             route, places, LINKS, 4 * length, ordered=False, compress=dict.fromkeys(levels, Halves())
         ).traffic
         assert office.carried == predicted
@@ -308,7 +308,7 @@ def test_compressed_ways_leave_the_same_bits_on_all_ranks(text: str, levels: tup
             tallies = [tally for _, _, tally in results]
             sent = sum(tally.sent["rack"] for tally in tallies)
             assert sent * 2 == sum(tally.plain["rack"] for tally in tallies)
-            assert sent == sum(num for wire, num in predicted.items() if wire.level == "rack" and wire.way == "out")
+            assert sent == sum(num for wire, num in predicted.items() if wire.level == "rack" and wire.direction == "out")
 
 
 def test_integers_are_never_compressed_and_exact_sums_refuse() -> None:
@@ -316,12 +316,12 @@ def test_integers_are_never_compressed_and_exact_sums_refuse() -> None:
 
     def work(mail: ThreadMail) -> torch.Tensor:
         parts = {(mail.rank, mail.rank + 1): torch.full((100,), mail.rank + 1)}
-        return all_reduce(mail, direct(2), parts, ordered=False, places=places, compress={"host": Halves()})
+        return tree_all_reduce(mail, direct(2), parts, ordered=False, places=places, compress={"host": Halves()})
 
     assert all(found.tolist() == [3] * 100 for found in in_threads(Office("late"), 2, work))
 
     def refused(mail: ThreadMail) -> None:
         with pytest.raises(ValueError, match="compressed sums are not exact"):
-            all_reduce(mail, direct(2), {(mail.rank, mail.rank + 1): torch.ones(9)}, compress={"host": Halves()})
+            tree_all_reduce(mail, direct(2), {(mail.rank, mail.rank + 1): torch.ones(9)}, compress={"host": Halves()})
 
     in_threads(Office("late"), 2, refused)

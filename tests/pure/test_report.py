@@ -16,29 +16,29 @@ from rich.console import Console
 
 from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write
-from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, Tally
+from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, RunTally
 from shoal.report.closing_report import closing, runs_table
 from shoal.report.events import (
     AnyEvent,
-    Dealt,
-    Evaluated,
-    Failed,
-    Finished,
+    LanesAssigned,
+    ModelEvaluated,
+    WorkerFailed,
+    WorkerFinished,
     LaneCost,
     RunFinished,
     RunStarted,
-    Saved,
+    CheckpointSaved,
     SaveFailed,
-    Skipped,
-    Spent,
-    Steps,
+    StepSkipped,
+    TimeSpent,
+    StepsCommitted,
     WorkerExited,
     WorkerStarted,
     decode,
 )
 from shoal.report.human import parts_that_add_up
 from shoal.report.run_folder import RunFolder, find_run, list_runs
-from shoal.report.summarize import PARTS, report
+from shoal.report.summarize import TIME_PARTS, summarize_run
 from shoal.report.tensorboard import TensorBoard
 
 SHA256 = "c5d391c5" + "0" * 53 + "8e8"
@@ -58,15 +58,15 @@ def started(workers: int = 2, *, time: float = 100.0, steps: int = 40, **more: A
     )
 
 
-def steps(rank: int, step: int, spent: Spent, *, time: float = 0.0, loss: float | None = 0.5, **more: Any) -> Steps:
+def steps(rank: int, step: int, spent: TimeSpent, *, time: float = 0.0, loss: float | None = 0.5, **more: Any) -> StepsCommitted:
     lanes = {0: (0, 2), 1: (2, 4)}[rank]
     facts = {"count": 10, "samples": 640, "epoch": step // 20, "lanes": lanes, "memory": 900_000_000, **more}
     facts.setdefault("leader", rank == 0)
-    return Steps(time=time, rank=rank, step=step, loss=loss, spent=spent, **facts)
+    return StepsCommitted(time=time, rank=rank, step=step, loss=loss, spent=spent, **facts)
 
 
-FIRST = Spent(data=0.01, compute=0.40, wait=0.04, merge=0.03, apply=0.015, other=0.005)  # 0.5 s for 10 steps
-SECOND = Spent(data=0.01, compute=0.44, merge=0.03, apply=0.015, other=0.005)
+FIRST = TimeSpent(data=0.01, compute=0.40, wait=0.04, merge=0.03, apply=0.015, other=0.005)  # 0.5 s for 10 steps
+SECOND = TimeSpent(data=0.01, compute=0.44, merge=0.03, apply=0.015, other=0.005)
 
 # Two workers, two lanes each, 40 steps of 50 ms; training begins at 102.0, two seconds after the run.
 TWO_WORKERS: list[AnyEvent] = [
@@ -81,17 +81,17 @@ TWO_WORKERS: list[AnyEvent] = [
             steps(1, step, SECOND, time=time, loss=loss),
         )
     ),
-    Saved(time=103.1, step=20, path="runs/7f3a/checkpoints/20", num_bytes=2_000_000, seconds=0.1),
-    Evaluated(time=103.6, step=30, epoch=1, metrics={"loss": 1.3}, seconds=0.1, target_reached=True),
-    Evaluated(time=104.0, step=40, epoch=2, metrics={"loss": 1.1}, seconds=0.1, target_reached=True),
+    CheckpointSaved(time=103.1, step=20, path="runs/7f3a/checkpoints/20", num_bytes=2_000_000, seconds=0.1),
+    ModelEvaluated(time=103.6, step=30, epoch=1, metrics={"loss": 1.3}, seconds=0.1, target_reached=True),
+    ModelEvaluated(time=104.0, step=40, epoch=2, metrics={"loss": 1.1}, seconds=0.1, target_reached=True),
 ]
-FINISHED = Finished(
+FINISHED = WorkerFinished(
     time=104.1, rank=0, step=40, samples=2560, weights_sha256=SHA256, final_loss=1.0, metrics={"loss": 1.1}
 )
 
 
-def tallied(events: Sequence[AnyEvent]) -> Tally:
-    tally = Tally()
+def tallied(events: Sequence[AnyEvent]) -> RunTally:
+    tally = RunTally()
     for event in events:
         tally.add(event)
     return tally
@@ -236,9 +236,9 @@ def three_runs(tmp_path: Path) -> Path:
             events = TWO_WORKERS if name != "7f99" else TWO_WORKERS[:7]
             for event in events:
                 folder.append_event(event)
-    done = report(tallied([*TWO_WORKERS, FINISHED]))
+    done = summarize_run(tallied([*TWO_WORKERS, FINISHED]))
     RunFolder.open(root / "7f3a").write_json(root / "7f3a" / "report.json", done)
-    failed = report(tallied(TWO_WORKERS), outcome="failed")
+    failed = summarize_run(tallied(TWO_WORKERS), outcome="failed")
     RunFolder.open(root / "beef").write_json(root / "beef" / "report.json", failed)
     for age, name in enumerate(("beef", "7f99", "7f3a")):
         for file in (root / name).iterdir():
@@ -314,9 +314,9 @@ def test_tally_adds_up_what_workers_say() -> None:
     assert tally.samples_per_second == pytest.approx(1280)
     assert tally.training_began == pytest.approx(102.0)
     assert tally.losses.points == [(10, 2.0), (20, 1.5), (30, 1.2), (40, 1.0)]
-    assert [worker.slowest for worker in tally.ranks] == [12, 28]
+    assert [worker.times_slowest for worker in tally.ranks] == [12, 28]
     assert [worker.lane_steps for worker in tally.ranks] == [80, 80]
-    assert tally.workers[1].spent.compute == pytest.approx(1.76)
+    assert tally.workers[1].time_spent.compute == pytest.approx(1.76)
     assert tally.target_reached is not None
     assert tally.target_reached.step == 30
     assert tally.metrics == {"loss": 1.1}
@@ -325,7 +325,7 @@ def test_tally_adds_up_what_workers_say() -> None:
 def test_recent_speed_and_time_left_follow_the_last_steps() -> None:
     tally = tallied([started(steps=1000)])
     for step in range(10, 510, 10):
-        tally.add(steps(0, step, Spent(compute=10.0 if step <= 300 else 1.0)))
+        tally.add(steps(0, step, TimeSpent(compute=10.0 if step <= 300 else 1.0)))
     assert tally.workers[0].recent.steps == RECENT_STEPS
     assert tally.recent_samples_per_second == pytest.approx(640)
     assert tally.seconds_left == pytest.approx(50.0)
@@ -333,7 +333,7 @@ def test_recent_speed_and_time_left_follow_the_last_steps() -> None:
 
 
 def test_history_of_the_loss_is_bounded_and_covers_the_whole_run() -> None:
-    tally = Tally()
+    tally = RunTally()
     for step in range(1, 10_001):
         tally.add(steps(0, step, FIRST, loss=float(step) if step % 7 else None, count=1))
     points = tally.losses.points
@@ -343,10 +343,10 @@ def test_history_of_the_loss_is_bounded_and_covers_the_whole_run() -> None:
 
 
 def test_lanes_that_are_dealt_anew_count_as_they_were_held() -> None:
-    tally = tallied([started(), steps(0, 10, Spent(compute=2.0))])
-    tally.add(Dealt(time=1.0, step=10, deal=[(0, 3), (3, 4)], reason="worker 1 is slow"))
+    tally = tallied([started(), steps(0, 10, TimeSpent(compute=2.0))])
+    tally.add(LanesAssigned(time=1.0, step=10, assignment=[(0, 3), (3, 4)], reason="worker 1 is slow"))
     assert [worker.lanes for worker in tally.ranks] == [(0, 3), (3, 4)]
-    tally.add(steps(0, 20, Spent(compute=3.0), lanes=(0, 3)))
+    tally.add(steps(0, 20, TimeSpent(compute=3.0), lanes=(0, 3)))
     assert tally.workers[0].seconds_per_lane == pytest.approx(0.1)
 
 
@@ -354,8 +354,8 @@ def test_lanes_that_are_dealt_anew_count_as_they_were_held() -> None:
 
 
 def test_report_of_two_workers() -> None:
-    value = report(
-        tallied([*TWO_WORKERS, LaneCost(time=104.0, lanes=2, apart=0.044, together=0.04), FINISHED]),
+    value = summarize_run(
+        tallied([*TWO_WORKERS, LaneCost(time=104.0, lanes=2, separate_seconds=0.044, joint_seconds=0.04), FINISHED]),
         target="loss <= 1.4",
         folder="runs/7f3a",
         files=["events.jsonl"],
@@ -385,17 +385,17 @@ def test_report_of_two_workers() -> None:
 
 
 def test_split_sums_to_the_step() -> None:
-    value = report(tallied(TWO_WORKERS))
+    value = summarize_run(tallied(TWO_WORKERS))
     for split in (value["step_ms"], *(worker["step_ms"] for worker in value["per_worker"])):
         assert split["total"] == pytest.approx(50.0)
-        assert sum(split[part] for part in PARTS) == pytest.approx(split["total"], abs=1e-5)
+        assert sum(split[part] for part in TIME_PARTS) == pytest.approx(split["total"], abs=1e-5)
     assert value["step_ms"]["compute"] == pytest.approx(42.0)
     assert value["step_ms"]["wait"] == pytest.approx(2.0)
 
 
 def test_printed_split_sums_to_the_printed_step() -> None:
-    third = Spent(data=0.1 / 3, compute=0.2 / 3, wait=0.1 / 3, merge=0.05 / 3, apply=0.05 / 3, other=0.1 / 3)
-    text = printed(report(tallied([started(1), steps(0, 10, third), FINISHED])))
+    third = TimeSpent(data=0.1 / 3, compute=0.2 / 3, wait=0.1 / 3, merge=0.05 / 3, apply=0.05 / 3, other=0.1 / 3)
+    text = printed(summarize_run(tallied([started(1), steps(0, 10, third), FINISHED])))
     (line,) = [line for line in text.splitlines() if "a step" in line]
     total, _, split = line.partition(" ms = ")
     numbers = [float(number) for number in re.findall(r"\d+\.\d+", split)]
@@ -409,7 +409,7 @@ def test_parts_are_rounded_so_that_they_add_up() -> None:
 
 
 def test_one_worker_is_its_own_measure() -> None:
-    value = report(tallied([started(1), steps(0, 10, FIRST, lanes=(0, 4)), FINISHED]))
+    value = summarize_run(tallied([started(1), steps(0, 10, FIRST, lanes=(0, 4)), FINISHED]))
     assert value["speedup"]["over_one_worker"] == 1.0
     assert value["speedup"]["parallel_fraction"] is None
     assert value["speedup"]["amdahl_limit"] is None
@@ -417,8 +417,8 @@ def test_one_worker_is_its_own_measure() -> None:
 
 
 def test_slow_worker_is_the_most_gain() -> None:
-    slow = [steps(0, 10, Spent(compute=0.2, wait=0.6)), steps(1, 10, Spent(compute=0.8))]
-    gain = report(tallied([started(), *slow]))["most_gain"]
+    slow = [steps(0, 10, TimeSpent(compute=0.2, wait=0.6)), steps(1, 10, TimeSpent(compute=0.8))]
+    gain = summarize_run(tallied([started(), *slow]))["most_gain"]
     assert gain == {"worker": 1, "times_slower": pytest.approx(4.0), "step_ms": pytest.approx(20.0)}
 
 
@@ -428,28 +428,28 @@ def test_slow_worker_is_the_most_gain() -> None:
         ([FINISHED], "done"),
         ([msgspec.structs.replace(FINISHED, stopped="target reached")], "done"),
         ([msgspec.structs.replace(FINISHED, stopped="asked to stop", resumable=True)], "stopped"),
-        ([FINISHED, Failed(time=105.0, rank=1, kind="OSError", message="gone")], "failed"),
+        ([FINISHED, WorkerFailed(time=105.0, rank=1, kind="OSError", message="gone")], "failed"),
         ([WorkerExited(time=105.0, rank=1, code=-9)], "failed"),
         ([RunFinished(time=105.0, outcome="stopped")], "stopped"),
     ],
 )
 def test_outcome_is_read_from_the_events(events: list[AnyEvent], outcome: str) -> None:
-    assert report(tallied([*TWO_WORKERS, *events]))["outcome"] == outcome
+    assert summarize_run(tallied([*TWO_WORKERS, *events]))["outcome"] == outcome
 
 
 def test_failure_is_the_first_cause() -> None:
-    late = Failed(time=106.0, rank=0, kind="ConnectionError", message="lost worker 1")
-    cause = Failed(time=105.0, rank=1, kind="RuntimeError", message="bad shape", step=41, lane=3)
-    assert report(tallied([*TWO_WORKERS, late, cause]))["failure"]["message"] == "bad shape"
-    assert report(tallied([*TWO_WORKERS, late, cause]), failure=late)["failure"]["rank"] == 0
+    late = WorkerFailed(time=106.0, rank=0, kind="ConnectionError", message="lost worker 1")
+    cause = WorkerFailed(time=105.0, rank=1, kind="RuntimeError", message="bad shape", step=41, lane=3)
+    assert summarize_run(tallied([*TWO_WORKERS, late, cause]))["failure"]["message"] == "bad shape"
+    assert summarize_run(tallied([*TWO_WORKERS, late, cause]), failure=late)["failure"]["rank"] == 0
     killed = [WorkerExited(time=106.0, rank=0, code=1), WorkerExited(time=105.0, rank=1, code=-9)]
-    failure = report(tallied([*TWO_WORKERS, *killed]))["failure"]
+    failure = summarize_run(tallied([*TWO_WORKERS, *killed]))["failure"]
     assert failure["rank"] == 1
     assert "SIGKILL" in failure["message"]
 
 
 def test_report_of_nothing_is_still_a_report() -> None:
-    value = report(tallied([]))
+    value = summarize_run(tallied([]))
     assert value["outcome"] == "failed"
     assert value["step_ms"] is None
     assert "failed" in printed(value)
@@ -459,8 +459,8 @@ def test_report_of_nothing_is_still_a_report() -> None:
 
 
 def test_closing_report_says_what_is_known_and_no_more() -> None:
-    cost = LaneCost(time=104.0, lanes=2, apart=0.044, together=0.04)
-    value = report(
+    cost = LaneCost(time=104.0, lanes=2, separate_seconds=0.044, joint_seconds=0.04)
+    value = summarize_run(
         tallied([*TWO_WORKERS, cost, FINISHED]), target="loss <= 1.4", folder="runs/7f3a", files=["events.jsonl"]
     )
     text = printed(value)
@@ -479,13 +479,13 @@ def test_closing_report_says_what_is_known_and_no_more() -> None:
     for absent in ("faults", "most gain", "error", "next", "--resume", "not exact"):
         assert absent not in text
     assert all(line == line.rstrip() for line in text.splitlines()[1:])
-    bare = printed(report(tallied([*TWO_WORKERS[:-2], FINISHED])))
+    bare = printed(summarize_run(tallied([*TWO_WORKERS[:-2], FINISHED])))
     assert "lanes " not in bare
     assert "target" not in bare
 
 
 def test_closing_report_of_a_run_that_is_not_exact_says_so() -> None:
-    text = printed(report(tallied([started(exact=False), *TWO_WORKERS[1:], FINISHED])))
+    text = printed(summarize_run(tallied([started(exact=False), *TWO_WORKERS[1:], FINISHED])))
     assert "not exact" in text
     assert "verify" not in text
 
@@ -493,15 +493,15 @@ def test_closing_report_of_a_run_that_is_not_exact_says_so() -> None:
 def test_closing_report_of_a_stopped_run_says_how_to_go_on() -> None:
     stopped = msgspec.structs.replace(FINISHED, step=20, stopped="asked to stop", resumable=True)
     tally = tallied([*TWO_WORKERS[:7], TWO_WORKERS[11], stopped])
-    text = printed(report(tally, folder="runs/7f3a"))
+    text = printed(summarize_run(tally, folder="runs/7f3a"))
     assert "■ text.py  stopped after step 20 of 40 (1.0 s): asked to stop" in text
     assert "step 20: runs/7f3a/checkpoints/20" in text
     assert "shoal train text.py --resume 7f3a\n" in text
-    assert "--resume far/away" in printed(report(tally, folder="far/away"))
+    assert "--resume far/away" in printed(summarize_run(tally, folder="far/away"))
 
 
 def test_closing_report_of_a_failed_run_says_why_and_what_was_saved() -> None:
-    failed = Failed(
+    failed = WorkerFailed(
         time=105.0,
         rank=1,
         kind="RuntimeError",
@@ -512,12 +512,12 @@ def test_closing_report_of_a_failed_run_says_why_and_what_was_saved() -> None:
         fix="make them fit",
         log="runs/7f3a/worker-1.log",
     )
-    text = printed(report(tallied([*TWO_WORKERS, failed])))
+    text = printed(summarize_run(tallied([*TWO_WORKERS, failed])))
     assert "✘ text.py  failed after step 40 of 40" in text
     assert "worker 1, step 41, lane 3: mat1 and mat2 shapes cannot be multiplied" in text
     for fact in ("model.py:41  in Block.forward", "make them fit", "worker-1.log", "--resume 7f3a"):
         assert fact in text
-    unsaved = printed(report(tallied([started(), failed])))
+    unsaved = printed(summarize_run(tallied([started(), failed])))
     assert "no checkpoint was written" in unsaved
     assert "--resume" not in unsaved
 
@@ -526,11 +526,11 @@ def test_faults_and_a_loss_that_is_not_finite_are_told() -> None:
     events: list[AnyEvent] = [
         started(),
         steps(0, 10, FIRST, loss=None),
-        Skipped(time=1.0, step=7, where=[(1, 3)]),
+        StepSkipped(time=1.0, step=7, where=[(1, 3)]),
         SaveFailed(time=1.0, step=10, reason="No space left on device"),
         msgspec.structs.replace(FINISHED, final_loss=None, metrics={}),
     ]
-    text = printed(report(tallied(events)))
+    text = printed(summarize_run(tallied(events)))
     assert "1 step skipped, loss not finite (first: 7)" in text
     assert "1 checkpoint not written (No space left on device)" in text
     assert re.search(r"^  loss +not finite$", text, re.MULTILINE)
@@ -538,14 +538,14 @@ def test_faults_and_a_loss_that_is_not_finite_are_told() -> None:
 
 @pytest.mark.parametrize("width", [1, 20, 40, 79])
 def test_narrow_screens_get_every_word(width: int) -> None:
-    text = printed(report(tallied([*TWO_WORKERS, FINISHED]), folder="runs/7f3a"), width)
+    text = printed(summarize_run(tallied([*TWO_WORKERS, FINISHED]), folder="runs/7f3a"), width)
     assert "these2workerscouldgive" in "".join(text.split())
 
 
 def test_closing_report_can_be_written_in_ascii() -> None:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding="ascii") as stream:
-        Console(file=stream, width=100).print(closing(report(tallied([*TWO_WORKERS, FINISHED]))))
+        Console(file=stream, width=100).print(closing(summarize_run(tallied([*TWO_WORKERS, FINISHED]))))
         stream.flush()
         assert b"1.7 x worker 0 alone" in raw.getvalue()
 

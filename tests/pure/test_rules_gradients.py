@@ -29,8 +29,8 @@ from helpers.steps import (
     strategy_for,
     take_step,
 )
-from shoal.numerics.lanes import cut
-from shoal.parallel.buckets import pack
+from shoal.numerics.lanes import cut_batch
+from shoal.parallel.buckets import make_buckets
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("generators_stay")
 @pytest.mark.parametrize("lanes", [3, 4, 6, 8])
 def test_1_lanes_are_added_in_the_tree(lanes: int) -> None:
     data, model = mlp_data(24), mlp()
-    single = [by_hand(model, data, pieces, plain_loss) for pieces in cut(24, 24, lanes, 1)]
+    single = [by_hand(model, data, pieces, plain_loss) for pieces in cut_batch(24, 24, lanes, 1)]
     whole = by_hand(model, data, [range(24)], plain_loss)
     outcome = take_step(strategy_for(model, lanes), data, lambda batch: plain_loss(model, batch))
     assert same(gradients(model), in_tree(single))
@@ -74,7 +74,7 @@ def test_1_a_worker_holds_few_gradients_at_once() -> None:
 
 def test_2_losses_are_weighted_before_the_backward_pass() -> None:
     data, model = mlp_data(9), mlp()
-    before = [by_hand(model, data, pieces, plain_loss) for pieces in cut(9, 9, 3, 1)]
+    before = [by_hand(model, data, pieces, plain_loss) for pieces in cut_batch(9, 9, 3, 1)]
     after = [
         {
             name: None if value is None else value * (1 / 3)
@@ -89,7 +89,7 @@ def test_2_losses_are_weighted_before_the_backward_pass() -> None:
 
 def test_2_a_short_batch_is_weighted_by_what_it_has() -> None:
     data, model = mlp_data(7), mlp()  # lanes of 4, microbatches of 2: 2 2 | 2 1 | - | -
-    lanes = [by_hand(model, data, pieces, plain_loss) if pieces else None for pieces in cut(7, 16, 4, 2)]
+    lanes = [by_hand(model, data, pieces, plain_loss) if pieces else None for pieces in cut_batch(7, 16, 4, 2)]
     outcome = take_step(strategy_for(model, 4, microbatches=2), data, lambda batch: plain_loss(model, batch), batch=16)
     assert same(gradients(model), in_tree(lanes))
     mean = float(plain_loss(model, data).detach())
@@ -140,7 +140,7 @@ def test_3_an_empty_microbatch_is_skipped() -> None:
 def test_3_a_parameter_without_gradient_stays_without() -> None:
     model = Sometimes()
     data = sometimes_data([1, 3])
-    lanes = [by_hand(model, data, pieces, plain_loss) for pieces in cut(16, 16, 4, 1)]
+    lanes = [by_hand(model, data, pieces, plain_loss) for pieces in cut_batch(16, 16, 4, 1)]
     assert [lane["sometimes.weight"] is not None for lane in lanes] == [False, True, False, True]
     take_step(strategy_for(model, 4), data, lambda batch: plain_loss(model, batch))
     assert same(gradients(model), in_tree(lanes))
@@ -161,7 +161,7 @@ def test_3_weight_decay_leaves_what_had_no_gradient_alone() -> None:
 
 
 def test_3_the_filler_for_what_is_absent_is_minus_zero() -> None:
-    (bucket,) = pack([(0, torch.empty(3)), (1, torch.empty(2, 2))])
+    (bucket,) = make_buckets([(0, torch.empty(3)), (1, torch.empty(2, 2))])
     flat = torch.zeros(bucket.length)
     bucket.fill(bucket.views(flat), [None, torch.ones(2, 2)])
     (filled,) = (slot.view(flat) for slot in bucket.slots if slot.index == 0)
@@ -186,7 +186,7 @@ def untied(model: nn.Module) -> Thrice:
 def test_4_tied_weights_are_added_in_block_order_after_the_last_microbatch(order: str) -> None:
     model, data = Thrice(), (torch.randn(24, 8), torch.randint(8, (24,)))
     lanes, per_microbatch = [], []
-    for pieces in cut(24, 24, 2, 3):
+    for pieces in cut_batch(24, 24, 2, 3):
         per_microbatch.append(by_hand(model, data, pieces, plain_loss)["a.weight"])
         apart = by_hand(untied(model), data, pieces, plain_loss)
         parts = [apart[f"{block}.weight"] for block in order]

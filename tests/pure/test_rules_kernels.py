@@ -37,7 +37,7 @@ def test_8_a_pinned_instruction_set_must_be_in_force() -> None:
 
 
 def test_9_settling_fixes_threads_and_deterministic_kernels() -> None:
-    kernels.settle(threads=2)
+    kernels.configure(threads=2)
     assert torch.get_num_threads() == 2
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory is False  # type: ignore[attr-defined]

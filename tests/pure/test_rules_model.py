@@ -31,11 +31,11 @@ from helpers.steps import (
     take_step,
 )
 from shoal.errors import InputError
-from shoal.job.dataset import open_source
+from shoal.job.dataset import open_data
 from shoal.numerics import kernels, seeds
-from shoal.numerics.digest import digests
-from shoal.numerics.lanes import cut
-from shoal.parallel.blocks import Blocks, find_blocks
+from shoal.numerics.digest import tensor_digests
+from shoal.numerics.lanes import cut_batch
+from shoal.parallel.blocks import BlockList, find_blocks
 from shoal.parallel.lane_buffers import LARGE_BUFFER_BYTES
 from shoal.testing import (
     everything,
@@ -51,8 +51,8 @@ pytestmark = pytest.mark.usefixtures("generators_stay")
 def test_5_blocks_are_the_model_s_parts_with_containers_opened() -> None:
     assert find_blocks(tied_language_model()).names == ("words", "layers.0", "layers.1", "head")
     assert find_blocks(everything()).names[:2] == ("picture.0", "picture.1")
-    blocks = Blocks(names=("layers.1", "layers.10"))
-    assert [blocks.of(name) for name in ("layers.1.weight", "layers.10.weight", "layers.2.weight")] == [1, 2, 0]
+    blocks = BlockList(names=("layers.1", "layers.10"))
+    assert [blocks.block_of(name) for name in ("layers.1.weight", "layers.10.weight", "layers.2.weight")] == [1, 2, 0]
     with pytest.raises(InputError, match=r"blocks names 'layer\.0', but the model has no such module"):
         find_blocks(tied_language_model(), ["layer.0"])
 
@@ -92,7 +92,7 @@ def test_5_building_a_model_leaves_the_generators_alone_and_does_not_ask_them() 
     seeds.seed_everything(123)
     second = seeds.initialise(drawing, 0)
     assert first[1] == second[1]
-    assert digests(first[0].named_parameters()) == digests(second[0].named_parameters())
+    assert tensor_digests(first[0].named_parameters()) == tensor_digests(second[0].named_parameters())
 
 
 # -- 6: alignment -----------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def crooked(items: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 )
 def test_6_a_lane_is_a_copy_never_a_view(form: Callable[[Batch], Any]) -> None:
     data = mlp_data(9)
-    source = open_source(form(data), seed=0, shuffle=False)
+    source = open_data(form(data), seed=0, shuffle=False)
     for indices in ([0, 1], [1, 2, 3], [5], [8, 2]):
         seen: list[Tensor] = []
 
@@ -188,12 +188,12 @@ def test_14_paths_do_not_collide() -> None:
 
 
 def test_14_augmentation_depends_on_pass_and_sample_alone() -> None:
-    source = open_source(Augmented(mlp_data(20)), seed=4)
+    source = open_data(Augmented(mlp_data(20)), seed=4)
     together = source.fetch([3, 7, 11], 2)[0]
     assert torch.equal(source.fetch([7], 2)[0], together[1:2])
     assert torch.equal(source.fetch([11, 3], 2)[0], together[[2, 0]])
     assert not torch.equal(source.fetch([7], 3)[0], together[1:2]), "another pass"
-    other = open_source(Augmented(mlp_data(20)), seed=5)
+    other = open_data(Augmented(mlp_data(20)), seed=5)
     assert not torch.equal(other.fetch([7], 2)[0], together[1:2]), "another seed"
 
 
@@ -212,7 +212,7 @@ def test_15_a_buffer_that_no_lane_changed_keeps_its_bits() -> None:
 def test_15_lanes_do_not_see_each_other_s_buffers() -> None:
     model, data = Buffered(), mlp_data(24)
     chained = copy.deepcopy(model)
-    for pieces in cut(24, 24, 4, 1):
+    for pieces in cut_batch(24, 24, 4, 1):
         plain_loss(chained, tuple(tensor[pieces[0].start : pieces[0].stop] for tensor in data))
     take_step(strategy_for(model, 4), data, lambda part: plain_loss(model, part))
     assert not torch.equal(dict(model.named_buffers())["mean"], dict(chained.named_buffers())["mean"])
@@ -224,16 +224,16 @@ def test_15_large_statistics_are_kept_by_lane_too() -> None:
     features = LARGE_BUFFER_BYTES // 4 + 8
     data = (torch.randn(8, features), torch.randint(5, (8,)))
     model = nn.Sequential(nn.BatchNorm1d(features), nn.Linear(features, 5))
-    expected = buffers_by_hand(model, data, cut(8, 8, 2, 1))
+    expected = buffers_by_hand(model, data, cut_batch(8, 8, 2, 1))
     take_step(strategy_for(model, 2), data, lambda part: plain_loss(model, part))
-    assert digests(model.named_buffers()) == digests(expected.items())
+    assert tensor_digests(model.named_buffers()) == tensor_digests(expected.items())
 
 
 def test_15_a_step_that_is_dropped_leaves_buffers_as_they_were() -> None:
     model, data = Buffered(), mlp_data(24)
-    before = digests(model.named_buffers())
+    before = tensor_digests(model.named_buffers())
     data[0][20] = float("inf")
     outcome = take_step(strategy_for(model, 4), data, lambda part: plain_loss(model, part))
     assert [lane for _, lane in outcome.not_finite] == [3]
-    assert digests(model.named_buffers()) == before
+    assert tensor_digests(model.named_buffers()) == before
     assert all(value is None for value in gradients(model).values())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.steps import Augmented, Batch, Buffered, Thrice, generator_states, mlp_data, plain_loss
 from shoal.numerics import grad_norm
-from shoal.numerics.digest import digests
+from shoal.numerics.digest import tensor_digests
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 
@@ -62,7 +62,7 @@ def test_11_clipping_is_torch_s_to_rounding(max_norm: float) -> None:
     for parameter, gradient in zip(theirs, mine, strict=True):
         parameter.grad = gradient.clone()
     wanted = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-    assert grad_norm.clip(mine, max_norm) == pytest.approx(float(wanted), rel=1e-6)
+    assert grad_norm.clip_to_norm(mine, max_norm) == pytest.approx(float(wanted), rel=1e-6)
     for parameter, gradient in zip(theirs, mine, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
@@ -100,7 +100,7 @@ def test_18_evaluation_touches_no_generator_buffer_or_mode() -> None:
     model = nn.Sequential(Buffered(), nn.Dropout(0.5))
     model[1].eval()
     run = joined(model, mlp_data(8))
-    before = generator_states(), digests(model.named_buffers()), [module.training for module in model.modules()]
+    before = generator_states(), tensor_digests(model.named_buffers()), [module.training for module in model.modules()]
 
     def closure(batch: Batch) -> Tensor:
         assert not any(module.training for module in model.modules())
@@ -109,7 +109,7 @@ def test_18_evaluation_touches_no_generator_buffer_or_mode() -> None:
         return plain_loss(model, batch)
 
     first = run.evaluate(mlp_data(11), closure)
-    assert (generator_states(), digests(model.named_buffers()), [m.training for m in model.modules()]) == before
+    assert (generator_states(), tensor_digests(model.named_buffers()), [m.training for m in model.modules()]) == before
     assert run.evaluate(Augmented(mlp_data(11)), closure) != first
     assert generator_states() == before[0]
     assert run.evaluate(mlp_data(11), closure) == first

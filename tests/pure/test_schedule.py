@@ -11,15 +11,15 @@ import pytest
 from helpers.command import Caller
 from shoal.errors import PlanError
 from shoal.parallel.pipeline_schedule import (
-    NAMES,
-    Action,
-    Schedule,
-    grid,
+    SCHEDULE_NAMES,
+    PipelineAction,
+    PipelineSchedule,
+    draw_schedule,
     in_flight,
     make_schedule,
-    needed,
-    play,
-    theory,
+    dependencies,
+    time_schedule,
+    ideal_bubble,
 )
 
 ALL_SIZES = [(1, 1), (1, 4), (2, 2), (2, 4), (2, 7), (3, 3), (3, 6), (3, 8), (4, 4), (4, 8), (4, 11), (4, 16)]
@@ -34,7 +34,7 @@ def fitting(name: str, ranks: int, microbatches: int) -> bool:
 
 CASES = [
     (name, ranks, microbatches, chunks)
-    for name in NAMES
+    for name in SCHEDULE_NAMES
     for ranks, microbatches in ALL_SIZES
     for chunks in {"interleaved": (2, 3), "zero-bubble": (1, 2, 3)}.get(name, (None,))
     if fitting(name, ranks, microbatches)
@@ -45,7 +45,7 @@ CASES = [
 
 
 def drawn(name: str, ranks: int, microbatches: int, **more: Any) -> list[str]:
-    return grid(make_schedule(name, ranks=ranks, microbatches=microbatches), **more).splitlines()
+    return draw_schedule(make_schedule(name, ranks=ranks, microbatches=microbatches), **more).splitlines()
 
 
 def test_gpipe() -> None:
@@ -93,7 +93,7 @@ def test_a_narrow_screen() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 @pytest.mark.parametrize("width", [20, 41, 60, 120])
 def test_no_line_is_wider_than_the_screen(name: str, width: int) -> None:
     lines = drawn(name, 4, 8, width=width)
@@ -127,16 +127,16 @@ def test_every_schedule(name: str, ranks: int, microbatches: int, chunks: int | 
                 kinds = "".join(action.kind for action in own if action.microbatch == number)
                 assert kinds in ("FB", "FIW")
     assert set(Counter(action for row in schedule.rows for action in row).values()) == {1}
-    played = play(schedule)  # raises where it never ends
+    played = time_schedule(schedule)  # raises where it never ends
     assert played.busy == pytest.approx(3.0 * microbatches * schedule.stages)
-    if theory(name, ranks, microbatches, schedule.chunks) is not None:
-        assert played.bubble == pytest.approx(theory(name, ranks, microbatches, schedule.chunks))
+    if ideal_bubble(name, ranks, microbatches, schedule.chunks) is not None:
+        assert played.bubble == pytest.approx(ideal_bubble(name, ranks, microbatches, schedule.chunks))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_times_keep_the_order_of_things(name: str) -> None:
     schedule = make_schedule(name, ranks=3, microbatches=6)
-    played = play(schedule, forward=1.0, backward=2.5, inputs=1.25, weights=0.75, hop=0.5)
+    played = time_schedule(schedule, forward=1.0, backward=2.5, inputs=1.25, weights=0.75, hop=0.5)
     ends = {}
     for row in played.rows:
         for start, end, action in row:
@@ -145,19 +145,19 @@ def test_times_keep_the_order_of_things(name: str) -> None:
         assert all(first.end <= second.start for first, second in pairwise(row))
     for rank, row in enumerate(played.rows):
         for each in row:
-            for need in needed(schedule, each.action):
+            for need in dependencies(schedule, each.action):
                 assert ends[need] + 0.5 * (schedule.rank_of(need.stage) != rank) <= each.start
     assert played.total == max(ends.values())
 
 
 def test_zero_bubbles_wait_less() -> None:
-    bubbles = {name: play(make_schedule(name, ranks=4, microbatches=8)).bubble for name in NAMES}
+    bubbles = {name: time_schedule(make_schedule(name, ranks=4, microbatches=8)).bubble for name in SCHEDULE_NAMES}
     assert bubbles["1f1b"] == pytest.approx(3 / 11)
     assert bubbles["interleaved"] == pytest.approx(3 / 19)
     for name in ("zero-bubble", "zbv", "dualpipe"):
         assert bubbles[name] == pytest.approx(3 / 51)
-        assert theory(name, 4, 8, 2) is None
-    assert theory("interleaved", 4, 10, 2) is None, "rounds of 5 on 4 ranks: the formula is for rounds of 4"
+        assert ideal_bubble(name, 4, 8, 2) is None
+    assert ideal_bubble("interleaved", 4, 10, 2) is None, "rounds of 5 on 4 ranks: the formula is for rounds of 4"
 
 
 def test_activations_in_flight() -> None:
@@ -176,9 +176,9 @@ def test_a_schedule_that_never_ends_says_where() -> None:
     good = make_schedule("gpipe", ranks=2, microbatches=1)
     bad = replace(good, rows=(good.rows[0][::-1], good.rows[1]))
     with pytest.raises(PlanError, match="rank 0 waits before B0 of stage 0"):
-        play(bad)
+        time_schedule(bad)
     with pytest.raises(PlanError, match="above 0"):
-        play(good, forward=0.0)
+        time_schedule(good, forward=0.0)
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
@@ -191,13 +191,13 @@ class Recorder:
     submod = None
 
     def __init__(self, stage: int, stages: int) -> None:
-        self.stage_index, self.num_stages, self.done = stage, stages, list[Action]()
+        self.stage_index, self.num_stages, self.done = stage, stages, list[PipelineAction]()
 
     def forward_one_chunk(self, microbatch: int, *rest: object, **more: object) -> None:
-        self.done.append(Action("F", self.stage_index, microbatch))
+        self.done.append(PipelineAction("F", self.stage_index, microbatch))
 
     def backward_one_chunk(self, microbatch: int, *rest: object, **more: object) -> None:
-        self.done.append(Action("B", self.stage_index, microbatch))
+        self.done.append(PipelineAction("B", self.stage_index, microbatch))
 
     def perform_reduce_grad(self, scale: int) -> None:
         pass
@@ -258,7 +258,7 @@ def build_in_torch(name: str, ranks: int, microbatches: int, chunks: int) -> Non
     makers[name]()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_what_torch_refuses_is_refused_and_nothing_else(name: str) -> None:
     chunks = 1 if name in ("gpipe", "1f1b") else 2
     for ranks in (1, 2, 4):
@@ -316,27 +316,27 @@ def test_what_does_not_fit(name: str, sizes: dict[str, int], message: str, fix: 
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def of(name: str, **more: int) -> Schedule:
+def of(name: str, **more: int) -> PipelineSchedule:
     return make_schedule(name, **{"ranks": 4, "microbatches": 8} | more)
 
 
 def test_the_command_draws_and_counts(call: Caller) -> None:
     out = call.good("schedule", "1f1b").out
-    assert grid(of("1f1b")) in out
+    assert draw_schedule(of("1f1b")) in out
     assert "bubble 27.3% of the ranks' time, by formula 27.3%\n" in out
     assert out.endswith("activations in flight, by rank: 4 3 2 1\n")
     out = call.good("schedule", "zero-bubble", "--pipeline", "2", "--microbatches", "4", "--chunks", "3").out
-    assert grid(of("zero-bubble", ranks=2, microbatches=4, chunks=3)) in out
+    assert draw_schedule(of("zero-bubble", ranks=2, microbatches=4, chunks=3)) in out
     assert "no formula" in out and "each 1/3 of a rank's share" in out
 
 
 def test_the_command_compares(call: Caller) -> None:
     out = call.good("schedule", "all", "--pipeline", "4", "--microbatches", "8").out
-    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith(NAMES)}
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith(SCHEDULE_NAMES)}
     assert rows["1f1b"] == ["1", "33", "27.3%", "27.3%", "4", "3", "2", "1"]
     assert rows["interleaved"] == ["2", "28.5", "15.8%", "15.8%", "5.5", "4.5", "3.5", "2.5"]
     assert rows["zbv"] == ["2", "25.5", "5.9%", "4", "4", "4", "4"]
-    assert list(rows) == list(NAMES)
+    assert list(rows) == list(SCHEDULE_NAMES)
     out = call.good("schedule", "all", "--microbatches", "6", "--chunks", "3").out
     assert "dualpipe     does not fit: dualpipe on 4 ranks needs at least 8 microbatches, not 6\n" in out
 
@@ -352,10 +352,10 @@ def test_the_command_as_json(call: Caller) -> None:
         "in_flight": [4, 4],
     }
     assert value["rows"][0][0] == [0.0, 1.0, ["F", 0, 0]]
-    rows = tuple(tuple(Action(*action) for _, _, action in row) for row in value["rows"])
+    rows = tuple(tuple(PipelineAction(*action) for _, _, action in row) for row in value["rows"])
     assert rows == of("zbv", ranks=2, microbatches=4).rows
     value = call.good("schedule", "all", "--microbatches", "7", "--json").value
-    assert list(value["schedules"]) == list(NAMES)
+    assert list(value["schedules"]) == list(SCHEDULE_NAMES)
     assert "at least 8" in value["schedules"]["dualpipe"]["reason"]
 
 

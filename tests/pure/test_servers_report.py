@@ -10,40 +10,40 @@ import pytest
 from rich.console import Console
 
 from helpers.command import Caller, write_job
-from shoal.driver.check_servers import check_servers, read_modes
-from shoal.driver.outcome import error, outcome
+from shoal.driver.check_servers import check_servers, read_sync_modes
+from shoal.driver.outcome import final_error, outcome
 from shoal.driver.verify import server_placements
 from shoal.errors import InputError, PlanError
-from shoal.parallel.layout import Layout
+from shoal.parallel.layout import ParallelLayout
 from shoal.report import live_view
-from shoal.report.aggregate import Tally
+from shoal.report.aggregate import RunTally
 from shoal.report.closing_report import closing
 from shoal.report.event_queries import committed_floor
 from shoal.report.events import (
     AnyEvent,
-    Changed,
-    Evaluated,
-    Finished,
+    MembershipChanged,
+    ModelEvaluated,
+    WorkerFinished,
     PushesLost,
-    Recovered,
-    Replaced,
-    Resumed,
-    Rewound,
+    RunRecovered,
+    WorkerAdded,
+    RunResumed,
+    ServersRolledBack,
     RunStarted,
-    Served,
-    ServerAway,
+    ServerReported,
+    ServerOutage,
     ServerLost,
     ServerStarted,
-    Spent,
-    Steps,
+    TimeSpent,
+    StepsCommitted,
     WorkerExited,
     WorkerLost,
     WorkerStarted,
 )
-from shoal.report.incident_lines import Telling
-from shoal.report.servers import summed_up
-from shoal.report.summarize import report
-from shoal.report.wording import whole
+from shoal.report.incident_lines import IncidentLines
+from shoal.report.servers import summarize_histogram
+from shoal.report.summarize import summarize_run
+from shoal.report.wording import full_text
 
 SHA256 = "ab" * 32
 
@@ -51,12 +51,12 @@ SHA256 = "ab" * 32
 def started(sync: str, *, servers: int = 2, workers: int = 2, **more: Any) -> RunStarted:
     return RunStarted(
         time=100.0, run="7f3a", job="text.py", workers=workers, layout=f"data={workers}", lanes=4,
-        exact=sync == "sync", steps=40, steps_per_epoch=20, servers=servers, sync=sync, **more,
+        exact=sync == "sync", steps=40, steps_per_epoch=20, servers=servers, sync_mode=sync, **more,
     )  # fmt: skip
 
 
 def hello(rank: int, *, time: float = 101.0, life: int = 0) -> WorkerStarted:
-    return WorkerStarted(time=time, rank=rank, pid=10 + rank + 10 * life, host="host-a", fingerprint="f00d", life=life)
+    return WorkerStarted(time=time, rank=rank, pid=10 + rank + 10 * life, host="host-a", fingerprint="f00d", incarnation=life)
 
 
 def server(shard: int, *, time: float = 100.5, pid: int = 90, **more: Any) -> ServerStarted:
@@ -65,20 +65,20 @@ def server(shard: int, *, time: float = 100.5, pid: int = 90, **more: Any) -> Se
     )
 
 
-def steps(rank: int, step: int, time: float, *, count: int = 5, loss: float = 0.5, **more: Any) -> Steps:
+def steps(rank: int, step: int, time: float, *, count: int = 5, loss: float = 0.5, **more: Any) -> StepsCommitted:
     """`count` steps of 0.1 s of 32 samples, half of it compute."""
     facts: dict[str, Any] = {"leader": True, "lanes": (0, 4), "samples": 32 * count, **more}
-    spent = Spent(compute=0.05 * count, merge=0.03 * count, wait=0.02 * count)
-    return Steps(time=time, rank=rank, step=step, count=count, epoch=0, loss=loss, spent=spent, **facts)
+    spent = TimeSpent(compute=0.05 * count, merge=0.03 * count, wait=0.02 * count)
+    return StepsCommitted(time=time, rank=rank, step=step, count=count, epoch=0, loss=loss, spent=spent, **facts)
 
 
-def served(shard: int, *, time: float = 104.0, **more: Any) -> Served:
+def served(shard: int, *, time: float = 104.0, **more: Any) -> ServerReported:
     facts: dict[str, Any] = {"version": 40, "updates": 40, "bytes_in": 3_000_000, "bytes_out": 1_000_000, **more}
-    return Served(time=time, shard=shard, **facts)
+    return ServerReported(time=time, shard=shard, **facts)
 
 
-def finished(rank: int, *, step: int = 40, time: float = 104.2) -> Finished:
-    return Finished(
+def finished(rank: int, *, step: int = 40, time: float = 104.2) -> WorkerFinished:
+    return WorkerFinished(
         time=time, rank=rank, step=step, samples=32 * step, weights_sha256=SHA256, final_loss=0.5, metrics={}
     )
 
@@ -105,8 +105,8 @@ SERVED = [
 ]
 
 
-def tallied(events: Sequence[AnyEvent]) -> Tally:
-    tally = Tally()
+def tallied(events: Sequence[AnyEvent]) -> RunTally:
+    tally = RunTally()
     for event in events:
         tally.add(event)
     return tally
@@ -114,7 +114,7 @@ def tallied(events: Sequence[AnyEvent]) -> Tally:
 
 def value_of(events: Sequence[AnyEvent], **more: Any) -> dict[str, Any]:
     """As a program reads it from report.json."""
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(report(tallied(events), **more)))
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(summarize_run(tallied(events), **more)))
     return found
 
 
@@ -134,7 +134,7 @@ def test_steps_of_several_speakers_are_counted_once_and_by_the_clock() -> None:
     assert tally.seconds == pytest.approx(2.05), "from the first begin to the last word, though workers spent 4 s"
     assert tally.samples_per_second == pytest.approx(32 * 40 / 2.05)
     assert tally.commits.goodput == 1.0
-    assert (tally.commits.untold, tally.commits.repeated, tally.commits.samples_doubled) == (0, 0, 0)
+    assert (tally.commits.unreported, tally.commits.repeated, tally.commits.samples_repeated) == (0, 0, 0)
 
 
 def test_any_order_of_telling_gives_the_same_figures() -> None:
@@ -157,7 +157,7 @@ def test_losses_have_a_time_since_training_began() -> None:
 
 def test_a_lost_worker_s_steps_are_untold_and_none_is_doubled() -> None:
     tally = tallied([event for event in QUEUE if event is not QUEUE[6]])
-    assert (tally.step, tally.commits.untold, tally.commits.repeated) == (40, 5, 0)
+    assert (tally.step, tally.commits.unreported, tally.commits.repeated) == (40, 5, 0)
     assert tally.samples == 32 * 35, "of which somebody told"
 
 
@@ -184,8 +184,8 @@ def test_a_worker_s_word_of_the_others_may_be_behind() -> None:
 def test_loss_and_metrics_are_the_last_that_anybody_told() -> None:
     """Whoever asks next evaluates; a worker that ends knows of its own evaluations alone."""
     evaluated = [
-        Evaluated(time=103.0, step=30, epoch=0, metrics={"accuracy": 0.9}, seconds=0.1),
-        Evaluated(time=103.1, step=20, epoch=0, metrics={"accuracy": 0.8}, seconds=0.1),
+        ModelEvaluated(time=103.0, step=30, epoch=0, metrics={"accuracy": 0.9}, seconds=0.1),
+        ModelEvaluated(time=103.1, step=20, epoch=0, metrics={"accuracy": 0.8}, seconds=0.1),
     ]
     ended = msgspec.structs.replace(finished(0), metrics={"accuracy": 0.5}, final_loss=3.0)
     value = value_of([*QUEUE, *evaluated, ended, finished(1)])
@@ -217,7 +217,7 @@ def test_what_the_servers_count_at_the_end_is_how_many_steps_there_were() -> Non
 def test_a_resumed_queue_counts_from_where_it_was() -> None:
     events: list[AnyEvent] = [
         started("async"),
-        Resumed(time=101.0, step=20, path="p"),
+        RunResumed(time=101.0, step=20, path="p"),
         steps(0, 27, 102.0),
         steps(1, 30, 102.0),
     ]
@@ -241,7 +241,7 @@ def test_the_gain_over_one_worker_goes_by_the_clock() -> None:
 # -- lockstep ---------------------------------------------------------------------------------------------------------
 
 
-def lockstep(rank: int, step: int, time: float, count: int = 10) -> Steps:
+def lockstep(rank: int, step: int, time: float, count: int = 10) -> StepsCommitted:
     return steps(rank, step, time, count=count, leader=rank == 0, lanes=(2 * rank, 2 * rank + 2))
 
 
@@ -255,12 +255,12 @@ REWOUND: list[AnyEvent] = [
     lockstep(1, 10, 103.0),
     lockstep(0, 20, 104.0),
     ServerLost(time=104.1, shard=1, pid=91, code=-9, action="started again", log=["last words"]),
-    ServerAway(time=104.2, rank=0, shard=1, address="unix:s1"),
+    ServerOutage(time=104.2, rank=0, shard=1, address="unix:s1"),
     lockstep(1, 20, 104.0),
     server(1, time=105.0, pid=191, boot=2, version=14, step=14),
-    ServerAway(time=105.1, rank=0, shard=1, address="unix:s1", seconds=0.9),
-    Rewound(time=105.1, rank=0, epoch=1, step=14, repeated=6),
-    Rewound(time=105.1, rank=1, epoch=1, step=14, repeated=6),
+    ServerOutage(time=105.1, rank=0, shard=1, address="unix:s1", seconds=0.9),
+    ServersRolledBack(time=105.1, rank=0, generation=1, step=14, repeated=6),
+    ServersRolledBack(time=105.1, rank=1, generation=1, step=14, repeated=6),
     lockstep(0, 24, 106.5),
     lockstep(1, 24, 106.5),
 ]
@@ -269,7 +269,7 @@ REWOUND: list[AnyEvent] = [
 def test_what_follows_a_rewind_is_no_sample_twice() -> None:
     tally = tallied(REWOUND)
     commits = tally.commits
-    assert (tally.step, tally.steps, commits.repeated, commits.samples_doubled, commits.untold) == (24, 24, 6, 0, 0)
+    assert (tally.step, tally.steps, commits.repeated, commits.samples_repeated, commits.unreported) == (24, 24, 6, 0, 0)
     assert tally.samples == 32 * 24
     assert commits.goodput is not None and commits.goodput < 1
     assert tally.servers.repeated == 6, "every worker tells, and it is one rewind"
@@ -292,7 +292,7 @@ def test_a_rewind_lowers_what_a_resumed_run_counts_from() -> None:
 
 
 def test_steps_that_were_repeated_untold_are_counted() -> None:
-    tally = tallied([*REWOUND[:7], Rewound(time=105.0, rank=0, epoch=1, step=12, repeated=3), lockstep(0, 22, 106.0)])
+    tally = tallied([*REWOUND[:7], ServersRolledBack(time=105.0, rank=0, generation=1, step=12, repeated=3), lockstep(0, 22, 106.0)])
     assert (tally.step, tally.commits.repeated) == (22, 3), "nobody had told of 13 to 15"
 
 
@@ -367,10 +367,10 @@ def test_hot_ranges_of_a_table_are_told() -> None:
     [({0: 4}, 0, 0, 0), ({0: 1, 9: 1}, 4.5, 0, 9), ({2: 1, 3: 2}, 8 / 3, 3, 3), ({1: 3, 7: 0}, 1, 1, 1)],
 )
 def test_a_histogram_summed_up(histogram: dict[int, int], mean: float, median: int, most: int) -> None:
-    found = summed_up(histogram)
+    found = summarize_histogram(histogram)
     assert found is not None
     assert (found["mean"], found["median"], found["max"]) == (pytest.approx(mean, abs=1e-5), median, most)
-    assert summed_up({}) is None
+    assert summarize_histogram({}) is None
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_exact_servers_say_how_to_check() -> None:
 
 
 def test_time_to_target_is_since_training_began() -> None:
-    reached = Evaluated(time=103.5, step=28, epoch=0, metrics={"accuracy": 0.91}, seconds=0.1, target_reached=True)
+    reached = ModelEvaluated(time=103.5, step=28, epoch=0, metrics={"accuracy": 0.91}, seconds=0.1, target_reached=True)
     value = value_of([*QUEUE, reached], target="accuracy >= 0.9")
     assert value["target"]["seconds"] == pytest.approx(1.5)
 
@@ -428,8 +428,8 @@ def test_the_live_view_is_no_taller_than_the_terminal_with_servers() -> None:
 
 def test_the_story_of_a_server_that_was_lost() -> None:
     tally = tallied(REWOUND)
-    (fault,) = tally.faults
-    assert whole(fault) == (
+    (fault,) = tally.incidents
+    assert full_text(fault) == (
         "server 1 (pid 91) killed (SIGKILL); back after 0.90 s with 14 updates;"
         " all servers went on from step 14, 6 steps done again"
     )
@@ -440,44 +440,44 @@ def test_the_story_of_a_server_that_was_lost() -> None:
 def test_a_worker_may_miss_a_server_before_the_driver_knows() -> None:
     events = [event for event in REWOUND if not isinstance(event, ServerLost)]
     lost = next(event for event in REWOUND if isinstance(event, ServerLost))
-    at = next(n for n, event in enumerate(events) if isinstance(event, ServerAway)) + 1
+    at = next(n for n, event in enumerate(events) if isinstance(event, ServerOutage)) + 1
     tally = tallied([*events[:at], lost, *events[at:]])
-    assert [fault.kind for fault in tally.faults] == ["server"]
-    assert tally.faults[0].members == [0]
+    assert [fault.kind for fault in tally.incidents] == ["server"]
+    assert tally.incidents[0].members == [0]
 
 
 def test_workers_wait_with_a_message() -> None:
-    tally = tallied([*REWOUND[:10], ServerAway(time=104.3, rank=1, shard=1, address="unix:s1")])
-    telling = Telling()
-    assert telling.ready(tallied(REWOUND[:8]).story, 0.0) == []
-    assert telling.ready(tally.story, 1.0) == []
-    (line,) = telling.ready(tally.story, 4.0)
+    tally = tallied([*REWOUND[:10], ServerOutage(time=104.3, rank=1, shard=1, address="unix:s1")])
+    telling = IncidentLines()
+    assert telling.ready(tallied(REWOUND[:8]).incident_log, 0.0) == []
+    assert telling.ready(tally.incident_log, 1.0) == []
+    (line,) = telling.ready(tally.incident_log, 4.0)
     assert line.endswith("server 1 killed (SIGKILL); started again; workers 0 1 wait for it at unix:s1")
     for event in REWOUND[11:]:
         tally.add(event)
-    (line,) = telling.ready(tally.story, 5.0)
+    (line,) = telling.ready(tally.incident_log, 5.0)
     assert line.partition("  ")[2] == (
         "server 1: back after 0.90 s with 14 updates; all servers went on from step 14, 6 steps done again"
     )
 
 
 def test_a_server_that_cannot_be_reached_is_named_with_its_address() -> None:
-    away = [ServerAway(time=104.2 + rank, rank=rank, shard=1, address="tcp://h:1") for rank in (0, 1)]
+    away = [ServerOutage(time=104.2 + rank, rank=rank, shard=1, address="tcp://h:1") for rank in (0, 1)]
     tally = tallied([*QUEUE, *away])
-    (fault,) = tally.faults
-    assert whole(fault).startswith("workers 0 1 wait for server 1 at tcp://h:1 since ")
+    (fault,) = tally.incidents
+    assert full_text(fault).startswith("workers 0 1 wait for server 1 at tcp://h:1 since ")
     for rank in (0, 1):
-        tally.add(ServerAway(time=110.2, rank=rank, shard=1, address="tcp://h:1", seconds=5.0))
-    assert whole(fault).startswith("workers 0 1 waited for server 1 at tcp://h:1 since ")
-    assert whole(fault).endswith("reached again after 6.0 s")
-    assert len(tally.faults) == 1
+        tally.add(ServerOutage(time=110.2, rank=rank, shard=1, address="tcp://h:1", seconds=5.0))
+    assert full_text(fault).startswith("workers 0 1 waited for server 1 at tcp://h:1 since ")
+    assert full_text(fault).endswith("reached again after 6.0 s")
+    assert len(tally.incidents) == 1
 
 
 def test_a_worker_that_dies_waiting_waits_no_longer() -> None:
-    away = ServerAway(time=104.2, rank=0, shard=1, address="tcp://h:1")
-    lost = WorkerLost(time=105.2, rank=0, life=0, host="h", pid=10, noticed="its process ended", code=-9)
+    away = ServerOutage(time=104.2, rank=0, shard=1, address="tcp://h:1")
+    lost = WorkerLost(time=105.2, rank=0, incarnation=0, host="h", pid=10, detected_by="its process ended", code=-9)
     tally = tallied([*QUEUE, away, lost])
-    assert next(fault for fault in tally.faults if fault.kind == "away").seconds == pytest.approx(1.0)
+    assert next(fault for fault in tally.incidents if fault.kind == "away").seconds == pytest.approx(1.0)
 
 
 def test_lost_pushes_are_told_with_their_number() -> None:
@@ -510,21 +510,21 @@ def test_what_a_server_had_told_of_and_lost_is_counted_though_the_workers_are_go
 
 def test_a_worker_is_replaced_and_takes_part_without_any_epoch() -> None:
     lost = WorkerLost(
-        time=103.2, rank=1, life=0, host="host-a", pid=11, noticed="its process ended", code=-9, action="replaced"
+        time=103.2, rank=1, incarnation=0, host="host-a", pid=11, detected_by="its process ended", code=-9, action="replaced"
     )
     events = [
         *QUEUE[:9],
         WorkerExited(time=103.2, rank=1, code=-9),
         lost,
-        Replaced(time=103.3, rank=1, life=1, reason="replacement"),
-        Recovered(time=103.4, epoch=1, step=22, seconds=0.2),
+        WorkerAdded(time=103.3, rank=1, incarnation=1, reason="replacement"),
+        RunRecovered(time=103.4, generation=1, step=22, seconds=0.2),
         hello(1, time=104.0, life=1),
-        Changed(time=104.0, epoch=2, members=[0, 1], lives=[0, 1], step=21, reason="worker 1 was replaced"),
+        MembershipChanged(time=104.0, generation=2, members=[0, 1], incarnations=[0, 1], step=21, reason="worker 1 was replaced"),
     ]
     tally = tallied(events)
-    assert tally.participating == 2
-    (fault,) = tally.faults  # an epoch that is told of changes nothing
-    assert whole(fault) == (
+    assert tally.num_participating == 2
+    (fault,) = tally.incidents  # an epoch that is told of changes nothing
+    assert full_text(fault) == (
         "worker 1 (host-a, pid 11) killed (SIGKILL); noticed: its process ended; replaced;"
         " next commit after 0.20 s; life 1 took part again from step 21, after 0.80 s"
     )
@@ -534,14 +534,14 @@ def test_a_worker_is_replaced_and_takes_part_without_any_epoch() -> None:
 
 
 def test_nobody_is_missed_who_was_not_replaced() -> None:
-    lost = WorkerLost(time=103.2, rank=1, life=0, host="h", pid=11, noticed="n", code=-9, action="the others go on")
-    tally, telling = tallied(QUEUE), Telling()
-    assert telling.ready(tally.story, 0.0) == []
+    lost = WorkerLost(time=103.2, rank=1, incarnation=0, host="h", pid=11, detected_by="n", code=-9, action="the others go on")
+    tally, telling = tallied(QUEUE), IncidentLines()
+    assert telling.ready(tally.incident_log, 0.0) == []
     for event in (WorkerExited(time=103.2, rank=1, code=-9), lost):
         tally.add(event)
-    assert telling.ready(tally.story, 0.1) == []
-    tally.add(Recovered(time=103.3, epoch=1, step=41, seconds=0.1))
-    (line,) = telling.ready(tally.story, 0.2)
+    assert telling.ready(tally.incident_log, 0.1) == []
+    tally.add(RunRecovered(time=103.3, generation=1, step=41, seconds=0.1))
+    (line,) = telling.ready(tally.incident_log, 0.2)
     assert line.endswith("worker 1 killed (SIGKILL); the others go on; next commit after 0.10 s")
     tally.add(finished(0))
     assert outcome(tally, size=2, interrupted=False) == "done"
@@ -552,8 +552,8 @@ def test_a_server_whose_loss_ends_the_run_is_the_cause() -> None:
         time=104.1, shard=1, pid=91, code=-9, action="the run ends: it was lost 5 times", log=["out of memory"]
     )
     tally = tallied([*QUEUE, lost, WorkerExited(time=104.2, rank=0, code=1)])
-    value = report(tally, outcome="failed", folder="runs/7f3a")
-    found = error(tally, "failed", value)
+    value = summarize_run(tally, outcome="failed", folder="runs/7f3a")
+    found = final_error(tally, "failed", value)
     assert found is not None
     assert str(found).startswith("server 1 (pid 91) killed (SIGKILL); the run ends: it was lost 5 times")
     assert "its log: out of memory" in str(found)
@@ -566,7 +566,7 @@ def test_what_goes_with_servers() -> None:
     assert check_servers(None, "", workers=4) is None
     assert check_servers(0, "", workers=4) is None
     assert str(check_servers(2, "", workers=4)) == "sync"
-    assert str(check_servers(1, "local:8,outer=nesterov", workers=1, layout=Layout(data=1))) == "local:8,outer=nesterov"
+    assert str(check_servers(1, "local:8,outer=nesterov", workers=1, layout=ParallelLayout(data=1))) == "local:8,outer=nesterov"
 
 
 @pytest.mark.parametrize(
@@ -580,9 +580,9 @@ def test_what_goes_with_servers() -> None:
         (2, "stale:-1", {}, "-1 is out of range", "stale:3"),
         (2, "quorum:5", {}, "a quorum of 5, but there are 4 workers", "quorum:4"),
         (2, "groups:8", {}, "8 groups, but there are 4 workers", "groups:4"),
-        (2, "", {"layout": Layout(data=2, pipeline=2)}, "layout data=2,pipeline=2", "without --servers"),
-        (2, "", {"layout": Layout(data=4, zero=1)}, "layout data=4,zero=1", "--workers 4"),
-        (2, "", {"layout": Layout(data=2, tensor=2)}, "layout data=2,tensor=2", "--workers 4"),
+        (2, "", {"layout": ParallelLayout(data=2, pipeline=2)}, "layout data=2,pipeline=2", "without --servers"),
+        (2, "", {"layout": ParallelLayout(data=4, zero=1)}, "layout data=4,zero=1", "--workers 4"),
+        (2, "", {"layout": ParallelLayout(data=2, tensor=2)}, "layout data=2,tensor=2", "--workers 4"),
     ],
 )
 def test_what_does_not(servers: int | None, sync: str, more: dict[str, Any], message: str, fix: str) -> None:
@@ -594,11 +594,11 @@ def test_what_does_not(servers: int | None, sync: str, more: dict[str, Any], mes
 
 
 def test_a_list_of_modes_is_split_between_modes() -> None:
-    assert [str(mode) for mode in read_modes("sync, local:16,outer=nesterov,async,sync")] == [
+    assert [str(mode) for mode in read_sync_modes("sync, local:16,outer=nesterov,async,sync")] == [
         "sync", "local:16,outer=nesterov", "async",
     ]  # fmt: skip
     with pytest.raises(InputError, match="no mode ''"):
-        read_modes("sync,")
+        read_sync_modes("sync,")
 
 
 def test_verify_adds_placements_with_servers() -> None:

@@ -23,39 +23,39 @@ from helpers.shards import (
     spec_of,
     values_of,
 )
-from shoal.numerics.grad_norm import clip, global_norm, total_norm
+from shoal.numerics.grad_norm import clip_to_norm, global_norm, total_norm
 from shoal.numerics.lanes import fold, subtrees
 from shoal.paramserver.messages import (
-    Apply,
-    Compute,
-    Contribute,
-    Counted,
-    Declare,
+    ApplyRequest,
+    LeaseReply,
+    ContributeRequest,
+    StatsReply,
+    DeclareRequest,
     DenseSpec,
-    Done,
-    Hello,
-    Late,
-    Meet,
-    Met,
-    Next,
-    Pull,
-    Push,
-    Put,
-    Refused,
-    Slot,
-    Squares,
-    Standing,
-    Stats,
-    Stood,
-    Values,
-    Welcome,
-    Who,
+    AckReply,
+    HelloRequest,
+    LateReply,
+    BarrierRequest,
+    BarrierReply,
+    LeaseRequest,
+    PullRequest,
+    PushRequest,
+    PutRequest,
+    RefusedReply,
+    TableSlice,
+    SquaresRequest,
+    StatusRequest,
+    StatsRequest,
+    StatusReply,
+    ValuesReply,
+    WelcomeReply,
+    ClientId,
 )
-from shoal.paramserver.reduce import Rows, add_rows
-from shoal.paramserver.shard import Answer, Shard
-from shoal.paramserver.sharding import cut_dense
-from shoal.paramserver.step_coordinator import Pace
-from shoal.paramserver.sync_mode import Mode
+from shoal.paramserver.reduce import SparseGradient, add_sparse
+from shoal.paramserver.shard import ShardReply, ParameterShard
+from shoal.paramserver.sharding import shard_dense
+from shoal.paramserver.step_coordinator import StepCoordinator
+from shoal.paramserver.sync_mode import SyncMode
 
 # -- exactly once -----------------------------------------------------------------------------------------------------
 
@@ -68,12 +68,12 @@ def pushes(worker: Worker, spec: DenseSpec) -> float:
 def test_a_repeated_order_is_answered_as_before_and_applied_once() -> None:
     (worker,), spec = counting()
     shard = worker.shards[0]
-    request, tensors = Push([Slot("model")]), worker.flats(spec, {"count": torch.ones(3)}, 0)[1]
-    assert worker.order(request, tensors).reply == Done(1)
-    assert worker.order(request, tensors).reply == Done(2)
+    request, tensors = PushRequest([TableSlice("model")]), worker.flats(spec, {"count": torch.ones(3)}, 0)[1]
+    assert worker.order(request, tensors).reply == AckReply(1)
+    assert worker.order(request, tensors).reply == AckReply(2)
     (again,) = shard.handle(worker.who, 3, 3, 0, request, tensors)  # numbers 1 and 2 declared and filled
-    assert again == Answer(worker.who, 3, Done(1), ())
-    assert pushes(worker, spec) == 2 and shard.counted().duplicates == 1
+    assert again == ShardReply(worker.who, 3, AckReply(1), ())
+    assert pushes(worker, spec) == 2 and shard.stats().duplicates == 1
     (gap,) = shard.handle(worker.who, 9, 6, 0, request, tensors)
     assert "order 6" in refused(gap, "gap") and "order 4" in refused(gap, "gap")
     (none,) = shard.handle(worker.who, 9, 0, 0, request, tensors)
@@ -81,19 +81,19 @@ def test_a_repeated_order_is_answered_as_before_and_applied_once() -> None:
     for _ in range(70):
         worker.order(request, tensors)
     (old,) = shard.handle(worker.who, 3, 3, 0, request, tensors)
-    assert old.reply == Done(72), "too long ago: it was applied, with whatever came since"
+    assert old.reply == AckReply(72), "too long ago: it was applied, with whatever came since"
     assert pushes(worker, spec) == 72
 
 
 def test_a_repeated_push_with_pull_reads_the_values_again() -> None:
     (worker,), spec = counting()
     tensors = worker.flats(spec, {"count": torch.ones(3)}, 0)[1]
-    first = worker.order(Push([Slot("model")], pull=True), tensors)
-    assert first.reply == Values(1, [Slot("model")], 0) and float(first.tensors[0][0]) == -1
+    first = worker.order(PushRequest([TableSlice("model")], pull=True), tensors)
+    assert first.reply == ValuesReply(1, [TableSlice("model")], 0) and float(first.tensors[0][0]) == -1
     number = worker.sequence[0]
-    worker.order(Push([Slot("model")]), tensors)
-    (again,) = worker.shards[0].handle(worker.who, 1, number, 0, Push([Slot("model")], pull=True), tensors)
-    assert again.reply == Values(2, [Slot("model")], 0) and float(again.tensors[0][0]) == -2
+    worker.order(PushRequest([TableSlice("model")]), tensors)
+    (again,) = worker.shards[0].handle(worker.who, 1, number, 0, PushRequest([TableSlice("model")], pull=True), tensors)
+    assert again.reply == ValuesReply(2, [TableSlice("model")], 0) and float(again.tensors[0][0]) == -2
 
 
 def test_a_new_process_of_a_worker_takes_its_place() -> None:
@@ -102,48 +102,48 @@ def test_a_new_process_of_a_worker_takes_its_place() -> None:
     newer = Worker([shard], 0)
     assert newer.who.incarnation > worker.who.incarnation
     reason = refused(
-        worker.order(Push([Slot("model")]), worker.flats(spec, {"count": torch.ones(3)}, 0)[1]), "incarnation"
+        worker.order(PushRequest([TableSlice("model")]), worker.flats(spec, {"count": torch.ones(3)}, 0)[1]), "incarnation"
     )
     assert "worker 0" in reason
-    assert isinstance(shard.hello(Hello(0, worker.who.incarnation)), Refused)
-    assert newer.push(spec, {"count": torch.ones(3)})[0].reply == Done(1)
-    welcome = shard.hello(Hello(0, newer.who.incarnation))
-    assert isinstance(welcome, Welcome) and welcome.sequence == 1
-    other = Shard(shard=1, shards=2).hello(Hello(0))
-    assert isinstance(other, Refused) and other.code == "shard"
-    later = Shard(boot=2).hello(Hello(0))
-    assert isinstance(later, Welcome) and later.incarnation > newer.who.incarnation
+    assert isinstance(shard.on_hello(HelloRequest(0, worker.who.incarnation)), RefusedReply)
+    assert newer.push(spec, {"count": torch.ones(3)})[0].reply == AckReply(1)
+    welcome = shard.on_hello(HelloRequest(0, newer.who.incarnation))
+    assert isinstance(welcome, WelcomeReply) and welcome.sequence == 1
+    other = ParameterShard(shard=1, shards=2).on_hello(HelloRequest(0))
+    assert isinstance(other, RefusedReply) and other.code == "shard"
+    later = ParameterShard(server_incarnation=2).on_hello(HelloRequest(0))
+    assert isinstance(later, WelcomeReply) and later.incarnation > newer.who.incarnation
 
 
 def test_a_ticket_is_applied_once_whoever_pushes_it() -> None:
     (first, second), spec = counting(2)
     one = {"count": torch.ones(3)}
-    assert first.push(spec, one, ticket=0)[0].reply == Done(1)
-    assert first.push(spec, one, ticket=2)[0].reply == Done(2)
-    assert second.push(spec, one, ticket=2)[0].reply == Done(2)
+    assert first.push(spec, one, ticket=0)[0].reply == AckReply(1)
+    assert first.push(spec, one, ticket=2)[0].reply == AckReply(2)
+    assert second.push(spec, one, ticket=2)[0].reply == AckReply(2)
     (late,) = second.push(spec, one, ticket=0, pull=True)
-    assert isinstance(late.reply, Values)
-    assert second.push(spec, one, ticket=1)[0].reply == Done(3)
+    assert isinstance(late.reply, ValuesReply)
+    assert second.push(spec, one, ticket=1)[0].reply == AckReply(3)
     shard = first.shards[0]
-    assert (shard._tickets.floor, shard._tickets.above) == (3, set())
-    assert pushes(first, spec) == 3 and shard.counted().refused == {"ticket": 2}
+    assert (shard._applied_leases.floor, shard._applied_leases.above) == (3, set())
+    assert pushes(first, spec) == 3 and shard.stats().refused == {"ticket": 2}
 
 
 def test_parts_of_an_update_are_one_update() -> None:
     """With a ticket they are all applied or none: another worker may have to do it."""
     (first, second), spec = counting(2)
     one = {"count": torch.ones(3)}
-    assert first.push(spec, one, last=False)[0].reply == Done(0)
-    assert first.push(spec, one)[0].reply == Done(1)
+    assert first.push(spec, one, last=False)[0].reply == AckReply(0)
+    assert first.push(spec, one)[0].reply == AckReply(1)
     assert pushes(first, spec) == 2
-    assert first.push(spec, one, ticket=0, last=False)[0].reply == Done(1)
+    assert first.push(spec, one, ticket=0, last=False)[0].reply == AckReply(1)
     assert pushes(first, spec) == 2
     second.push(spec, one, ticket=0, last=False)
-    assert second.push(spec, one, ticket=0)[0].reply == Done(2)
-    assert first.push(spec, one, ticket=0)[0].reply == Done(2)
+    assert second.push(spec, one, ticket=0)[0].reply == AckReply(2)
+    assert first.push(spec, one, ticket=0)[0].reply == AckReply(2)
     assert pushes(first, spec) == 4
     first.push(spec, one, ticket=1, last=False)
-    assert first.push(spec, one, ticket=2)[0].reply == Done(3), "it has given up the other"
+    assert first.push(spec, one, ticket=2)[0].reply == AckReply(3), "it has given up the other"
     assert pushes(first, spec) == 5
 
 
@@ -155,13 +155,13 @@ def test_an_order_that_failed_is_not_tried_again() -> None:
             super().step()
             raise ZeroDivisionError
 
-    worker = Worker([Shard(factories={"job": lambda named: (Fails(named, lr=1.0), None)})])
+    worker = Worker([ParameterShard(factories={"job": lambda named: (Fails(named, lr=1.0), None)})])
     spec = spec_of("job", ONE)
     worker.declare(spec, {"count": torch.zeros(3)})
     with pytest.raises(ZeroDivisionError):
         worker.push(spec, {"count": torch.ones(3)})
     flats = worker.flats(spec, {"count": torch.ones(3)}, 0)[1]
-    (again,) = worker.shards[0].handle(worker.who, 3, 3, 0, Push([Slot("model")]), flats)
+    (again,) = worker.shards[0].handle(worker.who, 3, 3, 0, PushRequest([TableSlice("model")]), flats)
     refused(again, "failed")
     assert pushes(worker, spec) == 1
 
@@ -170,8 +170,8 @@ def test_staleness_is_counted() -> None:
     (worker,), spec = counting()
     for basis in (0, 0, 1, -1):
         worker.push(spec, {"count": torch.ones(3)}, basis=basis)
-    counted = worker.look(Stats()).reply
-    assert isinstance(counted, Counted)
+    counted = worker.look(StatsRequest()).reply
+    assert isinstance(counted, StatsReply)
     assert counted.staleness == {0: 1, 1: 2} and counted.updates == counted.version == 4
 
 
@@ -230,28 +230,28 @@ def test_a_merged_step_has_the_bits_of_one_process(count: int) -> None:
     spans = [span for lanes in held for span in subtrees(LANES, lanes)]
     for step in range(3):
         gradients = {name: value.mul_(0.25) for name, value in merged(step).items()}
-        norm = clip(list(gradients.values()), 0.5)
+        norm = clip_to_norm(list(gradients.values()), 0.5)
         reference.step(gradients)
         for worker, lanes in zip(reversed(workers), reversed(held), strict=True):
             for span, sums in partial_sums(lanes, step).items():
                 worker.contribute(spec, step, span, sums)
         rows: dict[str, dict[int, Tensor]] = {name: {} for name in SHAPES}
         for shard in range(count):
-            answer = workers[1].look(Squares(step, LANES, spans, 0.25), shard=shard)
-            assert isinstance(answer.reply, Values) and answer.reply.slots == [Slot("model")]
+            answer = workers[1].look(SquaresRequest(step, LANES, spans, 0.25), shard=shard)
+            assert isinstance(answer.reply, ValuesReply) and answer.reply.slices == [TableSlice("model")]
             (squares,) = answer.tensors
-            for part in cut_dense(spec, count)[shard]:
+            for part in shard_dense(spec, count)[shard]:
                 rows[part.name][part.start] = squares[: part.stop - part.start]
                 squares = squares[part.stop - part.start :]
         told = total_norm([mine[start] for mine in rows.values() for start in sorted(mine)])
         assert told == norm
         for worker in workers:
             for shard in range(count):
-                asked = Apply(step, LANES, spans, scale=0.25, norm=norm, max_norm=0.5)
+                asked = ApplyRequest(step, LANES, spans, scale=0.25, norm=norm, max_norm=0.5)
                 answer = worker.order(asked, shard=shard)
-                assert answer.reply == Values(step + 1, [Slot("model")], step + 1)
+                assert answer.reply == ValuesReply(step + 1, [TableSlice("model")], step + 1)
         assert same(workers[2].pull(spec), reference.values), f"step {step}"
-    assert [shard.counted().updates for shard in shards] == [3] * count
+    assert [shard.stats().updates for shard in shards] == [3] * count
 
 
 def test_a_shard_alone_knows_the_norm() -> None:
@@ -259,12 +259,12 @@ def test_a_shard_alone_knows_the_norm() -> None:
     before = {name: value.clone() for name, value in worker.pull(spec).items()}
     gradients = values_of(seed=1)
     worker.contribute(spec, 0, (0, 1), gradients)
-    assert isinstance(worker.order(Apply(0, 1, [(0, 1)], max_norm=0.5)).reply, Values)
-    assert clip(list(gradients.values()), 0.5) == pytest.approx(global_norm(values_of(seed=1).values()))
+    assert isinstance(worker.order(ApplyRequest(0, 1, [(0, 1)], max_norm=0.5)).reply, ValuesReply)
+    assert clip_to_norm(list(gradients.values()), 0.5) == pytest.approx(global_norm(values_of(seed=1).values()))
     assert same(worker.pull(spec), {name: before[name] - gradients[name] for name in before})
     two, spec = one_worker("sgd", count=2)
     two.contribute(spec, 0, (0, 1), gradients)
-    refused(two.order(Apply(0, 1, [(0, 1)], max_norm=0.5)), "norm")
+    refused(two.order(ApplyRequest(0, 1, [(0, 1)], max_norm=0.5)), "norm")
 
 
 def test_an_apply_waits_for_what_it_names_and_leaves_out_the_rest() -> None:
@@ -272,22 +272,22 @@ def test_an_apply_waits_for_what_it_names_and_leaves_out_the_rest() -> None:
     shard = first.shards[0]
     first.contribute(spec, 0, (0, 1), {"count": torch.ones(3)})
     first.contribute(spec, 0, (2, 3), {"count": torch.full([3], 100.0)})
-    asked = Apply(0, 3, [(0, 1), (1, 2)], pull=False)
+    asked = ApplyRequest(0, 3, [(0, 1), (1, 2)], pull=False)
     assert first.answers(asked) == []
     first_tag = first.tag
     # Sent again while it waits: still one answer.
     assert shard.handle(first.who, first.tag, first.sequence[0], 0, asked) == []
     second.sequence[0] += 1
     one = [torch.cat([torch.ones(3), torch.zeros(61)])]
-    answers = shard.handle(second.who, 77, second.sequence[0], 0, Contribute(0, (1, 2), [Slot("model")]), one)
-    assert [(answer.to, answer.tag, answer.reply) for answer in answers] == [
-        (second.who, 77, Done(1)),
-        (first.who, first_tag, Done(1)),
+    answers = shard.handle(second.who, 77, second.sequence[0], 0, ContributeRequest(0, (1, 2), [TableSlice("model")]), one)
+    assert [(answer.client, answer.tag, answer.reply) for answer in answers] == [
+        (second.who, 77, AckReply(1)),
+        (first.who, first_tag, AckReply(1)),
     ]
     assert pushes(first, spec) == 2
-    assert second.order(Apply(0, 3, [(0, 1), (1, 2)], pull=False)).reply == Done(1), "once for each step"
-    assert second.order(Contribute(0, (2, 3), [Slot("model")]), one).reply == Late(1)
-    assert shard.counted().refused == {"late": 2}
+    assert second.order(ApplyRequest(0, 3, [(0, 1), (1, 2)], pull=False)).reply == AckReply(1), "once for each step"
+    assert second.order(ContributeRequest(0, (2, 3), [TableSlice("model")]), one).reply == LateReply(1)
+    assert shard.stats().refused == {"late": 2}
     assert pushes(first, spec) == 2 and shard.step == 1
 
 
@@ -295,18 +295,18 @@ def test_a_span_counts_once_whoever_sends_it() -> None:
     (first, second), spec = counting(2)
     for worker in (first, second, first):
         worker.contribute(spec, 0, (0, 1), {"count": torch.ones(3)})
-    first.order(Apply(0, 1, [(0, 1)]))
-    assert pushes(first, spec) == 1 and first.shards[0].counted().duplicates == 2
-    held = first.shards[0]._steps.contributions
-    assert not held.steps and not held.folded, "nothing of a step that is over"
+    first.order(ApplyRequest(0, 1, [(0, 1)]))
+    assert pushes(first, spec) == 1 and first.shards[0].stats().duplicates == 2
+    held = first.shards[0]._pending_steps.contributions
+    assert not held.steps and not held.reduced, "nothing of a step that is over"
 
 
 def test_what_is_kept_is_a_copy() -> None:
     (worker,), spec = counting()
     flats = worker.flats(spec, {"count": torch.ones(3)}, 0)[1]
-    worker.order(Contribute(0, (0, 1), [Slot("model")]), flats)
+    worker.order(ContributeRequest(0, (0, 1), [TableSlice("model")]), flats)
     flats[0].fill_(99)
-    worker.order(Apply(0, 1, [(0, 1)]))
+    worker.order(ApplyRequest(0, 1, [(0, 1)]))
     assert pushes(worker, spec) == 1
 
 
@@ -316,9 +316,9 @@ def test_memory_of_a_step_is_used_again_for_the_next() -> None:
     for step in range(3):
         for lane in (0, 1):
             worker.contribute(spec, step, (lane, lane + 1), {"count": torch.full([3], 1.0 + lane)})
-        held = worker.shards[0]._steps.contributions.steps[step]
+        held = worker.shards[0]._pending_steps.contributions.steps[step]
         places.append({each.flats[0].data_ptr() for part in held.values() for each in part.values()})
-        worker.order(Apply(step, 2, [(0, 1), (1, 2)]))
+        worker.order(ApplyRequest(step, 2, [(0, 1), (1, 2)]))
     assert places[0] == places[1] == places[2] and len(places[0]) == 2
     assert pushes(worker, spec) == 9
 
@@ -327,29 +327,29 @@ def test_spans_that_are_no_tree_are_refused() -> None:
     (worker,), spec = counting()
     worker.contribute(spec, 0, (0, 1), {"count": torch.ones(3)})
     for spans in ([(1, 3)], [(0, 2), (1, 2)], [(0, 9)], [(2, 1)]):
-        refused(worker.order(Apply(0, 4, spans)), "spans")
-    assert isinstance(worker.look(Squares(0, 4, [(0, 1)])).reply, Values)
-    refused(worker.order(Apply(0, 4, [])), "spans")  # it was added up otherwise
-    assert isinstance(worker.order(Apply(0, 4, [(0, 1)])).reply, Values)
-    squares = worker.look(Squares(0, 4, [(0, 1)]))
+        refused(worker.order(ApplyRequest(0, 4, spans)), "spans")
+    assert isinstance(worker.look(SquaresRequest(0, 4, [(0, 1)])).reply, ValuesReply)
+    refused(worker.order(ApplyRequest(0, 4, [])), "spans")  # it was added up otherwise
+    assert isinstance(worker.order(ApplyRequest(0, 4, [(0, 1)])).reply, ValuesReply)
+    squares = worker.look(SquaresRequest(0, 4, [(0, 1)]))
     assert squares.tensors[0].tolist() == [1, 1, 1], "of the last step, for whoever is slower than who applied it"
-    worker.order(Apply(1, 4, [], skip=True))
+    worker.order(ApplyRequest(1, 4, [], skip=True))
     worker.contribute(spec, 2, (0, 1), {"count": torch.ones(3)})
-    worker.look(Squares(2, 4, [(0, 1)]))
-    assert worker.look(Squares(0, 4, [(0, 1)])).reply == Late(2)
+    worker.look(SquaresRequest(2, 4, [(0, 1)]))
+    assert worker.look(SquaresRequest(0, 4, [(0, 1)])).reply == LateReply(2)
 
 
 def test_a_skipped_step_moves_the_scheduler_alone() -> None:
     """As a loop does that calls optimizer.step() without gradients."""
     reference = Reference(OPTIMIZERS["momentum"])
-    worker = Worker([Shard(factories={"job": factory(OPTIMIZERS["momentum"])})])
+    worker = Worker([ParameterShard(factories={"job": factory(OPTIMIZERS["momentum"])})])
     spec = spec_of("job")
     worker.declare(spec, values_of())
     for step in range(4):
         gradients = {} if step == 1 else gradients_of(step)
         reference.step(gradients)
         worker.contribute(spec, step, (0, 1), gradients_of(step))
-        worker.order(Apply(step, 1, [(0, 1)], skip=step == 1))
+        worker.order(ApplyRequest(step, 1, [(0, 1)], skip=step == 1))
         assert same(worker.pull(spec), reference.values)
 
 
@@ -357,62 +357,62 @@ def test_nobody_is_ahead_of_a_shard() -> None:
     """But one that came back with an older state."""
     (worker,), spec = counting()
     flats = worker.flats(spec, {"count": torch.ones(3)}, 0)[1]
-    assert "at step 0" in refused(worker.order(Contribute(1, (0, 1), [Slot("model")]), flats), "ahead")
-    refused(worker.order(Apply(1, 1, [(0, 1)])), "ahead")
-    refused(worker.look(Squares(1, 1, [(0, 1)])), "ahead")
-    begun = worker.order(Put([], state={"begin": [7, []]}))
+    assert "at step 0" in refused(worker.order(ContributeRequest(1, (0, 1), [TableSlice("model")]), flats), "ahead")
+    refused(worker.order(ApplyRequest(1, 1, [(0, 1)])), "ahead")
+    refused(worker.look(SquaresRequest(1, 1, [(0, 1)])), "ahead")
+    begun = worker.order(PutRequest([], state={"begin": [7, []]}))
     refused(begun, "begun")
-    fresh = Worker([Shard()])
-    assert fresh.order(Put([], state={"begin": [7, [9]]})).reply == Done(0)
+    fresh = Worker([ParameterShard()])
+    assert fresh.order(PutRequest([], state={"begin": [7, [9]]})).reply == AckReply(0)
     fresh.declare(spec, {"count": torch.zeros(3)})
-    assert fresh.order(Contribute(6, (0, 1), [Slot("model")]), flats).reply == Late(7)
+    assert fresh.order(ContributeRequest(6, (0, 1), [TableSlice("model")]), flats).reply == LateReply(7)
     fresh.contribute(spec, 7, (0, 1), {"count": torch.ones(3)})
-    assert fresh.push(spec, {"count": torch.ones(3)}, ticket=9)[0].reply == Done(0)
+    assert fresh.push(spec, {"count": torch.ones(3)}, ticket=9)[0].reply == AckReply(0)
 
 
 def test_a_run_begins_once_however_often_that_is_said() -> None:
     """Also on a shard that has none of the model's tensors."""
     spec = DenseSpec(["count"], [[3]], ["float32"], settings={"lr": 1.0})
-    shards = [Shard(shard=number, shards=2) for number in range(2)]
-    holds = next(number for number in range(2) if cut_dense(spec, 2)[number])
+    shards = [ParameterShard(shard=number, shards=2) for number in range(2)]
+    holds = next(number for number in range(2) if shard_dense(spec, 2)[number])
     for number, shard in enumerate(shards):
-        who = Who(0, 1)
-        shard.hello(Hello(who.worker, who.incarnation))
-        begin = Put([], state={"begin": [4, [6], "", 4]})
-        replies = [shard.handle(who, 1, 1, 0, Declare("model", spec)), shard.handle(who, 2, 2, 0, begin)]
+        who = ClientId(0, 1)
+        shard.on_hello(HelloRequest(who.worker, who.incarnation))
+        begin = PutRequest([], state={"begin": [4, [6], "", 4]})
+        replies = [shard.handle(who, 1, 1, 0, DeclareRequest("model", spec)), shard.handle(who, 2, 2, 0, begin)]
         if number == holds:
-            replies.append(shard.handle(who, 3, 3, 0, Put([Slot("model")]), [torch.zeros(64)]))
+            replies.append(shard.handle(who, 3, 3, 0, PutRequest([TableSlice("model")]), [torch.zeros(64)]))
         at = len(replies)
         replies.append(shard.handle(who, at + 1, at + 1, 0, begin))
-        assert all(isinstance(answers[0].reply, Done) for answers in replies)
-        other = Put([], state={"begin": [5, [], "", 5]})
+        assert all(isinstance(answers[0].reply, AckReply) for answers in replies)
+        other = PutRequest([], state={"begin": [5, [], "", 5]})
         assert shard.handle(who, at + 2, at + 2, 0, other)[0].reply.code == "begun"  # type: ignore[union-attr]
-        stood = shard.handle(who, at + 3, 0, 0, Standing())[0].reply
-        assert isinstance(stood, Stood) and (stood.step, stood.began, stood.filled) == (4, 4, True)
+        stood = shard.handle(who, at + 3, 0, 0, StatusRequest())[0].reply
+        assert isinstance(stood, StatusReply) and (stood.step, stood.start_step, stood.filled) == (4, 4, True)
 
 
 def test_values_that_come_with_a_step_are_put_once_with_it() -> None:
     """Buffers: whoever applies the step says what they are."""
     (first, second), spec = counting(2)
     first.declare(DenseSpec(["b"], [[2]], ["float32"], optimizer="none"), {"b": torch.zeros(2)}, "buffers")
-    put = [Slot("buffers")]
-    wrong = Apply(0, 2, [(0, 1), (1, 2)], put=put)
+    put = [TableSlice("buffers")]
+    wrong = ApplyRequest(0, 2, [(0, 1), (1, 2)], put=put)
     refused(first.order(wrong, [torch.zeros(3)]), "shape")
     values = [torch.full([64], 5.0)]
     assert first.answers(wrong, values) == [], "waits for contributions"
     values[0].fill_(9)
     first.contribute(spec, 0, (0, 1), {"count": torch.ones(3)})
-    answers = second.answers(Contribute(0, (1, 2), [Slot("model")]), second.flats(spec, {"count": torch.ones(3)}, 0)[1])
-    assert [type(answer.reply) for answer in answers] == [Done, Values]
-    assert second.order(wrong, values).reply == Values(1, [Slot("model")], 1)
-    assert second.look(Pull(put)).tensors[0][:2].tolist() == [5, 5]
+    answers = second.answers(ContributeRequest(0, (1, 2), [TableSlice("model")]), second.flats(spec, {"count": torch.ones(3)}, 0)[1])
+    assert [type(answer.reply) for answer in answers] == [AckReply, ValuesReply]
+    assert second.order(wrong, values).reply == ValuesReply(1, [TableSlice("model")], 1)
+    assert second.look(PullRequest(put)).tensors[0][:2].tolist() == [5, 5]
     assert pushes(first, spec) == 2
 
 
 def test_rows_are_added_where_both_have_them() -> None:
-    left = Rows(torch.tensor([1, 4, 9]), torch.tensor([[1.0], [2.0], [3.0]]))
-    right = Rows(torch.tensor([0, 4, 5]), torch.tensor([[10.0], [20.0], [-0.0]]))
-    ids, rows = add_rows(left, right)
+    left = SparseGradient(torch.tensor([1, 4, 9]), torch.tensor([[1.0], [2.0], [3.0]]))
+    right = SparseGradient(torch.tensor([0, 4, 5]), torch.tensor([[10.0], [20.0], [-0.0]]))
+    ids, rows = add_sparse(left, right)
     assert ids.tolist() == [0, 1, 4, 5, 9]
     assert rows.view(-1).tolist() == [10.0, 1.0, 22.0, 0.0, 3.0]
     assert math.copysign(1, float(rows[3])) == -1, "as it was, not added to zero"
@@ -422,34 +422,34 @@ def test_rows_are_added_where_both_have_them() -> None:
 
 
 def test_a_meeting_is_answered_when_all_have_come() -> None:
-    shard = Shard(pace=Pace(Mode.read("sync"), 2, 10))
+    shard = ParameterShard(coordinator=StepCoordinator(SyncMode.parse("sync"), 2, 10))
     first, second = Worker([shard], 0), Worker([shard], 1)
     note = torch.ones(2)
-    assert first.answers(Meet(0, b"a"), [note]) == []
+    assert first.answers(BarrierRequest(0, b"a"), [note]) == []
     note.fill_(7)  # the transport's memory is used again
-    answers = second.answers(Meet(0, b"b"))
-    assert {(answer.to, answer.tag) for answer in answers} == {(first.who, first.tag), (second.who, second.tag)}
+    answers = second.answers(BarrierRequest(0, b"b"))
+    assert {(answer.client, answer.tag) for answer in answers} == {(first.who, first.tag), (second.who, second.tag)}
     for answer in answers:
-        assert answer.reply == Met(0, [0, 1], [b"a", b"b"], [1, 0])
+        assert answer.reply == BarrierReply(0, [0, 1], [b"a", b"b"], [1, 0])
         assert [each.tolist() for each in answer.tensors] == [[1, 1]]
     # The answer was lost: asked again, told again, tensors too.
-    (again,) = shard.handle(first.who, first.tag, first.sequence[0], 0, Meet(0, b"a"))
+    (again,) = shard.handle(first.who, first.tag, first.sequence[0], 0, BarrierRequest(0, b"a"))
     assert again.reply == answers[0].reply and len(again.tensors) == 1
-    lone = Worker([Shard()], 0)
-    refused(lone.order(Meet(0, b"")), "pace")
+    lone = Worker([ParameterShard()], 0)
+    refused(lone.order(BarrierRequest(0, b"")), "pace")
 
 
 def test_a_lost_workers_ticket_goes_to_another() -> None:
-    shard = Shard(pace=Pace(Mode.read("async"), 2, 2))
+    shard = ParameterShard(coordinator=StepCoordinator(SyncMode.parse("async"), 2, 2))
     first, second = Worker([shard], 0), Worker([shard], 1)
-    assert isinstance(first.order(Next(0)).reply, Compute)
-    taken = second.order(Next(1)).reply
-    assert isinstance(taken, Compute) and taken.ticket == 1
-    assert second.answers(Next(1, done=1)) == []
-    assert shard.gone(Who(0, 1)) == [], "not its present process"
-    (answer,) = shard.gone(first.who)
-    assert (answer.to, answer.tag) == (second.who, second.tag)
-    assert isinstance(answer.reply, Compute) and answer.reply.ticket == 0
+    assert isinstance(first.order(LeaseRequest(0)).reply, LeaseReply)
+    taken = second.order(LeaseRequest(1)).reply
+    assert isinstance(taken, LeaseReply) and taken.lease == 1
+    assert second.answers(LeaseRequest(1, finished=1)) == []
+    assert shard.on_disconnect(ClientId(0, 1)) == [], "not its present process"
+    (answer,) = shard.on_disconnect(first.who)
+    assert (answer.client, answer.tag) == (second.who, second.tag)
+    assert isinstance(answer.reply, LeaseReply) and answer.reply.lease == 0
     # Asked again after the connection broke: the same ticket.
-    (again,) = shard.handle(second.who, second.tag, second.sequence[0], 0, Next(1, done=1))
+    (again,) = shard.handle(second.who, second.tag, second.sequence[0], 0, LeaseRequest(1, finished=1))
     assert again.reply == answer.reply

@@ -13,21 +13,21 @@ from torch import Tensor
 from shoal.paramserver import reduce as push_reduction
 from shoal.paramserver import shard
 from shoal.paramserver.dense_table import DenseTable
-from shoal.paramserver.messages import Apply, Push, Rewind
-from shoal.paramserver.pending_steps import Steps
-from shoal.paramserver.reduce import Folded
-from shoal.paramserver.request_log import Record
-from shoal.paramserver.rollback import ways_back
-from shoal.paramserver.session import Session
-from shoal.paramserver.shard import Shard
+from shoal.paramserver.messages import ApplyRequest, PushRequest, RewindRequest
+from shoal.paramserver.pending_steps import PendingSteps
+from shoal.paramserver.reduce import ReducedContributions
+from shoal.paramserver.request_log import ClientRecord
+from shoal.paramserver.rollback import plan_rewind
+from shoal.paramserver.session import ShardSession
+from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.sparse_table import SparseTable
-from shoal.paramserver.step_coordinator import Queue
-from shoal.paramserver.tables import Holdings
+from shoal.paramserver.step_coordinator import LeaseQueue
+from shoal.paramserver.tables import ShardTables
 from shoal.testing.simulation import server_clients
 from shoal.testing.simulation.__main__ import main
-from shoal.testing.simulation.invariants import Broken
+from shoal.testing.simulation.invariants import InvariantViolated
 from shoal.testing.simulation.pushes import exact_sum, restarts
-from shoal.testing.simulation.servers import CASES, World, run
+from shoal.testing.simulation.servers import CASES, SimServersWorld, run
 
 SEEDS = range(160)
 RARE = {
@@ -54,7 +54,7 @@ def test_every_law_holds_and_every_case_is_met() -> None:
 
 @pytest.mark.parametrize("mode", ["push", "groups:2", "sync", "quorum:0.6", "local:2"])
 def test_a_seed_tells_the_same_story_again(mode: str) -> None:
-    worlds = [World(7, trace=True, mode=mode, workers=2, shards=2, drops=0.1, doubles=0.1, rows=True) for _ in range(2)]
+    worlds = [SimServersWorld(7, trace=True, mode=mode, workers=2, shards=2, drops=0.1, doubles=0.1, rows=True) for _ in range(2)]
     first, second = (world.run() for world in worlds)
     assert first == second
     assert worlds[0].trace == worlds[1].trace
@@ -65,50 +65,50 @@ def test_a_seed_tells_the_same_story_again(mode: str) -> None:
 
 
 def test_a_shard_that_applies_a_repeated_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    again = Shard._again
+    again = ParameterShard._repeat
 
-    def twice(self: Shard, record: Record, asked: Any, epoch: int, request: Any, tensors: Any) -> Any:
-        if isinstance(request, Push) and asked.sequence <= record.sequence:
-            return self._do(asked, epoch, request, tensors)
+    def twice(self: ParameterShard, record: ClientRecord, asked: Any, epoch: int, request: Any, tensors: Any) -> Any:
+        if isinstance(request, PushRequest) and asked.sequence <= record.sequence:
+            return self._execute(asked, epoch, request, tensors)
         return again(self, record, asked, epoch, request, tensors)
 
-    monkeypatch.setattr(Shard, "_again", twice)
-    with pytest.raises(Broken, match=r"seed \d+: number \d+ was acknowledged, and was applied 2 times\n(.|\n)*begins"):
+    monkeypatch.setattr(ParameterShard, "_again", twice)
+    with pytest.raises(InvariantViolated, match=r"seed \d+: number \d+ was acknowledged, and was applied 2 times\n(.|\n)*begins"):
         some(mode="push", doubles=0.2)
 
 
 def test_a_shard_that_takes_new_orders_for_repeated_ones_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new process of a worker counts from 1 again."""
 
-    def same(self: Shard, who: Any) -> Record:
-        return self._records.setdefault(who.worker, Record(who.incarnation))
+    def same(self: ParameterShard, who: Any) -> ClientRecord:
+        return self._records.setdefault(who.worker, ClientRecord(who.incarnation))
 
-    monkeypatch.setattr(Shard, "_record", same)
-    with pytest.raises(Broken):
+    monkeypatch.setattr(ParameterShard, "_record", same)
+    with pytest.raises(InvariantViolated):
         some(mode="push", workers=1, crashes=(), deaths=((0.1, 0),), heals=1.0)
 
 
 def test_a_client_that_counts_what_is_lost_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    welcome = Session.welcome
+    welcome = ShardSession.resume
 
-    def careless(self: Session[Any], boot: int, sequence: int) -> Any:
+    def careless(self: ShardSession[Any], boot: int, sequence: int) -> Any:
         renewed = welcome(self, boot, sequence)
-        return type(renewed)(0, renewed.again)
+        return type(renewed)(0, renewed.resend)
 
-    monkeypatch.setattr(Session, "welcome", careless)
-    with pytest.raises(Broken, match=r"0 orders were told as lost, and [1-9]"):
+    monkeypatch.setattr(ShardSession, "welcome", careless)
+    with pytest.raises(InvariantViolated, match=r"0 orders were told as lost, and [1-9]"):
         some(mode="push", crashes=((0.2, 0), (0.5, 0)))
 
 
 def test_a_pace_that_forgets_a_dead_workers_ticket_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Queue, "_give_back", lambda self, party: setattr(party, "ticket", -1))
-    with pytest.raises(Broken, match="no end in sight"):
+    monkeypatch.setattr(LeaseQueue, "_give_back", lambda self, party: setattr(party, "ticket", -1))
+    with pytest.raises(InvariantViolated, match="no end in sight"):
         some(mode="async", workers=3, steps=10, deaths=((0.05, 0), (0.06, 1)), crashes=())
 
 
 def test_a_server_that_comes_back_in_lockstep_unnoticed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shard, "_check_back", lambda self: None)
-    with pytest.raises(Broken):
+    monkeypatch.setattr(ParameterShard, "_check_back", lambda self: None)
+    with pytest.raises(InvariantViolated):
         some(mode="sync", workers=3, steps=8, crashes=((0.3, 0), (0.6, 0)), heals=1.0)
 
 
@@ -119,7 +119,7 @@ def test_rows_that_come_back_without_their_optimizer_are_found(monkeypatch: pyte
         restore(self, {name: each * 0 if name.startswith("state.") else each for name, each in kept.items()})
 
     monkeypatch.setattr(SparseTable, "restore", forgets)
-    with pytest.raises(Broken, match=r"rows of step \d+: .*, one process|not the same bits in state"):
+    with pytest.raises(InvariantViolated, match=r"rows of step \d+: .*, one process|not the same bits in state"):
         some(mode="sync", rows=True, shards=2, steps=8, crashes=CRASHES, heals=1.5)
 
 
@@ -130,64 +130,64 @@ def test_rows_that_are_added_in_another_order_are_found(monkeypatch: pytest.Monk
         return reduce(add, [parts[span] for span in sorted(parts) if parts[span] is not None])
 
     monkeypatch.setattr(push_reduction, "fold", in_a_row)
-    with pytest.raises(Broken, match=r"rows of step \d+: .*, one process|not the same bits in values"):
+    with pytest.raises(InvariantViolated, match=r"rows of step \d+: .*, one process|not the same bits in values"):
         some(mode="sync", rows=True, workers=4, crashes=(), deaths=())
 
 
 @pytest.mark.parametrize("mode", ["push", "async", "groups:2", "quorum:0.6"])
 def test_a_server_that_comes_back_without_its_rows_is_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    restore = Holdings.restore
+    restore = ShardTables.restore
 
-    def forgets(self: Holdings, captured: Mapping[str, Any]) -> None:
+    def forgets(self: ShardTables, captured: Mapping[str, Any]) -> None:
         restore(self, captured)
         for table in self.sparse.values():
             table._start_empty()
 
-    monkeypatch.setattr(Holdings, "restore", forgets)
-    with pytest.raises(Broken, match="rows were pushed to so often, and their numbers so often"):
+    monkeypatch.setattr(ShardTables, "restore", forgets)
+    with pytest.raises(InvariantViolated, match="rows were pushed to so often, and their numbers so often"):
         some(mode=mode, rows=True, workers=3, shards=2, steps=8, crashes=CRASHES, heals=1.5)
 
 
 def test_rows_of_a_ticket_that_are_applied_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(self: Shard, asked: Any, request: Push, tensors: Any) -> Any:
-        if request.ticket in self._tickets:
-            gradients = self.tables.gradients(request.slots, tensors)
+    def twice(self: ParameterShard, asked: Any, request: PushRequest, tensors: Any) -> Any:
+        if request.lease in self._applied_leases:
+            gradients = self.tables.check_gradients(request.slices, tensors)
             self.tables.update({server_clients.ROWS: gradients[server_clients.ROWS]}, self.version)
-        return Shard._push(self, asked, request, tensors)
+        return ParameterShard._push(self, asked, request, tensors)
 
-    monkeypatch.setitem(shard._HANDLERS, Push, twice)
-    with pytest.raises(Broken, match="rows were pushed to so often, and their numbers so often"):
+    monkeypatch.setitem(shard._HANDLERS, PushRequest, twice)
+    with pytest.raises(InvariantViolated, match="rows were pushed to so often, and their numbers so often"):
         some(mode="async", rows=True, workers=4, steps=10, deaths=((0.1, 0), (0.15, 1), (0.2, 2)), crashes=())
 
 
 def test_rounds_that_go_on_with_another_momentum_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DenseTable, "put_state", lambda self, names, tensors, values: None)
-    with pytest.raises(Broken, match=r"numbers of step \d+: .*, one process"):
+    with pytest.raises(InvariantViolated, match=r"numbers of step \d+: .*, one process"):
         some(mode="local:2,outer=nesterov", shards=2, steps=8, crashes=CRASHES, heals=1.5)
 
 
 def test_a_round_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a shard that keeps what it has added up, and applies it for everybody who asks."""
 
-    def twice(self: Shard, asked: Any, request: Apply, tensors: Any) -> Any:
-        return self._apply_now(request) if self._steps.ready(asked, request) else None
+    def twice(self: ParameterShard, asked: Any, request: ApplyRequest, tensors: Any) -> Any:
+        return self._apply_now(request) if self._pending_steps.ready_or_park(asked, request) else None
 
-    monkeypatch.setattr(Steps, "over", lambda self, step: [])
-    monkeypatch.setitem(shard._HANDLERS, Apply, twice)
-    with pytest.raises(Broken, match=r"\d updates make step \d"):
+    monkeypatch.setattr(PendingSteps, "over", lambda self, step: [])
+    monkeypatch.setitem(shard._HANDLERS, ApplyRequest, twice)
+    with pytest.raises(InvariantViolated, match=r"\d updates make step \d"):
         some(mode="local:2", workers=3, crashes=())
 
 
 def test_a_gradient_that_is_not_clipped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Folded, "clip", lambda self, max_norm, norm: None)
-    with pytest.raises(Broken, match=r" of step \d+: .*, one process"):
+    monkeypatch.setattr(ReducedContributions, "clip", lambda self, max_norm, norm: None)
+    with pytest.raises(InvariantViolated, match=r" of step \d+: .*, one process"):
         some(mode="sync", clips=True)
 
 
 @pytest.mark.parametrize("mode", ["sync", "local:2"])
 def test_a_buffer_that_is_not_put_is_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Steps, "put", lambda self, request, tensors: None)
-    with pytest.raises(Broken, match=r"buffer of step \d+: .*, one process|not the same bits in buffer"):
+    monkeypatch.setattr(PendingSteps, "put", lambda self, request, tensors: None)
+    with pytest.raises(InvariantViolated, match=r"buffer of step \d+: .*, one process|not the same bits in buffer"):
         some(mode=mode, rows=False, clips=False, buffers=True)
 
 
@@ -199,12 +199,12 @@ def test_a_server_that_comes_back_does_not_come_to_an_epoch_that_it_was_in(monke
     did not do it again, and all waited for ever."""
     run(1215)
 
-    def forgetful(standings: Any, looks: int) -> list[Rewind]:
+    def forgetful(standings: Any, looks: int) -> list[RewindRequest]:
         newest = max(each.epoch for each in standings)
-        return [msgspec.structs.replace(each, epoch=newest + 1) for each in ways_back(standings, looks)]
+        return [msgspec.structs.replace(each, epoch=newest + 1) for each in plan_rewind(standings, looks)]
 
     monkeypatch.setattr(server_clients, "ways_back", forgetful)
-    with pytest.raises(Broken, match="no end in sight"):
+    with pytest.raises(InvariantViolated, match="no end in sight"):
         run(1215)
 
 
@@ -214,11 +214,11 @@ def test_a_rewind_that_is_sent_again_does_not_reach_another_process(monkeypatch:
     plan = {"mode": "sync", "workers": 3, "shards": 1, "drops": 0.3, "crashes": crashes, "deaths": (), "heals": 2.2}
     run(729, eager=False, **plan)
 
-    def anybody(standings: Any, looks: int) -> list[Rewind]:
-        return [msgspec.structs.replace(each, boot=0) for each in ways_back(standings, looks)]
+    def anybody(standings: Any, looks: int) -> list[RewindRequest]:
+        return [msgspec.structs.replace(each, boot=0) for each in plan_rewind(standings, looks)]
 
     monkeypatch.setattr(server_clients, "ways_back", anybody)
-    with pytest.raises(Broken, match="no end in sight"):
+    with pytest.raises(InvariantViolated, match="no end in sight"):
         run(729, eager=False, **plan)
 
 
@@ -233,7 +233,7 @@ def test_ten_thousand_pushes_over_a_bad_line_come_to_the_exact_sum() -> None:
 
 
 def test_a_sum_that_is_not_exact_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shard, "_again", lambda self, record, asked, epoch, request, tensors: self._do(
+    monkeypatch.setattr(ParameterShard, "_again", lambda self, record, asked, epoch, request, tensors: self._do(
         asked, epoch, request, tensors))  # fmt: skip
     assert not exact_sum(200).exact
 
@@ -246,7 +246,7 @@ def test_a_worker_restarts_a_hundred_times_under_its_number(worker: int) -> None
 def test_the_command_replays_a_seed_and_counts_pushes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world = World(3, trace=True)
+    world = SimServersWorld(3, trace=True)
     world.run()
     monkeypatch.setattr(sys, "argv", ["simulation", "--servers", "--seed", "3", "--trace"])
     assert main() == 0

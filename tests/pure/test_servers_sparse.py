@@ -16,15 +16,15 @@ from torch import Tensor, nn
 import shoal
 from helpers.sparse_tables import DIM, table
 from shoal.errors import InputError
-from shoal.paramserver.client import Client
+from shoal.paramserver.client import ParameterClient
 from shoal.paramserver.embedding import Embedding, tables_of
-from shoal.paramserver.growable_memory import Arena
-from shoal.paramserver.hot_rows import Heat
-from shoal.paramserver.messages import SparseSpec, Stats
+from shoal.paramserver.growable_memory import GrowableRows
+from shoal.paramserver.hot_rows import HotRowTracker
+from shoal.paramserver.messages import SparseSpec, StatsRequest
 from shoal.paramserver.optimizers import make_optimizer
-from shoal.paramserver.row_cache import Cached, result
-from shoal.paramserver.row_index import Direct, Hashed
-from shoal.paramserver.shard import Shard
+from shoal.paramserver.row_cache import RowCache, wait_result
+from shoal.paramserver.row_index import DirectRowIndex, HashRowIndex
+from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.sparse_table import RowError, SparseTable, combine, initial_rows
 
 
@@ -87,9 +87,9 @@ def test_new_rows_are_near_to_normal_and_independent() -> None:
 def test_a_pull_makes_nothing_and_a_push_does() -> None:
     held = table()
     held.pull(torch.arange(50))
-    assert held.held == 0 and held.nbytes == 0
+    assert held.num_rows == 0 and held.nbytes == 0
     held.push(ids(4, 9), torch.ones(2, DIM), 1)
-    assert held.held == 2 and held.nbytes == 2 * DIM * 4
+    assert held.num_rows == 2 and held.nbytes == 2 * DIM * 4
 
 
 # -- the optimizers ---------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_nothing_is_no_mistake(fields: dict[str, Any]) -> None:
     held.push(empty, torch.empty(0, DIM), 1)
     other = table(**fields)
     other.restore(held.capture())
-    assert other.held == 0
+    assert other.num_rows == 0
     module = shoal.Embedding(9, 2)
     assert module(torch.empty(0, 4, dtype=torch.int64)).shape == (0, 4, 2) and module(torch.tensor(3)).shape == (2,)
 
@@ -262,7 +262,7 @@ def test_a_table_that_cannot_be(wrong: dict[str, Any]) -> None:
     st.lists(st.tuples(st.sampled_from(["insert", "remove"]), st.lists(st.integers(0, 400), unique=True)), max_size=12)
 )
 def test_an_index_is_a_dictionary(orders: list[tuple[str, list[int]]]) -> None:
-    direct, hashed = Direct(401), Hashed()
+    direct, hashed = DirectRowIndex(401), HashRowIndex()
     known: dict[int, int] = {}
     for order, keys in orders:
         if order == "insert":
@@ -281,7 +281,7 @@ def test_an_index_is_a_dictionary(orders: list[tuple[str, list[int]]]) -> None:
     expected = [known.get(key, -1) for key in range(401)]
     for each in (direct, hashed):
         assert each.find(everybody).tolist() == expected
-        assert [part.tolist() for part in each.held()] == [sorted(known), [known[key] for key in sorted(known)]]
+        assert [part.tolist() for part in each.entries()] == [sorted(known), [known[key] for key in sorted(known)]]
 
 
 def test_a_hashed_table_is_the_same_as_a_direct_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,11 +304,11 @@ def test_ids_from_any_range() -> None:
     held = table(rows=1 << 62, shard=1, shards=2)
     far = ids(1, (1 << 62) - 1, 12345678901234567)
     held.push(far, torch.ones(3, DIM), 1)
-    assert held.held == 3 and held.capture()["ids"].tolist() == sorted(far.tolist())
+    assert held.num_rows == 3 and held.capture()["ids"].tolist() == sorted(far.tolist())
 
 
 def test_memory_grows_without_a_copy() -> None:
-    arena = Arena(3, torch.float32)
+    arena = GrowableRows(3, torch.float32)
     arena.grow(5)
     arena.write(np.array([1, 4]), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     arena.grow(100_000)
@@ -325,12 +325,12 @@ def test_old_rows_are_forgotten_and_come_back_as_new() -> None:
     held.push(ids(7), torch.ones(1, DIM), 1)
     for version in range(2, 5):
         held.push(ids(8), torch.ones(1, DIM), version)
-        assert held.held == 2, "its age is 3 at the most"
+        assert held.num_rows == 2, "its age is 3 at the most"
     held.push(ids(8), torch.ones(1, DIM), 5)
-    assert held.held == 1 and held.evicted == 1
+    assert held.num_rows == 1 and held.evicted == 1
     assert torch.equal(held.pull(ids(7)), new)
     held.push(ids(7), torch.ones(1, DIM), 6)
-    assert held.held == 2 and torch.equal(held.pull(ids(7)), new - 1)
+    assert held.num_rows == 2 and torch.equal(held.pull(ids(7)), new - 1)
 
 
 def test_what_was_touched_often_enough_stays() -> None:
@@ -349,7 +349,7 @@ def test_a_full_table_loses_the_least_touched_then_the_oldest() -> None:
         held.push(ids(row), torch.ones(1, DIM), version)
     assert held.capture()["ids"].tolist() == [10, 12, 13], "10 was touched twice, 11 is the oldest of the others"
     held.push(ids(1, 2, 3, 4), torch.ones(4, DIM), 9)
-    assert held.held == 3, "a bound is a bound, whatever comes at once"
+    assert held.num_rows == 3, "a bound is a bound, whatever comes at once"
 
 
 def test_a_repeated_history_evicts_the_same_rows() -> None:
@@ -402,7 +402,7 @@ def test_hot_rows_and_ranges_are_found() -> None:
     for _ in range(80):
         some = zipf(2000, 50_000, generator).unique() * 2 + 1
         held.pull(some)
-    hot = held.hot(5)
+    hot = held.hot_rows(5)
     assert [row for row, _ in hot] == [1, 3, 5, 7, 9]
     assert all(share == pytest.approx(1.0, abs=0.05) for _, share in hot)
     loads = held.loads
@@ -411,10 +411,10 @@ def test_hot_rows_and_ranges_are_found() -> None:
 
 
 def test_evenly_used_rows_are_not_hot() -> None:
-    heat = Heat(1_000_000)
+    heat = HotRowTracker(1_000_000)
     generator = np.random.default_rng(0)
     for _ in range(400):
-        heat.note(np.unique(generator.integers(1_000_000, size=5000)))
+        heat.record(np.unique(generator.integers(1_000_000, size=5000)))
     assert all(share < 0.35 for _, share in heat.hottest(10))
 
 
@@ -439,7 +439,7 @@ class Source:
 
 def test_a_cached_row_is_at_most_as_old_as_its_bound() -> None:
     source = Source(settings={"lr": 1.0}, scale=0.0, dim=1)
-    cached = Cached(source, rows=4, bound=2)
+    cached = RowCache(source, rows=4, bound=2)
     seen = []
     for step in range(7):
         cached.begin_step(step)
@@ -447,12 +447,12 @@ def test_a_cached_row_is_at_most_as_old_as_its_bound() -> None:
         assert cached.push(ids(5), torch.full((1, 1), -1.0)) == "acknowledged by the table"
     assert seen == [0, 0, 0, 3, 3, 3, 6], "what is pushed shows when the row is next fetched"
     assert source.asked == [[5]] * 3
-    assert (cached.asked, cached.served) == (7, 4)
+    assert (cached.lookups, cached.hits) == (7, 4)
 
 
 def test_only_what_is_missing_is_asked_for() -> None:
     source = Source()
-    cached = Cached(source, rows=3, bound=10)
+    cached = RowCache(source, rows=3, bound=10)
     wanted = torch.tensor([[4, 2], [2, 9]])
     assert torch.equal(cached.pull(wanted).wait(), source.table.pull(wanted.view(-1)).view(2, 2, DIM))
     assert torch.equal(cached.pull(ids(9, 1, 4)).wait(), source.table.pull(ids(9, 1, 4)))
@@ -461,7 +461,7 @@ def test_only_what_is_missing_is_asked_for() -> None:
 
 def test_hot_rows_stay_in_a_full_cache() -> None:
     source = Source(rows=1000)
-    cached = Cached(source, rows=2, bound=1000)
+    cached = RowCache(source, rows=2, bound=1000)
     for cold in range(100, 200):
         future = cached.pull(ids(1, 2, cold, cold + 300))
         assert torch.equal(future.wait(), source.table.pull(ids(1, 2, cold, cold + 300)))
@@ -470,21 +470,21 @@ def test_hot_rows_stay_in_a_full_cache() -> None:
 
 def test_a_cache_that_serves_nothing_steps_aside_for_a_while() -> None:
     source = Source(rows=100_000, dim=1)
-    cached = Cached(source, rows=16, bound=10)
+    cached = RowCache(source, rows=16, bound=10)
     for number in range(400):
         cached.begin_step(number)
         looked = ids(9 * number + 5, 9 * number + 3)
-        assert torch.equal(result(cached.pull(looked)), source.table.pull(looked))
+        assert torch.equal(wait_result(cached.pull(looked)), source.table.pull(looked))
     through = [asked[0] > asked[1] for asked in source.asked]  # as they were given
     assert not any(through[:31]) and sum(through) > 250
     for _ in range(400):
-        result(cached.pull(ids(7)))
+        wait_result(cached.pull(ids(7)))
     assert len(source.asked) < 700, "rows that became hot are found in the next trial"
 
 
 def test_a_cache_that_cannot_be() -> None:
     with pytest.raises(InputError, match="a cache of 0 rows"):
-        Cached(Source(), rows=0, bound=1)
+        RowCache(Source(), rows=0, bound=1)
 
 
 # -- the module -------------------------------------------------------------------------------------------------------
@@ -496,7 +496,7 @@ def test_it_is_an_embedding() -> None:
     theirs = nn.Embedding(40, DIM)
     with torch.no_grad():
         theirs.weight.copy_(ours(torch.arange(40)))
-    assert ours.table.held == 0, "a look makes no rows"
+    assert ours.table.num_rows == 0, "a look makes no rows"
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
     for step in range(6):
         first = torch.randint(40, (5, 3), generator=torch.Generator().manual_seed(step))
@@ -558,7 +558,7 @@ def test_rows_are_asked_for_ahead() -> None:
     assert source.asked == [[3, 5, 7]]
     module(ids(5, 6))
     assert source.asked == [[3, 5, 7], [5, 6]], "not covered: asked for"
-    module.begin_step(2, keep_ahead=False)
+    module.begin_step(2, keep_prefetched=False)
     module(ids(5))
     assert len(source.asked) == 3
     assert not shoal.Embedding(5, 2).prefetch({})
@@ -569,10 +569,10 @@ def test_rows_of_two_batches_are_asked_for_ahead() -> None:
     module = shoal.Embedding(50, DIM, ids=lambda batch: batch)
     module.attach("words", source)
     module.prefetch(ids(1, 2))
-    module.prefetch(ids(2, 3), beside=True)
+    module.prefetch(ids(2, 3), keep_last=True)
     module(ids(1, 2))
     module.begin_step(2)
-    module.prefetch(ids(4, 5), beside=True)
+    module.prefetch(ids(4, 5), keep_last=True)
     module(ids(2, 3))
     module(ids(4, 5))
     assert source.asked == [[1, 2], [2, 3], [4, 5]]
@@ -639,7 +639,7 @@ def test_a_copy_has_the_rows_and_no_connection() -> None:
     module(ids(1, 2)).sum().backward()
     module.update()
     other = copy.deepcopy(module)
-    assert torch.equal(other(torch.arange(9)), module(torch.arange(9))) and other.table.held == 2
+    assert torch.equal(other(torch.arange(9)), module(torch.arange(9))) and other.table.num_rows == 2
     module(ids(1)).sum().backward()
     module.update()
     assert not torch.equal(other(ids(1)), module(ids(1)))
@@ -663,8 +663,8 @@ def test_a_module_that_cannot_be() -> None:
 
 def test_rows_on_servers_are_the_rows_of_one_table() -> None:
     """Three shards, two modules of two workers, in one process: the bits of a table of its own."""
-    alone, shards = shoal.Embedding(500, DIM, lr=0.1), [Shard(shard=each, shards=3) for each in range(3)]
-    with Client(shards, worker=0) as first, Client(shards, worker=1) as second:
+    alone, shards = shoal.Embedding(500, DIM, lr=0.1), [ParameterShard(shard=each, shards=3) for each in range(3)]
+    with ParameterClient(shards, worker=0) as first, ParameterClient(shards, worker=1) as second:
         modules = []
         for client in (first, second):
             module = shoal.Embedding(500, DIM, lr=0.1)
@@ -681,7 +681,7 @@ def test_rows_on_servers_are_the_rows_of_one_table() -> None:
             (first, second)[step % 2].sparse("words", alone.spec()).push(*taken).wait()
             alone.update(step)
         assert torch.equal(modules[0](torch.arange(500)), alone(torch.arange(500)))
-        counted = [first.request(shard, Stats()).wait()[0] for shard in range(3)]
-    assert sum(each.rows["words"] for each in counted) == alone.table.held
+        counted = [first.request(shard, StatsRequest()).wait()[0] for shard in range(3)]
+    assert sum(each.rows["words"] for each in counted) == alone.table.num_rows
     assert all(sum(each.loads["words"]) > 0 and each.evicted == {"words": 0} for each in counted)
     assert all(row % 3 == shard for shard, each in enumerate(counted) for row, _ in each.hot["words"])

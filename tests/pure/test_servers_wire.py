@@ -19,41 +19,41 @@ from torch import Tensor
 from helpers.server_guests import Echo, Guest, turns
 from shoal.errors import InputError
 from shoal.paramserver import server as server_module
-from shoal.paramserver.dispatcher import proof
+from shoal.paramserver.dispatcher import token_proof
 from shoal.paramserver.messages import (
-    Challenge,
-    Done,
-    Hello,
-    Keep,
-    Pull,
-    Put,
-    Refused,
-    Slot,
-    Standing,
-    Welcome,
-    Who,
+    ChallengeReply,
+    AckReply,
+    HelloRequest,
+    SnapshotRequest,
+    PullRequest,
+    PutRequest,
+    RefusedReply,
+    TableSlice,
+    StatusRequest,
+    WelcomeReply,
+    ClientId,
     encode,
 )
-from shoal.paramserver.server import Server
-from shoal.paramserver.shm_ring import Reader, Writer, new_memory
-from shoal.paramserver.spin_wait import MOST_CREDIT, TRY_AGAIN, Spin
-from shoal.paramserver.transport import Closed, Stream, dial, listen, read_address
-from shoal.paramserver.wire_format import DTYPES, IN_MEMORY, REPLY, REQUEST, BadFrame, Frame, Limits, pack
+from shoal.paramserver.server import ParameterServer
+from shoal.paramserver.shm_ring import RingReader, RingWriter, create_ring
+from shoal.paramserver.spin_wait import MAX_CREDIT, RETRY_AFTER, SpinWait
+from shoal.paramserver.transport import ConnectionLost, SocketTransport, dial, listen, read_address
+from shoal.paramserver.wire_format import DTYPES, IN_SHARED_MEMORY, REPLY, REQUEST, BadFrame, Frame, FrameLimits, pack_prefix
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(Echo(), [f"unix:{tmp_path}/shard"], limits=Limits(body_bytes=1 << 24))
+def server(tmp_path: Path) -> Iterator[ParameterServer]:
+    made = ParameterServer(Echo(), [f"unix:{tmp_path}/shard"], limits=FrameLimits(body_bytes=1 << 24))
     yield made
     made.close()
 
 
-def pair() -> tuple[Stream, Stream]:
+def pair() -> tuple[SocketTransport, SocketTransport]:
     here, there = socket.socketpair()
-    return Stream(here), Stream(there, keeps=True)
+    return SocketTransport(here), SocketTransport(there, copies=True)
 
 
-def carried(sender: Stream, receiver: Stream, frames: Sequence[Frame]) -> Iterator[Frame]:
+def carried(sender: SocketTransport, receiver: SocketTransport, frames: Sequence[Frame]) -> Iterator[Frame]:
     for frame in frames:
         sender.send(frame)
     for _ in frames:
@@ -66,7 +66,7 @@ def carried(sender: Stream, receiver: Stream, frames: Sequence[Frame]) -> Iterat
 
 
 def same(frame: Frame, other: Frame) -> bool:
-    words = [(each.kind, each.worker, each.incarnation, each.sequence, each.tag, each.epoch) for each in (frame, other)]
+    words = [(each.kind, each.worker, each.incarnation, each.sequence, each.tag, each.generation) for each in (frame, other)]
     return (
         words[0] == words[1]
         and frame.meta == other.meta
@@ -117,13 +117,13 @@ def test_frames_arrive_as_they_were(frames: list[Frame]) -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["socket", "shared memory"])
 def test_large_bodies_arrive_beside_small_ones_and_long_words(shared: bool) -> None:
     here, there = socket.socketpair()
-    client, served = Stream(here), Stream(there, keeps=True)
-    client.takes_descriptors = True
+    client, served = SocketTransport(here), SocketTransport(there, copies=True)
+    client.accepts_descriptors = True
     if shared:
-        assert served.send_memory(Frame(REPLY, 0, 0, 0, 0, 0, b"welcome"), 1 << 20)
+        assert served.send_with_rings(Frame(REPLY, 0, 0, 0, 0, 0, b"welcome"), 1 << 20)
         welcome = client.receive()
         assert welcome is not None and welcome.meta == b"welcome"
-        assert client.take_memory()
+        assert client.map_rings()
     sizes = [300_000, 10, 70_000, 2_000_000, 0, 65_536, 16_000]  # the ring has room for some of them
     frames = [
         Frame(REPLY, 1, 2, 3, size, 5, b"x" * (size // 10), [torch.arange(size), torch.ones(3)]) for size in sizes
@@ -139,7 +139,7 @@ def test_what_is_sent_may_change_at_once() -> None:
     client, served = pair()
     table = torch.zeros(1_000_000)
     served.send(Frame(REPLY, 0, 0, 0, 1, 0, b"", [table]))
-    assert served.waiting
+    assert served.unsent_bytes
     table.fill_(7)
     got = None
     while got is None:
@@ -151,11 +151,11 @@ def test_what_is_sent_may_change_at_once() -> None:
 
 
 def test_words_are_checked_with_the_checksum() -> None:
-    packed = bytearray(pack(Frame(REQUEST, 1, 2, 3, 4, 5, b"hello", [torch.ones(3)])))
+    packed = bytearray(pack_prefix(Frame(REQUEST, 1, 2, 3, 4, 5, b"hello", [torch.ones(3)])))
     spoiled = 0
     for place in range(len(packed)):
         here, there = socket.socketpair()
-        stream = Stream(there)
+        stream = SocketTransport(there)
         packed[place] ^= 1
         here.sendall(packed + bytes(64))
         packed[place] ^= 1
@@ -165,7 +165,7 @@ def test_words_are_checked_with_the_checksum() -> None:
             if got is None:  # a length that is larger: all else that comes would be wrong
                 got = stream.receive()
             assert got is not None and got.meta == b"hello"  # a byte that only fills up
-        except (BadFrame, Closed):
+        except (BadFrame, ConnectionLost):
             spoiled += 1
         here.close()
         stream.close()
@@ -178,15 +178,15 @@ def test_words_are_checked_with_the_checksum() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_in_use_never_overlap(seed: int) -> None:
     chance = random.Random(seed)
-    descriptor = new_memory(64 * 100)
-    ring = Writer(descriptor)
+    descriptor = create_ring(64 * 100)
+    ring = RingWriter(descriptor)
     os.close(descriptor)
     used: dict[int, int] = {}
     refused = 0
     for _ in range(2000):
         if chance.random() < 0.55:
             size = chance.randrange(1, 64 * 30)
-            start = ring.take(size)
+            start = ring.allocate(size)
             if start is None:
                 refused += 1
                 assert used, "an empty ring has room"
@@ -201,40 +201,40 @@ def test_blocks_in_use_never_overlap(seed: int) -> None:
     assert refused
     for start in list(used):
         ring.free(start)
-    assert ring.take(64 * 100) == 0
+    assert ring.allocate(64 * 100) == 0
 
 
 def test_room_comes_back_when_the_reader_lets_go() -> None:
-    descriptor = new_memory(64 * 4)
-    writer, reader = Writer(descriptor), Reader(descriptor)
+    descriptor = create_ring(64 * 4)
+    writer, reader = RingWriter(descriptor), RingReader(descriptor)
     os.close(descriptor)
-    assert [writer.take(128), writer.take(128), writer.take(64)] == [0, 128, None]
-    reader.let_go()
+    assert [writer.allocate(128), writer.allocate(128), writer.allocate(64)] == [0, 128, None]
+    reader.release()
     writer.reclaim()
-    assert [writer.take(64), writer.take(128)] == [0, None]
+    assert [writer.allocate(64), writer.allocate(128)] == [0, None]
     with pytest.raises(BadFrame, match="of shared memory that has 256 bytes"):
-        reader.look(192, 128)
+        reader.locate(192, 128)
 
 
 def test_neither_side_can_pull_the_memory_away() -> None:
-    descriptor = new_memory(4096)
+    descriptor = create_ring(4096)
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 0)
     os.close(descriptor)
 
 
-def test_large_bodies_go_through_shared_memory(server: Server) -> None:
+def test_large_bodies_go_through_shared_memory(server: ParameterServer) -> None:
     guest = Guest(server, memory=True)
     value = torch.randn(100_000)
     writer = guest.stream.writer
     assert writer is not None
-    place = writer.take(value.nbytes)
+    place = writer.allocate(value.nbytes)
     assert place is not None
-    writer.room(place, value.nbytes).view(torch.float32).copy_(value)
-    frame = Frame(REQUEST, 0, 1, 0, 1, 0, encode(Put([Slot("t")])), [value], place)
+    writer.block(place, value.nbytes).view(torch.float32).copy_(value)
+    frame = Frame(REQUEST, 0, 1, 0, 1, 0, encode(PutRequest([TableSlice("t")])), [value], place)
     guest.stream.send(frame)
-    assert guest.hear() == Done(1)
-    guest.say(Pull([Slot("t")]))
+    assert guest.hear() == AckReply(1)
+    guest.say(PullRequest([TableSlice("t")]))
     got = guest.frame()
     assert torch.equal(got.tensors[0], value)
     inside = writer.body.data_ptr()
@@ -242,9 +242,9 @@ def test_large_bodies_go_through_shared_memory(server: Server) -> None:
     # Twice the ring in total: blocks are used again once they are released.
     got.release()
     for _ in range(200):
-        guest.say(Pull([Slot("t")]))
+        guest.say(PullRequest([TableSlice("t")]))
         got = guest.frame()
-        assert got.let_go is not None and torch.equal(got.tensors[0], value)
+        assert got.on_release is not None and torch.equal(got.tensors[0], value)
         got.release()
     guest.close()
 
@@ -271,7 +271,7 @@ def entry(code: int, *shape: int) -> bytes:
     return struct.pack(f"<BB{len(shape)}q", code, len(shape), *shape)
 
 
-PUT = encode(Put([Slot("t")]))
+PUT = encode(PutRequest([TableSlice("t")]))
 BEFORE_HELLO = {
     "a browser": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", r"begins with b'GET '"),
     "a pickle": (b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix", r"begins with b'\\x80\\x04\\x95\\x1f'"),
@@ -282,8 +282,8 @@ BEFORE_HELLO = {
     "unknown flags": (header(flags=64), "flags 64"),
     "a large body from nobody": (header(meta=PUT, table=entry(0, 1 << 20), body=4 << 20), "at most 0 are taken"),
     "long words from nobody": (header(meta_bytes=5000), "5,000 bytes, but at most 4,096 are taken"),
-    "a request before hello": (header(meta=encode(Standing())), "Standing came before Hello"),
-    "an answer": (header(kind=2, meta=encode(Done(1))), "servers take requests"),
+    "a request before hello": (header(meta=encode(StatusRequest())), "Standing came before Hello"),
+    "an answer": (header(kind=2, meta=encode(AckReply(1))), "servers take requests"),
     "words that are no message": (header(meta=b"\xc1\xc1"), "cannot be read"),
     "a message of no known kind": (header(meta=encode(["Explode", 1])), "cannot be read"),
     "a message with wrong types": (header(meta=encode(["Hello", "root", 1, b"", False])), "cannot be read"),
@@ -305,14 +305,14 @@ AFTER_HELLO = {
     "an unknown dtype": (header(meta=PUT, table=entry(99, 4), body=64), "cannot be read"),
     "a table cut short": (header(meta=PUT, table=entry(0, 4)[:-3], body=64), "cannot be read"),
     "too many dimensions": (header(meta=PUT, table=b"\x00\xff" + bytes(20), body=64), "cannot be read"),
-    "memory that there is not": (header(meta=PUT, flags=IN_MEMORY, table=entry(0, 16), body=64), "there is none"),
+    "memory that there is not": (header(meta=PUT, flags=IN_SHARED_MEMORY, table=entry(0, 16), body=64), "there is none"),
     "another worker's name": (header(meta=PUT, worker=3), "worker 0 spoke as worker 3"),
     "half a checksum": (header(meta=PUT)[:4] + bytes(4) + header(meta=PUT)[8:], "the checksum is"),
 }
 
 
 @pytest.mark.parametrize("case", [*BEFORE_HELLO, *AFTER_HELLO])
-def test_what_is_no_frame_ends_its_connection_alone(server: Server, case: str) -> None:
+def test_what_is_no_frame_ends_its_connection_alone(server: ParameterServer, case: str) -> None:
     good = Guest(server, 5)
     bad = Guest(server, hello=case in AFTER_HELLO)
     bytes_sent, reason = (BEFORE_HELLO | AFTER_HELLO)[case]
@@ -320,93 +320,93 @@ def test_what_is_no_frame_ends_its_connection_alone(server: Server, case: str) -
     bad.stream._socket.sendall(bytes_sent)
     bad.stream._socket.setblocking(False)
     told = bad.hear()
-    assert isinstance(told, Refused) and told.code == "bad-frame"
-    with pytest.raises(Closed):
+    assert isinstance(told, RefusedReply) and told.code == "bad-frame"
+    with pytest.raises(ConnectionLost):
         bad.frame()
-    assert server.counts == {"bad frame": 1}
-    assert len(server.closed) == 1
-    assert re.search(reason, server.closed[0]), server.closed[0]
+    assert server.close_counts == {"bad frame": 1}
+    assert len(server.close_reasons) == 1
+    assert re.search(reason, server.close_reasons[0]), server.close_reasons[0]
     assert re.search(reason, told.reason)
-    good.say(Put([Slot("t")]), [torch.ones(4)])
-    assert good.hear() == Done(1)
+    good.say(PutRequest([TableSlice("t")]), [torch.ones(4)])
+    assert good.hear() == AckReply(1)
     good.close()
     bad.close()
 
 
 @pytest.mark.parametrize("cut", [1, 60, 100, 5000])
-def test_a_frame_that_ends_early_is_forgotten(server: Server, cut: int) -> None:
+def test_a_frame_that_ends_early_is_forgotten(server: ParameterServer, cut: int) -> None:
     guest = Guest(server)
-    whole = pack(Frame(REQUEST, 0, 1, 0, 1, 0, PUT, [torch.ones(100_000)])) + bytes(400_000)
+    whole = pack_prefix(Frame(REQUEST, 0, 1, 0, 1, 0, PUT, [torch.ones(100_000)])) + bytes(400_000)
     guest.stream._socket.sendall(whole[:cut])
     guest.close()
-    turns(server, lambda: server.counts)
-    assert server.counts == {"left": 1}
+    turns(server, lambda: server.close_counts)
+    assert server.close_counts == {"left": 1}
     assert server.shard.version == 0
-    assert server.shard.left == [Who(0, 1)]
+    assert server.shard.left == [ClientId(0, 1)]
 
 
-def test_a_body_in_memory_that_is_not_there_is_refused(server: Server) -> None:
+def test_a_body_in_memory_that_is_not_there_is_refused(server: ParameterServer) -> None:
     guest = Guest(server, memory=True)
-    guest.stream._socket.sendall(header(meta=PUT, flags=IN_MEMORY, table=entry(0, 16), body=64, place=1 << 40))
+    guest.stream._socket.sendall(header(meta=PUT, flags=IN_SHARED_MEMORY, table=entry(0, 16), body=64, place=1 << 40))
     told = guest.hear()
-    assert isinstance(told, Refused) and "of shared memory that has" in told.reason
+    assert isinstance(told, RefusedReply) and "of shared memory that has" in told.reason
     guest.close()
 
 
 def test_a_mistake_in_the_shard_is_told_and_the_server_lives(
-    server: Server, capsys: pytest.CaptureFixture[str]
+    server: ParameterServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     guest = Guest(server)
-    guest.say(Keep())
+    guest.say(SnapshotRequest())
     told = guest.hear()
-    assert isinstance(told, Refused) and told.code == "failed" and "ZeroDivisionError" in told.reason
+    assert isinstance(told, RefusedReply) and told.code == "failed" and "ZeroDivisionError" in told.reason
     assert "a mistake in the shard" in capsys.readouterr().err
-    guest.say(Put([Slot("t")]), [torch.ones(4)])
-    assert guest.hear() == Done(1)
+    guest.say(PutRequest([TableSlice("t")]), [torch.ones(4)])
+    assert guest.hear() == AckReply(1)
     guest.close()
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------
 
 
-def test_answers_go_to_whom_they_belong(server: Server) -> None:
+def test_answers_go_to_whom_they_belong(server: ParameterServer) -> None:
     first, second = Guest(server, 1), Guest(server, 2)
-    first.say(Standing(), tag=77)
+    first.say(StatusRequest(), tag=77)
     turns(server, lambda: server.shard.parked)
-    second.say(Put([Slot("t")]), [torch.ones(4)], tag=78)
+    second.say(PutRequest([TableSlice("t")]), [torch.ones(4)], tag=78)
     assert second.frame().tag == 78
     assert first.frame().tag == 77
     first.close()
     second.close()
 
 
-def test_a_newer_connection_of_a_process_takes_the_place_of_its_older_one(server: Server) -> None:
+def test_a_newer_connection_of_a_process_takes_the_place_of_its_older_one(server: ParameterServer) -> None:
     older = Guest(server)
-    older.say(Standing(), tag=5)
+    older.say(StatusRequest(), tag=5)
     turns(server, lambda: server.shard.parked)
     newer = Guest(server)
-    with pytest.raises(Closed):
+    with pytest.raises(ConnectionLost):
         older.frame()
-    newer.say(Put([Slot("t")]), [torch.ones(4)], tag=6)
+    newer.say(PutRequest([TableSlice("t")]), [torch.ones(4)], tag=6)
     assert {newer.frame().tag, newer.frame().tag} == {5, 6}
-    assert server.counts == {"replaced": 1}
+    assert server.close_counts == {"replaced": 1}
     assert server.shard.left == [], "the process has not gone"
     older.close()
     newer.close()
 
 
 def test_who_does_not_read_is_not_read_from(tmp_path: Path) -> None:
-    server = Server(Echo(), [f"unix:{tmp_path}/shard"], most_waiting=1 << 20)
+    server = ParameterServer(Echo(), [f"unix:{tmp_path}/shard"], max_unsent_bytes=1 << 20)
     lazy, other = Guest(server, 1), Guest(server, 2)
-    other.say(Put([Slot("t")]), [torch.ones(100_000)])
-    assert other.hear() == Done(1)
+    other.say(PutRequest([TableSlice("t")]), [torch.ones(100_000)])
+    assert other.hear() == AckReply(1)
     for _ in range(50):
-        lazy.say(Pull([Slot("t")]))
+        lazy.say(PullRequest([TableSlice("t")]))
     for _ in range(100):
-        server.turn(0)
-    waiting = [guest.wire.waiting for guest in server.desk.guests.values()]
+        server.poll_once(0)
+    waiting = [guest.transport.waiting for guest in server.dispatcher.connections.values()]
     assert 1 << 20 < max(waiting) < 2 << 20, "50 answers would be 20 MB"
-    other.say(Pull([Slot("t")]))
+    other.say(PullRequest([TableSlice("t")]))
     assert other.frame().tensors[0].sum() == 100_000
     assert [lazy.frame().tag for _ in range(50)] == list(range(2, 52))
     lazy.close()
@@ -414,32 +414,32 @@ def test_who_does_not_read_is_not_read_from(tmp_path: Path) -> None:
     server.close()
 
 
-def test_who_does_not_say_who_it_is_is_let_go(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_say_who_it_is_is_let_go(server: ParameterServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "STRANGER_SECONDS", 0.0)
     monkeypatch.setattr(server_module, "POLL_SECONDS", 0.0)
     stranger = Guest(server, hello=False)
-    assert isinstance(stranger.hear(), Refused)
-    assert server.counts == {"refused": 1}
+    assert isinstance(stranger.hear(), RefusedReply)
+    assert server.close_counts == {"refused": 1}
     stranger.close()
 
 
 def test_looking_again_stops_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    spin = Spin()
-    for _ in range(MOST_CREDIT):
-        assert spin.until()
-        spin.paid(False)
-    assert [bool(spin.until()) for _ in range(TRY_AGAIN)] == [False] * (TRY_AGAIN - 1) + [True]
-    spin.paid(True)
-    assert spin.until()
+    spin = SpinWait()
+    for _ in range(MAX_CREDIT):
+        assert spin.deadline()
+        spin.record(False)
+    assert [bool(spin.deadline()) for _ in range(RETRY_AFTER)] == [False] * (RETRY_AFTER - 1) + [True]
+    spin.record(True)
+    assert spin.deadline()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert not Spin().until()
+    assert not SpinWait().deadline()
 
 
 # -- who is let in -----------------------------------------------------------------------------------------------------
 
 
-def test_only_this_user_can_connect_to_a_file(server: Server, tmp_path: Path) -> None:
+def test_only_this_user_can_connect_to_a_file(server: ParameterServer, tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "shard").stat().st_mode) == 0o600
     server.close()
     assert not (tmp_path / "shard").exists()
@@ -448,7 +448,7 @@ def test_only_this_user_can_connect_to_a_file(server: Server, tmp_path: Path) ->
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://192.0.2.1:0", "tcp://[::]:0"])
 def test_without_a_token_only_this_machine_is_served(address: str) -> None:
     with pytest.raises(InputError, match="there is no token") as told:
-        Server(Echo(), [address])
+        ParameterServer(Echo(), [address])
     assert told.value.fix is not None and "token" in told.value.fix
 
 
@@ -458,22 +458,22 @@ def test_without_a_token_only_this_machine_is_served(address: str) -> None:
     ids=["none", "wrong", "right"],
 )
 def test_the_token_is_proved_and_never_sent(given: str | None, reason: str) -> None:
-    server = Server(Echo(), ["tcp://0.0.0.0:0"], token="secret")
+    server = ParameterServer(Echo(), ["tcp://0.0.0.0:0"], token="secret")
     server.addresses = [server.addresses[0].replace("0.0.0.0", "127.0.0.1")]
     guest = Guest(server, hello=False)
     challenge = guest.challenge
-    assert isinstance(challenge, Challenge) and challenge.needs_token and len(challenge.nonce) == 32
-    guest.say(Hello(0, 1, proof(given.encode(), challenge.nonce) if given else b""), tag=0)
+    assert isinstance(challenge, ChallengeReply) and challenge.needs_token and len(challenge.nonce) == 32
+    guest.say(HelloRequest(0, 1, token_proof(given.encode(), challenge.nonce) if given else b""), tag=0)
     told = guest.hear()
     if not reason:
-        assert isinstance(told, Welcome)
+        assert isinstance(told, WelcomeReply)
     else:
-        assert isinstance(told, Refused) and reason in told.reason
-        with pytest.raises(Closed):
+        assert isinstance(told, RefusedReply) and reason in told.reason
+        with pytest.raises(ConnectionLost):
             guest.frame()
-        assert server.counts == {"refused": 1}
+        assert server.close_counts == {"refused": 1}
     other = Guest(server, hello=False)
-    assert isinstance(other.challenge, Challenge) and other.challenge.nonce != challenge.nonce
+    assert isinstance(other.challenge, ChallengeReply) and other.challenge.nonce != challenge.nonce
     guest.close()
     other.close()
     server.close()
@@ -496,5 +496,5 @@ def test_a_long_path_is_a_path_as_well(tmp_path: Path) -> None:
 def test_a_taken_port_is_told() -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     with pytest.raises(InputError, match=r"cannot listen on tcp://127\.0\.0\.1"):
-        Server(Echo(), [f"tcp://127.0.0.1:{taken.getsockname()[1]}"])
+        ParameterServer(Echo(), [f"tcp://127.0.0.1:{taken.getsockname()[1]}"])
     taken.close()

@@ -15,7 +15,7 @@ from helpers.sketched_models import large, linear_stack
 from shoal.errors import JobError
 from shoal.numerics import kernels
 from shoal.numerics import meta_init as module
-from shoal.numerics.meta_init import Sketch, sketch
+from shoal.numerics.meta_init import MetaModel, build_meta_model
 from shoal.numerics.seeds import initialise
 
 
@@ -143,24 +143,24 @@ DEFERRED = [
 
 @pytest.mark.parametrize("build", DEFERRED)
 def test_each_tensor_by_itself_has_the_bits_of_the_whole(build: Callable[[], nn.Module]) -> None:
-    whole, found = named(initialise(build, 3)), sketch(build, 3)
-    assert found.deferred, found.why
+    whole, found = named(initialise(build, 3)), build_meta_model(build, 3)
+    assert found.deferred, found.reason
     assert list(named(found.model)) == list(whole)
     assert all(tensor.is_meta for tensor in named(found.model).values())
     for name in random.Random(0).sample(list(whole), len(whole)):
-        filled = found.fill(name)
+        filled = found.materialize(name)
         assert same_bits(filled, whole[name]), name
         assert kernels.is_aligned(filled) and filled.untyped_storage().nbytes() == filled.nbytes
         assert filled.stride() == whole[name].stride() or filled.is_contiguous()
-        assert same_bits(found.fill(name, lambda value: value[1:]), whole[name][1:]) if filled.dim() else True
+        assert same_bits(found.materialize(name, lambda value: value[1:]), whole[name][1:]) if filled.dim() else True
 
 
 @pytest.mark.parametrize("build", DEFERRED)
 def test_what_is_installed_is_of_the_same_kind(build: Callable[[], nn.Module]) -> None:
-    model, found = initialise(build, 3), sketch(build, 3)
+    model, found = initialise(build, 3), build_meta_model(build, 3)
     whole = named(model)
     found.install(reversed(whole))
-    found.drop_rest()
+    found.drop_unused()
     installed = named(found.model)
     assert list(installed) == list(whole)
     for name, tensor in installed.items():
@@ -172,7 +172,7 @@ def test_what_is_installed_is_of_the_same_kind(build: Callable[[], nn.Module]) -
 
 
 def test_plain_attributes_are_real() -> None:
-    whole, found = initialise(Gpt, 1), sketch(Gpt, 1).model
+    whole, found = initialise(Gpt, 1), build_meta_model(Gpt, 1).model
     assert isinstance(found, Gpt)
     assert same_bits(found.table, whole.table) and same_bits(found.tables[0], whole.tables[0])
     assert same_bits(found.tables[1]["deep"], whole.tables[1]["deep"])
@@ -180,7 +180,7 @@ def test_plain_attributes_are_real() -> None:
 
 
 def test_an_installed_model_computes() -> None:
-    model, found = initialise(recurrent, 2), sketch(recurrent, 2)
+    model, found = initialise(recurrent, 2), build_meta_model(recurrent, 2)
     found.install(named(model))
     data = torch.randn(5, 2, 40)
     for name in ("lstm", "gru"):
@@ -190,16 +190,16 @@ def test_an_installed_model_computes() -> None:
 
 
 def test_only_some_are_installed_and_only_a_part_of_each() -> None:
-    whole, found = named(initialise(Gpt, 3)), sketch(Gpt, 3)
+    whole, found = named(initialise(Gpt, 3)), build_meta_model(Gpt, 3)
     found.install(["blocks.1.qkv.weight", "head.weight"], lambda name, value: value[:7] if "qkv" in name else value)
-    found.drop_rest()
+    found.drop_unused()
     tensors = named(found.model)
     real = {name for name, tensor in tensors.items() if not tensor.is_meta}
     assert real == {"blocks.1.qkv.weight", "head.weight", "words.weight"}
     assert tensors["head.weight"] is tensors["words.weight"]
     assert same_bits(tensors["blocks.1.qkv.weight"], whole["blocks.1.qkv.weight"][:7])
     with pytest.raises(KeyError):
-        found.fill("places.weight")
+        found.materialize("places.weight")
 
 
 def test_hooks_on_parameters_come_along() -> None:
@@ -208,7 +208,7 @@ def test_hooks_on_parameters_come_along() -> None:
         model.weight.register_hook(lambda gradient: gradient * 2)
         return model
 
-    model, found = initialise(build, 0), sketch(build, 0)
+    model, found = initialise(build, 0), build_meta_model(build, 0)
     found.install(named(model))
     for each in (model, found.model):
         each(torch.ones(2, 60)).sum().backward()
@@ -220,7 +220,7 @@ def test_generators_are_left_alone() -> None:
         return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
 
     before = state()
-    sketch(Gpt, 1).fill("blocks.0.qkv.weight")
+    build_meta_model(Gpt, 1).materialize("blocks.0.qkv.weight")
     assert state() == before
 
 
@@ -279,30 +279,30 @@ WHOLE = [shared_memory, called, own_generator, through_numpy, swallowed, view_ke
 
 @pytest.mark.parametrize("build", WHOLE)
 def test_what_cannot_be_recorded_is_built_whole(build: Callable[[], nn.Module]) -> None:
-    whole, found = named(initialise(build, 3)), sketch(build, 3)
-    assert not found.deferred and found.why
+    whole, found = named(initialise(build, 3)), build_meta_model(build, 3)
+    assert not found.deferred and found.reason
     assert all(tensor.is_meta for tensor in named(found.model).values())
-    assert all(same_bits(found.fill(name), tensor) for name, tensor in whole.items())
+    assert all(same_bits(found.materialize(name), tensor) for name, tensor in whole.items())
     found.install(list(whole)[:1])
-    found.drop_rest()
+    found.drop_unused()
     first, *rest = named(found.model).values()
     assert same_bits(first, next(iter(whole.values()))) and all(tensor.is_meta for tensor in rest)
 
 
 def test_memory_that_is_shared_stays_shared() -> None:
-    found = sketch(shared_memory, 3)
+    found = build_meta_model(shared_memory, 3)
     found.install(named(found.model))
     assert found.model[0].weight.data_ptr() == found.model[1].weight.data_ptr()
 
 
 def test_a_kernel_that_is_not_as_its_shadow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, found = named(initialise(linear_stack, 3)), sketch(linear_stack, 3)
+    whole, found = named(initialise(linear_stack, 3)), build_meta_model(linear_stack, 3)
 
     def refuse(*_: Any) -> Any:
         raise RuntimeError("another geometry")
 
-    monkeypatch.setattr(module._Tape, "replay", refuse)
-    assert all(same_bits(found.fill(name), tensor) for name, tensor in whole.items())
+    monkeypatch.setattr(module._OpTape, "replay", refuse)
+    assert all(same_bits(found.materialize(name), tensor) for name, tensor in whole.items())
     assert not found.deferred
 
 
@@ -318,7 +318,7 @@ def test_a_cache_is_not_poisoned() -> None:
 
     for fails in (True, False):
         cache.clear()
-        sketch(lambda fails=fails: build(fails), 0)  # type: ignore[misc]
+        build_meta_model(lambda fails=fails: build(fails), 0)  # type: ignore[misc]
         assert torch.equal(cache[0], torch.arange(5000).float())
 
 
@@ -327,9 +327,9 @@ def test_the_users_own_mistake_is_the_users_own_error() -> None:
         return nn.Linear(60, 60)(torch.randn(4, 61))  # type: ignore[no-any-return]
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        sketch(build, 0)
+        build_meta_model(build, 0)
     with pytest.raises(JobError, match="returned int"):
-        sketch(lambda: 3, 0)  # type: ignore[arg-type,return-value]
+        build_meta_model(lambda: 3, 0)  # type: ignore[arg-type,return-value]
 
 
 # -- instances --------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_the_users_own_mistake_is_the_users_own_error() -> None:
 @pytest.mark.parametrize("copy", [True, False])
 def test_a_model_that_is_there(copy: bool) -> None:
     whole, instance = named(initialise(Gpt, 3)), initialise(Gpt, 3)
-    found = Sketch.of(instance, copy)
+    found = MetaModel.from_model(instance, copy)
     assert (found.model is instance) == (not copy)
     assert all(tensor.is_meta for tensor in named(found.model).values())
     found.install(["head.weight", "blocks.0.mask"])
@@ -346,7 +346,7 @@ def test_a_model_that_is_there(copy: bool) -> None:
     assert tensors["head.weight"] is tensors["words.weight"]
     tensors["head.weight"].data.zero_()
     assert same_bits(tensors["blocks.0.mask"], whole["blocks.0.mask"])
-    assert same_bits(found.fill("places.weight"), whole["places.weight"])
+    assert same_bits(found.materialize("places.weight"), whole["places.weight"])
     if copy:
         assert all(same_bits(tensor, whole[name]) for name, tensor in named(instance).items())
 
@@ -355,8 +355,8 @@ def test_a_model_that_is_there(copy: bool) -> None:
 
 
 def test_only_what_a_tensor_depends_on_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = sketch(large, 0)
+    found = build_meta_model(large, 0)
     drawn: list[int] = []
     monkeypatch.setattr(module, "seed_torch", lambda *path: drawn.append(path[-1]))
-    found.fill("3.weight")
+    found.materialize("3.weight")
     assert drawn == [24 + 3]  # two draws of each layer first, then the loop; what it overwrites is not drawn

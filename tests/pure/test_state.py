@@ -14,8 +14,8 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as schedulers
 
 from shoal.errors import CheckpointError
-from shoal.numerics.digest import digests, quick, tensor_sha256
-from shoal.recovery.checkpoint.directory import Checkpoints, Snapshot
+from shoal.numerics.digest import tensor_digests, quick_digest, tensor_sha256
+from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
 from shoal.recovery.checkpoint.serialize import decode, encode
 from shoal.recovery.checkpoint.state import (
     capture_extra,
@@ -27,7 +27,7 @@ from shoal.recovery.checkpoint.state import (
     restore_scheduler,
     restore_weights,
 )
-from shoal.worker.checkpointer import Live
+from shoal.worker.checkpointer import LiveState
 
 
 @pytest.fixture(autouse=True)
@@ -140,10 +140,10 @@ class Run:
         """Everything, as comparable values: digests of tensors, and exact JSON."""
         now = self.capture(step)
         return {
-            "weights": digests(now.weights.items()),
-            "optimizer": digests(now.optimizer.items()),
+            "weights": tensor_digests(now.weights.items()),
+            "optimizer": tensor_digests(now.optimizer.items()),
             "values": json.dumps(now.values),
-            "gradients": digests((n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None),
+            "gradients": tensor_digests((n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None),
         }
 
 
@@ -157,10 +157,10 @@ def assert_resumes_exactly(
 
     resumed = Run(model, optimizer, scheduler)
     resumed.train(20, 21)  # not fresh: whatever is there has to go
-    resumed.restore(Checkpoints(folder).read(Checkpoints(folder).write(snapshot).path))
+    resumed.restore(CheckpointDirectory(folder).read(CheckpointDirectory(folder).write(snapshot).path))
     after = resumed.capture(4)
-    assert digests(after.weights.items()) == digests(snapshot.weights.items())
-    assert digests(after.optimizer.items()) == digests(snapshot.optimizer.items())
+    assert tensor_digests(after.weights.items()) == tensor_digests(snapshot.weights.items())
+    assert tensor_digests(after.optimizer.items()) == tensor_digests(snapshot.optimizer.items())
     assert after.values == snapshot.values
     for state in resumed.optimizer.state.values():
         assert all(value.data_ptr() % 64 == 0 for value in state.values() if isinstance(value, Tensor))
@@ -210,9 +210,9 @@ def test_a_checkpoint_from_before_the_first_step_takes_state_away() -> None:
 # ---- handing over: from a run that goes on to one that has not begun
 
 
-def live(run: Run, **state: Any) -> Live:
+def live(run: Run, **state: Any) -> LiveState:
     parameters = dict(run.model.named_parameters())
-    return Live(
+    return LiveState(
         model=run.model,
         parameters=parameters,
         optimizer=run.optimizer,
@@ -245,11 +245,11 @@ def test_a_newcomer_whose_optimizer_never_stepped_goes_on_like_the_donor(
     newcomer = Run(mlp, OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
     assert not newcomer.optimizer.state
     shadow, mine = torch.arange(3.0), torch.zeros(3)
-    lent = live(donor, shadow=shadow).lend(4, {"loss": 0.5})
+    lent = live(donor, shadow=shadow).live_snapshot(4, {"loss": 0.5})
     arrived = carried(lent)
     for part in PARTS:
         sent, received = getattr(lent, part), getattr(arrived, part)
-        assert {name: quick(tensor) for name, tensor in sent.items()} == {n: quick(t) for n, t in received.items()}
+        assert {name: quick_digest(tensor) for name, tensor in sent.items()} == {n: quick_digest(t) for n, t in received.items()}
     live(newcomer, shadow=mine).restore(arrived, own=own)
     assert mine.tolist() == [0.0, 1.0, 2.0]
     for run in (donor, newcomer):
@@ -263,28 +263,28 @@ def test_what_is_lent_is_the_live_memory_and_what_is_captured_is_not() -> None:
     run = Run(mlp, OPTIMIZERS["AdamW"], SCHEDULERS["StepLR"])
     run.train(0, 2)
     donor = live(run)
-    lent, captured = donor.lend(2, {}), donor.capture(2, {})
+    lent, captured = donor.live_snapshot(2, {}), donor.capture(2, {})
     moments = {id(value): value for state in run.optimizer.state.values() for value in state.values()}
     memory = {each.data_ptr() for each in (*run.model.state_dict().values(), *moments.values())}
     assert {tensor.data_ptr() for part in PARTS for tensor in getattr(lent, part).values()} == memory
     assert not {tensor.data_ptr() for part in PARTS for tensor in getattr(captured, part).values()} & memory
     assert (lent.values, lent.aliases) == (captured.values, captured.aliases)
-    before = {part: digests(getattr(captured, part).items()) for part in PARTS}
-    assert {part: digests(getattr(lent, part).items()) for part in PARTS} == before
+    before = {part: tensor_digests(getattr(captured, part).items()) for part in PARTS}
+    assert {part: tensor_digests(getattr(lent, part).items()) for part in PARTS} == before
     run.train(2, 3)
-    assert {part: digests(getattr(captured, part).items()) for part in PARTS} == before
-    assert digests(lent.weights.items()) != before["weights"]
+    assert {part: tensor_digests(getattr(captured, part).items()) for part in PARTS} == before
+    assert tensor_digests(lent.weights.items()) != before["weights"]
 
 
 def test_restoring_never_ties_two_runs_together_unless_the_tensors_are_its_own() -> None:
     run, other = (Run(mlp, OPTIMIZERS["AdamW"], SCHEDULERS["StepLR"]) for _ in range(2))
     run.train(0, 2)
-    live(other).restore(live(run).lend(2, {}))
+    live(other).restore(live(run).live_snapshot(2, {}))
     before = other.state(2)
     run.train(2, 3)
     assert other.state(2) == before
     parts = torch.zeros(400)  # tensors cut from one buffer are not whole, so they are copied even so
-    lent = live(run).lend(3, {})
+    lent = live(run).live_snapshot(3, {})
     first = next(name for name in lent.optimizer if name.endswith("exp_avg"))
     lent.optimizer[first] = parts[: lent.optimizer[first].numel()].view_as(lent.optimizer[first])
     live(other).restore(lent, own=True)
@@ -301,14 +301,14 @@ def test_the_quick_digest_sees_every_kind_of_damage(count: int, dtype: torch.dty
     generator = torch.Generator().manual_seed(count)
     raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     tensor = raw.view(dtype)
-    right = quick(tensor)
+    right = quick_digest(tensor)
     assert -(1 << 63) <= right < 1 << 63
-    assert quick(tensor.clone()) == right
+    assert quick_digest(tensor.clone()) == right
     seen = {right}
 
     def damaged(bad: Tensor) -> None:
-        assert quick(bad) not in seen
-        seen.add(quick(bad))
+        assert quick_digest(bad) not in seen
+        seen.add(quick_digest(bad))
 
     for offset in sorted({0, 1, raw.numel() // 2, raw.numel() - 1} & set(range(raw.numel()))):
         for mask in (0x01, 0x80):
@@ -333,8 +333,8 @@ def test_the_quick_digest_goes_by_content_and_not_by_place() -> None:
     tensor = torch.randn(64, 300, generator=torch.Generator().manual_seed(1))
     shifted = torch.cat([torch.zeros(1), tensor.reshape(-1)])[1:].view_as(tensor)  # not at a multiple of 8 bytes
     turned = tensor.t().contiguous().t()
-    assert quick(shifted) == quick(turned) == quick(tensor)
-    assert quick(torch.empty(0, 3)) == quick(torch.zeros(0, 3)) != quick(torch.empty(3, 0))
+    assert quick_digest(shifted) == quick_digest(turned) == quick_digest(tensor)
+    assert quick_digest(torch.empty(0, 3)) == quick_digest(torch.zeros(0, 3)) != quick_digest(torch.empty(3, 0))
 
 
 # ---- shapes that models come in
@@ -462,11 +462,11 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_copied(
 ) -> None:
     weights, aliases = capture_weights(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     model = other()
-    before = digests(model.state_dict().items())
+    before = tensor_digests(model.state_dict().items())
     with pytest.raises(CheckpointError) as caught:
         restore_weights(model, weights, aliases)
     assert re.search(message, str(caught.value)), str(caught.value)
-    assert digests(model.state_dict().items()) == before
+    assert tensor_digests(model.state_dict().items()) == before
 
 
 def test_modules_whose_state_would_be_lost_are_refused() -> None:
@@ -573,16 +573,16 @@ def test_extra_state_comes_back_in_place() -> None:
     state["log"].append({"step": 1 << 100})
     state["seen"].update([4, 4, "four"])
     tensors, values = capture_extra(state)
-    expected = json.dumps(values), digests(tensors.items())
+    expected = json.dumps(values), tensor_digests(tensors.items())
     state["counts"] += 1  # a snapshot is a copy
     state["average"].shadow["w"] += 1
-    assert (json.dumps(values), digests(tensors.items())) == expected
+    assert (json.dumps(values), tensor_digests(tensors.items())) == expected
 
     fresh = extra_state()
     held = {"inner": fresh["best"]["inner"], "tensor": fresh["best"]["tensor"], **fresh}
     restore_extra(fresh, tensors, json.loads(expected[0]))
     again = capture_extra(fresh)
-    assert (json.dumps(again[1]), digests(again[0].items())) == expected
+    assert (json.dumps(again[1]), tensor_digests(again[0].items())) == expected
     assert all(fresh[name] is held[name] for name in fresh)
     assert fresh["best"]["inner"] is held["inner"]
     assert fresh["best"]["tensor"] is held["tensor"]
@@ -646,10 +646,10 @@ def test_tensors_inside_values_come_back_fresh_and_aligned(inline: bool) -> None
     value = {"view": base[1:4], "scalar": torch.tensor(True), "empty": torch.zeros(0, 3).bfloat16(), "c": channels_last}
     tensors: dict[str, Tensor] | None = None if inline else {}
     text = json.dumps(encode(value, "v", tensors))
-    expected = digests(value.items())
+    expected = tensor_digests(value.items())
     base.zero_()
     back = decode(json.loads(text), tensors or {})
-    assert digests(back.items()) == expected
+    assert tensor_digests(back.items()) == expected
     for name, tensor in back.items():
         assert tensor.data_ptr() % 64 == 0
         assert all(tensor.data_ptr() != stored.data_ptr() for stored in (tensors or {}).values() if tensor.numel()), (

@@ -8,14 +8,14 @@ import pytest
 
 from shoal.errors import InputError
 from shoal.recovery.membership import sqlite_server
-from shoal.recovery.membership.etcd import Place, read_address
+from shoal.recovery.membership.etcd import EtcdAddress, parse_address
 from shoal.recovery.membership.open_store import open_store
 
 # -- the embedded store's server --------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_takes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
-    records = sqlite_server.Records(tmp_path / "store.db", now=0.0)
+    records = sqlite_server.StoreRecords(tmp_path / "store.db", now=0.0)
     assert records._disk.execute("pragma synchronous").fetchone() == (2,), "each commit is on disk, not on its way"
     before = records.put("a", b"1", None)
     records._disk.execute("pragma max_page_count = 1")  # as many as it has: it may not grow
@@ -33,7 +33,7 @@ def test_removals_beyond_memory_are_answered_as_if_they_mattered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_server, "REMOVED_KEPT", 10)
-    records = sqlite_server.Records(tmp_path / "store.db", now=0.0)
+    records = sqlite_server.StoreRecords(tmp_path / "store.db", now=0.0)
     start = records.put("a", b"", None)
     for number in range(30):
         records.put(f"{number}", b"", None)
@@ -41,7 +41,7 @@ def test_removals_beyond_memory_are_answered_as_if_they_mattered(
     assert records.changed("b", start), "what happened then is forgotten"
     assert not records.changed("b", last) and not records.changed("a", last - 3)
     records.close()
-    again = sqlite_server.Records(tmp_path / "store.db", now=0.0)
+    again = sqlite_server.StoreRecords(tmp_path / "store.db", now=0.0)
     assert again.revision == last and again.changed("b", start) and not again.changed("a", last - 3)
     assert again.changed("", last + 1), "of a store that was here before"
     assert again.read("") == {"a": (b"", start)}
@@ -54,14 +54,14 @@ def test_removals_beyond_memory_are_answered_as_if_they_mattered(
 @pytest.mark.parametrize(
     ("address", "place"),
     [
-        ("etcd://one", Place(hosts=(("one", 2379),))),
-        ("etcd://one:1,two:2/deep/prefix/", Place(hosts=(("one", 1), ("two", 2)), prefix="deep/prefix")),
-        ("etcds://me:a%2Fb@[::1]:1", Place(hosts=(("::1", 1),), secure=True, user="me", password="a/b")),
+        ("etcd://one", EtcdAddress(hosts=(("one", 2379),))),
+        ("etcd://one:1,two:2/deep/prefix/", EtcdAddress(hosts=(("one", 1), ("two", 2)), prefix="deep/prefix")),
+        ("etcds://me:a%2Fb@[::1]:1", EtcdAddress(hosts=(("::1", 1),), secure=True, user="me", password="a/b")),
     ],
 )
-def test_addresses_of_etcd(address: str, place: Place) -> None:
-    assert read_address(address) == place
-    assert read_address(str(place)) == msgspec.structs.replace(place, password="")
+def test_addresses_of_etcd(address: str, place: EtcdAddress) -> None:
+    assert parse_address(address) == place
+    assert parse_address(str(place)) == msgspec.structs.replace(place, password="")
 
 
 @pytest.mark.parametrize("address", ["etcd://", "etcd://one,,two", "etcd://one:port", "redis://one", "one:2379", ""])

@@ -11,23 +11,23 @@ import pytest
 from rich.console import Console
 
 from shoal.driver import outcome
-from shoal.report.aggregate import Tally
+from shoal.report.aggregate import RunTally
 from shoal.report.closing_report import closing
 from shoal.report.events import (
     AnyEvent,
-    Changed,
+    MembershipChanged,
     DriverChanged,
-    Failed,
-    Finished,
-    HandedOver,
-    Recovered,
-    Replaced,
-    Resumed,
+    WorkerFailed,
+    WorkerFinished,
+    StateTransferred,
+    RunRecovered,
+    WorkerAdded,
+    RunResumed,
     RunStarted,
-    Saved,
-    Spent,
-    Steps,
-    StoreAwayFor,
+    CheckpointSaved,
+    TimeSpent,
+    StepsCommitted,
+    StoreOutage,
     WorkerExited,
     WorkerLeft,
     WorkerLost,
@@ -35,15 +35,15 @@ from shoal.report.events import (
     decode,
     encode,
 )
-from shoal.report.incidents import Fault
+from shoal.report.incidents import Incident
 from shoal.report.live_view import header, live_lines
-from shoal.report.oom import OomWatch, counter, kills, victim
-from shoal.report.participation import Segment
+from shoal.report.oom import OomWatch, kill_counter, count_kills, killed_pid
+from shoal.report.participation import ParticipationSpan
 from shoal.report.progress import PlainLines
-from shoal.report.stacks import Where, chain, circles, conclusion, holders, render
-from shoal.report.summarize import report
+from shoal.report.stacks import WorkerActivity, longest_wait_chain, find_wait_cycles, conclusion, find_blockers, render
+from shoal.report.summarize import summarize_run
 from shoal.report.timeline import draw
-from shoal.report.wording import sentence, stamp, whole
+from shoal.report.wording import sentence, stamp, full_text
 
 SHA256 = "c5d391c5" + "0" * 53 + "8e8"
 
@@ -64,23 +64,23 @@ def started(workers: int = 4, time: float = 100.0) -> RunStarted:
 
 def hello(rank: int, life: int = 0, time: float = 100.0) -> WorkerStarted:
     host = "host-a" if rank < 2 else "host-b"
-    return WorkerStarted(time=time, rank=rank, pid=4120 + rank + 10 * life, host=host, fingerprint="f00d", life=life)
+    return WorkerStarted(time=time, rank=rank, pid=4120 + rank + 10 * life, host=host, fingerprint="f00d", incarnation=life)
 
 
-def steps(rank: int, step: int, count: int, *, time: float, leader: bool = False, **more: Any) -> Steps:
+def steps(rank: int, step: int, count: int, *, time: float, leader: bool = False, **more: Any) -> StepsCommitted:
     """Steps of 0.1 s, 64 samples each."""
     facts = {"samples": 64 * count, "epoch": 0, "loss": 1.0, "lanes": (2 * rank, 2 * rank + 2), **more}
-    return Steps(time=time, rank=rank, step=step, count=count, leader=leader, spent=Spent(compute=0.1 * count), **facts)
+    return StepsCommitted(time=time, rank=rank, step=step, count=count, leader=leader, spent=TimeSpent(compute=0.1 * count), **facts)
 
 
-def finished(rank: int, time: float = 200.0, **more: Any) -> Finished:
+def finished(rank: int, time: float = 200.0, **more: Any) -> WorkerFinished:
     facts = {"weights_sha256": SHA256, "final_loss": 1.0, "metrics": {}, "samples": 64_000, **more}
-    return Finished(time=time, rank=rank, step=1000, **facts)
+    return WorkerFinished(time=time, rank=rank, step=1000, **facts)
 
 
 def lost(rank: int = 3, life: int = 0, *, time: float = 180.0, **more: Any) -> WorkerLost:
     facts = {"noticed": "its process ended", "code": -9, "host": "host-b", "pid": 4123, "action": "replaced", **more}
-    return WorkerLost(time=time, rank=rank, life=life, **facts)
+    return WorkerLost(time=time, rank=rank, incarnation=life, **facts)
 
 
 START: list[AnyEvent] = [started(), *(hello(rank) for rank in range(4))]
@@ -90,24 +90,24 @@ BEFORE: list[AnyEvent] = [*START, *(steps(rank, 800, 800, time=180.0, leader=ran
 DRIVER: list[AnyEvent] = [
     WorkerExited(time=180.0, rank=3, code=-9),
     lost(out_of_memory=True, log=["loading shard 7", "loading shard 8"]),
-    Replaced(time=180.1, rank=3, life=1, reason="replacement"),
+    WorkerAdded(time=180.1, rank=3, incarnation=1, reason="replacement"),
 ]
 LEADER: list[AnyEvent] = [
-    Changed(time=180.2, epoch=2, members=[0, 1, 2], step=800, reason="worker 3 died", redone=1, seconds=0.2),
-    Recovered(time=180.42, epoch=2, step=801, seconds=0.42),
+    MembershipChanged(time=180.2, generation=2, members=[0, 1, 2], step=800, reason="worker 3 died", redone=1, seconds=0.2),
+    RunRecovered(time=180.42, generation=2, step=801, seconds=0.42),
 ]
 RETURN: list[AnyEvent] = [
-    HandedOver(time=181.2, rank=3, donor=0, step=805, num_bytes=24_000_000, seconds=0.05),
-    Changed(time=181.3, epoch=3, members=[0, 1, 2, 3], step=805, reason="worker 3 (life 1) joined", seconds=0.1),
-    Recovered(time=181.4, epoch=3, step=806, seconds=0.2),
+    StateTransferred(time=181.2, rank=3, donor=0, step=805, num_bytes=24_000_000, seconds=0.05),
+    MembershipChanged(time=181.3, generation=3, members=[0, 1, 2, 3], step=805, reason="worker 3 (life 1) joined", seconds=0.1),
+    RunRecovered(time=181.4, generation=3, step=806, seconds=0.2),
     hello(3, life=1, time=181.5),
 ]
 TOLD = "worker 3 killed (SIGKILL: out of memory); step 801 done again by 0 1 2; next commit after 0.42 s"
 BACK = "life 1 took part again from step 806, after 1.3 s"
 
 
-def tallied(events: Sequence[AnyEvent]) -> Tally:
-    tally = Tally()
+def tallied(events: Sequence[AnyEvent]) -> RunTally:
+    tally = RunTally()
     for event in events:
         tally.add(event)
     return tally
@@ -133,13 +133,13 @@ def printed(value: dict[str, Any], width: int = 130, *, terminal: bool = True) -
 
 def test_a_loss_is_one_story_in_whatever_order_it_is_told() -> None:
     for told in interleaved(DRIVER, LEADER):
-        (fault,) = tallied([*BEFORE, *told, *RETURN]).faults
+        (fault,) = tallied([*BEFORE, *told, *RETURN]).incidents
         assert sentence(fault) == TOLD
         assert (fault.worker, fault.host, fault.pid, fault.code) == (3, "host-b", 4123, -9)
         assert fault.log == ["loading shard 7", "loading shard 8"]
-        assert (fault.next_life, fault.back_step, fault.back_seconds) == (1, 805, pytest.approx(1.3))
-        assert (fault.state_bytes, fault.state_from) == (24_000_000, 0)
-        assert whole(fault) == (
+        assert (fault.next_incarnation, fault.rejoin_step, fault.rejoin_seconds) == (1, 805, pytest.approx(1.3))
+        assert (fault.state_bytes, fault.state_donor) == (24_000_000, 0)
+        assert full_text(fault) == (
             "worker 3 (host-b, pid 4123) killed (SIGKILL: out of memory); noticed: its process ended; "
             f"step 801 done again by 0 1 2; next commit after 0.42 s; {BACK}"
         )
@@ -147,7 +147,7 @@ def test_a_loss_is_one_story_in_whatever_order_it_is_told() -> None:
 
 def test_the_view_tells_each_fault_once_and_whole() -> None:
     stream, clock = io.StringIO(), [0.0]
-    view, tally = PlainLines(stream, clock=lambda: clock[0]), Tally()
+    view, tally = PlainLines(stream, clock=lambda: clock[0]), RunTally()
     for event in [*BEFORE, *DRIVER, *LEADER, *RETURN]:
         clock[0] += 0.1
         tally.add(event)
@@ -162,7 +162,7 @@ def test_the_view_tells_each_fault_once_and_whole() -> None:
 
 def test_the_view_does_not_wait_for_ever_for_the_next_commit() -> None:
     stream, clock = io.StringIO(), [0.0]
-    view, tally = PlainLines(stream, clock=lambda: clock[0]), Tally()
+    view, tally = PlainLines(stream, clock=lambda: clock[0]), RunTally()
 
     def play(*events: AnyEvent) -> list[str]:
         before = len(stream.getvalue())
@@ -179,7 +179,7 @@ def test_the_view_does_not_wait_for_ever_for_the_next_commit() -> None:
     assert play(WorkerExited(time=183.0, rank=3, code=-9)) == []  # part of the same story
     clock[0] += 3
     assert play(*LEADER) == ["worker 3: step 801 done again by 0 1 2; next commit after 0.42 s"]
-    away = StoreAwayFor(time=190.0, rank=None, address="runs/7f3a/store")
+    away = StoreOutage(time=190.0, rank=None, address="runs/7f3a/store")
     assert len(play(away)) == 1  # at once: nobody knows when it will be back
     assert play(msgspec.structs.replace(away, seconds=3.2)) == ["store: back after 3.2 s"]
 
@@ -211,26 +211,26 @@ def test_an_end_that_no_driver_explains_is_still_told() -> None:
 
 def test_a_stopped_worker_that_the_others_ended_was_not_killed_by_chance() -> None:
     noticed = "worker 2 (life 1) died: its connection was closed; worker 3 is stopped"
-    (fault,) = tallied([*BEFORE, *LEADER, lost(noticed=noticed)]).faults
+    (fault,) = tallied([*BEFORE, *LEADER, lost(noticed=noticed)]).incidents
     assert sentence(fault) == ("worker 3 was stopped; step 801 done again by 0 1 2; next commit after 0.42 s")
     silent = msgspec.structs.replace(LEADER[0], reason="worker 3 is silent: its lease has run out")
-    (fault,) = tallied([*BEFORE, lost(code=75), silent]).faults
+    (fault,) = tallied([*BEFORE, lost(code=75), silent]).incidents
     assert sentence(fault) == "worker 3 was silent: its lease has run out; step 801 done again by 0 1 2"
-    (fault,) = tallied([*BEFORE, *LEADER, lost(noticed="worker 3 died: its connection was closed")]).faults
+    (fault,) = tallied([*BEFORE, *LEADER, lost(noticed="worker 3 died: its connection was closed")]).incidents
     assert sentence(fault).startswith("worker 3 killed (SIGKILL);")
 
 
 def test_a_resumed_run_whose_epochs_go_on_counting_begins_quietly() -> None:
     events: list[AnyEvent] = [
         started(),
-        Resumed(time=100.5, step=700, path="x"),
+        RunResumed(time=100.5, step=700, path="x"),
         hello(0, life=1),
-        Changed(time=100.6, epoch=7, members=[0, 1, 2, 3], lives=[1, 1, 1, 1], step=700, reason="resumed"),
+        MembershipChanged(time=100.6, generation=7, members=[0, 1, 2, 3], incarnations=[1, 1, 1, 1], step=700, reason="resumed"),
         *(hello(rank, life=1) for rank in (1, 2, 3)),
         steps(0, 710, 10, time=102.0, leader=True),
     ]
     tally = tallied(events)
-    assert (tally.faults, tally.participating, tally.steps) == ([], 4, 10)
+    assert (tally.incidents, tally.num_participating, tally.steps) == ([], 4, 10)
 
 
 def test_two_losses_of_which_one_interrupts_the_other() -> None:
@@ -238,22 +238,22 @@ def test_two_losses_of_which_one_interrupts_the_other() -> None:
     events: list[AnyEvent] = [
         *BEFORE,
         lost(3, time=180.0),
-        Changed(time=180.2, epoch=2, members=[0, 1, 2], step=800, reason="", redone=1, seconds=0.2),
+        MembershipChanged(time=180.2, generation=2, members=[0, 1, 2], step=800, reason="", redone=1, seconds=0.2),
         lost(2, time=180.3, pid=4122, code=-11),
-        Changed(time=180.5, epoch=3, members=[0, 1], step=800, reason="", redone=1, seconds=0.2),
-        Recovered(time=180.7, epoch=3, step=801, seconds=0.4),
+        MembershipChanged(time=180.5, generation=3, members=[0, 1], step=800, reason="", redone=1, seconds=0.2),
+        RunRecovered(time=180.7, generation=3, step=801, seconds=0.4),
     ]
-    first, second = tallied(events).faults
+    first, second = tallied(events).incidents
     assert sentence(first).endswith("step 801 done again by 0 1 2; next commit after 0.70 s")
     assert sentence(second) == "worker 2 killed (SIGSEGV); step 801 done again by 0 1; next commit after 0.40 s"
 
 
 def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
     events = [*BEFORE, *DRIVER, *LEADER, lost(3, 1, time=180.9, pid=4133, code=1)]
-    first, second = tallied(events).faults
-    assert second.outside
+    first, second = tallied(events).incidents
+    assert second.not_member
     assert sentence(second) == "worker 3 (life 1) ended with code 1 before it took part"
-    assert whole(first).endswith("life 1 never took part")
+    assert full_text(first).endswith("life 1 never took part")
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,9 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
     [
         (
             [
-                Changed(time=181.0, epoch=2, members=[0, 1, 2], step=800, reason="worker 3 left"),
-                Recovered(time=181.1, epoch=2, step=801, seconds=0.15),
-                WorkerLeft(time=181.2, rank=3, life=0, step=800, reason="asked to by SIGTERM"),
+                MembershipChanged(time=181.0, generation=2, members=[0, 1, 2], step=800, reason="worker 3 left"),
+                RunRecovered(time=181.1, generation=2, step=801, seconds=0.15),
+                WorkerLeft(time=181.2, rank=3, incarnation=0, step=800, reason="asked to by SIGTERM"),
                 WorkerExited(time=181.3, rank=3, code=0),
             ],
             [
@@ -273,25 +273,25 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
         ),
         (
             [
-                Replaced(time=181.0, rank=4, life=0, reason="scaled to 5 workers"),
-                Changed(time=182.0, epoch=2, members=[0, 1, 2, 3, 4], step=810, reason="worker 4 joined"),
-                Recovered(time=182.1, epoch=2, step=811, seconds=0.15),
+                WorkerAdded(time=181.0, rank=4, incarnation=0, reason="scaled to 5 workers"),
+                MembershipChanged(time=182.0, generation=2, members=[0, 1, 2, 3, 4], step=810, reason="worker 4 joined"),
+                RunRecovered(time=182.1, generation=2, step=811, seconds=0.15),
             ],
             ["worker 4 joined at step 810: scaled to 5 workers; next commit after 0.15 s"],
         ),
         (
             [
-                Changed(time=181.0, epoch=2, members=[0, 1, 2, 3], step=800, reason="a connection failed", redone=1),
-                Recovered(time=181.1, epoch=2, step=801, seconds=0.3),
+                MembershipChanged(time=181.0, generation=2, members=[0, 1, 2, 3], step=800, reason="a connection failed", redone=1),
+                RunRecovered(time=181.1, generation=2, step=801, seconds=0.3),
             ],
             ["a connection failed; step 801 done again by 0 1 2 3; next commit after 0.30 s"],
         ),
         (
             [
-                StoreAwayFor(time=181.0, rank=None, address="runs/7f3a/store"),
-                StoreAwayFor(time=181.1, rank=2, address="runs/7f3a/store"),
-                StoreAwayFor(time=184.2, rank=2, address="runs/7f3a/store", seconds=3.2),
-                StoreAwayFor(time=184.3, rank=None, address="runs/7f3a/store", seconds=3.2),
+                StoreOutage(time=181.0, rank=None, address="runs/7f3a/store"),
+                StoreOutage(time=181.1, rank=2, address="runs/7f3a/store"),
+                StoreOutage(time=184.2, rank=2, address="runs/7f3a/store", seconds=3.2),
+                StoreOutage(time=184.3, rank=None, address="runs/7f3a/store", seconds=3.2),
             ],
             ["store runs/7f3a/store cannot be reached: training goes on, changes of membership wait; back after 3.2 s"],
         ),
@@ -303,7 +303,7 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
             [
                 lost(code=None, noticed="its lease ran out"),
                 *LEADER,
-                Changed(time=183.0, epoch=3, members=[0, 1, 2, 3], step=810, reason="worker 3 joined"),
+                MembershipChanged(time=183.0, generation=3, members=[0, 1, 2, 3], step=810, reason="worker 3 joined"),
             ],
             [
                 "worker 3 (host-b, pid 4123) lost (its lease ran out); step 801 done again by 0 1 2; "
@@ -314,14 +314,14 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
     ids=["left", "scaled", "connection", "store", "driver", "silent, then back"],
 )
 def test_other_things_that_happen_to_members(events: list[AnyEvent], told: list[str]) -> None:
-    assert [whole(fault) for fault in tallied([*BEFORE, *events]).faults] == told
+    assert [full_text(fault) for fault in tallied([*BEFORE, *events]).incidents] == told
 
 
 def test_members_that_a_run_begins_with_are_no_story() -> None:
-    events = [started(), Changed(time=100.0, epoch=1, members=[0, 1, 2, 3], step=0, reason="all are there")]
+    events = [started(), MembershipChanged(time=100.0, generation=1, members=[0, 1, 2, 3], step=0, reason="all are there")]
     tally = tallied([*events, *(hello(rank, time=101.0) for rank in range(4)), *BEFORE[5:]])
-    assert tally.faults == []
-    assert (tally.alive, tally.participating, tally.participation) == (4, 4, pytest.approx(1.0))
+    assert tally.incidents == []
+    assert (tally.num_alive, tally.num_participating, tally.participation) == (4, 4, pytest.approx(1.0))
 
 
 # -- the whole run ----------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_totals_follow_the_leader_whoever_it_is() -> None:
         steps(0, 795, 5, time=179.5, leader=True),
         steps(1, 798, 798, time=179.8),
         lost(0, time=180.0),
-        Changed(time=180.2, epoch=2, members=[1, 2, 3], step=800, reason="", redone=1, seconds=0.2),
+        MembershipChanged(time=180.2, generation=2, members=[1, 2, 3], step=800, reason="", redone=1, seconds=0.2),
         steps(1, 810, 12, time=181.5, leader=True, lost=0.5),
     ]
     tally = tallied(events)
@@ -343,7 +343,7 @@ def test_totals_follow_the_leader_whoever_it_is() -> None:
     assert tally.seconds == pytest.approx(81.5)
     assert tally.commits.lost_seconds == pytest.approx(0.5)
     assert tally.samples_per_second == pytest.approx(64 * 810 / 81.5)
-    assert (tally.leader, tally.commits.untold, tally.commits.samples_doubled) == (1, 0, 0)
+    assert (tally.leader, tally.commits.unreported, tally.commits.samples_repeated) == (1, 0, 0)
     tally.add(steps(1, 820, 10, time=182.5, leader=True))
     assert tally.seconds_left == pytest.approx((3000 - 820) * 0.1, rel=0.05)
 
@@ -355,23 +355,23 @@ def test_a_leader_that_tells_again_what_another_told_counts_once() -> None:
 
 
 def test_samples_that_were_lost_or_doubled_would_show() -> None:
-    def told(step: int, consumed: list[str], rank: int = 0) -> Steps:
+    def told(step: int, consumed: list[str], rank: int = 0) -> StepsCommitted:
         return steps(rank, step, len(consumed), time=100.0 + step, leader=True, consumed=consumed)
 
     good = tallied([*START, told(2, ["a", "b"]), told(4, ["c", "d"]), steps(1, 2, 2, time=102.0)])
     good.add(steps(1, 5, 3, time=105.0, leader=True, consumed=["d", "e"]))  # took over in step 4
-    assert (good.commits.samples_lost, good.commits.samples_doubled, good.commits.untold) == (0, 0, 0)
+    assert (good.commits.samples_lost, good.commits.samples_repeated, good.commits.unreported) == (0, 0, 0)
     twice = tallied([*START, told(2, ["a", "b"]), told(3, ["x", "c"])])
-    assert (twice.commits.samples_lost, twice.commits.samples_doubled) == (64, 128)  # step 2 again, with others
+    assert (twice.commits.samples_lost, twice.commits.samples_repeated) == (64, 128)  # step 2 again, with others
     gap = tallied([*START, told(2, ["a", "b"]), told(9, ["h", "i"])])
-    assert gap.commits.untold == 5
+    assert gap.commits.unreported == 5
 
 
 def test_total_loss_goes_back_to_a_checkpoint_and_says_how_far() -> None:
     reason = "nobody is left who has the state: back to the newest checkpoint"
     leader: list[AnyEvent] = [
-        Resumed(time=189.9, step=700, path="runs/7f3a/checkpoints/700", repeated=100),
-        Changed(time=190.0, epoch=2, members=[0, 1], step=0, reason=reason, term=1),
+        RunResumed(time=189.9, step=700, path="runs/7f3a/checkpoints/700", repeated=100),
+        MembershipChanged(time=190.0, generation=2, members=[0, 1], step=0, reason=reason, restart=1),
     ]
     deaths = [lost(rank, time=180.0 + rank / 10) for rank in range(4)]
     for told in (leader, leader[::-1]):
@@ -383,32 +383,32 @@ def test_total_loss_goes_back_to_a_checkpoint_and_says_how_far() -> None:
         # 80 s of training, of which 10 were in vain; 10 s until somebody was there again; 1 s since.
         assert tally.seconds == pytest.approx(91.0, abs=0.2)
         assert tally.commits.goodput == pytest.approx(71 / 91, abs=0.01)
-        assert [fault.kind for fault in tally.faults] == ["lost"] * 4 + ["back"]
-        assert sentence(tally.faults[-1]) == f"{reason}; on from the checkpoint of step 700; 100 steps done again"
+        assert [fault.kind for fault in tally.incidents] == ["lost"] * 4 + ["back"]
+        assert sentence(tally.incidents[-1]) == f"{reason}; on from the checkpoint of step 700; 100 steps done again"
     line = "4 workers lost, 0 steps done again, 100 committed steps repeated from a checkpoint"
-    assert line in " ".join(printed(report(tally)).split())
+    assert line in " ".join(printed(summarize_run(tally)).split())
 
 
 def test_resuming_after_everything_was_killed_says_how_many_steps_are_repeated() -> None:
-    tally = tallied([*BEFORE, started(time=300.0), Resumed(time=301.0, step=700, path="x", repeated=100)])
+    tally = tallied([*BEFORE, started(time=300.0), RunResumed(time=301.0, step=700, path="x", repeated=100)])
     assert (tally.step, tally.steps, tally.commits.repeated) == (700, 0, 100)
-    assert sentence(tally.faults[0]) == "on from the checkpoint of step 700; 100 steps done again"
+    assert sentence(tally.incidents[0]) == "on from the checkpoint of step 700; 100 steps done again"
 
 
 def test_alive_participating_and_committed_are_counted_apart() -> None:
     tally = tallied(BEFORE)
-    assert (tally.alive, tally.participating) == (4, 4)
+    assert (tally.num_alive, tally.num_participating) == (4, 4)
     tally.add(lost(code=None, noticed="its lease ran out"))
-    assert (tally.alive, tally.participating) == (4, 3)  # stopped: there, but it takes no part
+    assert (tally.num_alive, tally.num_participating) == (4, 3)  # stopped: there, but it takes no part
     for event in LEADER:
         tally.add(event)
     tally.add(WorkerExited(time=180.5, rank=3, code=-9))
-    assert (tally.alive, tally.participating) == (3, 3)
-    tally.add(Replaced(time=181.0, rank=3, life=1, reason="replacement"))
-    assert (tally.alive, tally.participating, tally.step) == (4, 3, 800)
-    tally.add(Changed(time=190.0, epoch=3, members=[0, 1, 2, 3], step=890, reason="worker 3 joined"))
+    assert (tally.num_alive, tally.num_participating) == (3, 3)
+    tally.add(WorkerAdded(time=181.0, rank=3, incarnation=1, reason="replacement"))
+    assert (tally.num_alive, tally.num_participating, tally.step) == (4, 3, 800)
+    tally.add(MembershipChanged(time=190.0, generation=3, members=[0, 1, 2, 3], step=890, reason="worker 3 joined"))
     tally.add(steps(0, 990, 190, time=200.0, leader=True))
-    assert (tally.alive, tally.participating, tally.step) == (4, 4, 990)
+    assert (tally.num_alive, tally.num_participating, tally.step) == (4, 4, 990)
     # From 100 to 200 four were wanted, and one of them was missing for ten seconds.
     assert tally.participation == pytest.approx(390 / 400)
 
@@ -416,13 +416,13 @@ def test_alive_participating_and_committed_are_counted_apart() -> None:
 def test_participation_follows_the_number_that_was_asked_for() -> None:
     events: list[AnyEvent] = [
         *BEFORE,
-        *(WorkerLeft(time=180.0, rank=rank, life=0, step=800, reason="the run was scaled to 2") for rank in (2, 3)),
-        Changed(time=180.0, epoch=2, members=[0, 1], step=800, reason="workers 2 3 left"),
+        *(WorkerLeft(time=180.0, rank=rank, incarnation=0, step=800, reason="the run was scaled to 2") for rank in (2, 3)),
+        MembershipChanged(time=180.0, generation=2, members=[0, 1], step=800, reason="workers 2 3 left"),
         steps(0, 1000, 200, time=200.0, leader=True),
     ]
     assert tallied(events).participation == pytest.approx(1.0)
     assert tallied(events).num_workers == 2
-    more = [*events, *(Replaced(time=200.0, rank=rank, life=1, reason="scaled to 4 workers") for rank in (2, 3))]
+    more = [*events, *(WorkerAdded(time=200.0, rank=rank, incarnation=1, reason="scaled to 4 workers") for rank in (2, 3))]
     more += [steps(0, 1100, 100, time=210.0, leader=True)]
     assert tallied(more).num_workers == 4
     assert tallied(more).participation == pytest.approx((80 * 4 + 20 * 2 + 10 * 2) / (80 * 4 + 20 * 2 + 10 * 4))
@@ -444,8 +444,8 @@ def test_live_view_marks_who_takes_no_part() -> None:
     assert any("goodput 99.6 %" in line.plain for line in live_lines(tally, now=181.0, width=110, height=30))
     tally.add(DRIVER[2])
     assert any(line.plain.endswith("starting") for line in live_lines(tally, now=181.0, width=110, height=30))
-    left = WorkerLeft(time=182.0, rank=2, life=0, step=810, reason="too slow")
-    for event in (left, Changed(time=182.0, epoch=3, members=[0, 1], step=810, reason="worker 2 left")):
+    left = WorkerLeft(time=182.0, rank=2, incarnation=0, step=810, reason="too slow")
+    for event in (left, MembershipChanged(time=182.0, generation=3, members=[0, 1], step=810, reason="worker 2 left")):
         tally.add(event)
     assert not any(line.plain.startswith(" 2 ") for line in live_lines(tally, now=183.0, width=110, height=30))
 
@@ -464,7 +464,7 @@ WHOLE_RUN: list[AnyEvent] = [
 
 
 def test_closing_report_tells_the_faults_and_draws_the_members() -> None:
-    text = printed(report(tallied(WHOLE_RUN), folder="runs/7f3a"), width=140)
+    text = printed(summarize_run(tallied(WHOLE_RUN), folder="runs/7f3a"), width=140)
     assert text.startswith("✔ text.py  1,000 steps")
     facts = [
         "faults      1 worker lost, 1 step done again, 0 samples lost, 0 doubled; goodput 99.6 %, participation 99.7 %",
@@ -476,15 +476,15 @@ def test_closing_report_tells_the_faults_and_draws_the_members() -> None:
     for fact in facts:
         assert fact in text
     assert "\n".join(text.splitlines()).isascii() is False
-    pipe = printed(report(tallied(WHOLE_RUN)), terminal=False)
+    pipe = printed(summarize_run(tallied(WHOLE_RUN)), terminal=False)
     (row,) = [line for line in pipe.splitlines() if line.lstrip().startswith("3  ")]
     assert set(row.split()[1]) == {"=", "x", ">"}
 
 
 def test_a_report_read_from_the_file_of_events_is_the_same() -> None:
     again = [decode(encode(event)) for event in WHOLE_RUN]
-    assert report(tallied(again)) == report(tallied(WHOLE_RUN))
-    value = report(tallied(again))
+    assert summarize_run(tallied(again)) == summarize_run(tallied(WHOLE_RUN))
+    value = summarize_run(tallied(again))
     assert [fault["kind"] for fault in value["faults"]] == ["lost"]
     assert value["committed"]["redone"] == 1
     assert {"worker", "life", "from", "to", "state"} == set(value["membership"][0])
@@ -492,7 +492,7 @@ def test_a_report_read_from_the_file_of_events_is_the_same() -> None:
 
 def test_a_run_without_faults_says_nothing_of_them() -> None:
     calm = [*BEFORE, *(steps(rank, 1000, 200, time=200.0, leader=rank == 0) for rank in range(4))]
-    value = report(tallied([*calm, *(finished(rank) for rank in range(4))]))
+    value = summarize_run(tallied([*calm, *(finished(rank) for rank in range(4))]))
     assert (value["faults"], value["membership"], value["goodput"], value["participation"]) == ([], [], 1.0, 1.0)
     for word in ("faults", "members ", "goodput", "participation"):
         assert word not in printed(value)
@@ -504,19 +504,19 @@ def test_many_faults_are_summed_up_and_the_first_ones_shown() -> None:
         when = 181.0 + 10 * life
         events += [
             lost(3, life, time=when, pid=4123 + life),
-            Changed(time=when, epoch=2 * life + 2, members=[0, 1, 2], step=800, reason="", redone=1),
-            Recovered(time=when + 0.3, epoch=2 * life + 2, step=801, seconds=0.3),
-            Replaced(time=when + 1, rank=3, life=life + 1, reason="replacement"),
-            Changed(time=when + 2, epoch=2 * life + 3, members=[0, 1, 2, 3], step=810, reason="joined"),
+            MembershipChanged(time=when, generation=2 * life + 2, members=[0, 1, 2], step=800, reason="", redone=1),
+            RunRecovered(time=when + 0.3, generation=2 * life + 2, step=801, seconds=0.3),
+            WorkerAdded(time=when + 1, rank=3, incarnation=life + 1, reason="replacement"),
+            MembershipChanged(time=when + 2, generation=2 * life + 3, members=[0, 1, 2, 3], step=810, reason="joined"),
         ]
-    text = printed(report(tallied(events)))
+    text = printed(summarize_run(tallied(events)))
     assert "12 workers lost, 12 steps done again" in text
     assert "and 4 more in report.json" in text
 
 
 def test_timeline_is_a_picture() -> None:
-    def segment(worker: int, life: int, start: float, end: float | None, state: str) -> Segment:
-        return Segment(worker=worker, life=life, start=start, end=end, state=state)
+    def segment(worker: int, life: int, start: float, end: float | None, state: str) -> ParticipationSpan:
+        return ParticipationSpan(worker=worker, incarnation=life, start=start, end=end, state=state)
 
     segments = [
         segment(0, 0, 0.0, None, "participating"),
@@ -529,9 +529,9 @@ def test_timeline_is_a_picture() -> None:
         segment(3, 0, 0.0, 12.0, "alive"),
     ]
     faults = [
-        Fault(kind="lost", time=5.0, worker=1, code=-9, back_step=9, back_seconds=5.0),
-        Fault(kind="left", time=15.0, worker=2),
-        Fault(kind="lost", time=9.0, worker=3),
+        Incident(kind="lost", time=5.0, worker=1, code=-9, rejoin_step=9, rejoin_seconds=5.0),
+        Incident(kind="left", time=15.0, worker=2),
+        Incident(kind="lost", time=9.0, worker=3),
     ]
     drawn = draw(segments, faults, began=0.0, ended=20.0, width=28, ascii_only=True)
     assert drawn == [
@@ -548,8 +548,8 @@ def test_timeline_is_a_picture() -> None:
 
 
 def test_timeline_of_many_workers_shows_those_to_whom_something_happened() -> None:
-    segments = [Segment(worker=each, life=0, start=0.0, state="participating") for each in range(64)]
-    faults = [Fault(kind="lost", time=5.0, worker=40, code=1)]
+    segments = [ParticipationSpan(worker=each, incarnation=0, start=0.0, state="participating") for each in range(64)]
+    faults = [Incident(kind="lost", time=5.0, worker=40, code=1)]
     drawn = draw(segments, faults, began=0.0, ended=20.0, width=60)
     assert [line.split()[0] for line in drawn] == ["worker", "40", "━"]
     assert drawn[-1].endswith("and 63 more that took part all the time")
@@ -561,16 +561,16 @@ def test_timeline_of_many_workers_shows_those_to_whom_something_happened() -> No
 def test_a_run_that_made_good_its_losses_is_done() -> None:
     tally = tallied([*WHOLE_RUN, *(WorkerExited(time=201.0, rank=rank, code=0) for rank in range(3))])
     assert outcome.outcome(tally, size=4, interrupted=False) == "done"
-    assert outcome.error(tally, "done", report(tally)) is None
+    assert outcome.final_error(tally, "done", summarize_run(tally)) is None
     shrunk = tallied([*BEFORE, *DRIVER[:2], *LEADER, *(finished(rank) for rank in range(3))])
     assert outcome.outcome(shrunk, size=4, interrupted=False) == "done"
-    failed_before = tallied([*BEFORE, Failed(time=180.0, rank=3, kind="OSError", message="no"), *WHOLE_RUN[9:]])
+    failed_before = tallied([*BEFORE, WorkerFailed(time=180.0, rank=3, kind="OSError", message="no"), *WHOLE_RUN[9:]])
     assert outcome.outcome(failed_before, size=4, interrupted=False) == "done"
 
 
 def test_who_dies_when_the_result_is_safe_does_not_spoil_it() -> None:
-    killed = WorkerExited(time=200.5, rank=3, life=1, code=-9)
-    saved = Saved(time=200.4, step=1000, path="x", num_bytes=1, seconds=0.1, final=True)
+    killed = WorkerExited(time=200.5, rank=3, incarnation=1, code=-9)
+    saved = CheckpointSaved(time=200.4, step=1000, path="x", num_bytes=1, seconds=0.1, final=True)
     assert outcome.outcome(tallied([*WHOLE_RUN[:-1], killed]), size=4, interrupted=False) == "failed"
     assert outcome.outcome(tallied([*WHOLE_RUN[:-1], saved, killed]), size=4, interrupted=False) == "done"
 
@@ -579,22 +579,22 @@ def test_members_must_have_finished_and_agree() -> None:
     missing = tallied(WHOLE_RUN[:-1])
     assert outcome.outcome(missing, size=4, interrupted=False) == "failed"
     other = tallied([*WHOLE_RUN[:-1], finished(3, weights_sha256="0" * 64)])
-    assert "different weights" in str(outcome.error(other, "done", report(other)))
+    assert "different weights" in str(outcome.final_error(other, "done", summarize_run(other)))
 
 
 def test_a_loss_that_ends_the_run_is_the_error() -> None:
     action = "the run ends: 3 workers are left, and --min-workers is 4"
     events: list[AnyEvent] = [
         *BEFORE,
-        Saved(time=170.0, step=700, path="runs/7f3a/checkpoints/700", num_bytes=1, seconds=0.1),
+        CheckpointSaved(time=170.0, step=700, path="runs/7f3a/checkpoints/700", num_bytes=1, seconds=0.1),
         lost(log=["one", "two", "three", "four"], action=action),
-        Failed(time=180.1, rank=0, kind="PeerLost", message="worker 3 is gone"),
+        WorkerFailed(time=180.1, rank=0, kind="PeerLost", message="worker 3 is gone"),
         *(WorkerExited(time=180.2, rank=rank, code=1) for rank in range(3)),
     ]
     tally = tallied(events)
     assert outcome.outcome(tally, size=4, interrupted=False) == "failed"
-    value = report(tally, outcome="failed", failure=outcome.cause(tally), folder="runs/7f3a")
-    assert str(outcome.error(tally, "failed", value)).splitlines() == [
+    value = summarize_run(tally, outcome="failed", failure=outcome.first_cause(tally), folder="runs/7f3a")
+    assert str(outcome.final_error(tally, "failed", value)).splitlines() == [
         f"worker 3: killed (SIGKILL); {action}",
         "  on host-b, pid 4123",
         "  noticed: its process ended",
@@ -611,12 +611,12 @@ def test_a_loss_that_ends_the_run_is_the_error() -> None:
     saving = [finished(rank, resumable=True, stopped="asked to stop") for rank in range(3)]
     saved = tallied([*events[:-4], *LEADER, *saving])  # those who are left save what there is
     assert outcome.outcome(saved, size=4, interrupted=False) == "failed"
-    cause = outcome.cause(saved)
+    cause = outcome.first_cause(saved)
     assert cause is not None
     assert (cause.kind, cause.message) == ("WorkerLost", f"killed (SIGKILL); {action}")
-    mistake = Failed(time=190.0, rank=1, kind="RuntimeError", message="bad shape", step=800)
+    mistake = WorkerFailed(time=190.0, rank=1, kind="RuntimeError", message="bad shape", step=800)
     tally.add(mistake)
-    assert outcome.cause(tally) == mistake  # the user's own error comes before every loss
+    assert outcome.first_cause(tally) == mistake  # the user's own error comes before every loss
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
@@ -634,8 +634,8 @@ def test_kernel_log_names_the_process(tmp_path: Path) -> None:
         file.write(f"3,102,6000,-;{KILLED}\n SUBSYSTEM=memory\n")
     assert watch.killed(4123)
     assert not watch.killed(4124)
-    assert victim("Out of memory: Killed process 7 (python)") == 7
-    assert victim("process 7 exited") is None
+    assert killed_pid("Out of memory: Killed process 7 (python)") == 7
+    assert killed_pid("process 7 exited") is None
 
 
 @pytest.mark.parametrize(
@@ -657,8 +657,8 @@ def test_control_group_counts_the_killed(tmp_path: Path, own: str, file: str, te
     counted.write_text(text.format(4))
     assert watch.killed(4123)
     assert not watch.killed(4124)  # one kill explains one death
-    assert counter(tmp_path / "none", tmp_path) is None
-    assert kills(None) == 0
+    assert kill_counter(tmp_path / "none", tmp_path) is None
+    assert count_kills(None) == 0
 
 
 # -- why --------------------------------------------------------------------------------------------------------------
@@ -667,25 +667,25 @@ TOKENIZE = "train.py:88  in tokenize:  json.loads(line)"
 CODE = "train.py:88 in tokenize(): json.loads(line)"
 
 
-def at(worker: int, state: str = "running", **more: Any) -> Where:
+def at(worker: int, state: str = "running", **more: Any) -> WorkerActivity:
     facts = {"host": "host-a", "pid": 4120 + worker, "step": 800, "phase": "works", **more}
-    return Where(worker=worker, state=state, **facts)
+    return WorkerActivity(worker=worker, state=state, **facts)
 
 
-def waits(worker: int, *others: int, since: float = 30.0, operation: str = "merge, number 18204") -> Where:
+def waits(worker: int, *others: int, since: float = 30.0, operation: str = "merge, number 18204") -> WorkerActivity:
     return at(worker, "waiting", waits_for=list(others), operation=operation, since=since, user_line="train.py:12")
 
 
 def test_whoever_is_waited_for_and_does_not_wait_holds_up_the_run() -> None:
-    assert holders({0: [2], 1: [2], 3: [2]}) == {2: [0, 1, 3]}
-    assert holders({0: [1], 1: [2]}) == {2: [0, 1]}
-    assert holders({0: [1, 2]}) == {1: [0], 2: [0]}
-    assert holders({0: [1], 1: [0]}) == {}
-    assert circles({0: [1], 1: [0]}) == [[0, 1]]
-    assert circles({0: [1], 1: [2], 2: [1]}) == [[1, 2]]
-    assert circles({0: [1], 1: [2]}) == []
-    assert chain({0: [1], 1: [2], 3: [2]}, 2) in ([0, 1, 2],)
-    assert chain({0: [2], 1: [2]}, 2) == [0, 2]
+    assert find_blockers({0: [2], 1: [2], 3: [2]}) == {2: [0, 1, 3]}
+    assert find_blockers({0: [1], 1: [2]}) == {2: [0, 1]}
+    assert find_blockers({0: [1, 2]}) == {1: [0], 2: [0]}
+    assert find_blockers({0: [1], 1: [0]}) == {}
+    assert find_wait_cycles({0: [1], 1: [0]}) == [[0, 1]]
+    assert find_wait_cycles({0: [1], 1: [2], 2: [1]}) == [[1, 2]]
+    assert find_wait_cycles({0: [1], 1: [2]}) == []
+    assert longest_wait_chain({0: [1], 1: [2], 3: [2]}, 2) in ([0, 1, 2],)
+    assert longest_wait_chain({0: [2], 1: [2]}, 2) == [0, 2]
 
 
 def test_why_names_the_line_of_code_that_everybody_waits_for() -> None:
@@ -755,7 +755,7 @@ def test_why_names_the_line_of_code_that_everybody_waits_for() -> None:
     ],
     ids=["chain", "stopped", "silent", "each other", "nobody", "alone", "unknown", "gone", "recovering"],
 )
-def test_why_concludes(records: list[Where], told: list[str]) -> None:
+def test_why_concludes(records: list[WorkerActivity], told: list[str]) -> None:
     assert conclusion(records, run="7f3a") == told
 
 
@@ -764,4 +764,4 @@ def test_why_looks_at_the_newest_life_and_says_when_there_is_none() -> None:
     assert render([at(0), old, new]).splitlines()[0] == "nobody waits: all 2 workers compute"
     assert "1 (life 1)" in render([at(0), old, new])
     assert render([]) == "no worker of this run is known to be alive"
-    assert msgspec.json.decode(msgspec.json.encode([new]), type=list[Where]) == [new]
+    assert msgspec.json.decode(msgspec.json.encode([new]), type=list[WorkerActivity]) == [new]

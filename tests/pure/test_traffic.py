@@ -9,19 +9,19 @@ from msgspec.structs import replace
 import shoal
 from helpers.command import Caller, write_job
 from helpers.job_files import LOOP
-from shoal.collectives.handshake import Member
-from shoal.collectives.options import Traffic, Wish, wish_of_environment
+from shoal.collectives.handshake import GroupMember
+from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.collectives.stats import places_of
-from shoal.collectives.topology import Place
+from shoal.collectives.topology import RankPlace
 from shoal.errors import InputError
 from shoal.job.load import load_job
 from shoal.report import summarize
-from shoal.report.aggregate import Tally
-from shoal.report.events import RunStarted, Spent, Steps, Travelled, WorkerStarted
+from shoal.report.aggregate import RunTally
+from shoal.report.events import RunStarted, TimeSpent, StepsCommitted, TrafficReported, WorkerStarted
 
-ONE_HOST = [Place("a")] * 2
-ONE_RACK = [Place("a", "x"), Place("b", "x"), Place("b", "x")]
-TWO_RACKS = [Place("a", "x"), Place("b", "y")]
+ONE_HOST = [RankPlace("a")] * 2
+ONE_RACK = [RankPlace("a", "x"), RankPlace("b", "x"), RankPlace("b", "x")]
+TWO_RACKS = [RankPlace("a", "x"), RankPlace("b", "y")]
 
 
 # -- what is asked for, and what is left of it where the ranks are ----------------------------------------------------
@@ -38,61 +38,61 @@ TWO_RACKS = [Place("a", "x"), Place("b", "y")]
         ("bf16@rack", ONE_RACK, []),
     ],
 )
-def test_only_what_crosses_its_level_is_compressed(compress: str, places: list[Place], left: list[str]) -> None:
-    found = Traffic.of(Wish(compress=compress)).between(places)
+def test_only_what_crosses_its_level_is_compressed(compress: str, places: list[RankPlace], left: list[str]) -> None:
+    found = CommConfig.from_options(CommOptions(compress=compress)).restrict_to(places)
     assert list(found.compress) == left
     assert found.exact == (not left)
 
 
 def test_a_ring_is_a_ring_only_between_hosts() -> None:
-    ring = Traffic.of(Wish(algorithm="ring"))
-    assert not ring.between(ONE_RACK).exact and ring.between(ONE_RACK).fitting(3) == "ring"
-    assert ring.between(ONE_HOST).exact and ring.between(ONE_HOST).fitting(2) is None
+    ring = CommConfig.from_options(CommOptions(algorithm="ring"))
+    assert not ring.restrict_to(ONE_RACK).exact and ring.restrict_to(ONE_RACK).algorithm_for(3) == "ring"
+    assert ring.restrict_to(ONE_HOST).exact and ring.restrict_to(ONE_HOST).algorithm_for(2) is None
 
 
 def test_the_environment_says_what_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ALGORITHM": "tree", "COMPRESS": "int8", "LINKS": '{"host": [1e-3, 1e6]}'}.items():
         monkeypatch.setenv(f"SHOAL_{name}", value)
     links = {"host": (1e-3, 1e6)}
-    assert wish_of_environment() == Wish(algorithm="tree", compress="int8", links=links)
-    assert wish_of_environment(Wish(compress="bf16")) == Wish(algorithm="tree", compress="bf16", links=links)
+    assert options_from_environment() == CommOptions(algorithm="tree", compress="int8", links=links)
+    assert options_from_environment(CommOptions(compress="bf16")) == CommOptions(algorithm="tree", compress="bf16", links=links)
 
 
 def test_two_hosts_with_one_name_are_told_apart() -> None:
     usual: dict[str, Any] = {"rack": "", "address": "", "process": 1, "descriptor": -1, "token": ""}
-    members = [Member(rank=rank, host=host, name="node", **usual) for rank, host in enumerate("aba")]
-    assert places_of(members) == (Place("node"), Place("node of rank 1"), Place("node"))
+    members = [GroupMember(rank=rank, host=host, name="node", **usual) for rank, host in enumerate("aba")]
+    assert places_of(members) == (RankPlace("node"), RankPlace("node of rank 1"), RankPlace("node"))
 
 
 # -- what a run says of it --------------------------------------------------------------------------------------------
 
 
 def test_figures_are_those_of_all_workers_and_a_host_compressor_serves_racks() -> None:
-    tally = Tally()
+    tally = RunTally()
     usual: dict[str, Any] = {"time": 1.0, "workers": 2, "layout": "data=2", "steps": None, "steps_per_epoch": None}
     tally.add(RunStarted(run="7f3a", job="job.py", lanes=4, exact=True, **usual))
     tally.add(WorkerStarted(time=1.0, rank=0, pid=1, host="a", fingerprint="f00d"))
-    told = Travelled(
+    told = TrafficReported(
         time=2.0,
         rank=0,
-        way="tree",
+        transport="tree",
         hosts=("a", "b"),
         racks=("x", "y"),
         exact=False,
-        compress={"host": "int8"},
-        sent={"rack": 300},
-        plain={"rack": 1000},
-        errors={"host": (1.0, 100.0)},
+        compressors={"host": "int8"},
+        sent_bytes={"rack": 300},
+        uncompressed_bytes={"rack": 1000},
+        squared_errors={"host": (1.0, 100.0)},
     )
     tally.add(told)
-    found = summarize.report(tally)
+    found = summarize.summarize_run(tally)
     assert found["exact"] is False and found["travel"]["levels"] == {}, "nothing is final yet"
 
-    usual = {"epoch": 0, "loss": 1.0, "lanes": (0, 2), "spent": Spent(), "leader": True}
-    tally.add(Steps(time=3.0, rank=0, step=2, count=2, samples=8, **usual))
+    usual = {"epoch": 0, "loss": 1.0, "lanes": (0, 2), "spent": TimeSpent(), "leader": True}
+    tally.add(StepsCommitted(time=3.0, rank=0, step=2, count=2, samples=8, **usual))
     tally.add(replace(told, final=True))
     tally.add(replace(told, rank=1, sent={"rack": 200}, errors={"host": (8.0, 125.0)}, final=True))
-    assert summarize.report(tally)["travel"]["levels"] == {
+    assert summarize.summarize_run(tally)["travel"]["levels"] == {
         "rack": {"bytes": 500, "bytes_saved": 1500, "bytes_per_step": 250.0, "compressor": "int8", "error": 0.2}
     }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.collectives.group import Alone
+from shoal.collectives.group import SoloGroup
 from shoal.errors import InputError
 
 # -- one process ------------------------------------------------------------------------------------------------------
@@ -68,4 +68,4 @@ def test_a_mistake_is_told(call: Callable[[], Any], told: str) -> None:
 
 
 def test_a_group_of_one_is_a_group() -> None:
-    assert shoal.PerWorker(1.5, group=Alone()).reduce("mean").item() == 1.5
+    assert shoal.PerWorker(1.5, group=SoloGroup()).reduce("mean").item() == 1.5

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 import shoal
-from shoal.collectives import merge, open_commons, prefix_sum
-from shoal.collectives.group import Group
+from shoal.collectives import ordered_reduce, open_shared_buffers, prefix_sum
+from shoal.collectives.group import WorkerGroup
 from shoal.collectives.shm_segment import SEGMENT_BYTES
 from shoal.numerics.digest import tensor_sha256
-from shoal.numerics.lanes import Span, fold, split, subtrees
+from shoal.numerics.lanes import Span, fold, split_point, subtrees
 from shoal.testing import ranks
 
 
@@ -31,7 +31,7 @@ def summed(count: int, lanes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_prefix_sum_is_the_sum_of_the_ranks_before(size: int) -> None:
-    def work(group: Group) -> list[Any]:
+    def work(group: WorkerGroup) -> list[Any]:
         mine = numbers(group.rank).view(17, 59)
         kept = mine.clone()
         inclusive, exclusive = prefix_sum(mine), prefix_sum(mine, exclusive=True)
@@ -49,21 +49,21 @@ def test_a_merge_is_the_same_for_every_deal(deal: tuple[Span, ...]) -> None:
     def part(node: Span) -> torch.Tensor:
         if node[1] - node[0] == 1:
             return numbers(node[0])
-        return part((node[0], split(node))) + part((split(node), node[1]))
+        return part((node[0], split_point(node))) + part((split_point(node), node[1]))
 
-    def work(group: Group) -> str:
-        return tensor_sha256(merge(7, deal, {node: part(node) for node in subtrees(7, deal[group.rank])}))
+    def work(group: WorkerGroup) -> str:
+        return tensor_sha256(ordered_reduce(7, deal, {node: part(node) for node in subtrees(7, deal[group.rank])}))
 
     assert ranks(len(deal), work) == [tensor_sha256(summed(1003, 7))] * len(deal)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_memory_summed_in_place_has_the_bits_of_an_all_reduce(size: int) -> None:
-    def work(group: Group) -> list[Any]:
+    def work(group: WorkerGroup) -> list[Any]:
         found = []
         for count in (1, 1000, 300_001):
             tensor = numbers(group.rank, count)
-            commons = open_commons(4 * count)
+            commons = open_shared_buffers(4 * count)
             assert commons is not None
             own = commons.own.view(torch.float32)[:count]
             own.copy_(tensor)
@@ -76,7 +76,7 @@ def test_memory_summed_in_place_has_the_bits_of_an_all_reduce(size: int) -> None
 
 
 def test_shared_memory_does_not_grow_with_the_tensors() -> None:
-    def work(group: Group) -> list[int]:
+    def work(group: WorkerGroup) -> list[int]:
         return [_shared_bytes(), [dist.all_reduce(torch.ones(4_000_000)), _shared_bytes()][1]]
 
     (before, after), _ = ranks(2, work)
@@ -94,7 +94,7 @@ def test_a_group_of_another_backend_is_refused_by_name() -> None:
     with pytest.raises(shoal.InputError, match=r"this is no process group, and needs one of shoal"):
         prefix_sum(torch.ones(1))
 
-    def work(group: Group) -> str:
+    def work(group: WorkerGroup) -> str:
         other = dist.new_group(backend="gloo")
         with pytest.raises(shoal.InputError) as caught:
             prefix_sum(torch.ones(1), other)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.group_sums import expected, held_parts
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.errors import PeerLost
 from shoal.numerics.digest import tensor_sha256
 from shoal.numerics.lanes import Span, subtrees
@@ -35,10 +35,10 @@ DEALS: dict[str, tuple[int, tuple[Span, ...]]] = {
 def test_a_merge_has_the_bits_of_one_process(name: str) -> None:
     lanes, deal = DEALS[name]
 
-    def work(group: Group) -> list[str]:
+    def work(group: WorkerGroup) -> list[str]:
         # All merges are begun before the first is waited for, as a step with many buckets does.
         pending = [
-            group.merge(lanes, deal, held_parts(lanes, deal[group.rank], size, dtype))
+            group.ordered_reduce(lanes, deal, held_parts(lanes, deal[group.rank], size, dtype))
             for dtype in DTYPES
             for size in SIZES
         ]
@@ -53,13 +53,13 @@ def test_zeros_keep_their_sign_and_what_is_not_finite_stays(name: str) -> None:
     lanes, deal = DEALS[name]
     special = torch.tensor([-0.0, 0.0, float("inf"), float("nan"), 1e-45, -3.5])
 
-    def work(group: Group) -> Tensor:
+    def work(group: WorkerGroup) -> Tensor:
         first = group.rank == 0
         parts = {
             node: special.clone() if first and number == 0 else torch.full((6,), -0.0)
             for number, node in enumerate(subtrees(lanes, deal[group.rank]))
         }
-        return group.merge(lanes, deal, parts).wait()
+        return group.ordered_reduce(lanes, deal, parts).wait()
 
     for merged in ranks(len(deal), work):
         assert merged.view(torch.int32).tolist() == special.view(torch.int32).tolist()
@@ -67,14 +67,14 @@ def test_zeros_keep_their_sign_and_what_is_not_finite_stays(name: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_gather_and_broadcast(size: int) -> None:
-    def work(group: Group) -> dict[str, Any]:
+    def work(group: WorkerGroup) -> dict[str, Any]:
         mine = torch.tensor([group.rank + 0.5, -group.rank], dtype=torch.float64)
         from_each = []
         for source in range(group.size):
             sent = torch.full((5,), float(group.rank)).to(torch.bfloat16)
             group.broadcast(sent, source)
             from_each.append(sent)
-        return {"rank": group.rank, "size": group.size, "rows": group.gather(mine), "sent": torch.stack(from_each)}
+        return {"rank": group.rank, "size": group.size, "rows": group.gather_rows(mine), "sent": torch.stack(from_each)}
 
     rows = torch.tensor([[rank + 0.5, -rank] for rank in range(size)], dtype=torch.float64)
     for rank, found in enumerate(ranks(size, work)):
@@ -87,17 +87,17 @@ def test_gather_and_broadcast(size: int) -> None:
 def test_a_killed_peer_is_an_error_on_all_others(operation: str) -> None:
     deal = ((0, 1), (1, 2), (2, 4))
 
-    def work(group: Group) -> str:
-        group.gather(torch.zeros(1))  # everybody is connected
+    def work(group: WorkerGroup) -> str:
+        group.gather_rows(torch.zeros(1))  # everybody is connected
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             if operation == "gather":
-                group.gather(torch.zeros(1))
+                group.gather_rows(torch.zeros(1))
             elif operation == "broadcast":
                 group.broadcast(torch.zeros(1), 1)
             else:
-                group.merge(4, deal, {node: torch.ones(300) for node in subtrees(4, deal[group.rank])}).wait()
+                group.ordered_reduce(4, deal, {node: torch.ones(300) for node in subtrees(4, deal[group.rank])}).wait()
         except PeerLost as error:
             return str(error)
         return "nothing was noticed"
@@ -114,7 +114,7 @@ def test_a_killed_peer_is_an_error_on_all_others(operation: str) -> None:
 
 
 def test_ranks_return_what_they_computed() -> None:
-    def work(group: Group) -> dict[str, Any]:
+    def work(group: WorkerGroup) -> dict[str, Any]:
         return {
             "plain": [None, True, 1, -2.5, "text", [group.rank]],
             "bf16": torch.tensor([1.5, -0.0]).to(torch.bfloat16),
@@ -134,17 +134,17 @@ def test_ranks_return_what_they_computed() -> None:
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
-    def work(group: Group) -> None:
+    def work(group: WorkerGroup) -> None:
         if group.rank == 1:
             raise ValueError("out of fish")
-        group.gather(torch.zeros(1))  # this one loses a peer, which is not the cause
+        group.gather_rows(torch.zeros(1))  # this one loses a peer, which is not the cause
 
     with pytest.raises(RanksFailed, match=r"(?s)^rank 1 raised.*test_group.py.*ValueError: out of fish"):
         ranks(2, work)
 
 
 def test_a_rank_that_hangs_is_killed() -> None:
-    def work(group: Group) -> str:
+    def work(group: WorkerGroup) -> str:
         if group.rank == 0:
             signal.pause()
         return "done"

@@ -7,15 +7,15 @@ import torch
 import torch._dynamo  # the optimizer loads it at its first step: here once, not in every process
 from torch import nn
 
-from shoal.collectives.group import Group
-from shoal.numerics.digest import combine, digests
+from shoal.collectives.group import WorkerGroup
+from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.testing import RanksFailed, ranks
 from shoal.worker import state_transfer
-from shoal.worker.checkpointer import Live
-from shoal.worker.state_transfer import accept, give, prepare
+from shoal.worker.checkpointer import LiveState
+from shoal.worker.state_transfer import receive_state, send_state, preallocate
 
 
-def live(seed: int, steps: int) -> Live:
+def live(seed: int, steps: int) -> LiveState:
     """A model with tensors above and below the size from which they travel alone, a buffer and two moments each."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(160, 160), nn.BatchNorm1d(160), nn.Linear(160, 3))
@@ -24,7 +24,7 @@ def live(seed: int, steps: int) -> Live:
         model(torch.randn(8, 160)).square().sum().backward()
         optimizer.step()
     parameters = dict(model.named_parameters())
-    return Live(
+    return LiveState(
         model=model,
         parameters=parameters,
         optimizer=optimizer,
@@ -35,20 +35,20 @@ def live(seed: int, steps: int) -> Live:
     )
 
 
-def state(run: Live) -> str:
-    snapshot = run.lend(0, {})
+def state(run: LiveState) -> str:
+    snapshot = run.live_snapshot(0, {})
     parts = {"weights": snapshot.weights, "optimizer": snapshot.optimizer}
-    return combine(digests([(f"{part}/{name}", each) for part, named in parts.items() for name, each in named.items()]))
+    return model_digest(tensor_digests([(f"{part}/{name}", each) for part, named in parts.items() for name, each in named.items()]))
 
 
-def hand_over(group: Group) -> list[Any]:
+def hand_over(group: WorkerGroup) -> list[Any]:
     if group.rank == 0:
         donor = live(seed=1, steps=3)
-        give(group, [1, 2], donor.lend(3, {"loss": 0.5}))
+        send_state(group, [1, 2], donor.live_snapshot(3, {"loss": 0.5}))
         return [state(donor), donor.state["seen"]["samples"]]
     newcomer = live(seed=2, steps=0)
-    prepare(newcomer.parameters.values())
-    snapshot, _ = accept(group, 0)
+    preallocate(newcomer.parameters.values())
+    snapshot, _ = receive_state(group, 0)
     newcomer.restore(snapshot, own=True)
     assert snapshot.step == 3 and snapshot.values["told"] == {"loss": 0.5}
     return [state(newcomer), newcomer.state["seen"]["samples"]]
@@ -66,7 +66,7 @@ def test_whoever_may_not_read_the_memory_of_the_donor_gets_messages(monkeypatch:
 
 
 def test_a_changed_tensor_is_named_and_nothing_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = state_transfer.read
+    read = state_transfer.read_memory
 
     def flipped(process: int, address: int, into: torch.Tensor) -> None:
         read(process, address, into)

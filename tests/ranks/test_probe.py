@@ -24,7 +24,7 @@ def test_a_quick_probe_writes_a_file_that_reads_back(tmp_path: Path, capfd: pyte
     said = capfd.readouterr()
     told = msgspec.json.decode(said.out)
     (host,) = read_cluster(path).hosts
-    assert host.device is not None and host.inside is not None and host.devices == told["cores"]
+    assert host.device is not None and host.interconnect is not None and host.devices == told["cores"]
     assert host.device.overhead == pytest.approx(told["pace"]["overhead"], rel=0.01)
     assert set(told["crowd"]) == {"1", "2"} and told["links"]["memory"][1] > 0 and told["merge"] > 0
     assert {"gelu", "convolution", "bernoulli_"} <= set(host.device.rates)

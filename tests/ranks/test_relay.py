@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers.relay_lanes import Halves, held, summed
 from helpers.routes import at
 from shoal.collectives.choose_algorithm import candidates
-from shoal.collectives.run_tree import Pool, Relay, pieces_of
+from shoal.collectives.run_tree import TensorPool, TreeExecutor, split_pieces
 from shoal.numerics.digest import tensor_sha256
 from shoal.numerics.lanes import Span
 from shoal.testing import ranks
@@ -50,7 +50,7 @@ def test_real_processes_have_one_hash_for_all_routes(text: str, tmp_path: Path) 
 
     def work(group: Any) -> list[dict[str, str]]:
         mail = gloo_mail(tmp_path / "store", group.rank, size)
-        pool, base = Pool(), 0
+        pool, base = TensorPool(), 0
         found: list[dict[str, str]] = [{}, {}, {}]
         for name, route in all_routes.items():
             for number, (options, count, deal) in enumerate(
@@ -61,15 +61,15 @@ def test_real_processes_have_one_hash_for_all_routes(text: str, tmp_path: Path) 
                 ]
             ):
                 parts = held(count, deal[mail.rank], length)
-                pieces = {span: pieces_of(route, part) for span, part in parts.items()}
+                pieces = {span: split_pieces(route, part) for span, part in parts.items()}
                 result = next(iter(parts.values()))
-                relay = Relay(
+                relay = TreeExecutor(
                     mail,
                     route,
                     pieces,
-                    pieces_of(route, result),
+                    split_pieces(route, result),
                     lanes=count,
-                    deal=deal,
+                    assignment=deal,
                     places=places,
                     base=base,
                     pool=pool,

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from helpers.steps import Sometimes, gradients, plain_loss, same, sometimes_data, strategy_for, take_step
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.testing import (
     ranks,
 )
@@ -27,7 +27,7 @@ def test_3_absent_in_some_workers_is_absent_in_the_sum(asking: Sequence[int]) ->
     data = sometimes_data(asking)
     data[0][:, 1] = 0.0  # gradients of exactly zero, whose sign a filler could change
 
-    def work(group: Group) -> list[Tensor | None]:
+    def work(group: WorkerGroup) -> list[Tensor | None]:
         deal = [(0, 1), (1, 3), (3, 4)]
         take_step(strategy_for(model, 4, group=group, deal=deal), data, lambda batch: plain_loss(model, batch))
         return list(gradients(model).values())

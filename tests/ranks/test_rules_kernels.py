@@ -141,7 +141,7 @@ def test_9_workers_train_with_the_job_s_threads() -> None:
 
 def test_9_indexing_with_repeats_has_one_gradient_with_several_threads() -> None:
     def play() -> None:
-        kernels.settle(threads=2)
+        kernels.configure(threads=2)
         table, index = torch.randn(500, 64, requires_grad=True), torch.randint(500, (20_000,))
         weights = torch.randn(20_000, 64)
         once = (torch.autograd.grad((table[index] * weights).sum(), table)[0] for _ in range(8))

@@ -23,10 +23,10 @@ from helpers.steps import (
     strategy_for,
     take_step,
 )
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.numerics import seeds
-from shoal.numerics.digest import combine, digests
-from shoal.numerics.lanes import cut
+from shoal.numerics.digest import model_digest, tensor_digests
+from shoal.numerics.lanes import cut_batch
 from shoal.testing import (
     batch_norm_net,
     dropout_net,
@@ -42,11 +42,11 @@ pytestmark = pytest.mark.usefixtures("generators_stay")
 
 
 def test_5_the_same_seed_is_the_same_model_on_every_worker() -> None:
-    def work(group: Group) -> str:
+    def work(group: WorkerGroup) -> str:
         seeds.seed_everything(group.rank)
-        return combine(digests(seeds.initialise(everything, 3).named_parameters()))
+        return model_digest(tensor_digests(seeds.initialise(everything, 3).named_parameters()))
 
-    assert set(ranks(3, work)) == {combine(digests(seeds.initialise(everything, 3).named_parameters()))}
+    assert set(ranks(3, work)) == {model_digest(tensor_digests(seeds.initialise(everything, 3).named_parameters()))}
 
 
 # -- 6: alignment -----------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_14_dropout_is_the_same_whichever_lanes_ran_before() -> None:
     assert len(alone) == 4 * 2 * 3  # lanes, microbatches, calls
     assert len({tuple(mask.tolist()) for mask in alone}) == len(alone), "every place has a stream of its own"
 
-    def work(group: Group) -> list[Tensor]:
+    def work(group: WorkerGroup) -> list[Tensor]:
         torch.rand(group.rank)  # whatever was drawn before
         return masks(Noisy(), group=group, deal=[(0, 1), (1, 4)])
 
@@ -106,20 +106,20 @@ def test_15_buffers_start_anew_in_each_lane_and_are_averaged_by_samples(
 ) -> None:
     model = Buffered()
     data = mlp_data(count)
-    expected = buffers_by_hand(model, data, cut(count, batch, lanes, microbatches))
+    expected = buffers_by_hand(model, data, cut_batch(count, batch, lanes, microbatches))
     deal = [(0, 1), (1, lanes)]
 
-    def work(group: Group) -> dict[str, str]:
+    def work(group: WorkerGroup) -> dict[str, str]:
         strategy = strategy_for(model, lanes, microbatches=microbatches, group=group, deal=deal)
         take_step(strategy, data, lambda part: plain_loss(model, part), batch=batch)
-        return digests(model.named_buffers())
+        return tensor_digests(model.named_buffers())
 
     on_two = ranks(2, work)
     strategy = strategy_for(model, lanes, microbatches=microbatches)
     take_step(strategy, data, lambda part: plain_loss(model, part), batch=batch)
     found = dict(model.named_buffers())
-    assert digests(found.items()) == digests(expected.items())
-    assert on_two == [digests(expected.items())] * 2
+    assert tensor_digests(found.items()) == tensor_digests(expected.items())
+    assert on_two == [tensor_digests(expected.items())] * 2
     assert found["calls"] == 10 + microbatches, "a counter is the first lane's"
     assert found["norm.num_batches_tracked"] == microbatches
     assert found["seen"]

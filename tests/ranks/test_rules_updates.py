@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.steps import mlp_data, sha256
-from shoal.recovery.checkpoint.directory import Checkpoints
+from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.testing import (
     cross_entropy,
     dropout_net,
@@ -127,7 +127,7 @@ def test_21_tied_and_crooked_tensors_are_stored_once_and_come_back() -> None:
     whole = sha256(job)
     with pytest.raises(shoal.Stopped):
         shoal.train(job, run_dir="run", stop_after=3, quiet=True)
-    found = Checkpoints(Path("run/checkpoints")).newest()
+    found = CheckpointDirectory(Path("run/checkpoints")).newest()
     assert found is not None
     with safe_open(found.path / "model.safetensors", "pt") as file:
         assert "words.weight" in file.keys() and "head.weight" not in file.keys()  # noqa: SIM118

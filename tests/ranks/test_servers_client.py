@@ -16,41 +16,41 @@ from torch import Tensor, nn
 from helpers.command import forked
 from helpers.odd_server import Answer, Odd
 from shoal.errors import InputError, RunError
-from shoal.paramserver.client import Away, Client, Lost, Notice, RefusedError, ServerUnreachable
-from shoal.paramserver.local_servers import Servers, connect
+from shoal.paramserver.client import ServerAwayNotice, ParameterClient, WritesLostNotice, ClientNotice, RefusedError, ServerUnreachable
+from shoal.paramserver.local_servers import LocalServers, connect
 from shoal.paramserver.messages import (
-    Declare,
+    DeclareRequest,
     DenseSpec,
-    Done,
-    Keep,
-    Pull,
-    Put,
-    Request,
-    Slot,
+    AckReply,
+    SnapshotRequest,
+    PullRequest,
+    PutRequest,
+    ServerRequest,
+    TableSlice,
     SparseSpec,
-    Standing,
-    Stats,
+    StatusRequest,
+    StatsRequest,
 )
-from shoal.paramserver.server import Server
-from shoal.paramserver.shard import Shard
-from shoal.paramserver.snapshot import Snapshots
+from shoal.paramserver.server import ParameterServer
+from shoal.paramserver.shard import ParameterShard
+from shoal.paramserver.snapshot import SnapshotFolder
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["one process", "unix", "tcp"])
-def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+def client(request: pytest.FixtureRequest) -> Iterator[ParameterClient]:
     """Of two shards, reached in every way."""
     if request.param == "one process":
-        with Client([Shard(shard=shard, shards=2) for shard in range(2)]) as found:
+        with ParameterClient([ParameterShard(shard=shard, shards=2) for shard in range(2)]) as found:
             yield found
         return
     addresses = ["tcp://127.0.0.1:0"] * 2 if request.param == "tcp" else None
-    with Servers(2, addresses=addresses) as servers, Client(servers.addresses[::-1]) as found:
+    with LocalServers(2, addresses=addresses) as servers, ParameterClient(servers.addresses[::-1]) as found:
         yield found
 
 
-def test_push_pull_and_wait(client: Client) -> None:
+def test_push_pull_and_wait(client: ParameterClient) -> None:
     model = nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 3))
     half = {"half": torch.ones(70, 3, dtype=torch.float64), "number": torch.tensor(5.0)}
     values = dict(model.named_parameters()) | half
@@ -86,7 +86,7 @@ def test_push_pull_and_wait(client: Client) -> None:
     assert second.pull().wait()["number"] == 9, "whoever comes second takes what there is"
 
 
-def test_rows_of_any_shape_and_repeated(client: Client) -> None:
+def test_rows_of_any_shape_and_repeated(client: ParameterClient) -> None:
     spec = SparseSpec(rows=10_000, dim=8, optimizer="sgd", settings={"lr": 1.0}, scale=0.0)
     table = client.sparse("rows", spec)
     ids = torch.tensor([[7, 2, 7], [9_999, 0, 2]])
@@ -108,39 +108,39 @@ def test_rows_of_any_shape_and_repeated(client: Client) -> None:
 
 
 def test_a_token_opens_and_nothing_else_does() -> None:
-    with Servers(1, token="secret") as servers:
+    with LocalServers(1, token="secret") as servers:
         with pytest.raises(InputError, match="needs a token, and this client has none"):
-            Client(servers.addresses)
+            ParameterClient(servers.addresses)
         with pytest.raises(RefusedError, match="a wrong token"):
-            Client(servers.addresses, token="guess")
-        with Client(servers.addresses, token="secret") as client:
-            assert client.request(0, Standing()).wait()[0].version == 0
+            ParameterClient(servers.addresses, token="guess")
+        with ParameterClient(servers.addresses, token="secret") as client:
+            assert client.request(0, StatusRequest()).wait()[0].version == 0
 
 
 def test_the_environment_says_where_servers_are(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="SHOAL_SERVERS is not set"):
         connect()
-    with Servers(2) as servers:
+    with LocalServers(2) as servers:
         monkeypatch.setenv("SHOAL_SERVERS", ", ".join(servers.addresses))
         monkeypatch.setenv("RANK", "3")
         with connect() as client:
-            assert (client.shards, client.who.worker) == (2, 3)
+            assert (client.shards, client.client_id.worker) == (2, 3)
         monkeypatch.setenv("RANK", "x")
         with pytest.raises(InputError, match="RANK is 'x'"):
             connect()
 
 
 def test_a_folder_is_served_by_one_process(tmp_path: Path) -> None:
-    with Servers(1, folder=tmp_path) as servers:
+    with LocalServers(1, folder=tmp_path) as servers:
         served = f"shard 0 is already served by process {servers.pids[0]}"
         with pytest.raises(InputError, match=served):
-            Servers(1, folder=tmp_path)
+            LocalServers(1, folder=tmp_path)
 
 
 # -- servers that go away ----------------------------------------------------------------------------------------------
 
 
-def counters(client: Client, number: int = 4) -> Any:
+def counters(client: ParameterClient, number: int = 4) -> Any:
     """A table that counts: gradients of 1, learning rate 1."""
     return client.dense("count", {str(each): torch.zeros(2000) for each in range(number)}, lr=1.0)
 
@@ -152,13 +152,13 @@ def counted(table: Any) -> int:
 
 
 def test_a_server_that_is_killed_goes_on_from_its_snapshot_and_says_what_is_lost(tmp_path: Path) -> None:
-    notices: list[Notice] = []
+    notices: list[ClientNotice] = []
     ones = [torch.ones(2000)] * 4
-    with Servers(1, folder=tmp_path) as servers, Client(servers.addresses, tell=notices.append) as client:
+    with LocalServers(1, folder=tmp_path) as servers, ParameterClient(servers.addresses, notify=notices.append) as client:
         table = counters(client)
         for _ in range(5):
             table.push(ones).wait()
-        client.request(0, Keep()).wait()
+        client.request(0, SnapshotRequest()).wait()
         for _ in range(3):
             table.push(ones).wait()
         servers.kill(0)
@@ -168,10 +168,10 @@ def test_a_server_that_is_killed_goes_on_from_its_snapshot_and_says_what_is_lost
         for future in waiting:
             future.wait()
         assert counted(table) == 5 + 2
-        assert client.lost == 3
-        assert client.boots == [2]
-        assert [notice for notice in notices if isinstance(notice, Lost)] == [Lost(0, 3, updates=3)]
-        away = [notice for notice in notices if isinstance(notice, Away)]
+        assert client.lost_writes == 3
+        assert client.server_incarnations == [2]
+        assert [notice for notice in notices if isinstance(notice, WritesLostNotice)] == [WritesLostNotice(0, 3, pushes=3)]
+        away = [notice for notice in notices if isinstance(notice, ServerAwayNotice)]
         assert [notice.seconds is None for notice in away] == [True, False]
         assert away[0].address == servers.addresses[0]
         assert table.push(ones).wait() and counted(table) == 8, "the numbers go on"
@@ -179,77 +179,77 @@ def test_a_server_that_is_killed_goes_on_from_its_snapshot_and_says_what_is_lost
 
 def test_pushes_through_kills_are_applied_once_each(tmp_path: Path) -> None:
     """Small whole numbers make a lost or doubled push arithmetic."""
-    with Servers(2, folder=tmp_path) as servers, Client(servers.addresses) as client:
+    with LocalServers(2, folder=tmp_path) as servers, ParameterClient(servers.addresses) as client:
         table = counters(client)
         ones = [torch.ones(2000)] * 4
         for turn in range(3):
             futures = [table.push(ones) for _ in range(10)]
             for shard in range(2):
-                client.request(shard, Keep()).wait()
+                client.request(shard, SnapshotRequest()).wait()
             futures += [table.push(ones) for _ in range(10)]
             servers.restart(turn % 2)
             for future in futures:
                 future.wait()
         done = 0
         for shard, parts in enumerate(table.cut):
-            stats = client.request(shard, Stats()).wait()[0]
+            stats = client.request(shard, StatsRequest()).wait()[0]
             done += stats.updates
             assert parts
-        assert done == 2 * 60 - client.lost
+        assert done == 2 * 60 - client.lost_writes
         values = table.pull().wait()
         assert sum(-int(value[0]) for value in values.values()) == 2 * done
 
 
 def test_a_broken_connection_changes_nothing() -> None:
-    with Servers(1) as servers, Client(servers.addresses) as client:
+    with LocalServers(1) as servers, ParameterClient(servers.addresses) as client:
         table = counters(client)
         futures = []
         for turn in range(30):
             futures.append(table.push([torch.ones(2000)] * 4))
             if turn % 7 == 3:
-                client._links[0].wire._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+                client._links[0].transport._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
             if turn % 5 == 0:
                 futures[-1].wait()
         assert sorted(future.wait() for future in futures) == list(range(1, 31))
         assert counted(table) == 30
-        assert client.lost == 0
+        assert client.lost_writes == 0
 
 
 def test_a_server_that_stays_away_is_named_and_so_is_its_shard() -> None:
-    notices: list[Notice] = []
-    with Servers(2) as servers, Client(servers.addresses, timeout=0.2, tell=notices.append) as client:
+    notices: list[ClientNotice] = []
+    with LocalServers(2) as servers, ParameterClient(servers.addresses, timeout=0.2, notify=notices.append) as client:
         servers.kill(1)
         with pytest.raises(ServerUnreachable, match=f"shard 1 at {servers.addresses[1]} cannot be reached since"):
-            client.request(1, Standing()).wait()
-        assert notices == [Away(1, servers.addresses[1])]
+            client.request(1, StatusRequest()).wait()
+        assert notices == [ServerAwayNotice(1, servers.addresses[1])]
         with pytest.raises(ServerUnreachable):
-            client.request(1, Standing())
-        assert client.request(0, Standing()).wait()[0].boot == 1, "the others are still there"
+            client.request(1, StatusRequest())
+        assert client.request(0, StatusRequest()).wait()[0].boot == 1, "the others are still there"
 
 
 def test_a_server_that_is_stopped_is_noticed() -> None:
-    with Servers(1) as servers, Client(servers.addresses, timeout=0.4) as client:
+    with LocalServers(1) as servers, ParameterClient(servers.addresses, timeout=0.4) as client:
         os.kill(servers.pids[0], signal.SIGSTOP)
         try:
             with pytest.raises(ServerUnreachable, match=r"no word from it|does not answer"):
-                client.request(0, Stats()).wait()
+                client.request(0, StatsRequest()).wait()
         finally:
             os.kill(servers.pids[0], signal.SIGCONT)
 
 
 def test_an_answer_that_takes_long_is_waited_for() -> None:
     """An order that is parked is no sign of death, as long as the server answers when it is asked whether it lives."""
-    notices: list[Notice] = []
+    notices: list[ClientNotice] = []
 
     def made(shard: int, shards: int, boot: int) -> Odd:
         odd = Odd(shard, shards)
-        odd.answer = lambda who, tag, sequence, request: [] if sequence else [Answer(who, tag, Done(1))]
+        odd.answer = lambda who, tag, sequence, request: [] if sequence else [Answer(who, tag, AckReply(1))]
         return odd
 
-    with Servers(1, make=made) as servers, Client(servers.addresses, timeout=0.1, tell=notices.append) as client:
+    with LocalServers(1, make_shard=made) as servers, ParameterClient(servers.addresses, timeout=0.1, notify=notices.append) as client:
         with pytest.raises(RunError, match=r"no answer within 0\.4 s: Put by shard 0"):
-            client.request(0, Put([])).wait(0.4)
-        assert client.request(0, Standing()).wait()[0] == Done(1)
+            client.request(0, PutRequest([])).wait(0.4)
+        assert client.request(0, StatusRequest()).wait()[0] == AckReply(1)
     assert notices == []
 
 
@@ -257,7 +257,7 @@ def test_servers_end_with_their_parent() -> None:
     heard, told = os.pipe()
 
     def play() -> None:
-        servers = Servers(2)
+        servers = LocalServers(2)
         os.write(told, f"{servers.pids[0]} {servers.pids[1]} {servers.addresses[0]}".encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -273,25 +273,25 @@ def test_servers_end_with_their_parent() -> None:
 
 
 def test_snapshots_are_written_now_and_then_by_themselves(tmp_path: Path) -> None:
-    with Snapshots(tmp_path / "kept") as snapshots:
-        shard = Shard()
-        server = Server(shard, [f"unix:{tmp_path}/s"], snapshots=snapshots, keep_seconds=0.0)
-        with Client([shard]) as client:
+    with SnapshotFolder(tmp_path / "kept") as snapshots:
+        shard = ParameterShard()
+        server = ParameterServer(shard, [f"unix:{tmp_path}/s"], snapshots=snapshots, snapshot_seconds=0.0)
+        with ParameterClient([shard]) as client:
             client.dense("w", {"a": torch.zeros(3)}, lr=1.0).push([torch.ones(3)]).wait()
         deadline = time.monotonic() + 20
         while snapshots.newest() is None and time.monotonic() < deadline:
-            server.turn(0.01)
+            server.poll_once(0.01)
         server.close()
         found = snapshots.newest()
         assert found is not None and found.version == 1
 
 
 def test_a_large_table_gets_the_memory_that_it_needs() -> None:
-    with Servers(1, ring_bytes=1 << 20) as servers, Client(servers.addresses) as client:
-        writer = client._links[0].wire.writer  # type: ignore[union-attr]
+    with LocalServers(1, ring_bytes=1 << 20) as servers, ParameterClient(servers.addresses) as client:
+        writer = client._links[0].transport.writer  # type: ignore[union-attr]
         assert writer is not None and writer.size == 1 << 20
         table = client.dense("large", {"a": torch.zeros(1 << 20)}, lr=1.0)
-        grown = client._links[0].wire.writer  # type: ignore[union-attr]
+        grown = client._links[0].transport.writer  # type: ignore[union-attr]
         assert grown is not None and grown.size >= 8 << 20
         for _ in range(4):
             table.push([torch.ones(1 << 20)]).wait()
@@ -303,19 +303,19 @@ def test_a_large_table_gets_the_memory_that_it_needs() -> None:
 
 def test_memory_grows_with_what_is_asked_for_and_with_what_comes() -> None:
     spec = DenseSpec(names=["a"], shapes=[[1 << 20]], dtypes=["float32"], optimizer="none")
-    with Servers(1, ring_bytes=1 << 20) as servers, Client(servers.addresses) as client:
+    with LocalServers(1, ring_bytes=1 << 20) as servers, ParameterClient(servers.addresses) as client:
         sizes = []
 
-        def ask(request: Request, tensors: Sequence[Tensor] = ()) -> list[Tensor]:
+        def ask(request: ServerRequest, tensors: Sequence[Tensor] = ()) -> list[Tensor]:
             found = client.request(0, request, tensors).wait()[1]
-            sizes.append(client._links[0].wire.writer.size >> 20)  # type: ignore[union-attr]
+            sizes.append(client._links[0].transport.writer.size >> 20)  # type: ignore[union-attr]
             return found
 
-        ask(Declare("w", spec))
-        ask(Put([Slot("w")], fill=True), [torch.ones(1 << 20)])
-        assert ask(Pull([Slot("w")]))[0].sum() == 1 << 20
+        ask(DeclareRequest("w", spec))
+        ask(PutRequest([TableSlice("w")], fill=True), [torch.ones(1 << 20)])
+        assert ask(PullRequest([TableSlice("w")]))[0].sum() == 1 << 20
         assert sizes == [1, 8, 8]
-        with Client(servers.addresses, worker=1) as reader:
+        with ParameterClient(servers.addresses, worker=1) as reader:
             for expected in (1, 8):  # the first answer shows how large they are
-                assert reader.request(0, Pull([Slot("w")])).wait()[1][0].sum() == 1 << 20
-                assert reader._links[0].wire.writer.size >> 20 == expected  # type: ignore[union-attr]
+                assert reader.request(0, PullRequest([TableSlice("w")])).wait()[1][0].sum() == 1 << 20
+                assert reader._links[0].transport.writer.size >> 20 == expected  # type: ignore[union-attr]

@@ -9,10 +9,10 @@ import torch
 from helpers.command import in_child, program
 from helpers.places import BENCHMARKS
 from helpers.sparse_tables import table
-from shoal.paramserver.client import Client
+from shoal.paramserver.client import ParameterClient
 from shoal.paramserver.embedding import Embedding
-from shoal.paramserver.local_servers import Servers
-from shoal.paramserver.messages import Stats
+from shoal.paramserver.local_servers import LocalServers
+from shoal.paramserver.messages import StatsRequest
 from shoal.worker import memory
 
 # -- on servers -------------------------------------------------------------------------------------------------------
@@ -35,24 +35,24 @@ def test_a_table_larger_than_a_workers_memory() -> None:
             push(*taken)
 
     def alone() -> None:
-        memory.cap(CAP)
+        memory.cap_memory(CAP)
         module = Embedding(**LARGE)
         with pytest.raises((MemoryError, RuntimeError)) as caught:
             train(module, lambda *taken: module.table.push(*taken, 0))
-        assert memory.ran_out(caught.value), caught.value
+        assert memory.is_out_of_memory(caught.value), caught.value
 
     def with_servers() -> None:
         module = Embedding(**LARGE)
-        with Client(servers.addresses) as client:
-            memory.cap(CAP)
+        with ParameterClient(servers.addresses) as client:
+            memory.cap_memory(CAP)
             table = client.sparse("large", module.spec())
             module.attach("large", table)
             train(module, lambda *taken: table.push(*taken).wait())
-            counted = [client.request(shard, Stats()).wait()[0] for shard in range(2)]
+            counted = [client.request(shard, StatsRequest()).wait()[0] for shard in range(2)]
             assert [each.rows["large"] for each in counted] == [50_000, 50_000]
 
     in_child(alone)
-    with Servers(2) as servers:
+    with LocalServers(2) as servers:
         in_child(with_servers)
 
 
@@ -60,11 +60,11 @@ def test_a_table_larger_than_a_workers_memory() -> None:
 def test_a_table_takes_little_more_than_values_and_state() -> None:
     def fill() -> None:
         held = table(rows=300_000, dim=64, optimizer="adagrad")
-        meter = memory.Meter()
+        meter = memory.MemoryMeter()
         for some in torch.randperm(200_000, generator=torch.Generator().manual_seed(0)).split(2000):
             held.push(some, torch.ones(2000, 64), 1)
         assert held.nbytes == 200_000 * 64 * 8
-        assert meter.peak() < 1.1 * held.nbytes, (meter.peak(), held.nbytes)
+        assert meter.peak_bytes() < 1.1 * held.nbytes, (meter.peak_bytes(), held.nbytes)
 
     in_child(fill)
 

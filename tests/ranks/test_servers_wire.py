@@ -8,13 +8,13 @@ import pytest
 
 from helpers.command import forked
 from helpers.server_guests import Echo, Guest, turns
-from shoal.paramserver.server import Server
-from shoal.paramserver.wire_format import Limits
+from shoal.paramserver.server import ParameterServer
+from shoal.paramserver.wire_format import FrameLimits
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(Echo(), [f"unix:{tmp_path}/shard"], limits=Limits(body_bytes=1 << 24))
+def server(tmp_path: Path) -> Iterator[ParameterServer]:
+    made = ParameterServer(Echo(), [f"unix:{tmp_path}/shard"], limits=FrameLimits(body_bytes=1 << 24))
     yield made
     made.close()
 
@@ -22,7 +22,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 # -- many at once ------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_does_not_keep_connections_alive(server: Server) -> None:
+def test_a_fork_does_not_keep_connections_alive(server: ParameterServer) -> None:
     """A worker's death is noticed though a child of it (a data loader, say) lives on."""
     guest = Guest(server)
     heard, told = os.pipe()
@@ -33,8 +33,8 @@ def test_a_fork_does_not_keep_connections_alive(server: Server) -> None:
 
     child = forked(play)
     guest.close()
-    turns(server, lambda: server.counts)
-    assert server.counts == {"left": 1}
+    turns(server, lambda: server.close_counts)
+    assert server.close_counts == {"left": 1}
     os.close(told)
     os.close(heard)
     os.waitpid(child, 0)

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.group import Alone, Group
+from shoal.collectives.group import SoloGroup, WorkerGroup
 from shoal.errors import JobError, PeerLost, RunError
-from shoal.numerics.grad_norm import clip
-from shoal.numerics.lanes import Folding, Span, deal
-from shoal.numerics.tensor_slice import WHOLE, Piece, assemble, rows
+from shoal.numerics.grad_norm import clip_to_norm
+from shoal.numerics.lanes import TreeAccumulator, Span, assign_lanes
+from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, assemble_tensor, row_slice
 from shoal.parallel import zero
 from shoal.parallel.blocks import find_blocks
-from shoal.parallel.data_parallel import DataParallel, Work
-from shoal.parallel.groups import Teams
-from shoal.parallel.replica import Replica
+from shoal.parallel.data_parallel import DataParallel, StepInput
+from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.replica import ModelReplica
 from shoal.parallel.zero import ShardedParallel
 from shoal.testing import (
     RanksFailed,
@@ -103,9 +103,9 @@ def samples(build: Callable[[], nn.Module]) -> tuple[Tensor, ...]:
     return samples_for(dropout_net if build in (odd, wandering, outside, stack) else build)
 
 
-def cut_model(model: nn.Module, size: int, rank: int) -> tuple[dict[str, Piece], dict[str, tuple[int, ...]]]:
+def cut_model(model: nn.Module, size: int, rank: int) -> tuple[dict[str, TensorSlice], dict[str, tuple[int, ...]]]:
     """Leaves a model with one worker's rows."""
-    pieces = {name: rows(each.shape, size, rank) for name, each in model.named_parameters()}
+    pieces = {name: row_slice(each.shape, size, rank) for name, each in model.named_parameters()}
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
     first = {id(each): name for name, each in model.named_parameters()}
     made: dict[str, nn.Parameter] = {}
@@ -115,34 +115,34 @@ def cut_model(model: nn.Module, size: int, rank: int) -> tuple[dict[str, Piece],
                 continue
             name = first[id(each)]
             if name not in made:
-                start, stop = (0, 1) if pieces[name] is WHOLE else pieces[name].cuts[0][0]
+                start, stop = (0, 1) if pieces[name] is FULL_SLICE else pieces[name].cuts[0][0]
                 own = each.detach()[start:stop] if each.dim() else each.detach()
                 made[name] = nn.Parameter(own.clone(), requires_grad=each.requires_grad)
             module._parameters[leaf] = made[name]
     return pieces, shapes
 
 
-def replica_of(case: Case, size: int = 1, rank: int = 0) -> Replica:
+def replica_of(case: Case, size: int = 1, rank: int = 0) -> ModelReplica:
     torch.manual_seed(3)
     model = case.build()
     blocks = find_blocks(model, case.blocks)
     pieces, shapes = cut_model(model, size, rank) if size > 1 else ({}, {})
-    return Replica(model, blocks, 5, recompute=case.recompute, pieces=pieces, shapes=shapes)
+    return ModelReplica(model, blocks, 5, recompute=case.recompute, slices=pieces, shapes=shapes)
 
 
-def make(case: Case, group: Group, level: int) -> ShardedParallel:
+def make(case: Case, group: WorkerGroup, level: int) -> ShardedParallel:
     replica = replica_of(case, group.size, group.rank)
-    spans: tuple[Span, ...] = deal(max(case.lanes, group.size), [1.0] * group.size)
+    spans: tuple[Span, ...] = assign_lanes(max(case.lanes, group.size), [1.0] * group.size)
     strategy = ShardedParallel(
         replica,
         group,
         lanes=case.lanes,
         microbatches=case.microbatches,
-        deal=spans,
+        assignment=spans,
         level=level,
-        clips=True,
+        needs_norm=True,
     )
-    strategy.regroup(replace(Teams.equal(group), cut=True), spans)
+    strategy.regroup(replace(ParallelGroups.replicated(group), cut=True), spans)
     strategy.refresh()
     return strategy
 
@@ -176,13 +176,13 @@ def train(case: Case, strategy: DataParallel, check: Callable[[], None] = lambda
             fetched.append(list(positions))
             return tuple(each[list(positions)] for each in data)
 
-        work = Work(step=step, indices=indices, batch=BATCH, fetch=fetch)
+        work = StepInput(step=step, indices=indices, batch_size=BATCH, fetch=fetch)
         strategy.compute(work, closure_of(case, replica.model))
-        strategy.meet()
+        strategy.commit()
         outcome = strategy.finish()
-        assert fetched == strategy.requests(indices, BATCH)
+        assert fetched == strategy.microbatch_indices(indices, BATCH)
         assert not outcome.not_finite
-        norm = clip([each.grad for _, each in named if each.grad is not None], CLIP, outcome.norm)
+        norm = clip_to_norm([each.grad for _, each in named if each.grad is not None], CLIP, outcome.grad_norm)
         outcomes += [outcome.loss, norm]
         optimizer.step()
         optimizer.zero_grad()
@@ -206,10 +206,10 @@ def train(case: Case, strategy: DataParallel, check: Callable[[], None] = lambda
 def truth(case: Case) -> dict[str, Any]:
     strategy = DataParallel(
         replica_of(case),
-        Alone(),
+        SoloGroup(),
         lanes=case.lanes,
         microbatches=case.microbatches,
-        deal=[(0, case.lanes)],
+        assignment=[(0, case.lanes)],
     )
     return train(case, strategy)
 
@@ -229,11 +229,11 @@ def differences(case: Case, found: list[dict[str, Any]], want: dict[str, Any]) -
         for name, value in want[kind].items():
             if value.dim():
                 pieces = [
-                    (rows(value.shape, len(found), rank), each[kind][name].reshape(-1, *value.shape[1:]))
+                    (row_slice(value.shape, len(found), rank), each[kind][name].reshape(-1, *value.shape[1:]))
                     for rank, each in enumerate(found)
                     if name in each[kind]
                 ]
-                if not torch.equal(assemble(value.shape, value.dtype, pieces), value):
+                if not torch.equal(assemble_tensor(value.shape, value.dtype, pieces), value):
                     wrong.append(f"{kind} {name}")
             elif any(float(each[kind][name]) != float(value) for each in found):
                 wrong.append(f"{kind} {name}")
@@ -244,7 +244,7 @@ def empty(strategy: ShardedParallel) -> bool:
     """No weights, no gradients of any block."""
     return all(
         whole.tensor.untyped_storage().nbytes() == 0 and all(leaf.grad is None for leaf in whole.leaves)
-        for whole in strategy.wholes
+        for whole in strategy.full_params
     )
 
 
@@ -252,7 +252,7 @@ def empty(strategy: ShardedParallel) -> bool:
 def test_same_bits_as_one_worker(workers: int) -> None:
     cases = {2: CASES, 3: CASES[1::2], 4: CASES[::2]}[workers]
 
-    def work(group: Group) -> list[Any]:
+    def work(group: WorkerGroup) -> list[Any]:
         found = []
         for case in cases:
             for level in (2, 3):
@@ -273,7 +273,7 @@ def test_same_bits_as_one_worker(workers: int) -> None:
             assert not differences(case, found, want), (case, level)
 
 
-class _InTurn(Folding[Any]):
+class _InTurn(TreeAccumulator[Any]):
     """Adds lanes one after the other: not the tree."""
 
     def __init__(self, lanes: int, held: Span, add: Callable[[Any, Any], Any]) -> None:
@@ -282,7 +282,7 @@ class _InTurn(Folding[Any]):
 
     def put(self, lane: int, value: Any) -> None:
         whole = (0, self._lanes)
-        self.parts[whole] = self._plus(self.parts[whole], value) if whole in self.parts else value
+        self.partials[whole] = self._plus(self.partials[whole], value) if whole in self.partials else value
 
 
 def test_another_order_of_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def test_what_else_can_happen() -> None:
     wander, case = Case(build=wandering, lanes=8), Case(build=everything)
     data = samples_for(everything)
 
-    def evaluate(group: Group, level: int) -> list[Any]:
+    def evaluate(group: WorkerGroup, level: int) -> list[Any]:
         strategy = make(case, group, level)
         strategy.replica.model.eval()
         with torch.no_grad():
@@ -336,7 +336,7 @@ def test_what_else_can_happen() -> None:
         found_then = train(case, strategy)
         strategy.close()
         strategy.replica.close()
-        local = dict(strategy.locals)
+        local = dict(strategy.local_params)
         assert all(each is local[name] for name, each in strategy.replica.model.named_parameters())
         return [found, found_then]
 
@@ -352,7 +352,7 @@ def test_what_else_can_happen() -> None:
             return str(error)
         return ""
 
-    def mistakes(group: Group) -> list[str]:
+    def mistakes(group: WorkerGroup) -> list[str]:
         told = []
         strategy = make(Case(build=outside), group, 3)
         told.append(attempt(lambda: train(Case(build=outside), strategy)))
@@ -361,29 +361,29 @@ def test_what_else_can_happen() -> None:
         strategy = make(case, group, 3)
         told.append(attempt(lambda: strategy.replica.model(*data[:-1])))
         try:
-            strategy.regroup(replace(Teams.equal(Alone()), cut=True), [(0, 4)])
+            strategy.regroup(replace(ParallelGroups.replicated(SoloGroup()), cut=True), [(0, 4)])
         except RunError as error:
             told.append(str(error))
         strategy = make(wander, group, 3)
         told.append(attempt(lambda: train(wander, strategy)))
         return told
 
-    def bad_loss(group: Group, level: int) -> dict[str, Any]:
+    def bad_loss(group: WorkerGroup, level: int) -> dict[str, Any]:
         """A step of which nothing is kept, then good ones."""
         strategy = make(case, group, level)
 
         def closure(batch: Any) -> Tensor:
             *inputs, target = batch
             loss = cross_entropy(strategy.replica.model(*inputs), target)
-            return loss * float("inf") if strategy.lane_now == 1 else loss
+            return loss * float("inf") if strategy.current_lane == 1 else loss
 
-        work = Work(step=0, indices=range(16), batch=BATCH, fetch=lambda at: tuple(each[list(at)] for each in data))
+        work = StepInput(step=0, indices=range(16), batch_size=BATCH, fetch=lambda at: tuple(each[list(at)] for each in data))
         strategy.compute(work, closure)
-        strategy.meet()
+        strategy.commit()
         assert strategy.finish().not_finite == [(1, 1)]  # the worker that computed it
         return train(case, strategy)
 
-    def work(group: Group) -> list[Any]:
+    def work(group: WorkerGroup) -> list[Any]:
         found: list[Any] = []
         for level in (2, 3):
             found.append([evaluate(group, level), bad_loss(group, level)])
@@ -412,14 +412,14 @@ def test_a_lost_worker_is_told_and_leaves_nothing() -> None:
     """One ends in the middle of a backward pass."""
     case = Case(build=dropout_net)
 
-    def work(group: Group) -> bool:
+    def work(group: WorkerGroup) -> bool:
         strategy = make(case, group, 3)
         if group.rank == 1:
-            strategy.wholes[2].leaves[0].register_hook(_leave)
+            strategy.full_params[2].leaves[0].register_hook(_leave)
         with pytest.raises(PeerLost):
             train(case, strategy)
         strategy.drop()
-        assert empty(strategy) and not strategy._folds and strategy.walk is None
+        assert empty(strategy) and not strategy._folds and strategy.block_pass is None
         return True
 
     with pytest.raises(RanksFailed) as failed:
@@ -440,16 +440,16 @@ def test_no_more_than_a_block_is_whole() -> None:
     case = Case(build=stack, blocks=tuple(str(number) for number in range(6)))
     block = (8 * 8 + 8) * 4
 
-    def work(group: Group, level: int) -> list[int]:
+    def work(group: WorkerGroup, level: int) -> list[int]:
         strategy = make(case, group, level)
         gradients, weights = [0], [0]
 
         def look(function: Callable[[Any], None]) -> Callable[[Any], None]:
             def looked(argument: Any) -> None:
-                leaves = [leaf for whole in strategy.wholes for leaf in whole.leaves]
+                leaves = [leaf for whole in strategy.full_params for leaf in whole.leaves]
                 gradients.append(sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
                 function(argument)
-                weights.append(sum(whole.tensor.untyped_storage().nbytes() for whole in strategy.wholes))
+                weights.append(sum(whole.tensor.untyped_storage().nbytes() for whole in strategy.full_params))
 
             return looked
 

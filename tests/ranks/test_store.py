@@ -20,9 +20,9 @@ import pytest
 from helpers.etcd import etcd_server, free_ports, post, until
 from shoal.errors import InputError, RunError
 from shoal.recovery.membership import sqlite_client, sqlite_server
-from shoal.recovery.membership.etcd import Etcd
+from shoal.recovery.membership.etcd import EtcdStore
 from shoal.recovery.membership.open_store import open_store
-from shoal.recovery.membership.store import LeaseEnded, Store, StoreAway
+from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.testing import ranks
 
 # -- stores to test against -------------------------------------------------------------------------------------------
@@ -32,19 +32,19 @@ from shoal.testing import ranks
 class Kind:
     """A store of one kind, of which a test may have several clients."""
 
-    client: Callable[[], Store]
+    client: Callable[[], RunStore]
     least: float  # the shortest lease that it grants
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Of a run, with the embedded store in it, which is gone when the test ends."""
-    sqlite_client.start(tmp_path)
+    sqlite_client.start_server(tmp_path)
     try:
         yield tmp_path
     finally:
-        sqlite_client.stop(tmp_path)
-        assert not sqlite_server.locked(tmp_path)
+        sqlite_client.stop_server(tmp_path)
+        assert not sqlite_server.is_locked(tmp_path)
 
 
 @pytest.fixture(params=["embedded", "etcd"])
@@ -55,9 +55,9 @@ def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     else:
         address, least = None, 0.2
         folder = request.getfixturevalue("folder")
-    clients: list[Store] = []
+    clients: list[RunStore] = []
 
-    def client() -> Store:
+    def client() -> RunStore:
         clients.append(open_store(address, folder, "run"))
         return clients[-1]
 
@@ -66,7 +66,7 @@ def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
         each.close()
 
 
-def values(store: Store, prefix: str = "") -> dict[str, bytes]:
+def values(store: RunStore, prefix: str = "") -> dict[str, bytes]:
     return {key: entry.value for key, entry in store.read(prefix).entries.items()}
 
 
@@ -120,7 +120,7 @@ def test_a_read_shows_one_moment(kind: Kind) -> None:
 
 
 def test_racing_swaps_lose_nothing(kind: Kind) -> None:
-    def count_up(store: Store) -> None:
+    def count_up(store: RunStore) -> None:
         done = 0
         while done < 100:
             entry = store.read("count").entries["count"]
@@ -196,10 +196,10 @@ def test_waiting_ends_with_a_change_under_the_prefix(kind: Kind) -> None:
 # -- the embedded store's server --------------------------------------------------------------------------------------
 
 
-def kill(folder: Path) -> sqlite_server.Serving:
-    serving = sqlite_client.start(folder)
+def kill(folder: Path) -> sqlite_server.StoreServerInfo:
+    serving = sqlite_client.start_server(folder)
     os.kill(serving.pid, signal.SIGKILL)
-    until(lambda: not sqlite_server.locked(folder))
+    until(lambda: not sqlite_server.is_locked(folder))
     return serving
 
 
@@ -207,7 +207,7 @@ def kill(folder: Path) -> sqlite_server.Serving:
 class Counter:
     """Counts up by swaps, and knows what was acknowledged."""
 
-    store: Store
+    store: RunStore
     number: int = 0
     revision: int = 0
 
@@ -223,17 +223,17 @@ class Counter:
             running = pool.submit(self.run)
             until(lambda: self.number >= enough or running.done())
             kill(folder)
-            with pytest.raises(StoreAway):
+            with pytest.raises(StoreUnavailable):
                 running.result()
 
 
 def test_what_was_answered_survives_kill_minus_nine(folder: Path) -> None:
-    store, port = sqlite_client.connect(folder), sqlite_client.start(folder).port
+    store, port = sqlite_client.connect(folder), sqlite_client.start_server(folder).port
     counter = Counter(store)
     for _ in range(5):
         counter.killed_amid(folder)
-        assert not sqlite_client.running(folder)
-        assert sqlite_client.start(folder).port == port
+        assert not sqlite_client.server_running(folder)
+        assert sqlite_client.start_server(folder).port == port
         entry = store.read().entries["count"]
         assert int(entry.value) - counter.number in (0, 1), "the one that had no answer may be there or not"
         counter.number, counter.revision = int(entry.value), entry.revision
@@ -249,7 +249,7 @@ def test_leases_and_waits_go_on_after_a_restart(folder: Path) -> None:
     assert removed is not None
     kill(folder)
     time.sleep(seconds * 1.5)  # longer than the lease has
-    sqlite_client.start(folder)
+    sqlite_client.start_server(folder)
     assert store.renew(lease), "nobody could renew it meanwhile"
     assert store.wait("gone", removed, 0.0) is None
     assert store.wait("gone", removed - 1, 30.0) is not None, "removals are remembered"
@@ -261,7 +261,7 @@ def test_leases_and_waits_go_on_after_a_restart(folder: Path) -> None:
 def test_a_server_that_did_not_listen_does_not_blame_its_clients(folder: Path) -> None:
     store, seconds = sqlite_client.connect(folder), 0.4
     lease = store.grant(seconds)
-    pid = sqlite_client.start(folder).pid
+    pid = sqlite_client.start_server(folder).pid
     os.kill(pid, signal.SIGSTOP)
     try:
         time.sleep(seconds * 2)
@@ -274,9 +274,9 @@ def test_a_server_that_did_not_listen_does_not_blame_its_clients(folder: Path) -
 def test_there_is_one_server_however_many_are_started(folder: Path, tmp_path: Path) -> None:
     kill(folder)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(sqlite_client.start, [folder] * 4))
+        found = list(pool.map(sqlite_client.start_server, [folder] * 4))
     assert len(set(found)) == 1
-    assert sqlite_server.read_serving(folder) == found[0]
+    assert sqlite_server.read_server_info(folder) == found[0]
     assert stat.S_IMODE((folder / "store.json").stat().st_mode) == 0o600, "the token is in it"
     assert os.getsid(found[0].pid) == found[0].pid, "a session of its own: no terminal, and no signal of ours"
 
@@ -286,7 +286,7 @@ def test_it_takes_another_port_when_its_own_is_taken(folder: Path) -> None:
     before = store.put("a", b"")
     port = kill(folder).port
     with socket.create_server(("127.0.0.1", port)):
-        again = sqlite_client.start(folder)
+        again = sqlite_client.start_server(folder)
         assert again.port != port
         assert store.read().revision == before
     store.close()
@@ -294,7 +294,7 @@ def test_it_takes_another_port_when_its_own_is_taken(folder: Path) -> None:
 
 def test_it_serves_on_a_socket_that_listens_already(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        serving = sqlite_client.start(tmp_path, listener=listener)
+        serving = sqlite_client.start_server(tmp_path, listener=listener)
         assert serving.port == listener.getsockname()[1]
     dialled = []
 
@@ -308,48 +308,48 @@ def test_it_serves_on_a_socket_that_listens_already(tmp_path: Path) -> None:
         store.close()
         assert dialled == [("127.0.0.1", serving.port)]
     finally:
-        sqlite_client.stop(tmp_path)
+        sqlite_client.stop_server(tmp_path)
 
 
 def test_stopping_ends_it_and_keeps_what_it_holds(folder: Path) -> None:
     store = sqlite_client.connect(folder)
     store.put("a", b"1")
-    serving = sqlite_client.start(folder)
-    sqlite_client.stop(folder)
-    assert not sqlite_client.running(folder)
-    assert sqlite_server.process_started(serving.pid) is None
+    serving = sqlite_client.start_server(folder)
+    sqlite_client.stop_server(folder)
+    assert not sqlite_client.server_running(folder)
+    assert sqlite_server.process_start_ticks(serving.pid) is None
     assert sorted(path.name for path in folder.iterdir()) == ["store.db", "store.lock"]
-    sqlite_client.stop(folder)  # no harm
-    sqlite_client.start(folder)
+    sqlite_client.stop_server(folder)  # no harm
+    sqlite_client.start_server(folder)
     assert values(store) == {"a": b"1"}
     store.close()
 
 
 def test_stopping_ends_one_that_does_not_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_client, "ANSWER_SECONDS", 0.2)
-    serving = sqlite_client.start(folder)
+    serving = sqlite_client.start_server(folder)
     os.kill(serving.pid, signal.SIGSTOP)
-    sqlite_client.stop(folder)
-    assert sqlite_server.process_started(serving.pid) is None
+    sqlite_client.stop_server(folder)
+    assert sqlite_server.process_start_ticks(serving.pid) is None
     assert not (folder / "store.json").exists()
 
 
 def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
-    serving = sqlite_client.start(tmp_path, idle_seconds=0.2)
+    serving = sqlite_client.start_server(tmp_path, idle_seconds=0.2)
     store = sqlite_client.connect(tmp_path)
     lease = store.grant(0.3)
     time.sleep(0.6)  # a client is there
-    assert sqlite_client.running(tmp_path) and not store.renew(lease)
+    assert sqlite_client.server_running(tmp_path) and not store.renew(lease)
     store.close()
-    until(lambda: sqlite_server.process_started(serving.pid) is None)
-    assert not sqlite_client.running(tmp_path) and not (tmp_path / "store.json").exists()
+    until(lambda: sqlite_server.process_start_ticks(serving.pid) is None)
+    assert not sqlite_client.server_running(tmp_path) and not (tmp_path / "store.json").exists()
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(sqlite_server.frame(sqlite_server.Hello("0" * 32)), id="wrong token"),
-        pytest.param(sqlite_server.frame(sqlite_server.Read("")), id="no token"),
+        pytest.param(sqlite_server.frame(sqlite_server.StoreHello("0" * 32)), id="wrong token"),
+        pytest.param(sqlite_server.frame(sqlite_server.StoreRead("")), id="no token"),
         pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", id="something else"),
         pytest.param(struct.pack(">I", 0xFFFFFFFF), id="huge"),
         pytest.param(struct.pack(">I", 5) + b"\x80\x04K\x01.", id="a pickle"),
@@ -357,7 +357,7 @@ def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
     ],
 )
 def test_strangers_are_sent_away_and_others_are_served(folder: Path, words: bytes) -> None:
-    serving = sqlite_client.start(folder)
+    serving = sqlite_client.start_server(folder)
     store = sqlite_client.connect(folder)
     store.put("a", b"1")
     with socket.create_connection((serving.address, serving.port), timeout=10) as stranger:
@@ -370,16 +370,16 @@ def test_strangers_are_sent_away_and_others_are_served(folder: Path, words: byte
 
 
 def test_one_with_the_token_is_sent_away_too(folder: Path) -> None:
-    serving = sqlite_client.start(folder)
+    serving = sqlite_client.start_server(folder)
     store = sqlite_client.connect(folder)
     for words in (
         struct.pack(">I", sqlite_server.REQUEST_BYTES + 1),
         struct.pack(">I", 3) + b"\xff\xff\xff",
-        sqlite_server.frame(sqlite_server.Grant(-1.0)),
-        sqlite_server.frame(sqlite_server.Put("", b"", None)),
+        sqlite_server.frame(sqlite_server.StoreGrant(-1.0)),
+        sqlite_server.frame(sqlite_server.StorePut("", b"", None)),
     ):
         with socket.create_connection((serving.address, serving.port), timeout=10) as client:
-            client.sendall(sqlite_server.frame(sqlite_server.Hello(serving.token)))
+            client.sendall(sqlite_server.frame(sqlite_server.StoreHello(serving.token)))
             assert len(client.recv(100)) > 4
             client.sendall(words)
             with suppress(ConnectionResetError):
@@ -405,7 +405,7 @@ def test_a_store_that_is_away_says_where_since_when_and_what_goes_on(folder: Pat
     store.read()
     serving = kill(folder)
     for _ in range(2):
-        with pytest.raises(StoreAway) as away:
+        with pytest.raises(StoreUnavailable) as away:
             store.read()
         told = str(away.value)
         assert f"the store at 127.0.0.1:{serving.port} has been away since " in told
@@ -417,10 +417,10 @@ def test_a_store_that_is_away_says_where_since_when_and_what_goes_on(folder: Pat
 def test_a_store_that_cannot_be_started_says_why(tmp_path: Path) -> None:
     (tmp_path / "store.db").write_text("no database, but long enough to be taken for one" * 100)
     with pytest.raises(RunError, match="file is not a database") as failed:
-        sqlite_client.start(tmp_path)
+        sqlite_client.start_server(tmp_path)
     assert "--store etcd://" in str(failed.value)
     with pytest.raises(RunError, match="No such file or directory"):
-        sqlite_client.start(tmp_path / "nowhere")
+        sqlite_client.start_server(tmp_path / "nowhere")
 
 
 def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
@@ -434,7 +434,7 @@ def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert not {"datetime", "shoal", "torch"} & {name.partition(".")[0] for name in imported}
-    assert "torch" not in Path(f"/proc/{sqlite_client.start(folder).pid}/maps").read_text()
+    assert "torch" not in Path(f"/proc/{sqlite_client.start_server(folder).pid}/maps").read_text()
 
 
 # -- etcd -------------------------------------------------------------------------------------------------------------
@@ -442,17 +442,17 @@ def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
 
 def test_etcd_away_and_back(tmp_path: Path) -> None:
     port, peers, nobody = free_ports(3)
-    store = Etcd(f"etcd://127.0.0.1:{port},127.0.0.1:{nobody}", "run")
-    with pytest.raises(StoreAway, match=rf"the store at etcd://127.0.0.1:{port},.* has been away since .*refused"):
+    store = EtcdStore(f"etcd://127.0.0.1:{port},127.0.0.1:{nobody}", "run")
+    with pytest.raises(StoreUnavailable, match=rf"the store at etcd://127.0.0.1:{port},.* has been away since .*refused"):
         store.read()
     with etcd_server(tmp_path / "data", port, peers) as server:
         assert store.swap("a", b"1", 0)
         server.kill()
         server.wait()
         for _ in range(2):
-            with pytest.raises(StoreAway, match="changes of membership wait"):
+            with pytest.raises(StoreUnavailable, match="changes of membership wait"):
                 store.put("a", b"2")
-        with pytest.raises(StoreAway):
+        with pytest.raises(StoreUnavailable):
             store.wait("", 1, 30.0)
     with etcd_server(tmp_path / "data", port, peers):
         assert values(store) == {"a": b"1"}
@@ -479,12 +479,12 @@ def test_etcd_with_users(etcd_port: int) -> None:
     ask("enable")
     who = {"name": "root", "password": "a secret:@/"}
     try:
-        good = Etcd(f"etcd://root:a%20secret%3A%40%2F@127.0.0.1:{etcd_port}", "users")
+        good = EtcdStore(f"etcd://root:a%20secret%3A%40%2F@127.0.0.1:{etcd_port}", "users")
         assert good.swap("a", b"1", 0)
         assert good.wait("a", 0, 30.0) is not None
         assert "secret" not in good.address
         for user in ("", "root:wrong@"):
-            bad = Etcd(f"etcd://{user}127.0.0.1:{etcd_port}", "users")
+            bad = EtcdStore(f"etcd://{user}127.0.0.1:{etcd_port}", "users")
             with pytest.raises(InputError, match="user:password@"):
                 bad.read()
             bad.close()
@@ -495,7 +495,7 @@ def test_etcd_with_users(etcd_port: int) -> None:
 
 
 def test_something_else_is_no_etcd(folder: Path) -> None:
-    store = Etcd(f"etcd://{sqlite_client.start(folder)}", "run")
-    with pytest.raises(StoreAway):
+    store = EtcdStore(f"etcd://{sqlite_client.start_server(folder)}", "run")
+    with pytest.raises(StoreUnavailable):
         store.read()
     store.close()

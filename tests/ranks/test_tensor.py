@@ -21,9 +21,9 @@ from helpers.tensor_cases import (
     numbers,
     slices,
 )
-from shoal.collectives.group import Alone, Group
-from shoal.numerics.tensor_slice import Piece
-from shoal.parallel.tensor import Sliced, Team, find_rules, gathered, install, on_meta
+from shoal.collectives.group import SoloGroup, WorkerGroup
+from shoal.numerics.tensor_slice import TensorSlice
+from shoal.parallel.tensor import ShardedTensor, TensorGroup, find_rules, gather_tree, install, copy_to_meta
 from shoal.testing import ranks
 
 TOLERANCE = 1e-9  # in double precision: what remains is the order of sums
@@ -37,10 +37,10 @@ def built(model: Model) -> nn.Module:
 def passed(model: nn.Module, x: Tensor, loss: Callable[[Any, Tensor], Tensor]) -> tuple[Tensor, dict[str, Any]]:
     torch.manual_seed(11)
     output = model(x)
-    value = gathered(loss(output, x))
+    value = gather_tree(loss(output, x))
     value.backward()
     after = torch.rand(1).double()  # the generator is where one process would have left it
-    row = torch.cat([gathered(output).detach().flatten(), value.detach().view(1), after])
+    row = torch.cat([gather_tree(output).detach().flatten(), value.detach().view(1), after])
     return row, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -52,7 +52,7 @@ def error(found: Tensor | None, truth: Tensor | None) -> float:
     return float((found - truth).detach().norm() / truth.detach().norm().clamp_min(1e-30))
 
 
-def split(model: nn.Module, rules: Any, rank: int) -> dict[str, Piece]:
+def split(model: nn.Module, rules: Any, rank: int) -> dict[str, TensorSlice]:
     """Leaves the model with one worker's slices."""
     pieces = {}
     for name, parameter in model.named_parameters():
@@ -61,11 +61,11 @@ def split(model: nn.Module, rules: Any, rank: int) -> dict[str, Piece]:
     return pieces
 
 
-def worst(team: Team, of: Case) -> float:
+def worst(team: TensorGroup, of: Case) -> float:
     make, x, loss, _, wanted = of
     truth, gradients = passed(built(make), x(), loss)
     model = built(make)
-    rules = find_rules(on_meta(model), (x(),), team.size, wanted)
+    rules = find_rules(copy_to_meta(model), (x(),), team.size, wanted)
     pieces = split(model, rules, team.rank)
     installed = install(model, rules, team)
     found, slices = passed(model, x(), loss)
@@ -74,17 +74,17 @@ def worst(team: Team, of: Case) -> float:
     digests = [float(slices[name].sum()) for name in pieces if not pieces[name]]  # type: ignore[union-attr]
     rows = team.gather(torch.tensor([digests], dtype=torch.float64), 0) if digests else torch.zeros(1, 1)
     assert torch.equal(rows, rows[:1].expand_as(rows)), "what all workers have must not drift apart by a bit"
-    wholes = {name: None if full is None else pieces[name].take(full) for name, full in gradients.items()}
+    wholes = {name: None if full is None else pieces[name].extract(full) for name, full in gradients.items()}
     return max(error(found, truth), *(error(slices[name], wholes[name]) for name in wholes))
 
 
-def automatic(team: Team) -> float:
+def automatic(team: TensorGroup) -> float:
     """bf16 autocast: the same within what bf16 can tell."""
     with torch.autocast("cpu", torch.bfloat16):
         return worst(team, CASES["language"])
 
 
-def padded_evaluation(team: Team) -> float:
+def padded_evaluation(team: TensorGroup) -> float:
     """torch's encoder would take its fast path here, with half the weights."""
     layer = nn.TransformerEncoderLayer(C, H, 4 * C, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).double().eval()
@@ -93,16 +93,16 @@ def padded_evaluation(team: Team) -> float:
         torch.backends.mha.set_fastpath_enabled(False)
         truth = model(numbers(*X), src_key_padding_mask=hidden)
         torch.backends.mha.set_fastpath_enabled(True)
-        rules = find_rules(on_meta(model), (numbers(*X),), team.size)
+        rules = find_rules(copy_to_meta(model), (numbers(*X),), team.size)
         split(model, rules, team.rank)
         install(model, rules, team)
         found = model(numbers(*X), src_key_padding_mask=hidden)
     return max(error(found[row][: T - row], truth[row][: T - row]) for row in (0, 1))
 
 
-def exchanged(team: Team) -> float:
+def exchanged(team: TensorGroup) -> float:
     """Operators keep the team; its group can be another one."""
-    group, team.group = team.group, Alone()
+    group, team.group = team.group, SoloGroup()
     alone = team.sum(torch.ones(2))
     team.group = group
     return error(team.sum(torch.ones(2)), alone * 2)
@@ -164,7 +164,7 @@ WRITERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def operators(team: Team) -> list[str]:
+def operators(team: TensorGroup) -> list[str]:
     """Each of them and its gradient, however the tensor is cut."""
     wrong = []
     writers = {
@@ -175,15 +175,15 @@ def operators(team: Team) -> list[str]:
         truth = function(whole)
         weights = numbers(*truth.shape).exp() if truth.dim() else torch.ones(())
         for cut, segments in ((0, 1), (0, 2), (1, 1), (2, 1), (2, 2), (2, 4)):
-            piece = Piece({cut: slices(whole.shape[cut], team.size, team.rank, segments)})
-            local = piece.take(whole).requires_grad_()
+            piece = TensorSlice({cut: slices(whole.shape[cut], team.size, team.rank, segments)})
+            local = piece.extract(whole).requires_grad_()
             try:
-                found = gathered(function(Sliced(local, cut, team, segments)))
+                found = gather_tree(function(ShardedTensor(local, cut, team, segments)))
                 wide = [error(found, truth)]
                 if truth.requires_grad:
                     (truth_gradient,) = torch.autograd.grad((truth * weights).sum(), whole, retain_graph=True)
                     (gradient,) = torch.autograd.grad((found * weights).sum(), local)
-                    wide.append(error(gradient, piece.take(truth_gradient)))
+                    wide.append(error(gradient, piece.extract(truth_gradient)))
                 if max(wide) > TOLERANCE:
                     wrong.append(f"{name}, cut {cut} in {segments}: {wide}")
             except Exception as problem:
@@ -193,8 +193,8 @@ def operators(team: Team) -> list[str]:
     return wrong
 
 
-def everything(group: Group) -> dict[str, Any]:
-    team = Team(group)
+def everything(group: WorkerGroup) -> dict[str, Any]:
+    team = TensorGroup(group)
     checks: dict[str, Callable[[], float]] = {name: lambda of=of: worst(team, of) for name, of in CASES.items()}
     checks |= {f"{each.__name__}": lambda each=each: each(team) for each in (automatic, padded_evaluation, exchanged)}
     found: dict[str, Any] = {}

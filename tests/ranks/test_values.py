@@ -15,7 +15,7 @@ from torch import Tensor
 import shoal
 from helpers.command import Caller
 from helpers.places import DOCS
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.errors import InputError, MismatchError
 from shoal.numerics.digest import tensor_sha256
 from shoal.numerics.lanes import fold
@@ -77,7 +77,7 @@ def exchange(group: Any) -> dict[str, Any]:
 
 
 def test_all_workers_find_the_same_through_any_group() -> None:
-    def work(group: Group) -> list[Any]:
+    def work(group: WorkerGroup) -> list[Any]:
         gloo = dist.new_group(backend="gloo")
         found = [exchange(which) for which in (group, None, gloo)]
         dist.destroy_process_group(gloo)
@@ -106,7 +106,7 @@ def test_all_workers_find_the_same_through_any_group() -> None:
 
 
 def test_workers_that_differ_are_named_on_all() -> None:
-    def work(group: Group) -> list[str]:
+    def work(group: WorkerGroup) -> list[str]:
         mirrored = shoal.Mirrored(torch.zeros(2, 3), group=group)
         if group.rank == 0:
             mirrored.value[1, 2] = 0.5  # not by assign; and two others say otherwise
@@ -134,7 +134,7 @@ def test_workers_that_differ_are_named_on_all() -> None:
 
 
 def test_signed_zeros_and_nan_count_as_different() -> None:
-    def work(group: Group) -> str:
+    def work(group: WorkerGroup) -> str:
         mirrored = shoal.Mirrored(0.0, group=group)
         mirrored.value.fill_(-0.0 if group.rank else 0.0)
         return error(mirrored.check, MismatchError).splitlines()[1].strip()

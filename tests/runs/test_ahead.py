@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import shoal
-from shoal.job.dataset import open_source
-from shoal.job.prefetch import Ahead
+from shoal.job.dataset import open_data
+from shoal.job.prefetch import Prefetcher
 
 
 class Augmented(Dataset[Any]):
@@ -48,16 +48,16 @@ def test_loading_ahead_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_what_was_announced_is_loaded_elsewhere(announced: bool) -> None:
-    source = open_source(DataLoader(Augmented(), batch_size=16, num_workers=1), seed=3)
-    assert source.ahead is not None
+    source = open_data(DataLoader(Augmented(), batch_size=16, num_workers=1), seed=3)
+    assert source.prefetcher is not None
     if announced:
-        source.ahead.announce([((4, 9), 0), ((1, 2), 0)])
+        source.prefetcher.announce([((4, 9), 0), ((1, 2), 0)])
     first, where = source.fetch([4, 9], 0)
     assert (where[0].item() != os.getpid()) == announced
-    again, here = Ahead(Augmented(), torch.utils.data.default_collate, 3).load([4, 9], 0)
+    again, here = Prefetcher(Augmented(), torch.utils.data.default_collate, 3).load([4, 9], 0)
     assert here[0].item() == os.getpid()
     assert torch.equal(first, again)
     assert first.data_ptr() % 64 == 0
     # Something else than announced, such as lanes dealt anew, is loaded here and now.
     assert source.fetch([7], 0)[1].item() == os.getpid()
-    source.ahead.announce([])
+    source.prefetcher.announce([])

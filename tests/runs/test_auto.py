@@ -9,13 +9,13 @@ import pytest
 import shoal
 from helpers.command import Caller, write_job
 from helpers.faults import FORWARD, Faults, both, kills, until_saved
-from shoal.driver.auto_layout import Chooser
-from shoal.driver.predict_run import Foresight, Ground, Unpredicted, forecast_of
+from shoal.driver.auto_layout import LayoutChooser
+from shoal.driver.predict_run import RunPredictor, PredictionBasis, NoPrediction, predict_plan
 from shoal.errors import MemoryNeeded, PlanError
-from shoal.parallel.layout import Layout
+from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan, make_plan
 from shoal.planner.cluster import find_cluster
-from shoal.planner.cost.workload import Block, Op, Work
+from shoal.planner.cost.workload import Block, Op, Workload
 from shoal.report.human import size
 from shoal.report.predicted_vs_measured import LINES
 from shoal.report.run_folder import RunFolder
@@ -117,7 +117,7 @@ def test_those_who_are_left_go_on_with_another_layout(
     assert faults.audit(long()).sound
     assert json.loads((faults.run / "plan.json").read_text())["workers"] == 2
     started = [event for event in RunFolder(faults.run).read_events() if type(event).__name__ == "RunStarted"]
-    assert [event.relaid for event in started] == ["", "data=2,pipeline=2"]  # type: ignore[union-attr]
+    assert [event.previous_layout for event in started] == ["", "data=2,pipeline=2"]  # type: ignore[union-attr]
 
 
 def test_resumed_with_fewer_workers_it_keeps_its_replicas(tmp_path: Path) -> None:

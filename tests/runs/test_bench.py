@@ -11,14 +11,14 @@ import msgspec
 import pytest
 import torch.distributed as dist
 from helpers.command import Caller, program
-from shoal.cli.bench import Bench, Sized, Tried, fit_link, pairs, predict, text, usage
-from shoal.collectives.cost_model import Link
-from shoal.collectives.group import Group, Workers
-from shoal.collectives.options import Wish, read_links
-from shoal.collectives.shm_cost import Memory, Moved, moved, seconds_on_host
+from shoal.cli.bench import BenchResult, SizeTimings, AlgorithmTiming, fit_link, pairs, predict, text, usage
+from shoal.collectives.cost_model import LinkSpeed
+from shoal.collectives.group import WorkerGroup, DistributedGroup
+from shoal.collectives.options import CommOptions, parse_links
+from shoal.collectives.shm_cost import MemorySpeed, ShmTraffic, shm_traffic, shm_all_reduce_seconds
 from shoal.collectives.shm_segment import SLOT_BYTES
-from shoal.collectives.topology import Place
-from shoal.collectives.trees import CHUNKS, LEAST_CHUNK, MOST_CHUNK, MOST_CHUNKS, chunk_size
+from shoal.collectives.topology import RankPlace
+from shoal.collectives.trees import CHUNKS, MIN_CHUNK, MAX_CHUNK, MAX_CHUNKS, chunk_size
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.lab_network import PAYLOAD, USUAL_LATENCY, links
 from shoal.errors import InputError
@@ -40,28 +40,28 @@ root = pytest.mark.skipif(
 def test_workers_in_a_lab_choose_by_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_LINKS", raising=False)
 
-    def links_in_use(group: Group) -> list[list[float]]:
-        assert isinstance(group, Workers)
-        used: Any = group.process_group.way
+    def links_in_use(group: WorkerGroup) -> list[list[float]]:
+        assert isinstance(group, DistributedGroup)
+        used: Any = group.process_group.transport
         return [[each.latency, each.bandwidth] for each in (used.traffic.links[name] for name in ("host", "rack"))]
 
     cluster = even_cluster(racks=2, hosts=1, link="200 Mbit/s", uplink="40 Mbit/s")
     with Lab(cluster) as lab:
         expected = [[USUAL_LATENCY, round(25e6 * PAYLOAD)], [USUAL_LATENCY, round(5e6 * PAYLOAD)]]
-        assert ranks(2, links_in_use, places=lab.places(2)) == [expected, expected]
+        assert ranks(2, links_in_use, places=lab.rank_hosts(2)) == [expected, expected]
         slots = lab.slots(2)
         assert json.loads(lab.variables(slots[1], slots[0])["SHOAL_LINKS"])["rack"] == expected[1]
     # What the user says goes first, and a run's own wish for something else takes nothing away from it.
     monkeypatch.setenv("SHOAL_LINKS", '{"host": [1e-3, 1e6], "rack": [1e-3, 1e5]}')
     with Lab(cluster) as lab:
 
-        def with_a_wish(group: Group) -> list[list[float]]:
-            made: Any = dist.new_group(backend="shoal", pg_options=Wish(algorithm="tree"))
+        def with_a_wish(group: WorkerGroup) -> list[list[float]]:
+            made: Any = dist.new_group(backend="shoal", pg_options=CommOptions(algorithm="tree"))
             return [
                 [each.latency, each.bandwidth] for each in (made.way.traffic.links[name] for name in ("host", "rack"))
             ]
 
-        assert ranks(2, with_a_wish, places=lab.places(2)) == [[[1e-3, 1e6], [1e-3, 1e5]]] * 2
+        assert ranks(2, with_a_wish, places=lab.rank_hosts(2)) == [[[1e-3, 1e6], [1e-3, 1e5]]] * 2
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------
@@ -72,12 +72,12 @@ def test_workers_in_a_lab_choose_by_its_links(monkeypatch: pytest.MonkeyPatch) -
 def test_bench_measures_one_host(call: Caller) -> None:
     done = call("bench", "collectives", "--quick", "--workers", "2", "--json")
     assert done.code == 0, done.err
-    (found,) = msgspec.json.decode(done.out, type=list[Bench])
+    (found,) = msgspec.json.decode(done.out, type=list[BenchResult])
     assert found.workers == 2 and set(found.links) == {"memory"} and len(set(found.hosts)) == 1
-    assert found.call and found.turn and found.copy
+    assert found.call_seconds and found.turn_seconds and found.copy_speed
     for sized in found.sizes:
-        (tried,) = sized.tried
-        assert tried.way == sized.chosen == "shared memory" and tried.predicted > 0 and tried.measured > 0
+        (tried,) = sized.timings
+        assert tried.algorithm == sized.chosen == "shared memory" and tried.predicted > 0 and tried.measured > 0
 
 
 @root

@@ -13,7 +13,7 @@ import torch
 import shoal as library
 from helpers.command import HASH, Caller, Forked, command, events, shoal, write_job
 from shoal.cli.main import main
-from shoal.numerics.digest import combine, digests
+from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.testing import batch_norm_net, job_for, tied_language_model
 
 
@@ -144,7 +144,7 @@ def test_the_trained_model_comes_back(build: object) -> None:
     report = library.train(job_for(build), workers=2, quiet=True)  # type: ignore[arg-type]
     model = report.model()
     named = [*model.named_parameters(), *model.named_buffers()]
-    assert combine(digests(named)) == report.weights_sha256
+    assert model_digest(tensor_digests(named)) == report.weights_sha256
     assert isinstance(model, torch.nn.Module)
     assert repr(report).startswith("Report(runs/")
 

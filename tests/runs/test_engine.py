@@ -14,7 +14,7 @@ import torch
 
 import shoal
 from helpers.command import Caller, Forked, Running, events, in_child, newest, write_job
-from shoal.driver.launchers.fork_server import Exit, Line, LocalEngine, Post
+from shoal.driver.launchers.fork_server import ProcessExit, EventLine, LocalLauncher, WorkerStartup
 from shoal.recovery.membership import sqlite_client
 from shoal.testing import dropout_net, job_for
 
@@ -24,26 +24,26 @@ DEADLINE_SECONDS = 30.0
 # -- the engine alone -------------------------------------------------------------------------------------------------
 
 
-def hear(engine: LocalEngine) -> list[Line | Exit]:
+def hear(engine: LocalLauncher) -> list[EventLine | ProcessExit]:
     """Everything until the last worker has ended."""
-    heard: list[Line | Exit] = []
+    heard: list[EventLine | ProcessExit] = []
     while engine.running:
-        heard += engine.wait(DEADLINE_SECONDS)
+        heard += engine.poll(DEADLINE_SECONDS)
     return heard
 
 
 @contextmanager
-def started(work: object, workers: int = 1, **environment: str) -> Iterator[LocalEngine]:
-    with closing(LocalEngine(work)) as engine:  # type: ignore[arg-type]
+def started(work: object, workers: int = 1, **environment: str) -> Iterator[LocalLauncher]:
+    with closing(LocalLauncher(work)) as engine:  # type: ignore[arg-type]
         for rank in range(workers):
             engine.start(rank, environment | {"RANK": str(rank)}, Path(f"worker-{rank}.log"))
         yield engine
 
 
 def test_workers_speak_and_end(tmp_path: Path) -> None:
-    def work(post: Post) -> int:
-        post.wire.sendall(f"worker {os.environ['RANK']}\nis here".encode())
-        post.wire.sendall(b"\nand gone\nwithout an end")
+    def work(post: WorkerStartup) -> int:
+        post.channel.sendall(f"worker {os.environ['RANK']}\nis here".encode())
+        post.channel.sendall(b"\nand gone\nwithout an end")
         return post.rank
 
     with started(work, workers=2) as engine:
@@ -51,22 +51,22 @@ def test_workers_speak_and_end(tmp_path: Path) -> None:
     for rank in (0, 1):
         own = [each for each in heard if each.rank == rank]
         said = [f"worker {rank}".encode(), b"is here", b"and gone"]  # the last line was never finished
-        assert own == [*(Line(rank=rank, text=text) for text in said), Exit(rank=rank, code=rank)]
+        assert own == [*(EventLine(rank=rank, text=text) for text in said), ProcessExit(rank=rank, code=rank)]
 
 
 def test_a_worker_hears_the_driver() -> None:
-    def work(post: Post) -> int:
-        post.wire.sendall(post.wire.recv(100) + b"\n")
+    def work(post: WorkerStartup) -> int:
+        post.channel.sendall(post.channel.recv(100) + b"\n")
         return 0
 
     with started(work) as engine:
-        engine.tell(0, b"stop")
-        assert hear(engine) == [Line(rank=0, text=b"stop"), Exit(rank=0, code=0)]
-        engine.tell(0, b"nobody there")
+        engine.send(0, b"stop")
+        assert hear(engine) == [EventLine(rank=0, text=b"stop"), ProcessExit(rank=0, code=0)]
+        engine.send(0, b"nobody there")
 
 
 def test_a_worker_has_its_own_environment_log_and_input(capfd: pytest.CaptureFixture[str]) -> None:
-    def work(post: Post) -> int:
+    def work(post: WorkerStartup) -> int:
         print("printed", os.environ["WORD"], repr(sys.stdin.read()))
         print("complained", file=sys.stderr)
         os.write(1, b"written below Python\n")
@@ -82,20 +82,20 @@ def test_a_worker_has_its_own_environment_log_and_input(capfd: pytest.CaptureFix
 def test_a_worker_begins_with_everything_loaded() -> None:
     """Forked: the very module objects of the driver, so nothing is imported a second time."""
 
-    def work(post: Post) -> int:
-        post.wire.sendall(f"{id(sys.modules['torch'])} {os.getppid()}\n".encode())
+    def work(post: WorkerStartup) -> int:
+        post.channel.sendall(f"{id(sys.modules['torch'])} {os.getppid()}\n".encode())
         return 0
 
     with started(work) as engine:
         line, _ = hear(engine)
-        assert isinstance(line, Line)
+        assert isinstance(line, EventLine)
         identity, parent = map(int, line.text.split())
         assert identity == id(torch)
         assert parent != os.getpid()
 
 
 def test_how_a_worker_ended_is_told() -> None:
-    def work(post: Post) -> int:
+    def work(post: WorkerStartup) -> int:
         if post.rank == 0:
             raise ValueError("no good")
         if post.rank == 1:
@@ -105,39 +105,39 @@ def test_how_a_worker_ended_is_told() -> None:
         return 5
 
     with started(work, workers=4) as engine:
-        codes = {each.rank: each.code for each in hear(engine) if isinstance(each, Exit)}
+        codes = {each.rank: each.code for each in hear(engine) if isinstance(each, ProcessExit)}
     assert codes == {0: 1, 1: -signal.SIGKILL, 2: 7, 3: 5}
     assert "worker 0: ValueError('no good')" in Path("worker-0.log").read_text()
 
 
 def test_closing_ends_whatever_runs() -> None:
-    def work(post: Post) -> int:
-        post.wire.sendall(b"here\n")
+    def work(post: WorkerStartup) -> int:
+        post.channel.sendall(b"here\n")
         signal.pause()
         return 0
 
     with started(work, workers=2) as engine:
         while len(engine.pids) < 2:
-            engine.wait(DEADLINE_SECONDS)
+            engine.poll(DEADLINE_SECONDS)
         watched = [os.pidfd_open(pid) for pid in engine.pids.values()]
     assert all_ended(watched)
 
 
 def test_a_signal_reaches_the_worker_it_is_meant_for() -> None:
-    def work(post: Post) -> int:
-        post.wire.sendall(b"here\n")
+    def work(post: WorkerStartup) -> int:
+        post.channel.sendall(b"here\n")
         if post.rank == 1:
             signal.pause()
         return 0
 
     with started(work, workers=2) as engine:
-        heard: list[Line | Exit] = []
+        heard: list[EventLine | ProcessExit] = []
         while not any(each.rank == 1 for each in heard) or (1, 0) not in engine.pids:
-            heard += engine.wait(DEADLINE_SECONDS)
+            heard += engine.poll(DEADLINE_SECONDS)
         engine.signal(1, signal.SIGTERM)
         heard += hear(engine)
         engine.signal(1, signal.SIGTERM)  # it is gone: nobody is hit
-    assert {each.rank: each.code for each in heard if isinstance(each, Exit)} == {0: 0, 1: -signal.SIGTERM}
+    assert {each.rank: each.code for each in heard if isinstance(each, ProcessExit)} == {0: 0, 1: -signal.SIGTERM}
 
 
 def all_ended(descriptors: list[int]) -> bool:
@@ -319,7 +319,7 @@ def test_a_run_outlives_its_driver_and_nothing_outlives_the_run(call: Caller, tm
     assert attached.value["outcome"] == "done"
     assert attached.sha256 == call.train("job.py").sha256
     assert Path("run/report.json").exists()
-    assert not sqlite_client.running(Path("run")), "the store has gone, too"
+    assert not sqlite_client.server_running(Path("run")), "the store has gone, too"
     assert set(os.listdir("/dev/shm")) <= shared
 
 

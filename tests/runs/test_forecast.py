@@ -15,15 +15,15 @@ from torch import nn
 import shoal
 from helpers.command import Caller, write_job
 from shoal.driver.launch import open_job
-from shoal.driver.predict_run import Following, Foresight, Ground, Unpredicted, forecast, forecast_of, ground
+from shoal.driver.predict_run import BackgroundTrace, RunPredictor, PredictionBasis, NoPrediction, predict_run, predict_plan, prediction_basis
 from shoal.errors import InputError
-from shoal.parallel.layout import Layout
+from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
 from shoal.planner.cost.calibrate import Calibration
 from shoal.report import live_view
-from shoal.report.aggregate import Tally
-from shoal.report.closing_report import _prediction, off, rows
-from shoal.report.events import Evaluated, Predicted, RunStarted, Spent, Steps, WorkerStarted
+from shoal.report.aggregate import RunTally
+from shoal.report.closing_report import _prediction, error_text, rows
+from shoal.report.events import ModelEvaluated, RunPredicted, RunStarted, TimeSpent, StepsCommitted, WorkerStarted
 from shoal.report.predicted_vs_measured import LINES, reconcile
 from shoal.report.run_folder import RunFolder
 from helpers.forecast_job import TERMS, compared, job
@@ -36,7 +36,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(layout: str = "data=2") -> Any:
-    found = Layout.read(layout)
+    found = ParallelLayout.parse(layout)
     return make_plan(lanes=4, workers=found.workers, layout=found)
 
 
@@ -47,37 +47,37 @@ def plan(layout: str = "data=2") -> Any:
 
 def test_a_forecast_adds_up_and_says_what_it_was_made_for() -> None:
     source = open_job(job()).source
-    found = forecast(job(), source, plan("data=2,pipeline=2"))
+    found = predict_run(job(), source, plan("data=2,pipeline=2"))
     assert found.reason is None and found.seconds is not None
     assert sum(found.terms.values()) == pytest.approx(found.seconds)
     assert found.samples_per_second == pytest.approx(16 / found.seconds)
     assert (found.cluster, found.named, found.layout) == ("laptop preset", False, "data=2,pipeline=2")
     assert [sum(holds.values()) for holds in found.holds] == pytest.approx(found.peak_bytes, abs=6)
     assert found.peak_bytes[0] == found.peak_bytes[2] != found.peak_bytes[1], "workers 0 and 2 have the first stage"
-    assert forecast(job(), source, plan(), "dgx-a100").cluster == "dgx-a100"
+    assert predict_run(job(), source, plan(), "dgx-a100").cluster == "dgx-a100"
 
 
 def test_a_calibration_changes_it_and_is_named() -> None:
-    opened, known = open_job(job()), ground("laptop")
-    foresight = Foresight(opened.job, opened.source, known)
+    opened, known = open_job(job()), prediction_basis("laptop")
+    foresight = RunPredictor(opened.job, opened.source, known)
     work = foresight.work()
     slow = Calibration(compute=2.0, runs=3)
-    plain = forecast_of(work, plan(), known)
-    tuned = forecast_of(work, plan(), Ground(cluster=known.cluster, name="x", named=True, calibration=slow))
+    plain = predict_plan(work, plan(), known)
+    tuned = predict_plan(work, plan(), PredictionBasis(cluster=known.cluster, name="x", named=True, calibration=slow))
     assert tuned.terms["compute"] == pytest.approx(2 * plain.terms["compute"])
     assert (tuned.calibration, tuned.constants["compute"]) == ("compute × 2.00 from 3 runs", 2.0)
 
 
 def test_under_a_limit_what_is_freed_goes_back() -> None:
     opened = open_job(job())
-    free, capped = ground(None), ground(None, capped=True)
-    work = Foresight(opened.job, opened.source, free).work()
-    peaks = [max(forecast_of(work, plan(), known).peak_bytes) for known in (free, capped)]
+    free, capped = prediction_basis(None), prediction_basis(None, memory_capped=True)
+    work = RunPredictor(opened.job, opened.source, free).work()
+    peaks = [max(predict_plan(work, plan(), known).peak_bytes) for known in (free, capped)]
     assert peaks[0] > peaks[1] > 0
 
 
 def test_more_stages_than_blocks_are_a_reason() -> None:
-    found = forecast(job(), open_job(job()).source, plan("pipeline=4"))
+    found = predict_run(job(), open_job(job()).source, plan("pipeline=4"))
     assert found.seconds is None
     assert "4 stages but 3 blocks" in str(found.reason)
 
@@ -104,16 +104,16 @@ def hangs(output: Any, target: Any) -> Any:
 )
 def test_whatever_goes_wrong_is_a_reason(loss: Any, words: str) -> None:
     wrong = job(loss)
-    following = Following(wrong, open_job(wrong).source)
-    with pytest.raises(Unpredicted, match=words):
+    following = BackgroundTrace(wrong, open_job(wrong).source)
+    with pytest.raises(NoPrediction, match=words):
         following.work(0.2 if loss is hangs else 30.0)
-    with pytest.raises(Unpredicted, match=words):  # and stays it
+    with pytest.raises(NoPrediction, match=words):  # and stays it
         following.work()
 
 
 def test_it_prints_nothing_and_nobody_has_to_wait(capfd: pytest.CaptureFixture[str]) -> None:
     said = job(prints)
-    following = Following(said, open_job(said).source)
+    following = BackgroundTrace(said, open_job(said).source)
     following.work()  # may be nothing yet
     assert following.work(30.0) is following.work() is not None
     following.close()
@@ -134,7 +134,7 @@ def test_every_run_records_its_prediction(tmp_path: Path) -> None:
     for side, total in (("predicted_ms", "predicted"), ("measured_ms", "measured")):
         assert sum(line[side] for line in found["lines"].values()) == pytest.approx(found["step_ms"][total], abs=1e-4)
     assert found["memory"]["measured_bytes"] == max(each["peak_bytes"] for each in report.value["carried"])
-    (event,) = [each for each in RunFolder(Path("run")).read_events() if isinstance(each, Predicted)]
+    (event,) = [each for each in RunFolder(Path("run")).read_events() if isinstance(each, RunPredicted)]
     assert event.samples_per_second == told["samples_per_second"]
     said = [text for label, text in rows(report.value) if label == "a step"]
     assert "    predicted " in said[0] and said[0].endswith("; laptop preset)")
@@ -192,6 +192,6 @@ def test_evaluations_are_no_part_of_a_step() -> None:
     assert "besides: evaluation 2.00 ms a step" in told
     x = torch.randn(32, 16)
     report = shoal.train(job(evaluate=(x, x)), quiet=True).value
-    spent = sum(e.seconds for e in RunFolder(Path(report["folder"])).read_events() if isinstance(e, Evaluated))
+    spent = sum(e.seconds for e in RunFolder(Path(report["folder"])).read_events() if isinstance(e, ModelEvaluated))
     assert spent > 0 and report["evaluation_ms"] == pytest.approx(1000 * spent / 4, rel=1e-3)
     assert report["prediction"]["step_ms"]["measured"] < report["step_ms"]["total"]

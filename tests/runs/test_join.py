@@ -9,9 +9,9 @@ import pytest
 
 from helpers.command import Caller, Result, events, program
 from helpers.faults import STANDS_DOWN, Faults, crew, until_true
-from shoal.recovery.membership.heartbeat import News
-from shoal.recovery.membership.protocol import Who
-from shoal.worker.elastic_membership import Crew
+from shoal.recovery.membership.heartbeat import MembershipState
+from shoal.recovery.membership.protocol import WorkerId
+from shoal.worker.elastic_membership import ElasticMembership
 
 LOOP = """\
 import os
@@ -251,15 +251,15 @@ def test_whoever_goes_first_takes_nothing_from_an_evaluation_after_the_end(
     """The others have given their leases back before worker 1 has left the last meeting behind."""
     faults = Faults(tmp_path / "run", monkeypatch)
     write(after=EVALUATION)
-    heard: list[set[Who]] = [set()]
-    hear = Crew._heard
+    heard: list[set[WorkerId]] = [set()]
+    hear = ElasticMembership._on_state
 
-    def listen(crew: Crew, news: News) -> None:
+    def listen(crew: ElasticMembership, news: MembershipState) -> None:
         hear(crew, news)
         heard.append(set(news.alive))
 
-    monkeypatch.setattr(Crew, "_heard", listen)
-    faults.at(STANDS_DOWN, until_true(lambda: heard[-1] == {crew().who}), worker=1)
+    monkeypatch.setattr(ElasticMembership, "_heard", listen)
+    faults.at(STANDS_DOWN, until_true(lambda: heard[-1] == {crew().worker_id}), worker=1)
     with faults.armed():
         run(call, "--run-dir", str(faults.run), workers=3)
     told = [json.loads(Path(f"counted-{rank}.json").read_text()) for rank in range(3)]

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from helpers.command import Caller, write_job
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.driver.launchers import cleanup, programs
 from shoal.driver.launchers.lab import Lab, check_machine
 from shoal.driver.launchers.lab_network import burst_bytes
@@ -42,7 +42,7 @@ def machine() -> tuple[str, set[str], set[str]]:
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     interfaces = " ".join(sorted(line.split(":")[1] for line in links.splitlines()))
     records = [msgspec.json.decode(path.read_bytes()) for path in cleanup.RECORDS.glob("lab-*.json")]
-    others = [one["id"] for one in records if one["owner"] != os.getpid() and cleanup.started(one["owner"])]
+    others = [one["id"] for one in records if one["owner"] != os.getpid() and cleanup.start_ticks(one["owner"])]
     names, files = (
         {name for name in listed(folder) if not any(lab in name for lab in others)}
         for folder in (cleanup.NAMES, cleanup.RECORDS)
@@ -227,10 +227,10 @@ def test_after_kill_9_only_what_the_dead_lab_left_is_removed(call: Caller) -> No
     with Lab(even_cluster(hosts=1)) as living:
         assert cleanup.clean() == [], "both owners live"
         assert owner.end(signal.SIGKILL) == -signal.SIGKILL
-        assert cleanup.started(strays[0]) is not None
+        assert cleanup.start_ticks(strays[0]) is not None
         told = call.good("lab", "clean").out
         assert told == f"removed what was left of {owner.id}\n"
-        wait_until(lambda: not any(cleanup.started(pid) for pid in strays))
+        wait_until(lambda: not any(cleanup.start_ticks(pid) for pid in strays))
         assert holders(owner.inodes) == []
         assert f"shoal-{living.id}-r0h0" in listed(cleanup.NAMES)
         send, receive = connect(living, *living.hosts)
@@ -342,13 +342,13 @@ def test_ctrl_c_ends_the_programs(call: Caller) -> None:
 @root
 @pytest.mark.usefixtures("clean_after")
 def test_ranks_of_a_test_can_be_on_hosts() -> None:
-    def where(group: Group) -> list[object]:
-        return [socket.gethostname(), os.environ["SHOAL_RACK"], group.gather(torch.tensor([group.rank])).flatten()]
+    def where(group: WorkerGroup) -> list[object]:
+        return [socket.gethostname(), os.environ["SHOAL_RACK"], group.gather_rows(torch.tensor([group.rank])).flatten()]
 
     with Lab(even_cluster(hosts=1)) as lab:
-        found = ranks(2, where, places=lab.places(2))
+        found = ranks(2, where, places=lab.rank_hosts(2))
         with pytest.raises(InputError, match="3 ranks, but 2 places"):
-            ranks(3, where, places=lab.places(2))
+            ranks(3, where, places=lab.rank_hosts(2))
     assert [row[:2] for row in found] == [["r0h0", "r0"], ["r1h0", "r1"]]
     assert all(row[2].tolist() == [0, 1] for row in found)
 

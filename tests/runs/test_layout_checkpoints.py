@@ -11,7 +11,7 @@ from torch import nn
 import shoal
 from helpers.layout_models import Language, language_job, winding_job
 from shoal.errors import InputError
-from shoal.numerics.digest import combine, digests
+from shoal.numerics.digest import model_digest, tensor_digests
 
 
 def train(job: shoal.Job, layout: str | None = None, **more: Any) -> shoal.Report:
@@ -62,7 +62,7 @@ def test_the_model_s_file_is_for_any_program(written: tuple[Path, str]) -> None:
     plain, own = Language(), load_file(path)
     missing, unexpected = plain.load_state_dict(own, strict=False)
     assert (missing, unexpected) == (["head.weight"], []), "a tied weight is stored once"
-    assert combine(digests(plain.named_parameters())) == sha256
+    assert model_digest(tensor_digests(plain.named_parameters())) == sha256
     other = load_file(alone.folder / "model.safetensors")
     assert list(own) == list(other)
     assert all(torch.equal(own[name], other[name]) for name in own)

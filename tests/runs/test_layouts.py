@@ -17,10 +17,10 @@ from helpers.layout_models import (
     winding_job,
 )
 from shoal.driver.verify import layout_placements, verify
-from shoal.numerics.digest import combine, digests
+from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.numerics.seeds import initialise
 from shoal.parallel.blocks import find_blocks
-from shoal.parallel.pipeline_schedule import NAMES
+from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.testing import attention, batch_norm_net, convolution, dropout_net, everything, job_for, tied_language_model
 
@@ -42,7 +42,7 @@ def winding(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return train(winding_job(), run_dir=tmp_path_factory.mktemp("winding") / "run")
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_a_model_that_is_hard_to_cut(schedule: str, winding: Result) -> None:
     assert train(winding_job(), "pipeline=2", schedule=schedule) == winding
 
@@ -146,10 +146,10 @@ def test_a_step_that_is_left_out() -> None:
 
 def test_an_instance_is_cut_and_stays_as_it_was() -> None:
     model = initialise(everything, 5)
-    before = combine(digests(model.state_dict().items()))
+    before = model_digest(tensor_digests(model.state_dict().items()))
     job = job_for(everything, model=model, epochs=1)
     assert len({train(job, layout)[0] for layout in (None, "pipeline=2", "data=2,zero=1")}) == 1
-    assert combine(digests(model.state_dict().items())) == before
+    assert model_digest(tensor_digests(model.state_dict().items())) == before
 
 
 # -- bf16 -------------------------------------------------------------------------------------------------------------

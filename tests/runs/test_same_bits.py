@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.driver.driver import Options
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import run_with
-from shoal.numerics.digest import combine, digests
+from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.numerics.seeds import initialise
-from shoal.report.events import AnyEvent, Dealt, Steps, decode
+from shoal.report.events import AnyEvent, LanesAssigned, StepsCommitted, decode
 from shoal.testing import (
     attention,
     batch_norm_net,
@@ -27,7 +27,7 @@ from shoal.testing import (
     samples_for,
     tied_language_model,
 )
-from shoal.worker.context import Settings
+from shoal.worker.context import RunSettings
 
 MODELS = (convolution, attention, dropout_net, batch_norm_net, tied_language_model)
 
@@ -67,7 +67,7 @@ def test_a_model_has_one_hash_on_1_to_4_workers(build: Callable[[], nn.Module]) 
     assert len({report.weights_sha256 for report in reports}) == 1
     assert len({report.final_loss for report in reports}) == 1
     assert [report.value["workers"] for report in reports] == [1, 2, 3, 4]
-    untrained = combine(digests(initialise(build, 0).named_parameters()))
+    untrained = model_digest(tensor_digests(initialise(build, 0).named_parameters()))
     assert reports[0].weights_sha256 != untrained
     assert reports[0].exact
 
@@ -101,18 +101,18 @@ def test_lanes_that_do_not_divide_evenly() -> None:
     job = hard_job(batch=24, lanes=6)
     reports = [train(job, workers) for workers in (1, 4)]
     assert reports[0].weights_sha256 == reports[1].weights_sha256
-    held = {event.rank: event.lanes for event in events(reports[1]) if isinstance(event, Steps)}
+    held = {event.rank: event.lanes for event in events(reports[1]) if isinstance(event, StepsCommitted)}
     assert sorted(stop - start for start, stop in held.values()) == [1, 1, 2, 2]
 
 
 def test_uneven_shares(hard_hash: str) -> None:
     report = train(hard_job(), 2, shares="3,1")
-    assert {event.rank: event.lanes for event in events(report) if isinstance(event, Steps)} == {0: (0, 3), 1: (3, 4)}
+    assert {event.rank: event.lanes for event in events(report) if isinstance(event, StepsCommitted)} == {0: (0, 3), 1: (3, 4)}
     assert report.weights_sha256 == hard_hash
 
 
 def test_a_plan_can_be_replayed(hard_hash: str) -> None:
-    plan = shoal.Plan(workers=3, lanes=4, deal=((0, 1), (1, 3), (3, 4)))  # the middle one holds no whole subtree
+    plan = shoal.Plan(workers=3, lanes=4, assignment=((0, 1), (1, 3), (3, 4)))  # the middle one holds no whole subtree
     assert train(hard_job(), 3, plan=plan).weights_sha256 == hard_hash
 
 
@@ -128,9 +128,9 @@ def burdened(output: Tensor, target: Tensor) -> Tensor:
 def test_lanes_move_away_from_a_slow_worker_and_the_hash_stays() -> None:
     job = hard_job(loss=burdened, epochs=8)
     alone, moved = train(job), train(job, 2, shares="auto")
-    dealt = [event for event in events(moved) if isinstance(event, Dealt)]
+    dealt = [event for event in events(moved) if isinstance(event, LanesAssigned)]
     assert dealt, "no lane was moved"
-    assert dealt[0].deal == [(0, 3), (3, 4)]
+    assert dealt[0].assignment == [(0, 3), (3, 4)]
     assert dealt[0].step < moved.steps, "after the move there were steps"
     assert dealt[0].reason.startswith("relative speeds 1.00, ")
     assert moved.weights_sha256 == alone.weights_sha256
@@ -222,8 +222,8 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def options(workers: int, **more: Any) -> Options:
-    return Options(workers=workers, quiet=True, **more)
+def options(workers: int, **more: Any) -> RunOptions:
+    return RunOptions(workers=workers, quiet=True, **more)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -249,7 +249,7 @@ def test_an_own_loop_alone_in_a_process_has_it_too(hard_hash: str) -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    assert combine(digests(run.named_tensors())) == hard_hash
+    assert model_digest(tensor_digests(run.named_tensors())) == hard_hash
     assert len(losses) == 12
     assert list(Path.cwd().iterdir()) == []
 
@@ -269,7 +269,7 @@ def test_a_job_that_was_stopped_ends_with_the_same_hash(first: int, second: int,
 
 def test_an_own_loop_that_was_stopped_ends_with_the_same_hash(script: Path, hard_hash: str) -> None:
     with pytest.raises(shoal.Stopped, match="stopped after step 5"):
-        run_with(script, [], options(2, run_dir=Path("run"), settings=Settings(stop_after=5)))
+        run_with(script, [], options(2, run_dir=Path("run"), settings=RunSettings(stop_after=5)))
     report = run_with(script, [], options(3, run_dir=Path("run"), resume=True))
     assert report.weights_sha256 == hard_hash
 
@@ -302,7 +302,7 @@ def test_parameters_frozen_and_freed_on_the_way_are_merged(tmp_path: Path) -> No
         "        optimizer.zero_grad()\n"
     )
     hashes = [
-        run_with(script, [], Options(workers=workers, run_dir=tmp_path / str(workers), quiet=True)).weights_sha256
+        run_with(script, [], RunOptions(workers=workers, run_dir=tmp_path / str(workers), quiet=True)).weights_sha256
         for workers in (1, 2, 3)
     ]
     assert len(set(hashes)) == 1
@@ -312,7 +312,7 @@ def test_an_instance_begins_where_it_began_after_its_trained_copy_was_used() -> 
     job = job_for(dropout_net).changed(model=initialise(dropout_net, 5), steps=3)
     first = shoal.train(job, quiet=True)
     trained = first.model()
-    assert combine(digests(trained.state_dict().items())) == first.weights_sha256
+    assert model_digest(tensor_digests(trained.state_dict().items())) == first.weights_sha256
     assert shoal.train(job, workers=2, quiet=True).weights_sha256 == first.weights_sha256
 
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 import shoal
 from helpers.command import events
-from shoal.driver.driver import Options
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
 from shoal.driver.launchers.lab import Lab
-from shoal.paramserver.client import Client, Future
-from shoal.paramserver.messages import Apply, Compute, Keep, Next, Request, Squares, Standing, State
-from shoal.paramserver.sync_mode import Mode
+from shoal.paramserver.client import ParameterClient, ReplyFuture
+from shoal.paramserver.messages import ApplyRequest, LeaseReply, SnapshotRequest, LeaseRequest, ServerRequest, SquaresRequest, StatusRequest, TableStateRequest
+from shoal.paramserver.sync_mode import SyncMode
 from shoal.planner.cluster import even_cluster
-from shoal.recovery.checkpoint.directory import Checkpoints
+from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.report.closing_report import rows
 from shoal.report.events import ServerStarted, decode
-from shoal.worker.server_worker.asynchronous import Queueing
-from shoal.worker.server_worker.base import Served
+from shoal.worker.server_worker.asynchronous import AsyncServerWorker
+from shoal.worker.server_worker.base import ServerWorker
 
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
@@ -202,7 +202,7 @@ def test_a_table_needs_servers(tmp_path: Path) -> None:
 def test_servers_on_other_hosts_are_reached_with_a_token(tmp_path: Path) -> None:
     this = plain_job(steps=6)
     with Lab(even_cluster(racks=1, hosts=2)) as lab:
-        options = Options(workers=2, servers=2, lab=lab, run_dir=tmp_path / "lab", quiet=True)
+        options = RunOptions(workers=2, servers=2, lab=lab, run_dir=tmp_path / "lab", quiet=True)
         found = train_with(this, options)
     addresses = [event["addresses"][0] for event in events(tmp_path / "lab", "server-started")]
     assert all(each.startswith("tcp://10.") for each in addresses) and len(set(addresses)) == 2
@@ -320,17 +320,17 @@ def test_servers_that_were_left_at_different_steps_go_back_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one worker dies when the first server has applied its step, and the second has not heard of it."""
-    real, mark = Client.request, tmp_path / "killed"
+    real, mark = ParameterClient.request, tmp_path / "killed"
 
-    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
+    def request(self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[Any]:
         future = real(self, shard, request, tensors)
-        if isinstance(request, Apply) and request.step == 6 and not mark.exists():
+        if isinstance(request, ApplyRequest) and request.step == 6 and not mark.exists():
             future.wait()
             mark.write_text("once")
             os.kill(os.getpid(), signal.SIGKILL)
         return future
 
-    monkeypatch.setattr(Client, "request", request)
+    monkeypatch.setattr(ParameterClient, "request", request)
     this = plain_job(steps=10)
     found = train(this, tmp_path / "run", workers=1, servers=2)
     assert mark.exists() and found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
@@ -342,16 +342,16 @@ def test_a_server_that_is_lost_before_it_has_kept_anything_is_filled_again(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed when it has acknowledged the first values, and no snapshot of them stands."""
-    real, run = Client.request, tmp_path / "run"
+    real, run = ParameterClient.request, tmp_path / "run"
     mark = run.with_suffix(".killed")
 
-    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
-        if isinstance(request, Keep) and not mark.exists():
+    def request(self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[Any]:
+        if isinstance(request, SnapshotRequest) and not mark.exists():
             mark.write_text("once")
             os.kill(server_pid(run, 0), signal.SIGKILL)
         return real(self, shard, request, tensors)
 
-    monkeypatch.setattr(Client, "request", request)
+    monkeypatch.setattr(ParameterClient, "request", request)
     found = train(job(steps=6), run, workers=2, servers=2, sync=mode)
     assert mark.exists() and found.steps == 6 and found.value["outcome"] == "done"
     assert [event["shard"] for event in events(run, "server-lost")] == [0]
@@ -364,16 +364,16 @@ def test_a_server_may_be_lost_while_the_result_is_written(
     mode: str, shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All workers have done their steps; the others wait for the one that writes."""
-    real, run = Served.write_result, tmp_path / "run"
+    real, run = ServerWorker.write_result, tmp_path / "run"
     mark = run.with_suffix(".killed")
 
-    def write_result(self: Served, *given: Any) -> None:
+    def write_result(self: ServerWorker, *given: Any) -> None:
         if not mark.exists():
             mark.write_text("once")
             os.kill(server_pid(run, shard), signal.SIGKILL)
         real(self, *given)
 
-    monkeypatch.setattr(Served, "write_result", write_result)
+    monkeypatch.setattr(ServerWorker, "write_result", write_result)
     this = plain_job(steps=8)
     found = train(this, run, workers=2, servers=2, sync=mode)
     assert mark.exists() and found.steps == 8 and found.value["outcome"] == "done"
@@ -385,16 +385,16 @@ def test_a_checkpoint_has_nothing_of_a_server_that_came_back_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would tell the optimizer's state of an older step."""
-    real, run, mark = Client.request, tmp_path / "run", tmp_path / "killed"
+    real, run, mark = ParameterClient.request, tmp_path / "run", tmp_path / "killed"
     server = Fatal(run, worker=0, call=0, server=1)
 
-    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
-        if isinstance(request, State) and not mark.exists():
+    def request(self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[Any]:
+        if isinstance(request, TableStateRequest) and not mark.exists():
             mark.write_text("once")
             os.kill(server.pid(), signal.SIGKILL)
         return real(self, shard, request, tensors)
 
-    monkeypatch.setattr(Client, "request", request)
+    monkeypatch.setattr(ParameterClient, "request", request)
     with pytest.raises(shoal.Stopped):
         train(plain_job(steps=12), run, workers=2, servers=2, stop_after=7)
     assert mark.exists() and events(run, "rewound")
@@ -414,17 +414,17 @@ def is_first(mark: Path) -> bool:
 def test_a_worker_of_a_quorum_that_asks_for_a_norm_when_the_others_have_gone_on_goes_on_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, mark = Client.request, tmp_path / "late"
+    real, mark = ParameterClient.request, tmp_path / "late"
 
-    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
+    def request(self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[Any]:
         """Whoever is the first to come to the norm of step 3 waits until the others are two steps further."""
-        if isinstance(request, Squares) and request.step == 3 and is_first(mark):
+        if isinstance(request, SquaresRequest) and request.step == 3 and is_first(mark):
             until = time.monotonic() + 60
-            while real(self, shard, Standing()).wait()[0].step < 6:
+            while real(self, shard, StatusRequest()).wait()[0].step < 6:
                 assert time.monotonic() < until, "the others wait, too"
         return real(self, shard, request, tensors)
 
-    monkeypatch.setattr(Client, "request", request)
+    monkeypatch.setattr(ParameterClient, "request", request)
     run = tmp_path / "run"
     found = train(plain_job(clip_norm=0.4, steps=10), run, workers=3, servers=2, sync="quorum:0.6")
     assert mark.exists() and found.steps == 10 and not events(run, "worker-lost")
@@ -489,7 +489,7 @@ def test_a_resumed_run_has_its_outer_optimizer_back_on_any_number_of_servers(tmp
 
 
 def aside(run: Path) -> dict[str, Any]:
-    found = Checkpoints(run / "checkpoints").newest()
+    found = CheckpointDirectory(run / "checkpoints").newest()
     assert found is not None
     kept: dict[str, Any] = found.snapshot.values.get("aside", {})
     return kept
@@ -555,15 +555,15 @@ def test_what_goes_on_from_an_inexact_run_is_not_exact(tmp_path: Path) -> None:
 
 def test_servers_with_a_queue_are_kept_with_every_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a checkpoint holds is not lost with a server."""
-    real, told = Client.request, tmp_path / "kept"
+    real, told = ParameterClient.request, tmp_path / "kept"
 
-    def request(self: Client, shard: int, request: Request, tensors: Sequence[Tensor] = ()) -> Future[Any]:
-        if isinstance(request, Keep):
+    def request(self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[Any]:
+        if isinstance(request, SnapshotRequest):
             with told.open("a") as file:
                 file.write("once\n")
         return real(self, shard, request, tensors)
 
-    monkeypatch.setattr(Client, "request", request)
+    monkeypatch.setattr(ParameterClient, "request", request)
     train(plain_job(checkpoint_every=8, steps=16), tmp_path / "run", workers=1, servers=1, sync="async")
     saved = events(tmp_path / "run", "saved")
     assert len(told.read_text().split()) == 1 + len(saved) == 3, "the first values, and each of these"

@@ -10,15 +10,15 @@ import pytest
 from msgspec.structs import replace
 import shoal
 from helpers.command import Caller, events, write_job
-from shoal.collectives.handshake import Member
-from shoal.collectives.options import Traffic, Wish, wish_of_environment
+from shoal.collectives.handshake import GroupMember
+from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.collectives.stats import places_of
-from shoal.collectives.topology import Place
+from shoal.collectives.topology import RankPlace
 from shoal.errors import InputError
 from shoal.job.load import load_job
 from shoal.report import summarize
-from shoal.report.aggregate import Tally
-from shoal.report.events import RunStarted, Spent, Steps, Travelled, WorkerStarted
+from shoal.report.aggregate import RunTally
+from shoal.report.events import RunStarted, TimeSpent, StepsCommitted, TrafficReported, WorkerStarted
 from helpers.job_files import LOOP
 
 

@@ -4,48 +4,48 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.job.dataset import open_source
+from shoal.job.dataset import open_data
 from shoal.job.job import Job
-from shoal.parallel.block_graph import Row, find_row
-from shoal.parallel.layout import Layout
+from shoal.parallel.block_graph import BlockGraph, record_graph
+from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
-from shoal.worker.model_partition import Outline, example_of, outline
+from shoal.worker.model_partition import ModelOutline, example_microbatch, make_outline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class BlockLine:
     block: str
     num_parameters: int  # its own; of a tied weight, where it is used first
     flops: float  # forward, of one microbatch
     share: float  # of the model's cost
     stage: int | None  # of the pipeline
-    sends: tuple[str, ...]  # what goes on from here to later blocks, by what made it
-    split: tuple[str, ...]  # how its modules are split
+    sent_values: tuple[str, ...]  # what goes on from here to later blocks, by what made it
+    split_operators: tuple[str, ...]  # how its modules are split
 
 
-def find_lines(job: Job, layout: Layout, schedule: str = "1f1b", chunks: int | None = None) -> list[Line]:
-    source = open_source(job.data, seed=job.seed, shuffle=job.shuffle)
+def find_lines(job: Job, layout: ParallelLayout, schedule: str = "1f1b", chunks: int | None = None) -> list[BlockLine]:
+    source = open_data(job.data, seed=job.seed, shuffle=job.shuffle)
     plan = make_plan(lanes=job.lane_count, workers=layout.workers, layout=layout, schedule=schedule, chunks=chunks)
-    made = outline(job, source, plan)
-    row = find_row(made.sketch.model, made.blocks, example_of(job, source))
+    made = make_outline(job, source, plan)
+    row = record_graph(made.sketch.model, made.blocks, example_microbatch(job, source))
     return [_line(row, made, number) for number in range(len(row.segments))]
 
 
-def _line(row: Row, made: Outline, number: int) -> Line:
+def _line(row: BlockGraph, made: ModelOutline, number: int) -> BlockLine:
     segment, costs = row.segments[number], row.costs()
     first = [each.block for each in row.segments].index(segment.block) == number
     index = made.blocks.names.index(segment.block) + 1
-    own = [name for name in made.parameters if made.blocks.of(name) == index] if first else []
+    own = [name for name in made.parameters if made.blocks.block_of(name) == index] if first else []
     spans = () if made.stages is None else made.stages.spans
     inside = () if made.rules is None else made.rules.modules.items()
-    return Line(
+    return BlockLine(
         block=segment.block,
         num_parameters=sum(math.prod(made.shapes[name]) for name in own),
         flops=segment.flops,
         share=costs[number] / (sum(costs) or 1.0),
         stage=next((stage for stage, (start, stop) in enumerate(spans) if start <= number < stop), None),
-        sends=tuple(row.names[each] for each in row.crossing(number + 1)) if number + 1 < len(row.segments) else (),
-        split=tuple(
+        sent_values=tuple(row.names[each] for each in row.boundary_values(number + 1)) if number + 1 < len(row.segments) else (),
+        split_operators=tuple(
             f"{name.removeprefix(segment.block).lstrip('.') or name} {rule}"
             for name, rule in inside
             if name == segment.block or name.startswith(segment.block + ".")
@@ -53,11 +53,11 @@ def _line(row: Row, made: Outline, number: int) -> Line:
     )
 
 
-def value(job: Job, layout: Layout, schedule: str = "1f1b", chunks: int | None = None) -> list[dict[str, Any]]:
+def value(job: Job, layout: ParallelLayout, schedule: str = "1f1b", chunks: int | None = None) -> list[dict[str, Any]]:
     return [vars(line) for line in find_lines(job, layout, schedule, chunks)]
 
 
-def text(job: Job, layout: Layout, schedule: str = "1f1b", chunks: int | None = None) -> str:
+def text(job: Job, layout: ParallelLayout, schedule: str = "1f1b", chunks: int | None = None) -> str:
     lines = find_lines(job, layout, schedule, chunks)
     width = max(len("block"), *(len(line.block) for line in lines))
     heading = f"{'block':<{width}}  {'parameters':>12}  {'forward':>12}  {'cost':>6}"
@@ -69,11 +69,11 @@ def text(job: Job, layout: Layout, schedule: str = "1f1b", chunks: int | None = 
             found.append("─" * len(heading))
         before = line.stage
         stage = f"  {line.stage:>5}" if line.stage is not None else ""
-        split = f"; {', '.join(line.split)}" if line.split else ""
+        split = f"; {', '.join(line.split_operators)}" if line.split_operators else ""
         flops = f"{line.flops / 1e6:,.1f} MFLOP"
         found.append(
             f"{line.block:<{width}}  {line.num_parameters:>12,}  {flops:>12}  {line.share:>6.1%}{stage}"
-            f"  {', '.join(line.sends)}{split}".rstrip()
+            f"  {', '.join(line.sent_values)}{split}".rstrip()
         )
     total = sum(line.num_parameters for line in lines)
     found.append(f"{len(lines)} blocks, {total:,} parameters in them; costs are of one microbatch")

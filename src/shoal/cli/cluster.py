@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from shoal.cli import cluster_text
-from shoal.cli.parser import Parser, cluster_of, command, rare
+from shoal.cli.parser import CommandParser, cluster_of, command, rare_option
 from shoal.errors import InputError
 
 TEXT = "devices, hosts and links: presets and files shown, this machine measured"
@@ -15,7 +15,7 @@ TEXT = "devices, hosts and links: presets and files shown, this machine measured
 
 def add(commands: Any) -> None:
     parser = command(commands, "cluster", TEXT, call, "shoal cluster show dgx-a100 --hosts 4")
-    parts = parser.add_subparsers(title="commands", metavar="COMMAND", dest="part", parser_class=Parser)
+    parts = parser.add_subparsers(title="commands", metavar="COMMAND", dest="part", parser_class=CommandParser)
 
     show = command(
         parts,
@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     )
     show.add_argument("cluster", nargs="?", metavar="NAME|FILE", help="a preset, or a TOML file (lists the presets)")
     show.add_argument("--hosts", type=int, metavar="N", help="so many hosts of that kind (as it has)")
-    rare(show, "--racks", type=int, metavar="N", help="spread over so many racks (as it has)")
+    rare_option(show, "--racks", type=int, metavar="N", help="spread over so many racks (as it has)")
     show.add_argument("--json", action="store_true", help="print it as JSON")
 
     probe = command(

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from shoal.planner.cluster import (
     Cluster,
     Device,
-    Host,
-    Link,
+    ClusterHost,
+    ClusterLink,
     Rack,
-    Tier,
+    LinkTier,
     bandwidth_text,
     bytes_text,
     find_cluster,
@@ -22,7 +22,7 @@ from shoal.planner.cluster import (
     tiers,
 )
 from shoal.planner.cluster.library import device_tables
-from shoal.planner.cluster.presets import is_preset, note
+from shoal.planner.cluster.presets import is_preset, preset_note
 
 BETWEEN = {
     "inside": "devices of a host",
@@ -35,11 +35,11 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Narrow:
+class BandwidthBottleneck:
     """The place where a device gets least while all talk."""
 
     tier: str
-    each: float
+    bytes_per_second: float
     ratio: float | None  # how many times less than one tier below; None: there is none
     sentence: str
 
@@ -47,20 +47,20 @@ class Narrow:
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
-def narrowest(cluster: Cluster) -> Narrow | None:
+def narrowest(cluster: Cluster) -> BandwidthBottleneck | None:
     """None if there is nobody to talk to. Of equal tiers the nearest, where the bandwidth is lost."""
     found = tiers(cluster)
     if not found:
         return None
-    tier = min(found, key=lambda each: each.each)
+    tier = min(found, key=lambda each: each.shared_bandwidth)
     place = found.index(tier)
-    ratio = found[place - 1].each / tier.each if place else None
+    ratio = found[place - 1].shared_bandwidth / tier.shared_bandwidth if place else None
     less = "" if ratio is None else f", {_times(ratio)} less than between {_near(cluster, found[place - 1])}"
-    sentence = f"{_cause(cluster, tier)}: {_speed(tier.each)} a device while all talk{less}"
-    return Narrow(tier=tier.name, each=tier.each, ratio=ratio, sentence=sentence)
+    sentence = f"{_cause(cluster, tier)}: {_speed(tier.shared_bandwidth)} a device while all talk{less}"
+    return BandwidthBottleneck(tier=tier.name, bytes_per_second=tier.shared_bandwidth, ratio=ratio, sentence=sentence)
 
 
-def _cause(cluster: Cluster, tier: Tier) -> str:
+def _cause(cluster: Cluster, tier: LinkTier) -> str:
     if tier.name == "rack":
         rack = min(cluster.racks, key=_uplink_each)
         over = rack.oversubscription
@@ -72,21 +72,21 @@ def _cause(cluster: Cluster, tier: Tier) -> str:
         shared = f", which {_counted(host.devices, 'device')} share" if host.cards < host.devices else ""
         return f"the link of host {host.name}, {_cards(host)}{shared}"
     host = hosts[0]
-    if host.inside is None:
+    if host.interconnect is None:
         return f"the memory of host {host.name}, of which the file says nothing (a guess)"
-    if tier.name == "socket" and host.inside.between is not None:
-        return f"the link between the sockets of host {host.name}, {_speed(host.inside.between.bytes_per_second)}"
-    near = host.devices // host.inside.sockets
-    shared = f", which {_counted(near, 'device')} share" if host.inside.shared else ""
-    return f"{host.inside.kind} inside host {host.name}, {_speed(host.inside.link.bytes_per_second)}{shared}"
+    if tier.name == "socket" and host.interconnect.between is not None:
+        return f"the link between the sockets of host {host.name}, {_speed(host.interconnect.between.bytes_per_second)}"
+    near = host.devices // host.interconnect.sockets
+    shared = f", which {_counted(near, 'device')} share" if host.interconnect.shared else ""
+    return f"{host.interconnect.kind} inside host {host.name}, {_speed(host.interconnect.link.bytes_per_second)}{shared}"
 
 
 def _uplink_each(rack: Rack) -> float:
     return rack.uplink.bytes_per_second / sum(host.devices for host in rack.hosts)
 
 
-def _near(cluster: Cluster, tier: Tier) -> str:
-    sockets = tier.name == "inside" and any(host.inside and host.inside.between for host in cluster.hosts)
+def _near(cluster: Cluster, tier: LinkTier) -> str:
+    sockets = tier.name == "inside" and any(host.interconnect and host.interconnect.between for host in cluster.hosts)
     return "devices of a socket" if sockets else BETWEEN[tier.name]
 
 
@@ -112,8 +112,8 @@ def _heading(cluster: Cluster, name: str) -> list[str]:
         money = {host.device.currency for host in hosts if host.device}
         if None not in prices and len(money) == 1:
             lines[0] += f", {sum(price or 0 for price in prices):,.6g} {money.pop()} an hour"
-    if is_preset(name) and note(name):
-        lines.append(note(name))
+    if is_preset(name) and preset_note(name):
+        lines.append(preset_note(name))
     return lines
 
 
@@ -143,7 +143,7 @@ def _rack_lines(racks: Sequence[Rack], branch: str, beside: str, *, alone: bool)
     return lines
 
 
-def _host_line(hosts: Sequence[Host], alone: bool) -> str:
+def _host_line(hosts: Sequence[ClusterHost], alone: bool) -> str:
     host = hosts[0]
     latency = "" if host.link.latency_seconds is None else f", {latency_text(host.link.latency_seconds)}"
     shared = host.cards < host.devices
@@ -152,8 +152,8 @@ def _host_line(hosts: Sequence[Host], alone: bool) -> str:
     return f"{_named('host', [each.name for each in hosts])}   {link}"
 
 
-def _host_lines(host: Host) -> Iterator[str]:
-    inside = host.inside
+def _host_lines(host: ClusterHost) -> Iterator[str]:
+    inside = host.interconnect
     if inside is not None and host.devices > 1:
         near = host.devices // inside.sockets
         where = _counted(near, "device") + (f" on each of {inside.sockets} sockets" if inside.between else "")
@@ -178,14 +178,14 @@ def _table(cluster: Cluster) -> list[str]:
     found = tiers(cluster)
     if not found:
         return ["one device: nobody to talk to"]
-    worst = min(found, key=lambda tier: tier.each)
+    worst = min(found, key=lambda tier: tier.shared_bandwidth)
     rows = [("between", "devices", "latency", "one alone", "all at once", "large messages", "")]
-    last: Tier | None = None
+    last: LinkTier | None = None
     for tier in found:
-        ratio = "" if last is None else f"{_times(last.each / tier.each)} less" if tier.each < last.each else "no less"
+        ratio = "" if last is None else f"{_times(last.shared_bandwidth / tier.shared_bandwidth)} less" if tier.shared_bandwidth < last.shared_bandwidth else "no less"
         mark = "  ◄ narrowest" if tier is worst and len(found) > 1 else ""
         rows.append((
-            _near(cluster, tier), f"{tier.size:,}", latency_text(tier.latency), _speed(tier.alone), _speed(tier.each),
+            _near(cluster, tier), f"{tier.size:,}", latency_text(tier.latency), _speed(tier.single_bandwidth), _speed(tier.shared_bandwidth),
             f"reach {tier.efficiency:.0%}".replace("%", " %"), f"{ratio}{mark}",
         ))  # fmt: skip
         last = tier
@@ -210,8 +210,8 @@ def presets_text() -> str:
     for name in presets():
         host = find_cluster(name).hosts[0]
         device = "" if host.device is None else host.device.name
-        inside = f"{host.inside.kind} {_speed(host.inside.link.bytes_per_second)}" if host.inside else ""
-        rows.append((name, f"{host.devices} × {device}", inside, _cards(host), note(name)))
+        inside = f"{host.interconnect.kind} {_speed(host.interconnect.link.bytes_per_second)}" if host.interconnect else ""
+        rows.append((name, f"{host.devices} × {device}", inside, _cards(host), preset_note(name)))
     rows.insert(0, ("preset", "a host has", "inside", "network", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ["   ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
@@ -247,7 +247,7 @@ def _rack_value(racks: Sequence[Rack]) -> dict[str, Any]:
             "workers": same[0].workers,
             "cards": same[0].cards,
             "link": asdict(same[0].link),
-            "inside": asdict(same[0].inside) if same[0].inside else None,
+            "inside": asdict(same[0].interconnect) if same[0].interconnect else None,
         }
         for same in _alike(racks[0].hosts, _kind)
     ]
@@ -264,8 +264,8 @@ def presets_value() -> list[dict[str, Any]]:
     for name in presets():
         host = find_cluster(name).hosts[0]
         device = host.device.name if host.device else None
-        links = {"link": asdict(host.link), "cards": host.cards, "inside": asdict(host.inside) if host.inside else None}
-        found.append({"name": name, "device": device, "devices": host.devices, **links, "note": note(name)})
+        links = {"link": asdict(host.link), "cards": host.cards, "inside": asdict(host.interconnect) if host.interconnect else None}
+        found.append({"name": name, "device": device, "devices": host.devices, **links, "note": preset_note(name)})
     return found
 
 
@@ -278,7 +278,7 @@ def _alike(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> Iterator[
         yield list(run)
 
 
-def _kind(host: Host) -> Host:
+def _kind(host: ClusterHost) -> ClusterHost:
     return replace(host, name="", rack="")
 
 
@@ -290,12 +290,12 @@ def _named(word: str, names: Sequence[str]) -> str:
     return f"{word} {names[0]}" if len(names) == 1 else f"{len(names)} {word}s {names[0]} … {names[-1]}"
 
 
-def _cards(host: Host) -> str:
+def _cards(host: ClusterHost) -> str:
     one = bandwidth_text(host.link.bytes_per_second / host.cards)
     return one if host.cards == 1 else f"{host.cards} × {one}"
 
 
-def _fast(link: Link) -> str:
+def _fast(link: ClusterLink) -> str:
     latency = "" if link.latency_seconds is None else f", {latency_text(link.latency_seconds)}"
     return f"{_speed(link.bytes_per_second)}{latency}"
 

@@ -11,16 +11,16 @@ from rich.console import Console
 from shoal.cli import compare_text as show
 from shoal.cli.parser import command, job_options
 from shoal.cli.reexec_isa import pin_isa
-from shoal.driver.check_servers import check_servers, read_modes
-from shoal.driver.driver import Options
+from shoal.driver.check_servers import check_servers, read_sync_modes
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import plan_for, train_with
 from shoal.driver.outcome import RunFailed
 from shoal.errors import InputError
 from shoal.job.job import Job
 from shoal.job.load import load_job
-from shoal.paramserver.sync_mode import Mode
+from shoal.paramserver.sync_mode import SyncMode
 from shoal.report import chart
-from shoal.report.compare_runs import Compared, best, read_compared
+from shoal.report.compare_runs import ComparedRun, best, read_compared_run
 from shoal.report.run_folder import DEFAULT_ROOT, RunFolder, find_run
 
 TEXT = "a job in several ways to keep workers in step, one run each; or finished runs: loss against time and steps"
@@ -59,7 +59,7 @@ def call(given: argparse.Namespace) -> int:
     return int(any(run.outcome == "failed" for run in runs))
 
 
-def _finished(given: argparse.Namespace) -> list[Compared]:
+def _finished(given: argparse.Namespace) -> list[ComparedRun]:
     jobs = [name for name in given.what if name.partition(":")[0].endswith(".py")]
     if jobs:
         raise InputError(
@@ -78,15 +78,15 @@ def _finished(given: argparse.Namespace) -> list[Compared]:
     twice = next((folder for n, folder in enumerate(folders) if paths[n] in paths[:n]), None)
     if twice is not None:
         raise InputError(f"{twice.path} is named twice", fix="two runs or more, each once")
-    return [read_compared(folder) for folder in folders]
+    return [read_compared_run(folder) for folder in folders]
 
 
-def _trained(given: argparse.Namespace) -> list[Compared]:
+def _trained(given: argparse.Namespace) -> list[ComparedRun]:
     if len(given.what) > 1:
         raise InputError(
             f"--sync is for one job, and {len(given.what)} are named: {', '.join(given.what)}", fix=EXAMPLE
         )
-    modes = read_modes(given.sync)
+    modes = read_sync_modes(given.sync)
     if len(modes) < 2:
         raise InputError(f"--sync {modes[0]}: one mode is nothing to compare", fix=f"--sync {_with_sync(modes[0])}")
     if given.steps is not None and given.steps < 1:
@@ -101,33 +101,33 @@ def _trained(given: argparse.Namespace) -> list[Compared]:
     return [_train(job, file, options) for options in wanted]
 
 
-def _with_sync(mode: Mode) -> str:
-    return f"sync,{mode}" if not mode.exact else "sync,stale:3,async"
+def _with_sync(sync_mode: SyncMode) -> str:
+    return f"sync,{sync_mode}" if not sync_mode.exact else "sync,stale:3,async"
 
 
-def _options(given: argparse.Namespace, mode: Mode) -> Options:
-    return Options(
+def _options(given: argparse.Namespace, sync_mode: SyncMode) -> RunOptions:
+    return RunOptions(
         workers=2 if given.workers is None else given.workers,
         servers=1 if given.servers is None else given.servers,
-        sync=str(mode),
+        sync=str(sync_mode),
         quiet=given.quiet or given.json,
         plain=given.plain,
     )
 
 
-def _train(job: Job, file: str, options: Options) -> Compared:
+def _train(job: Job, file: str, options: RunOptions) -> ComparedRun:
     try:
         path = train_with(job, options, name=file).folder
     except RunFailed as error:  # a mode in which a job does not train is a result, too
         print(f"{options.sync}: {error}", file=sys.stderr, flush=True)
         path = Path(error.report["folder"])
-    return read_compared(RunFolder(path))
+    return read_compared_run(RunFolder(path))
 
 
-def _next(given: argparse.Namespace, runs: list[Compared]) -> str:
+def _next(given: argparse.Namespace, runs: list[ComparedRun]) -> str:
     found = best(runs)
     run = runs[0] if found is None else found[0]
     if given.sync is not None and given.steps is not None:  # that was a try
-        return f"shoal train {given.what[0]} --workers {run.workers} --servers {run.servers} --sync {run.mode}"
+        return f"shoal train {given.what[0]} --workers {run.workers} --servers {run.servers} --sync {run.sync_mode}"
     default = Path(run.folder) == DEFAULT_ROOT / run.run
     return f"shoal report {run.run if default else run.folder}"

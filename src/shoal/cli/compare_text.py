@@ -11,15 +11,15 @@ from rich.text import Text
 from shoal.report import human
 from shoal.report.chart import Chart, round_ticks
 from shoal.report.chart import text as chart_text
-from shoal.report.compare_runs import Compared, Point, best, labels
-from shoal.report.live_view import measured
+from shoal.report.compare_runs import ComparedRun, LossPoint, best, labels
+from shoal.report.live_view import metric_label
 
 DRAWN = 60  # values of a line in a chart: more would be noise
 
-Cell = Callable[[Compared], str]
+Cell = Callable[[ComparedRun], str]
 
 
-def value(runs: Sequence[Compared]) -> dict[str, Any]:
+def value(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """For `--json`."""
     found = best(runs)
     winner, why = found if found is not None else (None, "")
@@ -29,7 +29,7 @@ def value(runs: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
-def table(runs: Sequence[Compared]) -> Table:
+def table(runs: Sequence[ComparedRun]) -> Table:
     """A line for each run; columns of which nothing is known are left out."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     names = dict(zip((run.folder for run in runs), labels(runs), strict=True))
@@ -59,7 +59,7 @@ def table(runs: Sequence[Compared]) -> Table:
     return made
 
 
-def text(runs: Sequence[Compared], *, width: int) -> str:
+def text(runs: Sequence[ComparedRun], *, width: int) -> str:
     """Table, both charts, and what follows from them."""
     console = Console(width=max(width, 160), no_color=True, highlight=False)
     with console.capture() as captured:
@@ -77,20 +77,20 @@ def text(runs: Sequence[Compared], *, width: int) -> str:
     return "\n\n".join(parts)
 
 
-def charts(runs: Sequence[Compared]) -> list[Chart]:
+def charts(runs: Sequence[ComparedRun]) -> list[Chart]:
     """Loss against time, and against steps; none where no losses are known."""
-    drawn = [(label, run) for run, label in zip(runs, labels(runs), strict=True) if run.curve]
+    drawn = [(label, run) for run, label in zip(runs, labels(runs), strict=True) if run.loss_curve]
     if not drawn:
         return []
     return [
         _chart(
-            "Loss against time", "seconds", {label: [(p.seconds, p.loss) for p in run.curve] for label, run in drawn}
+            "Loss against time", "seconds", {label: [(p.seconds, p.loss) for p in run.loss_curve] for label, run in drawn}
         ),
-        _chart("Loss against steps", "steps", {label: _by_step(run.curve) for label, run in drawn}),
+        _chart("Loss against steps", "steps", {label: _by_step(run.loss_curve) for label, run in drawn}),
     ]
 
 
-def _by_step(curve: Sequence[Point]) -> list[tuple[float, float]]:
+def _by_step(curve: Sequence[LossPoint]) -> list[tuple[float, float]]:
     return sorted((float(point.step), point.loss) for point in curve)
 
 
@@ -119,7 +119,7 @@ def thinned(line: Sequence[tuple[float, float]], most: float, number: int = DRAW
     ]
 
 
-def _metric_columns(runs: Sequence[Compared]) -> list[tuple[str, Cell]]:
+def _metric_columns(runs: Sequence[ComparedRun]) -> list[tuple[str, Cell]]:
     """The metric that the target is about, else the first that is no loss, else the first."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     aims = [name for run in runs for name in names if (run.target or "").startswith(name)]
@@ -127,25 +127,25 @@ def _metric_columns(runs: Sequence[Compared]) -> list[tuple[str, Cell]]:
     if chosen is None:
         return []
     name = chosen
-    return [(measured(name), lambda run: human.value(run.metrics[name]) if name in run.metrics else "")]
+    return [(metric_label(name), lambda run: human.value(run.metrics[name]) if name in run.metrics else "")]
 
 
-def _target(runs: Sequence[Compared]) -> str:
+def _target(runs: Sequence[ComparedRun]) -> str:
     texts = {run.target for run in runs if run.target}
     return f"to {next(iter(texts))}" if len(texts) == 1 else "to target"
 
 
-def _to_target(run: Compared) -> str:
+def _to_target(run: ComparedRun) -> str:
     if run.target_seconds is not None:
         return human.duration(run.target_seconds)
     return "not reached" if run.target else ""
 
 
-def _staleness(run: Compared) -> str:
+def _staleness(run: ComparedRun) -> str:
     return "" if run.staleness is None else f"{run.staleness:.2f}, at most {run.staleness_max}"
 
 
-def _refused(run: Compared) -> str:
+def _refused(run: ComparedRun) -> str:
     if not run.refused:
         return ""
     return f"{run.refused:,}" if run.refused_share is None else f"{run.refused:,} ({100 * run.refused_share:.1f} %)"

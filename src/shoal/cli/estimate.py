@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from shoal.cli.estimate_text import estimate, text, value
-from shoal.cli.parser import cluster_of, cluster_options, cluster_words, command, job_options
+from shoal.cli.parser import cluster_of, cluster_options, cluster_label, command, job_options
 from shoal.errors import InputError
-from shoal.job.dataset import open_source
+from shoal.job.dataset import open_data
 from shoal.job.load import load_job
-from shoal.planner.cost.transformer_shape import EXAMPLE, Shape, work_of_shape
-from shoal.planner.cost.workload import Work
-from shoal.planner.trace_job import work_of, work_of_script
+from shoal.planner.cost.transformer_shape import EXAMPLE, TransformerShape, workload_of_shape
+from shoal.planner.cost.workload import Workload
+from shoal.planner.trace_job import workload_of, workload_of_script
 from shoal.planner.trace_script import has_own_loop
 
 
@@ -43,11 +43,11 @@ def call(given: argparse.Namespace) -> int:
     if given.json:
         print(msgspec.json.encode(value(found)).decode())
     else:
-        print(text(found, cluster_words(given), _next(given)))
+        print(text(found, cluster_label(given), _next(given)))
     return 0
 
 
-def _work(given: argparse.Namespace) -> Work:
+def _work(given: argparse.Namespace) -> Workload:
     if (given.file is None) == (given.gpt is None):
         told = "neither is" if given.file is None else "both are"
         raise InputError(f"a file or a shape is to be estimated; {told} given", fix="shoal estimate examples/gpt.py")
@@ -56,7 +56,7 @@ def _work(given: argparse.Namespace) -> Work:
             raise InputError(
                 "--set and -- ARGS are for files, and a shape is none", fix="the shape itself: layers=48,…"
             )
-        return work_of_shape(Shape.read(given.gpt), given.dtype)
+        return workload_of_shape(TransformerShape.parse(given.gpt), given.dtype)
     for name in ("microbatch", "batch"):
         number = getattr(given, name)
         if number is not None:
@@ -66,11 +66,11 @@ def _work(given: argparse.Namespace) -> Work:
     if path.is_file() and has_own_loop(path):
         if given.settings:
             raise InputError("--set changes a job, and this script has its own loop", fix="its own arguments, after --")
-        return work_of_script(given.file, given.script_arguments)
+        return workload_of_script(given.file, given.script_arguments)
     if given.script_arguments:
         raise InputError("arguments after -- belong to a script, and a job has --set", fix="--set batch=64")
     job = load_job(given.file, given.settings)
-    return work_of(job, open_source(job.data, seed=job.seed, shuffle=job.shuffle))
+    return workload_of(job, open_data(job.data, seed=job.seed, shuffle=job.shuffle))
 
 
 def _next(given: argparse.Namespace) -> str:

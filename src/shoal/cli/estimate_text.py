@@ -9,7 +9,7 @@ from shoal.planner.cluster import Cluster, Device
 from shoal.planner.cost.predict import predict, slowest_device
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.workload import Block, Work
+from shoal.planner.cost.workload import Block, Workload
 from shoal.report.human import plural, size
 
 LANES = (1, 2, 4, 8)
@@ -17,7 +17,7 @@ COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class EstimateLine:
     """One block, or `times` equal ones after each other; figures are of one of them. FLOPs and what is kept are of one
     microbatch."""
 
@@ -37,13 +37,13 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
-    work: Work
+class JobEstimate:
+    work: Workload
     microbatch: int
     batch: int
-    lines: tuple[Line, ...]
+    lines: tuple[EstimateLine, ...]
     device: Device
-    alone: Prediction  # on one such device
+    single_device: Prediction  # on one such device
     lanes: dict[int, float]  # by number of lanes: seconds of a step
 
     @property
@@ -52,10 +52,10 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.alone.peak <= self.memory
+        return self.single_device.peak <= self.memory
 
 
-def estimate(work: Work, cluster: Cluster, *, microbatch: int | None = None, batch: int | None = None) -> Estimate:
+def estimate(work: Workload, cluster: Cluster, *, microbatch: int | None = None, batch: int | None = None) -> JobEstimate:
     """`microbatch` and `batch`: of a shape; a job has its own."""
     for name, given in (("microbatch", microbatch), ("batch", batch)):
         if given is not None and given < 1:
@@ -66,18 +66,18 @@ def estimate(work: Work, cluster: Cluster, *, microbatch: int | None = None, bat
         raise InputError(f"a batch of {batch} is not divisible by microbatches of {microbatch}",
                          fix=f"--batch {max(1, batch // microbatch) * microbatch}")  # fmt: skip
     setup = Setup(batch=batch, microbatch=microbatch, lanes=work.lanes)
-    return Estimate(
+    return JobEstimate(
         work=work,
         microbatch=microbatch,
         batch=batch,
         lines=tuple(_lines(work, microbatch / work.samples)),
         device=slowest_device(cluster, work.dtype),
-        alone=predict(work, setup, cluster),
+        single_device=predict(work, setup, cluster),
         lanes={} if work.lanes is None else lane_seconds(work, cluster),
     )
 
 
-def lane_seconds(work: Work, cluster: Cluster) -> dict[int, float]:
+def lane_seconds(work: Workload, cluster: Cluster) -> dict[int, float]:
     """Of a step on one worker, with other numbers of lanes: the same samples in smaller or larger kernels."""
     assert work.lanes is not None and work.batch is not None
     pieces = work.microbatches or 1
@@ -89,13 +89,13 @@ def lane_seconds(work: Work, cluster: Cluster) -> dict[int, float]:
     return found
 
 
-def _lines(work: Work, scale: float) -> list[Line]:
+def _lines(work: Workload, scale: float) -> list[EstimateLine]:
     return [_line(work, block, len(list(equal)), scale) for block, equal in groupby(work.blocks)]
 
 
-def _line(work: Work, block: Block, times: int, scale: float) -> Line:
+def _line(work: Workload, block: Block, times: int, scale: float) -> EstimateLine:
     gradients = block.parameters * work.gradient_bytes
-    return Line(
+    return EstimateLine(
         block=block.name,
         times=times,
         parameters=block.parameters,
@@ -114,13 +114,13 @@ def _line(work: Work, block: Block, times: int, scale: float) -> Line:
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 
-def text(found: Estimate, where: str, following: str) -> str:
+def text(found: JobEstimate, where: str, following: str) -> str:
     """`where`: which cluster that is; `following`: the next command worth typing."""
     lines = [_heading(found), where, "", *_table(found), "", *_notes(found), "", *_alone(found), *_lanes(found)]
     return "\n".join([*lines, "", f"next: {following}"])
 
 
-def _heading(found: Estimate) -> str:
+def _heading(found: JobEstimate) -> str:
     work = found.work
     if work.lanes is None:
         cut = f"batch {found.batch}, microbatches of {found.microbatch}"
@@ -133,7 +133,7 @@ def _heading(found: Estimate) -> str:
     return f"{work.name}: {count(work.parameters)} parameters, {work.dtype}; {cut}"
 
 
-def _table(found: Estimate) -> list[str]:
+def _table(found: JobEstimate) -> list[str]:
     above = ["", "", "", "FLOPs", "", "bytes", "", "", "to all-reduce", "", "to send on", "to gather"]
     head = ["block", "×", "parameters", "forward", "backward", "kept", "gradients", "optimizer"]
     head += ["data", "tensor", "pipeline", "zero=3"]
@@ -148,7 +148,7 @@ def _table(found: Estimate) -> list[str]:
             for row in rows]  # fmt: skip
 
 
-def _all(found: Estimate) -> Line:
+def _all(found: JobEstimate) -> EstimateLine:
     """What is tied is held, updated and sent once; what goes on from block to block does not add up."""
 
     def total(name: str) -> float:
@@ -158,10 +158,10 @@ def _all(found: Estimate) -> Line:
     share = found.work.parameters / (total("parameters") or 1.0)
     once = ("parameters", "gradients", "optimizer", "data")
     sums = {name: total(name) * (share if name in once else 1.0) for name in names}
-    return Line(block="all", times=len(found.work.blocks), pipeline=0.0, **sums)
+    return EstimateLine(block="all", times=len(found.work.blocks), pipeline=0.0, **sums)
 
 
-def _notes(found: Estimate) -> list[str]:
+def _notes(found: JobEstimate) -> list[str]:
     notes = ["of one microbatch: FLOPs, kept, tensor, pipeline; of a step: data; of each time a block computes: zero=3"]
     if found.work.tied:
         notes.append(f"{count(found.work.tied)} parameters are tied: they are in two blocks, and once in all")
@@ -170,24 +170,24 @@ def _notes(found: Estimate) -> list[str]:
     return [*notes, *(f"note: {note}" for note in found.work.notes)]
 
 
-def _alone(found: Estimate) -> list[str]:
-    held = {name: each for name, each in found.alone.stages[0].memory.items() if each >= 0.5}
+def _alone(found: JobEstimate) -> list[str]:
+    held = {name: each for name, each in found.single_device.stages[0].memory.items() if each >= 0.5}
     parts = " + ".join(f"{name} {size(each)}" for name, each in held.items())
-    lines = [f"one device needs {size(found.alone.peak)}: {parts}"]
+    lines = [f"one device needs {size(found.single_device.peak)}: {parts}"]
     if "activations" not in held:  # of a job
         kept = size(sum(line.times * line.kept for line in found.lines))
         lines.append(f"most while it saves: other is the copy that a checkpoint is written from; a step keeps {kept}")
     return [*lines, f"{found.device.name} has {size(found.memory)}: {verdict(found)}"]
 
 
-def verdict(found: Estimate) -> str:
+def verdict(found: JobEstimate) -> str:
     if found.fits:
         return "fits"
-    _, part = found.alone.binds
-    return f"does not fit: {part} {size(found.alone.stages[0].memory[part])} of {size(found.memory)}"
+    _, part = found.single_device.binds
+    return f"does not fit: {part} {size(found.single_device.stages[0].memory[part])} of {size(found.memory)}"
 
 
-def _lanes(found: Estimate) -> list[str]:
+def _lanes(found: JobEstimate) -> list[str]:
     if 1 not in found.lanes:
         return []
     alone = found.lanes[1]
@@ -196,7 +196,7 @@ def _lanes(found: Estimate) -> list[str]:
         for lanes, seconds in found.lanes.items()
         if lanes > 1
     )
-    step = f"a step on it: about {_seconds(found.alone.seconds)}"
+    step = f"a step on it: about {_seconds(found.single_device.seconds)}"
     return [step, f"lanes, against 1: {others}" if others else "lanes: 1, nothing to compare with"]
 
 
@@ -221,9 +221,9 @@ def _seconds(seconds: float) -> str:
 # -- as JSON ----------------------------------------------------------------------------------------------------------
 
 
-def value(found: Estimate) -> dict[str, Any]:
+def value(found: JobEstimate) -> dict[str, Any]:
     work = found.work
-    stage, part = found.alone.binds
+    stage, part = found.single_device.binds
     return {
         "name": work.name,
         "parameters": work.parameters,
@@ -238,11 +238,11 @@ def value(found: Estimate) -> dict[str, Any]:
         "one_device": {
             "device": found.device.name,
             "has_bytes": found.memory,
-            "needs_bytes": found.alone.peak,
-            "parts": dict(found.alone.stages[stage].memory),
+            "needs_bytes": found.single_device.peak,
+            "parts": dict(found.single_device.stages[stage].memory),
             "fits": found.fits,
             "binds": part,
-            "step_seconds": found.alone.seconds,
+            "step_seconds": found.single_device.seconds,
         },
         "lane_seconds": found.lanes,
         "notes": work.notes,

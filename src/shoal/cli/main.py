@@ -27,26 +27,26 @@ from shoal.cli import simulate as simulate_command
 from shoal.cli.bench import bench_collectives, text
 from shoal.cli.blocks_text import text as blocks_text
 from shoal.cli.blocks_text import value as blocks_value
-from shoal.cli.parser import HelpAll, Parser, command, job_options, rare
+from shoal.cli.parser import HelpAll, CommandParser, command, job_options, rare_option
 from shoal.cli.reexec_isa import pin_isa
 from shoal.cli.schedule_text import text as schedule_text
 from shoal.cli.schedule_text import value as schedule_value
-from shoal.collectives.options import Wish
+from shoal.collectives.options import CommOptions
 from shoal.driver.control import attach, scale, stop, why
-from shoal.driver.driver import Options
-from shoal.driver.launch import Prepared, open_job, plan_for, run_with, train_with
+from shoal.driver.driver import RunOptions
+from shoal.driver.launch import PreparedJob, open_job, plan_for, run_with, train_with
 from shoal.driver.launchers.cleanup import clean
 from shoal.driver.launchers.lab import Lab, check_machine
 from shoal.driver.launchers.lab_network import picture, summary
 from shoal.driver.launchers.programs import check_program, run_program
-from shoal.driver.outcome import Interrupted, RunFailed
-from shoal.driver.predict_run import wanted
+from shoal.driver.outcome import RunInterrupted, RunFailed
+from shoal.driver.predict_run import prediction_enabled
 from shoal.driver.verify import (
     PLAIN_TOLERANCE,
-    Row,
+    VerifyRow,
     against_plain,
     check_workers,
-    exact_wish,
+    exact_comm_options,
     layout_placements,
     placements,
     server_placements,
@@ -54,19 +54,19 @@ from shoal.driver.verify import (
 )
 from shoal.errors import InputError, ShoalError
 from shoal.job.load import load_job
-from shoal.parallel.layout import Layout
+from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import read_plan
 from shoal.paramserver.sync_mode import EXAMPLES
 from shoal.planner.cluster import ORDERS, Cluster, even_cluster, read_cluster
-from shoal.report.closing_report import closing, foreseen_lines, runs_table
+from shoal.report.closing_report import closing, prediction_lines, runs_table
 from shoal.report.run_folder import RunFolder, find_run, list_runs
 from shoal.report.stacks import render
-from shoal.testing.chaos.player import Subject, run_chaos
+from shoal.testing.chaos.player import ChaosTarget, run_chaos
 from shoal.testing.chaos.schedule import KINDS, make_schedule, read_schedule, read_seconds
-from shoal.testing.chaos.scorecard import lines
-from shoal.worker.context import Settings
-from shoal.worker.memory import read_size
-from shoal.worker.model_partition import outline
+from shoal.testing.chaos.scorecard import scorecard_lines
+from shoal.worker.context import RunSettings
+from shoal.worker.memory import parse_size
+from shoal.worker.model_partition import make_outline
 
 HELP = """\
 Distributed PyTorch training with the same bits on any number of workers.
@@ -112,10 +112,10 @@ VERIFY_STEPS = 20
 AUTO = Path("auto")  # as a plan
 
 
-def build_parser() -> Parser:
-    parser = Parser(prog="shoal", description=HELP, epilog="example: shoal train examples/digits.py --workers 2")
+def build_parser() -> CommandParser:
+    parser = CommandParser(prog="shoal", description=HELP, epilog="example: shoal train examples/digits.py --workers 2")
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=CommandParser)
 
     for before in (estimate_command, plan_command, predict_command, simulate_command, cluster_command):
         before.add(commands)
@@ -176,7 +176,7 @@ def build_parser() -> Parser:
     check.add_argument("--schedule", default="1f1b", metavar="NAME", help="of pipelines; all: each of them (1f1b)")
     check.add_argument("--recompute", action="store_true", help="with blocks recomputed, beside the reference")
     check.add_argument("--servers", type=int, metavar="N", help="each number of workers also with N parameter servers")
-    rare(check, "--sync", default="", metavar="MODE", help="of servers: sync, which alone is exact (sync)")
+    rare_option(check, "--sync", default="", metavar="MODE", help="of servers: sync, which alone is exact (sync)")
     check.add_argument(
         "--steps", type=int, metavar="N", help=f"steps to compare ({VERIFY_STEPS}, or the job's if fewer)"
     )
@@ -191,7 +191,7 @@ def build_parser() -> Parser:
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="change the job"
     )
     check.add_argument("--json", action="store_true", help="print the result as JSON")
-    _travel_options(check)
+    _comm_options(check)
     check.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
 
     compare_command.add(commands)
@@ -269,24 +269,24 @@ def build_parser() -> Parser:
     return parser
 
 
-def _layout_options(parser: Parser) -> None:
+def _layout_options(parser: CommandParser) -> None:
     """How the model is spread over the workers."""
     parser.add_argument("--layout", metavar="LIST",
                         help="data=2,pipeline=2,tensor=2,zero=1: copies, stages, slices, sharded states")  # fmt: skip
     for axis, words in (("data", "copies"), ("pipeline", "stages"), ("tensor", "slices")):
-        rare(parser, f"--{axis}", type=int, metavar="N", help=f"{words} of the model; the same as --layout {axis}=N")
-    rare(parser, "--zero", type=int, metavar="1|2|3", help="cut optimizer state, gradients, weights among copies")
-    rare(parser, "--schedule", default="1f1b", metavar="NAME",
+        rare_option(parser, f"--{axis}", type=int, metavar="N", help=f"{words} of the model; the same as --layout {axis}=N")
+    rare_option(parser, "--zero", type=int, metavar="1|2|3", help="cut optimizer state, gradients, weights among copies")
+    rare_option(parser, "--schedule", default="1f1b", metavar="NAME",
          help="of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipe (1f1b)")  # fmt: skip
-    rare(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)")
-    rare(parser, "--recompute", action="store_true", help="keep only the inputs of blocks, and compute them again")
-    rare(parser, "--memory", metavar="SIZE", help="what a worker may use at the most: 250MB; enforced (no limit)")
-    rare(parser, "--cluster", metavar="NAME|FILE", help="what the run is predicted and planned for (laptop)")
-    rare(parser, "--calibrate", nargs="+", default=[], metavar="RUN",
+    rare_option(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)")
+    rare_option(parser, "--recompute", action="store_true", help="keep only the inputs of blocks, and compute them again")
+    rare_option(parser, "--memory", metavar="SIZE", help="what a worker may use at the most: 250MB; enforced (no limit)")
+    rare_option(parser, "--cluster", metavar="NAME|FILE", help="what the run is predicted and planned for (laptop)")
+    rare_option(parser, "--calibrate", nargs="+", default=[], metavar="RUN",
          help="earlier runs, whose predictions say how to correct this one's")  # fmt: skip
 
 
-def _server_options(parser: Parser, *, script: bool = False) -> None:
+def _server_options(parser: CommandParser, *, script: bool = False) -> None:
     """Processes that hold the weights, and how workers are kept in step."""
     if script:
         parser.add_argument("--servers", type=int, metavar="N",
@@ -296,7 +296,7 @@ def _server_options(parser: Parser, *, script: bool = False) -> None:
     parser.add_argument("--sync", default="", metavar="MODE", help=f"how they keep workers in step: {EXAMPLES} (sync)")
 
 
-def _run_options(parser: Parser) -> None:
+def _run_options(parser: CommandParser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="processes in all (1)")
     parser.add_argument("--shares", metavar="LIST", help="uneven shares of the lanes: 3,1; or auto: by measured speed")
     parser.add_argument("--plan", type=Path, metavar="auto|FILE",
@@ -306,49 +306,49 @@ def _run_options(parser: Parser) -> None:
                         help="go on with a run (folder, id, or nothing: the newest), on any workers")  # fmt: skip
     parser.add_argument("--tensorboard", action="store_true", help="write TensorBoard files into the run's folder")
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
-    rare(
+    rare_option(
         parser,
         "--nonfinite",
         choices=["stop", "skip"],
         default="stop",
         help="a loss that is not finite: stop (default) or skip the step",
     )
-    _travel_options(parser)
-    _crew_options(parser)
-    rare(parser, "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (one pass over the data)")
-    rare(parser, "--stop-after", type=int, metavar="N", help="stop after this step, resumable")
-    rare(parser, "--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait for other workers (1800)")
-    rare(parser, "--pin", action="store_true", help="give each worker cores of its own")
-    rare(
+    _comm_options(parser)
+    _membership_options(parser)
+    rare_option(parser, "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (one pass over the data)")
+    rare_option(parser, "--stop-after", type=int, metavar="N", help="stop after this step, resumable")
+    rare_option(parser, "--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait for other workers (1800)")
+    rare_option(parser, "--pin", action="store_true", help="give each worker cores of its own")
+    rare_option(
         parser,
         "--inexact",
         action="store_true",
         help="without deterministic kernels: not the same bits, said in the report",
     )
-    rare(parser, "--json", action="store_true", help="print the report as JSON")
-    rare(parser, "--plain", action="store_true", help="lines instead of the live view")
-    rare(parser, "-q", "--quiet", action="store_true", help="only the closing report")
+    rare_option(parser, "--json", action="store_true", help="print the report as JSON")
+    rare_option(parser, "--plain", action="store_true", help="lines instead of the live view")
+    rare_option(parser, "-q", "--quiet", action="store_true", help="only the closing report")
 
 
-def _crew_options(parser: Parser) -> None:
+def _membership_options(parser: CommandParser) -> None:
     """What becomes of a run whose workers die, stall, leave and join."""
     parser.add_argument("--on-failure", choices=["replace", "shrink", "stop"], default="replace",
                         help="a worker is lost: replace it (default), go on with the others, or stop")  # fmt: skip
-    rare(parser, "--min-workers", type=int, default=1, metavar="N", help="with fewer the run stops, saved (1)")
-    rare(parser, "--max-workers", type=int, metavar="N", help="never more, whatever shoal scale asks for (the lanes)")
-    rare(parser, "--max-failures", type=int, default=100, metavar="N", help="lost workers after which it stops (100)")
-    rare(parser, "--slow", choices=["rebalance", "evict", "ignore"], default="rebalance",
+    rare_option(parser, "--min-workers", type=int, default=1, metavar="N", help="with fewer the run stops, saved (1)")
+    rare_option(parser, "--max-workers", type=int, metavar="N", help="never more, whatever shoal scale asks for (the lanes)")
+    rare_option(parser, "--max-failures", type=int, default=100, metavar="N", help="lost workers after which it stops (100)")
+    rare_option(parser, "--slow", choices=["rebalance", "evict", "ignore"], default="rebalance",
          help="a worker that falls behind: fewer lanes (default), replaced, or waited for")  # fmt: skip
-    rare(parser, "--lease", type=float, default=5.0, metavar="S", help="seconds of silence after which one is lost (5)")
-    rare(parser, "--store", metavar="URL", help="etcd://host:port[/prefix] for several machines (a process of its own)")
-    rare(parser, "--samples", action="store_true", help="record which samples each step saw, not only a digest")
-    rare(parser, "--checkpoint", metavar="auto|N", help="steps between checkpoints, or auto: by their measured cost")
+    rare_option(parser, "--lease", type=float, default=5.0, metavar="S", help="seconds of silence after which one is lost (5)")
+    rare_option(parser, "--store", metavar="URL", help="etcd://host:port[/prefix] for several machines (a process of its own)")
+    rare_option(parser, "--samples", action="store_true", help="record which samples each step saw, not only a digest")
+    rare_option(parser, "--checkpoint", metavar="auto|N", help="steps between checkpoints, or auto: by their measured cost")
 
 
-def _travel_options(parser: Parser) -> None:
-    rare(parser, "--compress", default="", metavar="LIST",
+def _comm_options(parser: CommandParser) -> None:
+    rare_option(parser, "--compress", default="", metavar="LIST",
          help="gradients in fewer bytes between hosts or racks: int8@host,powersgd:4@rack; not exact")  # fmt: skip
-    rare(parser, "--algorithm", default="", metavar="NAME",
+    rare_option(parser, "--algorithm", default="", metavar="NAME",
          help="how they travel between hosts: direct, tree, halving, hierarchical, or ring, which is not exact"
          " (the cost model chooses)")  # fmt: skip
 
@@ -358,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _main(given)
     except ShoalError as error:
-        if isinstance(error, RunFailed | Interrupted) and "--json" in given:
+        if isinstance(error, RunFailed | RunInterrupted) and "--json" in given:
             print(msgspec.json.encode(error.report).decode())
         print(f"{'stopped' if error.exit_code == 3 else 'error'}: {error}", file=sys.stderr)
         return error.exit_code
@@ -370,13 +370,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _main(given: list[str], lab: Lab | None = None, whole: list[str] | None = None) -> int:
+def _main(given: list[str], lab: Lab | None = None, full_command: list[str] | None = None) -> int:
     """`lab`: where the command's workers run; `whole`: the command that made it."""
     options = _parse(given)
     if options.command is None:
         build_parser().print_help()
         return 0
-    options.given, options.lab = whole or given, lab
+    options.given, options.lab = full_command or given, lab
     # The driver computes nothing, and an OpenMP pool of its own would not survive the fork of its workers.
     torch.set_num_threads(1)
     result: int = options.call(options)
@@ -393,7 +393,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
 
 
 def _blocks(given: argparse.Namespace) -> int:
-    job, layout = load_job(given.file, given.settings), Layout.read(given.layout)
+    job, layout = load_job(given.file, given.settings), ParallelLayout.parse(given.layout)
     if given.json:
         print(msgspec.json.encode(blocks_value(job, layout, given.schedule, given.chunks)).decode())
     else:
@@ -424,25 +424,25 @@ def _train(given: argparse.Namespace) -> int:
     options = _options(given)
     if given.dry_run:
         opened = open_job(job)
-        with Prepared(opened, options) as prepared:
-            prepared.decide()
-            plan, foreseen = prepared.plan, prepared.foreseen(True) or {}
+        with PreparedJob(opened, options) as prepared:
+            prepared.choose_plan()
+            plan, foreseen = prepared.plan, prepared.prediction(True) or {}
         if given.json:
             value = {"job": job.resolved(), "plan": plan, "samples": opened.source.samples, "steps": opened.steps}
-            print(msgspec.json.encode(value | {"chosen": prepared.why, "prediction": foreseen}).decode())
+            print(msgspec.json.encode(value | {"chosen": prepared.layout_reason, "prediction": foreseen}).decode())
             return 0
         for name, value in job.resolved().items():
             print(f"{name:17} {value}")
         print(f"{'samples':17} {opened.source.samples}, {opened.steps} steps in all")
         print("\n".join(plan.lines()))
-        print("\n".join(foreseen_lines(foreseen, str(plan.layout), prepared.why)))
+        print("\n".join(prediction_lines(foreseen, str(plan.layout), prepared.layout_reason)))
         return 0
     report = train_with(job, options, name=given.file)
     _print_report(report.value, given.json)
     return 0
 
 
-def _options(given: argparse.Namespace) -> Options:
+def _options(given: argparse.Namespace) -> RunOptions:
     for name in ("stop_after", "checkpoint_every"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(given, name)}: a number from 1 up")
@@ -450,7 +450,7 @@ def _options(given: argparse.Namespace) -> Options:
         if not getattr(given, name) > 0:
             raise InputError(f"--{name} {getattr(given, name)}: seconds above 0")
     every, automatic = _checkpoint(given)
-    settings = Settings(
+    settings = RunSettings(
         stop_after=given.stop_after,
         checkpoint_every=every,
         checkpoint_auto=automatic,
@@ -466,15 +466,15 @@ def _options(given: argparse.Namespace) -> Options:
         shares=given.shares,
         exact=not given.inexact,
         timeout=timedelta(seconds=given.timeout),
-        wish=Wish(algorithm=given.algorithm, compress=given.compress, inexact=given.inexact),
-        memory=read_size(given.memory) if getattr(given, "memory", None) is not None else None,
+        communication=CommOptions(algorithm=given.algorithm, compress=given.compress, inexact=given.inexact),
+        memory=parse_size(given.memory) if getattr(given, "memory", None) is not None else None,
     )
     if given.plan == AUTO and given.shares is not None:
         raise InputError(f"--plan auto and --shares {given.shares}: both say who gets what", fix="one of them")
     workers = given.workers
     if workers is None and given.plan in (None, AUTO) and given.lab is not None:
         workers = given.lab.cluster.workers
-    return Options(
+    return RunOptions(
         workers=workers,
         layout=_layout(given),
         schedule=getattr(given, "schedule", "1f1b"),
@@ -487,7 +487,7 @@ def _options(given: argparse.Namespace) -> Options:
         auto=given.plan == AUTO,
         cluster=getattr(given, "cluster", None),
         calibrate=tuple(getattr(given, "calibrate", ())),
-        foresee=given.command == "train" and wanted(),
+        predict=given.command == "train" and prediction_enabled(),
         run_dir=given.run_dir,
         resume=given.resume,
         quiet=given.quiet or given.json,
@@ -495,12 +495,12 @@ def _options(given: argparse.Namespace) -> Options:
         tensorboard=given.tensorboard,
         pin=given.pin,
         lab=given.lab,
-        outlives=given.lab is None,  # a lab ends with the process that made it
+        detached=given.lab is None,  # a lab ends with the process that made it
         settings=settings,
     )
 
 
-def _layout(given: argparse.Namespace) -> Layout | None:
+def _layout(given: argparse.Namespace) -> ParallelLayout | None:
     """`--layout data=2,pipeline=2`, or the same in parts."""
     axes = ("data", "pipeline", "tensor", "zero")
     named = {axis: getattr(given, axis) for axis in axes if getattr(given, axis, None) is not None}
@@ -514,9 +514,9 @@ def _layout(given: argparse.Namespace) -> Layout | None:
     if given.plan is not None:
         has = "the planner chooses one" if given.plan == AUTO else "the plan has one"
         raise InputError(f"--plan {given.plan} and a layout: {has}", fix="one of them")
-    layout = Layout.read(text) if text is not None else Layout(**named)
-    if given.workers is not None and "data" not in (text or "") and "data" not in named and layout.span > 0:
-        copies, rest = divmod(given.workers, layout.span)
+    layout = ParallelLayout.parse(text) if text is not None else ParallelLayout(**named)
+    if given.workers is not None and "data" not in (text or "") and "data" not in named and layout.replica_size > 0:
+        copies, rest = divmod(given.workers, layout.replica_size)
         if copies and not rest:
             layout = replace(layout, data=copies)  # the rest of the workers are more copies
     return layout
@@ -551,7 +551,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    wish = exact_wish(Wish(algorithm=given.algorithm, compress=given.compress))
+    wish = exact_comm_options(CommOptions(algorithm=given.algorithm, compress=given.compress))
     job = load_job(given.file, given.settings)
     pin_isa(job, given)
     if given.steps is not None and given.steps < 1:
@@ -567,10 +567,10 @@ def _verify(given: argparse.Namespace) -> int:
     opened = open_job(job)
     for placement in wanted:  # a placement that does not fit is said before the first run
         plan = plan_for(job, placement.options())
-        if plan.layout.cuts:
-            outline(job, opened.source, plan)
+        if plan.layout.sharded:
+            make_outline(job, opened.source, plan)
     console = Console(stderr=True)
-    rows: list[Row] = []
+    rows: list[VerifyRow] = []
     with console.status(f"{name}: {steps} steps on one worker, the reference") as status:
         for row in verify(job, wanted, steps, name=name):
             rows.append(row)
@@ -596,7 +596,7 @@ def _verify(given: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _print_rows(name: str, rows: list[Row], steps: int) -> None:
+def _print_rows(name: str, rows: list[VerifyRow], steps: int) -> None:
     table = Table(box=None, pad_edge=False, title=f"{name}: {steps} steps", title_justify="left")
     for heading in ("placement", "sha256 of the weights", ""):
         table.add_column(heading, no_wrap=True)
@@ -640,8 +640,8 @@ def _chaos(given: argparse.Namespace) -> int:
         raise InputError(f"--workers {given.workers}, but the schedule was made for {schedule.workers}")
     if "partition" in schedule.kinds:
         check_machine()
-    plan_for(load_job(given.file, given.settings), Options(workers=schedule.workers))
-    subject = Subject(
+    plan_for(load_job(given.file, given.settings), RunOptions(workers=schedule.workers))
+    subject = ChaosTarget(
         job=given.file,
         workers=schedule.workers,
         settings=given.settings,
@@ -650,7 +650,7 @@ def _chaos(given: argparse.Namespace) -> int:
     )
     say = (lambda text: None) if given.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
     card = run_chaos(subject, schedule, RunFolder.create(given.run_dir), say)
-    print(msgspec.json.encode(card).decode() if given.json else "\n".join(lines(card)))
+    print(msgspec.json.encode(card).decode() if given.json else "\n".join(scorecard_lines(card)))
     return int(not card.good)
 
 
@@ -691,9 +691,9 @@ def _stop(given: argparse.Namespace) -> int:
 def _report(given: argparse.Namespace) -> int:
     folder = find_run(given.run)
     if given.calibration is not None:
-        from shoal.planner.calibration_runs import calibration_of, write_calibration
+        from shoal.planner.calibration_runs import load_calibration, write_calibration
 
-        found = calibration_of([str(folder.path)])
+        found = load_calibration([str(folder.path)])
         write_calibration(given.calibration, found)
         print(f"{given.calibration}: {found}     next: shoal plan FILE --calibrate {given.calibration}")
         return 0

@@ -6,11 +6,11 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from shoal.errors import InputError
-from shoal.planner.cluster import Cluster, find_cluster, resized
+from shoal.planner.cluster import Cluster, find_cluster, resize_cluster
 from shoal.planner.cluster.local_machine import this_machine
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """One plain line for a mistake, with the nearest name."""
 
     def __init__(self, **more: Any) -> None:
@@ -50,29 +50,29 @@ class HelpAll(argparse.Action):
         parser.exit(0)
 
 
-def rare(parser: argparse.ArgumentParser, *names: str, help: str, **more: Any) -> None:
+def rare_option(parser: argparse.ArgumentParser, *names: str, help: str, **more: Any) -> None:
     """An option that `--help` leaves out and `--help-all` shows."""
     action = parser.add_argument(*names, help=argparse.SUPPRESS, **more)
     action.full_help = help  # type: ignore[attr-defined]
 
 
-def command(commands: Any, name: str, text: str, call: Any, example: str) -> Parser:
-    parser: Parser = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
+def command(commands: Any, name: str, text: str, call: Any, example: str) -> CommandParser:
+    parser: CommandParser = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
     parser.set_defaults(call=call, parser=parser)
     return parser
 
 
-def job_options(parser: Parser) -> None:
+def job_options(parser: CommandParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings",
                         help="change the job: --set steps=50 (repeats)")  # fmt: skip
 
 
-def cluster_options(parser: Parser) -> None:
+def cluster_options(parser: CommandParser) -> None:
     """What `cluster_of`, `clusters_of` and `cluster_words` read."""
     parser.add_argument("--cluster", metavar="NAME|FILE",
                         help="a preset (shoal cluster show lists them) or a TOML file (this machine)")  # fmt: skip
     parser.add_argument("--hosts", type=_numbers, metavar="N", help="so many hosts of that kind (as it has)")
-    rare(parser, "--racks", type=int, metavar="N", help="spread over so many racks (as it has)")
+    rare_option(parser, "--racks", type=int, metavar="N", help="spread over so many racks (as it has)")
 
 
 def cluster_of(given: argparse.Namespace) -> Cluster:
@@ -91,7 +91,7 @@ def clusters_of(given: argparse.Namespace) -> list[Cluster]:
     return [_sized(given, hosts) for hosts in given.hosts or [None]]
 
 
-def cluster_words(given: argparse.Namespace) -> str:
+def cluster_label(given: argparse.Namespace) -> str:
     """To print: which cluster a command reckons with, and how far to trust it."""
     cluster = _sized(given, (given.hosts or [None])[0])
     count, hosts = cluster.devices, len(cluster.hosts)
@@ -107,7 +107,7 @@ def _sized(given: argparse.Namespace, hosts: int | None) -> Cluster:
     if given.cluster is not None:
         return find_cluster(given.cluster, hosts=hosts, racks=racks)
     found = this_machine()
-    return found if hosts is None and racks is None else resized(found, 1 if hosts is None else hosts, racks=racks)
+    return found if hosts is None and racks is None else resize_cluster(found, 1 if hosts is None else hosts, racks=racks)
 
 
 def _numbers(text: str) -> list[int]:

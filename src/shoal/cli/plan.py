@@ -11,19 +11,19 @@ from typing import Any
 import msgspec
 
 from shoal.cli import plan_text as show
-from shoal.cli.parser import HelpAll, Parser, cluster_options, cluster_words, clusters_of, command, job_options, rare
+from shoal.cli.parser import HelpAll, CommandParser, cluster_options, cluster_label, clusters_of, command, job_options, rare_option
 from shoal.errors import InputError
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime
-from shoal.planner.cost.setup import PLANNED
-from shoal.planner.cost.transformer_shape import Shape, work_of_shape
-from shoal.planner.cost.workload import Work
-from shoal.planner.search.candidates import Space, space_of
+from shoal.planner.cost.setup import SEARCHED_MODES
+from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
+from shoal.planner.cost.workload import Workload
+from shoal.planner.search.candidates import SearchSpace, space_of
 from shoal.planner.search.explain import explain, larger_batch, seconds_text
-from shoal.planner.search.scaling_curve import scaling
-from shoal.planner.search.search import OBJECTIVES, Bill, Candidate, Ranking, cheapest, ranking_to_plan, search
+from shoal.planner.search.scaling_curve import scaling_curve
+from shoal.planner.search.search import OBJECTIVES, CheapestPlans, Candidate, PlanRanking, cheapest_plans, candidate_to_plan, search
 from shoal.report import chart
-from shoal.worker.memory import read_size
+from shoal.worker.memory import parse_size
 
 EXAMPLE = "shoal plan examples/gpt.py --cluster dgx-a100 --hosts 2"
 CURVE = "shoal plan examples/gpt.py --cluster dgx-a100 --hosts 1,2,4,8 --plot curve.svg"
@@ -36,7 +36,7 @@ DEEP = 1000  # of the ranked that are looked through for different layouts
 
 def add(commands: Any) -> None:
     words = "the fastest ways to spread a job over a cluster that fit, and why"
-    parser: Parser = command(commands, "plan", words, call, EXAMPLE)
+    parser: CommandParser = command(commands, "plan", words, call, EXAMPLE)
     parser.epilog = f"examples: {EXAMPLE}\n          {CURVE}"
     parser.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
     parser.add_argument(
@@ -57,10 +57,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
     job_options(parser)
-    rare(parser, "--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16, fp32, fp8")
-    rare(parser, "--every", action="store_true", help="every way by itself, not the best of each layout")
-    rare(parser, "--inexact", action="store_true", help="rank servers that do not wait, too: another training")
-    rare(parser, "--weak", action="store_true", help="a curve along which the batch grows with the hosts")
+    rare_option(parser, "--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16, fp32, fp8")
+    rare_option(parser, "--every", action="store_true", help="every way by itself, not the best of each layout")
+    rare_option(parser, "--inexact", action="store_true", help="rank servers that do not wait, too: another training")
+    rare_option(parser, "--weak", action="store_true", help="a curve along which the batch grows with the hosts")
 
 
 def call(given: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def call(given: argparse.Namespace) -> int:
         return _curve(given, question, clusters)
     deadline = None if given.deadline is None else read_span(given.deadline)
     if given.objective == "cost" or deadline is not None:
-        bill = cheapest(question.rank, clusters[0], steps=question.steps, deadline=deadline, each=DEEP // 5)
+        bill = cheapest_plans(question.rank, clusters[0], steps=question.steps, deadline=deadline, each=DEEP // 5)
         return _best(given, question, [each for each, _ in bill.chosen], bill.chosen[0][1], bill)
     ranking = question.rank(clusters[0])
     return _best(given, question, ranking.top(max(DEEP, given.top)), ranking)
@@ -82,12 +82,12 @@ def call(given: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanQuery:
     """A job or a shape, and how its ways are searched on any cluster."""
 
-    words: Sequence[str]  # of the command line, to ask for it again
-    work: Work
-    space: Callable[[Work, Cluster], Space]
+    command_words: Sequence[str]  # of the command line, to ask for it again
+    work: Workload
+    space: Callable[[Workload, Cluster], SearchSpace]
     runtime: Runtime
     memory: float | None
     inexact: bool
@@ -95,20 +95,20 @@ class Question:
     threads: int = 1
     refusal: Callable[[Candidate], str | None] = lambda candidate: None
 
-    def rank(self, cluster: Cluster) -> Ranking:
-        return self.again(self.work, cluster, self.space(self.work, cluster))
+    def rank(self, cluster: Cluster) -> PlanRanking:
+        return self.rank_again(self.work, cluster, self.space(self.work, cluster))
 
-    def again(self, work: Work, cluster: Cluster, space: Space) -> Ranking:
+    def rank_again(self, work: Workload, cluster: Cluster, space: SearchSpace) -> PlanRanking:
         return search(work, cluster, space=space, memory=self.memory, runtime=self.runtime, inexact=self.inexact)
 
-    def runs(self, candidate: Candidate) -> bool:
+    def can_run(self, candidate: Candidate) -> bool:
         """A shape is nobody's: all that can be predicted is shown."""
         return candidate.runnable or candidate.setup.lanes is None
 
-    def grown(self, cluster: Cluster, times: int) -> Ranking:
+    def rank_larger_batch(self, cluster: Cluster, times: int) -> PlanRanking:
         """With a batch so many times as large."""
         work, space = larger_batch(self.work, self.space(self.work, cluster), times)
-        return self.again(work, cluster, space)
+        return self.rank_again(work, cluster, space)
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -135,23 +135,23 @@ def _check(given: argparse.Namespace) -> None:
         chart.check_picture(given.plot)
 
 
-def _question(given: argparse.Namespace) -> Question:
-    memory = None if given.memory is None else float(read_size(given.memory))
+def _question(given: argparse.Namespace) -> PlanQuery:
+    memory = None if given.memory is None else float(parse_size(given.memory))
     return _shape_question(given, memory) if given.file is None else _job_question(given, memory)
 
 
-def _shape_question(given: argparse.Namespace, memory: float | None) -> Question:
-    shape = Shape.read(given.gpt)
+def _shape_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
+    shape = TransformerShape.parse(given.gpt)
     if given.batch is None:
         raise InputError("how many samples has a step of the shape?", fix="--batch 1536")
 
-    def space(work: Work, cluster: Cluster) -> Space:
+    def space(work: Workload, cluster: Cluster) -> SearchSpace:
         found = space_of(work, cluster, batch=given.batch, heads=shape.kv_heads, workers=given.workers)
-        return replace(found, modes=PLANNED)
+        return replace(found, modes=SEARCHED_MODES)
 
-    return Question(
-        words=["--gpt", given.gpt, "--batch", str(given.batch)],
-        work=work_of_shape(shape, given.dtype),
+    return PlanQuery(
+        command_words=["--gpt", given.gpt, "--batch", str(given.batch)],
+        work=workload_of_shape(shape, given.dtype),
         space=space,
         runtime=MEGATRON,
         memory=memory,
@@ -160,24 +160,24 @@ def _shape_question(given: argparse.Namespace, memory: float | None) -> Question
     )
 
 
-def _job_question(given: argparse.Namespace, memory: float | None) -> Question:
-    from shoal.driver.job_space import job_space, refusal
+def _job_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
+    from shoal.driver.job_space import job_space, plan_refusal
     from shoal.driver.launch import open_job
     from shoal.job.load import load_job
-    from shoal.planner.trace_job import work_of
+    from shoal.planner.trace_job import workload_of
 
     job = load_job(given.file, given.settings)
     opened = open_job(job)
 
-    def space(work: Work, cluster: Cluster) -> Space:
-        return replace(job_space(job, opened.source, work, cluster, workers=given.workers), modes=PLANNED)
+    def space(work: Workload, cluster: Cluster) -> SearchSpace:
+        return replace(job_space(job, opened.source, work, cluster, workers=given.workers), modes=SEARCHED_MODES)
 
     def refused(candidate: Candidate) -> str | None:
-        return refusal(job, opened.source, ranking_to_plan(candidate, threads=job.threads))
+        return plan_refusal(job, opened.source, candidate_to_plan(candidate, threads=job.threads))
 
-    return Question(
-        words=[given.file, *(word for text in given.settings for word in ("--set", text))],
-        work=work_of(job, opened.source),
+    return PlanQuery(
+        command_words=[given.file, *(word for text in given.settings for word in ("--set", text))],
+        work=workload_of(job, opened.source),
         space=space,
         runtime=SHOAL if memory is None else SHOAL_CAPPED,
         memory=memory,
@@ -189,14 +189,14 @@ def _job_question(given: argparse.Namespace, memory: float | None) -> Question:
 
 
 def _calibrated(
-    given: argparse.Namespace, question: Question, clusters: list[Cluster]
-) -> tuple[Question, list[Cluster]]:
+    given: argparse.Namespace, question: PlanQuery, clusters: list[Cluster]
+) -> tuple[PlanQuery, list[Cluster]]:
     from shoal.driver.predict_run import PRESET
-    from shoal.planner.calibration_runs import calibration_of
-    from shoal.planner.cost.calibrate import calibrated
+    from shoal.planner.calibration_runs import load_calibration
+    from shoal.planner.cost.calibrate import apply_calibration
 
-    found = calibration_of(given.calibrate, given.cluster or PRESET)
-    tuned = [calibrated(cluster, question.runtime, found) for cluster in clusters]
+    found = load_calibration(given.calibrate, given.cluster or PRESET)
+    tuned = [apply_calibration(cluster, question.runtime, found) for cluster in clusters]
     return replace(question, runtime=tuned[0][1]), [cluster for cluster, _ in tuned]
 
 
@@ -213,17 +213,17 @@ def read_span(text: str) -> float:
 
 def _best(
     given: argparse.Namespace,
-    question: Question,
+    question: PlanQuery,
     found: Sequence[Candidate],
-    ranking: Ranking,
-    bill: Bill | None = None,
+    ranking: PlanRanking,
+    bill: CheapestPlans | None = None,
 ) -> int:
-    cannot = next((each for each in found if not question.runs(each)), None)
-    found = [each for each in found if question.runs(each)]
-    shown = list(found[: given.top]) if given.every else show.different(found, given.top)
+    cannot = next((each for each in found if not question.can_run(each)), None)
+    found = [each for each in found if question.can_run(each)]
+    shown = list(found[: given.top]) if given.every else show.best_per_layout(found, given.top)
     refused = {number: why for number, each in enumerate(shown, 1) if (why := question.refusal(each)) is not None}
     first = next((each for number, each in enumerate(shown, 1) if number not in refused), None)
-    explanation = explain(ranking, question.again) if given.explain else None
+    explanation = explain(ranking, question.rank_again) if given.explain else None
     if given.output is not None:
         _write(given.output, first, question.threads)
     if given.json:
@@ -236,25 +236,25 @@ def _best(
     if shown[0].hourly is not None:
         some = f"{shown[0].hosts} of them " if bill is not None else ""
         price = f"; {some}{show.money(shown[0].hourly, shown[0].currency)} an hour"
-    print(f"{question.work.name}, batch {ranking.space.batch:,}, {question.work.dtype}; {cluster_words(given)}{price}")
+    print(f"{question.work.name}, batch {ranking.space.batch:,}, {question.work.dtype}; {cluster_label(given)}{price}")
     print()
-    print("\n".join([*show.ways(shown, refused), *show.unequal(shown[0])]))
+    print("\n".join([*show.layout_lines(shown, refused), *show.heterogeneous_lines(shown[0])]))
     print("\nwhere the time goes")
-    print("\n".join(show.split(shown)))
-    print(f"\nmemory of 1, {show.layout(shown[0])}")
-    print("\n".join(show.memory(ranking.whole(shown[0]).stages, ranking.memory)))
+    print("\n".join(show.time_lines(shown)))
+    print(f"\nmemory of 1, {show.layout_text(shown[0])}")
+    print("\n".join(show.memory_lines(ranking.full_prediction(shown[0]).stages, ranking.memory)))
     print()
-    for told in [*(show.bill_lines(bill) if bill else []), *show.rejected(ranking)]:
+    for told in [*(show.bill_lines(bill) if bill else []), *show.rejected_lines(ranking)]:
         print("\n".join(wrap(told, WIDTH, **WRAPPED)))
     if cannot is not None and cannot.seconds < shown[0].seconds:
-        print(f"  faster, and not yet in this runtime: {show.layout(cannot)}, {seconds_text(cannot.seconds)}")
+        print(f"  faster, and not yet in this runtime: {show.layout_text(cannot)}, {seconds_text(cannot.seconds)}")
     for number, why in refused.items():
         print(f"{number} cannot be run: {why}")
     if explanation is not None:
         print()
         print("\n".join(line for each in explanation.sentences for line in wrap(each, WIDTH, **WRAPPED)))
     only = ranking.cluster.hosts[0]
-    here = len(ranking.cluster.hosts) == 1 and (only.inside is None or only.inside.kind == "memory")
+    here = len(ranking.cluster.hosts) == 1 and (only.interconnect is None or only.interconnect.kind == "memory")
     print(f"\nnext: {_next(given, question, first, here)}")
     return 0
 
@@ -262,21 +262,21 @@ def _best(
 def _write(path: Path, candidate: Candidate | None, threads: int) -> None:
     if candidate is None:
         raise InputError("none of the plans that are shown can be run, so none is written", fix="--top 20")
-    plan = ranking_to_plan(candidate, threads=threads)
+    plan = candidate_to_plan(candidate, threads=threads)
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}", fix="another path") from None
 
 
-def _next(given: argparse.Namespace, question: Question, best: Candidate | None, here: bool) -> str:
+def _next(given: argparse.Namespace, question: PlanQuery, best: Candidate | None, here: bool) -> str:
     """The one command worth typing now. `here`: the cluster is a processor and its cores."""
     if best is None:
-        return f"shoal plan {' '.join(question.words)} --top 20"
+        return f"shoal plan {' '.join(question.command_words)} --top 20"
     if given.output is not None:
-        return f"shoal train {' '.join(question.words)} --plan {given.output}"
+        return f"shoal train {' '.join(question.command_words)} --plan {given.output}"
     trains = given.file is not None and (given.cluster is None or here)
-    words = [*question.words, *_options(best, trains)]
+    words = [*question.command_words, *_options(best, trains)]
     if trains:
         return f"shoal train {' '.join(words)}"
     where = ["--cluster", given.cluster] if given.cluster is not None else []
@@ -300,10 +300,10 @@ def _options(candidate: Candidate, trains: bool) -> list[str]:
     return found + (["--shares", candidate.shares] if candidate.shares and trains else [])
 
 
-def _curve(given: argparse.Namespace, question: Question, clusters: Sequence[Cluster]) -> int:
+def _curve(given: argparse.Namespace, question: PlanQuery, clusters: Sequence[Cluster]) -> int:
     sized: Mapping[int, Cluster] = {len(cluster.hosts): cluster for cluster in clusters}
-    curve = scaling(
-        lambda cluster, times: question.grown(cluster, times) if times > 1 else question.rank(cluster),
+    curve = scaling_curve(
+        lambda cluster, times: question.rank_larger_batch(cluster, times) if times > 1 else question.rank(cluster),
         list(sized.items()),
         weak=given.weak,
     )
@@ -321,5 +321,5 @@ def _curve(given: argparse.Namespace, question: Question, clusters: Sequence[Clu
         print(f"\nwritten: {given.plot}")
     most = curve.points[-1].hosts
     cluster = f" --cluster {given.cluster}" if given.cluster else ""
-    print(f"\nnext: shoal plan {' '.join(question.words)}{cluster} --hosts {most} --explain")
+    print(f"\nnext: shoal plan {' '.join(question.command_words)}{cluster} --hosts {most} --explain")
     return 0

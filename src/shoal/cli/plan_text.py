@@ -5,11 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.planner.cluster import Cluster
-from shoal.planner.cost.prediction import HOLDS, TERMS, Stage
+from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS, StagePrediction
 from shoal.planner.search.candidates import EXACT
-from shoal.planner.search.explain import Explanation, percent, seconds_text
-from shoal.planner.search.scaling_curve import Curve
-from shoal.planner.search.search import Bill, Candidate, Ranking, described, gigabytes, of_memory, span
+from shoal.planner.search.explain import PlanExplanation, percent, seconds_text
+from shoal.planner.search.scaling_curve import ScalingCurve
+from shoal.planner.search.search import CheapestPlans, Candidate, PlanRanking, describe, gigabytes_text, memory_share_text, duration_text
 from shoal.report import chart
 from shoal.report.human import parts_that_add_up, rate
 from shoal.report.scaling_laws import amdahl_limit, usl_peak
@@ -18,7 +18,7 @@ MOST_STAGES = 4  # of a pipeline that are shown one by one
 RECOMPUTED = {"none": "–", "selective": "attention", "full": "blocks"}
 
 
-def different(found: Sequence[Candidate], count: int) -> list[Candidate]:
+def best_per_layout(found: Sequence[Candidate], count: int) -> list[Candidate]:
     """The best of each layout: what differs only in zero, schedule, microbatch or recomputation is one way."""
     seen: dict[tuple[object, ...], Candidate] = {}
     for each in found:
@@ -43,7 +43,7 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
     return lines
 
 
-def ways(found: Sequence[Candidate], notes: Mapping[int, str]) -> list[str]:
+def layout_lines(found: Sequence[Candidate], notes: Mapping[int, str]) -> list[str]:
     """One line for each, `--layout` as it can be pasted. `notes`: by place in the table, why it cannot be run."""
     priced = any(each.cost is not None for each in found)
     job = any(each.setup.lanes is not None for each in found)
@@ -53,15 +53,15 @@ def ways(found: Sequence[Candidate], notes: Mapping[int, str]) -> list[str]:
     rows = [head]
     for number, each in enumerate(found, start=1):
         setup = each.setup
-        row = [str(number), layout(each), _schedule(each), str(setup.microbatch), RECOMPUTED[setup.recompute],
-               seconds_text(each.seconds), rate(each.rate), of_memory(each.peak, each.memory)]  # fmt: skip
+        row = [str(number), layout_text(each), _schedule(each), str(setup.microbatch), RECOMPUTED[setup.recompute],
+               seconds_text(each.seconds), rate(each.rate), memory_share_text(each.peak, each.memory)]  # fmt: skip
         row += [money(each.cost, each.currency)] if priced else []
         row += [each.mark + ("; cannot be run" if number in notes else "")] if job else []
         rows.append(row)
     return columns(rows, right=(0, 3, 5, 6, 7, *((8,) if priced else ())))
 
 
-def layout(candidate: Candidate) -> str:
+def layout_text(candidate: Candidate) -> str:
     setup = candidate.setup
     text = str(setup) + (" sequence" if setup.sequence_parallel else "")
     text += f" --servers {setup.servers} --sync {setup.sync}" if setup.exchange == "servers" else ""
@@ -75,7 +75,7 @@ def _schedule(candidate: Candidate) -> str:
     return setup.schedule + (f" × {setup.chunks}" if setup.chunks > 1 else "")
 
 
-def unequal(candidate: Candidate) -> list[str]:
+def heterogeneous_lines(candidate: Candidate) -> list[str]:
     """What devices that are not alike are given."""
     lines = []
     if candidate.shares:
@@ -86,7 +86,7 @@ def unequal(candidate: Candidate) -> list[str]:
     return lines
 
 
-def split(found: Sequence[Candidate]) -> list[str]:
+def time_lines(found: Sequence[Candidate]) -> list[str]:
     """Where the time goes; the parts add up to the step."""
     unit, scale = ("s", 1.0) if found[0].seconds >= 10 else ("ms", 1e3)
     rows = [["", *TERMS, f"= {unit} a step"]]
@@ -98,49 +98,49 @@ def split(found: Sequence[Candidate]) -> list[str]:
     return columns(rows, right=range(len(TERMS) + 2))
 
 
-def memory(stages: Sequence[Stage], limit: float) -> list[str]:
+def memory_lines(stages: Sequence[StagePrediction], limit: float) -> list[str]:
     """Of a worker of each stage; of many stages the first, the second and the last."""
     shown = list(range(len(stages)))
     if len(shown) > MOST_STAGES:
         shown = [*shown[: MOST_STAGES - 1], len(stages) - 1]
     unit, scale = ("GB", 1e9) if max(stage.peak for stage in stages) >= 1e9 else ("MB", 1e6)
-    rows = [["worker of stage", *HOLDS, f"= {unit}", f"of {gigabytes(limit)}"]]
+    rows = [["worker of stage", *MEMORY_PARTS, f"= {unit}", f"of {gigabytes_text(limit)}"]]
     for stage in shown:
         held = stages[stage].memory
-        whole, parts = parts_that_add_up({name: held[name] / scale for name in HOLDS}, 2 if unit == "GB" else 1)
+        whole, parts = parts_that_add_up({name: held[name] / scale for name in MEMORY_PARTS}, 2 if unit == "GB" else 1)
         used = stages[stage].peak / limit
-        rows.append([f"{stage}", *(parts[name] for name in HOLDS), whole, percent(used)])
-    return columns(rows, right=range(len(HOLDS) + 3))
+        rows.append([f"{stage}", *(parts[name] for name in MEMORY_PARTS), whole, percent(used)])
+    return columns(rows, right=range(len(MEMORY_PARTS) + 3))
 
 
-def rejected(ranking: Ranking, most: int = 3) -> list[str]:
+def rejected_lines(ranking: PlanRanking, most: int = 3) -> list[str]:
     """How many were looked at, and what the largest part of those is that do not fit."""
     lines = [
-        f"looked at {len(ranking.setups):,} ways; {len(ranking.rejected):,} do not fit in {gigabytes(ranking.memory)}"
+        f"looked at {len(ranking.setups):,} ways; {len(ranking.rejected):,} do not fit in {gigabytes_text(ranking.memory)}"
     ]
     for part, (count, fastest) in list(ranking.rejections().items())[:most]:
-        needs = f"{gigabytes(fastest.peak)}, {gigabytes(fastest.binds_bytes)} of it {part}"
+        needs = f"{gigabytes_text(fastest.peak)}, {gigabytes_text(fastest.binds_bytes)} of it {part}"
         lines.append(
             f"  {count:,} bound by {part}; the fastest of them would take {seconds_text(fastest.seconds)}:"
-            f" {described(fastest)} needs {needs}"
+            f" {describe(fastest)} needs {needs}"
         )
-    if len(ranking.aside):
-        first = ranking.candidate(int(ranking.aside[0]))
+    if len(ranking.inexact):
+        first = ranking.candidate(int(ranking.inexact[0]))
         lines.append(
-            f"  set aside: {len(ranking.aside):,} that train otherwise (workers do not wait for each other);"
-            f" the fastest, {layout(first)}, takes {seconds_text(first.seconds)}: --inexact ranks them too"
+            f"  set aside: {len(ranking.inexact):,} that train otherwise (workers do not wait for each other);"
+            f" the fastest, {layout_text(first)}, takes {seconds_text(first.seconds)}: --inexact ranks them too"
         )
     return lines
 
 
-def bill_lines(bill: Bill) -> list[str]:
+def bill_lines(bill: CheapestPlans) -> list[str]:
     """What all steps of the best take and cost."""
     best = bill.chosen[0][0]
     if bill.steps is None or best.cost is None:
         return []
-    text = f"{bill.steps:,} steps take {span(best.seconds * bill.steps)} on {best.hosts} of the hosts and cost"
+    text = f"{bill.steps:,} steps take {duration_text(best.seconds * bill.steps)} on {best.hosts} of the hosts and cost"
     text += f" {money(best.cost * bill.steps, best.currency)}"
-    limit = "" if bill.deadline is None else f"; the deadline is {span(bill.deadline)}"
+    limit = "" if bill.deadline is None else f"; the deadline is {duration_text(bill.deadline)}"
     return [f"{text}{limit}", f"looked at {bill.looked_at:,} ways on 1, 2, 4, … hosts; of those on {best.hosts}:"]
 
 
@@ -164,11 +164,11 @@ def cluster_line(cluster: Cluster) -> str:
 # -- curves -----------------------------------------------------------------------------------------------------------
 
 
-def curve_lines(curve: Curve, *, width: int = 78) -> list[str]:
+def curve_lines(curve: ScalingCurve, *, width: int = 78) -> list[str]:
     rows = [["hosts", "devices", "--layout", "a step", "samples/s", "speed-up", "efficiency"]]
     for point in curve.points:
         best = point.candidate
-        row = [f"{point.hosts:,}", f"{point.devices:,}", layout(best), seconds_text(best.seconds), rate(best.rate)]
+        row = [f"{point.hosts:,}", f"{point.devices:,}", layout_text(best), seconds_text(best.seconds), rate(best.rate)]
         rows.append([*row, f"{point.speedup:.2f} ×", percent(point.efficiency)])
     lines = columns(rows, right=(0, 1, 3, 4, 5, 6))
     lines += [f"{hosts:,} hosts: {reason}" for hosts, reason in curve.missing]
@@ -179,7 +179,7 @@ def curve_lines(curve: Curve, *, width: int = 78) -> list[str]:
     return [*lines, "", *law_lines(curve)]
 
 
-def law_lines(curve: Curve) -> list[str]:
+def law_lines(curve: ScalingCurve) -> list[str]:
     fits, first = curve.fits, curve.points[0].devices
     assert fits is not None
     limit, peak = amdahl_limit(fits.amdahl), usl_peak(fits.contention, fits.coherence)
@@ -200,7 +200,7 @@ def law_lines(curve: Curve) -> list[str]:
     )
 
 
-def _errors(curve: Curve) -> dict[str, str]:
+def _errors(curve: ScalingCurve) -> dict[str, str]:
     """Of each law, at the point where it is furthest off."""
     assert curve.fits is not None
     worst: dict[str, float] = {}
@@ -210,7 +210,7 @@ def _errors(curve: Curve) -> dict[str, str]:
     return {law: f"within {percent(error, 1)}" for law, error in worst.items()}
 
 
-def charts(curve: Curve) -> tuple[chart.Chart, chart.Chart]:
+def charts(curve: ScalingCurve) -> tuple[chart.Chart, chart.Chart]:
     """Throughput and efficiency, each with what the laws make of it."""
     assert curve.fits is not None
     x = [point.devices for point in curve.points]
@@ -245,7 +245,7 @@ def candidate_value(candidate: Candidate, refused: str | None = None) -> dict[st
     return value
 
 
-def ranking_value(ranking: Ranking, shown: Sequence[Candidate], notes: Mapping[int, str]) -> dict[str, Any]:
+def ranking_value(ranking: PlanRanking, shown: Sequence[Candidate], notes: Mapping[int, str]) -> dict[str, Any]:
     return {
         "work": ranking.work.name,
         "batch": ranking.space.batch,
@@ -254,9 +254,9 @@ def ranking_value(ranking: Ranking, shown: Sequence[Candidate], notes: Mapping[i
         "memory": ranking.memory,
         "looked_at": len(ranking.setups),
         "fit": len(ranking.order),
-        "set_aside": len(ranking.aside),
+        "set_aside": len(ranking.inexact),
         "best": [candidate_value(each, notes.get(number)) for number, each in enumerate(shown, start=1)],
-        "stages": [{"blocks": stage.blocks, "memory": dict(stage.memory)} for stage in ranking.whole(shown[0]).stages],
+        "stages": [{"blocks": stage.blocks, "memory": dict(stage.memory)} for stage in ranking.full_prediction(shown[0]).stages],
         "rejected": {
             part: {"count": count, "fastest": candidate_value(fastest)}
             for part, (count, fastest) in ranking.rejections().items()
@@ -264,7 +264,7 @@ def ranking_value(ranking: Ranking, shown: Sequence[Candidate], notes: Mapping[i
     }
 
 
-def bill_value(bill: Bill) -> dict[str, Any]:
+def bill_value(bill: CheapestPlans) -> dict[str, Any]:
     best = bill.chosen[0][0]
     return {
         "steps": bill.steps,
@@ -277,7 +277,7 @@ def bill_value(bill: Bill) -> dict[str, Any]:
     }
 
 
-def explanation_value(explanation: Explanation) -> dict[str, Any]:
+def explanation_value(explanation: PlanExplanation) -> dict[str, Any]:
     return {
         "sentences": explanation.sentences,
         "parallel": explanation.parallel,
@@ -288,7 +288,7 @@ def explanation_value(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def curve_value(curve: Curve) -> dict[str, Any]:
+def curve_value(curve: ScalingCurve) -> dict[str, Any]:
     return {
         "weak": curve.weak,
         "points": [

@@ -8,27 +8,27 @@ from typing import Any
 
 import msgspec
 
-from shoal.cli.parser import cluster_of, cluster_options, cluster_words, command, job_options
+from shoal.cli.parser import cluster_of, cluster_options, cluster_label, command, job_options
 from shoal.cli.predict_text import against_measured, text, value
 from shoal.errors import InputError
-from shoal.parallel.layout import Layout
-from shoal.parallel.pipeline_schedule import NAMES, check_name, default_chunks
+from shoal.parallel.layout import ParallelLayout
+from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, check_schedule_name, default_chunks
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.csv_table import (
     DTYPES,
-    Row,
+    TableRow,
     check_divisible,
     cluster_for,
     predict_row,
     predict_table,
-    work_of_row,
+    workload_of_row,
 )
 from shoal.planner.cost.predict import predict, slowest_device
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.runtime import SHOAL
 from shoal.planner.cost.setup import RECOMPUTE, Setup
-from shoal.planner.cost.transformer_shape import EXAMPLE, Shape
-from shoal.planner.cost.workload import Work
+from shoal.planner.cost.transformer_shape import EXAMPLE, TransformerShape
+from shoal.planner.cost.workload import Workload
 
 
 def add(commands: Any) -> None:
@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape; a job has its own")
     parser.add_argument("--microbatch", type=int, metavar="N", help="samples of a microbatch, of a shape (1)")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="none", help="none (default), selective or full")
-    parser.add_argument("--schedule", metavar="NAME", help=f"of a pipeline: {', '.join(NAMES)}")
+    parser.add_argument("--schedule", metavar="NAME", help=f"of a pipeline: {', '.join(SCHEDULE_NAMES)}")
     parser.add_argument("--chunks", type=int, metavar="N", help="stages on each worker of a pipeline")
     parser.add_argument("--sequence-parallel", action="store_true", help="with tensor: the rest is cut, too")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a shape (bf16)")
@@ -94,10 +94,10 @@ def _one(given: argparse.Namespace) -> int:
     return 0
 
 
-def _shape(given: argparse.Namespace) -> tuple[Work, Cluster, Prediction, str]:
+def _shape(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, str]:
     if given.settings:
         raise InputError("--set changes a job, and a shape is none", fix="the shape itself: layers=48,…")
-    shape, layout = Shape.read(given.gpt), Layout.read(given.layout)
+    shape, layout = TransformerShape.parse(given.gpt), ParallelLayout.parse(given.layout)
     microbatch = _count(given.microbatch, "--microbatch", 1)
     batch = _count(given.batch, "--batch", layout.data * microbatch)
     setup = _setup(given, layout, batch=batch, microbatch=microbatch)
@@ -106,38 +106,38 @@ def _shape(given: argparse.Namespace) -> tuple[Work, Cluster, Prediction, str]:
         cluster = cluster_for(given.cluster, setup.devices)
         where = f"cluster {given.cluster}, {len(cluster.hosts)} host{'s' * (len(cluster.hosts) > 1)}"
     else:
-        cluster, where = cluster_of(given), cluster_words(given)
-    row = Row(shape=shape, setup=setup, dtype=given.dtype, cluster=given.cluster or "")
-    return work_of_row(row, cluster), cluster, predict_row(row, cluster), where
+        cluster, where = cluster_of(given), cluster_label(given)
+    row = TableRow(shape=shape, setup=setup, dtype=given.dtype, cluster=given.cluster or "")
+    return workload_of_row(row, cluster), cluster, predict_row(row, cluster), where
 
 
-def _job(given: argparse.Namespace) -> tuple[Work, Cluster, Prediction, str]:
-    from shoal.job.dataset import open_source
+def _job(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, str]:
+    from shoal.job.dataset import open_data
     from shoal.job.load import load_job
-    from shoal.planner.trace_job import work_of
+    from shoal.planner.trace_job import workload_of
 
     for name in ("microbatch", "batch"):
         if getattr(given, name) is not None:
             fix = f"--set batch={given.batch}" if name == "batch" else "--set microbatches=…, pieces of a lane"
             raise InputError(f"--{name} is a shape's, and a job has its own", fix=fix)
     job = load_job(given.file, given.settings)
-    work = work_of(job, open_source(job.data, seed=job.seed, shuffle=job.shuffle))
+    work = workload_of(job, open_data(job.data, seed=job.seed, shuffle=job.shuffle))
     cluster = cluster_of(given)
-    setup = _setup(given, Layout.read(given.layout), batch=work.batch or 1, microbatch=work.samples, lanes=work.lanes)
+    setup = _setup(given, ParallelLayout.parse(given.layout), batch=work.batch or 1, microbatch=work.samples, lanes=work.lanes)
     runtime = None
     if given.calibrate:
         from shoal.driver.predict_run import PRESET
-        from shoal.planner.calibration_runs import calibration_of
-        from shoal.planner.cost.calibrate import calibrated
+        from shoal.planner.calibration_runs import load_calibration
+        from shoal.planner.cost.calibrate import apply_calibration
 
-        cluster, runtime = calibrated(cluster, SHOAL, calibration_of(given.calibrate, given.cluster or PRESET))
-    return work, cluster, predict(work, setup, cluster, runtime), cluster_words(given)
+        cluster, runtime = apply_calibration(cluster, SHOAL, load_calibration(given.calibrate, given.cluster or PRESET))
+    return work, cluster, predict(work, setup, cluster, runtime), cluster_label(given)
 
 
-def _setup(given: argparse.Namespace, layout: Layout, **more: Any) -> Setup:
+def _setup(given: argparse.Namespace, layout: ParallelLayout, **more: Any) -> Setup:
     chunks = _count(given.chunks, "--chunks", default_chunks(given.schedule) if given.schedule else 1)
     schedule = given.schedule or ("interleaved" if chunks > 1 else "1f1b")
-    check_name(schedule)
+    check_schedule_name(schedule)
     return Setup(
         data=layout.data,
         pipeline=layout.pipeline,

@@ -6,17 +6,17 @@ from statistics import mean, median
 from typing import Any
 
 from shoal.planner.cluster import Device
-from shoal.planner.cost.csv_table import errors, kendall_tau
-from shoal.planner.cost.prediction import HOLDS, TERMS, Prediction, Stage
+from shoal.planner.cost.csv_table import relative_errors, kendall_tau
+from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS, Prediction, StagePrediction
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.workload import Work
+from shoal.planner.cost.workload import Workload
 from shoal.report.human import parts_that_add_up, percent, plural, rate
 
 MEASURED = "measured_step_seconds"
 PREDICTED = "predicted_step_seconds"
 
 
-def text(found: Prediction, work: Work, device: Device, where: str, following: str) -> str:
+def text(found: Prediction, work: Workload, device: Device, where: str, following: str) -> str:
     setup = found.setup
     room = float(device.memory - device.reserved)
     total, parts = parts_that_add_up({name: found.terms[name] * 1e3 for name in TERMS}, _digits(found.seconds))
@@ -63,9 +63,9 @@ def _binds(found: Prediction, room: float) -> str:
     return f"{whole}; most of it is {most}" + ("" if found.peak <= room else "; it does not fit")
 
 
-def _stages(stages: Sequence[Stage]) -> list[str]:
+def _stages(stages: Sequence[StagePrediction]) -> list[str]:
     """Equal ones are one line."""
-    rows = [["stage", "blocks", "forward", "backward", *HOLDS, "= GB"]]
+    rows = [["stage", "blocks", "forward", "backward", *MEMORY_PARTS, "= GB"]]
     for _, group in groupby(enumerate(stages), key=lambda each: _line(each[1])):
         found = list(group)
         first, last = found[0][0], found[-1][0]
@@ -74,13 +74,13 @@ def _stages(stages: Sequence[Stage]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _line(stage: Stage) -> list[str]:
+def _line(stage: StagePrediction) -> list[str]:
     blocks = " + ".join(map(str, stage.blocks)) if len(stage.blocks) < 4 else f"{len(stage.blocks)} × {stage.blocks[1]}"
     times = [f"{seconds * 1e3:.4g} ms" for seconds in (stage.forward, stage.backward)]
-    return [blocks, *times, *(f"{stage.memory[name] / 1e9:.2f}" for name in HOLDS), f"{stage.peak / 1e9:.2f}"]
+    return [blocks, *times, *(f"{stage.memory[name] / 1e9:.2f}" for name in MEMORY_PARTS), f"{stage.peak / 1e9:.2f}"]
 
 
-def value(found: Prediction, work: Work) -> dict[str, Any]:
+def value(found: Prediction, work: Workload) -> dict[str, Any]:
     """As JSON."""
     setup = found.setup
     return {
@@ -113,7 +113,7 @@ def against_measured(rows: Sequence[dict[str, str]]) -> str | None:
     if not both:
         return None
     predicted, measured = ([float(row[name]) for row in both] for name in (PREDICTED, MEASURED))
-    off = errors(predicted, measured)
+    off = relative_errors(predicted, measured)
     return (
         f"{plural(len(both), 'row')}: off by {100 * mean(off):.1f} % on average, {100 * median(off):.1f} % in the"
         f" median, {100 * max(off):.0f} % at most; Kendall's tau {kendall_tau(predicted, measured):.2f}"

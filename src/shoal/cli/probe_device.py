@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.numerics import kernels
 from shoal.numerics.seeds import seed_everything
-from shoal.parallel.blocks import Blocks
+from shoal.parallel.blocks import BlockList
 from shoal.planner.cost.trace import trace
 from shoal.planner.cost.workload import Op
 
@@ -42,25 +42,25 @@ LEAST_BYTES = 1 << 16  # and what moves less, too
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker found, while others were at work or not."""
 
     products: dict[str, list[tuple[float, float]]]  # by dtype: FLOPs and seconds of each
-    far: float  # bytes a second that an operator reads and writes of tensors that no cache holds
-    near: float  # the same of tensors of ordinary size
+    memory_speed: float  # bytes a second that an operator reads and writes of tensors that no cache holds
+    cache_speed: float  # the same of tensors of ordinary size
     overhead: float  # seconds of the host for one operator, of a model of ordinary modules
     rates: dict[str, float]  # by operator: FLOP/s, or bytes a second
-    whole: float = 1.0  # times as long a model takes as its operators by themselves: caches are colder, memory moves
+    model_slowdown: float = 1.0  # times as long a model takes as its operators by themselves: caches are colder, memory moves
 
 
-class Crowd(msgspec.Struct, frozen=True, kw_only=True):
+class ContentionSample(msgspec.Struct, frozen=True, kw_only=True):
     """A short look, to compare one worker with several at once."""
 
     product: float  # seconds of a large product
     stream: float  # seconds of an operator that only reads and writes
 
 
-class Clock:
+class ProbeTimer:
     def __init__(self, quick: bool) -> None:
         self.rounds = QUICK_ROUNDS if quick else ROUNDS
         self.seconds = QUICK_LONG_ENOUGH if quick else LONG_ENOUGH
@@ -80,59 +80,59 @@ class Clock:
         return max(min(found), 1e-9)
 
 
-def measure(*, quick: bool = False, say: Callable[[str], None] = lambda _: None) -> Pace:
+def measure(*, quick: bool = False, progress: Callable[[str], None] = lambda _: None) -> DeviceSpeed:
     """Everything, in this process, as a worker computes: one thread, deterministic kernels. Several times over, so that
     a moment in which the machine had other things to do is not the only one."""
-    kernels.settle(threads=1)
-    clock = Clock(quick)
+    kernels.configure(threads=1)
+    clock = ProbeTimer(quick)
     found = []
     for turn in range(1 if quick else PASSES):
-        say(f"one worker: products, memory and operators{'' if quick else f', {turn + 1} of {PASSES}'}")
+        progress(f"one worker: products, memory and operators{'' if quick else f', {turn + 1} of {PASSES}'}")
         found.append(_pass(clock, quick))
     best = best_of(found)
-    say("one worker: whole models")
-    return msgspec.structs.replace(best, whole=_whole(best, clock, quick))
+    progress("one worker: whole models")
+    return msgspec.structs.replace(best, whole=_model_slowdown(best, clock, quick))
 
 
-def _pass(clock: Clock, quick: bool) -> Pace:
-    return Pace(
+def _pass(clock: ProbeTimer, quick: bool) -> DeviceSpeed:
+    return DeviceSpeed(
         products={name: _products(dtype, clock, quick) for name, dtype in DTYPES.items()},
-        far=_stream(clock, FAR_BYTES >> (1 if quick else 0), 1),
-        near=_stream(clock, NEAR_BYTES, NEAR_COUNT),
+        memory_speed=_stream(clock, FAR_BYTES >> (1 if quick else 0), 1),
+        cache_speed=_stream(clock, NEAR_BYTES, NEAR_COUNT),
         overhead=_overhead(clock),
         rates=operator_rates(clock),
     )
 
 
-def best_of(found: Sequence[Pace]) -> Pace:
+def best_of(found: Sequence[DeviceSpeed]) -> DeviceSpeed:
     """Of several passes, by each figure."""
     first = found[0]
-    return Pace(
+    return DeviceSpeed(
         products={
             name: [(each[0][0], min(seconds for _, seconds in each)) for each in zip(*samples, strict=True)]
             for name in first.products
             for samples in [[one.products[name] for one in found]]
         },
-        far=max(one.far for one in found),
-        near=max(one.near for one in found),
+        memory_speed=max(one.memory_speed for one in found),
+        cache_speed=max(one.cache_speed for one in found),
         overhead=min(one.overhead for one in found),
         rates={name: max(one.rates.get(name, 0.0) for one in found) for name in first.rates},
     )
 
 
-def look(*, quick: bool = False) -> Crowd:
-    kernels.settle(threads=1)
-    clock = Clock(quick)
+def sample_contention(*, quick: bool = False) -> ContentionSample:
+    kernels.configure(threads=1)
+    clock = ProbeTimer(quick)
     size = 128 if quick else 512
     left, right = torch.rand(size, size), torch.rand(size, size)
     stream = 2 * NEAR_BYTES / _stream(clock, NEAR_BYTES, NEAR_COUNT)
-    return Crowd(product=clock.best(lambda _: left @ right), stream=stream)
+    return ContentionSample(product=clock.best(lambda _: left @ right), stream=stream)
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def _products(dtype: torch.dtype, clock: Clock, quick: bool) -> list[tuple[float, float]]:
+def _products(dtype: torch.dtype, clock: ProbeTimer, quick: bool) -> list[tuple[float, float]]:
     """The three products of a linear layer, as autograd calls them: weights and their gradients are far, as many others
     came between; what flows through the layer is near."""
     found: list[tuple[float, float]] = []
@@ -175,7 +175,7 @@ def fit_products(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _stream(clock: Clock, num_bytes: int, count: int) -> float:
+def _stream(clock: ProbeTimer, num_bytes: int, count: int) -> float:
     """Bytes a second of an operator that reads one tensor and writes another."""
     tensors = [torch.ones(num_bytes // 4) for _ in range(count + 1)]
     seconds = clock.best(lambda turn: torch.add(tensors[turn % count], 1.0, out=tensors[(turn + 1) % (count + 1)]))
@@ -185,7 +185,7 @@ def _stream(clock: Clock, num_bytes: int, count: int) -> float:
 # -- operators --------------------------------------------------------------------------------------------------------
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     """A transformer's block, as people write it."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -209,7 +209,7 @@ class _Block(nn.Module):
 
 
 def _words(width: int, length: int, batch: int) -> Callable[[], Tensor]:
-    embed, block, head = nn.Embedding(256, width), _Block(width, 4), nn.Linear(width, 256)
+    embed, block, head = nn.Embedding(256, width), _TransformerBlock(width, 4), nn.Linear(width, 256)
     tokens = torch.arange(batch * length).view(batch, length) % 251
     return lambda: F.cross_entropy(head(block(embed(tokens))).flatten(0, 1), tokens.flatten())
 
@@ -229,7 +229,7 @@ def _curves(size: int) -> Callable[[], Tensor]:
     return lambda: (torch.tanh(x) + torch.sigmoid(x) + F.silu(x) + F.relu(x) + F.softmax(x, dim=-1) + x.exp()).mean()
 
 
-def _overhead(clock: Clock) -> float:
+def _overhead(clock: ProbeTimer) -> float:
     """Seconds of one operator, as a trace counts them, of models so small that hardly anything is computed; what
     modules, views and autograd take around it is part of it."""
     seed_everything(0)
@@ -249,17 +249,17 @@ def _layers(width: int, depth: int, rows: int) -> Callable[[], Tensor]:
     return loss
 
 
-def _whole(pace: Pace, clock: Clock, quick: bool) -> float:
+def _model_slowdown(speed: DeviceSpeed, clock: ProbeTimer, quick: bool) -> float:
     seed_everything(0)
     models = (_words(128, 64, 8), _pictures(32, 32, 16), _layers(256 if quick else 1024, 4, 128))
     ratios = []
     for loss in models:
         best = min(clock.best(lambda _, loss=loss: loss().backward()) for _ in range(PASSES))  # type: ignore[misc]
-        ratios.append(best / sum_of_parts(pace, _traced([loss])))
+        ratios.append(best / sum_of_parts(speed, _traced([loss])))
     return max(1.0, sum(ratios) / len(ratios))
 
 
-def sum_of_parts(pace: Pace, ops: Sequence[Op]) -> float:
+def sum_of_parts(pace: DeviceSpeed, ops: Sequence[Op]) -> float:
     """Seconds of operators by what is known of each, as a prediction adds them up (planner/cost/compute.py)."""
     speed, half = fit_products(pace.products["fp32"])
     total = 0.0
@@ -268,18 +268,18 @@ def sum_of_parts(pace: Pace, ops: Sequence[Op]) -> float:
         if known is not None:
             seconds = (op.flops or op.bytes) / known
         else:
-            seconds = max((op.flops + half) / speed if op.flops else 0.0, op.bytes / pace.far)
+            seconds = max((op.flops + half) / speed if op.flops else 0.0, op.bytes / pace.memory_speed)
         total += op.times * (seconds + pace.overhead)
     return total
 
 
-def operator_rates(clock: Clock) -> dict[str, float]:
+def operator_rates(clock: ProbeTimer) -> dict[str, float]:
     """Of each operator: FLOPs of those that are counted in FLOPs, bytes of the rest, over its seconds."""
     seed_everything(0)
     zoo = (_words(128, 64, 8), _pictures(32, 32, 16), _curves(512))
     passes = []
     for _ in range(clock.rounds + 1):
-        with _Timed() as timed:
+        with _TimedOperators() as timed:
             for loss in zoo:
                 loss().backward()
         passes.append(timed.calls)
@@ -305,10 +305,10 @@ def per_second(ops: Sequence[Op], seconds: Mapping[str, float]) -> dict[str, flo
 
 def _traced(losses: Sequence[Callable[[], Tensor]]) -> list[Op]:
     nothing = nn.Module()
-    return [op for loss in losses for block in trace(nothing, Blocks(names=()), loss).blocks for op in block.ops]
+    return [op for loss in losses for block in trace(nothing, BlockList(names=()), loss).blocks for op in block.ops]
 
 
-class _Timed(TorchDispatchMode):
+class _TimedOperators(TorchDispatchMode):
     """Every operator with its seconds."""
 
     def __init__(self) -> None:

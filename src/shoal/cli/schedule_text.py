@@ -5,15 +5,15 @@ from typing import Any
 
 from shoal.errors import PlanError
 from shoal.parallel.pipeline_schedule import (
-    NAMES,
+    SCHEDULE_NAMES,
     ONE_STAGE,
     V_SHAPED,
-    Schedule,
-    grid,
+    PipelineSchedule,
+    draw_schedule,
     in_flight,
     make_schedule,
-    play,
-    theory,
+    time_schedule,
+    ideal_bubble,
 )
 
 ALL = "all"
@@ -21,7 +21,7 @@ MOST = 50_000  # stages times microbatches: some seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class ScheduleFigures:
     chunks: int  # stages of a rank
     total: float  # time, where a rank's whole share of the model takes 1 forward and 2 backward
     bubble: float
@@ -29,22 +29,22 @@ class Figures:
     in_flight: tuple[int, ...]  # by rank, in activations of one stage and microbatch
 
 
-def figures(schedule: Schedule) -> Figures:
-    played = play(schedule)
-    return Figures(
+def figures(schedule: PipelineSchedule) -> ScheduleFigures:
+    played = time_schedule(schedule)
+    return ScheduleFigures(
         chunks=schedule.chunks,
         total=played.total / schedule.chunks,
         bubble=played.bubble,
-        formula=theory(schedule.name, schedule.ranks, schedule.microbatches, schedule.chunks),
+        formula=ideal_bubble(schedule.name, schedule.ranks, schedule.microbatches, schedule.chunks),
         in_flight=tuple(in_flight(schedule, rank) for rank in range(schedule.ranks)),
     )
 
 
-def compare(*, ranks: int, microbatches: int, chunks: int | None = None) -> dict[str, Figures | str]:
+def compare(*, ranks: int, microbatches: int, chunks: int | None = None) -> dict[str, ScheduleFigures | str]:
     """By name: the figures, or why it does not fit. `chunks` is for those that leave the choice."""
     _small(ranks, microbatches, chunks)
-    found: dict[str, Figures | str] = {}
-    for name in NAMES:
+    found: dict[str, ScheduleFigures | str] = {}
+    for name in SCHEDULE_NAMES:
         own = None if name in (*ONE_STAGE, *V_SHAPED) else chunks
         try:
             found[name] = figures(make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=own))
@@ -74,7 +74,7 @@ def text(
             f"{name}: {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch')}{stages}",
             f"{', '.join(words[kind] for kind in words if kind in kinds)}; backward takes twice as long as forward",
             "",
-            grid(schedule, width=width, colour=colour),
+            draw_schedule(schedule, width=width, colour=colour),
             "",
             f"bubble {found.bubble:.1%} of the ranks' time, {formula}",
             f"activations in flight, by rank: {held}{whole}",
@@ -92,10 +92,10 @@ def value(name: str, *, ranks: int, microbatches: int, chunks: int | None = None
         }
     _small(ranks, microbatches, chunks)
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    return {"name": name, **size, "figures": figures(schedule), "rows": play(schedule).rows}
+    return {"name": name, **size, "figures": figures(schedule), "rows": time_schedule(schedule).rows}
 
 
-def _table(found: dict[str, Figures | str], ranks: int, microbatches: int) -> str:
+def _table(found: dict[str, ScheduleFigures | str], ranks: int, microbatches: int) -> str:
     lines = [
         f"{_count(ranks, 'rank')}, {_count(microbatches, 'microbatch')}; backward takes twice as long as forward",
         "",

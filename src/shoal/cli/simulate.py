@@ -12,26 +12,26 @@ import msgspec
 import numpy as np
 
 from shoal.cli import simulate_text as show
-from shoal.cli.parser import HelpAll, cluster_of, cluster_options, cluster_words, command, job_options, rare
+from shoal.cli.parser import HelpAll, cluster_of, cluster_options, cluster_label, command, job_options, rare_option
 from shoal.errors import InputError, PlanError
 from shoal.numerics.lanes import Span
-from shoal.parallel.layout import Layout
-from shoal.parallel.pipeline_schedule import check_name, default_chunks
+from shoal.parallel.layout import ParallelLayout
+from shoal.parallel.pipeline_schedule import check_schedule_name, default_chunks
 from shoal.parallel.plan import Plan, make_plan, read_plan
-from shoal.paramserver.sync_mode import Mode
+from shoal.paramserver.sync_mode import SyncMode
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.setup import RECOMPUTE, Setup
-from shoal.planner.cost.transformer_shape import Shape, work_of_shape
-from shoal.planner.cost.workload import Work
+from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
+from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import EXACT, space_of
-from shoal.planner.search.search import ranking_to_plan, search
+from shoal.planner.search.search import candidate_to_plan, search
 from shoal.planner.simulate.chrome_trace import chrome_trace, timeline
-from shoal.planner.simulate.failures import POLICIES, Trial, endure
-from shoal.planner.simulate.network import Wiring
-from shoal.planner.simulate.servers import Servers, compare
-from shoal.planner.simulate.step import Step, simulate_step, straggling
-from shoal.planner.simulate.stragglers import Stragglers
-from shoal.planner.simulate.time_to_accuracy import Law, table
+from shoal.planner.simulate.failures import POLICIES, FailureScenario, simulate_failures
+from shoal.planner.simulate.network import LinkTopology
+from shoal.planner.simulate.servers import SimulatedServers, compare_modes
+from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_stragglers
+from shoal.planner.simulate.stragglers import StragglerModel
+from shoal.planner.simulate.time_to_accuracy import ConvergenceLaw, time_to_accuracy_table
 from shoal.recovery.checkpoint.interval import DAY
 
 SHAPE = "layers=24,hidden=2048,heads=16,seq=2048,vocab=51200"
@@ -74,30 +74,30 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
     job_options(parser)
-    rare(parser, "--microbatch", type=int, metavar="N", help="samples, of a shape (1)")
-    rare(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)")
-    rare(parser, "--recompute", choices=RECOMPUTE, help="what backward computes again (none)")
-    rare(parser, "--sequence-parallel", action="store_true", help="with tensor: cut the rest along the sequence")
-    rare(parser, "--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16, fp32, fp8")
-    rare(parser, "--shares", metavar="LIST", help="of a job's lanes, for each replica of --layout: 3,1 (even)")
-    rare(
+    rare_option(parser, "--microbatch", type=int, metavar="N", help="samples, of a shape (1)")
+    rare_option(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)")
+    rare_option(parser, "--recompute", choices=RECOMPUTE, help="what backward computes again (none)")
+    rare_option(parser, "--sequence-parallel", action="store_true", help="with tensor: cut the rest along the sequence")
+    rare_option(parser, "--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16, fp32, fp8")
+    rare_option(parser, "--shares", metavar="LIST", help="of a job's lanes, for each replica of --layout: 3,1 (even)")
+    rare_option(
         parser, "--slow", metavar="LIST", help="5=3,9=1.5: device 5 takes 3 times as long, device 9 half as long again"
     )
-    rare(parser, "--save", metavar="TIME", help="that steps wait for a checkpoint (state of a device at 10 GB/s)")
+    rare_option(parser, "--save", metavar="TIME", help="that steps wait for a checkpoint (state of a device at 10 GB/s)")
 
 
 def call(given: argparse.Namespace) -> int:
     _check(given)
     cluster = cluster_of(given)
-    asked = _asked(given, cluster)
-    step = simulate_step(asked.work, asked.setup, cluster, deal=asked.deal, slower=_slow(given.slow))
+    asked = _request(given, cluster)
+    step = simulate_step(asked.work, asked.setup, cluster, assignment=asked.assignment, slower=_slow(given.slow))
     rows = timeline(step)
-    lines = [f"{asked.name}; {cluster_words(given)}", *_memory(asked, cluster, step), *show.step_lines(step, rows=rows)]
+    lines = [f"{asked.name}; {cluster_label(given)}", *_memory(asked, cluster, step), *show.step_lines(step, rows=rows)]
     value: dict[str, Any] = {"name": asked.name, "step": show.step_value(step)}
     seconds = step.seconds
     if given.stragglers is not None and given.servers is None:
-        stragglers = Stragglers.read(given.stragglers)
-        times = straggling(step, stragglers, steps=given.steps or 100, seed=given.seed)
+        stragglers = StragglerModel.parse(given.stragglers)
+        times = simulate_stragglers(step, stragglers, steps=given.steps or 100, seed=given.seed)
         lines += ["", *show.straggler_lines(step, times, stragglers, given.seed)]
         value["stragglers"] = show.straggler_value(times, stragglers)
         seconds = float(times.mean())
@@ -126,12 +126,12 @@ def call(given: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SimulateRequest:
     name: str
-    work: Work
+    work: Workload
     setup: Setup
     following: str  # the command worth typing next
-    deal: tuple[Span, ...] | None = None  # lanes of each replica, of a job
+    assignment: tuple[Span, ...] | None = None  # lanes of each replica, of a job
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -162,7 +162,7 @@ def _check(given: argparse.Namespace) -> None:
         raise InputError(f"there is no folder {given.trace.parent}", fix=f"mkdir -p {given.trace.parent}")
 
 
-def _asked(given: argparse.Namespace, cluster: Cluster) -> Asked:
+def _request(given: argparse.Namespace, cluster: Cluster) -> SimulateRequest:
     plans = [Path(each) for each in given.files if each.endswith(".json")]
     jobs = [each for each in given.files if not each.endswith(".json")]
     if len(plans) > 1 or len(jobs) > 1:
@@ -176,29 +176,29 @@ def _asked(given: argparse.Namespace, cluster: Cluster) -> Asked:
     return _of_job(given, jobs[0], plan, cluster) if jobs else _of_shape(given, plan, cluster)
 
 
-def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cluster) -> Asked:
-    from shoal.driver.job_space import refusal
+def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cluster) -> SimulateRequest:
+    from shoal.driver.job_space import plan_refusal
     from shoal.driver.launch import open_job
     from shoal.driver.predict_run import setup_of
     from shoal.job.load import load_job
-    from shoal.planner.trace_job import work_of
+    from shoal.planner.trace_job import workload_of
 
     if given.batch is not None or given.microbatch is not None:
         raise InputError("--batch and --microbatch are a shape's, and a job has its own", fix="--set batch=64")
     job = load_job(file, given.settings)
     opened = open_job(job)
-    work = work_of(job, opened.source)
+    work = workload_of(job, opened.source)
     setup = None if plan is None else _stored_setup(plan)
     dealt: tuple[Span, ...] | None = None
     if setup is None and (plan is not None or given.layout is not None):
         made = _layout_plan(given, work) if plan is None else read_plan(plan)
-        setup, dealt = setup_of(work, made), made.deal
+        setup, dealt = setup_of(work, made), made.assignment
     elif setup is None:
         setup = next(
             (
                 each.setup
                 for each in search(work, cluster).top(DEEP)
-                if each.mark == EXACT and each.runnable and refusal(job, opened.source, ranking_to_plan(each)) is None
+                if each.mark == EXACT and each.runnable and plan_refusal(job, opened.source, candidate_to_plan(each)) is None
             ),
             None,
         )
@@ -207,12 +207,12 @@ def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cl
     if setup.lanes != work.lanes:
         raise PlanError(f"{plan} deals {setup.lanes} lanes, and {file} has {work.lanes}", fix="the plan of this job")
     words = " ".join(f"--set {text}" for text in given.settings)
-    return Asked(name=file, work=work, setup=setup, deal=dealt,
+    return SimulateRequest(name=file, work=work, setup=setup, assignment=dealt,
                  following=f"shoal train {file} {words + ' ' if words else ''}--layout {setup}")  # fmt: skip
 
 
-def _layout_plan(given: argparse.Namespace, work: Work) -> Plan:
-    layout = Layout.read(given.layout)
+def _layout_plan(given: argparse.Namespace, work: Workload) -> Plan:
+    layout = ParallelLayout.parse(given.layout)
     return make_plan(
         lanes=work.lanes or 1,
         workers=layout.workers,
@@ -224,9 +224,9 @@ def _layout_plan(given: argparse.Namespace, work: Work) -> Plan:
     )
 
 
-def _of_shape(given: argparse.Namespace, plan: Path | None, cluster: Cluster) -> Asked:
-    shape = Shape.read(given.gpt)
-    work = work_of_shape(shape, given.dtype)
+def _of_shape(given: argparse.Namespace, plan: Path | None, cluster: Cluster) -> SimulateRequest:
+    shape = TransformerShape.parse(given.gpt)
+    work = workload_of_shape(shape, given.dtype)
     setup = None if plan is None else _stored_setup(plan)
     if plan is not None and setup is None:
         layout = read_plan(plan)
@@ -242,17 +242,17 @@ def _of_shape(given: argparse.Namespace, plan: Path | None, cluster: Cluster) ->
                 work, cluster, space=space_of(work, cluster, batch=given.batch, heads=shape.kv_heads)
             ).best.setup
         else:
-            setup = _shape_setup(given, Layout.read(given.layout))
+            setup = _shape_setup(given, ParallelLayout.parse(given.layout))
     place = f" --cluster {given.cluster}" if given.cluster else ""
     place += f" --hosts {given.hosts[0]}" if given.hosts else ""
-    return Asked(name=f"gpt {given.gpt}", work=work, setup=setup,
+    return SimulateRequest(name=f"gpt {given.gpt}", work=work, setup=setup,
                  following=f"shoal plan --gpt {given.gpt} --batch {setup.batch}{place} --explain")  # fmt: skip
 
 
-def _shape_setup(given: argparse.Namespace, layout: Layout) -> Setup:
+def _shape_setup(given: argparse.Namespace, layout: ParallelLayout) -> Setup:
     microbatch = given.microbatch or 1
     schedule = given.schedule or "1f1b"
-    check_name(schedule)
+    check_schedule_name(schedule)
     each = layout.data * microbatch
     if given.batch % each:
         below, above = given.batch // each * each, -(-given.batch // each) * each
@@ -293,7 +293,7 @@ def _stored_setup(path: Path) -> Setup | None:
     return None
 
 
-def _memory(asked: Asked, cluster: Cluster, step: Step) -> list[str]:
+def _memory(request: SimulateRequest, cluster: Cluster, step: SimulatedStep) -> list[str]:
     """A word of warning where it would not fit."""
     device = min((host.device for host in cluster.hosts if host.device), key=lambda each: each.memory)
     stage, part = step.prediction.binds
@@ -309,47 +309,47 @@ def _memory(asked: Asked, cluster: Cluster, step: Step) -> list[str]:
 
 
 def _servers(
-    given: argparse.Namespace, servers: int, asked: Asked, cluster: Cluster, step: Step
+    given: argparse.Namespace, servers: int, request: SimulateRequest, cluster: Cluster, step: SimulatedStep
 ) -> tuple[list[str], Any]:
-    setup, tiers = step.prediction.setup, list(Wiring(cluster).tiers.values())
+    setup, tiers = step.prediction.setup, list(LinkTopology(cluster).tiers.values())
     if not tiers:
         raise InputError("one device has no links to a server", fix="--hosts 4, or a cluster with more devices")
     span = setup.pipeline * setup.tensor
     far = tiers[-1]
-    base = Servers(
+    base = SimulatedServers(
         workers=setup.data,
         servers=servers,
         compute=step.pipeline + step.terms["optimizer"],
-        num_bytes=sum(stage.parameters for stage in step.prediction.stages) * setup.tensor * asked.work.gradient_bytes,
-        bandwidth=far.each * far.efficiency * span,
+        num_bytes=sum(stage.parameters for stage in step.prediction.stages) * setup.tensor * request.work.gradient_bytes,
+        bandwidth=far.shared_bandwidth * far.efficiency * span,
         server_bandwidth=min(host.link.bytes_per_second * host.link.efficiency for host in cluster.hosts),
         latency=far.latency,
-        stragglers=Stragglers.read(given.stragglers or "constant"),
+        stragglers=StragglerModel.parse(given.stragglers or "constant"),
     )
     quorum = max(2, base.workers - max(1, base.workers // 10))  # nobody waits for the slowest tenth
-    usual = [Mode.read(text) for text in ("sync", f"quorum:{quorum}", "stale:2", "async", "local:16")]
+    usual = [SyncMode.parse(text) for text in ("sync", f"quorum:{quorum}", "stale:2", "async", "local:16")]
     usual = usual if base.workers > 2 else [each for each in usual if each.name != "quorum"]
-    usual += [Mode.read("groups:2")] if base.workers > 2 else []
-    mode = Mode.read(given.mode or setup.sync or "sync")
+    usual += [SyncMode.parse("groups:2")] if base.workers > 2 else []
+    mode = SyncMode.parse(given.mode or setup.sync or "sync")
     replace(base, mode=mode)  # whether it fits
     modes = [mode]
     if given.compare_modes:
         modes = list({str(each): each for each in (*usual, mode)}.values())
-    served = compare(base, modes, rounds=given.steps or 100, seed=given.seed)
-    law = Law(noise=setup.batch) if given.accuracy is None else _law(given.accuracy)
-    reached = table(law, base, served, setup.batch)
+    served = compare_modes(base, modes, rounds=given.steps or 100, seed=given.seed)
+    law = ConvergenceLaw(noise_batch=setup.batch) if given.accuracy is None else _law(given.accuracy)
+    reached = time_to_accuracy_table(law, base, served, setup.batch)
     lines = show.server_lines(base, served, reached, law, relative=given.accuracy is None)
     return lines, show.server_value(served, reached)
 
 
 def _days(
-    given: argparse.Namespace, setup: Setup, cluster: Cluster, step: Step, seconds: float
+    given: argparse.Namespace, setup: Setup, cluster: Cluster, step: SimulatedStep, seconds: float
 ) -> tuple[list[str], Any, list[str]]:
     state = max(stage.memory["weights"] + stage.memory["optimizer"] for stage in step.prediction.stages)
     save = state / COPY if given.save is None else read_time("--save", given.save)
     write = state * min(host.devices for host in cluster.hosts) / DISK
     interval = None if given.checkpoint == "auto" else read_time("--checkpoint", given.checkpoint)
-    trial = Trial(
+    trial = FailureScenario(
         seconds=given.days * DAY,
         devices=setup.devices,
         step=seconds,
@@ -361,7 +361,7 @@ def _days(
         mtbf=None if given.mtbf is None else read_time("--mtbf", given.mtbf),
         failures=given.failures,
     )
-    endured = [endure(trial, policy, seed=given.seed) for policy in POLICIES]
+    endured = [simulate_failures(trial, policy, seed=given.seed) for policy in POLICIES]
     copies = (
         "every part of the state has one holder" if trial.copies == 1 else f"{trial.copies} replicas hold every part"
     )
@@ -390,13 +390,13 @@ def read_time(option: str, text: str) -> float:
     return float(match[1]) * TIMES[match[2]]
 
 
-def _law(text: str) -> Law:
+def _law(text: str) -> ConvergenceLaw:
     """steps=5000,noise=512,penalty=1."""
     found = _numbers("--accuracy", text, ("steps", "noise", "penalty"), "steps=5000,noise=512")
     for name in ("steps", "noise"):
         if name not in found:
             raise InputError(f"--accuracy {text}: {name} is missing", fix="--accuracy steps=5000,noise=512")
-    return Law(least=found["steps"], noise=found["noise"], penalty=found.get("penalty", 1.0))
+    return ConvergenceLaw(min_updates=found["steps"], noise_batch=found["noise"], penalty=found.get("penalty", 1.0))
 
 
 def _slow(text: str | None) -> dict[int, float]:

@@ -8,12 +8,12 @@ import numpy as np
 
 from shoal.planner.cluster import bandwidth_text
 from shoal.planner.cost.prediction import TERMS
-from shoal.planner.simulate.chrome_trace import KINDS, Row
-from shoal.planner.simulate.failures import CAUSES, Endured
-from shoal.planner.simulate.servers import Served, Servers
-from shoal.planner.simulate.step import Step
-from shoal.planner.simulate.stragglers import Stragglers
-from shoal.planner.simulate.time_to_accuracy import ASSUMPTIONS, Law, Reached
+from shoal.planner.simulate.chrome_trace import KINDS, TimelineRow
+from shoal.planner.simulate.failures import CAUSES, FailureOutcome
+from shoal.planner.simulate.servers import SimulatedServerRun, SimulatedServers
+from shoal.planner.simulate.step import SimulatedStep
+from shoal.planner.simulate.stragglers import StragglerModel
+from shoal.planner.simulate.time_to_accuracy import ASSUMPTIONS, ConvergenceLaw, TimeToAccuracy
 
 COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b", "R": "#e45756", "O": "#b279a2",
            "M": "#9d9da1"}  # fmt: skip
@@ -23,7 +23,7 @@ MOST_ROWS = 16  # of the picture in the terminal
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def step_lines(step: Step, *, width: int = 100, rows: Sequence[Row] = ()) -> list[str]:
+def step_lines(step: SimulatedStep, *, width: int = 100, rows: Sequence[TimelineRow] = ()) -> list[str]:
     terms = " + ".join(f"{name} {seconds(step.terms[name])}" for name in TERMS if step.terms[name] > 1e-9)
     predicted = step.prediction.seconds
     gap = step.seconds / predicted - 1
@@ -48,7 +48,7 @@ def step_lines(step: Step, *, width: int = 100, rows: Sequence[Row] = ()) -> lis
     return lines
 
 
-def _stages(step: Step) -> str:
+def _stages(step: SimulatedStep) -> str:
     shares = [busy / step.seconds for busy in step.busy]
     if len(shares) == 1:
         return f"{shares[0]:.1%}"
@@ -59,10 +59,10 @@ def _stages(step: Step) -> str:
     return f"{mean:.1%} on average; least stage {low} ({shares[low]:.1%}), most stage {high} ({shares[high]:.1%})"
 
 
-def picture(rows: Sequence[Row], *, width: int = 100) -> list[str]:
+def picture(rows: Sequence[TimelineRow], *, width: int = 100) -> list[str]:
     """Time to the right, a line for each stage: the letter of what takes most of each column, blank where it waits.
     Where the shortest action would be less than a column, the beginning and the end are shown."""
-    compute = [row for row in rows if row.what == "compute"]
+    compute = [row for row in rows if row.activity == "compute"]
     total = max(each.end for row in compute for each in row.slices)
     shortest = min(each.end - each.start for row in compute for each in row.slices if each.kind in "FBIW")
     margin = len(f"stage {compute[-1].stage}") + 2
@@ -82,7 +82,7 @@ def picture(rows: Sequence[Row], *, width: int = 100) -> list[str]:
     return lines
 
 
-def _letters(row: Row, start: float, length: float, columns: int) -> str:
+def _letters(row: TimelineRow, start: float, length: float, columns: int) -> str:
     filled = [dict[str, float]() for _ in range(columns)]
     for each in row.slices:
         first, last = (each.start - start) / length * columns, (each.end - start) / length * columns
@@ -92,19 +92,19 @@ def _letters(row: Row, start: float, length: float, columns: int) -> str:
     return "".join(max(cell, key=lambda kind: cell[kind]) if sum(cell.values()) > 0.5 else " " for cell in filled)
 
 
-def _some(rows: Sequence[Row]) -> list[Row | None]:
+def _some(rows: Sequence[TimelineRow]) -> list[TimelineRow | None]:
     if len(rows) <= MOST_ROWS:
         return list(rows)
     return [*rows[: MOST_ROWS // 2], None, *rows[-MOST_ROWS // 2 + 1 :]]
 
 
-def _legend(rows: Sequence[Row]) -> list[str]:
-    kinds = dict.fromkeys(each.kind for row in rows if row.what == "compute" for each in row.slices)
+def _legend(rows: Sequence[TimelineRow]) -> list[str]:
+    kinds = dict.fromkeys(each.kind for row in rows if row.activity == "compute" for each in row.slices)
     total = max(each.end for row in rows for each in row.slices)
     return [f"{', '.join(f'{kind} {KINDS[kind]}' for kind in kinds)}; {seconds(total)} from begin to end"]
 
 
-def straggler_lines(step: Step, times: np.ndarray, stragglers: Stragglers, seed: int) -> list[str]:
+def straggler_lines(step: SimulatedStep, times: np.ndarray, stragglers: StragglerModel, seed: int) -> list[str]:
     mean, late = float(times.mean()), float(np.quantile(times, 0.95))
     return [
         f"stragglers {stragglers}, {len(times)} steps, seed {seed}",
@@ -114,7 +114,7 @@ def straggler_lines(step: Step, times: np.ndarray, stragglers: Stragglers, seed:
 
 
 def server_lines(
-    setup: Servers, served: Sequence[Served], reached: Sequence[Reached], law: Law, *, relative: bool
+    setup: SimulatedServers, results: Sequence[SimulatedServerRun], reached: Sequence[TimeToAccuracy], law: ConvergenceLaw, *, relative: bool
 ) -> list[str]:
     """One table: sync against quorum against stale against async."""
     first = reached[0].seconds
@@ -124,21 +124,21 @@ def server_lines(
         f" {bandwidth_text(setup.pool / setup.servers)} a server",
         f"  {seconds(setup.compute)} of compute, stragglers {setup.stragglers}",
         f"  {'mode':<11}{'updates/s':>10}{'gradients/s':>12}{'useful':>8}{'dropped':>9}{'staleness':>11}"
-        f"{'to accuracy':>14}{'against ' + str(served[0].mode):>16}",
+        f"{'to accuracy':>14}{'against ' + str(results[0].sync_mode):>16}",
     ]
-    for each, there in zip(served, reached, strict=True):
+    for each, there in zip(results, reached, strict=True):
         when = "" if relative else seconds(there.seconds)
         lines.append(
-            f"  {each.mode!s:<11}{each.updates_per_second:>10.4g}{each.gradients_per_second:>12.4g}"
+            f"  {each.sync_mode!s:<11}{each.updates_per_second:>10.4g}{each.gradients_per_second:>12.4g}"
             f"{each.computing:>8.1%}{each.dropped / max(1, each.dropped + each.gradients):>9.1%}"
             f"{each.mean_staleness:>11.3g}{when:>14}{first / there.seconds:>14.2f} ×"
         )
-    told = f"least updates {law.least:g}, noise batch {law.noise:g}, staleness penalty {law.penalty:g}"
+    told = f"least updates {law.min_updates:g}, noise batch {law.noise_batch:g}, staleness penalty {law.penalty:g}"
     lines.append(f"  assumed: {told if not relative else 'noise batch as large as the batch (--accuracy says more)'}")
     return [*lines, *(f"           {line}" for line in ASSUMPTIONS)]
 
 
-def days_lines(endured: Sequence[Endured], assumptions: Sequence[str]) -> list[str]:
+def days_lines(endured: Sequence[FailureOutcome], assumptions: Sequence[str]) -> list[str]:
     """A column for each policy; shares of all time add up to 1."""
     first = endured[0]
     rows: list[tuple[str, list[str]]] = [
@@ -158,7 +158,7 @@ def days_lines(endured: Sequence[Endured], assumptions: Sequence[str]) -> list[s
 # -- as values --------------------------------------------------------------------------------------------------------
 
 
-def step_value(step: Step) -> dict[str, Any]:
+def step_value(step: SimulatedStep) -> dict[str, Any]:
     setup = step.prediction.setup
     return {
         "layout": str(setup),
@@ -187,7 +187,7 @@ def step_value(step: Step) -> dict[str, Any]:
     }
 
 
-def straggler_value(times: np.ndarray, stragglers: Stragglers) -> dict[str, Any]:
+def straggler_value(times: np.ndarray, stragglers: StragglerModel) -> dict[str, Any]:
     return {
         "distribution": str(stragglers),
         "steps": len(times),
@@ -198,10 +198,10 @@ def straggler_value(times: np.ndarray, stragglers: Stragglers) -> dict[str, Any]
     }
 
 
-def server_value(served: Sequence[Served], reached: Sequence[Reached]) -> list[dict[str, Any]]:
+def server_value(served: Sequence[SimulatedServerRun], reached: Sequence[TimeToAccuracy]) -> list[dict[str, Any]]:
     return [
         {
-            "mode": str(each.mode),
+            "mode": str(each.sync_mode),
             "updates_per_second": each.updates_per_second,
             "gradients_per_second": each.gradients_per_second,
             "useful": each.computing,
@@ -217,7 +217,7 @@ def server_value(served: Sequence[Served], reached: Sequence[Reached]) -> list[d
     ]
 
 
-def days_value(endured: Sequence[Endured]) -> list[dict[str, Any]]:
+def days_value(endured: Sequence[FailureOutcome]) -> list[dict[str, Any]]:
     return [
         {
             "policy": each.policy.name,
@@ -238,18 +238,18 @@ def days_value(endured: Sequence[Endured]) -> list[dict[str, Any]]:
 # -- as a picture -----------------------------------------------------------------------------------------------------
 
 
-def save_picture(rows: Sequence[Row], title: str, path: Path) -> None:
+def save_picture(rows: Sequence[TimelineRow], title: str, path: Path) -> None:
     """The timeline of a step, by matplotlib."""
     from shoal.report import chart
 
-    compute = [row for row in rows if row.what == "compute"]
+    compute = [row for row in rows if row.activity == "compute"]
     figure = chart.new_figure(width=12.0, height=max(2.5, 0.35 * len(rows) + 1.2))
     axes = figure.subplots()
     total = max(each.end for row in rows for each in row.slices)
     scale, unit = _unit(total)
     labels = []
     for line, row in enumerate(rows):
-        labels.append(f"stage {row.stage}" if row.what == "compute" else row.what)
+        labels.append(f"stage {row.stage}" if row.activity == "compute" else row.activity)
         bars: dict[str, list[tuple[float, float]]] = {}
         for each in row.slices:
             bars.setdefault(each.kind, []).append((each.start * scale, (each.end - each.start) * scale))

@@ -11,7 +11,7 @@ Beside the standard collectives, which are torch.distributed's own with `backend
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.collectives.options import Wish
+from shoal.collectives.options import CommOptions
 from shoal.errors import InputError
 from shoal.numerics.lanes import Span
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.collectives.process_group import ShoalProcessGroup
-    from shoal.collectives.shared_buffers import Commons
+    from shoal.collectives.shared_buffers import SharedBuffers
 
-__all__ = ["Wish", "merge", "open_commons", "prefix_sum"]
+__all__ = ["CommOptions", "ordered_reduce", "open_shared_buffers", "prefix_sum"]
 
 
 def prefix_sum(tensor: "Tensor", group: Any = None, *, exclusive: bool = False) -> "Tensor":
@@ -29,31 +29,31 @@ def prefix_sum(tensor: "Tensor", group: Any = None, *, exclusive: bool = False) 
 
     To the bit what an all-reduce of just those ranks would give.
     """
-    return _ours(group).prefix_sum(tensor, exclusive)
+    return _shoal_group(group).prefix_sum(tensor, exclusive)
 
 
-def merge(lanes: int, deal: Sequence[Span], parts: "Mapping[Span, Tensor]", group: Any = None) -> "Tensor":
+def ordered_reduce(lanes: int, assignment: Sequence[Span], partials: "Mapping[Span, Tensor]", group: Any = None) -> "Tensor":
     """The sum of `lanes` tensors that ranks hold as partial sums, added in the order of the lanes' tree.
 
     `deal` says which lanes each rank holds, from and to; `parts` has this rank's sums by subtree
     (`shoal.numerics.lanes.subtrees(lanes, deal[rank])`), flat and of one length. The memory of the first one becomes
     the result, which is the same to the bit for every deal.
     """
-    _ours(group).merge(lanes, deal, parts).wait()
-    return next(iter(parts.values()))
+    _shoal_group(group).ordered_reduce(lanes, assignment, partials).wait()
+    return next(iter(partials.values()))
 
 
-def open_commons(num_bytes: int, group: Any = None) -> "Commons | None":
+def open_shared_buffers(num_bytes: int, group: Any = None) -> "SharedBuffers | None":
     """Memory of each rank that all can reach: `commons.own` is this rank's, `commons.all_reduce(dtype)` sums in place.
 
     All ranks call it together. None, on all, where they do not share a host or it has no memory left.
     """
     from shoal.collectives import shared_buffers
 
-    return shared_buffers.open_commons(_ours(group), num_bytes)
+    return shared_buffers.open_shared_buffers(_shoal_group(group), num_bytes)
 
 
-def _ours(group: Any) -> "ShoalProcessGroup":
+def _shoal_group(group: Any) -> "ShoalProcessGroup":
     import torch.distributed as dist
 
     from shoal.collectives.process_group import NAME, ShoalProcessGroup

@@ -7,21 +7,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives.operation import DTYPES, Operation
+from shoal.collectives.operation import DTYPES, CollectiveOp
 from shoal.collectives.reduction import read_reduction
 from shoal.errors import CallError, CollectiveError
 
 
-class Flat:
+class FlatTensor:
     """A tensor as a flat contiguous one. Where that is a copy, `close` writes it back."""
 
-    def __init__(self, tensor: Tensor, write: bool) -> None:
+    def __init__(self, tensor: Tensor, write_back: bool) -> None:
         self.tensor = tensor.detach()
         self.flat = flatten(self.tensor)
-        self._write = write
+        self._write_back = write_back
 
     def close(self) -> None:
-        if self._write and self.flat.data_ptr() != self.tensor.data_ptr():
+        if self._write_back and self.flat.data_ptr() != self.tensor.data_ptr():
             self.tensor.copy_(self.flat.view(self.tensor.shape))
 
     def __enter__(self) -> Tensor:
@@ -45,7 +45,7 @@ def as_bytes(flat: Tensor) -> Tensor:
     return flat.view(-1).view(torch.uint8)
 
 
-def listed(tensors: Any) -> list[Tensor]:
+def as_list(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
@@ -56,7 +56,7 @@ def read_root(options: Any, root: int) -> int:
     return int(getattr(options, "rootRank", root))
 
 
-def read_row(tensors: Any) -> list[Tensor]:
+def read_rank_list(tensors: Any) -> list[Tensor]:
     """The list of one tensor per rank, which torch wraps in another list; empty where this rank has none."""
     nested = bool(tensors) and isinstance(tensors[0], (list, tuple))
     return list(tensors[0] if nested else tensors or [])
@@ -68,19 +68,19 @@ def read_op(options: Any) -> Any:
     return getattr(options, "reduceOp", options)
 
 
-def reduced(name: str, tensor: Tensor, op: Any, root: int = -1) -> tuple[Operation, Any]:
-    check_type(name, tensor)
+def reduce_call(name: str, tensor: Tensor, op: Any, root: int = -1) -> tuple[CollectiveOp, Any]:
+    check_dtype(name, tensor)
     how = read_reduction(op, tensor.dtype, name)
     shape = tuple(tensor.shape) if name != "reduce_scatter" else ()
-    return Operation(name, tensor.dtype, tensor.numel(), shape, how.name, root), how
+    return CollectiveOp(name, tensor.dtype, tensor.numel(), shape, how.name, root), how
 
 
-def moved(name: str, tensor: Tensor, root: int = -1) -> Operation:
-    check_type(name, tensor)
-    return Operation(name, tensor.dtype, tensor.numel(), (), "", root)
+def move_call(name: str, tensor: Tensor, root: int = -1) -> CollectiveOp:
+    check_dtype(name, tensor)
+    return CollectiveOp(name, tensor.dtype, tensor.numel(), (), "", root)
 
 
-def check_type(name: str, tensor: Tensor) -> None:
+def check_dtype(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise CollectiveError(f"{name} does not move {str(tensor.dtype).removeprefix('torch.')}; it moves {known}")

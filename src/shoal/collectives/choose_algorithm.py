@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from shoal.collectives.cost_model import Cost, Link, Priced, cost
-from shoal.collectives.topology import Place, layout
-from shoal.collectives.trees import Route, direct, halving, hierarchical, ring, towards, tree
+from shoal.collectives.cost_model import CollectiveCost, LinkSpeed, PayloadSizer, collective_cost
+from shoal.collectives.topology import RankPlace, ranks_by_host
+from shoal.collectives.trees import TreeRoute, direct, halving, hierarchical, ring, reroot, tree
 from shoal.errors import InputError
 from shoal.numerics.lanes import Span
 
@@ -14,19 +14,19 @@ ALGORITHMS = ("direct", "hierarchical", "tree", "halving", "ring")  # of two tha
 
 
 @dataclass(frozen=True)
-class Choice:
+class AlgorithmChoice:
     name: str
-    route: Route
+    route: TreeRoute
     ordered: bool
     reason: str
     seconds: float
-    others: tuple[tuple[str, float], ...]  # by predicted seconds
+    alternatives: tuple[tuple[str, float], ...]  # by predicted seconds
     refused: Mapping[str, str]  # algorithms that do not fit, and why
 
 
 def candidates(
-    places: Sequence[Place], *, exact: bool, own_pieces: bool = False
-) -> tuple[dict[str, Route], dict[str, str]]:
+    places: Sequence[RankPlace], *, exact: bool, own_pieces: bool = False
+) -> tuple[dict[str, TreeRoute], dict[str, str]]:
     """The routes that fit, by name, and why others do not. With `own_pieces`, piece p has its root at rank p."""
     size = len(places)
     roots = range(size) if own_pieces else None
@@ -47,13 +47,13 @@ def candidates(
     return found, refused
 
 
-def choose(
-    places: Sequence[Place],
-    links: Mapping[str, Link],
+def choose_algorithm(
+    places: Sequence[RankPlace],
+    links: Mapping[str, LinkSpeed],
     num_bytes: int,
     *,
     lanes: int | None = None,
-    deal: Sequence[Span] | None = None,
+    assignment: Sequence[Span] | None = None,
     exact: bool = True,
     algorithm: str | None = None,
     root: int | None = None,
@@ -61,8 +61,8 @@ def choose(
     up: bool = True,
     down: bool = True,
     element_bytes: int = 4,
-    compress: Mapping[str, Priced] | None = None,
-) -> Choice:
+    compress: Mapping[str, PayloadSizer] | None = None,
+) -> AlgorithmChoice:
     """The fastest route by the cost model, or the one asked for.
 
     `root` hangs all trees up at one rank: reduce (up only) and broadcast (down only). `own_pieces` gives rank p the
@@ -72,7 +72,7 @@ def choose(
     if algorithm is not None:
         _check(algorithm, found, refused)
     if root is not None:
-        found = {name: towards(route, root) for name, route in found.items()}
+        found = {name: reroot(route, root) for name, route in found.items()}
     distinct: dict[tuple[tuple[int, ...], ...], str] = {}  # two names can mean the same trees: the first will do
     for name in ALGORITHMS:
         if name in found:
@@ -80,13 +80,13 @@ def choose(
     if algorithm is not None:
         distinct[found[algorithm].parents] = algorithm
     costs = {
-        name: cost(
+        name: collective_cost(
             found[name],
             places,
             links,
             num_bytes,
             lanes=lanes,
-            deal=deal,
+            assignment=assignment,
             ordered=exact,
             up=up,
             down=down,
@@ -96,25 +96,25 @@ def choose(
         for name in distinct.values()
     }
     ranking = sorted(costs, key=lambda name: (costs[name].seconds, ALGORITHMS.index(name)))
-    best = algorithm or min(ranking, key=lambda name: _preference(costs[name]))
+    best = algorithm or min(ranking, key=lambda name: _sort_key(costs[name]))
     others = tuple((name, costs[name].seconds) for name in ranking if name != best)
-    return Choice(
+    return AlgorithmChoice(
         name=best,
         route=found[best],
         ordered=exact,
         reason=_reason(best, algorithm is not None, places, num_bytes, costs[best], others),
         seconds=costs[best].seconds,
-        others=others,
+        alternatives=others,
         refused=refused,
     )
 
 
-def _preference(price: Cost) -> tuple[float, float]:
+def _sort_key(price: CollectiveCost) -> tuple[float, float]:
     """Fast first. Of what the model cannot tell apart, whatever loads the links least: it has room for surprises."""
     return float(f"{price.seconds:.2g}"), float(f"{price.load:.9g}")
 
 
-def _check(algorithm: str, found: Mapping[str, Route], refused: Mapping[str, str]) -> None:
+def _check(algorithm: str, found: Mapping[str, TreeRoute], refused: Mapping[str, str]) -> None:
     if algorithm in refused:
         raise InputError(
             f"algorithm '{algorithm}' does not fit: {refused[algorithm]}", fix=f"choose {' or '.join(found)}, or none"
@@ -132,20 +132,20 @@ def unknown_algorithm(name: str) -> InputError:
 
 
 def _reason(
-    name: str, asked: bool, places: Sequence[Place], num_bytes: int, price: Cost, others: Sequence[tuple[str, float]]
+    name: str, asked: bool, places: Sequence[RankPlace], num_bytes: int, price: CollectiveCost, others: Sequence[tuple[str, float]]
 ) -> str:
-    racks = layout(places)
+    racks = ranks_by_host(places)
     hosts = sum(len(rack) for rack in racks)
     where = f"{_count(len(places), 'rank')} on {_count(hosts, 'host')} in {_count(len(racks), 'rack')}"
     start = f"{name}{' was asked for' if asked else ''}: {readable_bytes(num_bytes)} over {where}"
-    if price.fullest is None:
+    if price.bottleneck is None:
         return f"{start} need no message"
     if price.messages > price.seconds / 2:
         most = f"{readable_seconds(price.messages)} of it for messages"
     else:
-        wire = price.fullest
+        wire = price.bottleneck
         link = {"memory": "the memory of rank", "host": "the link of host", "rack": "the uplink of rack"}[wire.level]
-        most = f"mostly on {link} {wire.name} with {readable_bytes(price.traffic[wire])} {wire.way}"
+        most = f"mostly on {link} {wire.name} with {readable_bytes(price.traffic[wire])} {wire.direction}"
     against = f"; {others[0][0]} would take {readable_seconds(others[0][1])}" if others else ""
     return f"{start} take {readable_seconds(price.seconds)}, {most}{against}"
 

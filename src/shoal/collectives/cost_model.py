@@ -27,36 +27,36 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
-from shoal.collectives.topology import LEVELS, Level, Place, level, setting
-from shoal.collectives.trees import GRAIN, Route, bounds, chunk_size, duties
+from shoal.collectives.topology import LEVELS, Level, RankPlace, link_level, level_setting
+from shoal.collectives.trees import GRAIN, TreeRoute, piece_bounds, chunk_size, tree_tasks
 from shoal.errors import InputError
 from shoal.numerics.lanes import Span
 
-Way = Literal["in", "out"]
-HOLD_UP = 0.05  # of the time of other levels' fullest links
+Direction = Literal["in", "out"]
+OVERLAP_PENALTY = 0.05  # of the time of other levels' fullest links
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     latency: float  # seconds per message
     bandwidth: float  # bytes per second and direction
 
 
-class Priced(Protocol):
+class PayloadSizer(Protocol):
     """A compressor, as far as its price goes."""
 
     def payload_bytes(self, count: int) -> int: ...
 
 
-class Wire(NamedTuple):
+class DirectedLink(NamedTuple):
     """One direction of a link: a rack's uplink, a host's link, or what one rank copies out of memory and into it."""
 
     level: Level
     name: str
-    way: Way
+    direction: Direction
 
 
-class Hop(NamedTuple):
+class MessageHop(NamedTuple):
     """One piece on its way between two ranks."""
 
     stage: int  # hops of one stage happen side by side
@@ -68,56 +68,56 @@ class Hop(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cost:
+class CollectiveCost:
     seconds: float
-    traffic: Mapping[Wire, int]  # bytes over all stages
+    traffic: Mapping[DirectedLink, int]  # bytes over all stages
     messages: float  # seconds of latency in it
-    fullest: Wire | None  # the link that is busy longest
+    bottleneck: DirectedLink | None  # the link that is busy longest
     load: float  # seconds of each level's fullest link, one after the other
 
 
 @lru_cache(maxsize=128)
-def hops(
-    route: Route, lanes: int, deal: tuple[Span, ...], ordered: bool = True, up: bool = True, down: bool = True
-) -> tuple[Hop, ...]:
+def message_hops(
+    route: TreeRoute, lanes: int, assignment: tuple[Span, ...], ordered: bool = True, up: bool = True, down: bool = True
+) -> tuple[MessageHop, ...]:
     """The way down mirrors the way up: who was added last is told first, for others wait behind it."""
     found = []
-    everybody = duties(route, lanes, deal, ordered)
+    everybody = tree_tasks(route, lanes, assignment, ordered)
     tallest = max(duty.height for rank in everybody for duty in rank)
     for rank, mine in enumerate(everybody):
         for duty in mine:
             if duty.parent is not None:
                 if up:
-                    found.append(Hop(duty.height, rank, duty.parent, len(duty.rest), duty.piece, False))
+                    found.append(MessageHop(duty.height, rank, duty.parent, len(duty.rest), duty.piece, False))
                 if down:
-                    found.append(Hop(2 * tallest - duty.height, duty.parent, rank, 1, duty.piece, True))
+                    found.append(MessageHop(2 * tallest - duty.height, duty.parent, rank, 1, duty.piece, True))
     return tuple(sorted(found))
 
 
-def compressed_level(route: Route, places: Sequence[Place], compress: Mapping[str, object]) -> tuple[Level | None, ...]:
+def compressed_level(route: TreeRoute, places: Sequence[RankPlace], compress: Mapping[str, object]) -> tuple[Level | None, ...]:
     """For each piece the farthest level that is compressed on its way, or None.
 
     Its compressor makes the one payload in which the result travels down, on all links: so all ranks get the same bits.
     """
     found = []
     for parents in route.parents:
-        levels = {level(places[rank], places[parent]) for rank, parent in enumerate(parents)}
+        levels = {link_level(places[rank], places[parent]) for rank, parent in enumerate(parents)}
         found.append(
-            next((each for each in reversed(LEVELS) if each in levels and setting(compress, each) is not None), None)
+            next((each for each in reversed(LEVELS) if each in levels and level_setting(compress, each) is not None), None)
         )
     return tuple(found)
 
 
 def hop_bytes(
-    route: Route, places: Sequence[Place], num_bytes: int, element_bytes: int, compress: Mapping[str, Priced]
-) -> Callable[[Hop], int]:
+    route: TreeRoute, places: Sequence[RankPlace], num_bytes: int, element_bytes: int, compress: Mapping[str, PayloadSizer]
+) -> Callable[[MessageHop], int]:
     """How many bytes a hop carries: plain sums, or one payload where it is compressed."""
-    pieces = [stop - start for start, stop in bounds(num_bytes, len(route.parents), GRAIN * element_bytes)]
+    pieces = [stop - start for start, stop in piece_bounds(num_bytes, len(route.parents), GRAIN * element_bytes)]
     farthest = compressed_level(route, places, compress)
 
-    def carried(hop: Hop) -> int:
-        where = farthest[hop.piece] if hop.down else level(places[hop.source], places[hop.to])
-        compressor = None if where is None else setting(compress, where)
+    def carried(hop: MessageHop) -> int:
+        where = farthest[hop.piece] if hop.down else link_level(places[hop.source], places[hop.to])
+        compressor = None if where is None else level_setting(compress, where)
         if compressor is None or not pieces[hop.piece]:
             return hop.sums * pieces[hop.piece]
         return hop.sums * compressor.payload_bytes(pieces[hop.piece] // element_bytes)
@@ -125,54 +125,54 @@ def hop_bytes(
     return carried
 
 
-def wires(places: Sequence[Place], source: int, to: int) -> tuple[Wire, ...]:
+def links_between(places: Sequence[RankPlace], source: int, to: int) -> tuple[DirectedLink, ...]:
     """The links on the way from one rank to another."""
     here, there = places[source], places[to]
-    between = level(here, there)
+    between = link_level(here, there)
     if between == "memory":
-        return Wire("memory", f"{source}", "out"), Wire("memory", f"{to}", "in")
-    hosts = Wire("host", _host(here), "out"), Wire("host", _host(there), "in")
-    return hosts if between == "host" else (*hosts, Wire("rack", here.rack, "out"), Wire("rack", there.rack, "in"))
+        return DirectedLink("memory", f"{source}", "out"), DirectedLink("memory", f"{to}", "in")
+    hosts = DirectedLink("host", _host(here), "out"), DirectedLink("host", _host(there), "in")
+    return hosts if between == "host" else (*hosts, DirectedLink("rack", here.rack, "out"), DirectedLink("rack", there.rack, "in"))
 
 
-def _host(place: Place) -> str:
+def _host(place: RankPlace) -> str:
     return f"{place.rack}/{place.host}" if place.rack else place.host
 
 
-def cost(
-    route: Route,
-    places: Sequence[Place],
-    links: Mapping[str, Link],
+def collective_cost(
+    route: TreeRoute,
+    places: Sequence[RankPlace],
+    links: Mapping[str, LinkSpeed],
     num_bytes: int,
     *,
     lanes: int | None = None,
-    deal: Sequence[Span] | None = None,
+    assignment: Sequence[Span] | None = None,
     ordered: bool = True,
     up: bool = True,
     down: bool = True,
     element_bytes: int = 4,
     chunk_bytes: int | None = None,
-    compress: Mapping[str, Priced] | None = None,
-) -> Cost:
+    compress: Mapping[str, PayloadSizer] | None = None,
+) -> CollectiveCost:
     """Predicted seconds, and the bytes on every link. Without a deal, rank r holds lane r."""
-    lanes, dealt = whole_deal(route.size, lanes, deal)
+    lanes, dealt = complete_assignment(route.size, lanes, assignment)
     carried = hop_bytes(route, places, num_bytes, element_bytes, compress or {})
-    stages: dict[int, Counter[Wire]] = {}
+    stages: dict[int, Counter[DirectedLink]] = {}
     busy: dict[int, dict[tuple[int, str], float]] = {}  # by stage, seconds that each rank spends on messages
-    traffic: Counter[Wire] = Counter()
-    for hop in hops(route, lanes, dealt, ordered, up, down):
+    traffic: Counter[DirectedLink] = Counter()
+    for hop in message_hops(route, lanes, dealt, ordered, up, down):
         num = carried(hop)
         if not num:
             continue
-        latency = hop.sums * _link(links, level(places[hop.source], places[hop.to])).latency
+        latency = hop.sums * _link(links, link_level(places[hop.source], places[hop.to])).latency
         waits = busy.setdefault(hop.stage, {})
         for end in ((hop.source, "out"), (hop.to, "in")):
             waits[end] = waits.get(end, 0.0) + latency
-        for wire in wires(places, hop.source, hop.to):
+        for wire in links_between(places, hop.source, hop.to):
             stages.setdefault(hop.stage, Counter())[wire] += num
             traffic[wire] += num
 
-    def seconds(wire: Wire, num: int) -> float:
+    def seconds(wire: DirectedLink, num: int) -> float:
         return num / _link(links, wire.level).bandwidth
 
     messages = sum(max(waits.values()) for waits in busy.values())
@@ -182,29 +182,29 @@ def cost(
     for wire, num in traffic.items():
         by_level[wire.level] = max(by_level.get(wire.level, 0.0), seconds(wire, num))
     longest = max(by_level.values(), default=0.0)
-    side_by_side = longest + HOLD_UP * (sum(by_level.values()) - longest)
+    side_by_side = longest + OVERLAP_PENALTY * (sum(by_level.values()) - longest)
     piece_bytes = -(-num_bytes // len(route.parents))
     chunks = max(1, -(-piece_bytes // (chunk_bytes or chunk_size(piece_bytes, num_bytes, bool(compress)))))
     carrying = one_by_one / chunks + side_by_side * (chunks - 1) / chunks
     # Rounded: sums of the same figures in another order are the same cost.
-    return Cost(
+    return CollectiveCost(
         seconds=float(f"{messages + carrying:.9g}"),
         traffic=dict(sorted(traffic.items())),
         messages=messages,
-        fullest=fullest,
+        bottleneck=fullest,
         load=sum(by_level.values()),
     )
 
 
-def whole_deal(size: int, lanes: int | None, deal: Sequence[Span] | None) -> tuple[int, tuple[Span, ...]]:
+def complete_assignment(size: int, lanes: int | None, assignment: Sequence[Span] | None) -> tuple[int, tuple[Span, ...]]:
     """What was said, or else a lane for each rank."""
-    if lanes is None or deal is None:
+    if lanes is None or assignment is None:
         return size, tuple((rank, rank + 1) for rank in range(size))
-    return lanes, tuple(deal)
+    return lanes, tuple(assignment)
 
 
-def _link(links: Mapping[str, Link], where: Level) -> Link:
-    found = setting(links, where)
+def _link(links: Mapping[str, LinkSpeed], where: Level) -> LinkSpeed:
+    found = level_setting(links, where)
     if found is None:
         raise InputError(
             f"nothing is known of links of level '{where}'; known: {', '.join(sorted(links)) or 'none'}",

@@ -3,11 +3,11 @@
 import ctypes
 
 _NUMBER = ctypes.c_long(202)  # of the call on x86-64, the only kind of machine with an arena
-_WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
+_WAIT, _WAKE, _WAKE_ALL = 0, 1, 2**31 - 1
 _LOW = 0xFFFFFFFF  # a futex is 32 bits: the lower half of our counters
 
 
-class _Time(ctypes.Structure):
+class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
@@ -17,9 +17,9 @@ _syscall.restype = ctypes.c_long
 
 def wait(address: int, seen: int, nanoseconds: int) -> None:
     """Sleeps while the number at `address` is still `seen`, but not longer than that (below a second)."""
-    limit = _Time(0, nanoseconds)
+    limit = _Timespec(0, nanoseconds)
     _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(seen & _LOW), ctypes.byref(limit), None, 0)
 
 
 def wake(address: int) -> None:
-    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, 0)
+    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _WAKE_ALL, None, None, 0)

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 GRACE_SECONDS = 0.2  # after a failure: most waits end with it
 
 
-class _Task:
+class _WaitTask:
     def __init__(self, wait: Callable[[], object]) -> None:
         self.wait = wait
         self.error: Exception | None = None
@@ -22,28 +22,28 @@ class _Task:
         self.done.acquire()
 
 
-class Waiters:
+class GlooWaitPool:
     """`failed`: whether the group has."""
 
     def __init__(self, failed: Callable[[], bool]) -> None:
         self._failed = failed
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_WaitTask | None] = SimpleQueue()
         self._guard = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._busy = 0
 
     def wait(self, wait: Callable[[], object]) -> bool:
         """Does it in another thread. False where it was given up; raises what it raised."""
-        task = _Task(wait)
+        task = _WaitTask(wait)
         with self._guard:
             self._busy += 1
             if self._busy > len(self._threads):
                 self._threads.append(threading.Thread(target=self._serve, name="shoal waiter", daemon=True))
                 self._threads[-1].start()
         self._tasks.put(task)
-        done = task.done.acquire(timeout=LOOK_SECONDS)
+        done = task.done.acquire(timeout=POLL_SECONDS)
         while not done and not self._failed():
-            done = task.done.acquire(timeout=LOOK_SECONDS)
+            done = task.done.acquire(timeout=POLL_SECONDS)
         done = done or task.done.acquire(timeout=GRACE_SECONDS)
         with self._guard:
             self._busy -= 1

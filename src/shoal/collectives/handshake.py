@@ -14,36 +14,36 @@ from typing import Any
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.collectives.options import Wish
+from shoal.collectives.options import CommOptions
 from shoal.errors import InputError, PeerLost
 
-LOOK_SECONDS = 0.005  # between two looks whether the others have come, where there may be a reason not to wait on
-_in_vain: ContextVar[Callable[[], str] | None] = ContextVar("in_vain", default=None)
+POLL_SECONDS = 0.005  # between two looks whether the others have come, where there may be a reason not to wait on
+_abort_reason: ContextVar[Callable[[], str] | None] = ContextVar("in_vain", default=None)
 
 
 @contextmanager
-def unless(in_vain: Callable[[], str]) -> Iterator[None]:
+def abort_wait_if(abort_reason: Callable[[], str]) -> Iterator[None]:
     """A group that is made in this block waits for its members only as long as there is no reason (empty) not to."""
-    token = _in_vain.set(in_vain)
+    token = _abort_reason.set(abort_reason)
     try:
         yield
     finally:
-        _in_vain.reset(token)
+        _abort_reason.reset(token)
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class GroupMember(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     host: str  # where memory can be shared: machine, network and name together
     name: str  # of the host, for people
     rack: str
     address: str
-    process: int
+    pid: int
     descriptor: int  # of this member's shared memory, -1 where it has none
     token: str  # a secret at the start of that memory: shows that it is the right one
     num_bytes: int = 0
-    why_none: str = ""  # why there is no shared memory
-    wish: Wish = Wish()
-    trouble: str = ""  # why this rank cannot take part
+    no_memory_reason: str = ""  # why there is no shared memory
+    options: CommOptions = CommOptions()
+    error: str = ""  # why this rank cannot take part
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.name}"
@@ -87,19 +87,19 @@ def store_host(store: Any) -> str | None:
     return getattr(store, "host", None)
 
 
-def fresh(store: Store, rank: int) -> Store:
+def fresh_store(store: Store, rank: int) -> Store:
     """A store may outlive a group, and serve the same ranks again: they count how often, each for itself."""
     try:
         return PrefixStore(f"round {store.add(f'rounds/{rank}', 1)}/", store)
     except RuntimeError as error:
-        raise _no_store(rank, error) from None
+        raise _store_unreachable(rank, error) from None
 
 
-def _no_store(rank: int, error: Exception) -> PeerLost:
+def _store_unreachable(rank: int, error: Exception) -> PeerLost:
     return PeerLost(f"rank {rank} lost the store that the ranks meet at: {str(error).splitlines()[0]}")
 
 
-def share(store: Store, rank: int, size: int, key: str, note: str, timeout: timedelta) -> list[str]:
+def exchange_notes(store: Store, rank: int, size: int, key: str, note: str, timeout: timedelta) -> list[str]:
     """Every rank's note, by rank. Blocks until all have left theirs; says who did not come."""
     keys = [f"{key}/{each}" for each in range(size)]
     try:
@@ -121,11 +121,11 @@ def share(store: Store, rank: int, size: int, key: str, note: str, timeout: time
     except PeerLost:
         raise
     except RuntimeError as error:
-        raise _no_store(rank, error) from None
+        raise _store_unreachable(rank, error) from None
 
 
 def _wait(store: Store, keys: list[str], timeout: timedelta) -> None:
-    in_vain = _in_vain.get()
+    in_vain = _abort_reason.get()
     if in_vain is None:
         store.wait(keys, timeout)
         return
@@ -136,30 +136,30 @@ def _wait(store: Store, keys: list[str], timeout: timedelta) -> None:
             raise PeerLost(reason)
         if time.monotonic() > until:
             raise TimeoutError
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
-def introduce(store: Store, own: Member, size: int, timeout: timedelta) -> list[Member]:
+def exchange_members(store: Store, own: GroupMember, size: int, timeout: timedelta) -> list[GroupMember]:
     """All members. One that cannot take part is not waited for: all others hear why."""
-    notes = share(store, own.rank, size, "member", msgspec.json.encode(own).decode(), timeout)
-    members = [msgspec.json.decode(note, type=Member) for note in notes]
+    notes = exchange_notes(store, own.rank, size, "member", msgspec.json.encode(own).decode(), timeout)
+    members = [msgspec.json.decode(note, type=GroupMember) for note in notes]
     for member in members:
-        if member.trouble and not own.trouble:
-            raise InputError(f"{member} cannot join the group: {member.trouble}")
+        if member.error and not own.error:
+            raise InputError(f"{member} cannot join the group: {member.error}")
     return members
 
 
-def passed_on(member: Member, text: str) -> str:
+def relayed_error(member: GroupMember, text: str) -> str:
     """What a rank said when it gave up, in the words of one who heard it."""
     return text if " gave up: " in text or text.startswith(str(member)) else f"{member} gave up: {text}"
 
 
-def stumbled(member: Member, doing: str, error: BaseException) -> PeerLost:
+def left_midway_error(member: GroupMember, doing: str, error: BaseException) -> PeerLost:
     """For the others: a rank left a collective in the middle, for a reason of its own."""
     told = f": {error}" if str(error) else ""
     return PeerLost(f"{member} broke off {doing}: {type(error).__name__}{told}")
 
 
-def mates(members: Sequence[Member], rank: int) -> list[Member]:
+def host_members(members: Sequence[GroupMember], rank: int) -> list[GroupMember]:
     """The members on this rank's host, in rank order."""
     return [member for member in members if member.host == members[rank].host]

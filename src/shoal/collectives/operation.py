@@ -47,15 +47,15 @@ DTYPES = (
     torch.float8_e5m2fnuz,
 )
 NO_DTYPE = len(DTYPES)
-MOST_DIMENSIONS = 6
-_LAYOUT = struct.Struct(f"<6q{MOST_DIMENSIONS}q")
+MAX_DIMENSIONS = 6
+_LAYOUT = struct.Struct(f"<6q{MAX_DIMENSIONS}q")
 RECORD_BYTES = _LAYOUT.size
 _REDUCTIONS = ("", "sum", "product", "min", "max", "band", "bor", "bxor", "avg", "premul_sum")
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True)
-class Operation:
+class CollectiveOp:
     """One collective as a rank sees it. Two ranks do the same thing when their records are equal."""
 
     name: str
@@ -67,7 +67,7 @@ class Operation:
 
     @cached_property
     def record(self) -> bytes:
-        dims = self.shape[:MOST_DIMENSIONS]
+        dims = self.shape[:MAX_DIMENSIONS]
         return _LAYOUT.pack(
             NAMES.index(self.name),
             _REDUCTIONS.index(self.reduction),
@@ -76,7 +76,7 @@ class Operation:
             self.count,
             len(dims),
             *dims,
-            *[0] * (MOST_DIMENSIONS - len(dims)),
+            *[0] * (MAX_DIMENSIONS - len(dims)),
         )
 
     def __str__(self) -> str:
@@ -91,9 +91,9 @@ class Operation:
         return " ".join(words)
 
 
-def read_record(record: bytes) -> Operation:
+def read_record(record: bytes) -> CollectiveOp:
     name, reduction, dtype, peer, count, dimensions, *shape = _LAYOUT.unpack(record)
-    return Operation(
+    return CollectiveOp(
         name=NAMES[name],
         reduction=_REDUCTIONS[reduction],
         dtype=None if dtype == NO_DTYPE else DTYPES[dtype],

@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 
 from shoal.collectives.choose_algorithm import ALGORITHMS, unknown_algorithm
-from shoal.collectives.compression import Metered, read_compression
-from shoal.collectives.cost_model import Link
-from shoal.collectives.topology import LEVELS, Level, Place, level, setting
+from shoal.collectives.compression import MeteredCompressor, parse_compression
+from shoal.collectives.cost_model import LinkSpeed
+from shoal.collectives.topology import LEVELS, Level, RankPlace, link_level, level_setting
 from shoal.errors import InputError
 
 # What the cost model assumes until it is told: a busy core's copies, and ten gigabits per second, also between racks.
-USUAL_LINKS = {"memory": Link(2e-5, 4e9), "host": Link(1e-4, 1.1e9)}
+DEFAULT_LINKS = {"memory": LinkSpeed(2e-5, 4e9), "host": LinkSpeed(1e-4, 1.1e9)}
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class CommOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for, in words: SHOAL_ALGORITHM, SHOAL_COMPRESS, SHOAL_LINKS, or the run's own settings."""
 
     algorithm: str = ""
@@ -30,25 +30,25 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     links: dict[str, tuple[float, float]] = {}  # by level: seconds, bytes per second
 
     @property
-    def variables(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """What tells another process of it."""
         found = {"SHOAL_ALGORITHM": self.algorithm, "SHOAL_COMPRESS": self.compress}
         return {name: value for name, value in found.items() if value}
 
 
-def wish_of_environment(asked: Wish | None = None) -> Wish:
+def options_from_environment(asked: CommOptions | None = None) -> CommOptions:
     """What was asked for, and from the environment what was not."""
-    asked = asked or Wish()
+    asked = asked or CommOptions()
     links = os.environ.get("SHOAL_LINKS", "")
-    return Wish(
+    return CommOptions(
         algorithm=asked.algorithm or os.environ.get("SHOAL_ALGORITHM", ""),
         compress=asked.compress or os.environ.get("SHOAL_COMPRESS", ""),
         inexact=asked.inexact,
-        links=asked.links or read_links(links),
+        links=asked.links or parse_links(links),
     )
 
 
-def read_links(text: str) -> dict[str, tuple[float, float]]:
+def parse_links(text: str) -> dict[str, tuple[float, float]]:
     """What SHOAL_LINKS says: by level the seconds of a message and bytes per second, as `shoal bench` prints it."""
     if not text:
         return {}
@@ -67,30 +67,30 @@ def read_links(text: str) -> dict[str, tuple[float, float]]:
 
 
 @dataclass
-class Traffic:
+class CommConfig:
     algorithm: str | None = None
-    compress: Mapping[str, Metered] = field(default_factory=dict)
+    compress: Mapping[str, MeteredCompressor] = field(default_factory=dict)
     inexact: bool = False
-    links: Mapping[str, Link] = field(default_factory=lambda: USUAL_LINKS)
+    links: Mapping[str, LinkSpeed] = field(default_factory=lambda: DEFAULT_LINKS)
 
     @classmethod
-    def of(cls, wish: Wish) -> "Traffic":
-        if wish.algorithm and wish.algorithm not in ALGORITHMS:
-            raise unknown_algorithm(wish.algorithm)
+    def from_options(cls, options: CommOptions) -> "CommConfig":
+        if options.algorithm and options.algorithm not in ALGORITHMS:
+            raise unknown_algorithm(options.algorithm)
         return cls(
-            algorithm=wish.algorithm or None,
+            algorithm=options.algorithm or None,
             compress={
-                where: Metered(compressor)
-                for where, compressor in (read_compression(wish.compress) if wish.compress else {}).items()
+                where: MeteredCompressor(compressor)
+                for where, compressor in (parse_compression(options.compress) if options.compress else {}).items()
             },
-            inexact=wish.inexact or wish.algorithm == "ring",
-            links=USUAL_LINKS | {where: Link(*figures) for where, figures in wish.links.items()},
+            inexact=options.inexact or options.algorithm == "ring",
+            links=DEFAULT_LINKS | {where: LinkSpeed(*figures) for where, figures in options.links.items()},
         )
 
-    def between(self, places: Sequence[Place]) -> "Traffic":
+    def restrict_to(self, places: Sequence[RankPlace]) -> "CommConfig":
         """What is left of it where ranks sit there: a compressor whose level nothing crosses costs no exactness."""
-        crossed = crossings(places)
-        used = [setting(self.compress, where) for where in crossed]
+        crossed = crossed_levels(places)
+        used = [level_setting(self.compress, where) for where in crossed]
         return replace(
             self,
             compress={where: each for where, each in self.compress.items() if any(each is one for one in used)},
@@ -101,7 +101,7 @@ class Traffic:
     def exact(self) -> bool:
         return not self.compress and not self.inexact
 
-    def fitting(self, size: int, **shape: Any) -> str | None:
+    def algorithm_for(self, size: int, **shape: Any) -> str | None:
         """The algorithm that was asked for, where it fits a collective of this shape."""
         if self.algorithm == "tree" and shape.get("own_pieces"):
             return None
@@ -112,6 +112,6 @@ class Traffic:
         return self.algorithm
 
 
-def crossings(places: Sequence[Place]) -> set[Level]:
+def crossed_levels(places: Sequence[RankPlace]) -> set[Level]:
     """The levels beyond one host that a message between two of these can cross."""
-    return {level(one, other) for one, other in combinations(sorted(set(places)), 2)}
+    return {link_level(one, other) for one, other in combinations(sorted(set(places)), 2)}

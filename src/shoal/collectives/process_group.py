@@ -22,30 +22,30 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.collectives.arguments import (
-    Flat,
+    FlatTensor,
     as_bytes,
     check_same,
     flatten,
-    listed,
-    moved,
+    as_list,
+    move_call,
     read_op,
     read_root,
-    read_row,
-    reduced,
+    read_rank_list,
+    reduce_call,
 )
-from shoal.collectives.handshake import Member, fresh
-from shoal.collectives.operation import Operation
-from shoal.collectives.options import Wish
-from shoal.collectives.shm_p2p import ANYONE
-from shoal.collectives.transport import Message, Way, assemble
-from shoal.collectives.work_handles import MessageWork, Several
-from shoal.collectives.work_queue import Line, Work
+from shoal.collectives.handshake import GroupMember, fresh_store
+from shoal.collectives.operation import CollectiveOp
+from shoal.collectives.options import CommOptions
+from shoal.collectives.shm_p2p import ANY_SOURCE
+from shoal.collectives.transport import TransportMessage, CollectiveTransport, open_transport
+from shoal.collectives.work_handles import MessageWork, CombinedWork
+from shoal.collectives.work_queue import WorkQueue, CollectiveWork
 from shoal.errors import CallError, CollectiveError, PeerLost
 from shoal.numerics.lanes import Span
 
 NAME = "shoal"
 _NO_LIMIT = timedelta(0)
-_open: "weakref.WeakSet[ShoalProcessGroup]" = weakref.WeakSet()
+_open_groups: "weakref.WeakSet[ShoalProcessGroup]" = weakref.WeakSet()
 
 
 def register() -> None:
@@ -55,26 +55,26 @@ def register() -> None:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     # Like atexit, and also in processes that multiprocessing starts, which end without it.
     Finalize(None, _leave_all, exitpriority=100)
-    _teach_monitored_barrier()
+    _patch_monitored_barrier()
 
 
-def _create(options: Any, wish: Any) -> "ShoalProcessGroup":
-    return ShoalProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, wish)
+def _create(options: Any, comm_options: Any) -> "ShoalProcessGroup":
+    return ShoalProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, comm_options)
 
 
 def _leave_all() -> None:
     """At the end of the process: groups that were not destroyed are left. Threads that are still in torch when the
     interpreter ends would crash it; and those who wait for this rank are told why it ended."""
     cause = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    for group in list(_open):
+    for group in list(_open_groups):
         with suppress(Exception):
             if cause is not None and not isinstance(cause, SystemExit):
                 told = "".join(traceback.format_exception_only(cause)).strip().splitlines()[-1]
-                group.way.depart(PeerLost(f"{group.members[group.rank()]} ended with {told}"))
+                group.transport.announce_exit(PeerLost(f"{group.members[group.rank()]} ended with {told}"))
             group.shutdown()
 
 
-def _teach_monitored_barrier() -> None:
+def _patch_monitored_barrier() -> None:
     """torch's function refuses every backend but gloo by name; a group of ours has a barrier of its own."""
     original = dist.monitored_barrier
 
@@ -89,12 +89,12 @@ def _teach_monitored_barrier() -> None:
     dist.distributed_c10d.monitored_barrier = monitored_barrier
 
 
-def _devices(method: Callable[..., Any]) -> Callable[..., Any]:
+def _route_by_device(method: Callable[..., Any]) -> Callable[..., Any]:
     """Sends a call whose tensors are on a GPU to that device's own backend."""
 
     @functools.wraps(method)
     def call(self: "ShoalProcessGroup", *arguments: Any, **named: Any) -> Any:
-        tensor = _first(arguments)
+        tensor = _first_tensor(arguments)
         if tensor is not None and tensor.device.type != "cpu":
             return getattr(self.on_device(tensor.device), method.__name__)(*arguments, **named)
         return method(self, *arguments, **named)
@@ -102,29 +102,29 @@ def _devices(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _first(arguments: Any) -> Tensor | None:
+def _first_tensor(arguments: Any) -> Tensor | None:
     for argument in arguments:
         if isinstance(argument, Tensor):
             return argument
         if isinstance(argument, (list, tuple)):
-            found = _first(argument)
+            found = _first_tensor(argument)
             if found is not None:
                 return found
     return None
 
 
 class ShoalProcessGroup(dist.ProcessGroup):
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, wish: Wish | None = None) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, options: CommOptions | None = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a subclass may use
-        store = fresh(store, rank)
+        store = fresh_store(store, rank)
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self.members: list[Member]
-        self.way: Way
-        self.members, self.way = assemble(store, rank, size, timeout, wish)
-        _open.add(self)
-        self._line = Line("shoal collectives", self._limit, self._broke)
-        self._together: list[Any] | None = None  # works issued since _start_coalescing
-        self._plans: dict[Any, tuple[Operation, Any]] = {}  # all-reduces seen before
+        self.members: list[GroupMember]
+        self.transport: CollectiveTransport
+        self.members, self.transport = open_transport(store, rank, size, timeout, options)
+        _open_groups.add(self)
+        self._queue = WorkQueue("shoal collectives", self._limit, self._on_error)
+        self._coalesced: list[Any] | None = None  # works issued since _start_coalescing
+        self._all_reduce_calls: dict[Any, tuple[CollectiveOp, Any]] = {}  # all-reduces seen before
         self._name = self._description = ""
         self._barriers = 0
         self._on_device: dict[str, Any] = {}
@@ -203,37 +203,37 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self.way.set_timeout(timeout.total_seconds())
+        self.transport.set_timeout(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 
     def _limit(self, limit: timedelta | None) -> None:
-        self.way.set_timeout((self._timeout if limit is None else limit).total_seconds())
+        self.transport.set_timeout((self._timeout if limit is None else limit).total_seconds())
 
-    def _broke(self, error: BaseException) -> None:
-        self.way.abandon(error)
+    def _on_error(self, error: BaseException) -> None:
+        self.transport.abandon(error)
 
     def _set_sequence_number_for_group(self) -> None:
         return
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.way.sequence
+        return self.transport.sequence
 
     # -- issuing --------------------------------------------------------------------------------------------------
 
-    def _issue(self, action: Callable[[], None], value: Any, options: Any) -> Work:
+    def _issue(self, action: Callable[[], None], value: Any, options: Any) -> CollectiveWork:
         limit = getattr(options, "timeout", None)
         if limit is not None and limit > _NO_LIMIT and limit != self._timeout:
             action = self._within(limit, action)
-        if self._together is None:
-            return self._line.run(action, value, options is None or getattr(options, "asyncOp", True))
-        work = self._line.run(action, value, asynchronous=True)
-        self._together.append(work)
+        if self._coalesced is None:
+            return self._queue.run(action, value, options is None or getattr(options, "asyncOp", True))
+        work = self._queue.run(action, value, asynchronous=True)
+        self._coalesced.append(work)
         return work
 
-    def in_turn(self, action: Callable[[], None]) -> None:
+    def run_in_order(self, action: Callable[[], None]) -> None:
         """Runs something of the caller's in the order of the group's collectives."""
-        self._line.run(action, None, asynchronous=False)
+        self._queue.run(action, None, asynchronous=False)
 
     def _within(self, limit: timedelta, action: Callable[[], None]) -> Callable[[], None]:
         def timed() -> None:
@@ -246,17 +246,17 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return timed
 
     def _start_coalescing(self, device: Any = None) -> None:
-        self._together = []
+        self._coalesced = []
 
-    def _end_coalescing(self, device: Any = None) -> "Several":
-        works, self._together = self._together or [], None
+    def _end_coalescing(self, device: Any = None) -> "CombinedWork":
+        works, self._coalesced = self._coalesced or [], None
 
-        return Several(works)
+        return CombinedWork(works)
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        tensors, op = listed(tensors), read_op(opts)
+    def allreduce(self, tensors: Any, opts: Any = None) -> CollectiveWork:  # type: ignore[override]
+        tensors, op = as_list(tensors), read_op(opts)
         if not tensors:
             raise CallError("all_reduce requires non-empty tensor list, and was given none")
         if not tensors[0].is_cpu:
@@ -264,16 +264,16 @@ class ShoalProcessGroup(dist.ProcessGroup):
         if len(tensors) == 1 and tensors[0].layout is torch.strided:
             tensor = tensors[0]
             key = (getattr(op, "op", op), tensor.dtype, tensor.shape)
-            plan = self._plans.get(key)
+            plan = self._all_reduce_calls.get(key)
             if plan is None:
-                plan = reduced("all_reduce", tensor, op)
+                plan = reduce_call("all_reduce", tensor, op)
                 if plan[1].factor is None:
-                    self._plans[key] = plan
+                    self._all_reduce_calls[key] = plan
             what, how = plan
             return self._issue(lambda: self._all_reduce(tensor, how, what), tensors, opts)
         # Several: all of them, of all ranks, become one sum.
         check_same("all_reduce", "a tensor", tensors, "another", tensors)
-        what, how = reduced("all_reduce", tensors[0], op)
+        what, how = reduce_call("all_reduce", tensors[0], op)
         if tensors[0].is_sparse and how.name != "sum":
             raise CollectiveError(f"unsupported reduction operation: sparse tensors have no {how.name}; they have sum")
 
@@ -289,9 +289,9 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
         return self._issue(action, tensors, opts)
 
-    def _all_reduce(self, tensor: Tensor, how: Any, what: Operation) -> None:
+    def _all_reduce(self, tensor: Tensor, reduction: Any, op: CollectiveOp) -> None:
         flat = flatten(tensor)
-        self.way.all_reduce(flat, how, what)
+        self.transport.all_reduce(flat, reduction, op)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view(tensor.shape))
 
@@ -300,9 +300,9 @@ class ShoalProcessGroup(dist.ProcessGroup):
         own = tensor.coalesce()
         parts = [torch.empty(0)] * self._size
         counts = torch.empty(self._size, dtype=torch.int64)
-        what = Operation("all_gather", torch.int64, 1)
+        what = CollectiveOp("all_gather", torch.int64, 1)
         count = torch.tensor([own._nnz()])
-        self.way.all_gather(list(counts.view(self._size, 1).view(torch.uint8).unbind(0)), as_bytes(count), what)
+        self.transport.all_gather(list(counts.view(self._size, 1).view(torch.uint8).unbind(0)), as_bytes(count), what)
         most = int(counts.max())
         indices = torch.zeros(own.sparse_dim(), most, dtype=torch.int64)
         indices[:, : own._nnz()] = own.indices()
@@ -311,8 +311,8 @@ class ShoalProcessGroup(dist.ProcessGroup):
         all_indices = [torch.empty_like(indices) for _ in range(self._size)]
         all_values = [torch.empty_like(values) for _ in range(self._size)]
         for outputs, source in ((all_indices, indices), (all_values, values)):
-            what = Operation("all_gather", source.dtype, source.numel(), tuple(source.shape))
-            self.way.all_gather([as_bytes(output) for output in outputs], as_bytes(source), what)
+            what = CollectiveOp("all_gather", source.dtype, source.numel(), tuple(source.shape))
+            self.transport.all_gather([as_bytes(output) for output in outputs], as_bytes(source), what)
         for rank in range(self._size):
             length = int(counts[rank])
             parts[rank] = torch.sparse_coo_tensor(
@@ -321,8 +321,8 @@ class ShoalProcessGroup(dist.ProcessGroup):
         total = functools.reduce(torch.add, parts).coalesce()
         tensor.copy_(total)
 
-    @_devices
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+    @_route_by_device
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> CollectiveWork:
         """Each of them for itself, one after the other."""
         op = read_op(opts)
         if not tensors:
@@ -333,7 +333,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
             )
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise CallError("all_reduce of several: tensors must all have the same type")
-        plans = [(tensor, *reduced("all_reduce", tensor, op)) for tensor in tensors]
+        plans = [(tensor, *reduce_call("all_reduce", tensor, op)) for tensor in tensors]
 
         def action() -> None:
             for tensor, what, how in plans:
@@ -341,22 +341,22 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
         return self._issue(action, list(tensors), opts)
 
-    @_devices
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = dist.ReduceOp.SUM, root: int = 0) -> Work:
-        tensors = listed(tensors)
+    @_route_by_device
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = dist.ReduceOp.SUM, root: int = 0) -> CollectiveWork:
+        tensors = as_list(tensors)
         root = read_root(opts, root)
         self._check_rank(root, "reduce")
         (tensor,) = tensors
-        what, how = reduced("reduce", tensor, getattr(opts, "reduceOp", op), root)
+        what, how = reduce_call("reduce", tensor, getattr(opts, "reduceOp", op), root)
 
         def action() -> None:
-            with Flat(tensor, write=self._rank == root) as flat:
-                self.way.reduce(flat, root, how, what)
+            with FlatTensor(tensor, write_back=self._rank == root) as flat:
+                self.transport.reduce(flat, root, how, what)
 
         return self._issue(action, tensors, opts)
 
-    @_devices
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    @_route_by_device
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> CollectiveWork:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         op = read_op(opts)
@@ -367,14 +367,14 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
         for output, parts in zip(outputs, inputs, strict=True):
             self._check_scattered(output, parts)
-            reduced("reduce_scatter", output, op)
+            reduce_call("reduce_scatter", output, op)
         return self._issue(action, outputs, opts)
 
     def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any) -> None:
-        _, how = reduced("reduce_scatter", output, op)
-        what = Operation("reduce_scatter", output.dtype, sum(part.numel() for part in parts), (), how.name)
-        with Flat(output, write=True) as flat:
-            self.way.reduce_scatter([flatten(part) for part in parts], flat, how, what)
+        _, how = reduce_call("reduce_scatter", output, op)
+        what = CollectiveOp("reduce_scatter", output.dtype, sum(part.numel() for part in parts), (), how.name)
+        with FlatTensor(output, write_back=True) as flat:
+            self.transport.reduce_scatter([flatten(part) for part in parts], flat, how, what)
 
     def _check_scattered(self, output: Tensor, parts: Sequence[Tensor]) -> None:
         if len(parts) != self._size:
@@ -382,16 +382,16 @@ class ShoalProcessGroup(dist.ProcessGroup):
         check_same("reduce_scatter", "the output", [output], "this rank's input", [parts[self._rank]])
         check_same("reduce_scatter", "the output", [output], "an input", parts, counts=False)
 
-    @_devices
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+    @_route_by_device
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> CollectiveWork:
         return self.reduce_scatter_single_coalesced([output], [source], opts)  # type: ignore[no-any-return]
 
     _reduce_scatter_base = reduce_scatter_tensor = reduce_scatter_single
 
-    @_devices
+    @_route_by_device
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], sources: Sequence[Tensor], opts: Any = None
-    ) -> Work:
+    ) -> CollectiveWork:
         op = read_op(opts)
         for output, source in zip(outputs, sources, strict=True):
             if output.numel() * self._size != source.numel():
@@ -400,7 +400,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
                     f" and the output {output.numel()}; the input must be {self._size} times the output"
                 )
             check_same("reduce_scatter", "the output", [output], "the input", [source], counts=False)
-            reduced("reduce_scatter", output, op)
+            reduce_call("reduce_scatter", output, op)
 
         def action() -> None:
             for output, source in zip(outputs, sources, strict=True):
@@ -413,32 +413,32 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def merge(self, lanes: int, deal: Sequence[Span], parts: Mapping[Span, Tensor], key: Hashable = None) -> Work:
+    def ordered_reduce(self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None) -> CollectiveWork:
         """The sum over all ranks of partial sums, each rank's by subtree of the lanes' tree, added in its order.
 
         The sum ends up in the memory of each rank's first part. Flat contiguous tensors of one length.
         """
-        first = next(iter(parts.values()))
+        first = next(iter(partials.values()))
         # Not the parts: ranks may hold different numbers of them.
-        what = Operation("merge", first.dtype, first.numel(), tuple(lane for span in deal for lane in span))
+        what = CollectiveOp("merge", first.dtype, first.numel(), tuple(lane for span in assignment for lane in span))
 
         def action() -> None:
-            self.way.merge(lanes, deal, parts, key, what)
+            self.transport.ordered_reduce(lanes, assignment, partials, key, what)
 
         return self._issue(action, [first], None)
 
     def prefix_sum(self, tensor: Tensor, exclusive: bool = False) -> Tensor:
         """What an all-reduce of the ranks up to this one would give; `exclusive`: of the ranks below it."""
-        what, how = reduced("prefix_sum", tensor, dist.ReduceOp.SUM)
+        what, how = reduce_call("prefix_sum", tensor, dist.ReduceOp.SUM)
         found: list[Tensor] = []
-        self.in_turn(lambda: found.append(self.way.prefix_sum(flatten(tensor), how, what, exclusive)))
+        self.run_in_order(lambda: found.append(self.transport.prefix_sum(flatten(tensor), how, what, exclusive)))
         return found[0].view(tensor.shape)
 
     # -- moves ----------------------------------------------------------------------------------------------------
 
-    @_devices
-    def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> Work:
-        tensors = listed(tensors)
+    @_route_by_device
+    def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> CollectiveWork:
+        tensors = as_list(tensors)
         root = read_root(opts, root)
         self._check_rank(root, "broadcast")
         first = getattr(opts, "rootTensor", 0)
@@ -446,19 +446,19 @@ class ShoalProcessGroup(dist.ProcessGroup):
             raise CallError(f"broadcast: invalid root tensor: there is no number {first} among {len(tensors)}")
         check_same("broadcast", "a tensor", tensors, "another", tensors)
         chosen = tensors[first]
-        what = moved("broadcast", chosen, root)
+        what = move_call("broadcast", chosen, root)
 
         def action() -> None:
-            with Flat(chosen, write=self._rank != root) as flat:
-                self.way.broadcast(as_bytes(flat), root, what)
+            with FlatTensor(chosen, write_back=self._rank != root) as flat:
+                self.transport.broadcast(as_bytes(flat), root, what)
             for tensor in tensors:
                 if tensor is not chosen:
                     tensor.detach().copy_(chosen)
 
         return self._issue(action, tensors, opts)
 
-    @_devices
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    @_route_by_device
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> CollectiveWork:
         """One tensor per rank, or several: then every output list has all of them, rank by rank."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -479,12 +479,12 @@ class ShoalProcessGroup(dist.ProcessGroup):
                 target.detach().copy_(source)
         return work
 
-    @_devices
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    @_route_by_device
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> CollectiveWork:
         """`outputs`: by rank, then by tensor."""
         return self._gather_lists([list(row) for row in zip(*outputs, strict=True)], inputs, opts)
 
-    def _gather_lists(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> Work:
+    def _gather_lists(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> CollectiveWork:
         for row, source in zip(outputs, inputs, strict=True):
             if len(row) != self._size:
                 raise CallError(f"all_gather needs an output for each of {self._size} ranks, and was given {len(row)}")
@@ -492,24 +492,24 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
         def action() -> None:
             for row, source in zip(outputs, inputs, strict=True):
-                flats = [Flat(output, write=True) for output in row]
-                whats = moved("all_gather", source)
-                self.way.all_gather([as_bytes(flat.flat) for flat in flats], as_bytes(flatten(source)), whats)
+                flats = [FlatTensor(output, write_back=True) for output in row]
+                whats = move_call("all_gather", source)
+                self.transport.all_gather([as_bytes(flat.flat) for flat in flats], as_bytes(flatten(source)), whats)
                 for flat in flats:
                     flat.close()
 
         return self._issue(action, outputs, opts)
 
-    @_devices
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+    @_route_by_device
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> CollectiveWork:
         return self.all_gather_single_coalesced([output], [source], opts)  # type: ignore[no-any-return]
 
     _allgather_base = all_gather_into_tensor = all_gather_single
 
-    @_devices
+    @_route_by_device
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], sources: Sequence[Tensor], opts: Any = None
-    ) -> Work:
+    ) -> CollectiveWork:
         for output, source in zip(outputs, sources, strict=True):
             if source.numel() * self._size != output.numel():
                 raise CallError(
@@ -520,10 +520,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
         def action() -> None:
             for output, source in zip(outputs, sources, strict=True):
-                with Flat(output, write=True) as flat:
+                with FlatTensor(output, write_back=True) as flat:
                     width = source.numel() * source.element_size()
                     rows = as_bytes(flat).split(width) if width else [as_bytes(flat)] * self._size
-                    self.way.all_gather(list(rows), as_bytes(flatten(source)), moved("all_gather", source))
+                    self.transport.all_gather(list(rows), as_bytes(flatten(source)), move_call("all_gather", source))
 
         return self._issue(action, list(outputs), opts)
 
@@ -533,43 +533,43 @@ class ShoalProcessGroup(dist.ProcessGroup):
         """Every rank's row, one below the other: the quickest way to agree on something small."""
         rows = torch.empty(self._size, *row.shape, dtype=row.dtype)
         flats = list(as_bytes(rows).view(self._size, -1).unbind(0))
-        what = Operation("all_gather", row.dtype, row.numel())
-        self.in_turn(lambda: self.way.all_gather(flats, as_bytes(flatten(row)), what))
+        what = CollectiveOp("all_gather", row.dtype, row.numel())
+        self.run_in_order(lambda: self.transport.all_gather(flats, as_bytes(flatten(row)), what))
         return rows
 
-    @_devices
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> Work:
-        inputs = listed(inputs)
+    @_route_by_device
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> CollectiveWork:
+        inputs = as_list(inputs)
         root = read_root(opts, root)
         self._check_rank(root, "gather")
         (source,) = inputs
-        row = read_row(outputs)
+        row = read_rank_list(outputs)
         self._check_root_list("gather", "outputs", row, source, root)
-        what = moved("gather", source, root)
+        what = move_call("gather", source, root)
 
         def action() -> None:
-            flats = [Flat(output, write=True) for output in row]
+            flats = [FlatTensor(output, write_back=True) for output in row]
             targets = [as_bytes(flat.flat) for flat in flats] if self._rank == root else None
-            self.way.gather(targets, as_bytes(flatten(source)), root, what)
+            self.transport.gather(targets, as_bytes(flatten(source)), root, what)
             for flat in flats:
                 flat.close()
 
         return self._issue(action, [row], opts)
 
-    @_devices
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> Work:
-        outputs = listed(outputs)
+    @_route_by_device
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> CollectiveWork:
+        outputs = as_list(outputs)
         root = read_root(opts, root)
         self._check_rank(root, "scatter")
         (output,) = outputs
-        row = read_row(inputs)
+        row = read_rank_list(inputs)
         self._check_root_list("scatter", "inputs", row, output, root)
-        what = moved("scatter", output, root)
+        what = move_call("scatter", output, root)
 
         def action() -> None:
-            with Flat(output, write=True) as flat:
+            with FlatTensor(output, write_back=True) as flat:
                 sources = [as_bytes(flatten(each)) for each in row] if self._rank == root else None
-                self.way.scatter(sources, as_bytes(flat), root, what)
+                self.transport.scatter(sources, as_bytes(flat), root, what)
 
         return self._issue(action, outputs, opts)
 
@@ -582,19 +582,19 @@ class ShoalProcessGroup(dist.ProcessGroup):
         else:
             check_same(name, f"one of the {side}", row, "the other side", [other])
 
-    @_devices
+    @_route_by_device
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
-    ) -> Work:
+    ) -> CollectiveWork:
         check_same("all_to_all", "the input", [source], "the output", [output], counts=False)
         rows_out = self._splits(output, output_sizes, "output")
         rows_in = self._splits(source, input_sizes, "input")
-        what = Operation("all_to_all", source.dtype)
+        what = CollectiveOp("all_to_all", source.dtype)
 
         def action() -> None:
-            with Flat(output, write=True) as flat:
+            with FlatTensor(output, write_back=True) as flat:
                 inputs = [as_bytes(part) for part in flatten(source).split(rows_in)]
-                self.way.all_to_all([as_bytes(part) for part in flat.split(rows_out)], inputs, what)
+                self.transport.all_to_all([as_bytes(part) for part in flat.split(rows_out)], inputs, what)
 
         return self._issue(action, [output], opts)
 
@@ -618,26 +618,26 @@ class ShoalProcessGroup(dist.ProcessGroup):
         width = tensor.numel() // rows if rows else 0
         return [size * width for size in sizes]
 
-    @_devices
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    @_route_by_device
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> CollectiveWork:
         for side, row in (("outputs", outputs), ("inputs", inputs)):
             if len(row) != self._size:
                 raise CallError(f"all_to_all needs {self._size} {side}, one per rank, and was given {len(row)}")
         check_same("all_to_all", "an input", inputs, "an output", outputs, counts=False)
-        what = Operation("all_to_all", inputs[0].dtype)
+        what = CollectiveOp("all_to_all", inputs[0].dtype)
 
         def action() -> None:
-            flats = [Flat(output, write=True) for output in outputs]
+            flats = [FlatTensor(output, write_back=True) for output in outputs]
             sources = [as_bytes(flatten(each)) for each in inputs]
-            self.way.all_to_all([as_bytes(flat.flat) for flat in flats], sources, what)
+            self.transport.all_to_all([as_bytes(flat.flat) for flat in flats], sources, what)
             for flat in flats:
                 flat.close()
 
         return self._issue(action, list(outputs), opts)
 
-    @_devices
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        return self._issue(self.way.barrier, [], opts)
+    @_route_by_device
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> CollectiveWork:
+        return self._issue(self.transport.barrier, [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names whoever did not come. Goes through the store, so the group stays usable."""
@@ -681,33 +681,33 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    @_devices
+    @_route_by_device
     def send(self, tensors: Any, to: int, tag: int = 0) -> "MessageWork":
-        (tensor,) = listed(tensors)
+        (tensor,) = as_list(tensors)
         self._check_peer(to, "send")
         flat = flatten(tensor)
-        return self._message(self.way.send(as_bytes(flat), to, tag, moved("send", tensor, to)), [tensor], None)
+        return self._message(self.transport.send(as_bytes(flat), to, tag, move_call("send", tensor, to)), [tensor], None)
 
-    @_devices
+    @_route_by_device
     def recv(self, tensors: Any, source: int, tag: int = 0) -> "MessageWork":
         self._check_peer(source, "recv")
         return self._receive(tensors, source, tag)
 
-    @_devices
+    @_route_by_device
     def recv_anysource(self, tensors: Any, tag: int = 0) -> "MessageWork":
-        return self._receive(tensors, ANYONE, tag)
+        return self._receive(tensors, ANY_SOURCE, tag)
 
     def _receive(self, tensors: Any, source: int, tag: int) -> "MessageWork":
-        (tensor,) = listed(tensors)
-        flat = Flat(tensor, write=True)
+        (tensor,) = as_list(tensors)
+        flat = FlatTensor(tensor, write_back=True)
         return self._message(
-            self.way.receive(as_bytes(flat.flat), source, tag, moved("recv", tensor, source)), [tensor], flat
+            self.transport.receive(as_bytes(flat.flat), source, tag, move_call("recv", tensor, source)), [tensor], flat
         )
 
-    def _message(self, message: Message, tensors: list[Tensor], flat: "Flat | None") -> "MessageWork":
+    def _message(self, message: TransportMessage, tensors: list[Tensor], flat: "FlatTensor | None") -> "MessageWork":
         work = MessageWork(message, tensors, flat, self._timeout.total_seconds())
-        if self._together is not None:
-            self._together.append(work)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     def _check_peer(self, rank: int, name: str) -> None:
@@ -724,9 +724,9 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         if not self._closed:
             self._closed = True
-            _open.discard(self)
-            self.way.close()
-            self._line.close()
+            _open_groups.discard(self)
+            self.transport.close()
+            self._queue.close()
             del self._store  # it may be the last one: whoever meets at the same port next finds a fresh one
             for backend in self._on_device.values():
                 backend.shutdown()

@@ -13,35 +13,35 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from shoal.collectives.liveness import Asked, Sent
-from shoal.collectives.operation import Operation
-from shoal.collectives.peer_monitor import Watch
+from shoal.collectives.liveness import SendCountRequest, SendCountReply
+from shoal.collectives.operation import CollectiveOp
+from shoal.collectives.peer_monitor import PeerMonitor
 from shoal.errors import CollectiveError
 
 Kind = tuple[int, int]  # tag and number of bytes
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
-class Letter(Protocol):
+class WaitableMessage(Protocol):
     def wait(self, timeout: float | None = None) -> None: ...
 
 
-class Receive:
+class AnySourceReceive:
     """A receive that does not know yet from whom."""
 
     error: CollectiveError | None = None
     done = False
     source = -1
 
-    def __init__(self, anyone: "Anyone", what: Operation, kind: Kind, begin: Callable[[int], Letter]) -> None:
+    def __init__(self, matcher: "AnySourceMatcher", op: CollectiveOp, kind: Kind, begin: Callable[[int], WaitableMessage]) -> None:
         self.kind = kind
-        self._anyone, self._what, self._begin = anyone, what, begin
-        self._letter: Letter | None = None
+        self._matcher, self._op, self._begin = matcher, op, begin
+        self._message: WaitableMessage | None = None
 
-    def found(self, source: int) -> None:
+    def matched(self, source: int) -> None:
         self.source = source
         try:
-            self._letter = self._begin(source)
+            self._message = self._begin(source)
         except CollectiveError as error:
             self.error = error
 
@@ -51,12 +51,12 @@ class Receive:
         if self.done:
             return
         try:
-            with self._anyone.watch.message(self._what, self.kind[0], timeout):
-                self._anyone.wait_until(lambda: self.source >= 0)
-                if self._letter is not None:
-                    self._letter.wait(timeout)
+            with self._matcher.monitor.message_wait(self._op, self.kind[0], timeout):
+                self._matcher.wait_until(lambda: self.source >= 0)
+                if self._message is not None:
+                    self._message.wait(timeout)
                 else:
-                    raise self.error or self._anyone.watch.error or CollectiveError("the group was closed")
+                    raise self.error or self._matcher.monitor.error or CollectiveError("the group was closed")
         except CollectiveError as error:
             self.error = error
             raise
@@ -64,64 +64,64 @@ class Receive:
             self.done = True
 
 
-class Anyone:
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+class AnySourceMatcher:
+    def __init__(self, monitor: PeerMonitor) -> None:
+        self.monitor = monitor
         self._change = threading.Condition()
         self._sent: Counter[tuple[int, Kind]] = Counter()  # by this rank: to whom
         self._wanted: set[tuple[int, Kind]] = set()  # who wants to be told
-        self._asked: set[Kind] = set()
-        self._told: Counter[tuple[int, Kind]] = Counter()  # to this rank: by whom
-        self._taken: Counter[tuple[int, Kind]] = Counter()
-        self._pending: list[Receive] = []
-        watch.hear = self._hear
+        self._requested: set[Kind] = set()
+        self._peer_sent: Counter[tuple[int, Kind]] = Counter()  # to this rank: by whom
+        self._received: Counter[tuple[int, Kind]] = Counter()
+        self._pending: list[AnySourceReceive] = []
+        monitor.on_message = self._on_message
 
-    def send(self, to: int, kind: Kind) -> None:
+    def record_send(self, to: int, kind: Kind) -> None:
         """This rank sends a message."""
         with self._change:
             self._sent[to, kind] += 1
             if (to, kind) in self._wanted:
-                self._tell(to, kind)
+                self._send_count(to, kind)
 
-    def take(self, source: int, kind: Kind) -> None:
+    def record_receive(self, source: int, kind: Kind) -> None:
         """This rank receives one from a rank that it knows."""
         with self._change:
-            self._taken[source, kind] += 1
+            self._received[source, kind] += 1
 
-    def receive(self, receive: Receive) -> None:
+    def add_receive(self, receive: AnySourceReceive) -> None:
         with self._change:
             self._pending.append(receive)
             self._match()
-            ask = receive.kind not in self._asked
-            self._asked.add(receive.kind)
+            ask = receive.kind not in self._requested
+            self._requested.add(receive.kind)
         if ask:
-            self.watch.say(Asked(tag=receive.kind[0], num_bytes=receive.kind[1]))
+            self.monitor.send(SendCountRequest(tag=receive.kind[0], num_bytes=receive.kind[1]))
 
     def wait_until(self, come: Callable[[], bool]) -> None:
         """Or until the group has failed."""
         with self._change:
-            while not come() and self.watch.error is None:
-                self._change.wait(LOOK_SECONDS)
+            while not come() and self.monitor.error is None:
+                self._change.wait(POLL_SECONDS)
 
-    def _hear(self, peer: int, words: Asked | Sent) -> None:
-        kind = (words.tag, words.num_bytes)
+    def _on_message(self, peer: int, message: SendCountRequest | SendCountReply) -> None:
+        kind = (message.tag, message.num_bytes)
         with self._change:
-            if isinstance(words, Asked):
+            if isinstance(message, SendCountRequest):
                 self._wanted.add((peer, kind))
-                self._tell(peer, kind)
+                self._send_count(peer, kind)
             else:
-                self._told[peer, kind] = words.count
+                self._peer_sent[peer, kind] = message.count
                 self._match()
 
-    def _tell(self, to: int, kind: Kind) -> None:
-        self.watch.say(Sent(tag=kind[0], num_bytes=kind[1], count=self._sent[to, kind]), to)
+    def _send_count(self, to: int, kind: Kind) -> None:
+        self.monitor.send(SendCountReply(tag=kind[0], num_bytes=kind[1], count=self._sent[to, kind]), to)
 
     def _match(self) -> None:
         for receive in list(self._pending):
-            for (source, kind), count in self._told.items():
-                if kind == receive.kind and count > self._taken[source, kind]:
-                    self._taken[source, kind] += 1
+            for (source, kind), count in self._peer_sent.items():
+                if kind == receive.kind and count > self._received[source, kind]:
+                    self._received[source, kind] += 1
                     self._pending.remove(receive)
-                    receive.found(source)
+                    receive.matched(source)
                     self._change.notify_all()
                     break

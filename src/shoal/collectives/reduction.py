@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CollectiveError
-from shoal.numerics.lanes import Span, split
+from shoal.numerics.lanes import Span, split_point
 
 Combine = Callable[..., Tensor]  # (left, right, *, out)
 
@@ -43,54 +43,54 @@ class Reduction:
     dtype: torch.dtype | None = None  # the type to compute in: same size, same bits
 
     @cached_property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Nothing to do before or after."""
         return self.factor is None and self.dtype is None and self.name != "avg"
 
-    def before(self, flat: Tensor) -> Tensor:
+    def prepare(self, flat: Tensor) -> Tensor:
         """An operand as it is combined; a copy where it changes."""
         if self.factor is not None:
             flat = torch.mul(flat, self.factor).to(flat.dtype)
         return flat if self.dtype is None else flat.view(self.dtype)
 
-    def after(self, flat: Tensor, size: int) -> None:
+    def finish(self, flat: Tensor, size: int) -> None:
         """What the combined value still needs."""
         if self.name == "avg":
             flat.div_(size)
 
-    def fold(self, parts: Sequence[Tensor], out: Tensor, scratch: "Scratch") -> None:
+    def fold(self, operands: Sequence[Tensor], out: Tensor, scratch: "ScratchBuffers") -> None:
         """Combines one value per rank in the order of the tree. `out` may be one of the parts."""
-        if len(parts) == 2:
-            self.combine(parts[0], parts[1], out=out)
+        if len(operands) == 2:
+            self.combine(operands[0], operands[1], out=out)
         else:
-            fold_pieces(len(parts), {(rank, rank + 1): part for rank, part in enumerate(parts)}, out, self, scratch)
+            fold_partials(len(operands), {(rank, rank + 1): part for rank, part in enumerate(operands)}, out, self, scratch)
 
 
-class Scratch:
+class ScratchBuffers:
     """Room for values in between, kept from one fold to the next so that it stays in cache."""
 
     def __init__(self) -> None:
-        self._rooms: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def like(self, tensor: Tensor, number: int) -> Tensor:
-        room = self._rooms.get((number, tensor.dtype))
+        room = self._buffers.get((number, tensor.dtype))
         if room is None or room.numel() < tensor.numel():
-            room = self._rooms[number, tensor.dtype] = torch.empty(tensor.numel(), dtype=tensor.dtype)
+            room = self._buffers[number, tensor.dtype] = torch.empty(tensor.numel(), dtype=tensor.dtype)
         return room[: tensor.numel()]
 
 
 SUM = Reduction("sum", torch.add)
 
 
-def fold_pieces(lanes: int, parts: Mapping[Span, Tensor | None], out: Tensor, how: Reduction, scratch: Scratch) -> None:
+def fold_partials(lanes: int, partials: Mapping[Span, Tensor | None], out: Tensor, reduction: Reduction, scratch: ScratchBuffers) -> None:
     """Combines partial sums in the order of the lanes' tree. `out` may be one of them. An absent one is no operand."""
     used = 0
 
     def value(node: Span, target: Tensor | None) -> Tensor | None:
         nonlocal used
-        if node in parts:
-            return parts[node]
-        middle = split(node)
+        if node in partials:
+            return partials[node]
+        middle = split_point(node)
         left = value((node[0], middle), None)
         right = value((middle, node[1]), None)
         if left is None or right is None:
@@ -98,7 +98,7 @@ def fold_pieces(lanes: int, parts: Mapping[Span, Tensor | None], out: Tensor, ho
         if target is None:
             target = scratch.like(out, used)
             used += 1
-        return how.combine(left, right, out=target)
+        return reduction.combine(left, right, out=target)
 
     total = value((0, lanes), out)
     assert total is not None, "a sum of nothing"

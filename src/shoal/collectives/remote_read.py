@@ -14,22 +14,22 @@ import secrets
 import torch
 from torch import Tensor
 
-MOST_BYTES = 1 << 30  # per call: the kernel takes 2 GB at the most
+MAX_READ_BYTES = 1 << 30  # per call: the kernel takes 2 GB at the most
 
 
-class _Piece(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def read(process: int, address: int, into: Tensor) -> None:
+def read_memory(process: int, address: int, into: Tensor) -> None:
     """Fills a flat contiguous tensor from another process's memory. OSError where it is gone or closed to us."""
     done, total, own = 0, into.nbytes, into.data_ptr()
     while done < total:
-        count = min(MOST_BYTES, total - done)
-        here, there = _Piece(own + done, count), _Piece(address + done, count)
+        count = min(MAX_READ_BYTES, total - done)
+        here, there = _IoVec(own + done, count), _IoVec(address + done, count)
         moved = _libc.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if moved <= 0:
             code = ctypes.get_errno()
@@ -37,21 +37,21 @@ def read(process: int, address: int, into: Tensor) -> None:
         done += moved
 
 
-class Proof:
+class ReadProbe:
     """Something that only a process which can read this one's memory knows."""
 
     def __init__(self) -> None:
         self.secret = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8)
 
-    def row(self) -> list[int]:
+    def address_and_secret(self) -> list[int]:
         """Where it is, and what it is: for the others to compare."""
         return [self.secret.data_ptr(), *self.secret.view(torch.int64).tolist()]
 
 
-def proven(process: int, row: list[int]) -> bool:
+def can_read(process: int, row: list[int]) -> bool:
     found = torch.zeros(16, dtype=torch.uint8)
     try:
-        read(process, row[0], found)
+        read_memory(process, row[0], found)
     except (OSError, AttributeError):  # not allowed, or not in this C library
         return False
     return found.view(torch.int64).tolist() == row[1:]

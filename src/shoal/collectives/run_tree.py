@@ -24,21 +24,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.collectives.cost_model import compressed_level, whole_deal
+from shoal.collectives.cost_model import compressed_level, complete_assignment
 from shoal.collectives.reduction import Combine
-from shoal.collectives.topology import Level, Place, level, setting
-from shoal.collectives.trees import GRAIN, Duty, Route, bounds, chunk_size, duties
+from shoal.collectives.topology import Level, RankPlace, link_level, level_setting
+from shoal.collectives.trees import GRAIN, TreeTask, TreeRoute, piece_bounds, chunk_size, tree_tasks
 from shoal.numerics.lanes import Span
 
-AHEAD = 8  # turns; also how long a send has before it is waited for
+RECEIVES_AHEAD = 8  # turns; also how long a send has before it is waited for
 SKEW = 2  # turns
 
 
-class Pending(Protocol):
+class PendingMessage(Protocol):
     def wait(self) -> object: ...
 
 
-class Mail(Protocol):
+class Messenger(Protocol):
     """Messages between pairs of ranks, told apart by their tags. Tensors are flat and contiguous, and belong to the
     mail until it is done. A send may wait for its receive to be posted, and for a turn of either side's `wait`."""
 
@@ -48,9 +48,9 @@ class Mail(Protocol):
     @property
     def size(self) -> int: ...
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Pending: ...
+    def send(self, tensor: Tensor, to: int, tag: int) -> PendingMessage: ...
 
-    def receive(self, tensor: Tensor, source: int, tag: int) -> Pending: ...
+    def receive(self, tensor: Tensor, source: int, tag: int) -> PendingMessage: ...
 
 
 class Codec(Protocol):
@@ -64,36 +64,36 @@ class Codec(Protocol):
 
 
 @dataclass
-class Tally:
+class ByteCounts:
     """Bytes that this rank sent, by level, and how many the same messages would have had without compression."""
 
     sent: Counter[Level] = field(default_factory=Counter)
-    plain: Counter[Level] = field(default_factory=Counter)
+    uncompressed: Counter[Level] = field(default_factory=Counter)
 
 
-class Pool:
+class TensorPool:
     """Room for sums on their way; kept from one chunk, or relay, to the next: fresh memory costs more than an add."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
-    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+    def acquire(self, count: int, dtype: torch.dtype) -> Tensor:
         free = self._free.get((count, dtype))
         return free.pop() if free else torch.empty(count, dtype=dtype)
 
-    def give(self, tensor: Tensor) -> None:
+    def release(self, tensor: Tensor) -> None:
         self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
     def clear(self) -> None:
         self._free.clear()
 
 
-def pieces_of(route: Route, flat: Tensor) -> list[Tensor]:
+def split_pieces(route: TreeRoute, flat: Tensor) -> list[Tensor]:
     """A flat tensor as the pieces of a route."""
-    return [flat[start:stop] for start, stop in bounds(flat.numel(), len(route.parents))]
+    return [flat[start:stop] for start, stop in piece_bounds(flat.numel(), len(route.parents))]
 
 
-class Relay:
+class TreeExecutor:
     """One play of a route. Made, it posts its first messages; `wait` does the rest and returns the pieces.
 
     parts    by subtree of the lanes, this rank's sums, as one flat tensor per piece
@@ -108,13 +108,13 @@ class Relay:
 
     def __init__(
         self,
-        mail: Mail,
-        route: Route,
-        parts: Mapping[Span, Sequence[Tensor]],
+        messenger: Messenger,
+        route: TreeRoute,
+        partials: Mapping[Span, Sequence[Tensor]],
         out: Sequence[Tensor | None],
         *,
         lanes: int | None = None,
-        deal: Sequence[Span] | None = None,
+        assignment: Sequence[Span] | None = None,
         base: int = 0,
         up: bool = True,
         down: bool = True,
@@ -122,23 +122,23 @@ class Relay:
         combine: Combine = torch.add,
         keep: bool = False,
         chunk_bytes: int | None = None,
-        places: Sequence[Place] | None = None,
+        places: Sequence[RankPlace] | None = None,
         compress: Mapping[str, Codec] | None = None,
         key: Hashable = None,
-        tally: Tally | None = None,
-        pool: Pool | None = None,
+        byte_counts: ByteCounts | None = None,
+        pool: TensorPool | None = None,
     ) -> None:
-        self.mail, self.out, self.parts = mail, out, parts
+        self.messenger, self.out, self.partials = messenger, out, partials
         self.up, self.down, self.combine, self.keep, self.key = up, down, combine, keep, key
-        self.tally, self.pool = tally, pool or Pool()
-        everything = [*out, *(piece for pieces in parts.values() for piece in pieces)]
+        self.byte_counts, self.pool = byte_counts, pool or TensorPool()
+        everything = [*out, *(piece for pieces in partials.values() for piece in pieces)]
         self.dtype = next(tensor.dtype for tensor in everything if tensor is not None)
-        score = _score(route, *whole_deal(mail.size, lanes, deal), ordered)
-        self._duties = score.duties[mail.rank]
-        self._rising, self._falling = score.rising[mail.rank], score.falling[mail.rank]
+        score = _task_order(route, *complete_assignment(messenger.size, lanes, assignment), ordered)
+        self._tasks = score.tasks[messenger.rank]
+        self._reduce_order, self._broadcast_order = score.reduce_order[messenger.rank], score.broadcast_order[messenger.rank]
         self._heights = score.heights
 
-        first = next(iter(parts.values()), None)
+        first = next(iter(partials.values()), None)
         shapes = (out[piece] if first is None else first[piece] for piece in range(len(route.parents)))
         self._lengths = [0 if tensor is None else tensor.numel() for tensor in shapes]
         if chunk_bytes is None:
@@ -147,53 +147,53 @@ class Relay:
         self._chunk = max(1, chunk_bytes // self.dtype.itemsize // GRAIN) * GRAIN
         self._chunks = [-(-length // self._chunk) for length in self._lengths]
         self._turns = max(self._chunks)
-        self._tags = self._number(base)
+        self._tags = self._number_tags(base)
         self.tags = sum(chunks * (widest + 1) for chunks, widest in zip(self._chunks, score.widest, strict=True))
 
         if places is None:
-            places = tuple(Place(str(rank)) for rank in range(mail.size))
-        self._levels = [level(places[mail.rank], place) for place in places]
+            places = tuple(RankPlace(str(rank)) for rank in range(messenger.size))
+        self._levels = [link_level(places[messenger.rank], place) for place in places]
         self._compress: Mapping[str, Codec] = {}
         self._down_codec: Sequence[Codec | None] = [None] * len(self._lengths)
         if compress and self.dtype.is_floating_point:
             self._compress = compress
             farthest = _farthest(route, tuple(places), frozenset(compress))
-            self._down_codec = [None if where is None else setting(compress, where) for where in farthest]
+            self._down_codec = [None if where is None else level_setting(compress, where) for where in farthest]
             if ordered and up and any(farthest):
                 raise ValueError("compressed sums are not exact: play the route with ordered=False")
 
-        self._arriving: dict[tuple[int, int], list[tuple[Pending, Tensor]]] = {}  # by piece and chunk, in slot order
-        self._results: dict[tuple[int, int], tuple[Pending, Tensor]] = {}
-        self._sends: deque[tuple[int, Pending, Tensor, bool]] = deque()  # by turn; whether the pool gets it back
+        self._arriving: dict[tuple[int, int], list[tuple[PendingMessage, Tensor]]] = {}  # by piece and chunk, in slot order
+        self._results: dict[tuple[int, int], tuple[PendingMessage, Tensor]] = {}
+        self._sends: deque[tuple[int, PendingMessage, Tensor, bool]] = deque()  # by turn; whether the pool gets it back
         self._skew = min(SKEW, self._turns)
-        for turn in range(AHEAD):
-            self._ask(turn)
+        for turn in range(RECEIVES_AHEAD):
+            self._post_receives(turn)
 
     def wait(self) -> list[Tensor | None]:
         last = self._turns + self._skew * max(self._heights) * (self.up + self.down)
         for turn in range(last):
-            self._ask(turn + AHEAD)
-            self._begin(turn)
+            self._post_receives(turn + RECEIVES_AHEAD)
+            self._start_sends(turn)
             if self.up:
-                for duty in self._rising:
+                for duty in self._reduce_order:
                     chunk = turn - self._skew * duty.height
                     if duty.children and 0 <= chunk < self._chunks[duty.piece]:
-                        self._add(duty, chunk, turn)
+                        self._reduce_chunk(duty, chunk, turn)
             if self.down:
-                for duty in self._falling:
+                for duty in self._broadcast_order:
                     stage = duty.depth + (self._heights[duty.piece] if self.up else 0)
                     chunk = turn - self._skew * stage
                     if duty.parent is not None and 0 <= chunk < self._chunks[duty.piece]:
-                        self._pass_on(duty, chunk, turn)
-            self._settle(turn - AHEAD)
-        self._settle(last)
+                        self._forward_down(duty, chunk, turn)
+            self._wait_sends(turn - RECEIVES_AHEAD)
+        self._wait_sends(last)
         return list(self.out)
 
     # -- one chunk of one piece ---------------------------------------------------------------------------------------
 
-    def _ask(self, chunk: int) -> None:
+    def _post_receives(self, chunk: int) -> None:
         """Posts the receives of a chunk, of all stages."""
-        for duty in self._rising:
+        for duty in self._reduce_order:
             if chunk >= self._chunks[duty.piece]:
                 continue
             at = (duty.piece, chunk)
@@ -210,25 +210,25 @@ class Relay:
                 tag = self._tag(duty.parent, duty.piece, "down", chunk)
                 self._results[at] = self._receive(count, duty.parent, tag, codec, place)
 
-    def _begin(self, turn: int) -> None:
+    def _start_sends(self, turn: int) -> None:
         """Sends that wait for nobody: of leaves on the way up, or of roots if there is only a way down."""
-        for duty in self._rising:
+        for duty in self._reduce_order:
             if turn >= self._chunks[duty.piece]:
                 continue
             if self.up and not duty.children:
-                self._add(duty, turn, turn)
+                self._reduce_chunk(duty, turn, turn)
             elif not self.up and duty.parent is None:
                 self._send_down(duty, turn, turn, None)
 
-    def _add(self, duty: Duty, chunk: int, turn: int) -> None:
+    def _reduce_chunk(self, task: TreeTask, chunk: int, turn: int) -> None:
         """Adds what belongs together and hands on the rest."""
-        piece = duty.piece
+        piece = task.piece
         start = chunk * self._chunk
-        slots: list[Tensor | None] = [self.parts[span][piece][start : start + self._chunk] for span in duty.own]
+        slots: list[Tensor | None] = [self.partials[span][piece][start : start + self._chunk] for span in task.own]
         arriving = self._arriving.pop((piece, chunk), [])
         slots += [None] * len(arriving)
-        codecs = [self._codec(child) for child, sums in duty.children for _ in range(sums)]
-        owned = len(duty.own)
+        codecs = [self._codec(child) for child, sums in task.children for _ in range(sums)]
+        owned = len(task.own)
         pooled: dict[int, Tensor] = {}  # by address: what goes back to the pool
 
         def value(slot: int) -> Tensor:
@@ -246,98 +246,98 @@ class Relay:
             return found
 
         written: set[int] = set()
-        for number, (left, right) in enumerate(duty.folds):
+        for number, (left, right) in enumerate(task.folds):
             one, other = value(left), value(right)
-            if duty.parent is None and number == len(duty.folds) - 1:
+            if task.parent is None and number == len(task.folds) - 1:
                 target = self._result(piece, chunk)
             elif not self.keep or left >= owned or left in written:
                 target = one
             elif right >= owned or right in written:
                 target = other
             else:
-                target = self.pool.take(one.numel(), one.dtype)
+                target = self.pool.acquire(one.numel(), one.dtype)
                 pooled[target.data_ptr()] = target
             self.combine(one, other, out=target)
             slots[left] = target
             written.add(left)
 
-        if duty.parent is None:
-            self._finish(duty, chunk, turn, value(duty.rest[0]))
+        if task.parent is None:
+            self._finish_root(task, chunk, turn, value(task.rest[0]))
         else:
-            codec = self._codec(duty.parent)
-            for number, slot in enumerate(duty.rest):
+            codec = self._codec(task.parent)
+            for number, slot in enumerate(task.rest):
                 found = value(slot)
-                tag = self._tag(duty.parent, piece, "up", chunk, number)
+                tag = self._tag(task.parent, piece, "up", chunk, number)
                 if codec is None:
                     back = pooled.pop(found.data_ptr(), None) is not None
-                    self._send(found, duty.parent, tag, turn, found.nbytes, back)
+                    self._send(found, task.parent, tag, turn, found.nbytes, back)
                 else:
                     payload = codec.encode(found, (self.key, piece, chunk, "up"))
-                    self._send(payload, duty.parent, tag, turn, found.nbytes, False)
+                    self._send(payload, task.parent, tag, turn, found.nbytes, False)
         for buffer in pooled.values():
-            self.pool.give(buffer)
+            self.pool.release(buffer)
 
-    def _finish(self, duty: Duty, chunk: int, turn: int, total: Tensor) -> None:
+    def _finish_root(self, task: TreeTask, chunk: int, turn: int, total: Tensor) -> None:
         """At the root: the result to its place, and on its way down."""
-        result = self._result(duty.piece, chunk)
+        result = self._result(task.piece, chunk)
         if total.data_ptr() != result.data_ptr():
             result.copy_(total)
         if not self.down:
             return
-        codec = self._down_codec[duty.piece]
+        codec = self._down_codec[task.piece]
         payload = None
         if codec is not None:
             # The root too takes what the others will decode, so that all have the same bits.
-            payload = codec.encode(result, (self.key, duty.piece, chunk, "down"))
+            payload = codec.encode(result, (self.key, task.piece, chunk, "down"))
             result.copy_(codec.decode(payload, result.numel()))
-        self._send_down(duty, chunk, turn, payload)
+        self._send_down(task, chunk, turn, payload)
 
-    def _send_down(self, duty: Duty, chunk: int, turn: int, payload: Tensor | None) -> None:
-        result = self._result(duty.piece, chunk)
-        for child, _ in reversed(duty.children):  # the tallest first: others wait behind it
-            tag = self._tag(child, duty.piece, "down", chunk)
+    def _send_down(self, task: TreeTask, chunk: int, turn: int, payload: Tensor | None) -> None:
+        result = self._result(task.piece, chunk)
+        for child, _ in reversed(task.children):  # the tallest first: others wait behind it
+            tag = self._tag(child, task.piece, "down", chunk)
             self._send(result if payload is None else payload, child, tag, turn, result.nbytes, False)
 
-    def _pass_on(self, duty: Duty, chunk: int, turn: int) -> None:
-        pending, buffer = self._results.pop((duty.piece, chunk))
+    def _forward_down(self, task: TreeTask, chunk: int, turn: int) -> None:
+        pending, buffer = self._results.pop((task.piece, chunk))
         pending.wait()
-        codec = self._down_codec[duty.piece]
-        self._send_down(duty, chunk, turn, None if codec is None else buffer)
+        codec = self._down_codec[task.piece]
+        self._send_down(task, chunk, turn, None if codec is None else buffer)
         if codec is not None:
-            result = self._result(duty.piece, chunk)
+            result = self._result(task.piece, chunk)
             result.copy_(codec.decode(buffer, result.numel()))
-            if not duty.children:
-                self.pool.give(buffer)
+            if not task.children:
+                self.pool.release(buffer)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _receive(
         self, count: int, source: int, tag: int, codec: Codec | None, place: Tensor | None = None
-    ) -> tuple[Pending, Tensor]:
+    ) -> tuple[PendingMessage, Tensor]:
         if place is None and codec is None:
-            place = self.pool.take(count, self.dtype)
+            place = self.pool.acquire(count, self.dtype)
         elif place is None and codec is not None:
-            place = self.pool.take(codec.payload_bytes(count), torch.uint8)
+            place = self.pool.acquire(codec.payload_bytes(count), torch.uint8)
         assert place is not None
-        return self.mail.receive(place, source, tag), place
+        return self.messenger.receive(place, source, tag), place
 
     def _send(self, tensor: Tensor, to: int, tag: int, turn: int, plain: int, back: bool) -> None:
-        if self.tally is not None:
+        if self.byte_counts is not None:
             where = self._levels[to]
-            self.tally.sent[where] += tensor.nbytes
-            self.tally.plain[where] += plain
-        self._sends.append((turn, self.mail.send(tensor, to, tag), tensor, back))
+            self.byte_counts.sent[where] += tensor.nbytes
+            self.byte_counts.uncompressed[where] += plain
+        self._sends.append((turn, self.messenger.send(tensor, to, tag), tensor, back))
 
-    def _settle(self, turn: int) -> None:
+    def _wait_sends(self, turn: int) -> None:
         """Waits for sends up to a turn: their receivers are past it by now, or will be without us."""
         while self._sends and self._sends[0][0] <= turn:
             _, pending, tensor, back = self._sends.popleft()
             pending.wait()
             if back:
-                self.pool.give(tensor)
+                self.pool.release(tensor)
 
     def _codec(self, peer: int) -> Codec | None:
-        return setting(self._compress, self._levels[peer]) if self._compress else None
+        return level_setting(self._compress, self._levels[peer]) if self._compress else None
 
     def _result(self, piece: int, chunk: int) -> Tensor:
         found = self.out[piece]
@@ -348,7 +348,7 @@ class Relay:
     def _count(self, piece: int, chunk: int) -> int:
         return min(self._chunk, self._lengths[piece] - chunk * self._chunk)
 
-    def _number(self, base: int) -> dict[tuple[int, int, str], int]:
+    def _number_tags(self, base: int) -> dict[tuple[int, int, str], int]:
         """First tags, by peer, piece and way. Both ends count the messages of a pair in the order of the pieces."""
         found: dict[tuple[int, int, str], int] = {}
         out: Counter[int] = Counter()
@@ -358,7 +358,7 @@ class Relay:
             found[peer, piece, way] = base + messages[peer]
             messages[peer] += sums * self._chunks[piece]
 
-        for duty in self._duties:
+        for duty in self._tasks:
             if duty.parent is not None:
                 count(out, duty.parent, duty.piece, "up", len(duty.rest))
                 count(into, duty.parent, duty.piece, "down", 1)
@@ -372,39 +372,39 @@ class Relay:
 
 
 @dataclass(frozen=True)
-class _Score:
+class _TaskOrder:
     """A route's duties by rank: as they come, in the order of adding and in the order of passing on."""
 
-    duties: tuple[tuple[Duty, ...], ...]
-    rising: tuple[tuple[Duty, ...], ...]
-    falling: tuple[tuple[Duty, ...], ...]
+    tasks: tuple[tuple[TreeTask, ...], ...]
+    reduce_order: tuple[tuple[TreeTask, ...], ...]
+    broadcast_order: tuple[tuple[TreeTask, ...], ...]
     widest: tuple[int, ...]  # by piece, the most sums that anybody hands on
     heights: tuple[int, ...]  # by piece, stages from the farthest leaf to the root
 
 
 @lru_cache(maxsize=128)
-def _score(route: Route, lanes: int, deal: tuple[Span, ...], ordered: bool) -> _Score:
-    everybody = duties(route, lanes, deal, ordered)
+def _task_order(route: TreeRoute, lanes: int, assignment: tuple[Span, ...], ordered: bool) -> _TaskOrder:
+    everybody = tree_tasks(route, lanes, assignment, ordered)
     heights = tuple(max(mine[piece].height for mine in everybody) for piece in range(len(route.parents)))
-    return _Score(
-        duties=everybody,
-        rising=tuple(tuple(sorted(mine, key=lambda duty: (duty.height, duty.piece))) for mine in everybody),
-        falling=tuple(tuple(sorted(mine, key=lambda duty: (duty.depth, duty.piece))) for mine in everybody),
+    return _TaskOrder(
+        tasks=everybody,
+        reduce_order=tuple(tuple(sorted(mine, key=lambda duty: (duty.height, duty.piece))) for mine in everybody),
+        broadcast_order=tuple(tuple(sorted(mine, key=lambda duty: (duty.depth, duty.piece))) for mine in everybody),
         widest=tuple(max(len(mine[piece].rest) for mine in everybody) for piece in range(len(route.parents))),
         heights=heights,
     )
 
 
 @lru_cache(maxsize=128)
-def _farthest(route: Route, places: tuple[Place, ...], levels: frozenset[str]) -> tuple[Level | None, ...]:
+def _farthest(route: TreeRoute, places: tuple[RankPlace, ...], levels: frozenset[str]) -> tuple[Level | None, ...]:
     return compressed_level(route, places, dict.fromkeys(levels, True))
 
 
-def all_reduce(
-    mail: Mail, route: Route, parts: Mapping[Span, Tensor], *, out: Tensor | None = None, **options: Any
+def tree_all_reduce(
+    messenger: Messenger, route: TreeRoute, partials: Mapping[Span, Tensor], *, out: Tensor | None = None, **options: Any
 ) -> Tensor:
     """The sum of flat tensors over all ranks, in the memory of this rank's first part, or in `out`."""
-    result = next(iter(parts.values())) if out is None else out
-    pieces = {span: pieces_of(route, part) for span, part in parts.items()}
-    Relay(mail, route, pieces, pieces_of(route, result), **options).wait()
+    result = next(iter(partials.values())) if out is None else out
+    pieces = {span: split_pieces(route, part) for span, part in partials.items()}
+    TreeExecutor(messenger, route, pieces, split_pieces(route, result), **options).wait()
     return result

@@ -15,78 +15,78 @@ import torch
 from torch import Tensor
 
 from shoal.collectives.handshake import new_token
-from shoal.collectives.operation import Operation
-from shoal.collectives.reduction import SUM, Reduction, fold_pieces
+from shoal.collectives.operation import CollectiveOp
+from shoal.collectives.reduction import SUM, Reduction, fold_partials
 from shoal.collectives.shm_segment import TOKEN_BYTES, map_segment, new_segment
-from shoal.collectives.single_host import OnHost, share_of
+from shoal.collectives.single_host import SingleHostTransport, aligned_share
 from shoal.numerics.lanes import Span
 
 if TYPE_CHECKING:
     from shoal.collectives.process_group import ShoalProcessGroup
 
-Parts = Mapping[Span, Tensor | None]
+PartialSums = Mapping[Span, Tensor | None]
 PIECE_BYTES = 1 << 18  # added up at a time: everybody's pieces stay in cache
 
 
-class Commons:
+class SharedBuffers:
     """`flats` are everybody's bytes, by rank; `own` is this rank's."""
 
-    def __init__(self, way: OnHost, flats: Sequence[Tensor], in_turn: Callable[[Callable[[], None]], None]) -> None:
-        self.way = way
-        self._in_turn = in_turn  # runs something in the order of the group's collectives
-        self.flats = list(flats)
-        self.own = self.flats[way.rank]
+    def __init__(self, transport: SingleHostTransport, buffers: Sequence[Tensor], run_in_order: Callable[[Callable[[], None]], None]) -> None:
+        self.transport = transport
+        self._run_in_order = run_in_order  # runs something in the order of the group's collectives
+        self.buffers = list(buffers)
+        self.own = self.buffers[transport.rank]
 
-    def all_reduce(self, dtype: torch.dtype = torch.float32, how: Reduction = SUM) -> None:
+    def all_reduce(self, dtype: torch.dtype = torch.float32, reduction: Reduction = SUM) -> None:
         """Everybody's memory, as elements of one type, becomes their sum."""
-        arena = self.way.arena
-        flats = [flat.view(dtype) for flat in self.flats]
-        parts: Parts = {(rank, rank + 1): flat for rank, flat in enumerate(flats)}
+        arena = self.transport.segment
+        flats = [flat.view(dtype) for flat in self.buffers]
+        parts: PartialSums = {(rank, rank + 1): flat for rank, flat in enumerate(flats)}
 
         def action() -> None:
-            arena.begin(Operation("all_reduce of shared memory", dtype, self.own.numel()))
-            arena.meet(arena.post(), compare=True)
-            self.add_up(arena.size, parts, flats, how)
-            arena.meet(arena.post())
+            arena.begin(CollectiveOp("all_reduce of shared memory", dtype, self.own.numel()))
+            arena.wait_all(arena.publish(), compare=True)
+            self.reduce_own_share(arena.size, parts, flats, reduction)
+            arena.wait_all(arena.publish())
             arena.end()
 
-        self._in_turn(action)
+        self._run_in_order(action)
 
-    def merge(self, lanes: int, sums: Sequence[tuple[Parts, Sequence[Tensor]]]) -> None:
+    def ordered_reduce(self, lanes: int, sums: Sequence[tuple[PartialSums, Sequence[Tensor]]]) -> None:
         """Several sums by lanes: for each, everybody's partial sums by subtree (None where one is absent), and where
         the result goes, by rank. All have met since the parts were filled."""
-        arena = self.way.arena
+        arena = self.transport.segment
 
         def action() -> None:
-            arena.begin(Operation("merge", count=len(sums)))
+            arena.begin(CollectiveOp("merge", count=len(sums)))
             for parts, targets in sums:
-                self.add_up(lanes, parts, targets, SUM)
-            arena.meet(arena.post(), compare=True)
+                self.reduce_own_share(lanes, parts, targets, SUM)
+            arena.wait_all(arena.publish(), compare=True)
             arena.end()
 
-        self._in_turn(action)
+        self._run_in_order(action)
 
-    def add_up(self, lanes: int, parts: Parts, targets: Sequence[Tensor], how: Reduction) -> None:
+    def reduce_own_share(self, lanes: int, partials: PartialSums, targets: Sequence[Tensor], reduction: Reduction) -> None:
         """This rank's share of a sum, written to everybody."""
-        rank, size = self.way.rank, self.way.size
+        rank, size = self.transport.rank, self.transport.size
         own, itemsize = targets[rank], targets[rank].element_size()
-        start, stop = share_of(own.numel(), rank, size, max(1, 64 // itemsize))
+        start, stop = aligned_share(own.numel(), rank, size, max(1, 64 // itemsize))
         step = PIECE_BYTES // itemsize
         others = [target for other, target in enumerate(targets) if other != rank]
         for at in range(start, stop, step):
             end = min(stop, at + step)
             piece = own[at:end]
-            pieces = {span: None if part is None else part[at:end] for span, part in parts.items()}
-            fold_pieces(lanes, pieces, piece, how, self.way.scratch)
-            how.after(piece, size)
+            pieces = {span: None if part is None else part[at:end] for span, part in partials.items()}
+            fold_partials(lanes, pieces, piece, reduction, self.transport.scratch)
+            reduction.finish(piece, size)
             for target in others:
                 target[at:end].copy_(piece)
 
 
-def open_commons(group: "ShoalProcessGroup", num_bytes: int) -> Commons | None:
+def open_shared_buffers(group: "ShoalProcessGroup", num_bytes: int) -> SharedBuffers | None:
     """All ranks call it together. None, on all of them, where they share no host or one cannot have the memory."""
-    way = group.way
-    if not isinstance(way, OnHost):
+    way = group.transport
+    if not isinstance(way, SingleHostTransport):
         return None
     token = new_token()
     num_bytes = TOKEN_BYTES + -(-num_bytes // TOKEN_BYTES) * TOKEN_BYTES
@@ -108,4 +108,4 @@ def open_commons(group: "ShoalProcessGroup", num_bytes: int) -> Commons | None:
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    return Commons(way, found, group.in_turn) if complete else None
+    return SharedBuffers(way, found, group.run_in_order) if complete else None

@@ -18,30 +18,30 @@ from shoal.collectives.single_host import SPREAD_BYTES
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemorySpeed:
     call: float  # seconds of a barrier: a collective on nothing
     turn: float  # seconds for all ranks to meet once more
     bandwidth: float  # bytes per second that a rank copies while all do
 
 
 @dataclass(frozen=True)
-class Moved:
+class ShmTraffic:
     copies: float  # of the tensor, by each rank
     turns: int
 
 
-def moved(size: int, num_bytes: int) -> Moved:
+def shm_traffic(size: int, num_bytes: int) -> ShmTraffic:
     """What an all-reduce of ranks that share a host has to do."""
     if size == 1:
-        return Moved(0.0, 0)
+        return ShmTraffic(0.0, 0)
     if size == 2 or num_bytes < SPREAD_BYTES:
-        return Moved(1 + (size + 1) / 2, max(1, -(-num_bytes // SLOT_BYTES)))
+        return ShmTraffic(1 + (size + 1) / 2, max(1, -(-num_bytes // SLOT_BYTES)))
     room = SLOT_BYTES // (size + 1) * size  # a slot also holds the share that its rank has added up
-    return Moved(2 + (size + 1) / (2 * size), -(-num_bytes // room) + 2)
+    return ShmTraffic(2 + (size + 1) / (2 * size), -(-num_bytes // room) + 2)
 
 
-def seconds_on_host(size: int, num_bytes: int, memory: Memory) -> float:
-    found = moved(size, num_bytes)
+def shm_all_reduce_seconds(size: int, num_bytes: int, memory: MemorySpeed) -> float:
+    found = shm_traffic(size, num_bytes)
     if not found.turns:
         return 0.0
     return memory.call + (found.turns - 1) * memory.turn + found.copies * num_bytes / memory.bandwidth

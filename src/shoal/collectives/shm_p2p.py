@@ -15,21 +15,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.collectives.operation import Operation
-from shoal.collectives.shm_segment import CONTROL_BYTES, HEADS, MAIL_BYTES, SLOT_BYTES, SLOTS, TAILS, Arena, Wait
+from shoal.collectives.operation import CollectiveOp
+from shoal.collectives.shm_segment import CONTROL_BYTES, HEADS, P2P_BYTES, SLOT_BYTES, SLOTS, TAILS, ShmSegment, BackoffWait
 from shoal.errors import CollectiveError
 
 RING_SLOTS = 4
 HEAD_BYTES = 64  # of a slot: keeps the bytes behind it aligned
 _HEAD = struct.Struct("<qqq")  # tag, length of the message, bytes in this slot
-ANYONE = -1
+ANY_SOURCE = -1
 
 
-class Parcel:
+class ShmMessage:
     """A message under way, from either side."""
 
-    def __init__(self, mail: "Mail", what: Operation, number: int, flat: Tensor, peer: int, tag: int) -> None:
-        self.mail, self.what, self.number, self.flat, self.peer, self.tag = mail, what, number, flat, peer, tag
+    def __init__(self, messenger: "ShmMessenger", op: CollectiveOp, number: int, flat: Tensor, peer: int, tag: int) -> None:
+        self.messenger, self.op, self.op_number, self.flat, self.peer, self.tag = messenger, op, number, flat, peer, tag
         self.moved = 0
         self.done = False
         self.error: CollectiveError | None = None
@@ -37,7 +37,7 @@ class Parcel:
         self.finished: Callable[[], None] | None = None  # told once, when it is done or has failed
 
     def __str__(self) -> str:
-        return f"{self.what}, number {self.number}" if self.number else f"{self.what} with tag {self.tag}"
+        return f"{self.op}, number {self.op_number}" if self.op_number else f"{self.op} with tag {self.tag}"
 
     def finish(self, error: CollectiveError | None = None) -> None:
         self.error = error
@@ -47,51 +47,51 @@ class Parcel:
 
     def wait(self, timeout: float | None = None) -> None:
         if not self.done:
-            self.mail.wait(self, timeout)
+            self.messenger.wait(self, timeout)
         if self.error is not None:
             raise self.error
 
 
-class _Arriving:
+class _PartialMessage:
     """A message of which some slots have been read."""
 
-    def __init__(self, tag: int, length: int, parcel: Parcel | None) -> None:
-        self.tag, self.length, self.parcel = tag, length, parcel
-        self.flat = torch.empty(length, dtype=torch.uint8) if parcel is None else parcel.flat
+    def __init__(self, tag: int, length: int, message: ShmMessage | None) -> None:
+        self.tag, self.length, self.message = tag, length, message
+        self.flat = torch.empty(length, dtype=torch.uint8) if message is None else message.flat
         self.moved = 0
 
 
-class Mail:
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self.rank, self.size = arena.rank, arena.size
-        others = max(1, arena.size - 1)
-        self.slot_bytes = (MAIL_BYTES // others // RING_SLOTS - HEAD_BYTES) // 64 * 64
+class ShmMessenger:
+    def __init__(self, shm: ShmSegment) -> None:
+        self.segment = shm
+        self.rank, self.size = shm.rank, shm.size
+        others = max(1, shm.size - 1)
+        self.slot_bytes = (P2P_BYTES // others // RING_SLOTS - HEAD_BYTES) // 64 * 64
         self._lock = threading.RLock()
-        self._out: dict[int, deque[Parcel]] = defaultdict(deque)
-        self._asked: dict[int, list[Parcel]] = defaultdict(list)  # by source, in the order of asking
-        self._aside: dict[int, list[_Arriving]] = defaultdict(list)  # arrived before anybody asked
-        self._current: dict[int, _Arriving] = {}
-        self._mover: threading.Thread | None = None
+        self._out: dict[int, deque[ShmMessage]] = defaultdict(deque)
+        self._posted: dict[int, list[ShmMessage]] = defaultdict(list)  # by source, in the order of asking
+        self._unexpected: dict[int, list[_PartialMessage]] = defaultdict(list)  # arrived before anybody asked
+        self._current: dict[int, _PartialMessage] = {}
+        self._progress_thread: threading.Thread | None = None
         self._wanted = threading.Event()
         self._closed = False
         self.moved = 0  # slots that this rank has filled and emptied
-        page = [memoryview(segment)[:CONTROL_BYTES] for segment in arena.segments]
+        page = [memoryview(segment)[:CONTROL_BYTES] for segment in shm.segments]
 
         def number(rank: int, at: int) -> memoryview:
             return page[rank][at : at + 8].cast("q")
 
-        self._sent = {each: number(self.rank, HEADS + 64 * each) for each in arena.others}
-        self._taken = {each: number(each, TAILS + 64 * self.rank) for each in arena.others}
-        self._filled = {each: number(each, HEADS + 64 * self.rank) for each in arena.others}
-        self._emptied = {each: number(self.rank, TAILS + 64 * each) for each in arena.others}
-        self._rings = {(each, self.rank): self._ring(each, self.rank) for each in arena.others}
-        self._rings |= {(self.rank, each): self._ring(self.rank, each) for each in arena.others}
+        self._sent = {each: number(self.rank, HEADS + 64 * each) for each in shm.others}
+        self._taken = {each: number(each, TAILS + 64 * self.rank) for each in shm.others}
+        self._filled = {each: number(each, HEADS + 64 * self.rank) for each in shm.others}
+        self._emptied = {each: number(self.rank, TAILS + 64 * each) for each in shm.others}
+        self._rings = {(each, self.rank): self._ring(each, self.rank) for each in shm.others}
+        self._rings |= {(self.rank, each): self._ring(self.rank, each) for each in shm.others}
 
     def _ring(self, sender: int, receiver: int) -> list[tuple[memoryview, Tensor]]:
         place = receiver - (receiver > sender)
         start = CONTROL_BYTES + SLOTS * SLOT_BYTES + place * RING_SLOTS * (HEAD_BYTES + self.slot_bytes)
-        segment = self.arena.segments[sender]
+        segment = self.segment.segments[sender]
         ring = []
         for slot in range(RING_SLOTS):
             at = start + slot * (HEAD_BYTES + self.slot_bytes)
@@ -102,71 +102,71 @@ class Mail:
 
     # -- the two ends ---------------------------------------------------------------------------------------------
 
-    def send(self, flat: Tensor, to: int, tag: int, what: Operation, number: int = 0) -> Parcel:
+    def send(self, flat: Tensor, to: int, tag: int, op: CollectiveOp, number: int = 0) -> ShmMessage:
         """`what`: the message; or the collective that it is a part of, with its number."""
-        parcel = Parcel(self, what, number, flat, to, tag)
+        parcel = ShmMessage(self, op, number, flat, to, tag)
         with self._lock:
             self._check()
             self._out[to].append(parcel)
             self._push(to)
-        self._hand_over(parcel)
+        self._ensure_progress(parcel)
         return parcel
 
-    def receive(self, flat: Tensor, source: int, tag: int, what: Operation, number: int = 0) -> Parcel:
+    def receive(self, flat: Tensor, source: int, tag: int, op: CollectiveOp, number: int = 0) -> ShmMessage:
         """From one rank, or from whoever sends first (ANYONE)."""
-        parcel = Parcel(self, what, number, flat, source, tag)
+        parcel = ShmMessage(self, op, number, flat, source, tag)
         with self._lock:
             self._check()
-            self._asked[source].append(parcel)
-            self._look_aside(parcel)
+            self._posted[source].append(parcel)
+            self._match_unexpected(parcel)
             if not parcel.done:
                 self._progress()
-        self._hand_over(parcel)
+        self._ensure_progress(parcel)
         return parcel
 
-    def wait(self, parcel: Parcel, timeout: float | None = None) -> None:
+    def wait(self, message: ShmMessage, timeout: float | None = None) -> None:
         """Moves what can be moved until the parcel has arrived."""
-        waiting: Wait | None = None
+        waiting: BackoffWait | None = None
         tries = 0
-        while not parcel.done:
+        while not message.done:
             with self._lock:
                 moved = self._progress()
-            if parcel.done or moved:
+            if message.done or moved:
                 tries = 0
                 waiting = None if moved else waiting
                 continue
             tries += 1
             if tries < 200:
-                self.arena.give_way(tries)
+                self.segment.backoff(tries)
                 continue
             if waiting is None:
-                waiting = Wait()
-                if not parcel.number:
-                    self.arena.note(parcel.what)
-            waiting.nap()
-            if waiting.due():
-                self._look(parcel, waiting.began, timeout)
+                waiting = BackoffWait()
+                if not message.op_number:
+                    self.segment.record_wait(message.op)
+            waiting.sleep()
+            if waiting.check_due():
+                self._check_peers(message, waiting.began, timeout)
         if waiting is not None:
-            self.arena.note(Operation("none"))
+            self.segment.record_wait(CollectiveOp("none"))
 
-    def _look(self, parcel: Parcel, began: float, timeout: float | None) -> None:
-        peers = self.arena.others if parcel.peer == ANYONE else [parcel.peer]
+    def _check_peers(self, message: ShmMessage, began: float, timeout: float | None) -> None:
+        peers = self.segment.others if message.peer == ANY_SOURCE else [message.peer]
 
         def missed() -> Sequence[int]:
             with self._lock:
                 self._progress()
-                return () if parcel.done else peers
+                return () if message.done else peers
 
         try:
-            self.arena.look(missed, began, str(parcel), timeout, any_of_them=parcel.peer == ANYONE)
+            self.segment.check_peers(missed, began, str(message), timeout, any_of_them=message.peer == ANY_SOURCE)
         except CollectiveError as error:
             with self._lock:
-                self._drop(error)
+                self._fail_all(error)
             raise
 
     def _check(self) -> None:
-        if self.arena.broken is not None:
-            raise self.arena.broken
+        if self.segment.failure is not None:
+            raise self.segment.failure
 
     # -- moving bytes: under the lock -----------------------------------------------------------------------------
 
@@ -175,9 +175,9 @@ class Mail:
         for peer, parcels in self._out.items():
             if parcels:
                 moved |= self._push(peer)
-        anyone = bool(self._asked[ANYONE])
-        for peer in self.arena.others:
-            if anyone or self._asked[peer] or peer in self._current:
+        anyone = bool(self._posted[ANY_SOURCE])
+        for peer in self.segment.others:
+            if anyone or self._posted[peer] or peer in self._current:
                 moved |= self._pull(peer)
         return moved
 
@@ -209,7 +209,7 @@ class Mail:
             tag, length, count = _HEAD.unpack_from(head)
             message = self._current.get(source)
             if message is None:
-                message = self._current[source] = self._open(source, tag, length)
+                message = self._current[source] = self._begin_message(source, tag, length)
             if count:
                 message.flat[message.moved : message.moved + count].copy_(slot[:count])
                 message.moved += count
@@ -218,99 +218,99 @@ class Mail:
             moved = True
             if message.moved == message.length:
                 del self._current[source]
-                if message.parcel is not None:
-                    message.parcel.source = source
-                    message.parcel.finish()
+                if message.message is not None:
+                    message.message.source = source
+                    message.message.finish()
                 else:
                     self._deliver(source)
         return moved
 
-    def _open(self, source: int, tag: int, length: int) -> _Arriving:
+    def _begin_message(self, source: int, tag: int, length: int) -> _PartialMessage:
         """The beginning of a message: straight to whoever asked for it, if the length is right."""
-        for key in (source, ANYONE):
-            for parcel in self._asked[key]:
+        for key in (source, ANY_SOURCE):
+            for parcel in self._posted[key]:
                 if parcel.tag == tag:
                     if parcel.flat.numel() == length:
-                        self._asked[key].remove(parcel)
-                        return _Arriving(tag, length, parcel)
+                        self._posted[key].remove(parcel)
+                        return _PartialMessage(tag, length, parcel)
                     break
-        message = _Arriving(tag, length, None)
-        self._aside[source].append(message)
+        message = _PartialMessage(tag, length, None)
+        self._unexpected[source].append(message)
         return message
 
     def _deliver(self, source: int) -> None:
-        for key in (source, ANYONE):
-            for parcel in list(self._asked[key]):
-                self._look_aside(parcel)
+        for key in (source, ANY_SOURCE):
+            for parcel in list(self._posted[key]):
+                self._match_unexpected(parcel)
 
-    def _look_aside(self, parcel: Parcel) -> None:
+    def _match_unexpected(self, receive: ShmMessage) -> None:
         """Gives a parcel the message that came before it was asked for, if there is one."""
-        for source in self.arena.others if parcel.peer == ANYONE else (parcel.peer,):
-            for message in self._aside[source]:
-                if message.tag != parcel.tag:
+        for source in self.segment.others if receive.peer == ANY_SOURCE else (receive.peer,):
+            for message in self._unexpected[source]:
+                if message.tag != receive.tag:
                     continue
                 if message.moved < message.length:
                     break  # the right one, still coming in
-                self._aside[source].remove(message)
-                self._asked[parcel.peer].remove(parcel)
-                parcel.source = source
-                if message.length != parcel.flat.numel():
-                    sender, own = self.arena.members[source], self.arena.members[self.rank]
-                    parcel.finish(
+                self._unexpected[source].remove(message)
+                self._posted[receive.peer].remove(receive)
+                receive.source = source
+                if message.length != receive.flat.numel():
+                    sender, own = self.segment.members[source], self.segment.members[self.rank]
+                    receive.finish(
                         CollectiveError(
-                            f"{sender} sent {message.length} bytes with tag {parcel.tag} to {own},"
-                            f" which has room for {parcel.flat.numel()}: {parcel.what}"
+                            f"{sender} sent {message.length} bytes with tag {receive.tag} to {own},"
+                            f" which has room for {receive.flat.numel()}: {receive.op}"
                         )
                     )
                 else:
                     if message.length:
-                        parcel.flat.copy_(message.flat)
-                    parcel.finish()
+                        receive.flat.copy_(message.flat)
+                    receive.finish()
                 return
 
-    def _drop(self, error: CollectiveError) -> None:
+    def _fail_all(self, error: CollectiveError) -> None:
         """Nothing more will come: whoever waits is told why."""
-        pending = [parcel for parcels in (*self._out.values(), *self._asked.values()) for parcel in parcels]
-        pending += [message.parcel for message in self._current.values() if message.parcel is not None]
+        pending = [parcel for parcels in (*self._out.values(), *self._posted.values()) for parcel in parcels]
+        pending += [message.message for message in self._current.values() if message.message is not None]
         self._out.clear()
-        self._asked.clear()
+        self._posted.clear()
         self._current.clear()
         for parcel in pending:
             parcel.finish(error)
 
     # -- for those that nobody waits for --------------------------------------------------------------------------
 
-    def _hand_over(self, parcel: Parcel) -> None:
-        if parcel.done:
+    def _ensure_progress(self, message: ShmMessage) -> None:
+        if message.done:
             return
-        if self._mover is None:
-            self._mover = threading.Thread(target=self._move, name="shoal mail", daemon=True)
-            self._mover.start()
+        if self._progress_thread is None:
+            self._progress_thread = threading.Thread(target=self._progress_loop, name="shoal mail", daemon=True)
+            self._progress_thread.start()
         self._wanted.set()
 
-    def _move(self) -> None:
+    def _progress_loop(self) -> None:
         while not self._closed:
             self._wanted.wait()
             self._wanted.clear()
-            waiting = Wait()
+            waiting = BackoffWait()
             while not self._closed:
                 with self._lock:
                     moved = self._progress()
-                    idle = not any(self._out.values()) and not any(self._asked.values()) and not self._current
-                    if self.arena.broken is not None:
-                        self._drop(self.arena.broken)
+                    idle = not any(self._out.values()) and not any(self._posted.values()) and not self._current
+                    if self.segment.failure is not None:
+                        self._fail_all(self.segment.failure)
                         idle = True
                 if idle:
                     break
                 if moved:
-                    waiting = Wait()
+                    waiting = BackoffWait()
                     continue
-                waiting.nap()
+                waiting.sleep()
 
     def close(self) -> None:
         self._closed = True
         self._wanted.set()
-        if self._mover is not None and self._mover is not threading.current_thread():
-            self._mover.join()
+        if self._progress_thread is not None and self._progress_thread is not threading.current_thread():
+            self._progress_thread.join()
         with self._lock:
-            self._drop(CollectiveError("the group was closed"))
+            self._fail_all(CollectiveError("the group was closed"))

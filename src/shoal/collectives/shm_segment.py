@@ -28,22 +28,22 @@ import torch
 from torch import Tensor
 
 from shoal.collectives import futex
-from shoal.collectives.handshake import Member, passed_on, stumbled
-from shoal.collectives.operation import RECORD_BYTES, Operation, read_record
+from shoal.collectives.handshake import GroupMember, relayed_error, left_midway_error
+from shoal.collectives.operation import RECORD_BYTES, CollectiveOp, read_record
 from shoal.errors import CollectiveError, PeerLost
 
 SLOTS = 4
 SLOT_BYTES = 1 << 20
-MAIL_BYTES = 2 << 20
-MOST_RANKS = 128
+P2P_BYTES = 2 << 20
+MAX_RANKS = 128
 TOKEN_BYTES = 64
-MOST_OF_FREE = 0.5  # of the host's free memory that segments may take: asking for more could get a process killed
+MAX_FREE_SHARE = 0.5  # of the host's free memory that segments may take: asking for more could get a process killed
 
 # The control page, in bytes from its start.
 TURN, STATE, FINISHED, RECORDS, MESSAGE, TEXT, HEADS, TAILS = 64, 128, 192, 256, 512, 640, 2048, 10240
 ASLEEP = 1984  # not 0 while this rank sleeps until somebody posts
 CONTROL_BYTES = 20480
-SEGMENT_BYTES = CONTROL_BYTES + SLOTS * SLOT_BYTES + MAIL_BYTES
+SEGMENT_BYTES = CONTROL_BYTES + SLOTS * SLOT_BYTES + P2P_BYTES
 LIVE, LEFT, LOST, REFUSED = 0, 1, 2, 3  # the last two: gave up, since somebody is lost, or does something else
 _NUMBER = struct.Struct("<q")
 _RECORD_STEP = 128
@@ -55,13 +55,13 @@ SLEEP_NANOSECONDS = 1_000_000  # at the most: a call to wake up can be missed in
 NAP_SECONDS = 0.00005
 LONG_NAP_SECONDS = 0.001
 LONG_WAIT_SECONDS = 0.05
-LOOK_SECONDS = 0.02  # how often to see whether the others are alive
+POLL_SECONDS = 0.02  # how often to see whether the others are alive
 
 
 def new_segment(num_bytes: int, token: str, sharers: int = 1) -> int:
     """A descriptor of fresh memory, reserved so that touching it later cannot fail. Raises OSError with the reason."""
     free = free_memory()
-    if num_bytes * sharers > MOST_OF_FREE * free:
+    if num_bytes * sharers > MAX_FREE_SHARE * free:
         raise OSError(f"{num_bytes * sharers >> 20} MB wanted, and the host has {free >> 20} MB free")
     descriptor = os.memfd_create("shoal", os.MFD_CLOEXEC)
     try:
@@ -94,7 +94,7 @@ def free_memory() -> int:
         return 0
 
 
-def supported() -> str:
+def unsupported_reason() -> str:
     """Why shared memory cannot serve on this machine; empty where it can."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"the processor is {platform.machine()}, which may reorder stores"
@@ -103,17 +103,17 @@ def supported() -> str:
     return ""
 
 
-class Arena:
+class ShmSegment:
     """The ranks of one host. `rank` counts within the host; `members` tells who they are in the group."""
 
-    def __init__(self, members: Sequence[Member], rank: int, segments: Sequence[mmap.mmap], timeout: float) -> None:
+    def __init__(self, members: Sequence[GroupMember], rank: int, segments: Sequence[mmap.mmap], timeout: float) -> None:
         self.members = list(members)
         self.rank, self.size = rank, len(members)
         self.others = [each for each in range(self.size) if each != rank]
         self.timeout = timeout
         self.turn = 0
         self.sequence = 0
-        self.broken: CollectiveError | None = None
+        self.failure: CollectiveError | None = None
         self.segments = list(segments)
         self._spins = SPINS if self.size <= len(os.sched_getaffinity(0)) else 0
         self._control = [memoryview(segment)[:CONTROL_BYTES] for segment in segments]
@@ -136,7 +136,7 @@ class Arena:
         self._poll = select.poll()
         for each in self.others:
             try:
-                descriptor = os.pidfd_open(members[each].process)
+                descriptor = os.pidfd_open(members[each].pid)
             except OSError:
                 self._ended.add(each)
                 continue
@@ -147,13 +147,13 @@ class Arena:
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
-    def begin(self, what: Operation) -> None:
+    def begin(self, op: CollectiveOp) -> None:
         """Says what this rank does next. The first meeting compares it with what the others do."""
-        if self.broken is not None:
-            raise self.broken
+        if self.failure is not None:
+            raise self.failure
         self.sequence += 1
         self._began = time.monotonic()
-        self._record = what.record
+        self._record = op.record
         at = RECORDS + self.sequence % 2 * _RECORD_STEP
         own = self._control[self.rank]
         own[at + 8 : at + 8 + RECORD_BYTES] = self._record
@@ -169,7 +169,7 @@ class Arena:
             typed = self._typed[dtype] = [[slot.view(dtype) for slot in slots] for slots in self._slots]
         return typed[turn % SLOTS][rank]
 
-    def post(self) -> int:
+    def publish(self) -> int:
         """This rank has filled its slot of the next turn. Returns the turn."""
         self.turn += 1
         self._turns[self.rank][0] = self.turn
@@ -179,18 +179,18 @@ class Arena:
                 break
         return self.turn
 
-    def meet(self, turn: int, compare: bool = False) -> None:
+    def wait_all(self, turn: int, compare: bool = False) -> None:
         """Waits until all have posted a turn. `compare` in the first turn of an operation."""
         for rank in self.others:
             if self._turns[rank][0] < turn:
-                self._await(rank, turn)
+                self._wait_rank(rank, turn)
         if compare:
             at = RECORDS + self.sequence % 2 * _RECORD_STEP + 8
             for rank in self.others:
                 if self._control[rank][at : at + RECORD_BYTES] != self._record:
-                    self._refuse(rank, read_record(bytes(self._control[rank][at : at + RECORD_BYTES])))
+                    self._raise_mismatch(rank, read_record(bytes(self._control[rank][at : at + RECORD_BYTES])))
 
-    def _await(self, rank: int, turn: int) -> None:
+    def _wait_rank(self, rank: int, turn: int) -> None:
         posted = self._turns[rank]
         for _ in range(self._spins):
             if posted[0] >= turn:
@@ -199,26 +199,26 @@ class Arena:
             os.sched_yield()
             if posted[0] >= turn:
                 return
-        wait = Wait()
+        wait = BackoffWait()
         asleep, address = self._asleep[self.rank], self._addresses[rank]
         while (seen := posted[0]) < turn:
             asleep[0] = 1
             futex.wait(address, seen, SLEEP_NANOSECONDS)
             asleep[0] = 0
-            if wait.due() and posted[0] < turn:
+            if wait.check_due() and posted[0] < turn:
                 what = f"{read_record(self._record)}, number {self.sequence}"
-                self.look(lambda: [each for each in self.others if self._turns[each][0] < turn], wait.began, what)
+                self.check_peers(lambda: [each for each in self.others if self._turns[each][0] < turn], wait.began, what)
 
-    def give_way(self, tries: int) -> None:
+    def backoff(self, tries: int) -> None:
         """Between two looks of a short wait."""
         if tries > self._spins:
             os.sched_yield()
 
     # -- when something is wrong ----------------------------------------------------------------------------------
 
-    def look(
+    def check_peers(
         self,
-        missed: Callable[[], Sequence[int]],
+        missing: Callable[[], Sequence[int]],
         since: float,
         doing: str,
         timeout: float | None = None,
@@ -229,32 +229,32 @@ class Arena:
         With `any_of_them` one is enough to come: those that have left are not missed until all have.
         """
         with self._guard:
-            if self.broken is None:
+            if self.failure is None:
                 self._ended |= {self._alive[descriptor] for descriptor, _ in self._poll.poll(0)}
             ended, states = set(self._ended), [state[0] for state in self._states]
-        if self.broken is not None:
-            raise self.broken
-        absent = missed()  # after the states: whoever came before it ended is not missed
+        if self.failure is not None:
+            raise self.failure
+        absent = missing()  # after the states: whoever came before it ended is not missed
         if not absent:
             return
         left = [rank for rank in absent if states[rank] == LEFT]
         for rank in absent:
             if states[rank] == LEFT and (not any_of_them or len(left) == len(absent)):
-                self.give_up(PeerLost(f"{self._lost(rank, doing)}: it has left the group{self._last(rank)}"))
+                self.fail_and_raise(PeerLost(f"{self._lost_reason(rank, doing)}: it has left the group{self._last_known(rank)}"))
             if rank in ended and states[rank] == LIVE:
-                self.give_up(PeerLost(f"{self._lost(rank, doing)}: its process has ended{self._last(rank)}"))
+                self.fail_and_raise(PeerLost(f"{self._lost_reason(rank, doing)}: its process has ended{self._last_known(rank)}"))
         for other in self.others:  # somebody in trouble stops coming: pass on why
             if states[other] in (LOST, REFUSED):
-                self.give_up((PeerLost if states[other] == LOST else CollectiveError)(self._told(other)))
+                self.fail_and_raise((PeerLost if states[other] == LOST else CollectiveError)(self._reported_reason(other)))
         limit = self.timeout if timeout is None else timeout
         if time.monotonic() - since > limit:
             rest = "".join(f", nor of rank {self.members[rank].rank}" for rank in absent[1:] if not any_of_them)
-            chain = self._chain_of(absent[0])
+            chain = self._wait_chain(absent[0])
             links = "".join(f"rank {here} waits for rank {there}, " for here, there in pairwise(chain))
-            fact = f"{links}no sign of it for {limit:g} s{rest}{self._last(chain[-1])}"
-            self.give_up(PeerLost(f"{self._lost(chain[-1], doing)}: {fact}"))
+            fact = f"{links}no sign of it for {limit:g} s{rest}{self._last_known(chain[-1])}"
+            self.fail_and_raise(PeerLost(f"{self._lost_reason(chain[-1], doing)}: {fact}"))
 
-    def _chain_of(self, rank: int) -> list[int]:
+    def _wait_chain(self, rank: int) -> list[int]:
         """A rank, the one whose message it waits for, and so on to one that waits for nobody."""
         chain = [rank]
         while (message := self._waits_in(chain[-1])).name != "none":
@@ -263,21 +263,21 @@ class Arena:
             chain.append(message.peer)
         return chain
 
-    def _waits_in(self, rank: int) -> Operation:
+    def _waits_in(self, rank: int) -> CollectiveOp:
         """The message that a rank waits for."""
         return read_record(bytes(self._control[rank][MESSAGE : MESSAGE + RECORD_BYTES]))
 
-    def give_up(self, error: CollectiveError) -> None:
+    def fail_and_raise(self, error: CollectiveError) -> None:
         self.fail(error)
-        assert self.broken is not None
-        raise self.broken
+        assert self.failure is not None
+        raise self.failure
 
     def fail(self, error: CollectiveError) -> None:
         """This rank takes no further part. The others are told why, since they may be waiting for it."""
         with self._guard:
-            if self.broken is not None:
+            if self.failure is not None:
                 return
-            self.broken = error
+            self.failure = error
             text = str(error).encode()[: _TEXT_BYTES - 8]
             own = self._control[self.rank]
             own[TEXT + 8 : TEXT + 8 + len(text)] = text
@@ -288,44 +288,44 @@ class Arena:
         """A collective ended with an exception. Midway, it cannot be taken up again: the others are told."""
         if self._finished[self.rank][0] < self.sequence:
             doing = f"{read_record(self._record)}, number {self.sequence}"
-            self.fail(stumbled(self.members[self.rank], doing, error))
+            self.fail(left_midway_error(self.members[self.rank], doing, error))
 
-    def lose(self, rank: int, error: OSError) -> None:
+    def peer_unreadable(self, rank: int, error: OSError) -> None:
         """Another rank's memory cannot be reached in the middle of an operation."""
         doing = f"{read_record(self._record)}, number {self.sequence}"
         for _ in range(10):  # a process loses its memory some moments before it is known to have ended
-            self.look(lambda: [rank], time.monotonic(), doing)
+            self.check_peers(lambda: [rank], time.monotonic(), doing)
             time.sleep(0.01)
         why = f"its memory cannot be reached ({error.strerror})"
-        self.give_up(PeerLost(f"{self._lost(rank, doing)}: {why}{self._last(rank)}"))
+        self.fail_and_raise(PeerLost(f"{self._lost_reason(rank, doing)}: {why}{self._last_known(rank)}"))
 
-    def ended(self) -> list[int]:
+    def ended_ranks(self) -> list[int]:
         """Ranks of the group whose processes have ended."""
         with self._guard:
             self._ended |= {self._alive[descriptor] for descriptor, _ in self._poll.poll(0)}
             return [self.members[rank].rank for rank in sorted(self._ended)]
 
-    def doing(self) -> tuple[str, list[int], float] | None:
+    def status(self) -> tuple[str, list[int], float] | None:
         """For another thread: the operation under way, the ranks of the group that it waits for, and for how long."""
         if self._finished[self.rank][0] >= self.sequence:
             return None
         absent = [self.members[each].rank for each in self.others if self._turns[each][0] < self.turn]
         return f"{read_record(self._record)}, number {self.sequence}", absent, time.monotonic() - self._began
 
-    def note(self, what: Operation) -> None:
+    def record_wait(self, op: CollectiveOp) -> None:
         """For whoever asks later what this rank was doing: a message it waits for."""
-        self._control[self.rank][MESSAGE : MESSAGE + RECORD_BYTES] = what.record
+        self._control[self.rank][MESSAGE : MESSAGE + RECORD_BYTES] = op.record
 
-    def _lost(self, rank: int, doing: str) -> str:
+    def _lost_reason(self, rank: int, doing: str) -> str:
         return f"rank {self.members[self.rank].rank} in {doing} lost {self.members[rank]}"
 
-    def _told(self, rank: int) -> str:
+    def _reported_reason(self, rank: int) -> str:
         control = self._control[rank]
         (length,) = _NUMBER.unpack(control[TEXT : TEXT + 8])
         text = bytes(control[TEXT + 8 : TEXT + 8 + length]).decode(errors="replace")
-        return passed_on(self.members[rank], text)
+        return relayed_error(self.members[rank], text)
 
-    def _last(self, rank: int) -> str:
+    def _last_known(self, rank: int) -> str:
         """What a rank was doing last, as far as its segment tells."""
         control = self._control[rank]
         records = []
@@ -340,9 +340,9 @@ class Arena:
         done = "finished" if self._finished[rank][0] >= sequence else "under way"
         return f"; its last was {read_record(record)}, number {sequence}, {done}{waiting}"
 
-    def _refuse(self, rank: int, theirs: Operation) -> None:
+    def _raise_mismatch(self, rank: int, theirs: CollectiveOp) -> None:
         own = read_record(self._record)
-        self.give_up(
+        self.fail_and_raise(
             CollectiveError(
                 f"the ranks are not doing the same thing in number {self.sequence}:"
                 f" rank {self.members[self.rank].rank} on {self.members[self.rank].name} does {own},"
@@ -357,28 +357,28 @@ class Arena:
         with self._guard:
             if self._states[self.rank][0] == LIVE:
                 self._states[self.rank][0] = LEFT
-            if self.broken is None:
-                self.broken = PeerLost(f"{self.members[self.rank]} has left this group")
+            if self.failure is None:
+                self.failure = PeerLost(f"{self.members[self.rank]} has left this group")
             for descriptor in self._alive:
                 os.close(descriptor)
             self._alive.clear()
             self._poll = select.poll()
 
 
-class Wait:
+class BackoffWait:
     """A long wait: naps that grow, and now and then a look around."""
 
     def __init__(self) -> None:
         self.began = self._looked = time.monotonic()
         self._naps = 0
 
-    def nap(self) -> None:
+    def sleep(self) -> None:
         self._naps += 1
         time.sleep(NAP_SECONDS if self._naps < LONG_WAIT_SECONDS / NAP_SECONDS / 3 else LONG_NAP_SECONDS)
 
-    def due(self) -> bool:
+    def check_due(self) -> bool:
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._looked < POLL_SECONDS:
             return False
         self._looked = now
         return True

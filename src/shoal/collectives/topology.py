@@ -15,30 +15,30 @@ LEVELS: tuple[Level, ...] = ("memory", "host", "rack")
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class RankPlace:
     """Two ranks share a host if their places are equal: hosts of different racks may have the same name."""
 
     host: str
     rack: str = ""
 
 
-def level(one: Place, other: Place) -> Level:
+def link_level(one: RankPlace, other: RankPlace) -> Level:
     """What lies between two ranks."""
     if one == other:
         return "memory"
     return "host" if one.rack == other.rack else "rack"
 
 
-def setting(settings: Mapping[str, T], where: Level) -> T | None:
+def level_setting(settings: Mapping[str, T], where: Level) -> T | None:
     """What was set for a level. A setting between hosts holds between racks too, unless those have their own."""
     if where == "rack" and "rack" not in settings:
         where = "host"
     return settings.get(where)
 
 
-def layout(places: Sequence[Place]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def ranks_by_host(places: Sequence[RankPlace]) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Ranks by host, hosts by rack, each in the order of its first rank."""
-    racks: dict[str, dict[Place, list[int]]] = {}
+    racks: dict[str, dict[RankPlace, list[int]]] = {}
     for rank, place in enumerate(places):
         racks.setdefault(place.rack, {}).setdefault(place, []).append(rank)
     return tuple(tuple(tuple(ranks) for ranks in hosts.values()) for hosts in racks.values())

@@ -22,19 +22,19 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from shoal.collectives.topology import Place, layout
+from shoal.collectives.topology import RankPlace, ranks_by_host
 from shoal.errors import InputError
-from shoal.numerics.lanes import Span, split, subtrees
+from shoal.numerics.lanes import Span, split_point, subtrees
 
 GRAIN = 64  # pieces begin at multiples of this many elements: fused kernels depend on where a slice begins
-LEAST_CHUNK, MOST_CHUNK = 1 << 18, 1 << 19  # bytes of a piece that travel at a time: worth a message; stay in cache
+MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 19  # bytes of a piece that travel at a time: worth a message; stay in cache
 CHUNKS = 16  # of a piece, between these two: so that stages overlap
-MOST_CHUNKS = 4096  # of a tensor: each is a message with a tag of its own
-MOST_PIECES = 4  # per rank: more would balance uneven hosts better, and drown in messages
+MAX_CHUNKS = 4096  # of a tensor: each is a message with a tag of its own
+MAX_PIECES = 4  # per rank: more would balance uneven hosts better, and drown in messages
 
 
 @dataclass(frozen=True)
-class Route:
+class TreeRoute:
     """A tree per piece: the parent of each rank, the root's being itself."""
 
     name: str
@@ -56,7 +56,7 @@ class Route:
         return self._hash
 
 
-def bounds(length: int, pieces: int, grain: int = GRAIN) -> tuple[Span, ...]:
+def piece_bounds(length: int, pieces: int, grain: int = GRAIN) -> tuple[Span, ...]:
     """Cuts a flat tensor into equal pieces at multiples of the grain. The last ones may be empty."""
     each, more = divmod(-(-length // grain), pieces)
     cuts = [min(length, (piece * each + min(piece, more)) * grain) for piece in range(pieces + 1)]
@@ -65,24 +65,24 @@ def bounds(length: int, pieces: int, grain: int = GRAIN) -> tuple[Span, ...]:
 
 def chunk_size(piece_bytes: int, num_bytes: int, compressed: bool = False) -> int:
     """How much of the largest piece travels at a time. What is compressed makes smaller messages of larger chunks."""
-    wanted = MOST_CHUNK if compressed else min(MOST_CHUNK, max(LEAST_CHUNK, piece_bytes // CHUNKS))
-    return max(wanted, num_bytes // MOST_CHUNKS)
+    wanted = MAX_CHUNK if compressed else min(MAX_CHUNK, max(MIN_CHUNK, piece_bytes // CHUNKS))
+    return max(wanted, num_bytes // MAX_CHUNKS)
 
 
 # -- the routes -------------------------------------------------------------------------------------------------------
 
 
-def direct(size: int) -> Route:
+def direct(size: int) -> TreeRoute:
     """Everybody sends piece p to rank p: two stages, and the traffic of a ring."""
-    return Route("direct", tuple((piece,) * size for piece in range(size)))
+    return TreeRoute("direct", tuple((piece,) * size for piece in range(size)))
 
 
-def tree(size: int) -> Route:
+def tree(size: int) -> TreeRoute:
     """One piece, handed from neighbour to neighbour in the order of the lanes' tree: few messages, full length."""
-    return Route("tree", (_along_the_tree(size, lambda span: span[0]),))
+    return TreeRoute("tree", (_tree_parents(size, lambda span: span[0]),))
 
 
-def halving(size: int) -> Route:
+def halving(size: int) -> TreeRoute:
     """Halving-doubling, nearest first: half of the tensor to the neighbour, a quarter to the next pair, and so on."""
     if size & (size - 1):
         raise InputError(
@@ -93,10 +93,10 @@ def halving(size: int) -> Route:
     def representative(piece: int) -> Callable[[Span], int]:
         return lambda span: span[0] + piece % (span[1] - span[0])
 
-    return Route("halving", tuple(_along_the_tree(size, representative(piece)) for piece in range(size)))
+    return TreeRoute("halving", tuple(_tree_parents(size, representative(piece)) for piece in range(size)))
 
 
-def _along_the_tree(size: int, representative: Callable[[Span], int]) -> tuple[int, ...]:
+def _tree_parents(size: int, representative: Callable[[Span], int]) -> tuple[int, ...]:
     """Parents in a tree where each subtree of the ranks has a representative, who takes over from its two halves'."""
     parents = list(range(size))
 
@@ -105,7 +105,7 @@ def _along_the_tree(size: int, representative: Callable[[Span], int]) -> tuple[i
         if here != parent:
             parents[here] = parent
         if span[1] - span[0] > 1:
-            middle = split(span)
+            middle = split_point(span)
             descend((span[0], middle), here)
             descend((middle, span[1]), here)
 
@@ -113,27 +113,27 @@ def _along_the_tree(size: int, representative: Callable[[Span], int]) -> tuple[i
     return tuple(parents)
 
 
-def ring(places: Sequence[Place]) -> Route:
+def ring(places: Sequence[RankPlace]) -> TreeRoute:
     """Once round, host by host and rack by rack; piece p ends at rank p."""
-    order = [rank for hosts in layout(places) for ranks in hosts for rank in ranks]
+    order = [rank for hosts in ranks_by_host(places) for ranks in hosts for rank in ranks]
     after = dict(zip(order, [*order[1:], order[0]], strict=True))
     size = len(places)
-    return Route(
+    return TreeRoute(
         "ring", tuple(tuple(piece if rank == piece else after[rank] for rank in range(size)) for piece in range(size))
     )
 
 
-def hierarchical(places: Sequence[Place], *, roots: Sequence[int] | None = None) -> Route:
+def hierarchical(places: Sequence[RankPlace], *, roots: Sequence[int] | None = None) -> TreeRoute:
     """Inside the host, then inside the rack, then between racks: each link is crossed by as few sums as can be.
 
     Racks, then hosts in a rack, then ranks on a host have equal shares of the roots, and take equal turns as
     representatives. `roots` asks for other ones: piece p for the p-th of them.
     """
-    racks = layout(places)
+    racks = ranks_by_host(places)
     coordinates = _all_turns(racks) if roots is None else None
-    if coordinates is None or len(coordinates) > MOST_PIECES * len(places):
+    if coordinates is None or len(coordinates) > MAX_PIECES * len(places):
         coordinates = _own_turns(racks, range(len(places)) if roots is None else roots)
-    return Route("hierarchical", tuple(_gathered(racks, *turn) for turn in coordinates))
+    return TreeRoute("hierarchical", tuple(_hierarchical_parents(racks, *turn) for turn in coordinates))
 
 
 Racks = tuple[tuple[tuple[int, ...], ...], ...]
@@ -145,7 +145,7 @@ def _all_turns(racks: Racks) -> list[Turn]:
     hosts = math.lcm(*(len(rack) for rack in racks))
     ranks = math.lcm(*(len(host) for rack in racks for host in rack))
     return sorted(
-        (_whose_turn(rack, host, rank), host, rank) for rack in racks for host in range(hosts) for rank in range(ranks)
+        (_turn_of(rack, host, rank), host, rank) for rack in racks for host in range(hosts) for rank in range(ranks)
     )
 
 
@@ -160,15 +160,15 @@ def _own_turns(racks: Racks, roots: Sequence[int]) -> list[Turn]:
     return [seats[root] for root in roots]
 
 
-def _whose_turn(rack: tuple[tuple[int, ...], ...], host: int, rank: int) -> int:
+def _turn_of(rack: tuple[tuple[int, ...], ...], host: int, rank: int) -> int:
     ranks = rack[host % len(rack)]
     return ranks[rank % len(ranks)]
 
 
-def _gathered(racks: Racks, root: int, host_turn: int, rank_turn: int) -> tuple[int, ...]:
+def _hierarchical_parents(racks: Racks, root: int, host_turn: int, rank_turn: int) -> tuple[int, ...]:
     parents: dict[int, int] = {}
     for rack in racks:
-        in_rack = root if any(root in host for host in rack) else _whose_turn(rack, host_turn, rank_turn)
+        in_rack = root if any(root in host for host in rack) else _turn_of(rack, host_turn, rank_turn)
         for host in rack:
             on_host = in_rack if in_rack in host else host[rank_turn % len(host)]
             parents |= dict.fromkeys(host, on_host)
@@ -177,7 +177,7 @@ def _gathered(racks: Racks, root: int, host_turn: int, rank_turn: int) -> tuple[
     return tuple(parents[rank] for rank in range(len(parents)))
 
 
-def towards(route: Route, root: int) -> Route:
+def reroot(route: TreeRoute, root: int) -> TreeRoute:
     """The same trees, hung up at one rank: a route for reduce and broadcast that crosses the same links."""
 
     def turned(parents: tuple[int, ...]) -> tuple[int, ...]:
@@ -190,14 +190,14 @@ def towards(route: Route, root: int) -> Route:
             changed[upper] = lower
         return tuple(changed)
 
-    return Route(route.name, tuple(turned(parents) for parents in route.parents))
+    return TreeRoute(route.name, tuple(turned(parents) for parents in route.parents))
 
 
 # -- what each rank does ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Duty:
+class TreeTask:
     """What one rank does for one piece.
 
     It keeps its own sums in the first slots and those of its children in the next, adds slots in pairs (the result
@@ -215,23 +215,23 @@ class Duty:
 
 
 @lru_cache(maxsize=128)
-def duties(route: Route, lanes: int, deal: tuple[Span, ...], ordered: bool = True) -> tuple[tuple[Duty, ...], ...]:
+def tree_tasks(route: TreeRoute, lanes: int, assignment: tuple[Span, ...], ordered: bool = True) -> tuple[tuple[TreeTask, ...], ...]:
     """Everybody's duties, by rank and piece.
 
     With `ordered=False` everybody hands on one sum, its own and its children's in order of their first lanes.
     """
-    by_piece = [_duties(piece, parents, lanes, deal, ordered) for piece, parents in enumerate(route.parents)]
+    by_piece = [_piece_tasks(piece, parents, lanes, assignment, ordered) for piece, parents in enumerate(route.parents)]
     return tuple(tuple(piece[rank] for piece in by_piece) for rank in range(route.size))
 
 
-def _duties(piece: int, parents: tuple[int, ...], lanes: int, deal: tuple[Span, ...], ordered: bool) -> dict[int, Duty]:
+def _piece_tasks(piece: int, parents: tuple[int, ...], lanes: int, assignment: tuple[Span, ...], ordered: bool) -> dict[int, TreeTask]:
     depth = {rank: _depth(parents, rank) for rank in range(len(parents))}
     height = dict.fromkeys(depth, 0)
     children: dict[int, list[int]] = {rank: [] for rank in depth}
     handed: dict[int, tuple[Span, ...]] = {}
-    found: dict[int, Duty] = {}
+    found: dict[int, TreeTask] = {}
     for rank in sorted(depth, key=lambda rank: (-depth[rank], rank)):  # children before their parents
-        own = subtrees(lanes, deal[rank])
+        own = subtrees(lanes, assignment[rank])
         children[rank].sort(key=lambda child: (height[child], child))
         slots = [*own, *(span for child in children[rank] for span in handed[child])]
         folds, rest = (fold_in_order if ordered else _fold_as_it_comes)(lanes, slots)
@@ -240,7 +240,7 @@ def _duties(piece: int, parents: tuple[int, ...], lanes: int, deal: tuple[Span, 
         if parent != rank:
             children[parent].append(rank)
             height[parent] = max(height[parent], height[rank] + 1)
-        found[rank] = Duty(
+        found[rank] = TreeTask(
             piece=piece,
             parent=None if parent == rank else parent,
             children=tuple((child, len(handed[child])) for child in children[rank]),
@@ -273,7 +273,7 @@ def fold_in_order(lanes: int, slots: Sequence[Span]) -> Folds:
     def visit(node: Span, inside: list[tuple[Span, int]]) -> list[tuple[Span, int]]:
         if not inside or inside[0][0] == node:
             return inside
-        middle = split(node)
+        middle = split_point(node)
         left = visit((node[0], middle), [each for each in inside if each[0][0] < middle])
         right = visit((middle, node[1]), [each for each in inside if each[0][0] >= middle])
         if [span for span, _ in left + right] == [(node[0], middle), (middle, node[1])]:

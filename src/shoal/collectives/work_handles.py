@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives.arguments import Flat
-from shoal.collectives.transport import Message
+from shoal.collectives.arguments import FlatTensor
+from shoal.collectives.transport import TransportMessage
 
 
 class MessageWork(dist.Work):
     """A send or receive that has been issued."""
 
-    def __init__(self, message: Message, tensors: list[Tensor], flat: "Flat | None", timeout: float) -> None:
+    def __init__(self, message: TransportMessage, tensors: list[Tensor], flat: "FlatTensor | None", timeout: float) -> None:
         super().__init__()
         self._message, self._tensors, self._flat, self._timeout = message, tensors, flat, timeout
 
@@ -55,7 +55,7 @@ class MessageWork(dist.Work):
         return future
 
 
-class Several(dist.Work):
+class CombinedWork(dist.Work):
     """Works that were issued together."""
 
     def __init__(self, works: Sequence[Any]) -> None:

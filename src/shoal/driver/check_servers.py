@@ -4,15 +4,15 @@
 """
 
 from shoal.errors import PlanError
-from shoal.parallel.layout import Layout
-from shoal.paramserver.sync_mode import Mode
+from shoal.parallel.layout import ParallelLayout
+from shoal.paramserver.sync_mode import SyncMode
 
 MOST_SERVERS = 256  # a typing mistake above that: every worker speaks with every server
 
 
-def check_servers(servers: int | None, sync: str, *, workers: int, layout: Layout | None = None) -> Mode | None:
+def check_servers(servers: int | None, sync_mode: str, *, workers: int, layout: ParallelLayout | None = None) -> SyncMode | None:
     """The mode that was asked for ("sync" if nobody says one), or None where there are no servers."""
-    mode = Mode.read(sync) if sync else None
+    mode = SyncMode.parse(sync_mode) if sync_mode else None
     if servers is not None and not 0 <= servers <= MOST_SERVERS:
         raise PlanError(f"--servers {servers}: a number from 0 to {MOST_SERVERS:,}", fix="--servers 2, or 0 for none")
     if not servers:
@@ -22,17 +22,17 @@ def check_servers(servers: int | None, sync: str, *, workers: int, layout: Layou
                 fix=f"--servers 1 --sync {mode}, or leave --sync out",
             )
         return None
-    if layout is not None and layout.cuts:
+    if layout is not None and layout.sharded:
         raise PlanError(
             f"--servers {servers} and layout {layout}: with servers every worker computes the whole model",
             fix=f"--workers {workers} without a layout, or without --servers",
         )
-    mode = mode or Mode()
-    mode.check(workers)
+    mode = mode or SyncMode()
+    mode.check_workers(workers)
     return mode
 
 
-def read_modes(text: str) -> list[Mode]:
+def read_sync_modes(text: str) -> list[SyncMode]:
     """`sync,stale:3,local:16,outer=nesterov`: an option belongs to the mode before it. Each once."""
     parts: list[str] = []
     for part in text.split(","):
@@ -40,5 +40,5 @@ def read_modes(text: str) -> list[Mode]:
             parts[-1] += f",{part.strip()}"
         else:
             parts.append(part.strip())
-    modes = [Mode.read(part) for part in parts]
+    modes = [SyncMode.parse(part) for part in parts]
     return list(dict.fromkeys(modes))

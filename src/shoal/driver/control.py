@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 
 from shoal.collectives.handshake import host_identity
-from shoal.driver.driver import DRIVING, STANDING, Driver, Options, Standing, rules_of
-from shoal.driver.failure_policy import refusal
-from shoal.driver.store_monitor import driver_of
+from shoal.driver.driver import DRIVER_PROCESS, DRIVER_STATE, RunDriver, RunOptions, DriverState, failure_policy_of
+from shoal.driver.failure_policy import worker_count_error
+from shoal.driver.store_monitor import living_driver
 from shoal.errors import InputError, RunError, RunFolderError
-from shoal.recovery.membership.heartbeat import Alive, News, Wish, key_of
+from shoal.recovery.membership.heartbeat import WorkerProcess, MembershipState, RunRequest, store_key
 from shoal.recovery.membership.open_store import open_store
-from shoal.recovery.membership.process import condition
-from shoal.recovery.membership.store import Reading, Store, StoreAway
+from shoal.recovery.membership.process import process_state
+from shoal.recovery.membership.store import StoreSnapshot, RunStore, StoreUnavailable
 from shoal.report.event_queries import committed_floor
 from shoal.report.events import WorkerStarted
 from shoal.report.run_folder import RunFolder
-from shoal.report.stacks import Where
+from shoal.report.stacks import WorkerActivity
 
 ANSWER_SECONDS = 1.5  # how long a worker may take to say what it is doing
 CHANGE_SECONDS = 60.0  # how long a change of the workers is waited for
@@ -31,117 +31,117 @@ TICK_SECONDS = 0.1
 def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> dict[str, Any]:
     """Takes over a run whose driver is gone, and returns its report when it has ended."""
     _refuse_servers(folder, "its driver cannot be replaced")
-    read_standing(folder)
+    read_driver_state(folder)
     with folder:
-        return Driver.attach(folder, Options(quiet=quiet, plain=plain, outlives=True))
+        return RunDriver.attach(folder, RunOptions(quiet=quiet, plain=plain, detached=True))
 
 
 def stop(folder: RunFolder) -> int:
     """Asks the workers to finish their step, save and stop. Returns the last step that is known of."""
-    if (driver := served_by(folder)) is not None:
-        return _stop_served(folder, driver)
+    if (driver := server_driver_pid(folder)) is not None:
+        return _stop_server_run(folder, driver)
     with _store(folder) as store:
         news = _running(folder, store)
-        store.put("wish", msgspec.json.encode(msgspec.structs.replace(news.wish, stop=True)))
-        news = _until(store, lambda news: not _living(news), "the workers to stop")
+        store.put("wish", msgspec.json.encode(msgspec.structs.replace(news.request, stop=True)))
+        news = _wait_until(store, lambda news: not _alive_workers(news), "the workers to stop")
         return news.committed
 
 
 def scale(folder: RunFolder, workers: int) -> list[int]:
     """Another number of workers from the next step on. Returns the numbers of those that take part then."""
     _refuse_servers(folder, "it has as many workers as it began with")
-    standing = read_standing(folder)
-    refused = refusal(workers, rules_of(standing.settings), standing.lanes, standing.parts, standing.fixed)
+    standing = read_driver_state(folder)
+    refused = worker_count_error(workers, failure_policy_of(standing.settings), standing.lanes, standing.model_shards, standing.no_replicas)
     if refused is not None:
         raise refused
     with _store(folder) as store:
         news = _running(folder, store)
-        if workers > len(news.view.members) and driver_of(store) is None:
+        if workers > len(news.view.members) and living_driver(store) is None:
             raise RunError(
                 f"the run's driver is gone, so nobody can start a worker: it has {len(news.view.members)} now",
                 fix=f"shoal attach {folder.path} takes its place; then scale",
             )
-        store.put("wish", msgspec.json.encode(Wish(stop=news.wish.stop, workers=workers)))
-        news = _until(store, lambda news: len(news.view.members) == workers, f"{workers} workers to take part")
+        store.put("wish", msgspec.json.encode(RunRequest(stop=news.request.stop, workers=workers)))
+        news = _wait_until(store, lambda news: len(news.view.members) == workers, f"{workers} workers to take part")
         return [who.worker for who in news.view.members]
 
 
-def why(folder: RunFolder) -> list[Where]:
+def why(folder: RunFolder) -> list[WorkerActivity]:
     """What every worker of a run is doing; of one that does not answer, what can be seen from outside."""
-    if served_by(folder) is not None:
+    if server_driver_pid(folder) is not None:
         newest = {event.rank: event for event in folder.read_events() if isinstance(event, WorkerStarted)}
-        return [_seen(event, "works with parameter servers") for event in newest.values()]
+        return [_activity_of(event, "works with parameter servers") for event in newest.values()]
     try:
         with _store(folder) as store:
             news = _running(folder, store)
             asked = store.put("why", str(time.time()).encode())
-            answers = _answers(store, {key_of(who) for who in news.alive}, asked)
+            answers = _answers(store, {store_key(who) for who in news.alive}, asked)
             members = {who.worker for who in news.view.members}
             return sorted(
                 (
-                    answers.get(key_of(who)) or _outside(alive, who.worker in members)
+                    answers.get(store_key(who)) or _seen_from_outside(alive, who.worker in members)
                     for who, alive in news.alive.items()
                 ),
-                key=lambda where: (where.worker, where.life),
+                key=lambda where: (where.worker, where.incarnation),
             )
-    except StoreAway:
-        return [_seen(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
+    except StoreUnavailable:
+        return [_activity_of(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
 
 
-def read_standing(folder: RunFolder) -> Standing:
+def read_driver_state(folder: RunFolder) -> DriverState:
     try:
-        return msgspec.json.decode((folder.path / STANDING).read_bytes(), type=Standing)
+        return msgspec.json.decode((folder.path / DRIVER_STATE).read_bytes(), type=DriverState)
     except FileNotFoundError:
         pass
     except (OSError, msgspec.MsgspecError) as error:
-        raise RunFolderError(f"{folder.path / STANDING} cannot be read: {error}") from None
+        raise RunFolderError(f"{folder.path / DRIVER_STATE} cannot be read: {error}") from None
     if folder.report.exists():
         raise InputError(f"run {folder.id} is over", fix=f"shoal report {folder.path}")
     raise InputError(f"run {folder.id} does not run here", fix=f"--resume {folder.path} goes on with it")
 
 
 @contextmanager
-def _store(folder: RunFolder) -> Iterator[Store]:
-    store = open_store(read_standing(folder).settings.store, folder.path, folder.id)
+def _store(folder: RunFolder) -> Iterator[RunStore]:
+    store = open_store(read_driver_state(folder).settings.store, folder.path, folder.id)
     try:
         yield store
     finally:
         store.close()
 
 
-def _running(folder: RunFolder, store: Store) -> News:
-    news = News(store.read(""))
-    if not _living(news):
+def _running(folder: RunFolder, store: RunStore) -> MembershipState:
+    news = MembershipState(store.read(""))
+    if not _alive_workers(news):
         raise InputError(
             f"no worker of run {folder.id} is alive", fix=f"--resume {folder.path} goes on with it, if it was not done"
         )
     return news
 
 
-def _living(news: News) -> list[Alive]:
+def _alive_workers(news: MembershipState) -> list[WorkerProcess]:
     here = host_identity()
-    return [each for each in news.alive.values() if each.host != here or condition(each.pid, each.began) is not None]
+    return [each for each in news.alive.values() if each.host != here or process_state(each.pid, each.started) is not None]
 
 
-def _until(store: Store, done: Callable[[News], bool], what: str) -> News:
+def _wait_until(store: RunStore, done: Callable[[MembershipState], bool], what: str) -> MembershipState:
     deadline = time.monotonic() + CHANGE_SECONDS
-    news = News(store.read(""))
+    news = MembershipState(store.read(""))
     while not done(news):
         if time.monotonic() > deadline:
             raise RunError(f"waited {CHANGE_SECONDS:g} s for {what}", fix="shoal why says what the run is doing")
-        with suppress(StoreAway):
+        with suppress(StoreUnavailable):
             store.wait("", news.revision, TICK_SECONDS)
-            news = News(store.read(""))
+            news = MembershipState(store.read(""))
     return news
 
 
-def _answers(store: Store, expected: set[str], asked: int) -> dict[str, Where]:
+def _answers(store: RunStore, expected: set[str], asked: int) -> dict[str, WorkerActivity]:
     deadline = time.monotonic() + ANSWER_SECONDS
-    found: dict[str, Where] = {}
+    found: dict[str, WorkerActivity] = {}
     while expected - found.keys() and (left := deadline - time.monotonic()) > 0:
-        reading: Reading = store.read("where/")
+        reading: StoreSnapshot = store.read("where/")
         found = {
-            key.removeprefix("where/"): msgspec.json.decode(entry.value, type=Where)
+            key.removeprefix("where/"): msgspec.json.decode(entry.value, type=WorkerActivity)
             for key, entry in reading.entries.items()
             if entry.revision > asked
         }
@@ -150,45 +150,45 @@ def _answers(store: Store, expected: set[str], asked: int) -> dict[str, Where]:
     return found
 
 
-def _outside(alive: Alive, member: bool) -> Where:
+def _seen_from_outside(alive: WorkerProcess, member: bool) -> WorkerActivity:
     """One that does not answer."""
     state = "silent"
     if alive.host == host_identity():
-        seen = condition(alive.pid, alive.began)
+        seen = process_state(alive.pid, alive.started)
         state = "gone" if seen is None else "stopped" if seen == "T" else "silent"
     phase = "takes part" if member else "waits to be let in"
-    return Where(worker=alive.who.worker, life=alive.who.life, host=alive.name, pid=alive.pid, state=state, phase=phase)
+    return WorkerActivity(worker=alive.worker_id.worker, incarnation=alive.worker_id.incarnation, host=alive.host_name, pid=alive.pid, state=state, phase=phase)
 
 
-def _seen(event: WorkerStarted, phase: str = "the store is away") -> Where:
-    return Where(worker=event.rank, life=event.life, host=event.host, pid=event.pid, state="silent", phase=phase)
+def _activity_of(event: WorkerStarted, phase: str = "the store is away") -> WorkerActivity:
+    return WorkerActivity(worker=event.rank, incarnation=event.incarnation, host=event.host, pid=event.pid, state="silent", phase=phase)
 
 
 # -- runs with parameter servers, which have no store -----------------------------------------------------------------
 
 
-def served_by(folder: RunFolder) -> int | None:
+def server_driver_pid(folder: RunFolder) -> int | None:
     """The driver's process of a run with parameter servers; None: it has none, or is over."""
     with suppress(OSError, msgspec.MsgspecError, KeyError):
-        found = msgspec.json.decode((folder.path / DRIVING).read_bytes())
-        if condition(found["pid"], found["began"]) is not None:
+        found = msgspec.json.decode((folder.path / DRIVER_PROCESS).read_bytes())
+        if process_state(found["pid"], found["began"]) is not None:
             return int(found["pid"])
     return None
 
 
 def _refuse_servers(folder: RunFolder, why_not: str) -> None:
-    if served_by(folder) is not None:
+    if server_driver_pid(folder) is not None:
         raise InputError(
             f"run {folder.id} has parameter servers: {why_not}",
             fix=f"shoal stop {folder.path}, then --resume {folder.path} with other --workers or --servers",
         )
 
 
-def _stop_served(folder: RunFolder, pid: int) -> int:
+def _stop_server_run(folder: RunFolder, pid: int) -> int:
     """As Ctrl-C does."""
     os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + CHANGE_SECONDS
-    while served_by(folder) is not None:
+    while server_driver_pid(folder) is not None:
         if time.monotonic() > deadline:
             waited = f"waited {CHANGE_SECONDS:g} s for run {folder.id} to stop"
             raise RunError(waited, fix=f"kill {pid}: its driver ends at once")

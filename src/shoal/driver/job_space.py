@@ -4,34 +4,34 @@ from dataclasses import replace
 
 from shoal.driver.launch import check_fits
 from shoal.errors import ShoalError
-from shoal.job.dataset import Source
+from shoal.job.dataset import DataSource
 from shoal.job.job import Job
 from shoal.parallel.plan import Plan
 from shoal.parallel.tensor.find_rules import find_rules
 from shoal.planner.cluster import Cluster
-from shoal.planner.cost.workload import Work
-from shoal.planner.search.candidates import Space, space_of, without_inexact
-from shoal.worker.model_partition import check_optimizer, computing, example_of, outline, sketch_of
+from shoal.planner.cost.workload import Workload
+from shoal.planner.search.candidates import SearchSpace, space_of, without_inexact
+from shoal.worker.model_partition import check_optimizer, as_computed, example_microbatch, make_outline, sketch_model
 
 
 def job_space(
-    job: Job, source: Source, work: Work, cluster: Cluster, *, workers: int | None = None, exact: bool = False
-) -> Space:
+    job: Job, source: DataSource, work: Workload, cluster: Cluster, *, workers: int | None = None, exact: bool = False
+) -> SearchSpace:
     """`exact`: only what gives one sha256 on any cluster."""
     space = space_of(work, cluster, workers=workers)
     if job.compile:  # as `check_fits` has it
         space = replace(space, tensors=(1,), recompute=("none",), zeros=(0, 1))
     if exact:
         return without_inexact(space)
-    return replace(space, tensors=slices(job, source, space.tensors))
+    return replace(space, tensors=tensor_parallel_sizes(job, source, space.tensors))
 
 
-def slices(job: Job, source: Source, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def tensor_parallel_sizes(job: Job, source: DataSource, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Over how many workers the job's operators can be split, of these; found on shapes alone."""
     if max(sizes) == 1:
         return (1,)
-    model = computing(job, sketch_of(job).model)
-    example = example_of(job, source)
+    model = as_computed(job, sketch_model(job).model)
+    example = example_microbatch(job, source)
     return tuple(size for size in sizes if size == 1 or _splits(job, model, example, size))
 
 
@@ -43,12 +43,12 @@ def _splits(job: Job, model: object, example: object, size: int) -> bool:
     return True
 
 
-def refusal(job: Job, source: Source, plan: Plan) -> str | None:
+def plan_refusal(job: Job, source: DataSource, plan: Plan) -> str | None:
     """Why the runtime would refuse this plan of the job, found as it is before a run; None: it would not."""
     try:
         check_fits(job, plan)
-        if plan.layout.cuts:
-            check_optimizer(job, outline(job, source, plan), plan)
+        if plan.layout.sharded:
+            check_optimizer(job, make_outline(job, source, plan), plan)
     except ShoalError as error:
         return error.message
     return None

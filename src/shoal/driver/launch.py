@@ -11,20 +11,20 @@ from typing import Any
 
 from msgspec import structs
 
-from shoal.collectives.options import Traffic, Wish, wish_of_environment
-from shoal.collectives.topology import Place
-from shoal.driver.auto_layout import Chooser
+from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
+from shoal.collectives.topology import RankPlace
+from shoal.driver.auto_layout import LayoutChooser
 from shoal.driver.check_servers import check_servers
-from shoal.driver.driver import Driver, Launch, Options, rules_of
-from shoal.driver.failure_policy import check
-from shoal.driver.predict_run import BESIDE_SECONDS, Foresight, ground, wanted
+from shoal.driver.driver import RunDriver, LaunchSpec, RunOptions, failure_policy_of
+from shoal.driver.failure_policy import check_policy
+from shoal.driver.predict_run import BACKGROUND_SECONDS, RunPredictor, prediction_basis, prediction_enabled
 from shoal.driver.result import Report
 from shoal.errors import InputError, PlanError, RunFolderError, ShoalError
-from shoal.job.dataset import open_source
+from shoal.job.dataset import open_data
 from shoal.job.job import Job
 from shoal.numerics.kernels import ISA_ENVIRONMENT, ISA_IN_FORCE
-from shoal.parallel.layout import Layout
-from shoal.parallel.pipeline_schedule import check_name
+from shoal.parallel.layout import ParallelLayout
+from shoal.parallel.pipeline_schedule import check_schedule_name
 from shoal.parallel.plan import Plan, make_plan, read_plan
 from shoal.report import human
 from shoal.report.atomic_write import try_to_write
@@ -32,10 +32,10 @@ from shoal.report.event_queries import committed_floor
 from shoal.report.events import RunStarted
 from shoal.report.run_folder import DEFAULT_ROOT, RunFolder, find_run
 from shoal.report.tensorboard import TensorBoard
-from shoal.worker.context import Seat, Settings
+from shoal.worker.context import WorkerContext, RunSettings
 from shoal.worker.main import OpenJob, run_script, train_job
-from shoal.worker.memory import read_size
-from shoal.worker.model_partition import Outline, check_memory, check_optimizer, check_start, outline
+from shoal.worker.memory import parse_size
+from shoal.worker.model_partition import ModelOutline, check_memory, check_optimizer, check_initial_weights, make_outline
 
 # -- the job's door -----------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def train(
     job: Job,
     *,
     workers: int | None = None,
-    layout: str | Layout | None = None,
+    layout: str | ParallelLayout | None = None,
     schedule: str = "1f1b",
     chunks: int | None = None,
     recompute: bool = False,
@@ -84,21 +84,21 @@ def train(
     ):
         if value not in known:
             raise InputError(f"{name}={value!r} is not known", fix=", ".join(map(repr, known)))
-    settings = Settings(
+    settings = RunSettings(
         stop_after=stop_after,
         nonfinite=nonfinite,  # type: ignore[arg-type]
-        wish=Wish(algorithm=algorithm, compress=compress),
+        communication=CommOptions(algorithm=algorithm, compress=compress),
         on_failure=on_failure,  # type: ignore[arg-type]
         min_workers=min_workers,
         max_workers=max_workers,
         max_failures=max_failures,
         slow=slow,  # type: ignore[arg-type]
         store=store,
-        memory=read_size(memory) if isinstance(memory, str) else memory,
+        memory=parse_size(memory) if isinstance(memory, str) else memory,
     )
-    options = Options(
+    options = RunOptions(
         workers=workers,
-        layout=Layout.read(layout) if isinstance(layout, str) else layout,
+        layout=ParallelLayout.parse(layout) if isinstance(layout, str) else layout,
         schedule=schedule,
         chunks=chunks,
         recompute=recompute,
@@ -107,7 +107,7 @@ def train(
         auto=plan == "auto",
         cluster=None if cluster is None else str(cluster),
         calibrate=tuple(map(str, calibrate)),
-        foresee=wanted(),
+        predict=prediction_enabled(),
         servers=servers,
         sync=sync,
         run_dir=Path(run_dir) if run_dir is not None else None,
@@ -121,14 +121,14 @@ def train(
 
 def open_job(job: Job) -> OpenJob:
     """Opens the data and checks it against the job."""
-    source = open_source(job.data, seed=job.seed, shuffle=job.shuffle)
-    held_out = None if job.evaluate is None else open_source(job.evaluate, seed=job.seed, shuffle=False)
+    source = open_data(job.data, seed=job.seed, shuffle=job.shuffle)
+    held_out = None if job.evaluate is None else open_data(job.evaluate, seed=job.seed, shuffle=False)
     schedule = job.schedule(source.samples, source.last)
     return OpenJob(job=job, source=source, held_out=held_out, steps=job.total_steps(schedule))
 
 
-def plan_for(job: Job, options: Options) -> Plan:
-    plan = _placed(job, options)
+def plan_for(job: Job, options: RunOptions) -> Plan:
+    plan = _plan_with_layout(job, options)
     servers, sync = servers_of(options)
     mode = check_servers(servers, sync, workers=plan.workers, layout=plan.layout)
     if mode is None:
@@ -137,19 +137,19 @@ def plan_for(job: Job, options: Options) -> Plan:
     return structs.replace(plan, servers=servers, sync=str(mode), exact=exact)
 
 
-def servers_of(options: Options) -> tuple[int, str]:
+def servers_of(options: RunOptions) -> tuple[int, str]:
     """How many, and in which mode: as asked, else as the plan or the run that is gone on with has it."""
     former = options.plan
     if former is None and options.resume is not False and (options.servers is None or not options.sync):
         with suppress(ShoalError):
-            former = read_plan(_resumed(options).plan)
+            former = read_plan(_resumed_folder(options).plan)
     servers = options.servers if options.servers is not None else 0 if former is None else former.servers
     return servers, options.sync or (former.sync if former is not None and servers else "")
 
 
-def _placed(job: Job, options: Options) -> Plan:
-    wish = wish_of(options)
-    check_name(options.schedule)
+def _plan_with_layout(job: Job, options: RunOptions) -> Plan:
+    wish = comm_options_of(options)
+    check_schedule_name(options.schedule)
     if options.plan is None:
         layout = options.layout
         if layout is not None:
@@ -187,120 +187,120 @@ def check_fits(job: Job, plan: Plan) -> None:
         raise PlanError(f"compile=True does not go with {what}", fix="compile=False, or another layout")
 
 
-def wish_of(options: Options) -> Wish:
+def comm_options_of(options: RunOptions) -> CommOptions:
     """How gradients are to travel: as asked now, else as the plan has it, else as the environment says."""
-    asked, plan = options.settings.wish, options.plan
+    asked, plan = options.settings.communication, options.plan
     algorithm = asked.algorithm or (plan.algorithm if plan is not None else "")
     compress = asked.compress or (plan.compress if plan is not None else "")
-    return wish_of_environment(structs.replace(asked, algorithm=algorithm, compress=compress))
+    return options_from_environment(structs.replace(asked, algorithm=algorithm, compress=compress))
 
 
-def stays_exact(options: Options, workers: int) -> bool:
+def stays_exact(options: RunOptions, workers: int) -> bool:
     """False where gradients lose something on their way: on this machine alone nothing goes between hosts."""
-    places = [Place("here")]
+    places = [RankPlace("here")]
     if options.lab is not None:
-        places = [Place(slot.host.name, slot.host.rack) for slot in options.lab.slots(workers)]
-    return Traffic.of(wish_of(options)).between(places).exact
+        places = [RankPlace(slot.host.name, slot.host.rack) for slot in options.lab.slots(workers)]
+    return CommConfig.from_options(comm_options_of(options)).restrict_to(places).exact
 
 
-def train_with(job: Job, options: Options, *, name: str | None = None) -> Report:
+def train_with(job: Job, options: RunOptions, *, name: str | None = None) -> Report:
     check_isa(job)
-    check(
-        rules_of(options.settings), plan_for(job, options).workers
+    check_policy(
+        failure_policy_of(options.settings), plan_for(job, options).workers
     )  # a placement that does not fit is said before any data is read
     return train_opened(open_job(job), options, name=name)
 
 
-def train_opened(opened: OpenJob, options: Options, *, name: str | None = None) -> Report:
-    with Prepared(opened, options) as prepared:
-        prepared.decide()
-        check_start(opened.job, prepared.opened.outline)
-        options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
+def train_opened(opened: OpenJob, options: RunOptions, *, name: str | None = None) -> Report:
+    with PreparedJob(opened, options) as prepared:
+        prepared.choose_plan()
+        check_initial_weights(opened.job, prepared.opened.outline)
+        options = replace(options, settings=replace(options.settings, wish=comm_options_of(options)))
         folder, settings = open_folder(options)
         with folder:
-            if options.foresee:
-                prepared.foresight().begin()  # works beside the start of the workers
-            driver = driver_of(prepared.plan.servers)(
-                _launch(prepared, folder, options, name), folder, settings, options
+            if options.predict:
+                prepared.predictor().start_trace()  # works beside the start of the workers
+            driver = driver_class(prepared.plan.servers)(
+                _launch_spec(prepared, folder, options, name), folder, settings, options
             )
             value = driver.run()
-            while driver.next is not None:  # the same run, with another layout
-                driver = _relaid(prepared, driver, *driver.next, name)
+            while driver.next_plan is not None:  # the same run, with another layout
+                driver = _next_driver(prepared, driver, *driver.next_plan, name)
                 value = driver.run()
     return Report(folder.path, value, job=opened.job)
 
 
-def driver_of(servers: int) -> type[Driver]:
+def driver_class(servers: int) -> type[RunDriver]:
     """Whoever trains without servers does not wait for their modules."""
     if not servers:
-        return Driver
-    from shoal.driver.server_driver import ServedDriver
+        return RunDriver
+    from shoal.driver.server_driver import ServerRunDriver
 
-    return ServedDriver
+    return ServerRunDriver
 
 
-class Prepared:
+class PreparedJob:
     """A job that is about to run: its plan, and what is foreseen of it."""
 
-    def __init__(self, opened: OpenJob, options: Options) -> None:
+    def __init__(self, opened: OpenJob, options: RunOptions) -> None:
         self.opened, self.options = opened, options
         self.plan = plan_for(opened.job, options)
-        self.why = ""  # another plan than was asked for
-        self._foresight: Foresight | None = None
-        check(rules_of(options.settings), self.plan.workers)
+        self.layout_reason = ""  # another plan than was asked for
+        self._predictor: RunPredictor | None = None
+        check_policy(failure_policy_of(options.settings), self.plan.workers)
 
-    def __enter__(self) -> "Prepared":
+    def __enter__(self) -> "PreparedJob":
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._foresight is not None:
-            self._foresight.close()
+        if self._predictor is not None:
+            self._predictor.close()
 
-    def foresight(self) -> Foresight:
-        if self._foresight is None:
+    def predictor(self) -> RunPredictor:
+        if self._predictor is None:
             options, lab = self.options, self.options.lab
-            known = ground(
+            known = prediction_basis(
                 options.cluster,
                 options.calibrate,
                 lab=None if lab is None else lab.cluster,
-                capped=options.settings.memory is not None,
+                memory_capped=options.settings.memory is not None,
             )
-            self._foresight = Foresight(self.opened.job, self.opened.source, known)
-        return self._foresight
+            self._predictor = RunPredictor(self.opened.job, self.opened.source, known)
+        return self._predictor
 
-    def decide(self) -> None:
+    def choose_plan(self) -> None:
         """The layout, where it was left to the planner; and what does not fit is said before there is a folder."""
         options, workers = self.options, self.plan.workers
-        if options.foresee or options.cluster is not None or options.calibrate:
-            self.foresight()
+        if options.predict or options.cluster is not None or options.calibrate:
+            self.predictor()
         free = options.plan is None and options.layout is None and options.shares is None and not self.plan.servers
-        former = _former(options) if free else None
+        former = _previous_plan(options) if free else None
         known = options.settings.memory is not None or options.cluster is not None  # else plain copies are all there is
         if former is not None:
             self.plan = self.chooser().choose_again(former, workers, workers)
             now = f", and there are {human.plural(workers, 'worker')} now" if workers < former.workers else ""
-            self.why = f"the run had {former.layout}{now}"
+            self.layout_reason = f"the run had {former.layout}{now}"
         elif free and known and (workers > 1 or options.auto):
-            self.plan, self.why = self.chooser().choose(workers)
-        self.settle(self.plan)
+            self.plan, self.layout_reason = self.chooser().choose(workers)
+        self.set_plan(self.plan)
 
-    def settle(self, plan: Plan) -> None:
+    def set_plan(self, plan: Plan) -> None:
         """With this plan."""
         made = self.check(plan)
-        self.plan, self.opened = plan, replace(self.opened, outline=made if plan.layout.cuts else None)
+        self.plan, self.opened = plan, replace(self.opened, outline=made if plan.layout.sharded else None)
 
-    def check(self, plan: Plan) -> Outline | None:
+    def check(self, plan: Plan) -> ModelOutline | None:
         """How the model is cut. Whatever does not fit is an error."""
         job, limit = self.opened.job, self.options.settings.memory
-        if not plan.layout.cuts and limit is None:
+        if not plan.layout.sharded and limit is None:
             return None
-        made = outline(job, self.opened.source, plan)
+        made = make_outline(job, self.opened.source, plan)
         check_optimizer(job, made, plan)
         check_memory(job, made, plan, limit)
         return made
 
-    def chooser(self) -> Chooser:
-        def make(layout: Layout, *, schedule: str = "", chunks: int | None = None, recompute: bool = False) -> Plan:
+    def chooser(self) -> LayoutChooser:
+        def make(layout: ParallelLayout, *, schedule: str = "", chunks: int | None = None, recompute: bool = False) -> Plan:
             asked = self.options
             recompute = recompute or asked.recompute
             wanted = replace(
@@ -313,29 +313,29 @@ class Prepared:
             self.check(plan)
 
         limit = self.options.settings.memory
-        return Chooser(foresight=self.foresight(), make=make, check=refuse, limit=limit)
+        return LayoutChooser(predictor=self.predictor(), make_plan=make, check=refuse, memory_limit=limit)
 
-    def another(self, left: int) -> Plan:
+    def replan(self, left: int) -> Plan:
         """For the workers that are left of a run."""
         return self.chooser().choose_again(self.plan, left, self.options.settings.min_workers)
 
-    def foreseen(self, now: bool) -> Mapping[str, Any] | None:
+    def prediction(self, now: bool) -> Mapping[str, Any] | None:
         """As prediction.json has it."""
-        found = self.foresight().forecast(self.plan, wait=BESIDE_SECONDS if now else None)
+        found = self.predictor().predict(self.plan, wait=BACKGROUND_SECONDS if now else None)
         return None if found is None else structs.asdict(found)
 
 
-def _former(options: Options) -> Plan | None:
+def _previous_plan(options: RunOptions) -> Plan | None:
     """The plan of the run that is resumed, where it cut the model and had as many workers as there are now, or more."""
     if options.resume is False or options.workers is None:
         return None
     with suppress(ShoalError):
-        plan = read_plan(_resumed(options).plan)
-        return plan if plan.layout.cuts and options.workers <= plan.workers else None
+        plan = read_plan(_resumed_folder(options).plan)
+        return plan if plan.layout.sharded and options.workers <= plan.workers else None
     return None
 
 
-def _launch(prepared: Prepared, folder: RunFolder, options: Options, name: str | None, relaid: str = "") -> Launch:
+def _launch_spec(prepared: PreparedJob, folder: RunFolder, options: RunOptions, name: str | None, previous_layout: str = "") -> LaunchSpec:
     opened, plan = prepared.opened, prepared.plan
     job = opened.job
     schedule = job.schedule(opened.source.samples, opened.source.last)
@@ -351,51 +351,51 @@ def _launch(prepared: Prepared, folder: RunFolder, options: Options, name: str |
         steps_per_epoch=schedule.steps_per_epoch,
         tokens=job.tokens,
         servers=plan.servers,
-        sync=plan.sync,
-        chosen=prepared.why,
-        relaid=relaid,
+        sync_mode=plan.sync,
+        layout_reason=prepared.layout_reason,
+        previous_layout=previous_layout,
     )
-    config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job} | where(options, plan.workers)
+    config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job} | placement_record(options, plan.workers)
 
     if plan.servers:
         served = importlib.import_module("shoal.worker.server_worker.server_process")  # now, not in each process
 
-    def work(seat: Seat) -> None:
+    def work(seat: WorkerContext) -> None:
         served.train_served(opened, seat) if plan.servers else train_job(opened, seat)
 
-    def serve(seat: Seat, number: int) -> None:
+    def serve(seat: WorkerContext, number: int) -> None:
         served.serve_job(opened, seat, number)
 
-    return Launch(
+    return LaunchSpec(
         work=work,
         plan=plan,
         size=plan.workers,
-        parts=plan.layout.parts,
-        fixed=plan.layout.zero > 0,
+        model_shards=plan.layout.shards,
+        no_replicas=plan.layout.zero > 0,
         started=started,
         threads=job.threads,
         target=None if job.target is None else str(job.target),
         files={folder.config: config, folder.plan: plan},
-        foreseen=prepared.foreseen if options.foresee else None,
+        prediction=prepared.prediction if options.predict else None,
         servers=plan.servers,
-        serve=serve if plan.servers else None,
-        another=prepared.another,
+        serve_shard=serve if plan.servers else None,
+        replan=prepared.replan,
     )
 
 
-def _relaid(prepared: Prepared, driver: Driver, plan: Plan, why: str, name: str | None) -> Driver:
+def _next_driver(prepared: PreparedJob, driver: RunDriver, plan: Plan, why: str, name: str | None) -> RunDriver:
     """The run goes on from its newest checkpoint, with another layout."""
-    old, prepared.why = prepared.plan.layout, why
-    prepared.settle(plan)
+    old, prepared.layout_reason = prepared.plan.layout, why
+    prepared.set_plan(plan)
     folder = driver.folder
     settings = replace(driver.settings, resume=True, committed=committed_floor(folder.read_events()))
-    launch = _launch(prepared, folder, driver.options, name, relaid=str(old))
-    return Driver(launch, folder, settings, driver.options, before=driver)
+    launch = _launch_spec(prepared, folder, driver.options, name, previous_layout=str(old))
+    return RunDriver(launch, folder, settings, driver.options, previous=driver)
 
 
-def where(options: Options, workers: int) -> dict[str, Any]:
+def placement_record(options: RunOptions, workers: int) -> dict[str, Any]:
     """For the run's folder: which host of a lab each worker ran on, and what was asked for the way between hosts."""
-    found = {name: value for name in ("algorithm", "compress") if (value := getattr(options.settings.wish, name))}
+    found = {name: value for name in ("algorithm", "compress") if (value := getattr(options.settings.communication, name))}
     return found if options.lab is None else found | {"hosts": [s.host.name for s in options.lab.slots(workers)]}
 
 
@@ -413,19 +413,19 @@ def isa_environment(isa: str) -> dict[str, str]:
     return ISA_ENVIRONMENT[isa] | {ISA_IN_FORCE: isa}
 
 
-def _resumed(options: Options) -> RunFolder:
+def _resumed_folder(options: RunOptions) -> RunFolder:
     if options.resume is True:
         return RunFolder.open(options.run_dir) if options.run_dir is not None else find_run(None)
     return find_run(str(options.resume))
 
 
-def open_folder(options: Options) -> tuple[RunFolder, Settings]:
+def open_folder(options: RunOptions) -> tuple[RunFolder, RunSettings]:
     """A fresh folder, or the one to go on with."""
     if options.tensorboard:  # a missing package is said before there is a folder
         TensorBoard(RunFolder(DEFAULT_ROOT))
     if options.resume is False:
         return RunFolder.create(options.run_dir), options.settings
-    folder = _resumed(options)
+    folder = _resumed_folder(options)
     try:
         try_to_write(folder.path)
     except OSError as error:
@@ -437,7 +437,7 @@ def open_folder(options: Options) -> tuple[RunFolder, Settings]:
 # -- any script's door ----------------------------------------------------------------------------------------------
 
 
-def run_with(script: Path, arguments: list[str], options: Options) -> Report:
+def run_with(script: Path, arguments: list[str], options: RunOptions) -> Report:
     """Starts any script on a number of workers, with what torchrun would have set; one that joins is watched."""
     if not script.is_file():
         raise InputError(f"there is no script {script}")
@@ -446,10 +446,10 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
         raise InputError(f"{size} workers: at least 1 is needed", fix="--workers 1")
     if options.plan is not None and options.plan.workers != size:
         raise PlanError(f"--workers {size}, but the plan has {options.plan.workers}", fix="leave --workers out")
-    check(rules_of(options.settings), size)
+    check_policy(failure_policy_of(options.settings), size)
     servers = options.servers or 0
     check_servers(servers, options.sync, workers=size)
-    options = replace(options, settings=replace(options.settings, wish=wish_of(options)))
+    options = replace(options, settings=replace(options.settings, wish=comm_options_of(options)))
     folder, settings = open_folder(options)
     started = RunStarted(
         time=time.time(),
@@ -464,9 +464,9 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
         steps_per_epoch=None,
         servers=servers,
     )
-    config = {"script": str(script), "arguments": arguments, "workers": size} | where(options, size)
+    config = {"script": str(script), "arguments": arguments, "workers": size} | placement_record(options, size)
     with folder:
-        launch = Launch(
+        launch = LaunchSpec(
             work=lambda seat: run_script(script, arguments, seat),
             plan=options.plan,
             size=size,
@@ -475,13 +475,13 @@ def run_with(script: Path, arguments: list[str], options: Options) -> Report:
             target=None,
             files={folder.config: config},
             servers=servers,
-            serve=_serve_script if servers else None,
+            serve_shard=_serve_script if servers else None,
         )
-        value = driver_of(servers)(launch, folder, settings, options).run()
+        value = driver_class(servers)(launch, folder, settings, options).run()
     return Report(folder.path, value, job=None)
 
 
-def _serve_script(seat: Seat, number: int) -> None:
+def _serve_script(context: WorkerContext, number: int) -> None:
     from shoal.worker.server_worker.server_process import serve_script
 
-    serve_script(seat, number)
+    serve_script(context, number)

@@ -3,11 +3,11 @@
 from typing import Any
 
 from shoal.errors import MismatchError, ShoalError, Stopped, WorkerError
-from shoal.report.aggregate import Tally
-from shoal.report.events import Failed, WorkerExited
+from shoal.report.aggregate import RunTally
+from shoal.report.events import WorkerFailed, WorkerExited
 from shoal.report.human import plural
-from shoal.report.incidents import Fault
-from shoal.report.wording import exit_text, how, sentence
+from shoal.report.incidents import Incident
+from shoal.report.wording import exit_text, end_text, sentence
 
 LOG_LINES = 3  # of a lost worker's last words
 SELF_EXPLAINING = (  # their message names the place
@@ -21,19 +21,19 @@ class RunFailed(WorkerError):
         self.report = report
 
 
-class Interrupted(Stopped):
+class RunInterrupted(Stopped):
     def __init__(self, message: str, *, report: dict[str, Any], **more: Any) -> None:
         super().__init__(message, **more)
         self.report = report
 
 
-def outcome(tally: Tally, *, size: int, interrupted: bool) -> str:
+def outcome(tally: RunTally, *, size: int, interrupted: bool) -> str:
     """Good if all members came to the end, whoever was lost on the way. `size`: of a script that never joins."""
     finished = tally.finished
     if finished and not tally.unfinished and not tally.open_failures:
         if not any(each.resumable for each in finished.values()):
             return "done"
-        return "failed" if any(fault.ends_the_run for fault in tally.faults) else "stopped"
+        return "failed" if any(fault.ends_the_run for fault in tally.incidents) else "stopped"
     if interrupted:
         return "stopped"
     joined = any(worker.fingerprint for worker in tally.ranks)
@@ -42,12 +42,12 @@ def outcome(tally: Tally, *, size: int, interrupted: bool) -> str:
     return "failed"
 
 
-def cause(tally: Tally) -> Failed | None:
+def first_cause(tally: RunTally) -> WorkerFailed | None:
     """The first cause: an error of somebody's own before a death by signal, and that before a lost peer."""
     told = sorted(tally.open_failures, key=lambda failure: (failure.kind == "PeerLost", failure.time))
     if told and told[0].kind != "PeerLost":
         return told[0]
-    server = next((fault for fault in tally.faults if fault.kind == "server" and fault.ends_the_run), None)
+    server = next((fault for fault in tally.incidents if fault.kind == "server" and fault.ends_the_run), None)
     if server is not None:
         return _fatal_server(server, tally)
     fatal = _fatal(tally)
@@ -59,48 +59,48 @@ def cause(tally: Tally) -> Failed | None:
     return told[0] if told else None
 
 
-def _fatal(tally: Tally) -> Fault | None:
+def _fatal(tally: RunTally) -> Incident | None:
     """The loss that ended the run: the one of which the driver said so, else the first after which nobody went on."""
-    lost = [fault for fault in tally.faults if fault.kind == "lost"]
+    lost = [fault for fault in tally.incidents if fault.kind == "lost"]
     ends = [fault for fault in lost if fault.ends_the_run]
-    stuck = [fault for fault in lost if fault.seconds is None and not fault.outside and not fault.free]
+    stuck = [fault for fault in lost if fault.seconds is None and not fault.not_member and not fault.with_servers]
     return next(iter(ends or stuck), None)
 
 
-def _fatal_loss(fault: Fault, tally: Tally) -> Failed:
-    rank, place = fault.worker or 0, ", ".join(part for part in (fault.host, f"pid {fault.pid}") if part)
-    before = sum(each.kind == "lost" for each in tally.faults) - 1
-    where = [f"on {place}" if fault.host else place] if fault.pid is not None else []
-    where += [f"noticed: {fault.noticed}"] if fault.noticed and fault.code is not None else []
+def _fatal_loss(incident: Incident, tally: RunTally) -> WorkerFailed:
+    rank, place = incident.worker or 0, ", ".join(part for part in (incident.host, f"pid {incident.pid}") if part)
+    before = sum(each.kind == "lost" for each in tally.incidents) - 1
+    where = [f"on {place}" if incident.host else place] if incident.pid is not None else []
+    where += [f"noticed: {incident.detected_by}"] if incident.detected_by and incident.code is not None else []
     where += [f"last heard of after step {tally.step}"] if tally.step else []
     where += [f"lost before it: {plural(before, 'worker')}"] if before else []
-    where += [f"its log: {line}" for line in fault.log[-LOG_LINES:]]
-    return Failed(
-        time=fault.time,
+    where += [f"its log: {line}" for line in incident.log[-LOG_LINES:]]
+    return WorkerFailed(
+        time=incident.time,
         rank=rank,
         kind="WorkerLost",
-        message="; ".join([how(fault), *([fault.action] if fault.ends_the_run else [])]),
+        message="; ".join([end_text(incident), *([incident.action] if incident.ends_the_run else [])]),
         where=where,
         fix="--on-failure replace starts another in its place, --on-failure shrink goes on without it",
     )
 
 
-def _fatal_server(fault: Fault, tally: Tally) -> Failed:
-    return Failed(
-        time=fault.time,
+def _fatal_server(incident: Incident, tally: RunTally) -> WorkerFailed:
+    return WorkerFailed(
+        time=incident.time,
         rank=0,
         kind="ServerLost",
-        message=sentence(fault, place=True),
+        message=sentence(incident, place=True),
         where=[
             *([f"after step {tally.step}"] if tally.step else []),
-            *(f"its log: {line}" for line in fault.log[-LOG_LINES:]),
+            *(f"its log: {line}" for line in incident.log[-LOG_LINES:]),
         ],
         fix="shoal report shows what was saved; --resume goes on from there",
     )
 
 
-def _silent_death(leave: WorkerExited, step: int) -> Failed:
-    return Failed(
+def _silent_death(leave: WorkerExited, step: int) -> WorkerFailed:
+    return WorkerFailed(
         time=leave.time,
         rank=leave.rank,
         kind="WorkerError",
@@ -110,20 +110,20 @@ def _silent_death(leave: WorkerExited, step: int) -> Failed:
     )
 
 
-def error(tally: Tally, ended: str, report: dict[str, Any]) -> ShoalError | None:
+def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalError | None:
     """What to raise at the end of a run; None for a good end."""
     if ended == "done":
         return _unequal(tally) or _unsaved(tally, report)
     saved = _saved_steps(tally)
     at = f"checkpoint: step {max(saved)}" if saved else "no checkpoint was written"
     if ended == "stopped":
-        return Interrupted(
+        return RunInterrupted(
             f"stopped after step {tally.step}: {report['stopped'] or 'interrupted'}",
             where=at,
             fix=f"go on with --resume {report['folder']}" if saved else None,
             report=report,
         )
-    failure = cause(tally)
+    failure = first_cause(tally)
     if failure is None:
         return RunFailed("the run ended before it was done", where=at, report=report)
     message, where = failure.message, list(failure.where)
@@ -142,13 +142,13 @@ def error(tally: Tally, ended: str, report: dict[str, Any]) -> ShoalError | None
     return found
 
 
-def _process(rank: int, tally: Tally) -> str:
+def _process(rank: int, tally: RunTally) -> str:
     """Servers are numbered after the workers."""
     workers = tally.started.workers if tally.started is not None and tally.started.servers else rank + 1
     return f"worker {rank}" if rank < workers else f"server {rank - workers}"
 
 
-def _unequal(tally: Tally) -> ShoalError | None:
+def _unequal(tally: RunTally) -> ShoalError | None:
     members = tally.membership.members
     told = [each.weights_sha256 for rank, each in tally.finished.items() if rank in members or not members]
     hashes = {digest for digest in told if digest}  # where workers are not in step, one speaks for all
@@ -157,7 +157,7 @@ def _unequal(tally: Tally) -> ShoalError | None:
     return MismatchError(f"workers ended with different weights: {', '.join(sorted(hashes))}")
 
 
-def _unsaved(tally: Tally, report: dict[str, Any]) -> ShoalError | None:
+def _unsaved(tally: RunTally, report: dict[str, Any]) -> ShoalError | None:
     """Whoever goes on with the weights after a good end must find them."""
     lost = [event.reason for event in tally.save_failed if event.step == tally.step]
     if not lost or tally.step in _saved_steps(tally):
@@ -166,5 +166,5 @@ def _unsaved(tally: Tally, report: dict[str, Any]) -> ShoalError | None:
     return RunFailed(f"trained to step {tally.step}, but not saved: {reason}", where=where, report=report)
 
 
-def _saved_steps(tally: Tally) -> list[int]:
+def _saved_steps(tally: RunTally) -> list[int]:
     return [event.step for event in (*tally.saved, tally.resumed) if event is not None]

@@ -22,26 +22,26 @@ import msgspec
 
 from shoal.driver.launchers.fork_server import die_with_parent
 from shoal.errors import InputError, ShoalError
-from shoal.job.dataset import Source
+from shoal.job.dataset import DataSource
 from shoal.job.job import Job
 from shoal.parallel.plan import Plan
-from shoal.planner.cluster import Cluster, Host, find_cluster
+from shoal.planner.cluster import Cluster, ClusterHost, find_cluster
 from shoal.planner.cluster.local_machine import this_machine
 
 if TYPE_CHECKING:  # imported when they are needed: a start is not to wait for them
     from shoal.planner.cost.calibrate import Calibration
     from shoal.planner.cost.runtime import Runtime
     from shoal.planner.cost.setup import Setup
-    from shoal.planner.cost.workload import Work
+    from shoal.planner.cost.workload import Workload
 
-BESIDE_SECONDS = 5.0  # that the end of a run waits for its prediction at the most
+BACKGROUND_SECONDS = 5.0  # that the end of a run waits for its prediction at the most
 CPU_SECONDS = 10  # of a processor, that following a job's code may take
-DECIDING_SECONDS = 60.0  # that a layout waits for it
+DECISION_SECONDS = 60.0  # that a layout waits for it
 PRESET = "laptop preset"
 ENVIRONMENT = "SHOAL_PREDICT"  # off: runs are not predicted, which saves a fraction of a second of one core
 
 
-class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """What prediction.json says."""
 
     layout: str
@@ -61,26 +61,26 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
+class PredictionBasis:
     """What a prediction is made for."""
 
     cluster: Cluster
     name: str
     named: bool
     calibration: "Calibration | None" = None
-    capped: bool = False  # workers run under --memory, where what is freed goes back
+    memory_capped: bool = False  # workers run under --memory, where what is freed goes back
 
-    def tuned(self) -> "tuple[Cluster, Runtime]":
+    def calibrated(self) -> "tuple[Cluster, Runtime]":
         """With the calibration put to use."""
-        from shoal.planner.cost.calibrate import NONE, calibrated
+        from shoal.planner.cost.calibrate import NO_CALIBRATION, apply_calibration
         from shoal.planner.cost.runtime import SHOAL, SHOAL_CAPPED
 
-        return calibrated(self.cluster, SHOAL_CAPPED if self.capped else SHOAL, self.calibration or NONE)
+        return apply_calibration(self.cluster, SHOAL_CAPPED if self.memory_capped else SHOAL, self.calibration or NO_CALIBRATION)
 
 
-def ground(
-    name: str | None, calibrate: Sequence[str] = (), *, lab: Cluster | None = None, capped: bool = False
-) -> Ground:
+def prediction_basis(
+    name: str | None, calibrate: Sequence[str] = (), *, lab: Cluster | None = None, memory_capped: bool = False
+) -> PredictionBasis:
     """`name`: of a preset or a file. Without it: a lab's links, if there is one, and the cores of a laptop.
     `calibrate`: runs that say how good predictions for it are."""
     if name is not None:
@@ -91,18 +91,18 @@ def ground(
         told = PRESET if lab is None else f"the lab's links, cores of the {PRESET}"
     found = None
     if calibrate:
-        from shoal.planner.calibration_runs import calibration_of
+        from shoal.planner.calibration_runs import load_calibration
 
-        found = calibration_of(calibrate, told)
-    return Ground(cluster=cluster, name=told, named=name is not None, calibration=found, capped=capped)
+        found = load_calibration(calibrate, told)
+    return PredictionBasis(cluster=cluster, name=told, named=name is not None, calibration=found, memory_capped=memory_capped)
 
 
-def _with_devices(lab: Cluster, like: Host) -> Cluster:
+def _with_devices(lab: Cluster, like: ClusterHost) -> Cluster:
     racks = [
         replace(
             rack,
             hosts=tuple(
-                replace(host, device=like.device, devices=max(1, host.workers), inside=like.inside)
+                replace(host, device=like.device, devices=max(1, host.workers), inside=like.interconnect)
                 for host in rack.hosts
             ),
         )
@@ -111,7 +111,7 @@ def _with_devices(lab: Cluster, like: Host) -> Cluster:
     return replace(lab, racks=tuple(racks))
 
 
-def wanted() -> bool:
+def prediction_enabled() -> bool:
     """Whether runs are to be predicted: yes, unless the environment says no."""
     said = os.environ.get(ENVIRONMENT, "on")
     if said not in ("on", "off"):
@@ -122,43 +122,43 @@ def wanted() -> bool:
 # -- following the job's code -----------------------------------------------------------------------------------------
 
 
-class Unpredicted(Exception):
+class NoPrediction(Exception):
     """Why there is no prediction."""
 
 
-class Following:
+class BackgroundTrace:
     """The job's code is followed by a child. It prints nothing, and can fail, hang or die without harm."""
 
-    def __init__(self, job: Job, source: Source) -> None:
-        self._found = b""
+    def __init__(self, job: Job, source: DataSource) -> None:
+        self._received = b""
         self._pid: int | None = None
-        self._work: Work | Unpredicted | None = None
+        self._work: Workload | NoPrediction | None = None
         read, write = os.pipe()
         parent = os.getpid()
         try:
             self._pid = os.fork()
         except OSError as error:
-            self._work = Unpredicted(f"no process could be started that follows the job's code: {error.strerror}")
+            self._work = NoPrediction(f"no process could be started that follows the job's code: {error.strerror}")
         if self._pid == 0:
-            _follow(job, source, parent, write)
+            _trace_in_child(job, source, parent, write)
         os.close(write)
         os.set_blocking(read, False)
         self._read: int | None = read
 
-    def work(self, seconds: float | None = None) -> "Work | None":
+    def work(self, seconds: float | None = None) -> "Workload | None":
         """`seconds`: that are waited at the most; None: does not wait, and there may be nothing yet."""
         if self._work is None:
-            if self._hear(seconds or 0.0):
-                self._work = _heard(self._found)
+            if self._receive(seconds or 0.0):
+                self._work = _decode_reply(self._received)
             elif seconds is not None:
-                self._work = Unpredicted(f"following the job's code was not done {seconds:g} s after it was needed")
+                self._work = NoPrediction(f"following the job's code was not done {seconds:g} s after it was needed")
             if self._work is not None:
                 self.close()
-        if isinstance(self._work, Unpredicted):
+        if isinstance(self._work, NoPrediction):
             raise self._work
         return self._work
 
-    def _hear(self, seconds: float) -> bool:
+    def _receive(self, seconds: float) -> bool:
         """True: all has been said."""
         assert self._read is not None
         until = time.monotonic() + seconds
@@ -168,7 +168,7 @@ class Following:
                 more = os.read(self._read, 1 << 16)
                 if not more:
                     return True
-                self._found += more
+                self._received += more
         return False
 
     def close(self) -> None:
@@ -182,12 +182,12 @@ class Following:
             self._read = None
 
 
-class _Answer(msgspec.Struct, kw_only=True):
+class _TraceReply(msgspec.Struct, kw_only=True):
     work: Any = None
     reason: str = ""
 
 
-def _follow(job: Job, source: Source, parent: int, write: int) -> None:
+def _trace_in_child(job: Job, source: DataSource, parent: int, write: int) -> None:
     """In the child; does not return."""
     try:
         die_with_parent(parent)
@@ -202,14 +202,14 @@ def _follow(job: Job, source: Source, parent: int, write: int) -> None:
         import torch
 
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
-        from shoal.planner.trace_job import work_of
+        from shoal.planner.trace_job import workload_of
 
-        answer = _Answer(work=work_of(job, source))
+        answer = _TraceReply(work=workload_of(job, source))
     except ShoalError as error:
-        answer = _Answer(reason=error.message)
+        answer = _TraceReply(reason=error.message)
     except BaseException as error:
         text = str(error).split("\n")[0]
-        answer = _Answer(reason=f"{type(error).__name__}: {text}" if text else type(error).__name__)
+        answer = _TraceReply(reason=f"{type(error).__name__}: {text}" if text else type(error).__name__)
     try:
         with open(write, "wb") as wire:
             wire.write(msgspec.msgpack.encode(answer))
@@ -217,95 +217,95 @@ def _follow(job: Job, source: Source, parent: int, write: int) -> None:
         os._exit(0)
 
 
-def _heard(found: bytes) -> "Work | Unpredicted":
-    from shoal.planner.cost.workload import Work
+def _decode_reply(found: bytes) -> "Workload | NoPrediction":
+    from shoal.planner.cost.workload import Workload
 
     try:
-        answer = msgspec.msgpack.decode(found, type=_Answer)
+        answer = msgspec.msgpack.decode(found, type=_TraceReply)
         if answer.work is None:
-            return Unpredicted(answer.reason)
-        return msgspec.convert(answer.work, Work)
+            return NoPrediction(answer.reason)
+        return msgspec.convert(answer.work, Workload)
     except msgspec.MsgspecError:
-        return Unpredicted(f"following the job's code took more than {CPU_SECONDS} s, or ended its process")
+        return NoPrediction(f"following the job's code took more than {CPU_SECONDS} s, or ended its process")
 
 
 # -- the prediction ---------------------------------------------------------------------------------------------------
 
 
-class Foresight:
+class RunPredictor:
     """All that is foreseen of one run of a job: asked for a plan's prediction, and for a plan."""
 
-    def __init__(self, job: Job, source: Source, ground: Ground) -> None:
-        self.job, self.source, self.ground = job, source, ground
-        self._following: Following | None = None
+    def __init__(self, job: Job, source: DataSource, basis: PredictionBasis) -> None:
+        self.job, self.source, self.basis = job, source, basis
+        self._trace: BackgroundTrace | None = None
 
-    def begin(self) -> Following:
+    def start_trace(self) -> BackgroundTrace:
         """Follows the job's code, beside whatever comes next."""
-        if self._following is None:
+        if self._trace is None:
             # The driver of a run needs torch._dynamo anyway (driver.py), as the child does: a second, once for both.
             for name in ("torch._dynamo", "shoal.planner.trace_job"):
                 importlib.import_module(name)
-            self._following = Following(self.job, self.source)
-        return self._following
+            self._trace = BackgroundTrace(self.job, self.source)
+        return self._trace
 
-    def forecast(self, plan: Plan, *, wait: float | None = BESIDE_SECONDS) -> Forecast | None:
+    def predict(self, plan: Plan, *, wait: float | None = BACKGROUND_SECONDS) -> RunPrediction | None:
         """`wait`: see `Following.work`. None: it is not known yet."""
         try:
-            work = self.begin().work(wait)
-        except Unpredicted as error:
-            return nothing(plan, self.ground, str(error))
-        return None if work is None else forecast_of(work, plan, self.ground)
+            work = self.start_trace().work(wait)
+        except NoPrediction as error:
+            return no_prediction(plan, self.basis, str(error))
+        return None if work is None else predict_plan(work, plan, self.basis)
 
-    def work(self) -> "Work":
+    def work(self) -> "Workload":
         """Waits for as long as a decision may take. Raises `Unpredicted`."""
-        found = self.begin().work(DECIDING_SECONDS)
+        found = self.start_trace().work(DECISION_SECONDS)
         assert found is not None
         return found
 
     def close(self) -> None:
-        if self._following is not None:
-            self._following.close()
+        if self._trace is not None:
+            self._trace.close()
 
 
-def forecast(job: Job, source: Source, plan: Plan, cluster: str | None = None) -> Forecast:
+def predict_run(job: Job, source: DataSource, plan: Plan, cluster: str | None = None) -> RunPrediction:
     """Of one plan, when it is known."""
-    foresight = Foresight(job, source, ground(cluster))
+    foresight = RunPredictor(job, source, prediction_basis(cluster))
     try:
-        found = foresight.forecast(plan)
+        found = foresight.predict(plan)
         assert found is not None
         return found
     finally:
         foresight.close()
 
 
-def nothing(plan: Plan, ground: Ground, reason: str) -> Forecast:
-    return Forecast(
-        layout=str(plan.layout), workers=plan.workers, cluster=ground.name, named=ground.named, reason=reason
+def no_prediction(plan: Plan, basis: PredictionBasis, reason: str) -> RunPrediction:
+    return RunPrediction(
+        layout=str(plan.layout), workers=plan.workers, cluster=basis.name, named=basis.named, reason=reason
     )
 
 
-def forecast_of(work: "Work", plan: Plan, ground: Ground) -> Forecast:
+def predict_plan(work: "Workload", plan: Plan, basis: PredictionBasis) -> RunPrediction:
     from shoal.planner.cost.predict import predict
 
-    cluster, runtime = ground.tuned()
+    cluster, runtime = basis.calibrated()
     setup = setup_of(work, plan)
     try:
         found = predict(work, setup, cluster, runtime)
     except ShoalError as error:
-        return nothing(plan, ground, error.message)
+        return no_prediction(plan, basis, error.message)
     except Exception as error:  # whatever it is, a run is worth more than its prediction
-        return nothing(plan, ground, f"{type(error).__name__}: {error}")
+        return no_prediction(plan, basis, f"{type(error).__name__}: {error}")
     if not 0 < found.seconds < float("inf"):
-        return nothing(plan, ground, f"a step of {found.seconds:g} s was predicted")
-    tuned = ground.calibration
+        return no_prediction(plan, basis, f"a step of {found.seconds:g} s was predicted")
+    tuned = basis.calibration
     # What every step costs is told apart from what the host does for operators.
     terms = dict(found.terms) | {"host": found.terms["host"] - runtime.step_seconds, "step": runtime.step_seconds}
-    stages = [found.stages[plan.layout.place(worker).stage] for worker in range(plan.workers)]
-    return Forecast(
+    stages = [found.stages[plan.layout.position(worker).stage] for worker in range(plan.workers)]
+    return RunPrediction(
         layout=str(plan.layout),
         workers=plan.workers,
-        cluster=ground.name,
-        named=ground.named,
+        cluster=basis.name,
+        named=basis.named,
         calibration=None if tuned is None else str(tuned),
         constants={} if tuned is None else tuned.constants,
         seconds=found.seconds,
@@ -318,14 +318,14 @@ def forecast_of(work: "Work", plan: Plan, ground: Ground) -> Forecast:
     )
 
 
-def setup_of(work: "Work", plan: Plan) -> "Setup":
+def setup_of(work: "Workload", plan: Plan) -> "Setup":
     """A plan as estimates have it."""
-    from shoal.paramserver.sync_mode import Mode
+    from shoal.paramserver.sync_mode import SyncMode
     from shoal.planner.cost.setup import Setup
 
     layout = plan.layout
-    mode = Mode.read(plan.sync or "sync")
-    number = mode.needed(plan.workers) if mode.name == "quorum" else int(mode.number)
+    mode = SyncMode.parse(plan.sync or "sync")
+    number = mode.quorum(plan.workers) if mode.name == "quorum" else int(mode.number)
     return Setup(
         data=layout.data,
         pipeline=layout.pipeline,

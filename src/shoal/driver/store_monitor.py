@@ -14,14 +14,14 @@ from shoal.collectives.handshake import host_identity
 from shoal.driver.launchers.namespaces import LabHost, call_on
 from shoal.errors import RunError, RunFolderError, ShoalError
 from shoal.recovery.membership import sqlite_client, sqlite_server
-from shoal.recovery.membership.heartbeat import News, Wish
+from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
 from shoal.recovery.membership.open_store import open_store
-from shoal.recovery.membership.process import began, condition
-from shoal.recovery.membership.protocol import NOTHING, View, Who, remove
-from shoal.recovery.membership.store import LeaseEnded, Store, StoreAway
-from shoal.report.events import AnyEvent, StoreAwayFor
+from shoal.recovery.membership.process import start_ticks, process_state
+from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
+from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
+from shoal.report.events import AnyEvent, StoreOutage
 
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 AWAY_SECONDS = 1.0
 LEASE_SECONDS = 5.0
 TRIES = 50  # of a swap: somebody else can only be faster so often
@@ -36,68 +36,68 @@ class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-def driver_of(store: Store) -> DriverRecord | None:
+def living_driver(store: RunStore) -> DriverRecord | None:
     """The process that watches over a run, if it is another one than this, and alive as far as can be seen."""
     entry = store.read("driver").entries.get("driver")
     found = None if entry is None else msgspec.json.decode(entry.value, type=DriverRecord)
     if found is None or found.pid == os.getpid():
         return None
-    if found.host == host_identity() and condition(found.pid, found.began) is None:
+    if found.host == host_identity() and process_state(found.pid, found.began) is None:
         return None  # its lease has not run out yet, but it is gone
     return found
 
 
-class Overseer:
+class StoreMonitor:
     def __init__(
-        self, folder: Path, run: str, address: str | None, host: LabHost | None, *, outlives: bool = True
+        self, folder: Path, run: str, address: str | None, host: LabHost | None, *, detached: bool = True
     ) -> None:
         """`host`: of a lab, where the run's own store is to be. `outlives`: that store goes on without this process."""
-        self.folder, self.address, self.host, self.outlives = folder, address, host, outlives
+        self.folder, self.address, self.host, self.detached = folder, address, host, detached
         self.wanted: int | None = None  # workers, as the user asked since the run began
         self.committed = 0  # at least so many steps were, at some time
-        self.dropped: dict[Who, tuple[str, float]] = {}  # members that the others went on without: why, and since when
-        self.found: tuple[View, int] = NOTHING, 0  # when it was taken over: who took part, and what was committed
-        self._members: set[Who] = set()
-        self._removing: dict[Who, str] = {}
-        self._wish: Wish | None = None
+        self.dropped: dict[WorkerId, tuple[str, float]] = {}  # members that the others went on without: why, and since when
+        self.taken_over: tuple[MembershipView, int] = EMPTY_VIEW, 0  # when it was taken over: who took part, and what was committed
+        self._members: set[WorkerId] = set()
+        self._removing: dict[WorkerId, str] = {}
+        self._request: RunRequest | None = None
         self._lease: int | None = None
-        self._looked = 0.0
+        self._polled = 0.0
         self._away_since: float | None = None
         if address is None:
             self._start_server()
-            self.store: Store = sqlite_client.connect(folder, dial=self._dial)
+            self.store: RunStore = sqlite_client.connect(folder, dial=self._dial)
         else:
             self.store = open_store(address, folder, run)
 
     def _start_server(self) -> None:
         place = "127.0.0.1" if self.host is None else self.host.address
-        owner = None if self.outlives else os.getpid()
-        call_on(self.host, lambda: sqlite_client.start(self.folder, place, owner=owner))
+        owner = None if self.detached else os.getpid()
+        call_on(self.host, lambda: sqlite_client.start_server(self.folder, place, owner=owner))
 
     def _dial(self, address: str, port: int, seconds: float) -> socket.socket:
         return call_on(self.host, lambda: socket.create_connection((address, port), timeout=seconds))
 
     # -- the beginning --------------------------------------------------------------------------------------------
 
-    def begin(self, first: list[Who], *, resumed: bool) -> list[Who]:
+    def begin(self, first: list[WorkerId], *, resumed: bool) -> list[WorkerId]:
         """Writes who belongs to the run. Returns them: lives go on counting where an earlier sitting stopped."""
         try:
-            news = self._news()
+            news = self._read_store()
             self._refuse_if_alive(news)
             removed = dict(news.view.removed)
             for who in news.view.members:
-                removed[who.worker] = max(who.life, removed.get(who.worker, -1))
-            members = [Who(who.worker, removed.get(who.worker, -1) + 1) for who in first]
-            view = View(
-                epoch=news.view.epoch + 1,
+                removed[who.worker] = max(who.incarnation, removed.get(who.worker, -1))
+            members = [WorkerId(who.worker, removed.get(who.worker, -1) + 1) for who in first]
+            view = MembershipView(
+                generation=news.view.generation + 1,
                 members=tuple(members),
                 reason="resumed" if resumed else "the run begins",
                 removed=removed,
             )
             self.store.swap("view", msgspec.json.encode(view), news.view_revision)
-            self.store.put("wish", msgspec.json.encode(Wish()))
+            self.store.put("wish", msgspec.json.encode(RunRequest()))
             self._claim()
-        except StoreAway as error:
+        except StoreUnavailable as error:
             self.close(stop=False)
             raise RunError(
                 error.message,
@@ -110,9 +110,9 @@ class Overseer:
         self._members = set(members)
         return members
 
-    def check_free(self) -> None:
+    def check_no_driver(self) -> None:
         """Raises if another driver is alive."""
-        record = driver_of(self.store)
+        record = living_driver(self.store)
         if record is not None:
             self.close(stop=False)
             raise RunFolderError(
@@ -120,12 +120,12 @@ class Overseer:
                 fix="shoal why, scale and stop work from anywhere; attach when that process is gone",
             )
 
-    def take_over(self, *, workers_run: bool) -> None:
+    def take_over(self, *, launcher_alive: bool) -> None:
         """Another driver was here. `workers_run`: the server that starts workers answers."""
-        news = self._news()
-        self.found = news.view, news.committed
+        news = self._read_store()
+        self.taken_over = news.view, news.committed
         self._members = set(news.view.members)
-        if workers_run:
+        if launcher_alive:
             self._claim()
             return
         try:
@@ -137,125 +137,125 @@ class Overseer:
                 f"{error.message}; but the process that starts and ends them is gone", fix=fix
             ) from None
 
-    def _refuse_if_alive(self, news: News) -> None:
+    def _refuse_if_alive(self, news: MembershipState) -> None:
         here = host_identity()
         alive = [
-            each for each in news.alive.values() if each.host != here or condition(each.pid, each.began) is not None
+            each for each in news.alive.values() if each.host != here or process_state(each.pid, each.started) is not None
         ]
         if alive:
-            names = ", ".join(f"worker {each.who.worker} (process {each.pid} on {each.name})" for each in alive)
+            names = ", ".join(f"worker {each.worker_id.worker} (process {each.pid} on {each.host_name})" for each in alive)
             raise RunFolderError(f"the run is alive: {names}", fix=f"shoal attach {self.folder} watches it")
 
     def _claim(self) -> None:
         pid = os.getpid()
         name = socket.gethostname()
-        record = DriverRecord(pid=pid, began=began(pid) or "", host=host_identity(), name=name)
+        record = DriverRecord(pid=pid, began=start_ticks(pid) or "", host=host_identity(), name=name)
         lease = self.store.grant(LEASE_SECONDS)
         self.store.put("driver", msgspec.json.encode(record), lease)
         self._lease = lease
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 
-    def look(self) -> list[AnyEvent]:
+    def poll(self) -> list[AnyEvent]:
         """Now and then: what changed, and what is left to be written."""
         now = time.monotonic()
-        if now - self._looked < (LOOK_SECONDS if self._away_since is None else AWAY_SECONDS):
+        if now - self._polled < (POLL_SECONDS if self._away_since is None else AWAY_SECONDS):
             return []
-        self._looked = now
+        self._polled = now
         try:
-            news = self._news()
-            self._note(news)
+            news = self._read_store()
+            self._update(news)
             if self._lease is None or not self.store.renew(self._lease):
                 self._claim()
-            self._do()
-            return self._back()
-        except (StoreAway, LeaseEnded):
-            return self._away()
+            self._write_pending()
+            return self._outage_ended()
+        except (StoreUnavailable, LeaseEnded):
+            return self._outage_began()
 
-    def remove(self, who: Who, reason: str) -> None:
+    def remove(self, who: WorkerId, reason: str) -> None:
         """The driver knows best that a process is dead: nobody has to wait for its lease."""
         self._removing[who] = reason
-        self._try()
+        self._try_write()
 
-    def reason(self, who: Who) -> str | None:
+    def drop_reason(self, who: WorkerId) -> str | None:
         """How the others noticed that a worker is lost, if they were faster than the driver."""
         try:
-            self._note(self._news())
-        except StoreAway:
+            self._update(self._read_store())
+        except StoreUnavailable:
             return None
         text, _ = self.dropped.get(who, ("", 0.0))
         own = [part.removeprefix(f"{who} ") for part in text.split("; ") if part.startswith(f"{who} ")]
         return own[0] if own else None
 
-    def wish(self, *, stop: bool) -> None:
-        self._wish = Wish(stop=stop)
-        self._try()
+    def request(self, *, stop: bool) -> None:
+        self._request = RunRequest(stop=stop)
+        self._try_write()
 
-    def _try(self) -> None:
+    def _try_write(self) -> None:
         try:
-            self._do()
-        except (StoreAway, LeaseEnded):
+            self._write_pending()
+        except (StoreUnavailable, LeaseEnded):
             return  # the next look tries again
 
-    def _do(self) -> None:
+    def _write_pending(self) -> None:
         for _ in range(TRIES):
             if not self._removing:
                 break
-            news = self._news()
+            news = self._read_store()
             members = [who for who in news.view.members if who in self._removing]
             if not members:
                 self._removing.clear()
                 break
-            view = remove(news.view, {who: self._removing[who] for who in members})
+            view = remove_dead(news.view, {who: self._removing[who] for who in members})
             if self.store.swap("view", msgspec.json.encode(view), news.view_revision) is not None:
                 self._removing.clear()
-        if self._wish is not None:
-            self.store.put("wish", msgspec.json.encode(self._wish))
-            self._wish = None
+        if self._request is not None:
+            self.store.put("wish", msgspec.json.encode(self._request))
+            self._request = None
 
-    def _note(self, news: News) -> None:
-        self.wanted = news.wish.workers
+    def _update(self, news: MembershipState) -> None:
+        self.wanted = news.request.workers
         stand = [position.committed for position in news.positions.values()]
         self.committed = max(self.committed, news.committed, news.view.step, *stand)
         members = set(news.view.members)
         for who in self._members - members:
-            if news.view.removed.get(who.worker, -1) >= who.life:
+            if news.view.removed.get(who.worker, -1) >= who.incarnation:
                 self.dropped.setdefault(who, (news.view.reason, time.monotonic()))
         self._members = members
 
-    def _news(self) -> News:
-        return News(self.store.read(""))
+    def _read_store(self) -> MembershipState:
+        return MembershipState(self.store.read(""))
 
-    def _away(self) -> list[AnyEvent]:
+    def _outage_began(self) -> list[AnyEvent]:
         first = self._away_since is None
         if first:
             self._away_since = time.monotonic()
-        if self.address is None and not sqlite_client.running(self.folder):
+        if self.address is None and not sqlite_client.server_running(self.folder):
             try:
                 self._start_server()
-                self._looked = 0.0
+                self._polled = 0.0
             except (ShoalError, OSError):
                 pass
-        event = StoreAwayFor(time=time.time(), rank=None, address=self.store.address)
+        event = StoreOutage(time=time.time(), rank=None, address=self.store.address)
         return [event] if first else []
 
-    def _back(self) -> list[AnyEvent]:
+    def _outage_ended(self) -> list[AnyEvent]:
         if self._away_since is None:
             return []
         seconds = time.monotonic() - self._away_since
         self._away_since = None
-        return [StoreAwayFor(time=time.time(), rank=None, address=self.store.address, seconds=seconds)]
+        return [StoreOutage(time=time.time(), rank=None, address=self.store.address, seconds=seconds)]
 
     def close(self, stop: bool = True, for_good: bool = False) -> None:
         """`stop`: nobody needs the run's own store now. `for_good`: nor later, since the run is done."""
         try:
             if self._lease is not None:
                 self.store.revoke(self._lease)
-        except StoreAway:
+        except StoreUnavailable:
             pass
         self.store.close()
         if stop and self.address is None:
-            sqlite_client.stop(self.folder, dial=self._dial)
+            sqlite_client.stop_server(self.folder, dial=self._dial)
             if for_good:
                 for name in (sqlite_server.DATABASE, sqlite_server.LOCK, sqlite_server.LOG):
                     (self.folder / name).unlink(missing_ok=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.options import Traffic, Wish, wish_of_environment
+from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.driver.check_servers import check_servers
-from shoal.driver.driver import Options
+from shoal.driver.driver import RunOptions
 from shoal.driver.launch import open_job, train_opened
 from shoal.driver.launchers.lab import Lab
 from shoal.errors import InputError, Stopped
@@ -20,13 +20,13 @@ from shoal.job.job import Job
 from shoal.job.loss import split_sample
 from shoal.numerics import kernels
 from shoal.numerics.kernels import map_tensors
-from shoal.parallel.layout import Layout
-from shoal.parallel.pipeline_schedule import NAMES, check_name
-from shoal.recovery.checkpoint.directory import Checkpoints
+from shoal.parallel.layout import ParallelLayout
+from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, check_schedule_name
+from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.worker.build_model import build_model
-from shoal.worker.context import Settings
+from shoal.worker.context import RunSettings
 from shoal.worker.main import OpenJob
 
 PLAIN_TOLERANCE = 1e-8  # norm of the difference over the norm of the weights, in fp64
@@ -35,18 +35,18 @@ ADAPTIVE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "RMSprop", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class VerifyPlacement:
     workers: int
     shares: str | None = None
     stop_after: int | None = None  # then resumed, on `then` workers
-    then: int | None = None
-    layout: Layout | None = None
+    resume_workers: int | None = None
+    layout: ParallelLayout | None = None
     schedule: str = "1f1b"
     recompute: bool = False
     servers: int = 0  # parameter servers that hold the weights
-    sync: str = ""  # how they keep workers in step
+    sync_mode: str = ""  # how they keep workers in step
     lab: Lab | None = None  # whose hosts its workers run on; the reference runs on this machine
-    wish: Wish = field(default_factory=Wish)  # how gradients travel between them
+    comm_options: CommOptions = field(default_factory=CommOptions)  # how gradients travel between them
 
     @property
     def label(self) -> str:
@@ -57,11 +57,11 @@ class Placement:
         if self.lab is not None:
             hosts = self.lab.slots(self.workers)[0].host_count
             text += f", {hosts} lab host{'s' if hosts > 1 else ''}"
-            text += f", {self.wish.algorithm}" if self.wish.algorithm and hosts > 1 else ""
+            text += f", {self.comm_options.algorithm}" if self.comm_options.algorithm and hosts > 1 else ""
         if self.shares:
             text += f", shares {self.shares}"
         if self.stop_after is not None:
-            text += f", stopped at step {self.stop_after}, resumed on {self.then}"
+            text += f", stopped at step {self.stop_after}, resumed on {self.resume_workers}"
         return text
 
     @property
@@ -69,21 +69,21 @@ class Placement:
         """Splitting an operator changes the order of sums: there a distance is measured."""
         return self.layout is None or self.layout.exact
 
-    def options(self) -> Options:
-        return Options(
+    def options(self) -> RunOptions:
+        return RunOptions(
             workers=self.workers,
             layout=self.layout,
             schedule=self.schedule,
             recompute=self.recompute,
             shares=self.shares,
             servers=self.servers or None,
-            sync=self.sync,
+            sync=self.sync_mode,
             lab=self.lab,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class WeightDifference:
     """The first place where two runs part."""
 
     step: int
@@ -105,12 +105,12 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class VerifyRow:
     label: str
     weights_sha256: str
     seconds: float
     steps: int
-    difference: Difference | None = None
+    difference: WeightDifference | None = None
     distance: float | None = None  # of split operators: norm of the difference over the norm of the weights
     bound: float = 0.0
 
@@ -128,56 +128,56 @@ def placements(
     resume: bool,
     steps: int,
     lab: Lab | None = None,
-    wish: Wish | None = None,
-) -> list[Placement]:
+    comm_options: CommOptions | None = None,
+) -> list[VerifyPlacement]:
     most = max(workers, default=1)
-    found = [Placement(workers=count) for count in workers]
-    found += [Placement(workers=most if text == "auto" else text.count(",") + 1, shares=text) for text in shares]
+    found = [VerifyPlacement(workers=count) for count in workers]
+    found += [VerifyPlacement(workers=most if text == "auto" else text.count(",") + 1, shares=text) for text in shares]
     if resume:
-        found.append(Placement(workers=most, stop_after=max(1, steps // 2), then=max(1, most - 1)))
-    return [replace(placement, lab=lab, wish=wish or Wish()) for placement in found]
+        found.append(VerifyPlacement(workers=most, stop_after=max(1, steps // 2), resume_workers=max(1, most - 1)))
+    return [replace(placement, lab=lab, wish=comm_options or CommOptions()) for placement in found]
 
 
 def layout_placements(
-    layouts: list[str], schedule: str, recompute: bool, lab: Lab | None = None, wish: Wish | None = None
-) -> list[Placement]:
+    layouts: list[str], schedule: str, recompute: bool, lab: Lab | None = None, comm_options: CommOptions | None = None
+) -> list[VerifyPlacement]:
     """One each; for pipelines one per schedule where all of them are asked for."""
     if schedule != "all":
-        check_name(schedule)
+        check_schedule_name(schedule)
     found = []
     for text in layouts:
-        layout = Layout.read(text)
-        names = NAMES if schedule == "all" and layout.pipeline > 1 else ["1f1b" if schedule == "all" else schedule]
+        layout = ParallelLayout.parse(text)
+        names = SCHEDULE_NAMES if schedule == "all" and layout.pipeline > 1 else ["1f1b" if schedule == "all" else schedule]
         for name in names:
             found.append(
-                Placement(
+                VerifyPlacement(
                     workers=layout.workers,
                     layout=layout,
                     schedule=name,
                     recompute=recompute,
                     lab=lab,
-                    wish=wish or Wish(),
+                    comm_options=comm_options or CommOptions(),
                 )
             )
     return found
 
 
-def server_placements(workers: list[int], servers: int | None, sync: str) -> list[Placement]:
+def server_placements(workers: list[int], servers: int | None, sync_mode: str) -> list[VerifyPlacement]:
     """The same numbers of workers with servers, where they are asked for. Only one mode is exact."""
     for count in workers or [1]:
-        mode = check_servers(servers, sync, workers=count)
+        mode = check_servers(servers, sync_mode, workers=count)
         if mode is not None and not mode.exact:
             raise InputError(
                 f"--sync {mode} gives up exactness, and verify compares bits",
                 fix=f"--sync sync; shoal compare FILE --sync sync,{mode} shows what it gains and costs",
             )
-    return [Placement(workers=count, servers=servers, sync=sync) for count in workers if servers]
+    return [VerifyPlacement(workers=count, servers=servers, sync_mode=sync_mode) for count in workers if servers]
 
 
-def exact_wish(asked: Wish) -> Wish:
+def exact_comm_options(asked: CommOptions) -> CommOptions:
     """How gradients are to travel; refused where that gives up exactness, which is what is verified."""
-    wish = wish_of_environment(asked)
-    Traffic.of(wish)
+    wish = options_from_environment(asked)
+    CommConfig.from_options(wish)
     if wish.compress:
         given = f"--compress {asked.compress}" if asked.compress else f"SHOAL_COMPRESS={wish.compress}"
         raise InputError(
@@ -193,13 +193,13 @@ def exact_wish(asked: Wish) -> Wish:
     return wish
 
 
-def verify(job: Job, wanted: list[Placement], steps: int, *, name: str) -> Iterator[Row]:
+def verify(job: Job, wanted: list[VerifyPlacement], steps: int, *, name: str) -> Iterator[VerifyRow]:
     """Rows as they come: the reference on one worker first, then each placement, up to the first that differs."""
     # Time to accuracy is not the question here, and evaluation changes no bit.
     opened = open_job(job.changed(steps=steps, target=None, evaluate=None))
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as text:
         root = Path(text)
-        reference, expected = _trace(opened, Placement(workers=1), root / "reference", name)
+        reference, expected = _trace(opened, VerifyPlacement(workers=1), root / "reference", name)
         yield replace(reference, label="reference")
         for number, placement in enumerate(wanted):
             row, digests = _trace(opened, placement, root / str(number), name)
@@ -217,9 +217,9 @@ def verify(job: Job, wanted: list[Placement], steps: int, *, name: str) -> Itera
             return
 
 
-def _trace(opened: OpenJob, placement: Placement, folder: Path, name: str) -> tuple[Row, dict[int, dict[str, str]]]:
-    settings = Settings(
-        digests=True, stop_after=placement.stop_after, checkpoint_every=opened.steps + 1, wish=placement.wish
+def _trace(opened: OpenJob, placement: VerifyPlacement, folder: Path, name: str) -> tuple[VerifyRow, dict[int, dict[str, str]]]:
+    settings = RunSettings(
+        digests=True, stop_after=placement.stop_after, checkpoint_every=opened.steps + 1, communication=placement.comm_options
     )
     options = replace(placement.options(), run_dir=folder, quiet=True, elastic=False, settings=settings)
     if placement.stop_after is None:
@@ -231,20 +231,20 @@ def _trace(opened: OpenJob, placement: Placement, folder: Path, name: str) -> tu
             pass
         settings = replace(settings, stop_after=None)
         report = train_opened(
-            opened, replace(options, workers=placement.then, resume=True, settings=settings), name=name
+            opened, replace(options, workers=placement.resume_workers, resume=True, settings=settings), name=name
         )
-    row = Row(label=placement.label, weights_sha256=report.weights_sha256, seconds=report.seconds, steps=report.steps)
+    row = VerifyRow(label=placement.label, weights_sha256=report.weights_sha256, seconds=report.seconds, steps=report.steps)
     events = (decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines())
     return row, {event.step: event.tensors for event in events if isinstance(event, StepDigest)}
 
 
-def _distance(row: Row, reference: Path, folder: Path) -> Row:
+def _distance(row: VerifyRow, reference: Path, folder: Path) -> VerifyRow:
     left, _ = load_weights(reference / "model.safetensors")
     right, _ = load_weights(folder / "model.safetensors")
     numbers = {name: tensor.double() for name, tensor in left.items() if tensor.is_floating_point()}
     gap = sum((right[name].double() - tensor).square().sum().item() for name, tensor in numbers.items()) ** 0.5
     size = sum(tensor.square().sum().item() for tensor in numbers.values()) ** 0.5
-    found = Checkpoints(reference / "checkpoints").newest()
+    found = CheckpointDirectory(reference / "checkpoints").newest()
     kind = "" if found is None else found.snapshot.values["optimizer"]["kind"]
     bound = ADAPTIVE_TOLERANCE if kind in ADAPTIVE else SPLIT_TOLERANCE
     return replace(row, distance=gap / (size or 1.0), bound=bound)
@@ -259,18 +259,18 @@ def _first_difference(expected: dict[int, dict[str, str]], found: dict[int, dict
 
 def _measure(
     opened: OpenJob,
-    placement: Placement,
+    placement: VerifyPlacement,
     step: int,
     expected: dict[int, dict[str, str]],
     found: dict[int, dict[str, str]],
     root: Path,
     name: str,
-) -> Difference:
+) -> WeightDifference:
     """Runs both again up to the step where they part, and looks at the numbers."""
     names = [key for key, value in expected.get(step, {}).items() if found.get(step, {}).get(key) != value]
     short = replace(opened, steps=step)
     again = replace(placement, stop_after=None, then=None)
-    _trace(short, Placement(workers=1), root / "reference-again", name)
+    _trace(short, VerifyPlacement(workers=1), root / "reference-again", name)
     _trace(short, again, root / "again", name)
     left, _ = load_weights(root / "reference-again" / "model.safetensors")
     right, _ = load_weights(root / "again" / "model.safetensors")
@@ -280,7 +280,7 @@ def _measure(
     a, b = left[tensor].double(), right[tensor].double()
     gap = (a - b).abs()
     relative = gap / a.abs().clamp_min(torch.finfo(torch.float64).tiny)
-    return Difference(
+    return WeightDifference(
         step=step,
         tensor=tensor,
         shape=tuple(a.shape),
@@ -311,13 +311,13 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
     """Shoal and an ordinary loop on the same samples and initial weights, in fp64, dropout off, batch norm frozen."""
     base = job.changed(steps=steps, target=None, evaluate=None, precision="fp32", compile=False)
     opened = open_job(base)
-    source = replace(opened.source, fetch=_doubled(opened.source.fetch))
-    calm = replace(opened, job=base.changed(model=lambda: _calm(base)), source=source)
+    source = replace(opened.source, fetch=_to_fp64(opened.source.fetch))
+    calm = replace(opened, job=base.changed(model=lambda: _deterministic_model(base)), source=source)
     with tempfile.TemporaryDirectory(prefix="shoal-plain-") as text:
         folder = Path(text) / "run"
-        train_opened(calm, Options(workers=workers, run_dir=folder, quiet=True, elastic=False), name=name)
+        train_opened(calm, RunOptions(workers=workers, run_dir=folder, quiet=True, elastic=False), name=name)
         weights, _ = load_weights(folder / "model.safetensors")
-    kernels.settle(threads=job.threads)
+    kernels.configure(threads=job.threads)
     plain = dict(_plain_loop(base, calm, steps).named_parameters())
     gaps = {key: (plain[key].detach() - weights[key]).norm().item() for key in plain}
     sizes = {key: plain[key].detach().norm().item() for key in plain}
@@ -326,12 +326,12 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
     return PlainResult(steps=steps, difference=total, worst=worst, worst_difference=gaps[worst] / (sizes[worst] or 1.0))
 
 
-def _calm(job: Job) -> nn.Module:
+def _deterministic_model(job: Job) -> nn.Module:
     """The model in fp64 and evaluation mode: no dropout, no batch statistics, gradients as ever."""
     return copy.deepcopy(build_model(job)).double().eval()
 
 
-def _doubled(fetch: Callable[..., Any]) -> Callable[..., Any]:
+def _to_fp64(fetch: Callable[..., Any]) -> Callable[..., Any]:
     def double(tensor: Tensor) -> Tensor:
         return tensor.double() if tensor.is_floating_point() else tensor
 
@@ -341,7 +341,7 @@ def _doubled(fetch: Callable[..., Any]) -> Callable[..., Any]:
 def _plain_loop(job: Job, opened: OpenJob, steps: int) -> nn.Module:
     """What a user would write on one machine. From Shoal come only the order of samples and the initial weights."""
     schedule = job.schedule(opened.source.samples, opened.source.last)
-    model = _calm(job)
+    model = _deterministic_model(job)
     optimizer = job.optimizer(list(model.named_parameters()))
     scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
     for step in range(steps):

@@ -22,29 +22,29 @@ from torch.utils.data import (
 )
 
 from shoal.errors import JobError
-from shoal.job.prefetch import Ahead
-from shoal.numerics.sampling import Order, Schedule, in_order, shuffled
-from shoal.numerics.seeds import ORDER, seed_everything, untouched_generators
+from shoal.job.prefetch import Prefetcher
+from shoal.numerics.sampling import SampleOrder, SampleSchedule, sequential_order, shuffled_order
+from shoal.numerics.seeds import ORDER, seed_everything, preserve_generators
 
 Fetch = Callable[[Sequence[int], int], Any]  # (sample numbers, pass over the data) -> a batch, aligned
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class DataSource:
     samples: int
-    order: Order
+    order: SampleOrder
     ordering: str  # what that order is, for a resumed run to compare
     fetch: Fetch
     batch: int | None = None  # what a DataLoader says; None elsewhere
     last: str | None = None
-    ahead: Ahead | None = None  # where samples are loaded by processes of their own
+    prefetcher: Prefetcher | None = None  # where samples are loaded by processes of their own
 
-    def arithmetic(self, schedule: Schedule) -> dict[str, Any]:
+    def arithmetic(self, schedule: SampleSchedule) -> dict[str, Any]:
         """What of the data decides the bits, as it turned out; a DataLoader's word counts over the job's."""
         return {"samples": self.samples, "shuffle": self.ordering, "last": schedule.last}
 
 
-def open_source(data: Any, *, seed: int, shuffle: bool = True) -> Source:
+def open_data(data: Any, *, seed: int, shuffle: bool = True) -> DataSource:
     if callable(data) and not isinstance(data, Dataset | DataLoader | Tensor) and not hasattr(data, "__getitem__"):
         data = data()
     if isinstance(data, DataLoader):
@@ -57,8 +57,8 @@ def open_source(data: Any, *, seed: int, shuffle: bool = True) -> Source:
         raise _refused("an IterableDataset has no sample numbers, so no exact order")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         order, ordering = _order(len(data), seed, shuffle)
-        fetch = Ahead(data, default_collate, seed).load
-        return Source(samples=len(data), order=order, ordering=ordering, fetch=fetch)
+        fetch = Prefetcher(data, default_collate, seed).load
+        return DataSource(samples=len(data), order=order, ordering=ordering, fetch=fetch)
     raise _refused(f"{type(data).__name__} is none of the forms that data can have")
 
 
@@ -69,11 +69,11 @@ def _refused(why: str) -> JobError:
     )
 
 
-def _order(samples: int, seed: int, shuffle: bool) -> tuple[Order, str]:
-    return (shuffled(samples, seed), "shuffled") if shuffle else (in_order(samples), "in order")
+def _order(samples: int, seed: int, shuffle: bool) -> tuple[SampleOrder, str]:
+    return (shuffled_order(samples, seed), "shuffled") if shuffle else (sequential_order(samples), "in order")
 
 
-def _from_tensors(tensors: tuple[Tensor, ...], shape: Any, seed: int, shuffle: bool) -> Source:
+def _from_tensors(tensors: tuple[Tensor, ...], shape: Any, seed: int, shuffle: bool) -> DataSource:
     lengths = [len(tensor) for tensor in tensors]
     if len(set(lengths)) != 1:
         raise JobError(f"data: tensors of different lengths: {', '.join(map(str, lengths))}")
@@ -85,10 +85,10 @@ def _from_tensors(tensors: tuple[Tensor, ...], shape: Any, seed: int, shuffle: b
         return parts if not isinstance(shape, Tensor) else parts[0]
 
     order, ordering = _order(lengths[0], seed, shuffle)
-    return Source(samples=lengths[0], order=order, ordering=ordering, fetch=fetch)
+    return DataSource(samples=lengths[0], order=order, ordering=ordering, fetch=fetch)
 
 
-def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
+def _from_loader(loader: DataLoader[Any], seed: int) -> DataSource:
     if isinstance(loader.dataset, IterableDataset):
         raise _refused("a DataLoader over an IterableDataset has no sample numbers, so no exact order")
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
@@ -101,14 +101,14 @@ def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
     if whole or isinstance(sampler, SequentialSampler):
         order, ordering = _order(samples, seed, shuffle=whole)
     else:
-        order, ordering = _sampled(sampler, seed), type(sampler).__qualname__
+        order, ordering = _sampler_order(sampler, seed), type(sampler).__qualname__
         samples = len(sampler)  # type: ignore[arg-type]
     last = "drop" if loader.drop_last else "short"
     if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
         # Nothing draws random numbers here, so samples need not be taken one by one.
         plain = _from_tensors(loader.dataset.tensors, None, seed, shuffle=False)
         fetch = plain.fetch
-        return Source(
+        return DataSource(
             samples=samples,
             order=order,
             ordering=ordering,
@@ -116,23 +116,23 @@ def _from_loader(loader: DataLoader[Any], seed: int) -> Source:
             batch=loader.batch_size,
             last=last,
         )
-    loading = Ahead(loader.dataset, loader.collate_fn, seed, loader)
-    return Source(
+    loading = Prefetcher(loader.dataset, loader.collate_fn, seed, loader)
+    return DataSource(
         samples=samples,
         order=order,
         ordering=ordering,
         fetch=loading.fetch,
         batch=loader.batch_size,
         last=last,
-        ahead=loading if loader.num_workers else None,
+        prefetcher=loading if loader.num_workers else None,
     )
 
 
-def _sampled(sampler: Any, seed: int) -> Order:
+def _sampler_order(sampler: Any, seed: int) -> SampleOrder:
     """The order that a sampler of the user's own gives, under a seed of its own for each pass."""
 
     def order(epoch: int) -> Sequence[int]:
-        with untouched_generators():
+        with preserve_generators():
             seed_everything(seed, ORDER, epoch)
             generator = getattr(sampler, "generator", None)
             if generator is not None:

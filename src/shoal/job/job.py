@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.errors import JobError
-from shoal.job.target import Target
+from shoal.job.target import MetricTarget
 from shoal.numerics.describe import describe
 from shoal.numerics.kernels import ISA_ENVIRONMENT
-from shoal.numerics.sampling import Schedule
+from shoal.numerics.sampling import SampleSchedule
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 PRECISIONS = {
@@ -76,21 +76,21 @@ class Job:
             raise JobError("batch is missing", fix="batch=64: the samples of one update, for all workers together")
         self._check_calls()
         for name in ("batch", "microbatches", "threads"):
-            _whole(name, getattr(self, name), least=1)
+            _check_integer(name, getattr(self, name), minimum=1)
         for name in ("steps", "epochs", "evaluate_every", "checkpoint_every", "lanes", "tokens"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), least=1)
-        _whole("seed", self.seed, least=0)
+                _check_integer(name, getattr(self, name), minimum=1)
+        _check_integer("seed", self.seed, minimum=0)
         if (self.steps is None) == (self.epochs is None):
             given = "neither" if self.steps is None else "both"
             raise JobError(f"a job has steps or epochs; this one has {given}", fix="steps=1000, or epochs=10")
         object.__setattr__(self, "_lanes_given", self.lanes is not None)
         if self.lanes is None:
             object.__setattr__(self, "lanes", _default_lanes(self.batch))
-        self._check_cut()
+        self._check_batch_split()
         self._check_choices()
         object.__setattr__(self, "precision", PRECISIONS[self.precision])
-        object.__setattr__(self, "target", Target.read(self.target, self.metrics))
+        object.__setattr__(self, "target", MetricTarget.parse(self.target, self.metrics))
         if self.target is not None and self.evaluate is None:
             raise JobError(
                 f"target '{self.target}' without evaluate: there is nothing to measure it on",
@@ -114,7 +114,7 @@ class Job:
                 "metrics must map names to functions of (output, target)", fix='metrics={"accuracy": accuracy}'
             )
 
-    def _check_cut(self) -> None:
+    def _check_batch_split(self) -> None:
         assert self.batch is not None and self.lanes is not None
         pieces = self.lanes * self.microbatches
         if self.batch % pieces == 0:
@@ -151,14 +151,14 @@ class Job:
         assert self.batch is not None
         return self.batch
 
-    def schedule(self, samples: int, loader_last: str | None = None) -> Schedule:
+    def schedule(self, samples: int, loader_last: str | None = None) -> SampleSchedule:
         if samples < self.batch_size:
             raise JobError(
                 f"the data has {samples} samples, fewer than one batch of {self.batch}", fix="a smaller batch"
             )
-        return Schedule(samples=samples, batch=self.batch_size, last=self.last or loader_last or "short")
+        return SampleSchedule(samples=samples, batch=self.batch_size, last=self.last or loader_last or "short")
 
-    def total_steps(self, schedule: Schedule) -> int:
+    def total_steps(self, schedule: SampleSchedule) -> int:
         return self.steps if self.steps is not None else (self.epochs or 0) * schedule.steps_per_epoch
 
     def arithmetic(self) -> dict[str, Any]:
@@ -192,9 +192,9 @@ def _default_lanes(batch: int) -> int:
     return min(4, batch & -batch)
 
 
-def _whole(name: str, value: Any, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise JobError(f"{name}={value!r} must be a whole number from {least} up")
+def _check_integer(name: str, value: Any, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise JobError(f"{name}={value!r} must be a whole number from {minimum} up")
 
 
 def readable(value: Any) -> Any:
@@ -202,7 +202,7 @@ def readable(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): readable(item) for key, item in value.items()}
-    if isinstance(value, Target):
+    if isinstance(value, MetricTarget):
         return str(value)
     if hasattr(value, "shape"):
         return f"tensor {tuple(value.shape)}"

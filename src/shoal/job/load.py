@@ -11,7 +11,7 @@ from shoal.errors import InputError, JobError, ShoalError
 from shoal.job.job import Job
 from shoal.numerics.seeds import MODULE_LOAD, seed_everything
 
-WHOLE = (
+INTEGERS = (
     "batch",
     "steps",
     "epochs",
@@ -25,8 +25,8 @@ WHOLE = (
 )
 NUMBERS = ("clip_norm",)
 SWITCHES = ("shuffle", "compile")
-WORDS = ("last", "isa", "precision", "target", "name")
-SETTABLE = WHOLE + NUMBERS + SWITCHES + WORDS
+STRINGS = ("last", "isa", "precision", "target", "name")
+SETTABLE = INTEGERS + NUMBERS + SWITCHES + STRINGS
 
 
 def load_job(spec: str, settings: list[str] | None = None) -> Job:
@@ -40,7 +40,7 @@ def load_job(spec: str, settings: list[str] | None = None) -> Job:
     module = _load(path)
     jobs = {key: value for key, value in vars(module).items() if isinstance(value, Job)}
     job = _choose(path, name, jobs, module)
-    changes = dict(read_setting(text) for text in settings or ())
+    changes = dict(parse_setting(text) for text in settings or ())
     return job.changed(**changes) if changes else job
 
 
@@ -56,20 +56,20 @@ def _load(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except ShoalError as error:
-        line = _line_in(path, error)
+        line = _failing_line(path, error)
         error.where = (line, *error.where) if line else error.where
         raise
     except SyntaxError as error:
         where = f"{path}:{error.lineno}  {(error.text or '').strip()}"
         raise InputError(f"{path} is not valid Python: {error.msg}", where=where) from None
     except (Exception, SystemExit) as error:
-        line = _line_in(path, error)
+        line = _failing_line(path, error)
         message = f"{path} could not be loaded: {type(error).__name__}: {error}"
         raise InputError(message, where=[line] if line else []) from error
     return module
 
 
-def _line_in(path: Path, error: BaseException) -> str | None:
+def _failing_line(path: Path, error: BaseException) -> str | None:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
     own = own or [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
     return f"{path}:{own[-1].lineno}  {own[-1].line}" if own else None
@@ -96,7 +96,7 @@ def _choose(path: Path, name: str, jobs: dict[str, Job], module: Any) -> Job:
     raise InputError(f"{path} has several jobs: {', '.join(jobs)}", fix=f"{path}:{next(iter(jobs))}")
 
 
-def read_setting(text: str) -> tuple[str, Any]:
+def parse_setting(text: str) -> tuple[str, Any]:
     """`steps=50` as a field and its value."""
     name, equals, value = text.partition("=")
     if not equals:
@@ -112,6 +112,6 @@ def read_setting(text: str) -> tuple[str, Any]:
             raise JobError(f"--set {text}: true or false")
         return name, value.lower() == "true"
     try:
-        return name, int(value) if name in WHOLE else float(value) if name in NUMBERS else value
+        return name, int(value) if name in INTEGERS else float(value) if name in NUMBERS else value
     except ValueError:
-        raise JobError(f"--set {text}: '{value}' is not a {'whole ' if name in WHOLE else ''}number") from None
+        raise JobError(f"--set {text}: '{value}' is not a {'whole ' if name in INTEGERS else ''}number") from None

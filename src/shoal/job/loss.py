@@ -30,18 +30,18 @@ class Objective:
 
     def inputs(self, batch: Any) -> Sequence[Any]:
         found, _ = split_sample(batch)
-        return tree_map(_halved, found) if self.job.precision == "bf16-weights" else found
+        return tree_map(_to_bf16, found) if self.job.precision == "bf16-weights" else found
 
     def loss(self, output: Any, batch: Any) -> Any:
-        return self.job.loss(self._finished(output), split_sample(batch)[1])
+        return self.job.loss(self._to_fp32(output), split_sample(batch)[1])
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
-        output, target = self._finished(output), split_sample(batch)[1]
+        output, target = self._to_fp32(output), split_sample(batch)[1]
         return {"loss": self.job.loss(output, target)} | {
             name: metric(output, target) for name, metric in self.job.metrics.items()
         }
 
-    def measured(self) -> Callable[[Any], dict[str, Any]]:
+    def evaluation(self) -> Callable[[Any], dict[str, Any]]:
         """The loss and the job's metrics of a batch, for evaluation."""
 
         def closure(batch: Any) -> dict[str, Any]:
@@ -55,14 +55,14 @@ class Objective:
         autocast = self.job.precision == "bf16-autocast"
         return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
 
-    def _finished(self, output: Any) -> Any:
+    def _to_fp32(self, output: Any) -> Any:
         """Losses are taken in fp32 where the model computes in bf16."""
-        return tree_map(_doubled, output) if self.job.precision == "bf16-weights" else output
+        return tree_map(_leaf_to_fp32, output) if self.job.precision == "bf16-weights" else output
 
 
-def _halved(leaf: Any) -> Any:
+def _to_bf16(leaf: Any) -> Any:
     return leaf.bfloat16() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _doubled(leaf: Any) -> Any:
+def _leaf_to_fp32(leaf: Any) -> Any:
     return leaf.float() if getattr(leaf, "dtype", None) == torch.bfloat16 else leaf

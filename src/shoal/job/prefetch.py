@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 from shoal.numerics.kernels import aligned, map_tensors
 from shoal.numerics.seeds import SAMPLE, seed_everything
 
-Request = tuple[tuple[int, ...], int]  # sample numbers, pass over the data
+FetchRequest = tuple[tuple[int, ...], int]  # sample numbers, pass over the data
 PR_SET_PDEATHSIG = 1
 
 
-class _Seeded(Dataset[Any]):
+class _SeededDataset(Dataset[Any]):
     """A data set whose samples draw from their own streams, wherever they are loaded."""
 
     def __init__(self, data: Any, seed: int) -> None:
@@ -33,19 +33,19 @@ class _Seeded(Dataset[Any]):
         return self.data[index]
 
 
-class Ahead:
+class Prefetcher:
     """`load` reads samples here and now; after `announce`, `fetch` hands out what processes have loaded meanwhile."""
 
     def __init__(
         self, data: Any, collate: Callable[[list[Any]], Any], seed: int, loader: DataLoader[Any] | None = None
     ) -> None:
-        self.data = _Seeded(data, seed)
+        self.data = _SeededDataset(data, seed)
         self.collate = collate
         self.loader = loader
-        self._expected: deque[Request] = deque()
-        self._coming: Iterator[Any] = iter(())
+        self._expected: deque[FetchRequest] = deque()
+        self._batches: Iterator[Any] = iter(())
 
-    def announce(self, requests: Sequence[Request]) -> None:
+    def announce(self, requests: Sequence[FetchRequest]) -> None:
         """What will be fetched from now on, in this order. Replaces whatever was announced before."""
         assert self.loader is not None
         self._expected = deque(requests)
@@ -60,13 +60,13 @@ class Ahead:
             worker_init_fn=_end_with_parent,
             generator=torch.Generator(),  # not the default one: that belongs to the job
         )
-        self._coming = iter(loader)
+        self._batches = iter(loader)
 
     def fetch(self, indices: Sequence[int], epoch: int) -> Any:
         wanted = (tuple(indices), epoch)
         if self._expected and self._expected[0] == wanted:
             self._expected.popleft()
-            return map_tensors(next(self._coming), aligned)
+            return map_tensors(next(self._batches), aligned)
         return self.load(indices, epoch)
 
     def load(self, indices: Sequence[int], epoch: int) -> Any:

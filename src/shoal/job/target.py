@@ -8,25 +8,25 @@ from typing import Any
 
 from shoal.errors import JobError
 
-_FORM = re.compile(r"^\s*([\w ./-]+?)\s*(>=|<=|>|<)\s*([-+\d.eE]+)\s*$")
+_PATTERN = re.compile(r"^\s*([\w ./-]+?)\s*(>=|<=|>|<)\s*([-+\d.eE]+)\s*$")
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class MetricTarget:
     metric: str
     relation: str
     value: float
 
     @classmethod
-    def read(cls, text: Any, metrics: Mapping[str, Any]) -> "Target | None":
+    def parse(cls, text: Any, metrics: Mapping[str, Any]) -> "MetricTarget | None":
         """From "accuracy >= 0.97", or {"accuracy": 0.97} (at least; at most for the loss)."""
         if text is None or isinstance(text, cls):
             return text
         if isinstance(text, Mapping) and len(text) == 1:
             ((metric, value),) = text.items()
             text = f"{metric} {'<=' if metric == 'loss' else '>='} {value}"
-        found = _FORM.match(text) if isinstance(text, str) else None
+        found = _PATTERN.match(text) if isinstance(text, str) else None
         if not found:
             raise JobError(
                 f"target {text!r} is not understood", fix='target="accuracy >= 0.97" or target="loss <= 1.5"'

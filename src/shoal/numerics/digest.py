@@ -21,7 +21,7 @@ def tensor_sha256(tensor: Tensor) -> str:
     return hashlib.sha256(header + hashlib.sha256(tensor_bytes(tensor)).digest()).hexdigest()
 
 
-def quick(tensor: Tensor) -> int:
+def quick_digest(tensor: Tensor) -> int:
     """A digest at the speed of memory, for mistakes and not against malice: 64 bits with a sign, as tensors hold them.
 
     The words of a tensor lie in a table of 512 columns. Each row is added up and each column is; these sums, the bytes
@@ -46,10 +46,10 @@ def quick(tensor: Tensor) -> int:
     return int.from_bytes(hasher.digest(), "little", signed=True)
 
 
-def digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def tensor_digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: tensor_sha256(tensor) for name, tensor in named}
 
 
-def combine(tensors: dict[str, str]) -> str:
+def model_digest(tensors: dict[str, str]) -> str:
     """One sha256 for a whole model: over its tensors' names and digests, in order."""
     return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in tensors.items()).encode()).hexdigest()

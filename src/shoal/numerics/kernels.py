@@ -27,7 +27,7 @@ ISA_ENVIRONMENT = {
 ISA_IN_FORCE = "SHOAL_ISA"  # tells a re-executed driver, and the fingerprint, which level was pinned
 
 
-def settle(*, threads: int, exact: bool = True) -> None:
+def configure(*, threads: int, exact: bool = True) -> None:
     """Fixes everything about this process's kernels that can be fixed after it has started."""
     torch.set_num_threads(threads)
     # Filling uninitialised memory makes a large `empty` a hundred times slower and changes no result of correct code.

@@ -15,7 +15,7 @@ T = TypeVar("T")
 Span = tuple[int, int]  # lanes from the first up to, not including, the second
 
 
-def split(span: Span) -> int:
+def split_point(span: Span) -> int:
     """The lane at which a subtree of two or more lanes is divided."""
     count = span[1] - span[0]
     return span[0] + (1 << ((count - 1).bit_length() - 1))
@@ -29,19 +29,19 @@ def subtrees(lanes: int, held: Span) -> tuple[Span, ...]:
             return ()
         if held[0] <= node[0] and node[1] <= held[1]:
             return (node,)
-        middle = split(node)
+        middle = split_point(node)
         return inside((node[0], middle)) + inside((middle, node[1]))
 
     return inside((0, lanes))
 
 
-def fold(lanes: int, parts: Mapping[Span, T | None], add: Callable[[T, T], T]) -> T | None:
+def fold(lanes: int, partials: Mapping[Span, T | None], add: Callable[[T, T], T]) -> T | None:
     """Adds partial sums in the order of the tree. A part that is absent (None) is no operand."""
 
     def value(node: Span) -> T | None:
-        if node in parts:
-            return parts[node]
-        middle = split(node)
+        if node in partials:
+            return partials[node]
+        middle = split_point(node)
         left, right = value((node[0], middle)), value((middle, node[1]))
         if left is None or right is None:
             return right if left is None else left
@@ -50,35 +50,35 @@ def fold(lanes: int, parts: Mapping[Span, T | None], add: Callable[[T, T], T]) -
     return value((0, lanes))
 
 
-class Folding(Generic[T]):
+class TreeAccumulator(Generic[T]):
     """Adds up the lanes of some subtrees as they come, in any order, each pair as soon as both are there."""
 
     def __init__(self, lanes: int, held: Span, add: Callable[[T, T], T]) -> None:
         self._add = add
         self._above: dict[Span, tuple[Span, Span, Span]] = {}  # a child -> its parent, and the parent's two children
-        self.parts: dict[Span, T] = {}
+        self.partials: dict[Span, T] = {}
         tops = subtrees(lanes, held)
         pending = list(tops)
         while pending:
             node = pending.pop()
             if node[1] - node[0] > 1:
-                middle = split(node)
+                middle = split_point(node)
                 left, right = (node[0], middle), (middle, node[1])
                 self._above[left] = self._above[right] = (node, left, right)
                 pending += [left, right]
 
-    def put(self, lane: int, value: T) -> None:
+    def add(self, lane: int, value: T) -> None:
         node = (lane, lane + 1)
-        self.parts[node] = value
+        self.partials[node] = value
         while node in self._above:
             parent, left, right = self._above[node]
-            if left not in self.parts or right not in self.parts:
+            if left not in self.partials or right not in self.partials:
                 return
-            self.parts[parent] = self._add(self.parts.pop(left), self.parts.pop(right))
+            self.partials[parent] = self._add(self.partials.pop(left), self.partials.pop(right))
             node = parent
 
 
-def cut(count: int, batch: int, lanes: int, microbatches: int) -> list[list[range]]:
+def cut_batch(count: int, batch: int, lanes: int, microbatches: int) -> list[list[range]]:
     """Positions within a batch, by lane and microbatch. A short batch (count < batch) fills lanes in order; what is
     empty is absent."""
     lane_size = batch // lanes
@@ -89,17 +89,17 @@ def cut(count: int, batch: int, lanes: int, microbatches: int) -> list[list[rang
     ]
 
 
-def deal(lanes: int, speeds: Sequence[float]) -> tuple[Span, ...]:
+def assign_lanes(lanes: int, speeds: Sequence[float]) -> tuple[Span, ...]:
     """Deals neighbouring lanes to workers in rank order, at least one each.
 
     First the time of the slowest is made as short as can be, then the number of partial sums as small as can be:
     aligned subtrees where speed allows.
     """
-    return _deal(lanes, tuple(speeds))
+    return _assign_lanes(lanes, tuple(speeds))
 
 
 @lru_cache(maxsize=256)
-def _deal(lanes: int, speeds: tuple[float, ...]) -> tuple[Span, ...]:
+def _assign_lanes(lanes: int, speeds: tuple[float, ...]) -> tuple[Span, ...]:
     workers = len(speeds)
     # best[w][l]: (time, partial sums, where worker w's lanes begin) for the first w workers on the first l lanes.
     never = (float("inf"), 0)
@@ -131,20 +131,20 @@ def _deal(lanes: int, speeds: tuple[float, ...]) -> tuple[Span, ...]:
     return tuple(reversed(spans))
 
 
-def redeal(now: Sequence[Span], seconds: Sequence[float], *, worth: float = 0.1) -> tuple[tuple[Span, ...], str] | None:
+def reassign_lanes(assignment: Sequence[Span], seconds: Sequence[float], *, min_gain: float = 0.1) -> tuple[tuple[Span, ...], str] | None:
     """New lanes for workers whose speed has drifted, with the reason; None while the present deal is good enough.
 
     `seconds` is what each worker lately needed for the lanes it holds. Moves only for a gain above `worth`.
     """
     if min(seconds) <= 0:
         return None
-    counts = [stop - start for start, stop in now]
+    counts = [stop - start for start, stop in assignment]
     speeds = [count / second for count, second in zip(counts, seconds, strict=True)]
-    if max(seconds) < sum(counts) / sum(speeds) * (1 + worth):
+    if max(seconds) < sum(counts) / sum(speeds) * (1 + min_gain):
         return None  # not even lanes cut as finely as one likes would gain enough
-    better = deal(now[-1][1], speeds)
+    better = assign_lanes(assignment[-1][1], speeds)
     expected = max((stop - start) / speed for (start, stop), speed in zip(better, speeds, strict=True))
-    if better == tuple(now) or max(seconds) < expected * (1 + worth):
+    if better == tuple(assignment) or max(seconds) < expected * (1 + min_gain):
         return None
     fastest = max(speeds)
     relative = ", ".join(f"{speed / fastest:.2f}" for speed in speeds)
@@ -152,10 +152,10 @@ def redeal(now: Sequence[Span], seconds: Sequence[float], *, worth: float = 0.1)
     return better, reason
 
 
-def too_slow(now: Sequence[Span], seconds: Sequence[float], *, least: int = 1, times: float = 3.0) -> list[int]:
+def find_stragglers(assignment: Sequence[Span], seconds: Sequence[float], *, min_left: int = 1, factor: float = 3.0) -> list[int]:
     """Ranks that need several times as long for a lane as the middle one; the slowest first, and never so many that
     fewer than `least` are left."""
-    paces = [second / (stop - start) for (start, stop), second in zip(now, seconds, strict=True)]
+    paces = [second / (stop - start) for (start, stop), second in zip(assignment, seconds, strict=True)]
     middle = sorted(paces)[(len(paces) - 1) // 2]
-    slow = sorted((rank for rank, pace in enumerate(paces) if pace > times * middle), key=lambda rank: -paces[rank])
-    return slow[: max(0, len(paces) - max(1, least))]
+    slow = sorted((rank for rank, pace in enumerate(paces) if pace > factor * middle), key=lambda rank: -paces[rank])
+    return slow[: max(0, len(paces) - max(1, min_left))]

@@ -7,10 +7,10 @@ import torch
 
 from shoal.numerics.seeds import ORDER, derive
 
-Order = Callable[[int], Sequence[int]]  # pass over the data -> sample numbers
+SampleOrder = Callable[[int], Sequence[int]]  # pass over the data -> sample numbers
 
 
-def shuffled(length: int, seed: int) -> Order:
+def shuffled_order(length: int, seed: int) -> SampleOrder:
     def order(epoch: int) -> Sequence[int]:
         generator = torch.Generator().manual_seed(derive(seed, ORDER, epoch))
         return torch.randperm(length, generator=generator).tolist()
@@ -18,12 +18,12 @@ def shuffled(length: int, seed: int) -> Order:
     return order
 
 
-def in_order(length: int) -> Order:
+def sequential_order(length: int) -> SampleOrder:
     return lambda epoch: range(length)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class SampleSchedule:
     """How a data set becomes steps."""
 
     samples: int
@@ -39,12 +39,12 @@ class Schedule:
         """(pass over the data, step within it) of a step."""
         return divmod(step, self.steps_per_epoch)
 
-    def size(self, step: int) -> int:
+    def samples_in_step(self, step: int) -> int:
         """How many samples a step sees."""
         within = step % self.steps_per_epoch
         return min(self.batch, self.samples - within * self.batch)
 
-    def consumed(self, steps: int) -> int:
+    def samples_before(self, steps: int) -> int:
         """How many samples the first `steps` steps see."""
         passes, within = divmod(steps, self.steps_per_epoch)
         per_pass = self.samples if self.last == "short" else self.steps_per_epoch * self.batch

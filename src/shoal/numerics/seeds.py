@@ -39,7 +39,7 @@ def seed_everything(*path: int) -> None:
 
 
 @contextmanager
-def untouched_generators() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """Leaves torch's, Python's and NumPy's generators as it found them."""
     states = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
     try:
@@ -71,7 +71,7 @@ class _SeededOperations(TorchDispatchMode):
 
 def initialise(build: Callable[[], T], seed: int) -> T:
     """Builds a model whose initial weights depend on the seed alone, and leaves the generators alone."""
-    with untouched_generators():
+    with preserve_generators():
         seed_everything(seed, INITIAL)
         with _SeededOperations(seed):
             return build()

@@ -16,7 +16,7 @@ from torch import Tensor
 Range = tuple[int, int]  # from the first up to, not including, the second
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TensorSlice(msgspec.Struct, frozen=True):
     """Closed under cutting: a piece of a piece is a piece."""
 
     cuts: dict[int, tuple[Range, ...]] = {}
@@ -24,41 +24,41 @@ class Piece(msgspec.Struct, frozen=True):
     def __bool__(self) -> bool:
         return bool(self.cuts)
 
-    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, full_shape: Sequence[int]) -> tuple[int, ...]:
         """The piece's own shape, of a tensor that has this one."""
         sizes = {dim: sum(stop - start for start, stop in ranges) for dim, ranges in self.cuts.items()}
-        return tuple(sizes.get(dim, size) for dim, size in enumerate(whole))
+        return tuple(sizes.get(dim, size) for dim, size in enumerate(full_shape))
 
-    def take(self, whole: Tensor) -> Tensor:
+    def extract(self, full: Tensor) -> Tensor:
         """A copy of its own, dense and aligned."""
-        found = whole.detach()
+        found = full.detach()
         for dim, ranges in self.cuts.items():
             found = torch.cat([found.narrow(dim, start, stop - start) for start, stop in ranges], dim)
         return found.clone(memory_format=torch.contiguous_format) if not self.cuts else found.contiguous()
 
-    def put(self, piece: Tensor, into: Tensor) -> None:
+    def write(self, values: Tensor, into: Tensor) -> None:
         """Writes the piece to its place in the whole."""
         with torch.no_grad():
-            self._put(piece, into, sorted(self.cuts))
+            self._write(values, into, sorted(self.cuts))
 
-    def _put(self, piece: Tensor, into: Tensor, dims: Sequence[int]) -> None:
+    def _write(self, values: Tensor, into: Tensor, dims: Sequence[int]) -> None:
         if not dims:
-            into.copy_(piece)
+            into.copy_(values)
             return
         dim, at = dims[0], 0
         for start, stop in self.cuts[dim]:
-            self._put(piece.narrow(dim, at, stop - start), into.narrow(dim, start, stop - start), dims[1:])
+            self._write(values.narrow(dim, at, stop - start), into.narrow(dim, start, stop - start), dims[1:])
             at += stop - start
 
-    def of(self, outer: "Piece") -> "Piece":
+    def compose(self, outer: "TensorSlice") -> "TensorSlice":
         """This piece of a tensor that is itself the piece `outer` of something, as a piece of that."""
         cuts = dict(outer.cuts)
         for dim, ranges in self.cuts.items():
             cuts[dim] = _within(outer.cuts[dim], ranges) if dim in outer.cuts else ranges
-        return Piece(cuts)
+        return TensorSlice(cuts)
 
 
-WHOLE = Piece()
+FULL_SLICE = TensorSlice()
 
 
 def _within(outer: Sequence[Range], inner: Sequence[Range]) -> tuple[Range, ...]:
@@ -74,29 +74,29 @@ def _within(outer: Sequence[Range], inner: Sequence[Range]) -> tuple[Range, ...]
     return tuple(found)
 
 
-def share(size: int, count: int, number: int) -> Range:
+def even_range(size: int, count: int, number: int) -> Range:
     """The indices of one of `count` shares that are as equal as can be; the first are the larger ones."""
     each, more = divmod(size, count)
     start = number * each + min(number, more)
     return start, start + each + (number < more)
 
 
-def rows(shape: Sequence[int], count: int, number: int) -> Piece:
+def row_slice(shape: Sequence[int], count: int, number: int) -> TensorSlice:
     """One of `count` shares of a tensor's rows; a tensor without dimensions is whole everywhere."""
-    return Piece({0: (share(shape[0], count, number),)}) if shape else WHOLE
+    return TensorSlice({0: (even_range(shape[0], count, number),)}) if shape else FULL_SLICE
 
 
-def evenly(shape: Sequence[int], dim: int, count: int, number: int, segments: int = 1) -> Piece:
+def even_slice(shape: Sequence[int], dim: int, count: int, number: int, segments: int = 1) -> TensorSlice:
     """One of `count` equal shares along a dimension; of several segments (queries, keys, values) the same of each."""
     length = shape[dim] // segments
     each = length // count
     starts = [segment * length + number * each for segment in range(segments)]
-    return Piece({dim: tuple((start, start + each) for start in starts)})
+    return TensorSlice({dim: tuple((start, start + each) for start in starts)})
 
 
-def assemble(shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[tuple[Piece, Tensor]]) -> Tensor:
+def assemble_tensor(shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[tuple[TensorSlice, Tensor]]) -> Tensor:
     """The whole tensor, from pieces that cover it."""
     whole = torch.empty(tuple(shape), dtype=dtype)
     for piece, tensor in pieces:
-        piece.put(tensor, whole)
+        piece.write(tensor, whole)
     return whole

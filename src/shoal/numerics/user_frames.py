@@ -7,35 +7,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-OURS = str(Path(__file__).parents[1])
-MOST_FRAMES = 12
+PACKAGE_ROOT = str(Path(__file__).parents[1])
+MAX_FRAMES = 12
 
 
-def is_own(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     """Whether a file belongs to the user."""
     return not (
-        filename.startswith((OURS, "<frozen", "<string", sys.base_prefix + "/lib/python"))
+        filename.startswith((PACKAGE_ROOT, "<frozen", "<string", sys.base_prefix + "/lib/python"))
         or "site-packages" in filename
     )
 
 
-def line_of(filename: str, number: int | None, function: str, text: str | None) -> str:
+def format_line(filename: str, number: int | None, function: str, text: str | None) -> str:
     return f"{Path(filename).name}:{number}  in {function}:  {text or ''}".rstrip()
 
 
-def own_line(error: BaseException) -> list[str]:
+def user_line(error: BaseException) -> list[str]:
     """The innermost line of the user's own code that an exception passed through."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
-    return [line_of(own[-1].filename, own[-1].lineno, own[-1].name, own[-1].line)] if own else []
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+    return [format_line(own[-1].filename, own[-1].lineno, own[-1].name, own[-1].line)] if own else []
 
 
-def own_frames(thread: int) -> tuple[str, list[str]]:
+def user_stack(thread: int) -> tuple[str, list[str]]:
     """The line of the user's code that a thread is at, and its stack, innermost first."""
     frame = sys._current_frames().get(thread)
     frames = [] if frame is None else _outwards(frame)
-    lines = [line_of(each.f_code.co_filename, each.f_lineno, each.f_code.co_name, _text(each)) for each in frames]
-    own = [line for each, line in zip(frames, lines, strict=True) if is_own(each.f_code.co_filename)]
-    return own[0] if own else "", lines[:MOST_FRAMES]
+    lines = [format_line(each.f_code.co_filename, each.f_lineno, each.f_code.co_name, _text(each)) for each in frames]
+    own = [line for each, line in zip(frames, lines, strict=True) if is_user_file(each.f_code.co_filename)]
+    return own[0] if own else "", lines[:MAX_FRAMES]
 
 
 def _outwards(frame: FrameType) -> Sequence[FrameType]:

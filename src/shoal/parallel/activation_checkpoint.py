@@ -14,31 +14,31 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import JobError
 from shoal.numerics.seeds import DROPOUT, seed_torch
-from shoal.parallel.blocks import Blocks
+from shoal.parallel.blocks import BlockList
 from shoal.parallel.lane_buffers import LARGE_BUFFER_BYTES
 
 
-class Seeded(Protocol):
+class SeededReplica(Protocol):
     """A replica, as this needs it."""
 
     model: nn.Module
     seed: int
 
-    def where(self, number: int) -> tuple[int, ...] | None: ...
+    def seed_position(self, number: int) -> tuple[int, ...] | None: ...
 
 
-class Recompute:
-    def __init__(self, replica: Seeded, blocks: Blocks) -> None:
+class ActivationRecompute:
+    def __init__(self, replica: SeededReplica, blocks: BlockList) -> None:
         self.replica, self.blocks = replica, blocks
         self._changes_inputs: dict[int, bool] = {}  # blocks that were called: whether they do that
-        self._plain: list[nn.Module] = []  # whose forward was replaced
+        self._replaced: list[nn.Module] = []  # whose forward was replaced
         for number, name in enumerate(blocks.names, start=1):
             module = replica.model.get_submodule(name)
-            self._plain.append(module)
+            self._replaced.append(module)
             module.forward = self._recomputed(module, number)
 
     def close(self) -> None:
-        for module in self._plain:
+        for module in self._replaced:
             del module.forward
 
     def _recomputed(self, module: nn.Module, number: int) -> Callable[..., Any]:
@@ -48,8 +48,8 @@ class Recompute:
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            kept = _Inputs(args, kwargs, copied=changes.get(number, True))
-            place = self.replica.where(number)
+            kept = _SavedInputs(args, kwargs, copied=changes.get(number, True))
+            place = self.replica.seed_position(number)
             buffers = {
                 name: buffer.clone() for name, buffer in module.named_buffers() if buffer.nbytes <= LARGE_BUFFER_BYTES
             }
@@ -59,19 +59,19 @@ class Recompute:
                 if once:
                     first, second = once.pop()  # the originals are not kept: their graph would hold itself alive
                     return forward(*first, **second)
-                if kept.spoiled:
+                if kept.modified:
                     raise JobError(
                         f"what block {self.blocks.names[number - 1]} was given has been changed in place since: it"
                         " cannot be recomputed",
                         fix="inplace=False in the code that follows it, or no recompute",
                     )
-                with self._as_it_was(module, buffers, place):
-                    first, second = kept.once_more()
+                with self._restored_state(module, buffers, place):
+                    first, second = kept.restore()
                     return forward(*first, **second)
 
             # The function has its inputs at hand: torch would check that nobody changed them since.
             output = checkpoint(once_more, use_reentrant=False, preserve_rng_state=False)
-            changed = kept.settle(args, kwargs)
+            changed = kept.end_first_call(args, kwargs)
             if changed and not changes.get(number, True):
                 raise JobError(
                     f"block {self.blocks.names[number - 1]} changes its inputs in place in some of its calls, and not"
@@ -84,7 +84,7 @@ class Recompute:
         return recomputed
 
     @contextmanager
-    def _as_it_was(
+    def _restored_state(
         self, module: nn.Module, buffers: Mapping[str, Tensor], place: tuple[int, ...] | None
     ) -> Iterator[None]:
         """A block runs a second time: it draws what it drew, finds its buffers as they were, and they do not count the
@@ -106,34 +106,34 @@ class Recompute:
             torch.default_generator.set_state(state)
 
 
-class _Inputs:
+class _SavedInputs:
     """What a block was called with, for a second time. A block that changes its inputs in place needs copies from
     before: the first call shows whether it does."""
 
     def __init__(self, args: Any, kwargs: Any, *, copied: bool) -> None:
-        leaves, self._form = tree_flatten((args, kwargs))
+        leaves, self._tree_spec = tree_flatten((args, kwargs))
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         self._gradients = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        self._leaves = [_loose(leaf, copied) for leaf in leaves]
+        self._leaves = [_detached(leaf, copied) for leaf in leaves]
         self._copied = copied
 
-    def settle(self, args: Any, kwargs: Any) -> bool:
+    def end_first_call(self, args: Any, kwargs: Any) -> bool:
         """The first call is over: whether it changed anything. If not, the originals will do."""
         leaves = tree_leaves((args, kwargs))
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         if versions != self._versions:
             return True
-        self._leaves, self._copied = [_loose(leaf, False) for leaf in leaves], False
+        self._leaves, self._copied = [_detached(leaf, False) for leaf in leaves], False
         return False
 
     @property
-    def spoiled(self) -> bool:
+    def modified(self) -> bool:
         """Whether the originals have been changed since."""
         now = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
         return not self._copied and now != self._versions
 
-    def once_more(self) -> Any:
-        return tree_unflatten(list(map(self._result, self._leaves, self._gradients)), self._form)
+    def restore(self) -> Any:
+        return tree_unflatten(list(map(self._result, self._leaves, self._gradients)), self._tree_spec)
 
     def _result(self, leaf: Any, gradient: bool) -> Any:
         if type(leaf) is not Tensor:
@@ -143,7 +143,7 @@ class _Inputs:
         return leaf.detach().requires_grad_().clone() if gradient else leaf.clone()  # not a leaf of autograd's
 
 
-def _loose(leaf: Any, copied: bool) -> Any:
+def _detached(leaf: Any, copied: bool) -> Any:
     """Without the graph behind it, which would hold itself alive."""
     if type(leaf) is not Tensor:
         return leaf

@@ -22,10 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.errors import JobError
 from shoal.numerics.lanes import Span
-from shoal.numerics.user_frames import own_line
-from shoal.parallel.blocks import ROOT, Blocks
+from shoal.numerics.user_frames import user_line
+from shoal.parallel.blocks import ROOT, BlockList
 
-LONGEST = 160  # letters of an error that is quoted
+MAX_ERROR_CHARS = 160  # letters of an error that is quoted
 TYPE_OF = (Tensor.dtype.__get__,)  # type: ignore[attr-defined]
 NUMBER_OF: dict[Any, Callable[[int], Any]] = {
     Tensor.item: int, Tensor.__int__: int, Tensor.__float__: float, Tensor.__bool__: bool
@@ -34,21 +34,21 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Value:
+class ValueRef:
     """A tensor that some operation made, by number; inputs of the model come first."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorRef:
     """A parameter or buffer that the model's own code uses outside of any block."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Operation:
+class GraphOperation:
     call: Callable[..., Any] | str  # a function; or the name of a block
     arguments: Any  # (args, kwargs) with Value and Held in the places of tensors
     results: tuple[int | None, ...]  # numbers of the tensors among the leaves of what it returns
@@ -62,46 +62,46 @@ class Operation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class BlockSegment:
     """A block, and what the model's code did since the one before."""
 
     block: str
-    operations: tuple[Operation, ...]
+    operations: tuple[GraphOperation, ...]
     flops: float
     elements: int  # of what it made: a measure for work that is no matrix product
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    segments: tuple[Segment, ...]
+class BlockGraph:
+    segments: tuple[BlockSegment, ...]
     inputs: int  # tensors among the model's inputs: values 0, 1, …
     output: Any  # what the model returns, with Values
-    joined: tuple[Span, ...] = ()  # segments that must stay together, from the first to the last of them
+    inseparable: tuple[Span, ...] = ()  # segments that must stay together, from the first to the last of them
     names: Mapping[int, str] = field(default_factory=dict)  # what made a value, for messages
-    _crossing: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _boundary_values: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def costs(self) -> list[float]:
         """Work by segment: matrix products, and something for every number that is written."""
         return [segment.flops + 16.0 * segment.elements for segment in self.segments]
 
-    def crossing(self, cut: int) -> tuple[int, ...]:
+    def boundary_values(self, cut: int) -> tuple[int, ...]:
         """The values that segments from `cut` on need of those before. Inputs of the model are not among them: every
         stage can fetch those itself."""
-        if cut not in self._crossing:  # asked for with every microbatch
+        if cut not in self._boundary_values:  # asked for with every microbatch
             made = {number for segment in self.segments[:cut] for number in _made(segment)}
             used = {number for segment in self.segments[cut:] for number in _used(segment)} | set(_values(self.output))
-            self._crossing[cut] = tuple(sorted(made & used))
-        return self._crossing[cut]
+            self._boundary_values[cut] = tuple(sorted(made & used))
+        return self._boundary_values[cut]
 
-    def held(self, span: Span) -> set[str]:
+    def tensors_used(self, span: Span) -> set[str]:
         """Parameters and buffers that the model's own code uses there."""
         operations = [each for segment in self.segments[slice(*span)] for each in segment.operations]
         leaves = [leaf for each in operations for leaf in tree_flatten(each.arguments)[0]]
-        return {leaf.name for leaf in leaves if isinstance(leaf, Held)}
+        return {leaf.name for leaf in leaves if isinstance(leaf, TensorRef)}
 
 
-def play(
-    row: Row,
+def run_segments(
+    graph: BlockGraph,
     span: Span,
     values: dict[int, Tensor],
     *,
@@ -113,13 +113,13 @@ def play(
     if the span is the last, else None."""
 
     def real(leaf: Any) -> Any:
-        if isinstance(leaf, Value):
+        if isinstance(leaf, ValueRef):
             return values[leaf.number]
-        if isinstance(leaf, Held):
+        if isinstance(leaf, TensorRef):
             return tensor(leaf.name)
         return device if isinstance(leaf, torch.device) and leaf == META else leaf
 
-    for segment in row.segments[slice(*span)]:
+    for segment in graph.segments[slice(*span)]:
         for each in segment.operations:
             args, kwargs = each.arguments
             if each.is_plain:
@@ -134,10 +134,10 @@ def play(
             for number, leaf in zip(each.results, leaves, strict=True):
                 if number is not None:
                     values[number] = leaf
-    return tree_map(real, row.output) if span[1] == len(row.segments) else None
+    return tree_map(real, graph.output) if span[1] == len(graph.segments) else None
 
 
-def _check_shapes(block: Operation, leaves: Sequence[Any]) -> None:
+def _check_shapes(block: GraphOperation, leaves: Sequence[Any]) -> None:
     found = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
     if found != block.shapes:
         raise JobError(
@@ -151,16 +151,16 @@ def _listed(shapes: Sequence[Sequence[int]]) -> str:
     return " and ".join("×".join(map(str, shape)) or "scalar" for shape in shapes) or "none"
 
 
-def find_row(model: nn.Module, blocks: Blocks, inputs: Sequence[Any], *, autocast: bool = False) -> Row:
+def record_graph(model: nn.Module, blocks: BlockList, inputs: Sequence[Any], *, autocast: bool = False) -> BlockGraph:
     """Records a model, whose tensors may be real or on meta, for inputs like these. `autocast`: it will be played under
     it, which meta tensors know nothing of."""
-    recorder = _Recorder(model, blocks, autocast)
+    recorder = _GraphRecorder(model, blocks, autocast)
     example = [tree_map(_to_meta, item) for item in inputs]
     return recorder.record(example)
 
 
-def check_blocks(row: Row, blocks: Sequence[str], when: str) -> None:
-    found = [segment.block for segment in row.segments]
+def check_blocks(graph: BlockGraph, blocks: Sequence[str], when: str) -> None:
+    found = [segment.block for segment in graph.segments]
     if found != list(blocks):
         first = next((one for one, other in zip(found, blocks, strict=False) if one != other), "the end")
         raise JobError(
@@ -174,40 +174,40 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _values(tree: Any) -> Iterable[int]:
-    return (leaf.number for leaf in tree_flatten(tree)[0] if isinstance(leaf, Value))
+    return (leaf.number for leaf in tree_flatten(tree)[0] if isinstance(leaf, ValueRef))
 
 
-def _made(segment: Segment) -> set[int]:
+def _made(segment: BlockSegment) -> set[int]:
     return {number for each in segment.operations for number in each.results if number is not None}
 
 
-def _used(segment: Segment) -> set[int]:
+def _used(segment: BlockSegment) -> set[int]:
     return {number for each in segment.operations for number in _values(each.arguments)}
 
 
-class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, blocks: Blocks, autocast: bool) -> None:
+class _GraphRecorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, blocks: BlockList, autocast: bool) -> None:
         super().__init__()
         self.model, self.blocks, self.autocast = model, blocks, autocast
         self.numbers: dict[int, int] = {}  # id of a tensor -> its number
         self.kept: list[Any] = []  # tensors stay while their ids are in use
         self.names: dict[int, str] = {}
-        self.operations: list[Operation] = []
-        self.segments: list[Segment] = []
-        self.inside = 0
-        self.made = 0  # elements
-        self.at: list[str] = []  # the modules that are being called
-        self.stand: dict[str, Tensor] = {}  # the model's tensors on meta, by name
-        self.known: dict[int, str] = {}
-        self.same: dict[str, int] = {}  # what a name is the name of: tied weights have several
+        self.operations: list[GraphOperation] = []
+        self.segments: list[BlockSegment] = []
+        self.block_depth = 0
+        self.elements = 0  # elements
+        self.module_stack: list[str] = []  # the modules that are being called
+        self.meta_tensors: dict[str, Tensor] = {}  # the model's tensors on meta, by name
+        self.tensor_names: dict[int, str] = {}
+        self.tensor_ids: dict[str, int] = {}  # what a name is the name of: tied weights have several
 
-    def record(self, inputs: list[Any]) -> Row:
+    def record(self, inputs: list[Any]) -> BlockGraph:
         for kind in (self.model.named_parameters, self.model.named_buffers):
             for name, tensor in kind(remove_duplicate=False):
                 shadow = torch.empty_like(tensor, device=META).requires_grad_(tensor.requires_grad)
-                self.stand[name] = shadow
-                self.known[id(shadow)] = name
-                self.same[name] = id(tensor)
+                self.meta_tensors[name] = shadow
+                self.tensor_names[id(shadow)] = name
+                self.tensor_ids[name] = id(tensor)
                 self.kept.append(shadow)
         leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
         for leaf in leaves:
@@ -223,10 +223,10 @@ class _Recorder(TorchFunctionMode):
             hooks.append(module.register_forward_pre_hook(self._enter(name, 1), prepend=True))
             hooks.append(module.register_forward_hook(self._leave(name), with_kwargs=True, always_call=False))
         self.counter = FlopCounterMode(display=False)
-        self.counted = 0.0
+        self.flops_counted = 0.0
         try:
             with self.counter, torch.device(META), self:
-                output = torch.func.functional_call(self.model, self.stand, tuple(inputs), tie_weights=False)
+                output = torch.func.functional_call(self.model, self.meta_tensors, tuple(inputs), tie_weights=False)
         except JobError:
             raise
         except Exception as error:
@@ -242,49 +242,49 @@ class _Recorder(TorchFunctionMode):
             )
         if self.operations:  # what follows the last block belongs to it
             last = self.segments[-1]
-            self.segments[-1] = Segment(
+            self.segments[-1] = BlockSegment(
                 block=last.block,
                 operations=last.operations + tuple(self.operations),
                 flops=last.flops + self._flops(),
-                elements=last.elements + self.made,
+                elements=last.elements + self.elements,
             )
-        return Row(
+        return BlockGraph(
             segments=tuple(self.segments),
             inputs=len(leaves),
             output=self._described(output),
-            joined=self._joined(),
+            inseparable=self._inseparable(),
             names=self.names,
         )
 
     def _refused(self, error: Exception) -> JobError:
-        called = [name for name in self.at if name != ROOT]
+        called = [name for name in self.module_stack if name != ROOT]
         done = f"after block {self.segments[-1].block}" if self.segments else "before its first block"
         place = f"in {called[-1]}" if called else f"in the model's own forward, {done},"
         text = str(error).split("\n")[0]
-        text = text if len(text) <= LONGEST else text[:LONGEST].rsplit(" ", 1)[0] + " …"
+        text = text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS].rsplit(" ", 1)[0] + " …"
         if "meta" not in text.lower():  # a mistake that any input would show
             return JobError(
-                f"the model fails {place.removesuffix(',')}: {type(error).__name__}: {text}", where=own_line(error)
+                f"the model fails {place.removesuffix(',')}: {type(error).__name__}: {text}", where=user_line(error)
             )
         return JobError(
             f"the model cannot be cut: {place} it does what needs values, not only shapes:"
             f" {type(error).__name__}: {text}",
-            where=own_line(error),
+            where=user_line(error),
             fix="a forward whose steps and shapes follow from the shapes of its inputs (torch.where for a choice by"
             " value); or a layout without pipeline and tensor",
         )
 
     def _check_replaced(self) -> None:
         """functional_call leaves what the model's code put in the place of a buffer."""
-        shadows = {name: shadow for shadow, name in ((each, self.known.get(id(each))) for each in self.kept) if name}
-        for name, tensor in self.stand.items():
+        shadows = {name: shadow for shadow, name in ((each, self.tensor_names.get(id(each))) for each in self.kept) if name}
+        for name, tensor in self.meta_tensors.items():
             if tensor is not shadows[name] and self._block_of(name) not in {each.block for each in self.segments}:
                 raise JobError(
                     f"the model cannot be cut: its own code puts another tensor in the place of {name}",
                     fix=f"change it in place ({name.rpartition('.')[2]}.copy_(…)), or do it inside of a block",
                 )
 
-    def _joined(self) -> tuple[Span, ...]:
+    def _inseparable(self) -> tuple[Span, ...]:
         first: dict[str, int] = {}
         spans: dict[str, Span] = {}
         for number, segment in enumerate(self.segments):
@@ -294,66 +294,66 @@ class _Recorder(TorchFunctionMode):
         # What belongs to no block is held by one stage: all that use it stay together.
         for number, segment in enumerate(self.segments):
             leaves = [leaf for each in segment.operations for leaf in tree_flatten(each.arguments)[0]]
-            for name in {leaf.name for leaf in leaves if isinstance(leaf, Held)}:
-                key = f"{self.same[name]} of {self.blocks.of(name)}"
+            for name in {leaf.name for leaf in leaves if isinstance(leaf, TensorRef)}:
+                key = f"{self.tensor_ids[name]} of {self.blocks.block_of(name)}"
                 owner = first.get(self._block_of(name), number)
                 begun, ended = spans.get(key, (owner, owner))
                 spans[key] = (min(begun, number), max(ended, number))
         return tuple(span for span in spans.values() if span[1] > span[0])
 
     def _block_of(self, name: str) -> str:
-        number = self.blocks.of(name)
+        number = self.blocks.block_of(name)
         return ROOT if number == 0 else self.blocks.names[number - 1]
 
     # -- blocks -----------------------------------------------------------------------------------------------------
 
     def _enter(self, name: str, deeper: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            self.at.append(name)
-            self.inside += deeper
+            self.module_stack.append(name)
+            self.block_depth += deeper
 
         return hook
 
     def _pass(self) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.at.pop()
+            self.module_stack.pop()
 
         return hook
 
     def _leave(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.at.pop()
-            self.inside -= 1
-            if self.inside:
+            self.module_stack.pop()
+            self.block_depth -= 1
+            if self.block_depth:
                 return
             self._write(name, (args, kwargs), output)
-            segment = Segment(block=name, operations=tuple(self.operations), flops=self._flops(), elements=self.made)
+            segment = BlockSegment(block=name, operations=tuple(self.operations), flops=self._flops(), elements=self.elements)
             self.segments.append(segment)
-            self.operations, self.made = [], 0
+            self.operations, self.elements = [], 0
 
         return hook
 
     def _flops(self) -> float:
         total = float(self.counter.get_total_flops())
-        found, self.counted = total - self.counted, total
+        found, self.flops_counted = total - self.flops_counted, total
         return found
 
     # -- everything else --------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
-        if self.autocast and not self.inside and func in TYPE_OF and args[0].is_floating_point():
+        if self.autocast and not self.block_depth and func in TYPE_OF and args[0].is_floating_point():
             self._check_type(args[0])
-        if self.inside and func in NUMBER_OF and id(args[0]) in self.known:
+        if self.block_depth and func in NUMBER_OF and id(args[0]) in self.tensor_names:
             return NUMBER_OF[func](1)  # a counter; if a shape depends on it, that is found when it is played
         real, kept = tree_map(self._as_meta, given), given
         result = func(*real[0], **real[1])
-        if not self.inside:
+        if not self.block_depth:
             leaves = tree_flatten(result)[0]
             if any(isinstance(leaf, Tensor) for leaf in leaves):
                 self._write(func, kept, result)
         else:
-            self.made += sum(leaf.numel() for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor))
+            self.elements += sum(leaf.numel() for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor))
         return result
 
     def _check_type(self, tensor: Tensor) -> None:
@@ -374,10 +374,10 @@ class _Recorder(TorchFunctionMode):
         label = call if isinstance(call, str) else getattr(call, "__name__", str(call))
         for leaf in tree_flatten(result)[0]:
             results.append(self._number(leaf, label) if isinstance(leaf, Tensor) else None)
-            self.made += leaf.numel() if isinstance(leaf, Tensor) and not isinstance(call, str) else 0
+            self.elements += leaf.numel() if isinstance(leaf, Tensor) and not isinstance(call, str) else 0
         tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         shapes = tuple(tuple(leaf.shape) for leaf in tensors) if isinstance(call, str) else ()
-        self.operations.append(Operation(call, described, tuple(results), shapes))
+        self.operations.append(GraphOperation(call, described, tuple(results), shapes))
 
     def _described(self, tree: Any) -> Any:
         leaves, shape = tree_flatten(tree)
@@ -386,10 +386,10 @@ class _Recorder(TorchFunctionMode):
     def _leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) in self.known:
-            return Held(self.known[id(leaf)])
+        if id(leaf) in self.tensor_names:
+            return TensorRef(self.tensor_names[id(leaf)])
         if id(leaf) in self.numbers:
-            return Value(self.numbers[id(leaf)])
+            return ValueRef(self.numbers[id(leaf)])
         if leaf.is_meta:
             raise JobError(
                 "the model cannot be cut: its code uses a tensor that was made while it was recorded in another way",

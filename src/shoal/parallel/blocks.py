@@ -15,12 +15,12 @@ ROOT = ""  # the block of whatever belongs to no other
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks:
+class BlockList:
     """Names of modules, in order. A tensor belongs to the block whose name is a prefix of its own, else to the root."""
 
     names: tuple[str, ...]
 
-    def of(self, tensor_name: str) -> int:
+    def block_of(self, tensor_name: str) -> int:
         """The number of a tensor's block; 0 is the root, block names count from 1."""
         for number, name in enumerate(self.names, start=1):
             if tensor_name == name or tensor_name.startswith(name + "."):
@@ -28,15 +28,15 @@ class Blocks:
         return 0
 
 
-def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> Blocks:
+def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> BlockList:
     """The job's own list, checked, or the model's direct parts with containers and stacks of layers opened."""
     if wanted is not None:
         known = {name for name, _ in model.named_modules()}
         for name in wanted:
             if name not in known or name == ROOT:
                 raise JobError(f"blocks names '{name}', but the model has no such module", fix=_suggest(known, name))
-        return Blocks(names=tuple(wanted))
-    return Blocks(names=tuple(_open(model, prefix="")))
+        return BlockList(names=tuple(wanted))
+    return BlockList(names=tuple(_open(model, prefix="")))
 
 
 def _open(module: nn.Module, prefix: str) -> list[str]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 16 << 20
-PAD = 64  # bytes: every tensor of a bucket is aligned
+ALIGN_BYTES = 64  # bytes: every tensor of a bucket is aligned
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class BucketSlot:
     index: int  # which tensor of the list
     offset: int
     like: Tensor  # shape, strides and dtype
@@ -35,7 +35,7 @@ class Slot:
 class Bucket:
     """A layout: which tensors lie where in a flat one."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketSlot, ...]
     dtype: torch.dtype
     length: int
 
@@ -50,7 +50,7 @@ class Bucket:
         starts = [*(slot.offset for slot in self.slots[1:]), self.length]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
-    def holds(self, present: Sequence[bool]) -> bool:
+    def has_any(self, present: Sequence[bool]) -> bool:
         """Whether any of its tensors is there."""
         return any(present[slot.index] for slot in self.slots)
 
@@ -72,10 +72,10 @@ class Bucket:
                 torch._foreach_copy_(places, sources)
 
 
-def pack(tensors: Sequence[tuple[int, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def make_buckets(tensors: Sequence[tuple[int, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     """Buckets for tensors like these (with their numbers), from the last to the first: backward fills those first."""
     buckets: list[Bucket] = []
-    open_slots: dict[torch.dtype, tuple[list[Slot], int]] = {}
+    open_slots: dict[torch.dtype, tuple[list[BucketSlot], int]] = {}
 
     def close(dtype: torch.dtype) -> None:
         slots, length = open_slots.pop(dtype)
@@ -86,8 +86,8 @@ def pack(tensors: Sequence[tuple[int, Tensor]], bucket_bytes: int = BUCKET_BYTES
         like = tensor.detach()
         dtype = torch.uint8 if like.dtype == torch.bool else like.dtype
         slots, length = open_slots.setdefault(dtype, ([], 0))
-        slots.append(Slot(index=index, offset=length, like=like))
-        pad = max(1, PAD // like.element_size())
+        slots.append(BucketSlot(index=index, offset=length, like=like))
+        pad = max(1, ALIGN_BYTES // like.element_size())
         length += -(-like.numel() // pad) * pad
         open_slots[dtype] = (slots, length)
         if length * like.element_size() >= bucket_bytes:

@@ -15,87 +15,87 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import Group
-from shoal.collectives.shared_buffers import Commons
+from shoal.collectives.group import WorkerGroup
+from shoal.collectives.shared_buffers import SharedBuffers
 from shoal.errors import RunError
 from shoal.numerics.lanes import Span, subtrees
-from shoal.parallel.buckets import Bucket, pack
+from shoal.parallel.buckets import Bucket, make_buckets
 
-Values = list[Tensor | None]
-Parts = dict[Span, Values]  # this worker's partial sums, by subtree
+GradList = list[Tensor | None]
+SubtreeSums = dict[Span, GradList]  # this worker's partial sums, by subtree
 
 
-class Exchange(Protocol):
-    def room(self, place: int, deal: Sequence[Span]) -> Values:
+class GradientExchange(Protocol):
+    def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         """Where to put this worker's sums over its subtree number `place`: saves a copy. None: anywhere."""
         ...
 
-    def offer(self, parts: Parts, deal: Sequence[Span]) -> None: ...
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None: ...
 
-    def take(self, present: Sequence[Sequence[bool]]) -> Values:
+    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
         """The sums over all workers, to be read after `meet`. `present` says by rank which tensors a worker has."""
         ...
 
-    def meet(self) -> None:
+    def commit(self) -> None:
         """All workers have the sums. Nobody touches this worker's memory any more."""
         ...
 
 
-class Alone:
-    def room(self, place: int, deal: Sequence[Span]) -> Values:
+class LocalExchange:
+    def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         return []
 
-    def offer(self, parts: Parts, deal: Sequence[Span]) -> None:
-        (self.values,) = parts.values()
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
+        (self.values,) = partial_sums.values()
 
-    def take(self, present: Sequence[Sequence[bool]]) -> Values:
+    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
         return self.values
 
-    def meet(self) -> None:
+    def commit(self) -> None:
         return
 
 
 def open_exchange(
-    group: Group,
+    group: WorkerGroup,
     lanes: int,
-    deal: Sequence[Span],
+    assignment: Sequence[Span],
     tensors: Sequence[tuple[int, Tensor]],
     count: int,
-    whole: Sequence[tuple[int, Tensor]] = (),
-) -> Exchange:
+    uncompressed: Sequence[tuple[int, Tensor]] = (),
+) -> GradientExchange:
     """For values like these tensors (with their numbers, out of `count`). All workers open it together.
 
     `whole` are more of them, of which nothing may be left out on the way: a buffer is a state, not a step, and what a
     compressor keeps back of it no later message makes good. They have buckets of their own.
     """
     if group.size == 1:
-        return Alone()
-    lossy, kept = pack(tensors), pack(whole)
-    shared = Shared(group, lanes, lossy + kept, count)
-    return shared if shared.make_room(deal) else Wire(group, lanes, lossy + kept, count, len(lossy))
+        return LocalExchange()
+    lossy, kept = make_buckets(tensors), make_buckets(uncompressed)
+    shared = SharedMemoryExchange(group, lanes, lossy + kept, count)
+    return shared if shared.reserve(assignment) else CollectiveExchange(group, lanes, lossy + kept, count, len(lossy))
 
 
-class Wire:
-    def __init__(self, group: Group, lanes: int, buckets: list[Bucket], count: int, lossy: int | None = None) -> None:
+class CollectiveExchange:
+    def __init__(self, group: WorkerGroup, lanes: int, buckets: list[Bucket], count: int, compressible: int | None = None) -> None:
         self.group, self.lanes, self.buckets, self.count = group, lanes, buckets, count
-        self.lossy = len(buckets) if lossy is None else lossy  # so many of the first may be compressed
+        self.compressible = len(buckets) if compressible is None else compressible  # so many of the first may be compressed
         self._flats: dict[tuple[int, int], Tensor] = {}  # bucket and partial sum -> memory, kept from step to step
 
-    def room(self, place: int, deal: Sequence[Span]) -> Values:
+    def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         return []
 
-    def offer(self, parts: Parts, deal: Sequence[Span]) -> None:
-        self.parts, self.deal = parts, deal
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
+        self.partial_sums, self.assignment = partial_sums, assignment
 
-    def take(self, present: Sequence[Sequence[bool]]) -> Values:
+    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
-        sums: Values = [None] * self.count
+        sums: GradList = [None] * self.count
         under_way = []
         for number, bucket in enumerate(self.buckets):
-            if not bucket.holds(anywhere):
+            if not bucket.has_any(anywhere):
                 continue  # nobody has anything in it: it does not travel
             flats = {}
-            for place, (span, values) in enumerate(self.parts.items()):
+            for place, (span, values) in enumerate(self.partial_sums.items()):
                 if (number, place) not in self._flats:
                     self._flats[number, place] = torch.zeros(bucket.length, dtype=bucket.dtype)
                 flats[span] = self._flats[number, place]
@@ -106,91 +106,91 @@ class Wire:
                 ) in bucket.gaps:  # a compressor leaks into them, and what stays there would be added again
                     flats[span][start:stop].zero_()
             # The next bucket is packed while this one travels.
-            key = number if number < self.lossy else None
-            under_way.append((bucket, self.group.merge(self.lanes, self.deal, flats, key)))
-        self.parts = {}
+            key = number if number < self.compressible else None
+            under_way.append((bucket, self.group.ordered_reduce(self.lanes, self.assignment, flats, key)))
+        self.partial_sums = {}
         for bucket, merge in under_way:
-            spread(bucket, bucket.views(merge.wait()), anywhere, sums)
+            unpack_bucket(bucket, bucket.views(merge.wait()), anywhere, sums)
         return sums
 
-    def meet(self) -> None:
+    def commit(self) -> None:
         """A merge ends on one worker before it ends on another: they tell each other."""
-        self.group.gather(torch.zeros(1, dtype=torch.uint8))
+        self.group.gather_rows(torch.zeros(1, dtype=torch.uint8))
 
 
-class Shared:
-    def __init__(self, group: Group, lanes: int, buckets: list[Bucket], count: int) -> None:
+class SharedMemoryExchange:
+    def __init__(self, group: WorkerGroup, lanes: int, buckets: list[Bucket], count: int) -> None:
         self.group, self.lanes, self.buckets, self.count = group, lanes, buckets, count
-        self.places = 0  # partial sums per worker that there is room for
-        self._commons: Commons | None = None
-        self._rooms: dict[int, Values] = {}
-        self._sums: list[tuple[dict[Span, Tensor | None], list[Tensor]]] = []  # of this step
+        self.sums_per_worker = 0  # partial sums per worker that there is room for
+        self._shared: SharedBuffers | None = None
+        self._own_buffers: dict[int, GradList] = {}
+        self._pending_sums: list[tuple[dict[Span, Tensor | None], list[Tensor]]] = []  # of this step
 
-    def make_room(self, deal: Sequence[Span]) -> bool:
+    def reserve(self, assignment: Sequence[Span]) -> bool:
         """False where the workers share no host, or it has no memory left. All know the deal, so all ask together."""
-        places = max(len(subtrees(self.lanes, span)) for span in deal)
-        if places > self.places:
-            self._rooms.clear()
-            self._commons = self.group.commons(places * sum(bucket.num_bytes for bucket in self.buckets))
-            self.places = places
-        return self._commons is not None
+        places = max(len(subtrees(self.lanes, span)) for span in assignment)
+        if places > self.sums_per_worker:
+            self._own_buffers.clear()
+            self._shared = self.group.shared_buffers(places * sum(bucket.num_bytes for bucket in self.buckets))
+            self.sums_per_worker = places
+        return self._shared is not None
 
     def _flat(self, rank: int, place: int, number: int) -> Tensor:
         """Where a worker's partial sum of a bucket lies."""
-        assert self._commons is not None
+        assert self._shared is not None
         start = place * sum(each.num_bytes for each in self.buckets)
         start += sum(each.num_bytes for each in self.buckets[:number])
         bucket = self.buckets[number]
-        return self._commons.flats[rank][start : start + bucket.num_bytes].view(bucket.dtype)
+        return self._shared.buffers[rank][start : start + bucket.num_bytes].view(bucket.dtype)
 
-    def room(self, place: int, deal: Sequence[Span]) -> Values:
-        if not self.make_room(deal):
+    def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
+        if not self.reserve(assignment):
             raise RunError(f"worker {self.group.rank}: no room for the shared memory that the new deal of lanes needs")
-        if place not in self._rooms:
-            values: Values = [None] * self.count
+        if place not in self._own_buffers:
+            values: GradList = [None] * self.count
             for number, bucket in enumerate(self.buckets):
                 for slot, view in zip(
                     bucket.slots, bucket.views(self._flat(self.group.rank, place, number)), strict=True
                 ):
                     values[slot.index] = view
-            self._rooms[place] = values
-        return self._rooms[place]
+            self._own_buffers[place] = values
+        return self._own_buffers[place]
 
-    def offer(self, parts: Parts, deal: Sequence[Span]) -> None:
-        self.deal = deal
-        own = list(parts.values())
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
+        self.assignment = assignment
+        own = list(partial_sums.values())
         present = [any(value is not None for value in column) for column in zip(*own, strict=True)]
         for bucket in self.buckets:
-            if bucket.holds(present):
+            if bucket.has_any(present):
                 for place, values in enumerate(own):
-                    room = self.room(place, deal)
+                    room = self.buffer_for(place, assignment)
                     bucket.fill([room[slot.index] for slot in bucket.slots], values)  # type: ignore[misc]
 
-    def take(self, present: Sequence[Sequence[bool]]) -> Values:
+    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
-        self._sums = []
-        values: Values = [None] * self.count
-        room = self.room(0, self.deal)
+        self._pending_sums = []
+        values: GradList = [None] * self.count
+        room = self.buffer_for(0, self.assignment)
         for number, bucket in enumerate(self.buckets):
-            if not bucket.holds(anywhere):
+            if not bucket.has_any(anywhere):
                 continue
             parts: dict[Span, Tensor | None] = {}
-            for rank, held in enumerate(self.deal):
-                offered = bucket.holds(present[rank])
+            for rank, held in enumerate(self.assignment):
+                offered = bucket.has_any(present[rank])
                 for place, span in enumerate(subtrees(self.lanes, held)):
                     parts[span] = self._flat(rank, place, number) if offered else None
-            self._sums.append((parts, [self._flat(rank, 0, number) for rank in range(self.group.size)]))
+            self._pending_sums.append((parts, [self._flat(rank, 0, number) for rank in range(self.group.size)]))
             for slot in bucket.slots:
                 values[slot.index] = room[slot.index] if anywhere[slot.index] else None
         return values
 
-    def meet(self) -> None:
+    def commit(self) -> None:
         """Each adds up its share and writes it to all. Whoever has come to the meeting at the end has written."""
-        assert self._commons is not None
-        self._commons.merge(self.lanes, self._sums)
+        assert self._shared is not None
+        self._shared.ordered_reduce(self.lanes, self._pending_sums)
 
 
-def spread(bucket: Bucket, views: Sequence[Tensor], present: Sequence[bool], values: Values) -> None:
+def unpack_bucket(bucket: Bucket, views: Sequence[Tensor], present: Sequence[bool], values: GradList) -> None:
     """A bucket's sums into the list they belong to; None stays where no worker had anything."""
     for slot, view in zip(bucket.slots, views, strict=True):
         if present[slot.index]:

@@ -8,25 +8,25 @@ data=2,pipeline=2         everyone  0 1 2 3     decides together, commits togeth
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.collectives.group import Alone, Group
+from shoal.collectives.group import SoloGroup, WorkerGroup
 from shoal.errors import RunError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teams:
-    everyone: Group
-    part: Group  # of the whole replicas: whoever holds the same as this worker
-    part_ranks: tuple[int, ...]  # the same, as ranks of everyone, by replica
+class ParallelGroups:
+    world: WorkerGroup
+    shard_group: WorkerGroup  # of the whole replicas: whoever holds the same as this worker
+    shard_ranks: tuple[int, ...]  # the same, as ranks of everyone, by replica
     replica: int | None  # this worker's, among the whole ones; None: its mates are missing, and it only follows
-    line: tuple[int, ...]  # of this replica, ranks of everyone by stage, in this worker's slice
-    slices: Group  # of this stage
-    tellers: tuple[int, ...]  # ranks of everyone, by replica: who knows its losses
+    pipeline_ranks: tuple[int, ...]  # of this replica, ranks of everyone by stage, in this worker's slice
+    tensor_group: WorkerGroup  # of this stage
+    loss_ranks: tuple[int, ...]  # ranks of everyone, by replica: who knows its losses
     followers: tuple[int, ...] = ()  # ranks of everyone that hold this part and only follow
     stage: int = 0
-    cut: bool = False  # workers hold different things
+    sharded: bool = False  # workers hold different things
 
     @classmethod
-    def equal(cls, group: Group) -> "Teams":
+    def replicated(cls, group: WorkerGroup) -> "ParallelGroups":
         """Every worker holds everything."""
         ranks = tuple(range(group.size))
         return cls(
@@ -35,51 +35,51 @@ class Teams:
             part_ranks=ranks,
             replica=group.rank,
             line=(group.rank,),
-            slices=Alone(),
+            slices=SoloGroup(),
             tellers=ranks,
         )
 
     @property
     def replicas(self) -> int:
-        return len(self.tellers)
+        return len(self.loss_ranks)
 
 
-def form_teams(
-    group: Group,
-    team: Callable[[Sequence[int]], Group],
+def make_groups(
+    group: WorkerGroup,
+    new_group: Callable[[Sequence[int]], WorkerGroup],
     *,
-    whole: Sequence[Sequence[int]],
-    left: Sequence[int],
-    parts: Sequence[int],
+    replicas: Sequence[Sequence[int]],
+    leftover: Sequence[int],
+    shards: Sequence[int],
     pipeline: int,
     tensor: int,
-    teller: int,
-) -> Teams:
+    loss_shard: int,
+) -> ParallelGroups:
     """All members form them together. `team`: makes a group of some ranks, this one among them. `whole`: ranks of each
     whole replica, by stage and slice; `left`: ranks whose mates are missing; `parts`: what each rank holds, as its
     place in a replica; `teller`: the place of whoever knows the losses."""
-    if not whole:
+    if not replicas:
         raise RunError("no replica of the model is whole")
-    place = parts[group.rank]
+    place = shards[group.rank]
     stage, number = divmod(place, tensor)
-    own = next((index for index, ranks in enumerate(whole) if group.rank in ranks), None)
-    part_ranks = tuple(ranks[place] for ranks in whole)
-    line = () if own is None else tuple(whole[own][each * tensor + number] for each in range(pipeline))
-    slices: Group = Alone()
-    part: Group = Alone()
+    own = next((index for index, ranks in enumerate(replicas) if group.rank in ranks), None)
+    part_ranks = tuple(ranks[place] for ranks in replicas)
+    line = () if own is None else tuple(replicas[own][each * tensor + number] for each in range(pipeline))
+    slices: WorkerGroup = SoloGroup()
+    part: WorkerGroup = SoloGroup()
     if own is not None:
         if tensor > 1:
-            slices = team([whole[own][stage * tensor + each] for each in range(tensor)])
-        part = group if part_ranks == tuple(range(group.size)) else team(part_ranks)
-    return Teams(
-        everyone=group,
-        part=part,
-        part_ranks=part_ranks,
+            slices = new_group([replicas[own][stage * tensor + each] for each in range(tensor)])
+        part = group if part_ranks == tuple(range(group.size)) else new_group(part_ranks)
+    return ParallelGroups(
+        world=group,
+        shard_group=part,
+        shard_ranks=part_ranks,
         replica=own,
-        line=line,
-        slices=slices,
-        tellers=tuple(ranks[teller] for ranks in whole),
-        followers=tuple(rank for rank in left if parts[rank] == place),
+        pipeline_ranks=line,
+        tensor_group=slices,
+        loss_ranks=tuple(ranks[loss_shard] for ranks in replicas),
+        followers=tuple(rank for rank in leftover if shards[rank] == place),
         stage=stage,
-        cut=True,
+        sharded=True,
     )

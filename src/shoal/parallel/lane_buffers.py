@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 LARGE_BUFFER_BYTES = 1 << 18
-LOOKED_AT = 1 << 10  # elements
+COMPARED_ELEMENTS = 1 << 10  # elements
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -17,7 +17,7 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 @dataclass(kw_only=True)
-class _Kept:
+class _BufferSnapshot:
     """One buffer and what it was when the step began.
 
     Compared by its version, which costs nothing, and by its values, because the batch-norm kernels write running
@@ -31,23 +31,23 @@ class _Kept:
     version: int = -1
     start: Tensor
 
-    def now(self) -> Tensor:
+    def current(self) -> Tensor:
         found = self.module._buffers[self.leaf]
         assert found is not None
         return found
 
     @property
     def untouched(self) -> bool:
-        now = self.now()
+        now = self.current()
         if now is not self.tensor or now._version != self.version:
             return False
         if now.nbytes > LARGE_BUFFER_BYTES and now.is_contiguous() and self.start.is_contiguous():
-            return torch.equal(now.view(-1)[:LOOKED_AT], self.start.view(-1)[:LOOKED_AT])
+            return torch.equal(now.view(-1)[:COMPARED_ELEMENTS], self.start.view(-1)[:COMPARED_ELEMENTS])
         return torch.equal(now, self.start)
 
-    def begin(self) -> None:
+    def capture(self) -> None:
         if not self.untouched:
-            self.tensor = self.now()
+            self.tensor = self.current()
             self.start = self.tensor.detach().clone()
             self.version = self.tensor._version
 
@@ -64,55 +64,55 @@ class _Kept:
 
     @property
     def changed(self) -> bool:
-        now = self.now()
+        now = self.current()
         return not self.untouched and (now.shape != self.start.shape or not torch.equal(now, self.start))
 
 
-class Buffers:
+class LaneBuffers:
     """Each lane starts from the buffers of the step's start. What lanes made of them is averaged by samples."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names = [name for name, buffer in model.named_buffers() if not buffer.is_meta]
         owners = [owner_of(model, name) for name in self.names]
-        self.kept = [_Kept(module=module, leaf=leaf, start=torch.empty(0)) for module, leaf in owners]
+        self.snapshots = [_BufferSnapshot(module=module, leaf=leaf, start=torch.empty(0)) for module, leaf in owners]
 
-    def starts(self) -> list[Tensor]:
-        return [kept.start for kept in self.kept]
+    def start_values(self) -> list[Tensor]:
+        return [kept.start for kept in self.snapshots]
 
     def begin_step(self) -> None:
-        for kept in self.kept:
-            kept.begin()
+        for kept in self.snapshots:
+            kept.capture()
 
     def begin_lane(self, only: Collection[int] | None = None, *, fresh: bool = False) -> None:
         """Back to the step's start. `only`: some of them, by number. `fresh`: as other tensors, since backward passes
         of the lane before are still to come."""
         with torch.no_grad():
-            for number, kept in enumerate(self.kept):
+            for number, kept in enumerate(self.snapshots):
                 if only is None or number in only:
                     kept.reset(fresh)
 
     def end_lane(self, weight: float, lane: int, only: Collection[int] | None = None) -> list[Tensor | None]:
         """A lane's share of each buffer that it changed. Counters and flags: the first lane's word counts."""
         shares: list[Tensor | None] = []
-        for number, kept in enumerate(self.kept):
+        for number, kept in enumerate(self.snapshots):
             if (only is not None and number not in only) or not kept.changed:
                 shares.append(None)
             elif kept.start.is_floating_point() or kept.start.is_complex():
-                shares.append(kept.now().detach() * weight)
+                shares.append(kept.current().detach() * weight)
             else:
-                shares.append(kept.now().detach().clone() if lane == 0 else None)
+                shares.append(kept.current().detach().clone() if lane == 0 else None)
         return shares
 
     def drop(self) -> None:
         """Nothing of the step is applied."""
         self.begin_lane()
 
-    def commit(self, merged: list[Tensor | None], missing: list[float]) -> None:
+    def commit(self, reduced: list[Tensor | None], unchanged_weights: list[float]) -> None:
         """`missing` is the weight of the lanes that left a buffer alone: they count with its old value."""
         self.begin_lane()
         with torch.no_grad():
-            for kept, share, rest in zip(self.kept, merged, missing, strict=True):
+            for kept, share, rest in zip(self.snapshots, reduced, unchanged_weights, strict=True):
                 if share is not None:
                     if rest and (kept.start.is_floating_point() or kept.start.is_complex()):
                         share = share + kept.start * rest
-                    kept.now().copy_(share.view_as(kept.start))
+                    kept.current().copy_(share.view_as(kept.start))

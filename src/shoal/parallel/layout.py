@@ -18,16 +18,16 @@ AXES = ("data", "pipeline", "tensor")
 GRAMMAR = "--layout data=2,pipeline=2,tensor=2,zero=1"
 
 
-class Place(NamedTuple):
+class LayoutPosition(NamedTuple):
     """Where a worker stands in a layout."""
 
     replica: int
     stage: int  # of the pipeline: its rank there, whatever blocks that is
-    slice: int
+    tensor_rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
@@ -48,7 +48,7 @@ class Layout:
             )
 
     @classmethod
-    def read(cls, text: str) -> "Layout":
+    def parse(cls, text: str) -> "ParallelLayout":
         """`data=2,pipeline=2`."""
         found: dict[str, int] = {}
         for item in text.split(","):
@@ -74,28 +74,28 @@ class Layout:
         return self.data * self.pipeline * self.tensor
 
     @property
-    def span(self) -> int:
+    def replica_size(self) -> int:
         """Workers of one replica."""
         return self.pipeline * self.tensor
 
     @property
-    def parts(self) -> int:
+    def shards(self) -> int:
         """How many different things workers hold."""
-        return self.workers if self.zero else self.span
+        return self.workers if self.zero else self.replica_size
 
     @property
-    def cuts(self) -> bool:
+    def sharded(self) -> bool:
         """Whether a worker holds less than everything."""
-        return self.parts > 1
+        return self.shards > 1
 
     @property
     def exact(self) -> bool:
         """Splitting an operator changes the order of sums inside it."""
         return self.tensor == 1
 
-    def place(self, worker: int) -> Place:
-        replica, rest = divmod(worker, self.span)
-        return Place(replica, *divmod(rest, self.tensor))
+    def position(self, worker: int) -> LayoutPosition:
+        replica, rest = divmod(worker, self.replica_size)
+        return LayoutPosition(replica, *divmod(rest, self.tensor))
 
     def check_workers(self, workers: int | None) -> None:
         if workers is not None and workers != self.workers:
@@ -106,24 +106,24 @@ class Layout:
             )
 
     def _suggest(self, workers: int) -> str:
-        if workers % self.span == 0:
-            return f"--layout {replace(self, data=workers // self.span)}"
+        if workers % self.replica_size == 0:
+            return f"--layout {replace(self, data=workers // self.replica_size)}"
         return f"--layout data={workers}"
 
 
-def part_of(worker: int, parts: int) -> int:
+def model_shard_of(worker: int, shards: int) -> int:
     """Which part a worker holds; whoever takes its number later holds the same."""
-    return worker % parts
+    return worker % shards
 
 
-def replicas(members: list[int], parts: int) -> tuple[list[tuple[int, ...]], list[int]]:
+def form_replicas(members: list[int], shards: int) -> tuple[list[tuple[int, ...]], list[int]]:
     """Members (worker numbers) as whole replicas, each with one member for every part; and those left over, whose
     mates are missing: they hold a part, and follow what the others do with it.
 
     Workers of broken replicas are put together anew: 4 workers with 2 parts that lost workers 0 and 3 still are one
     replica, 1 and 2.
     """
-    by_part = [[worker for worker in members if part_of(worker, parts) == part] for part in range(parts)]
+    by_part = [[worker for worker in members if model_shard_of(worker, shards) == part] for part in range(shards)]
     whole = min(map(len, by_part))
     found = [tuple(column[number] for column in by_part) for number in range(whole)]
     left = sorted(worker for column in by_part for worker in column[whole:])

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.errors import JobError
-from shoal.numerics.grad_norm import clip
-from shoal.numerics.tensor_slice import Piece, share
+from shoal.numerics.grad_norm import clip_to_norm
+from shoal.numerics.tensor_slice import TensorSlice, even_range
 
 ELEMENTWISE = {
     *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD"),
@@ -26,65 +26,65 @@ ELEMENTWISE = {
 PACK_BYTES = 8 << 20  # of rows that travel together
 
 
-class Update:
+class OptimizerView:
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         *,
-        rows: Mapping[str, Piece] | None = None,
+        rows: Mapping[str, TensorSlice] | None = None,
         masters: bool = False,
-        team: Callable[[], Group] | None = None,
+        get_group: Callable[[], WorkerGroup] | None = None,
     ) -> None:
         """`parameters`: what the model computes with. `rows`: which of each this worker updates; `team`: whoever
         updates the others."""
-        self.full = dict(parameters)
+        self.model_params = dict(parameters)
         self.rows, self.masters = rows, masters
-        self.team = team
-        self.seen: dict[str, nn.Parameter] = {}  # by the optimizer
+        self.get_group = get_group
+        self.optimizer_params: dict[str, nn.Parameter] = {}  # by the optimizer
         for name, parameter in parameters:
             if parameter.is_meta or (rows is None and not masters):
-                self.seen[name] = parameter
+                self.optimizer_params[name] = parameter
                 continue
-            own = _part(parameter.detach(), rows, name)
+            own = _own_rows(parameter.detach(), rows, name)
             value = own.float().clone(memory_format=torch.contiguous_format) if masters else own
-            self.seen[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            self.optimizer_params[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
 
     @property
-    def plain(self) -> bool:
+    def passthrough(self) -> bool:
         return self.rows is None and not self.masters
 
-    def before(self) -> None:
+    def before_step(self) -> None:
         """Gradients are in the model's `.grad`: the optimizer finds its own."""
-        if self.plain:
+        if self.passthrough:
             return
-        for name, parameter in self.full.items():
+        for name, parameter in self.model_params.items():
             if not parameter.is_meta:
                 gradient = parameter.grad
                 if gradient is not None:
-                    gradient = _part(gradient, self.rows, name)
+                    gradient = _own_rows(gradient, self.rows, name)
                     gradient = gradient.float() if self.masters else gradient
-                self.seen[name].grad = gradient
+                self.optimizer_params[name].grad = gradient
 
-    def after(self) -> None:
+    def after_step(self) -> None:
         """The optimizer is done: the model gets what it made."""
-        if self.plain:
+        if self.passthrough:
             return
         with torch.no_grad():
-            held = [(name, each) for name, each in self.full.items() if not each.is_meta]
+            held = [(name, each) for name, each in self.model_params.items() if not each.is_meta]
             for name, parameter in held:
                 parameter.grad = None
                 if self.masters:
-                    _part(parameter.data, self.rows, name).copy_(self.seen[name])
-        if self.rows is not None and self.team is not None:
-            spread_rows([each for _, each in held], self.team())
+                    _own_rows(parameter.data, self.rows, name).copy_(self.optimizer_params[name])
+        if self.rows is not None and self.get_group is not None:
+            all_gather_rows([each for _, each in held], self.get_group())
 
-    def clip(self, max_norm: float, norm: float | None, beside: Sequence[Tensor] = ()) -> float:
+    def clip(self, max_norm: float, norm: float | None, extra: Sequence[Tensor] = ()) -> float:
         """`beside`: gradients of what is not in the model."""
-        gradients = [each.grad for each in self.seen.values() if each.grad is not None]
-        return clip([*gradients, *beside], max_norm, norm)
+        gradients = [each.grad for each in self.optimizer_params.values() if each.grad is not None]
+        return clip_to_norm([*gradients, *extra], max_norm, norm)
 
 
-def _part(tensor: Tensor, rows: Mapping[str, Piece] | None, name: str) -> Tensor:
+def _own_rows(tensor: Tensor, rows: Mapping[str, TensorSlice] | None, name: str) -> Tensor:
     """A view of the rows that are this worker's."""
     if rows is None or not rows[name]:
         return tensor
@@ -92,36 +92,36 @@ def _part(tensor: Tensor, rows: Mapping[str, Piece] | None, name: str) -> Tensor
     return tensor[start:stop]
 
 
-def spread_rows(parameters: Sequence[Tensor], team: Group) -> None:
+def all_gather_rows(parameters: Sequence[Tensor], group: WorkerGroup) -> None:
     """Everybody's rows of each tensor, to everybody. All have equal shares of rows (pieces.rows)."""
-    if team.size == 1:
+    if group.size == 1:
         return
     pack: list[Tensor] = []
     for parameter in parameters:
         if parameter.dim() == 0:
             continue  # whole everywhere
         if pack and (sum(each.nbytes for each in pack) >= PACK_BYTES or pack[0].dtype != parameter.dtype):
-            _spread(pack, team)
+            _all_gather_pack(pack, group)
             pack = []
         pack.append(parameter.data)
     if pack:
-        _spread(pack, team)
+        _all_gather_pack(pack, group)
 
 
-def _spread(tensors: Sequence[Tensor], team: Group) -> None:
-    shares = [[tensor[slice(*share(len(tensor), team.size, rank))] for tensor in tensors] for rank in range(team.size)]
+def _all_gather_pack(tensors: Sequence[Tensor], group: WorkerGroup) -> None:
+    shares = [[tensor[slice(*even_range(len(tensor), group.size, rank))] for tensor in tensors] for rank in range(group.size)]
     lengths = [sum(each.numel() for each in own) for own in shares]
     row = torch.zeros(max(lengths), dtype=tensors[0].dtype)
-    row[: lengths[team.rank]] = torch.cat([each.reshape(-1) for each in shares[team.rank]])
-    for rank, told in enumerate(team.gather(row)):
-        if rank != team.rank:
+    row[: lengths[group.rank]] = torch.cat([each.reshape(-1) for each in shares[group.rank]])
+    for rank, told in enumerate(group.gather_rows(row)):
+        if rank != group.rank:
             at = 0
             for each in shares[rank]:
                 each.copy_(told[at : at + each.numel()].view(each.shape))
                 at += each.numel()
 
 
-def shadow(model: nn.Module, seen: Mapping[str, nn.Parameter]) -> nn.Module:
+def clone_with_params(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
     """The model's tree with other parameters in the places of its own; buffers are the same ones."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     other = copy.deepcopy(model, dict(shared))
@@ -129,11 +129,11 @@ def shadow(model: nn.Module, seen: Mapping[str, nn.Parameter]) -> nn.Module:
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         known = first.setdefault(id(parameter), name)
         path, _, leaf = name.rpartition(".")
-        other.get_submodule(path)._parameters[leaf] = seen[known]
+        other.get_submodule(path)._parameters[leaf] = parameters[known]
     return other
 
 
-def halve(model: nn.Module) -> None:
+def to_bfloat16(model: nn.Module) -> None:
     """Weights and tables in bf16. Norms that keep statistics stay as they are: a mean over many batches has no room
     there, and their kernels take bf16 beside it."""
     for module in model.modules():

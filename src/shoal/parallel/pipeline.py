@@ -18,25 +18,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.errors import JobError
-from shoal.numerics.lanes import Folding, Span
-from shoal.parallel.block_graph import Row, check_blocks, play
-from shoal.parallel.data_parallel import Closure, DataParallel, Lap, Told, Work
-from shoal.parallel.gradient_exchange import Exchange, Parts, Values
-from shoal.parallel.groups import Teams
-from shoal.parallel.pipeline_schedule import Action
-from shoal.parallel.pipeline_schedule import play as play_schedule
-from shoal.parallel.pipeline_stages import Stages
-from shoal.parallel.replica import Replica, added
-from shoal.parallel.split_backward import Halves, backward_of_inputs, backward_of_weights
-from shoal.parallel.stage_p2p import Described, Wires, flat
+from shoal.numerics.lanes import TreeAccumulator, Span
+from shoal.parallel.block_graph import BlockGraph, check_blocks, run_segments
+from shoal.parallel.data_parallel import Closure, DataParallel, LocalStep, GatheredStepStats, StepInput
+from shoal.parallel.gradient_exchange import GradientExchange, SubtreeSums, GradList
+from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.pipeline_schedule import PipelineAction
+from shoal.parallel.pipeline_schedule import time_schedule as play_schedule
+from shoal.parallel.pipeline_stages import PipelineStages
+from shoal.parallel.replica import ModelReplica, sum_tied
+from shoal.parallel.split_backward import PendingWeightGrads, backward_of_inputs, backward_of_weights
+from shoal.parallel.stage_p2p import ActivationMeta, StageChannel, flat_view
 
-KEPT_LAPS = 1000
+KEPT_STEP_TIMES = 1000
 RUN_AHEAD = 2  # messages of an evaluation that may wait for their receiver
 
 
-class Model(Protocol):
+class PipelineObjective(Protocol):
     """A job's loss in two halves; the model's own forward lies between them."""
 
     def inputs(self, batch: Any) -> Sequence[Any]: ...
@@ -47,7 +47,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Microbatch:
+class LaneMicrobatch:
     """One of the stream."""
 
     lane: int
@@ -58,72 +58,72 @@ class Microbatch:
 
 
 @dataclass
-class Passing:
+class StageMicrobatch:
     """A microbatch in a stage, between its forward and its backward."""
 
-    arrived: list[Tensor] = field(default_factory=list)  # leaves: their gradients go back
-    left: list[Tensor] = field(default_factory=list)  # what went on and has a gradient to come; or the loss
-    halves: Halves | None = None
+    inputs: list[Tensor] = field(default_factory=list)  # leaves: their gradients go back
+    outputs: list[Tensor] = field(default_factory=list)  # what went on and has a gradient to come; or the loss
+    pending: PendingWeightGrads | None = None
 
 
 class PipelineParallel(DataParallel):
     def __init__(
         self,
-        replica: Replica,
-        group: Group,
+        replica: ModelReplica,
+        group: WorkerGroup,
         *,
         lanes: int,
         microbatches: int,
-        deal: Sequence[Span],
-        stages: Stages,
-        model: Model,
-        record: Callable[[Sequence[Any], bool], Row],
-        clips: bool = False,
+        assignment: Sequence[Span],
+        stages: PipelineStages,
+        objective: PipelineObjective,
+        record: Callable[[Sequence[Any], bool], BlockGraph],
+        needs_norm: bool = False,
         recompute: bool = False,
     ) -> None:
         """`record`: the model's row for inputs like these, in training or in evaluation."""
-        super().__init__(replica, group, lanes=lanes, microbatches=microbatches, deal=deal, clips=clips)
-        self.stages, self.halves_of, self.recompute = stages, model, recompute
+        super().__init__(replica, group, lanes=lanes, microbatches=microbatches, assignment=assignment, needs_norm=needs_norm)
+        self.stages, self.objective, self.recompute = stages, objective, recompute
         self.block_names = frozenset(stages.blocks)
         self._record = record
-        self._rows: dict[Any, Row] = {}
-        self.known: dict[Any, list[Described]] = {}  # what arrives at a stage, for inputs of some shapes
-        self.told: set[Any] = set()  # of what the next stage was told
-        self.laps: deque[tuple[float, float]] = deque(maxlen=KEPT_LAPS)  # of each step: seconds waited, and in all
+        self._graphs: dict[Any, BlockGraph] = {}
+        self.received_meta: dict[Any, list[ActivationMeta]] = {}  # what arrives at a stage, for inputs of some shapes
+        self.announced: set[Any] = set()  # of what the next stage was told
+        self.step_times: deque[tuple[float, float]] = deque(maxlen=KEPT_STEP_TIMES)  # of each step: seconds waited, and in all
         numbers = {name: index for index, (name, _) in enumerate(replica.parameters)}
         self.tied = {numbers[name]: ranks for name, ranks in stages.tied.items() if name in numbers}
 
-    def regroup(self, teams: Teams, deal: Sequence[Span]) -> None:
-        super().regroup(teams, deal)
-        self.known.clear()
-        self.told.clear()
+    def regroup(self, groups: ParallelGroups, assignment: Sequence[Span]) -> None:
+        super().regroup(groups, assignment)
+        self.received_meta.clear()
+        self.announced.clear()
 
     @property
     def own_stages(self) -> tuple[int, ...]:
-        return self.stages.of(self.teams.stage)
+        return self.stages.stages_of(self.groups.stage)
 
-    def pace(self) -> tuple[float | None, float | None, float | None]:
-        laps = sorted(list(self.laps)[1:], key=lambda lap: lap[1])  # the first one is the slowest
-        pieces = (self.held[1] - self.held[0]) * self.microbatches
+    def pipeline_timing(self) -> tuple[float | None, float | None, float | None]:
+        laps = sorted(list(self.step_times)[1:], key=lambda lap: lap[1])  # the first one is the slowest
+        pieces = (self.own_lanes[1] - self.own_lanes[0]) * self.microbatches
         if not laps or not pieces:
             return None, None, None
         idle, whole = laps[len(laps) // 2]
-        return whole - idle, whole, play_schedule(self.stages.order(pieces)).bubble
+        return whole - idle, whole, play_schedule(self.stages.schedule_for(pieces)).bubble
 
     # -- the model's row ----------------------------------------------------------------------------------------------
 
-    def row(self, inputs: Sequence[Any]) -> tuple[Any, Row]:
+    def graph_for(self, inputs: Sequence[Any]) -> tuple[Any, BlockGraph]:
         """For inputs like these; recorded when the first of their kind comes."""
         leaves = tree_flatten(list(inputs))[0]
         training = self.replica.model.training
         key = (training, *((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves))
-        if key not in self._rows:
+        if key not in self._graphs:
             found = self._record(inputs, training)
             check_blocks(found, self.stages.blocks, "for these inputs")
-            self._rows[key] = found
-        return key, self._rows[key]
+            self._graphs[key] = found
+        return key, self._graphs[key]
 
-    def after(self, stage: int) -> tuple[int, int] | None:
+    def block_before(self, stage: int) -> tuple[int, int] | None:
         """Which block was called last before a stage begins, and how often that was before."""
         before = self.stages.blocks[: self.stages.spans[stage][0]]
         if not before:
@@ -141,23 +141,23 @@ class PipelineParallel(DataParallel):
 
     def rank_of(self, stage: int) -> int:
         """Who computes a stage, as a rank of everyone."""
-        return self.teams.line[self.stages.order(1).rank_of(stage)]
+        return self.groups.pipeline_ranks[self.stages.schedule_for(1).rank_of(stage)]
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _lap(self, work: Work, closure: Closure) -> Lap:
-        return Stream(self, work, closure) if self.teams.replica is not None else super()._lap(work, closure)
+    def _local_step(self, work: StepInput, closure: Closure) -> LocalStep:
+        return PipelineLocalStep(self, work, closure) if self.groups.replica is not None else super()._local_step(work, closure)
 
-    def _settle(self, exchange: Exchange, merged: Values, told: Told) -> Values:
+    def _share_reduced(self, exchange: GradientExchange, reduced: GradList, stats: GatheredStepStats) -> GradList:
         """The first stage of a tied weight gives the others what its gradient comes to."""
-        line = self.teams.line
-        if self.teams.replica is None:
-            return super()._settle(exchange, merged, told)
-        exchange.meet()
+        line = self.groups.pipeline_ranks
+        if self.groups.replica is None:
+            return super()._share_reduced(exchange, reduced, stats)
+        exchange.commit()
         for index, ranks in self.tied.items():
             others = sorted(set(ranks) - {ranks[0]})
-            if self.teams.stage == ranks[0]:
-                value = merged[index]
+            if self.groups.stage == ranks[0]:
+                value = reduced[index]
                 for rank in others:
                     self.group.send(torch.tensor([value is not None], dtype=torch.uint8), line[rank])
                     if value is not None:
@@ -166,19 +166,19 @@ class PipelineParallel(DataParallel):
                 there = torch.zeros(1, dtype=torch.uint8)
                 self.group.receive(there, line[ranks[0]])
                 if int(there):
-                    merged[index] = torch.empty_like(self.replica.parameters[index][1], requires_grad=False)
-                    self.group.receive(merged[index], line[ranks[0]])  # type: ignore[arg-type]
-        self._feed_followers(merged)
-        return merged
+                    reduced[index] = torch.empty_like(self.replica.parameters[index][1], requires_grad=False)
+                    self.group.receive(reduced[index], line[ranks[0]])  # type: ignore[arg-type]
+        self._feed_followers(reduced)
+        return reduced
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def measure(self, model: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
+    def make_evaluator(self, objective: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
         def through(fetches: Sequence[Callable[[], Any]]) -> list[tuple[int, Any]]:
             found: list[tuple[int, Any]] = []
-            if self.teams.replica is not None:
+            if self.groups.replica is not None:
                 self.forward_only(
-                    fetches, lambda number, output, batch: found.append((number, model.metrics(output, batch)))
+                    fetches, lambda number, output, batch: found.append((number, objective.metrics(output, batch)))
                 )
             return found
 
@@ -186,55 +186,55 @@ class PipelineParallel(DataParallel):
 
     def forward_only(self, batches: Sequence[Callable[[], Any]], use: Callable[[int, Any, Any], None]) -> None:
         """Each batch through all stages of this replica. `use` gets number, output and batch on the last of them."""
-        wires = Wires(self)
+        wires = StageChannel(self)
         for number, fetch in enumerate(batches):
             batch = fetch()
-            inputs = self.halves_of.inputs(batch)
-            key, row = self.row(inputs)
-            with self.halves_of.precision():
+            inputs = self.objective.inputs(batch)
+            key, row = self.graph_for(inputs)
+            with self.objective.precision():
                 for stage in self.own_stages:
                     values = _numbered(inputs)
-                    wires.arrive(stage, key, row, values)
-                    output = play(row, self.stages.spans[stage], values, module=self.module, tensor=self.tensor)
+                    wires.receive_activations(stage, key, row, values)
+                    output = run_segments(row, self.stages.spans[stage], values, module=self.module, tensor=self.tensor)
                     if stage == len(self.stages.spans) - 1:
                         use(number, output, batch)
                     else:
-                        wires.leave(stage, key, row, values)
-            wires.settle(RUN_AHEAD)
-        wires.settle(0)
+                        wires.send_activations(stage, key, row, values)
+            wires.drain(RUN_AHEAD)
+        wires.drain(0)
 
 
 def _numbered(inputs: Sequence[Any]) -> dict[int, Tensor]:
     return dict(enumerate(leaf for leaf in tree_flatten(list(inputs))[0] if isinstance(leaf, Tensor)))
 
 
-class Stream(Lap):
+class PipelineLocalStep(LocalStep):
     """The lanes of a replica, as one of its stages' workers sees them go by."""
 
-    def __init__(self, strategy: PipelineParallel, work: Work, closure: Closure) -> None:
+    def __init__(self, strategy: PipelineParallel, work: StepInput, closure: Closure) -> None:
         super().__init__(strategy, work, closure)
         self.pipeline = strategy
-        self.wires = Wires(strategy)
-        first, stop = strategy.held
-        self.stream = [
-            Microbatch(lane=lane, number=number, positions=positions, first=number == 0, last=number == len(pieces) - 1)
+        self.channel = StageChannel(strategy)
+        first, stop = strategy.own_lanes
+        self.microbatches = [
+            LaneMicrobatch(lane=lane, number=number, positions=positions, first=number == 0, last=number == len(pieces) - 1)
             for lane in range(first, stop)
-            for pieces in (self.cuts[lane],)
+            for pieces in (self.lane_microbatches[lane],)
             for number, positions in enumerate(pieces)
         ]
-        self.passing: dict[tuple[int, int], Passing] = {}  # by stage and microbatch
+        self.in_flight: dict[tuple[int, int], StageMicrobatch] = {}  # by stage and microbatch
         self.batches: dict[int, Any] = {}
         self.leaves = {stage: self._leaves_of(stage) for stage in strategy.own_stages}
-        self.kept: dict[tuple[int, int], list[Tensor | None]] = {}  # by stage and lane: gradients of its leaves
+        self.lane_grads: dict[tuple[int, int], list[Tensor | None]] = {}  # by stage and lane: gradients of its leaves
         self.buffers = {stage: self._buffers_of(stage) for stage in strategy.own_stages}
-        self.shares: dict[int, list[Tensor | None]] = {}  # by lane: buffers
-        self.done: dict[int, set[int]] = {}  # by lane: stages that are through with it
+        self.buffer_shares: dict[int, list[Tensor | None]] = {}  # by lane: buffers
+        self.stages_done: dict[int, set[int]] = {}  # by lane: stages that are through with it
         self.tied: dict[int, dict[int, list[Tensor | None]]] = {}  # by lane: gradients of tied weights, by leaf
-        self.folding: Folding[Values] = Folding(strategy.lanes, strategy.held, _sum)
+        self.folding: TreeAccumulator[GradList] = TreeAccumulator(strategy.lanes, strategy.own_lanes, _sum)
 
     def _leaves_of(self, stage: int) -> list[tuple[int, int, nn.Parameter]]:
         """(number of the parameter, number of the leaf, leaf) of a stage."""
-        replica, homes = self.pipeline.replica, self.pipeline.stages.homes
+        replica, homes = self.pipeline.replica, self.pipeline.stages.stage_by_tensor
         return [
             (index, place, leaf)
             for index, (name, parameter) in enumerate(replica.parameters)
@@ -243,25 +243,25 @@ class Stream(Lap):
         ]
 
     def _buffers_of(self, stage: int) -> set[int]:
-        names, homes = self.pipeline.replica.buffers.names, self.pipeline.stages.homes
+        names, homes = self.pipeline.replica.buffers.names, self.pipeline.stages.stage_by_tensor
         return {number for number, name in enumerate(names) if homes[name] == stage}
 
-    def parts(self, exchange: Exchange) -> Parts:
+    def partial_sums(self, exchange: GradientExchange) -> SubtreeSums:
         strategy = self.pipeline
         began = time.perf_counter()
-        actions = strategy.stages.order(max(1, len(self.stream))).rows[strategy.teams.stage] if self.stream else ()
+        actions = strategy.stages.schedule_for(max(1, len(self.microbatches))).rows[strategy.groups.stage] if self.microbatches else ()
         for action in actions:
-            strategy.group.check()
-            self._do(action)
-        self.wires.settle(0)
-        self.idle_seconds = self.wires.seconds
-        for lane in range(*strategy.held):
-            if not self.cuts[lane]:
-                self.folding.put(lane, [None] * len(self.present))
-        strategy.laps.append((self.idle_seconds, time.perf_counter() - began - self.data_seconds))
-        return self._with_tied(self.folding.parts)
+            strategy.group.raise_if_failed()
+            self._run_action(action)
+        self.channel.drain(0)
+        self.idle_seconds = self.channel.wait_seconds
+        for lane in range(*strategy.own_lanes):
+            if not self.lane_microbatches[lane]:
+                self.folding.add(lane, [None] * len(self.present))
+        strategy.step_times.append((self.idle_seconds, time.perf_counter() - began - self.data_seconds))
+        return self._with_tied(self.folding.partials)
 
-    def _do(self, action: Action) -> None:
+    def _run_action(self, action: PipelineAction) -> None:
         match action.kind:
             case "F":
                 self._forward(action.stage, action.microbatch)
@@ -275,166 +275,166 @@ class Stream(Lap):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, number: int) -> None:
-        strategy, each = self.pipeline, self.stream[number]
-        strategy.lane_now = each.lane
+        strategy, each = self.pipeline, self.microbatches[number]
+        strategy.current_lane = each.lane
         batch = self._batch(number)
-        model = strategy.halves_of
+        model = strategy.objective
         inputs = model.inputs(batch)
-        strategy.replica.nowhere()
-        key, row = strategy.row(inputs)
+        strategy.replica.stop_seeding()
+        key, row = strategy.graph_for(inputs)
         if each.first:
             strategy.replica.buffers.begin_lane(self.buffers[stage], fresh=True)
         values = _numbered(inputs)
-        passing = self.passing[stage, number] = Passing()
-        passing.arrived = self.wires.arrive(stage, key, row, values)
-        strategy.replica.at(self.work.step, each.lane, each.number, after=strategy.after(stage))
+        passing = self.in_flight[stage, number] = StageMicrobatch()
+        passing.inputs = self.channel.receive_activations(stage, key, row, values)
+        strategy.replica.seed_at(self.work.step, each.lane, each.number, after=strategy.block_before(stage))
         with model.precision():
             span = strategy.stages.spans[stage]
-            output = play(row, span, values, module=strategy.module, tensor=strategy.tensor)
+            output = run_segments(row, span, values, module=strategy.module, tensor=strategy.tensor)
             if stage == len(strategy.stages.spans) - 1:
                 given = model.loss(output, batch)
-                passing.left = [self.weighted(given, each.lane, len(each.positions))]
+                passing.outputs = [self.weighted_loss(given, each.lane, len(each.positions))]
             else:
-                passing.left = self.wires.leave(stage, key, row, values)
+                passing.outputs = self.channel.send_activations(stage, key, row, values)
         if each.last:
-            samples = sum(len(piece) for piece in self.cuts[each.lane])
+            samples = sum(len(piece) for piece in self.lane_microbatches[each.lane])
             found = strategy.replica.buffers.end_lane(samples / len(self.work.indices), each.lane, self.buffers[stage])
-            kept = self.shares.setdefault(each.lane, [None] * len(found))
-            self.shares[each.lane] = [new if new is not None else old for new, old in zip(found, kept, strict=True)]
+            kept = self.buffer_shares.setdefault(each.lane, [None] * len(found))
+            self.buffer_shares[each.lane] = [new if new is not None else old for new, old in zip(found, kept, strict=True)]
         if stage == max(strategy.own_stages):
             self.batches.pop(number, None)
 
     def _batch(self, number: int) -> Any:
         if number not in self.batches:
             began = time.perf_counter()
-            indices = [self.work.indices[position] for position in self.stream[number].positions]
+            indices = [self.work.indices[position] for position in self.microbatches[number].positions]
             self.batches[number] = self.work.fetch(indices)
             self.data_seconds += time.perf_counter() - began
         return self.batches[number]
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _gradients(self, stage: int, passing: Passing) -> tuple[list[Tensor], list[Tensor] | None]:
+    def _gradients(self, stage: int, microbatch: StageMicrobatch) -> tuple[list[Tensor], list[Tensor] | None]:
         """What to go backward from, and with what."""
         if stage == len(self.pipeline.stages.spans) - 1:
-            return passing.left, None
-        found = self.wires.take_back(stage, passing.left)
+            return microbatch.outputs, None
+        found = self.channel.receive_gradients(stage, microbatch.outputs)
         pairs = [
-            (tensor, gradient) for tensor, gradient in zip(passing.left, found, strict=True) if gradient is not None
+            (tensor, gradient) for tensor, gradient in zip(microbatch.outputs, found, strict=True) if gradient is not None
         ]
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
     def _backward(self, stage: int, number: int) -> None:
-        passing = self.passing.pop((stage, number))
+        passing = self.in_flight.pop((stage, number))
         tensors, gradients = self._gradients(stage, passing)
         self._accumulate(stage, number, lambda: _go_backward(tensors, gradients))
         if stage > 0:
-            self.wires.give_back(stage, passing.arrived)
+            self.channel.send_gradients(stage, passing.inputs)
 
     def _backward_of_inputs(self, stage: int, number: int) -> None:
-        passing = self.passing[stage, number]
+        passing = self.in_flight[stage, number]
         tensors, gradients = self._gradients(stage, passing)
-        passing.left = []
+        passing.outputs = []
         # Torch's halves walk a graph twice, and a recomputed block has none to walk a second time.
-        inputs = [] if self.pipeline.recompute else passing.arrived
+        inputs = [] if self.pipeline.recompute else passing.inputs
         weights = [leaf for _, _, leaf in self.leaves[stage]]
 
         def go() -> None:
-            passing.halves = backward_of_inputs(tensors, gradients, inputs, weights) if tensors else Halves(None)
+            passing.pending = backward_of_inputs(tensors, gradients, inputs, weights) if tensors else PendingWeightGrads(None)
 
         self._accumulate(stage, number, go, last=False)
         if stage > 0:
-            self.wires.give_back(stage, passing.arrived)
+            self.channel.send_gradients(stage, passing.inputs)
 
     def _backward_of_weights(self, stage: int, number: int) -> None:
-        halves = self.passing.pop((stage, number)).halves
+        halves = self.in_flight.pop((stage, number)).pending
         assert halves is not None
         weights = [leaf for _, _, leaf in self.leaves[stage]]
         self._accumulate(stage, number, lambda: backward_of_weights(halves, weights))
 
     def _accumulate(self, stage: int, number: int, go: Callable[[], None], last: bool = True) -> None:
         """Runs a part of backward with the gradients of the microbatch's own lane in `.grad`."""
-        each, leaves = self.stream[number], self.leaves[stage]
-        self.pipeline.lane_now = each.lane
-        for (_, _, leaf), gradient in zip(leaves, self.kept.pop((stage, each.lane), [None] * len(leaves)), strict=True):
+        each, leaves = self.microbatches[number], self.leaves[stage]
+        self.pipeline.current_lane = each.lane
+        for (_, _, leaf), gradient in zip(leaves, self.lane_grads.pop((stage, each.lane), [None] * len(leaves)), strict=True):
             leaf.grad = gradient
         go()
         found: list[Tensor | None] = []
         for _, _, leaf in leaves:
             found.append(leaf.grad)
             leaf.grad = None
-        self.kept[stage, each.lane] = found
+        self.lane_grads[stage, each.lane] = found
         if each.last and last:
-            self._close(stage, each.lane)
+            self._close_lane(stage, each.lane)
 
-    def _close(self, stage: int, lane: int) -> None:
+    def _close_lane(self, stage: int, lane: int) -> None:
         """A stage is through with a lane; after the worker's last one it is added to the others."""
         strategy = self.pipeline
-        done = self.done.setdefault(lane, set())
+        done = self.stages_done.setdefault(lane, set())
         done.add(stage)
         if len(done) < len(strategy.own_stages):
             return
         by_leaf: dict[int, dict[int, Tensor | None]] = {}
         for each in strategy.own_stages:
-            for (index, place, _), gradient in zip(self.leaves[each], self.kept.pop((each, lane)), strict=True):
+            for (index, place, _), gradient in zip(self.leaves[each], self.lane_grads.pop((each, lane)), strict=True):
                 if gradient is not None and gradient.is_sparse:
                     name = strategy.replica.parameters[index][0]
                     raise JobError(f"{name} has a sparse gradient, which lanes cannot merge", fix="sparse=False")
                 by_leaf.setdefault(index, {})[place] = gradient
-        values: Values = [None] * strategy.gradient_count
+        values: GradList = [None] * strategy.gradient_count
         for index, found in by_leaf.items():
             leaves = strategy.replica.leaves(*strategy.replica.parameters[index])
             ordered = [found.get(place) for place in range(len(leaves))]
             if index in strategy.tied:
                 self.tied.setdefault(lane, {})[index] = ordered
             else:
-                values[index] = added(ordered)
-        shares = self.shares.pop(lane)
+                values[index] = sum_tied(ordered)
+        shares = self.buffer_shares.pop(lane)
         values += shares
         self.lane_buffers[lane] = [share is not None for share in shares]
-        self.note(values)
-        self.folding.put(lane, values)
+        self.mark_present(values)
+        self.folding.add(lane, values)
 
     # -- tied weights -------------------------------------------------------------------------------------------------
 
-    def _with_tied(self, parts: Parts) -> Parts:
+    def _with_tied(self, partial_sums: SubtreeSums) -> SubtreeSums:
         """Gradients of a weight that several stages use meet at the first of them, lane by lane."""
         strategy = self.pipeline
         if not strategy.tied:
-            return parts
-        folding: Folding[Values] = Folding(strategy.lanes, strategy.held, _sum)
-        for lane in range(*strategy.held):
-            values: Values = [None] * len(self.present)
-            for index, ranks in strategy.tied.items() if self.cuts[lane] else ():
-                total = self._meet(self.tied[lane][index], index, ranks)
-                if strategy.teams.stage == ranks[0]:
+            return partial_sums
+        folding: TreeAccumulator[GradList] = TreeAccumulator(strategy.lanes, strategy.own_lanes, _sum)
+        for lane in range(*strategy.own_lanes):
+            values: GradList = [None] * len(self.present)
+            for index, ranks in strategy.tied.items() if self.lane_microbatches[lane] else ():
+                total = self._reduce_tied(self.tied[lane][index], index, ranks)
+                if strategy.groups.stage == ranks[0]:
                     values[index] = total
-            self.note(values)
-            folding.put(lane, values)
+            self.mark_present(values)
+            folding.add(lane, values)
         return {
-            span: [one if one is not None else other for one, other in zip(values, folding.parts[span], strict=True)]
-            for span, values in parts.items()
+            span: [one if one is not None else other for one, other in zip(values, folding.partials[span], strict=True)]
+            for span, values in partial_sums.items()
         }
 
-    def _meet(self, own: list[Tensor | None], index: int, ranks: tuple[int, ...]) -> Tensor | None:
-        strategy, line = self.pipeline, self.pipeline.teams.line
+    def _reduce_tied(self, own: list[Tensor | None], index: int, ranks: tuple[int, ...]) -> Tensor | None:
+        strategy, line = self.pipeline, self.pipeline.groups.pipeline_ranks
         like, group, home = strategy.replica.parameters[index][1], self.pipeline.group, ranks[0]
-        mine = strategy.teams.stage
+        mine = strategy.groups.stage
         ordered: list[Tensor | None] = []
         for place, rank in enumerate(ranks):
             gradient = own[place] if rank == mine else None
             if rank == mine != home:
                 group.send(torch.tensor([gradient is not None], dtype=torch.uint8), line[home])
                 if gradient is not None:
-                    group.send(flat(gradient), line[home])
+                    group.send(flat_view(gradient), line[home])
             elif mine == home != rank:
                 there = torch.zeros(1, dtype=torch.uint8)
                 group.receive(there, line[rank])
                 if int(there):
                     gradient = torch.empty_like(like, requires_grad=False)
-                    group.receive(flat(gradient), line[rank])
+                    group.receive(flat_view(gradient), line[rank])
             ordered.append(gradient)
-        return added(ordered) if mine == home else None
+        return sum_tied(ordered) if mine == home else None
 
 
 def _go_backward(tensors: list[Tensor], gradients: list[Tensor] | None) -> None:
@@ -442,5 +442,5 @@ def _go_backward(tensors: list[Tensor], gradients: list[Tensor] | None) -> None:
         torch.autograd.backward(tensors, gradients)
 
 
-def _sum(left: Values, right: Values) -> Values:
+def _sum(left: GradList, right: GradList) -> GradList:
     return [b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)]

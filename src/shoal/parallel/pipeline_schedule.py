@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import PlanError
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe")
+SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe")
 ONE_STAGE = ("gpipe", "1f1b")  # a rank has one stage
 V_SHAPED = ("zbv", "dualpipe")  # a rank has two stages: stages go down the ranks and back up again
 TORCH_CLASSES = {
@@ -32,7 +32,7 @@ TORCH_CLASSES = {
 COLOURS = {"F": 34, "B": 32, "I": 36, "W": 33}  # blue, green, cyan, yellow
 
 
-class Action(NamedTuple):
+class PipelineAction(NamedTuple):
     kind: str  # "F": forward, "B": whole backward, or in two parts: "I" gradient of inputs, "W" of weights
     stage: int  # from 0 to ranks * chunks - 1
     microbatch: int
@@ -42,12 +42,12 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class PipelineSchedule:
     name: str
     ranks: int
     microbatches: int
     chunks: int  # stages of a rank
-    rows: tuple[tuple[Action, ...], ...]  # by rank, in the order in which it does them
+    rows: tuple[tuple[PipelineAction, ...], ...]  # by rank, in the order in which it does them
 
     @property
     def stages(self) -> int:
@@ -67,9 +67,9 @@ class Schedule:
 # -- making one -------------------------------------------------------------------------------------------------------
 
 
-def make_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def make_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
     """The schedule of that name, or a PlanError that says what does not fit."""
-    check_name(name)
+    check_schedule_name(name)
     chunks = default_chunks(name) if chunks is None else chunks
     _check_sizes(name, ranks, microbatches, chunks)
     if name == "gpipe":
@@ -78,25 +78,25 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | Non
         rows = tuple(_one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks))
     else:
         rows = _from_torch(name, ranks, microbatches, chunks)
-    return Schedule(name=name, ranks=ranks, microbatches=microbatches, chunks=chunks, rows=rows)
+    return PipelineSchedule(name=name, ranks=ranks, microbatches=microbatches, chunks=chunks, rows=rows)
 
 
-def _gpipe(rank: int, microbatches: int) -> tuple[Action, ...]:
-    return tuple(Action(kind, rank, number) for kind in "FB" for number in range(microbatches))
+def _gpipe(rank: int, microbatches: int) -> tuple[PipelineAction, ...]:
+    return tuple(PipelineAction(kind, rank, number) for kind in "FB" for number in range(microbatches))
 
 
-def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
+def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> tuple[PipelineAction, ...]:
     ahead = min(microbatches, ranks - rank)
-    row = [Action("F", rank, number) for number in range(ahead)]
+    row = [PipelineAction("F", rank, number) for number in range(ahead)]
     for number in range(microbatches):
-        row.append(Action("B", rank, number))
+        row.append(PipelineAction("B", rank, number))
         if ahead + number < microbatches:
-            row.append(Action("F", rank, ahead + number))
+            row.append(PipelineAction("F", rank, ahead + number))
     return tuple(row)
 
 
 @lru_cache(maxsize=64)
-def _from_torch(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
+def _from_torch(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[PipelineAction, ...], ...]:
     """The order in torch's schedule object. It is built with stand-ins for stages, so it needs no process group."""
     from torch.distributed.pipelining import schedules
 
@@ -111,12 +111,12 @@ def _from_torch(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[
     return tuple(tuple(_flat(made.pipeline_order[rank])) for rank in range(ranks))
 
 
-def _flat(row: Sequence[Any]) -> Iterator[Action]:
+def _flat(row: Sequence[Any]) -> Iterator[PipelineAction]:
     """Without the empty slots; of a forward that overlaps a backward (DualPipeV) the forward comes first."""
     for action in row:
         if action is not None:
             for each in action.sub_actions or (action,):
-                yield Action(each.computation_type.value, each.stage_index, each.microbatch_index)
+                yield PipelineAction(each.computation_type.value, each.stage_index, each.microbatch_index)
 
 
 # -- what fits --------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def default_chunks(name: str) -> int:
 
 
 @lru_cache(maxsize=256)
-def fit_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def fit_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
     """The same for any number of microbatches: a short batch has fewer than the schedule asks for, and so has a replica
     that was given fewer lanes. It is the next larger one that fits, without those that are not there."""
     for more in range(microbatches, microbatches + 4 * ranks + 1):
@@ -144,8 +144,8 @@ def fit_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | None
     raise AssertionError("the loop returns or raises")
 
 
-def check_name(name: str) -> None:
-    if name in NAMES:
+def check_schedule_name(name: str) -> None:
+    if name in SCHEDULE_NAMES:
         return
     plain = name.lower().replace("_", "-")
     if plain in ("looped-bfs", "loopedbfs"):
@@ -154,9 +154,9 @@ def check_name(name: str) -> None:
             " another order than without a pipeline",
             fix="interleaved has as many stages a rank, and is exact",
         )
-    near = get_close_matches(plain, NAMES, n=1, cutoff=0.5)
+    near = get_close_matches(plain, SCHEDULE_NAMES, n=1, cutoff=0.5)
     raise PlanError(
-        f"there is no schedule {name}", fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(NAMES)}"
+        f"there is no schedule {name}", fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(SCHEDULE_NAMES)}"
     )
 
 
@@ -189,7 +189,7 @@ def _check_sizes(name: str, ranks: int, microbatches: int, chunks: int) -> None:
         )
 
 
-def fits(name: str, *, ranks: int, microbatches: int, chunks: int) -> bool:
+def schedule_fits(name: str, *, ranks: int, microbatches: int, chunks: int) -> bool:
     """Whether `make_schedule` would make it: the same rules, for those who ask of thousands."""
     if name in ONE_STAGE:
         return chunks == 1 and (name == "gpipe" or microbatches >= ranks)
@@ -205,15 +205,15 @@ def _in_rounds(microbatches: int, ranks: int) -> bool:
 # -- in time ----------------------------------------------------------------------------------------------------------
 
 
-class Timed(NamedTuple):
+class TimedAction(NamedTuple):
     start: float
     end: float
-    action: Action
+    action: PipelineAction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Played:
-    rows: tuple[tuple[Timed, ...], ...]  # by rank
+class ScheduleTimeline:
+    rows: tuple[tuple[TimedAction, ...], ...]  # by rank
     total: float
 
     @property
@@ -226,15 +226,15 @@ class Played:
         return 1 - self.busy / (len(self.rows) * self.total)
 
 
-def play(
-    schedule: Schedule,
+def time_schedule(
+    schedule: PipelineSchedule,
     forward: float = 1.0,
     backward: float = 2.0,
     *,
     inputs: float | None = None,
     weights: float | None = None,
     hop: float = 0.0,
-) -> Played:
+) -> ScheduleTimeline:
     """Each rank does its row as early as it can. Costs are those of one stage and microbatch; `inputs` and `weights`
     (of the backward in two parts) are half of it each unless given; `hop` is the way from rank to rank. Sends wait for
     nobody."""
@@ -242,52 +242,52 @@ def play(
     cost = {"F": forward, "B": backward, "I": halves[0], "W": halves[1]}
     if min(cost.values()) <= 0 or hop < 0:
         raise PlanError(f"costs are above 0, not {cost}" if hop >= 0 else f"a hop takes no less than 0, not {hop}")
-    ended: dict[Action, float] = {}
-    rows: list[list[Timed]] = [[] for _ in schedule.rows]
+    ended: dict[PipelineAction, float] = {}
+    rows: list[list[TimedAction]] = [[] for _ in schedule.rows]
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(schedule.rows):
             for action in row[len(rows[rank]) :]:
-                needs = needed(schedule, action)
+                needs = dependencies(schedule, action)
                 if any(need not in ended for need in needs):
                     break
                 ready = [ended[each] + hop * (schedule.rank_of(each.stage) != rank) for each in needs]
                 start = max([rows[rank][-1].end if rows[rank] else 0.0, *ready])
-                rows[rank].append(Timed(start, start + cost[action.kind], action))
+                rows[rank].append(TimedAction(start, start + cost[action.kind], action))
                 # Whole or in two parts: the stage before waits for the gradient of the inputs.
                 ended[action._replace(kind="I") if action.kind == "B" else action] = rows[rank][-1].end
                 moved = True
     for rank, row in enumerate(schedule.rows):
         if len(rows[rank]) < len(row):
             raise PlanError(f"{schedule.name} never ends: rank {rank} waits before {row[len(rows[rank])]}")
-    return Played(rows=tuple(map(tuple, rows)), total=max(row[-1].end for row in rows))
+    return ScheduleTimeline(rows=tuple(map(tuple, rows)), total=max(row[-1].end for row in rows))
 
 
-def needed(schedule: Schedule, action: Action) -> list[Action]:
+def dependencies(schedule: PipelineSchedule, action: PipelineAction) -> list[PipelineAction]:
     """What must be done before; "I" stands for a whole backward, too."""
     kind, stage, number = action
     if kind == "F":
-        return [Action("F", stage - 1, number)] if stage > 0 else []
+        return [PipelineAction("F", stage - 1, number)] if stage > 0 else []
     if kind == "W":
-        return [Action("I", stage, number)]
-    after = [Action("I", stage + 1, number)] if stage < schedule.stages - 1 else []
-    return [Action("F", stage, number), *after]
+        return [PipelineAction("I", stage, number)]
+    after = [PipelineAction("I", stage + 1, number)] if stage < schedule.stages - 1 else []
+    return [PipelineAction("F", stage, number), *after]
 
 
-def theory(name: str, ranks: int, microbatches: int, chunks: int = 1) -> float | None:
+def ideal_bubble(name: str, ranks: int, microbatches: int, chunks: int = 1) -> float | None:
     """The bubble by formula, whatever a backward costs; None where there is none and `play` must tell.
 
     (p - 1) / (v m + p - 1): p - 1 of p ranks wait for the first microbatch, and a stage is 1/v of a rank's work.
     The formula of interleaved is for rounds of p microbatches: m is a multiple of p.
     """
-    check_name(name)
+    check_schedule_name(name)
     if name not in (*ONE_STAGE, "interleaved") or (name == "interleaved" and microbatches % ranks):
         return None
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
-def in_flight(schedule: Schedule, rank: int) -> int:
+def in_flight(schedule: PipelineSchedule, rank: int) -> int:
     """The most activations that a rank holds at once, each of one stage and microbatch: from its forward to the end of
     its backward, of weights too."""
     held = most = 0
@@ -300,35 +300,35 @@ def in_flight(schedule: Schedule, rank: int) -> int:
 # -- as a picture -----------------------------------------------------------------------------------------------------
 
 
-def grid(schedule: Schedule, played: Played | None = None, *, width: int = 120, colour: bool = False) -> str:
+def draw_schedule(schedule: PipelineSchedule, timeline: ScheduleTimeline | None = None, *, width: int = 120, colour: bool = False) -> str:
     """Time to the right, a line for each stage of each rank, blank where it waits.
 
     As wide as the cheapest action needs: F3 and a space, or F3, or where that is too wide the letter alone: the
     microbatches of a stage come in order. What is still too wide is cut.
     """
-    played = play(schedule) if played is None else played
-    unit = min(each.end - each.start for row in played.rows for each in row)
+    timeline = time_schedule(schedule) if timeline is None else timeline
+    unit = min(each.end - each.start for row in timeline.rows for each in row)
     labels = [label for rank in range(schedule.ranks) for label in _labels(schedule, rank)]
     margin = max(map(len, labels)) + 2
     name = 1 + len(str(schedule.microbatches - 1))
-    columns = round(played.total / unit)
+    columns = round(timeline.total / unit)
     cell = next((size for size in (name + 1, name) if margin + columns * size <= width + size - name), 1)
     stages = [(rank, stage) for rank in range(schedule.ranks) for stage in schedule.stages_of(rank)]
     lines = []
     for label, (rank, stage) in zip(labels, stages, strict=True):
-        timed = [each for each in played.rows[rank] if each.action.stage == stage]
+        timed = [each for each in timeline.rows[rank] if each.action.stage == stage]
         lines.append(label.ljust(margin) + _line(timed, unit, cell, max(1, width - margin), colour))
     return "\n".join(lines)
 
 
-def _labels(schedule: Schedule, rank: int) -> list[str]:
+def _labels(schedule: PipelineSchedule, rank: int) -> list[str]:
     name = f"rank {rank:<{len(str(schedule.ranks - 1))}}"
     if schedule.chunks == 1:
         return [name.rstrip()]
     return [f"{' ' * len(name) if n else name} stage {stage}" for n, stage in enumerate(schedule.stages_of(rank))]
 
 
-def _line(timed: Sequence[Timed], unit: float, cell: int, width: int, colour: bool) -> str:
+def _line(timed: Sequence[TimedAction], unit: float, cell: int, width: int, colour: bool) -> str:
     text = kinds = ""  # a letter of `kinds` for each of `text`
     for start, end, action in timed:
         first, last = round(start / unit) * cell, round(end / unit) * cell
@@ -347,7 +347,7 @@ def _coloured(text: str, kinds: str) -> str:
     return "".join(parts)
 
 
-def _word(action: Action, columns: int, cell: int) -> str:
+def _word(action: PipelineAction, columns: int, cell: int) -> str:
     """Its name, and a line for as long as it takes: B3───."""
     if cell == 1:
         return action.kind * columns

@@ -7,15 +7,15 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import PlanError
-from shoal.numerics.lanes import Span, deal, subtrees
-from shoal.parallel.layout import Layout
+from shoal.numerics.lanes import Span, assign_lanes, subtrees
+from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import default_chunks
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: int
     lanes: int
-    deal: tuple[Span, ...]  # per replica, in order: its first lane, and the one past its last
+    assignment: tuple[Span, ...]  # per replica, in order: its first lane, and the one past its last
     pipeline: int = 1  # stages of a replica
     tensor: int = 1  # slices of a stage
     zero: int = 0  # what is cut among replicas: 1 optimizer state, 2 gradients too, 3 weights too
@@ -35,16 +35,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.version != 1:
             raise PlanError(f"the plan has version {self.version}; this Shoal reads version 1")
-        if len(self.deal) * self.pipeline * self.tensor != self.workers:
-            whom = f"{len(self.deal)}" if not self.split else f"{len(self.deal)} replicas of {self.layout.span} each"
+        if len(self.assignment) * self.pipeline * self.tensor != self.workers:
+            whom = f"{len(self.assignment)}" if not self.splits_replica else f"{len(self.assignment)} replicas of {self.layout.replica_size} each"
             raise PlanError(f"the plan has {self.workers} workers but deals lanes to {whom}")
         if self.stages and (len(self.stages) != self.pipeline or min(self.stages) <= 0):
             told = ", ".join(f"{weight:g}" for weight in self.stages)
             raise PlanError(f"the plan has {self.pipeline} stages, of the weights {told}: one above 0 for each")
         expected = 0
-        for rank, (start, stop) in enumerate(self.deal):
+        for rank, (start, stop) in enumerate(self.assignment):
             if start != expected or stop <= start:
-                whom = "replica" if self.split else "worker"
+                whom = "replica" if self.splits_replica else "worker"
                 raise PlanError(
                     f"the plan deals lanes {start} to {stop} to {whom} {rank}; they must begin at {expected}"
                 )
@@ -53,23 +53,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"the plan deals {expected} lanes, but has {self.lanes}")
 
     @property
-    def layout(self) -> Layout:
-        return Layout(data=len(self.deal), pipeline=self.pipeline, tensor=self.tensor, zero=self.zero)
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(data=len(self.assignment), pipeline=self.pipeline, tensor=self.tensor, zero=self.zero)
 
     @property
-    def split(self) -> bool:
+    def splits_replica(self) -> bool:
         """A replica is more than one worker."""
         return self.pipeline * self.tensor > 1
 
     @property
     def partial_sums(self) -> int:
         """Gradients that travel in each step: one per worker where each holds a whole subtree."""
-        return sum(len(subtrees(self.lanes, span)) for span in self.deal)
+        return sum(len(subtrees(self.lanes, span)) for span in self.assignment)
 
     def lines(self) -> list[str]:
         held = [
-            f"{'replica' if self.split else 'worker'} {rank}: lanes {_range(span)}"
-            for rank, span in enumerate(self.deal)
+            f"{'replica' if self.splits_replica else 'worker'} {rank}: lanes {_range(span)}"
+            for rank, span in enumerate(self.assignment)
         ]
         sums = f"{self.partial_sums} partial sums a step for {self.workers} workers"
         travel = [f"{name} {value}" for name in ("algorithm", "compress") if (value := getattr(self, name))]
@@ -93,7 +93,7 @@ def make_plan(
     exact: bool = True,
     algorithm: str = "",
     compress: str = "",
-    layout: Layout | None = None,
+    layout: ParallelLayout | None = None,
     schedule: str = "1f1b",
     chunks: int | None = None,
     recompute: bool = False,
@@ -101,13 +101,13 @@ def make_plan(
 ) -> Plan:
     if workers < 1:
         raise PlanError(f"{workers} workers: at least 1 is needed", fix="--workers 1")
-    layout = Layout(data=workers) if layout is None else layout
+    layout = ParallelLayout(data=workers) if layout is None else layout
     replicas = layout.data
     if replicas > lanes:
-        what = "replica" if layout.span > 1 else "worker"
+        what = "replica" if layout.replica_size > 1 else "worker"
         raise PlanError(
             f"{replicas} {what}s but {lanes} lanes: each {what} needs a lane",
-            fix=f"--workers {lanes * layout.span}, or lanes={1 << (replicas - 1).bit_length()}"
+            fix=f"--workers {lanes * layout.replica_size}, or lanes={1 << (replicas - 1).bit_length()}"
             " (other bits than before)",
         )
     if layout.zero >= 2 and shares is not None:
@@ -115,10 +115,10 @@ def make_plan(
             f"zero={layout.zero} gives every worker the same lanes, and --shares {shares} others", fix="zero=1"
         )
     if shares in (None, "even", "auto"):
-        spans = deal(lanes, [1.0] * replicas)
+        spans = assign_lanes(lanes, [1.0] * replicas)
     else:
         assert shares is not None
-        spans = deal(lanes, read_shares(shares, replicas))
+        spans = assign_lanes(lanes, parse_shares(shares, replicas))
     return Plan(
         workers=layout.workers,
         pipeline=layout.pipeline,
@@ -129,7 +129,7 @@ def make_plan(
         recompute=recompute,
         stages=tuple(stages),
         lanes=lanes,
-        deal=spans,
+        assignment=spans,
         shares=shares or "even",
         threads=threads,
         exact=exact,
@@ -138,7 +138,7 @@ def make_plan(
     )
 
 
-def read_shares(text: str, workers: int) -> Sequence[float]:
+def parse_shares(text: str, workers: int) -> Sequence[float]:
     """`3,1`: worker 0 is given three times what worker 1 is given."""
     try:
         shares = [float(part) for part in text.split(",")]

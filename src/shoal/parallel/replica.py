@@ -13,23 +13,23 @@ from torch.utils._pytree import tree_map
 from shoal.errors import JobError
 from shoal.numerics.kernels import is_aligned
 from shoal.numerics.seeds import DROPOUT, seed_torch
-from shoal.numerics.tensor_slice import Piece
-from shoal.parallel.activation_checkpoint import Recompute
-from shoal.parallel.blocks import Blocks
-from shoal.parallel.lane_buffers import Buffers, owner_of
+from shoal.numerics.tensor_slice import TensorSlice
+from shoal.parallel.activation_checkpoint import ActivationRecompute
+from shoal.parallel.blocks import BlockList
+from shoal.parallel.lane_buffers import LaneBuffers, owner_of
 
 
-class Replica:
+class ModelReplica:
     """What this worker holds of the model; where that is not everything, the rest is on meta."""
 
     def __init__(
         self,
         model: nn.Module,
-        blocks: Blocks,
+        blocks: BlockList,
         seed: int,
         *,
         recompute: bool = False,
-        pieces: Mapping[str, Piece] | None = None,
+        slices: Mapping[str, TensorSlice] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """`recompute`: blocks keep their inputs alone, and run again when gradients are due. `pieces`: which slice of
@@ -37,14 +37,14 @@ class Replica:
         self.model = model
         self.blocks = blocks
         self.seed = seed
-        self.order = [name for name, _ in model.named_parameters()]
+        self.parameter_order = [name for name, _ in model.named_parameters()]
         self.parameters = [(name, each) for name, each in model.named_parameters() if not each.is_meta]
-        self.pieces, self.shapes = pieces or {}, shapes or {}
+        self.slices, self.shapes = slices or {}, shapes or {}
         for _, parameter in self.parameters:
             _align(parameter)
         self._names_of_leaves = _untie(model, blocks)
-        self.shared = {name: [leaf for leaf, _ in leaves] for name, leaves in self._names_of_leaves.items()}
-        self.buffers = Buffers(model)
+        self.tied_leaves = {name: [leaf for leaf, _ in leaves] for name, leaves in self._names_of_leaves.items()}
+        self.buffers = LaneBuffers(model)
         self._position: tuple[int, int, int] | None = None  # step, lane, microbatch
         self._calls: dict[int, int] = {}
         self._hooks = []
@@ -52,7 +52,7 @@ class Replica:
             module = model.get_submodule(name)
             self._hooks.append(module.register_forward_pre_hook(self._before(number)))
             self._hooks.append(module.register_forward_hook(self._after(number)))
-        self._again = Recompute(self, blocks) if recompute else None
+        self._recompute = ActivationRecompute(self, blocks) if recompute else None
 
     def _before(self, number: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
@@ -68,7 +68,7 @@ class Replica:
         What the model's own code draws from here on has a stream of its own, for the same reason."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            place = self.where(number)
+            place = self.seed_position(number)
             if place is not None:
                 seed_torch(self.seed, DROPOUT, *place, 1)
             if isinstance(output, Tensor):
@@ -77,7 +77,7 @@ class Replica:
 
         return hook
 
-    def at(self, step: int, lane: int, microbatch: int, after: tuple[int, int] | None = None) -> None:
+    def seed_at(self, step: int, lane: int, microbatch: int, after: tuple[int, int] | None = None) -> None:
         """Every block called from now on draws from its stream of this microbatch. `after`: which block was called
         last, and how often that was before, where another stage did it."""
         self._position = (step, lane, microbatch)
@@ -87,21 +87,21 @@ class Replica:
         else:
             seed_torch(self.seed, DROPOUT, step, lane, microbatch, 0, 0)
 
-    def nowhere(self) -> None:
+    def stop_seeding(self) -> None:
         """Blocks leave the generator alone again (evaluation, the user's own calls)."""
         self._position = None
 
-    def where(self, number: int) -> tuple[int, ...] | None:
+    def seed_position(self, number: int) -> tuple[int, ...] | None:
         """What a block that is being called draws from; None: whatever there is."""
         return None if self._position is None else (*self._position, number, self._calls.get(number, 1) - 1)
 
     def leaves(self, name: str, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
         """A tied weight has one for each block that uses it, in block order."""
-        return self.shared.get(name, (parameter,))
+        return self.tied_leaves.get(name, (parameter,))
 
     def leaves_by_block(self, name: str, parameter: nn.Parameter) -> list[tuple[nn.Parameter, int]]:
         """The same, with each one's block."""
-        return [(leaf, self.blocks.of(known)) for leaf, known in self.leaves_by_name(name, parameter)]
+        return [(leaf, self.blocks.block_of(known)) for leaf, known in self.leaves_by_name(name, parameter)]
 
     def leaves_by_name(self, name: str, parameter: nn.Parameter) -> list[tuple[nn.Parameter, str]]:
         """The same, with a name that each one has in its block."""
@@ -115,19 +115,19 @@ class Replica:
     def take_gradients(self) -> list[Tensor | None]:
         """What a lane's backward passes left, one per parameter; None where it got no gradient."""
         return [
-            added([taken(leaf, name) for leaf in self.leaves(name, parameter)]) for name, parameter in self.parameters
+            sum_tied([take_grad(leaf, name) for leaf in self.leaves(name, parameter)]) for name, parameter in self.parameters
         ]
 
     def close(self) -> None:
         """Ties the weights again and takes the hooks off: the model is the user's as it was."""
         for hook in self._hooks:
             hook.remove()
-        if self._again is not None:
-            self._again.close()
-        _tie(self.model, dict(self.parameters), self.shared)
+        if self._recompute is not None:
+            self._recompute.close()
+        _tie(self.model, dict(self.parameters), self.tied_leaves)
 
 
-def added(gradients: Sequence[Tensor | None]) -> Tensor | None:
+def sum_tied(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """The gradients of a tied weight's blocks, in block order (EXACT rule 4)."""
     total: Tensor | None = None
     for gradient in gradients:
@@ -138,7 +138,7 @@ def added(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
-def taken(leaf: nn.Parameter, name: str) -> Tensor | None:
+def take_grad(leaf: nn.Parameter, name: str) -> Tensor | None:
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None and gradient.is_sparse:
         raise JobError(f"{name} has a sparse gradient, which lanes cannot merge", fix="sparse=False")
@@ -171,7 +171,7 @@ def _align(parameter: nn.Parameter) -> None:
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format).copy_(parameter)
 
 
-def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[tuple[nn.Parameter, str]]]:
+def _untie(model: nn.Module, blocks: BlockList) -> dict[str, list[tuple[nn.Parameter, str]]]:
     """Gives each further block that uses a parameter a leaf of its own on the same memory, so that each has its own
     accumulator. Returns all leaves of such a parameter, its own among them, by its first name and in block order, each
     with a name that it has there."""
@@ -182,7 +182,7 @@ def _untie(model: nn.Module, blocks: Blocks) -> dict[str, list[tuple[nn.Paramete
             continue
         known = first.setdefault(id(parameter), name)
         by_block = leaves.setdefault(known, {})
-        block = blocks.of(name)
+        block = blocks.block_of(name)
         if known == name:
             by_block[block] = parameter, name
             continue

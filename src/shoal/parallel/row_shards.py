@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.numerics.tensor_slice import Range, share
-from shoal.parallel.replica import added, taken
+from shoal.numerics.tensor_slice import Range, even_range
+from shoal.parallel.replica import sum_tied, take_grad
 
 ALIGN = 64  # bytes
 
 
-class Form(NamedTuple):
+class FullTensorSpec(NamedTuple):
     """What a whole tensor looks like in memory."""
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Form(NamedTuple):
     channels_last: bool = False
 
     @classmethod
-    def of(cls, local: Tensor, shape: Sequence[int]) -> "Form":
+    def from_rows(cls, local: Tensor, shape: Sequence[int]) -> "FullTensorSpec":
         """Of the whole, from some of its rows. By strides: a tensor without rows counts as dense in every way."""
         last = local.dim() == 4 and local.stride(1) == 1 and math.prod(local.shape[2:]) > 1
         return cls(tuple(shape), local.dtype, last)
@@ -43,30 +43,30 @@ class Form(NamedTuple):
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def owned(self, workers: int, owner: int) -> Range:
+    def owner_rows(self, workers: int, owner: int) -> Range:
         """Without dimensions it is one row, and everybody's."""
-        return share(self.shape[0], workers, owner) if self.shape else (0, 1)
+        return even_range(self.shape[0], workers, owner) if self.shape else (0, 1)
 
-    def rows(self, memory: Tensor, count: int) -> Tensor:
+    def view_rows(self, memory: Tensor, count: int) -> Tensor:
         """So many rows, at the beginning of some bytes."""
         flat = memory[: count * self.row_bytes].view(self.dtype)
         return flat.as_strided((count, *self.shape[1:]), self.strides) if self.shape else flat.view(())
 
 
-class Rows:
+class RowMessage:
     """Several parameters' rows as one message."""
 
-    def __init__(self, forms: Sequence[Form], workers: int) -> None:
-        self.forms, self.workers = forms, workers
-        self.offsets = [0] * len(forms)
+    def __init__(self, specs: Sequence[FullTensorSpec], workers: int) -> None:
+        self.specs, self.workers = specs, workers
+        self.offsets = [0] * len(specs)
         self.regions: list[tuple[torch.dtype, int, int]] = []  # from byte to byte
         at = 0
-        for dtype in dict.fromkeys(form.dtype for form in forms):
+        for dtype in dict.fromkeys(form.dtype for form in specs):
             start = at
-            for number, form in enumerate(forms):
+            for number, form in enumerate(specs):
                 if form.dtype == dtype:
                     self.offsets[number] = at
-                    most = form.owned(workers, 0)[1]  # the first has the largest share
+                    most = form.owner_rows(workers, 0)[1]  # the first has the largest share
                     at += -(-most * form.row_bytes // ALIGN) * ALIGN
             self.regions.append((dtype, start, at))
         self.num_bytes = at
@@ -74,9 +74,9 @@ class Rows:
     def views(self, message: Tensor, owner: int) -> list[Tensor]:
         """The owner's rows of each parameter, in a message to or from it."""
         found = []
-        for form, offset in zip(self.forms, self.offsets, strict=True):
-            start, stop = form.owned(self.workers, owner)
-            found.append(form.rows(message[offset:], stop - start))
+        for form, offset in zip(self.specs, self.offsets, strict=True):
+            start, stop = form.owner_rows(self.workers, owner)
+            found.append(form.view_rows(message[offset:], stop - start))
         return found
 
     def add(self, left: Tensor, right: Tensor) -> Tensor:
@@ -87,58 +87,58 @@ class Rows:
 
     def pack(self, tensors: Sequence[Tensor | None], owner: int, message: Tensor) -> None:
         """The owner's rows of whole tensors; minus zero where there is none: x + (-0.0) is x, to the bit."""
-        for form, tensor, view in zip(self.forms, tensors, self.views(message, owner), strict=True):
+        for form, tensor, view in zip(self.specs, tensors, self.views(message, owner), strict=True):
             if tensor is None:
                 view.fill_(-0.0)
             else:
-                view.copy_(rows_of(tensor, form.owned(self.workers, owner)))
+                view.copy_(select_rows(tensor, form.owner_rows(self.workers, owner)))
 
 
-def rows_of(whole: Tensor, owned: Range) -> Tensor:
+def select_rows(whole: Tensor, owned: Range) -> Tensor:
     return whole[owned[0] : owned[1]] if whole.dim() else whole
 
 
-class Whole:
+class FullParameter:
     """A parameter with all its rows, and its leaves in the model: one for each block that uses it, on one memory."""
 
-    def __init__(self, name: str, local: nn.Parameter, form: Form, blocks: Sequence[int]) -> None:
-        self.name, self.local, self.form = name, local, form
-        self.tensor = torch.empty_strided(form.shape, form.strides, dtype=form.dtype)
+    def __init__(self, name: str, local: nn.Parameter, spec: FullTensorSpec, blocks: Sequence[int]) -> None:
+        self.name, self.local, self.spec = name, local, spec
+        self.tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype)
         self._storage = self.tensor.untyped_storage()
         self.num_bytes = self._storage.nbytes()
         # What leaves show while there is nothing: using it by mistake gives NaN, where freed memory would crash.
-        self.nothing = torch.full((), math.nan, dtype=form.dtype).expand(form.shape)
-        self.leaves = [nn.Parameter(torch.empty(0, dtype=form.dtype), local.requires_grad) for _ in blocks]
+        self.nan_tensor = torch.full((), math.nan, dtype=spec.dtype).expand(spec.shape)
+        self.leaves = [nn.Parameter(torch.empty(0, dtype=spec.dtype), local.requires_grad) for _ in blocks]
         for leaf in self.leaves:
             leaf.data = self.tensor  # so each counts its own versions: filling it again changes nothing for autograd
         self.blocks = list(blocks)
-        self.users = 1  # who needs it now
+        self.ref_count = 1  # who needs it now
 
-    def come(self) -> bool:
+    def acquire(self) -> bool:
         """Somebody needs it. True: its memory is there, and must be filled."""
-        self.users += 1
-        if self.users > 1:
+        self.ref_count += 1
+        if self.ref_count > 1:
             return False
         self._storage.resize_(self.num_bytes)
         for leaf in self.leaves:
             leaf.data = self.tensor
         return True
 
-    def go(self) -> None:
-        self.users -= 1
-        if not self.users:
+    def release(self) -> None:
+        self.ref_count -= 1
+        if not self.ref_count:
             self.free()
 
     def free(self) -> None:
-        self.users = 0
+        self.ref_count = 0
         for leaf in self.leaves:
-            leaf.data = self.nothing
+            leaf.data = self.nan_tensor
         self._storage.resize_(0)
 
-    def put(self, rows: Tensor, owned: Range) -> None:
+    def write_rows(self, rows: Tensor, owned: Range) -> None:
         """Past autograd's eyes: it has the same numbers as when they were saved."""
-        rows_of(self.tensor, owned).copy_(rows)
+        select_rows(self.tensor, owned).copy_(rows)
 
-    def gradient(self) -> Tensor | None:
+    def take_gradient(self) -> Tensor | None:
         """Of all leaves, in block order (EXACT rule 4)."""
-        return added([taken(leaf, self.name) for leaf in self.leaves])
+        return sum_tied([take_grad(leaf, self.name) for leaf in self.leaves])

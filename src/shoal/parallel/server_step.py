@@ -15,18 +15,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import Alone, Group
-from shoal.numerics.lanes import Span, cut, fold, split, subtrees
-from shoal.parallel.data_parallel import Closure, DataParallel, Lap, Outcome, Told, Work
-from shoal.parallel.gradient_exchange import Parts, Values
-from shoal.parallel.groups import Teams
-from shoal.parallel.replica import Replica
-from shoal.paramserver.messages import DenseSpec, Slot
-from shoal.paramserver.reduce import Rows, add_rows, whole_tree
-from shoal.paramserver.sharding import ALIGNMENT, Part, cut_dense, flat, shard_of
+from shoal.collectives.group import SoloGroup, WorkerGroup
+from shoal.numerics.lanes import Span, cut_batch, fold, split_point, subtrees
+from shoal.parallel.data_parallel import Closure, DataParallel, LocalStep, StepResult, GatheredStepStats, StepInput
+from shoal.parallel.gradient_exchange import SubtreeSums, GradList
+from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.replica import ModelReplica
+from shoal.paramserver.messages import DenseSpec, TableSlice
+from shoal.paramserver.reduce import SparseGradient, add_sparse, with_empty_lanes
+from shoal.paramserver.sharding import ALIGNMENT, RowRange, shard_dense, flat_layout, shard_of
 
 
-class Table(Protocol):
+class StepTable(Protocol):
     """A sparse table in the model, as the step sees it."""
 
     def begin_step(self, version: int) -> None: ...
@@ -35,232 +35,232 @@ class Table(Protocol):
         ...
 
 
-class _NoRoom:
+class _NoExchange:
     """Sums are written nowhere in particular."""
 
-    def room(self, place: int, deal: Sequence[Span]) -> Values:
+    def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sums:
+class LocalSums:
     """What one worker's lanes of a step come to."""
 
-    parts: Parts  # by subtree: gradients, then shares of buffers
-    sparse: Mapping[Span, Sequence[Rows | None]]  # by subtree, one per table
-    row: Tensor  # what the others need to know of it
+    partial_sums: SubtreeSums  # by subtree: gradients, then shares of buffers
+    sparse: Mapping[Span, Sequence[SparseGradient | None]]  # by subtree, one per table
+    stats_row: Tensor  # what the others need to know of it
     data_seconds: float
     compute_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreed:
+class AgreedStep:
     """What all who are in a step make of their rows; the same on each of them."""
 
     spans: list[Span]  # subtrees that are in
     scale: float  # that the sum is still multiplied by
-    missing: float  # the batch over what of it is in
+    batch_scale: float  # the batch over what of it is in
     buffer_weights: list[float]
-    outcome: Outcome
+    result: StepResult
 
 
 class ServerParallel(DataParallel):
     def __init__(
         self,
-        replica: Replica,
+        replica: ModelReplica,
         *,
         lanes: int,
         microbatches: int,
-        deal: Sequence[Span],
-        tables: Sequence[Table] = (),
+        assignment: Sequence[Span],
+        tables: Sequence[StepTable] = (),
     ) -> None:
-        super().__init__(replica, Alone(), lanes=lanes, microbatches=microbatches, deal=deal)
+        super().__init__(replica, SoloGroup(), lanes=lanes, microbatches=microbatches, assignment=assignment)
         self.tables = tables
-        self._held: Span = (0, lanes)
-        self._last: SparseLap | None = None
-        self.begun = 0  # steps, for caches whose rows may be some steps old
+        self._own_lanes: Span = (0, lanes)
+        self._last_step: SparseLocalStep | None = None
+        self.steps_begun = 0  # steps, for caches whose rows may be some steps old
 
     @property
-    def held(self) -> Span:
-        return self._held
+    def own_lanes(self) -> Span:
+        return self._own_lanes
 
-    def hold(self, lanes: Span) -> None:
+    def set_lanes(self, lanes: Span) -> None:
         """These are this worker's from now on."""
-        self._held = lanes
+        self._own_lanes = lanes
 
-    def sums(self, work: Work, closure: Closure, ask: int = 0) -> Sums:
+    def compute_sums(self, work: StepInput, closure: Closure, request: int = 0) -> LocalSums:
         """Runs this worker's lanes. Buffers are as they were before."""
-        lap = self._lap(work, closure)
+        lap = self._local_step(work, closure)
         began = time.perf_counter()
         self.replica.clear_gradients()
         self.replica.buffers.begin_step()
         try:
-            parts = lap.parts(_NoRoom())  # type: ignore[arg-type]
+            parts = lap.partial_sums(_NoExchange())  # type: ignore[arg-type]
         finally:
-            self.replica.nowhere()
-        self.lane_now = None
+            self.replica.stop_seeding()
+        self.current_lane = None
         compute_seconds = time.perf_counter() - began - lap.data_seconds
         self.replica.buffers.drop()
-        row = lap.row(ask, compute_seconds)
-        return Sums(
-            parts=parts,
+        row = lap.stats_row(request, compute_seconds)
+        return LocalSums(
+            partial_sums=parts,
             sparse=lap.sparse,
-            row=row,
+            stats_row=row,
             data_seconds=lap.data_seconds,
             compute_seconds=compute_seconds,
         )
 
-    def _lap(self, work: Work, closure: Closure) -> "SparseLap":
+    def _local_step(self, work: StepInput, closure: Closure) -> "SparseLocalStep":
         for table in self.tables:
-            table.begin_step(self.begun)
-        self.begun += 1
-        self._last = SparseLap(self, work, closure)
-        return self._last
+            table.begin_step(self.steps_begun)
+        self.steps_begun += 1
+        self._last_step = SparseLocalStep(self, work, closure)
+        return self._last_step
 
-    def join(self, teams: Teams, deal: Sequence[Span]) -> None:
+    def join_group(self, groups: ParallelGroups, assignment: Sequence[Span]) -> None:
         """A group of workers does steps together from now on; `compute`, `meet` and `finish` are theirs."""
-        self.regroup(teams, deal)
-        self.hold(self.deal[teams.everyone.rank])
+        self.regroup(groups, assignment)
+        self.set_lanes(self.assignment[groups.world.rank])
 
-    def rows_together(self) -> list[Rows | None]:
+    def gather_sparse_rows(self) -> list[SparseGradient | None]:
         """What the group's last step left for sparse tables, added up in the order of the members."""
-        assert self._last is not None
-        found: list[Rows | None] = []
+        assert self._last_step is not None
+        found: list[SparseGradient | None] = []
         for number in range(len(self.tables)):
-            total: Rows | None = None
-            for each in gather_rows(self.group, in_order(self._last.sparse, number)):
-                total = plus(total, each)
+            total: SparseGradient | None = None
+            for each in gather_rows(self.group, sum_in_order(self._last_step.sparse, number)):
+                total = add_sparse_rows(total, each)
             found.append(total)
         return found
 
-    def agree(self, work: Work, sums: Sums, rows: Mapping[int, Tensor]) -> Agreed:
+    def agree(self, work: StepInput, sums: LocalSums, rows: Mapping[int, Tensor]) -> AgreedStep:
         """`rows`: by worker, of those who are in. With some missing the sum is scaled up to the whole batch's mean."""
         members = sorted(rows)
-        cuts = cut(len(work.indices), work.batch, self.lanes, self.microbatches)
+        cuts = cut_batch(len(work.indices), work.batch_size, self.lanes, self.microbatches)
         sizes = [sum(map(len, pieces)) for pieces in cuts]
-        owners = {lane: place for place, worker in enumerate(members) for lane in range(*self.deal[worker])}
+        owners = {lane: place for place, worker in enumerate(members) for lane in range(*self.assignment[worker])}
         seen = sum(sizes[lane] for lane in owners)
         if seen:  # else nobody who is in has samples of a short batch
             sizes = [size if lane in owners else 0 for lane, size in enumerate(sizes)]
         ranks = tuple(range(len(members)))
-        teams = replace(Teams.equal(Alone()), part_ranks=ranks, tellers=ranks)
+        teams = replace(ParallelGroups.replicated(SoloGroup()), part_ranks=ranks, tellers=ranks)
         table = torch.stack([rows[worker] for worker in members])
-        told = Told(table, sizes, owners, teams, self.gradient_count, len(self.replica.buffers.names))
+        told = GatheredStepStats(table, sizes, owners, teams, self.gradient_count, len(self.replica.buffers.names))
         loss, scale = told.loss(work)
         missing = len(work.indices) / seen if seen else 1.0
         loss = loss if seen else math.nan
-        if not told.counted and missing != 1.0:
+        if not told.has_counts and missing != 1.0:
             scale, loss = missing, loss * missing
-        outcome = Outcome(
+        outcome = StepResult(
             loss=loss,
             samples=seen,
             not_finite=[(members[place], lane) for place, lane in told.not_finite],
-            asked=told.asked,
-            compute=told.compute,
+            requested=told.requested,
+            compute_by_worker=told.compute_by_worker,
             slowest=told.slowest,
             data_seconds=sums.data_seconds,
             compute_seconds=sums.compute_seconds,
             wait_seconds=0.0,
-            merge_seconds=0.0,
+            reduce_seconds=0.0,
         )
-        spans = [span for worker in members for span in subtrees(self.lanes, self.deal[worker])]
+        spans = [span for worker in members for span in subtrees(self.lanes, self.assignment[worker])]
         weights = told.buffer_weights
-        return Agreed(spans=spans, scale=scale, missing=missing, buffer_weights=weights, outcome=outcome)
+        return AgreedStep(spans=spans, scale=scale, batch_scale=missing, buffer_weights=weights, result=outcome)
 
-    def shares(self, sums: Sums) -> dict[Span, Values]:
+    def buffer_shares(self, sums: LocalSums) -> dict[Span, GradList]:
         """Of buffers, by subtree."""
-        return {span: values[self.gradient_count :] for span, values in sums.parts.items()}
+        return {span: values[self.gradient_count :] for span, values in sums.partial_sums.items()}
 
-    def commit_buffers(self, shares: Mapping[Span, Values], agreed: Agreed) -> None:
+    def commit_buffers(self, shares: Mapping[Span, GradList], agreed: AgreedStep) -> None:
         """Everybody's shares, added in the tree, become the buffers' values."""
-        merged: Values = []
+        merged: GradList = []
         for index in range(len(self.replica.buffers.names)):
-            share = self.total({span: shares[span][index] for span in agreed.spans})
-            if share is not None and agreed.missing != 1.0 and share.is_floating_point():
-                share = share * agreed.missing
+            share = self.sum_subtrees({span: shares[span][index] for span in agreed.spans})
+            if share is not None and agreed.batch_scale != 1.0 and share.is_floating_point():
+                share = share * agreed.batch_scale
             merged.append(share)
         self.replica.buffers.begin_step()
         self.replica.buffers.commit(merged, agreed.buffer_weights)
 
-    def total(self, parts: Mapping[Span, Tensor | None]) -> Tensor | None:
+    def sum_subtrees(self, parts: Mapping[Span, Tensor | None]) -> Tensor | None:
         """The sum of some subtrees, in the tree's order."""
-        return fold(self.lanes, whole_tree(self.lanes, parts), torch.add)
+        return fold(self.lanes, with_empty_lanes(self.lanes, parts), torch.add)
 
 
-class SparseLap(Lap):
+class SparseLocalStep(LocalStep):
     """A lap that also takes the gradients of sparse tables, added in the same tree."""
 
     strategy: ServerParallel
 
-    def __init__(self, strategy: ServerParallel, work: Work, closure: Closure) -> None:
+    def __init__(self, strategy: ServerParallel, work: StepInput, closure: Closure) -> None:
         super().__init__(strategy, work, closure)
-        self.sparse: dict[Span, Sequence[Rows | None]] = {}
+        self.sparse: dict[Span, Sequence[SparseGradient | None]] = {}
 
-    def lane(self, lane: int) -> Values:
-        values = super().lane(lane)
+    def run_lane(self, lane: int) -> GradList:
+        values = super().run_lane(lane)
         taken = [table.take_gradient() for table in self.strategy.tables]
-        self.sparse[lane, lane + 1] = [None if rows is None else Rows(*rows) for rows in taken]
+        self.sparse[lane, lane + 1] = [None if rows is None else SparseGradient(*rows) for rows in taken]
         return values
 
-    def subtree(self, span: Span, room: Values) -> Values:
-        values = super().subtree(span, room)
+    def sum_subtree(self, span: Span, room: GradList) -> GradList:
+        values = super().sum_subtree(span, room)
         if span[1] - span[0] > 1:
-            middle = split(span)
+            middle = split_point(span)
             left, right = self.sparse.pop((span[0], middle)), self.sparse.pop((middle, span[1]))
-            self.sparse[span] = [plus(a, b) for a, b in zip(left, right, strict=True)]
+            self.sparse[span] = [add_sparse_rows(a, b) for a, b in zip(left, right, strict=True)]
         return values
 
 
-def gather_rows(group: Group, own: Rows | None) -> list[Rows | None]:
+def gather_rows(group: WorkerGroup, own: SparseGradient | None) -> list[SparseGradient | None]:
     """Everybody's, by rank; their numbers differ."""
     if group.size == 1:
         return [own]
     shape = torch.tensor([0, 0] if own is None else list(own[1].shape), dtype=torch.int64)
-    shapes = group.gather(shape)
+    shapes = group.gather_rows(shape)
     most, dim = int(shapes[:, 0].max()), int(shapes[:, 1].max())
     if not most:
         return [None] * group.size
     ids, rows = torch.zeros(most, dtype=torch.int64), torch.zeros(most * dim)
     if own is not None:
         ids[: len(own[0])], rows[: own[1].numel()] = own[0], own[1].reshape(-1)
-    all_ids, all_rows = group.gather(ids), group.gather(rows)
+    all_ids, all_rows = group.gather_rows(ids), group.gather_rows(rows)
     counts = shapes[:, 0].tolist()
     return [
-        Rows(all_ids[rank, :count], all_rows[rank, : count * dim].view(count, dim)) if count else None
+        SparseGradient(all_ids[rank, :count], all_rows[rank, : count * dim].view(count, dim)) if count else None
         for rank, count in enumerate(counts)
     ]
 
 
-def in_order(sparse: Mapping[Span, Sequence[Rows | None]], number: int) -> Rows | None:
+def sum_in_order(sparse: Mapping[Span, Sequence[SparseGradient | None]], number: int) -> SparseGradient | None:
     """What subtrees have for a table, added up one after the other."""
-    total: Rows | None = None
+    total: SparseGradient | None = None
     for span in sorted(sparse):
-        total = plus(total, sparse[span][number])
+        total = add_sparse_rows(total, sparse[span][number])
     return total
 
 
-def plus(left: Rows | None, right: Rows | None) -> Rows | None:
+def add_sparse_rows(left: SparseGradient | None, right: SparseGradient | None) -> SparseGradient | None:
     if left is None or right is None:
         return right if left is None else left
-    return add_rows(left, right)
+    return add_sparse(left, right)
 
 
-class Home:
+class DensePacker:
     """Tensors of a model that live on servers in parts: from here to there, and back."""
 
     def __init__(self, table: str, spec: DenseSpec, shards: int) -> None:
         self.table, self.spec = table, spec
-        self.parts = cut_dense(spec, shards)
-        self._flats = [flat(parts, spec) for parts in self.parts]
+        self.shard_slices = shard_dense(spec, shards)
+        self._flats = [flat_layout(parts, spec) for parts in self.shard_slices]
 
-    def pack(self, shard: int, values: Mapping[str, Tensor | None]) -> tuple[Slot, list[Tensor]] | None:
+    def pack(self, shard: int, values: Mapping[str, Tensor | None]) -> tuple[TableSlice, list[Tensor]] | None:
         """What a shard has of these, in one flat tensor for each dtype; None: nothing. Those that are absent are left
         out."""
-        parts = self.parts[shard]
+        parts = self.shard_slices[shard]
         keys = tuple(key for key, part in enumerate(parts) if values.get(part.name) is not None)
         if not keys:
             return None
-        layout = self._flats[shard] if len(keys) == len(parts) else flat([parts[key] for key in keys], self.spec)
+        layout = self._flats[shard] if len(keys) == len(parts) else flat_layout([parts[key] for key in keys], self.spec)
         dtypes = list(layout.dtypes)
         if len(dtypes) == 1:  # gradients of bf16 weights that have fp32 masters
             first = values[parts[keys[0]].name]
@@ -274,30 +274,30 @@ class Home:
                 view.copy_(_rows(value, parts[key]))
                 end = layout.offsets[place] + layout.counts[place]
                 flats[layout.buffers[place]][end : -(-end // ALIGNMENT) * ALIGNMENT].zero_()
-        return Slot(self.table, None if len(keys) == len(parts) else keys), flats
+        return TableSlice(self.table, None if len(keys) == len(parts) else keys), flats
 
     def unpack(self, shard: int, tensors: Sequence[Tensor], into: Mapping[str, Tensor]) -> None:
         """All that a shard has."""
-        parts, layout = self.parts[shard], self._flats[shard]
+        parts, layout = self.shard_slices[shard], self._flats[shard]
         with torch.no_grad():
             for part, view in zip(parts, layout.views(tensors), strict=True):
                 _rows(into[part.name], part).copy_(view)
 
-    def tensors_of(self, shard: int) -> int:
+    def flat_count(self, shard: int) -> int:
         """How many flat tensors hold a shard's parts."""
         return len(self._flats[shard].totals)
 
 
-def _rows(tensor: Tensor, part: Part) -> Tensor:
+def _rows(tensor: Tensor, part: RowRange) -> Tensor:
     return tensor.detach() if tensor.dim() == 0 else tensor.detach()[part.start : part.stop]
 
 
-def split_rows(rows: Rows, shards: int) -> list[Rows | None]:
+def split_rows(rows: SparseGradient, shards: int) -> list[SparseGradient | None]:
     """By the shard where each row lives."""
     ids, gradients = rows
     homes = shard_of(ids, shards)
-    found: list[Rows | None] = []
+    found: list[SparseGradient | None] = []
     for shard in range(shards):
         mine = homes == shard
-        found.append(Rows(ids[mine], gradients[mine]) if bool(mine.any()) else None)
+        found.append(SparseGradient(ids[mine], gradients[mine]) if bool(mine.any()) else None)
     return found

@@ -11,38 +11,38 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.numerics.grad_norm import row_squares, total_norm
-from shoal.numerics.tensor_slice import WHOLE, Piece
-from shoal.parallel.groups import Teams
-from shoal.parallel.replica import Replica
+from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice
+from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.replica import ModelReplica
 
 
-class Share(msgspec.Struct, frozen=True):
+class NormShare(msgspec.Struct, frozen=True):
     """What one worker tells of one parameter."""
 
     name: str
     rows: int  # of the whole parameter
-    piece: Piece
+    tensor_slice: TensorSlice
 
 
-class Norms:
-    def __init__(self, group: Group, replica: Replica, teams: Teams) -> None:
+class ShardedNorm:
+    def __init__(self, group: WorkerGroup, replica: ModelReplica, groups: ParallelGroups) -> None:
         """All make it together. A worker tells of what nobody before it tells of."""
         self.group = group
-        pieces = replica.pieces
+        pieces = replica.slices
         own = [
-            Share(name, _rows(replica.shapes.get(name, tuple(parameter.shape))), pieces.get(name, WHOLE))
+            NormShare(name, _rows(replica.shapes.get(name, tuple(parameter.shape))), pieces.get(name, FULL_SLICE))
             for name, parameter in replica.parameters
         ]
-        tables = [msgspec.json.decode(text, type=list[Share]) for text in gather_bytes(group, msgspec.json.encode(own))]
-        self.order = replica.order
+        tables = [msgspec.json.decode(text, type=list[NormShare]) for text in gather_bytes(group, msgspec.json.encode(own))]
+        self.parameter_order = replica.parameter_order
         told: dict[tuple[str, bytes], int] = {}
         for rank, shares in enumerate(tables):
             for share in shares:
-                told.setdefault((share.name, msgspec.json.encode(share.piece)), rank)
+                told.setdefault((share.name, msgspec.json.encode(share.tensor_slice)), rank)
         self.tables = [
-            [share if told[share.name, msgspec.json.encode(share.piece)] == rank else None for share in shares]
+            [share if told[share.name, msgspec.json.encode(share.tensor_slice)] == rank else None for share in shares]
             for rank, shares in enumerate(tables)
         ]
         self.width = max(sum(1 + _length(share) for share in shares if share is not None) for shares in self.tables)
@@ -59,7 +59,7 @@ class Norms:
                 row[at + 1 : at + 1 + squares.numel()] = squares
             at += 1 + _length(share)
         found: dict[str, Tensor] = {}
-        for table, told in zip(self.tables, self.group.gather(row), strict=True):
+        for table, told in zip(self.tables, self.group.gather_rows(row), strict=True):
             at = 0
             for share in table:
                 if share is None:
@@ -67,32 +67,32 @@ class Norms:
                 length = _length(share)
                 if float(told[at]):
                     whole = found.setdefault(share.name, torch.zeros(share.rows, dtype=torch.float64))
-                    _add(whole, share.piece, told[at + 1 : at + 1 + length])
+                    _add(whole, share.tensor_slice, told[at + 1 : at + 1 + length])
                 at += 1 + length
-        return total_norm([found[name] for name in self.order if name in found])
+        return total_norm([found[name] for name in self.parameter_order if name in found])
 
 
 def _rows(shape: Sequence[int]) -> int:
     return int(shape[0]) if shape else 1
 
 
-def _length(share: Share) -> int:
-    ranges = share.piece.cuts.get(0)
+def _length(share: NormShare) -> int:
+    ranges = share.tensor_slice.cuts.get(0)
     return share.rows if ranges is None else sum(stop - start for start, stop in ranges)
 
 
-def _add(whole: Tensor, piece: Piece, squares: Tensor) -> None:
+def _add(whole: Tensor, tensor_slice: TensorSlice, squares: Tensor) -> None:
     at = 0
-    for start, stop in piece.cuts.get(0, ((0, whole.numel()),)):
+    for start, stop in tensor_slice.cuts.get(0, ((0, whole.numel()),)):
         whole[start:stop] += squares[at : at + stop - start]
         at += stop - start
 
 
-def gather_bytes(group: Group, text: bytes) -> list[bytes]:
+def gather_bytes(group: WorkerGroup, text: bytes) -> list[bytes]:
     """Every worker's, by rank."""
-    lengths = group.gather(torch.tensor([len(text)], dtype=torch.int64)).flatten().tolist()
+    lengths = group.gather_rows(torch.tensor([len(text)], dtype=torch.int64)).flatten().tolist()
     row = torch.zeros(max(1, *lengths), dtype=torch.uint8)
     if text:
         row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = group.gather(row)
+    rows = group.gather_rows(row)
     return [bytes(rows[rank, :length].tolist()) for rank, length in enumerate(lengths)]

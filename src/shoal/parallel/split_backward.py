@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 
 @dataclass
-class Halves:
+class PendingWeightGrads:
     """What the second half begins with; None: there is nothing left to do."""
 
-    groups: list[dict[str, Any]] | None
+    param_groups: list[dict[str, Any]] | None
 
 
 def backward_of_inputs(
@@ -28,26 +28,26 @@ def backward_of_inputs(
     gradients: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
     weights: Sequence[nn.Parameter],
-) -> Halves:
+) -> PendingWeightGrads:
     """Leaves the inputs' gradients in their `.grad`."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
     wanted = [weight for weight in weights if weight.requires_grad]
     if not inputs or not _separable(outputs, inputs, wanted):
         torch.autograd.backward(list(outputs), None if gradients is None else list(gradients))
-        return Halves(None)
+        return PendingWeightGrads(None)
     # A result that nothing led to has no gradient to give on.
     _, groups = stage_backward_input(
         list(outputs), None if gradients is None else list(gradients), list(inputs), iter(wanted)
     )
-    return Halves(groups)
+    return PendingWeightGrads(groups)
 
 
-def backward_of_weights(halves: Halves, weights: Sequence[nn.Parameter]) -> None:
+def backward_of_weights(pending: PendingWeightGrads, weights: Sequence[nn.Parameter]) -> None:
     from torch.distributed.pipelining._backward import stage_backward_weight
 
-    if halves.groups is not None:
-        groups = [group for group in halves.groups if group.get("grads") is not None]
+    if pending.param_groups is not None:
+        groups = [group for group in pending.param_groups if group.get("grads") is not None]
         stage_backward_weight(iter([weight for weight in weights if weight.requires_grad]), groups)
 
 

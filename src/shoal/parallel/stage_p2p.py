@@ -13,9 +13,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import Posted
+from shoal.collectives.group import PendingSend
 from shoal.errors import JobError
-from shoal.parallel.block_graph import Row
+from shoal.parallel.block_graph import BlockGraph
 from shoal.parallel.replica import is_dense
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD = 1 << 20, 2 << 20  # tags of messages, plus the number of the stage that they come from
 
 
-class Described(msgspec.Struct, frozen=True):
+class ActivationMeta(msgspec.Struct, frozen=True):
     """A tensor that goes from one stage to the next."""
 
     shape: tuple[int, ...]
@@ -38,79 +38,79 @@ class Described(msgspec.Struct, frozen=True):
         return torch.empty(self.shape, dtype=dtype).to(memory_format=form)
 
 
-class Wires:
+class StageChannel:
     """What goes from stage to stage. Stages of one worker hand it on directly."""
 
     def __init__(self, strategy: "PipelineParallel") -> None:
         self.strategy = strategy
         self.group = strategy.group
-        self._own = strategy.own_stages
-        self.seconds = 0.0  # spent waiting for a message
-        self._under_way: deque[Posted] = deque()
-        self._here: dict[tuple[int, int], list[Any]] = {}  # (tag, stage) -> messages that did not have to travel
+        self._own_stages = strategy.own_stages
+        self.wait_seconds = 0.0  # spent waiting for a message
+        self._in_flight: deque[PendingSend] = deque()
+        self._local: dict[tuple[int, int], list[Any]] = {}  # (tag, stage) -> messages that did not have to travel
 
-    def settle(self, most: int) -> None:
+    def drain(self, most: int) -> None:
         """Waits until at most so many messages are still under way."""
-        while len(self._under_way) > most:
-            self._under_way.popleft().wait()
+        while len(self._in_flight) > most:
+            self._in_flight.popleft().wait()
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> None:
-        while self._under_way and self._under_way[0].done:  # what has arrived need not be kept
-            self._under_way.popleft().wait()
-        self._under_way.append(self.group.post(tensor, self.strategy.rank_of(to), tag))
+        while self._in_flight and self._in_flight[0].done:  # what has arrived need not be kept
+            self._in_flight.popleft().wait()
+        self._in_flight.append(self.group.isend(tensor, self.strategy.rank_of(to), tag))
 
     def _receive(self, tensor: Tensor, source: int, tag: int) -> None:
         began = time.perf_counter()
         self.group.receive(tensor, self.strategy.rank_of(source), tag)
-        self.seconds += time.perf_counter() - began
+        self.wait_seconds += time.perf_counter() - began
 
-    def _is_here(self, stage: int) -> bool:
-        return stage in self._own
+    def _is_local(self, stage: int) -> bool:
+        return stage in self._own_stages
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def leave(self, stage: int, key: Any, row: Row, values: dict[int, Tensor]) -> list[Tensor]:
+    def send_activations(self, stage: int, key: Any, graph: BlockGraph, values: dict[int, Tensor]) -> list[Tensor]:
         """Sends on what later stages need. Returns what has a gradient to come."""
-        numbers = row.crossing(self.strategy.stages.spans[stage][1])
+        numbers = graph.boundary_values(self.strategy.stages.spans[stage][1])
         going = [values[number] for number in numbers]
         blocks = self.strategy.block_names
         for number, tensor in zip(numbers, going, strict=True):
-            if not is_dense(tensor) and row.names[number] not in blocks:
-                raise _not_dense(f"what {row.names[number]} made")
-        if self._is_here(stage + 1):
-            self._here.setdefault((FORWARD, stage), []).append([tensor.detach() for tensor in going])
-        if (key, stage) not in self.strategy.told:
-            self.strategy.told.add((key, stage))
+            if not is_dense(tensor) and graph.names[number] not in blocks:
+                raise _not_dense(f"what {graph.names[number]} made")
+        if self._is_local(stage + 1):
+            self._local.setdefault((FORWARD, stage), []).append([tensor.detach() for tensor in going])
+        if (key, stage) not in self.strategy.announced:
+            self.strategy.announced.add((key, stage))
             described = [
-                Described(tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, not tensor.is_contiguous())
+                ActivationMeta(tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, not tensor.is_contiguous())
                 for tensor in going
             ]
-            if self._is_here(stage + 1):
-                self.strategy.known[key, stage] = described
+            if self._is_local(stage + 1):
+                self.strategy.received_meta[key, stage] = described
             else:
-                self._tell(msgspec.json.encode(described), stage + 1, FORWARD + stage)
-        if not self._is_here(stage + 1):
+                self._send_bytes(msgspec.json.encode(described), stage + 1, FORWARD + stage)
+        if not self._is_local(stage + 1):
             for tensor in going:
-                self._send(flat(tensor), stage + 1, FORWARD + stage)
+                self._send(flat_view(tensor), stage + 1, FORWARD + stage)
         return [tensor for tensor in going if tensor.requires_grad]
 
-    def arrive(self, stage: int, key: Any, row: Row, values: dict[int, Tensor]) -> list[Tensor]:
+    def receive_activations(self, stage: int, key: Any, graph: BlockGraph, values: dict[int, Tensor]) -> list[Tensor]:
         """Puts what earlier stages made into `values`. Returns the leaves whose gradients they wait for."""
         if stage == 0:
             return []
-        numbers = row.crossing(self.strategy.stages.spans[stage][0])
-        known = self.strategy.known
-        if self._is_here(stage - 1):
-            came = self._here[FORWARD, stage - 1].pop(0)
+        numbers = graph.boundary_values(self.strategy.stages.spans[stage][0])
+        known = self.strategy.received_meta
+        if self._is_local(stage - 1):
+            came = self._local[FORWARD, stage - 1].pop(0)
             described = known[key, stage - 1]
         else:
             if (key, stage - 1) not in known:
-                text = self._hear(stage - 1, FORWARD + stage - 1)
-                known[key, stage - 1] = msgspec.json.decode(text, type=list[Described])
+                text = self._receive_bytes(stage - 1, FORWARD + stage - 1)
+                known[key, stage - 1] = msgspec.json.decode(text, type=list[ActivationMeta])
             described = known[key, stage - 1]
             came = [each.empty() for each in described]
             for tensor in came:
-                self._receive(flat(tensor), stage - 1, FORWARD + stage - 1)
+                self._receive(flat_view(tensor), stage - 1, FORWARD + stage - 1)
         leaves: list[Tensor] = []
         glue: list[str | None] = []
         blocks = self.strategy.block_names
@@ -118,9 +118,9 @@ class Wires:
             values[number] = tensor
             if each.differentiable and torch.is_grad_enabled():
                 leaves.append(tensor.requires_grad_())
-                glue.append(None if row.names[number] in blocks else row.names[number])
+                glue.append(None if graph.names[number] in blocks else graph.names[number])
         if leaves:
-            arrived = iter(_Arrive.apply(glue, *leaves))  # type: ignore[no-untyped-call]
+            arrived = iter(_ReceivedActivations.apply(glue, *leaves))  # type: ignore[no-untyped-call]
             for number, each in zip(numbers, described, strict=True):
                 if each.differentiable:
                     values[number] = next(arrived)
@@ -128,42 +128,42 @@ class Wires:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def give_back(self, stage: int, leaves: Sequence[Tensor]) -> None:
+    def send_gradients(self, stage: int, leaves: Sequence[Tensor]) -> None:
         """The gradients of what came in, to the stage before."""
         gradients = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
-        if self._is_here(stage - 1):
-            self._here.setdefault((BACKWARD, stage), []).append(gradients)
+        if self._is_local(stage - 1):
+            self._local.setdefault((BACKWARD, stage), []).append(gradients)
             return
         there = torch.tensor([gradient is not None for gradient in gradients] or [False], dtype=torch.uint8)
         self._send(there, stage - 1, BACKWARD + stage)
         for gradient in gradients:
             if gradient is not None:
-                self._send(flat(gradient), stage - 1, BACKWARD + stage)
+                self._send(flat_view(gradient), stage - 1, BACKWARD + stage)
 
-    def take_back(self, stage: int, left: Sequence[Tensor]) -> list[Tensor | None]:
+    def receive_gradients(self, stage: int, outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of what went on, from the stage after."""
-        if self._is_here(stage + 1):
-            found: list[Tensor | None] = self._here[BACKWARD, stage + 1].pop(0)
+        if self._is_local(stage + 1):
+            found: list[Tensor | None] = self._local[BACKWARD, stage + 1].pop(0)
             return found
-        there = torch.zeros(max(1, len(left)), dtype=torch.uint8)
+        there = torch.zeros(max(1, len(outputs)), dtype=torch.uint8)
         self._receive(there, stage + 1, BACKWARD + stage + 1)
         gradients: list[Tensor | None] = []
-        for tensor, present in zip(left, there.tolist(), strict=False):
+        for tensor, present in zip(outputs, there.tolist(), strict=False):
             gradient = torch.empty_like(tensor, requires_grad=False) if present else None
             if gradient is not None:
-                self._receive(flat(gradient), stage + 1, BACKWARD + stage + 1)
+                self._receive(flat_view(gradient), stage + 1, BACKWARD + stage + 1)
             gradients.append(gradient)
         return gradients
 
     # -- words --------------------------------------------------------------------------------------------------------
 
-    def _tell(self, text: bytes, to: int, tag: int) -> None:
+    def _send_bytes(self, text: bytes, to: int, tag: int) -> None:
         self._send(torch.tensor([len(text)], dtype=torch.int64), to, tag)
         self._send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to, tag)
 
-    def _hear(self, source: int, tag: int) -> bytes:
+    def _receive_bytes(self, source: int, tag: int) -> bytes:
         length = torch.zeros(1, dtype=torch.int64)
         self._receive(length, source, tag)
         text = torch.empty(int(length), dtype=torch.uint8)
@@ -171,7 +171,7 @@ class Wires:
         return bytes(text.tolist())
 
 
-def flat(tensor: Tensor) -> Tensor:
+def flat_view(tensor: Tensor) -> Tensor:
     """A dense tensor as it lies in memory."""
     dense = tensor.detach()
     if not is_dense(dense):
@@ -179,7 +179,7 @@ def flat(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
 
 
-class _Arrive(torch.autograd.Function):
+class _ReceivedActivations(torch.autograd.Function):
     """Received tensors as results of an operation: code that changes them in place finds no leaves."""
 
     @staticmethod

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from shoal.collectives.group import Group, Workers
+from shoal.collectives.group import WorkerGroup, DistributedGroup
 from shoal.errors import JobError, RunError
-from shoal.numerics.lanes import Folding, Span, cut
-from shoal.parallel.buckets import pack
-from shoal.parallel.data_parallel import Closure, DataParallel, Lap, Work
-from shoal.parallel.gradient_exchange import Exchange, Parts, Values
-from shoal.parallel.groups import Teams
-from shoal.parallel.replica import Replica
-from shoal.parallel.row_shards import Form, Rows, Whole
-from shoal.parallel.zero3_schedule import ROOT, Walk, unseen
+from shoal.numerics.lanes import TreeAccumulator, Span, cut_batch
+from shoal.parallel.buckets import make_buckets
+from shoal.parallel.data_parallel import Closure, DataParallel, LocalStep, StepInput
+from shoal.parallel.gradient_exchange import GradientExchange, SubtreeSums, GradList
+from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.replica import ModelReplica
+from shoal.parallel.row_shards import FullTensorSpec, RowMessage, FullParameter
+from shoal.parallel.zero3_schedule import ROOT, BlockPass, guard_paused
 
 BUFFER_BYTES = 1 << 16  # of a bucket: a large buffer that nobody changed does not travel with small ones
 
@@ -40,91 +40,91 @@ BUFFER_BYTES = 1 << 16  # of a bucket: a large buffer that nobody changed does n
 class ShardedParallel(DataParallel):
     def __init__(
         self,
-        replica: Replica,
-        group: Group,
+        replica: ModelReplica,
+        group: WorkerGroup,
         *,
         lanes: int,
         microbatches: int,
-        deal: Sequence[Span],
+        assignment: Sequence[Span],
         level: int,
-        clips: bool = False,
+        needs_norm: bool = False,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """The replica's parameters are this worker's rows; `shapes` are those of what the workers of its part have
         together, the replica's own if not given. `regroup`, then `refresh`, and it is ready."""
-        super().__init__(replica, group, lanes=lanes, microbatches=microbatches, deal=deal, clips=clips)
+        super().__init__(replica, group, lanes=lanes, microbatches=microbatches, assignment=assignment, needs_norm=needs_norm)
         self.level = level
-        self.locals: list[tuple[str, nn.Parameter]] = replica.parameters
-        self.wholes: list[Whole] = []
-        self._slots: list[tuple[nn.Module, str, nn.Parameter]] = []  # whose place in the model a whole one has
-        self._replace(replica.shapes if shapes is None else shapes)
-        self.units = _units(replica, self.wholes)
+        self.local_params: list[tuple[str, nn.Parameter]] = replica.parameters
+        self.full_params: list[FullParameter] = []
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []  # whose place in the model a whole one has
+        self._install_full_params(replica.shapes if shapes is None else shapes)
+        self.block_params = _params_by_block(replica, self.full_params)
         self.hooks: list[Any] = []
-        for number in self.units:
+        for number in self.block_params:
             if number != ROOT:
                 module = replica.model.get_submodule(replica.blocks.names[number - 1])
-                self.hooks.append(module.register_forward_pre_hook(self._before(number)))
-                self.hooks.append(module.register_forward_hook(self._after(number)))
-        for index, whole in enumerate(self.wholes):
+                self.hooks.append(module.register_forward_pre_hook(self._forward_pre_hook(number)))
+                self.hooks.append(module.register_forward_hook(self._forward_hook(number)))
+        for index, whole in enumerate(self.full_params):
             for leaf in whole.leaves:
                 trained = leaf.requires_grad
                 leaf.requires_grad_(True)  # a frozen one may be freed later, and has no hooks meanwhile
-                self.hooks.append(leaf.register_post_accumulate_grad_hook(self._fired(index)))
+                self.hooks.append(leaf.register_post_accumulate_grad_hook(self._grad_hook(index)))
                 leaf.requires_grad_(trained)
-        self.orders: dict[bool, list[int]] = {}  # with gradients, or without -> blocks as they are called
-        self.walk: Walk | None = None  # the pass under way
-        self.round = _Round()
-        self._messages: dict[tuple[int, ...], Rows] = {}
+        self.call_orders: dict[bool, list[int]] = {}  # with gradients, or without -> blocks as they are called
+        self.block_pass: BlockPass | None = None  # the pass under way
+        self.lane_round = _LaneRound()
+        self._row_messages: dict[tuple[int, ...], RowMessage] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._folds: dict[tuple[int, ...], Folding[Tensor | None]] = {}
-        self.waited = 0.0  # seconds, for others
+        self._folds: dict[tuple[int, ...], TreeAccumulator[Tensor | None]] = {}
+        self.wait_seconds = 0.0  # seconds, for others
         if level == 3:
             self._free()
 
-    def _replace(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _install_full_params(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Wholes instead of rows, wherever the model has them. Filled by `refresh`."""
         replica, by_id = self.replica, {}
-        for name, local in self.locals:
+        for name, local in self.local_params:
             leaves = replica.leaves_by_block(name, local)
-            form = Form.of(local, shapes.get(name, tuple(local.shape)))
-            whole = Whole(name, local, form, [block for _, block in leaves])
-            self.wholes.append(whole)
+            form = FullTensorSpec.from_rows(local, shapes.get(name, tuple(local.shape)))
+            whole = FullParameter(name, local, form, [block for _, block in leaves])
+            self.full_params.append(whole)
             by_id.update({id(row): full for (row, _), full in zip(leaves, whole.leaves, strict=True)})
         for module in replica.model.modules():
             for leaf, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in by_id:
-                    self._slots.append((module, leaf, parameter))
+                    self._replaced.append((module, leaf, parameter))
                     module._parameters[leaf] = by_id[id(parameter)]
 
     def close(self) -> None:
         """The model has its rows again, and no hooks. Before the replica's own."""
         for hook in self.hooks:
             hook.remove()
-        for module, leaf, parameter in self._slots:
+        for module, leaf, parameter in self._replaced:
             module._parameters[leaf] = parameter
         self._free()
 
-    def regroup(self, teams: Teams, deal: Sequence[Span]) -> None:
-        super().regroup(teams, deal)
-        self._messages.clear()
-        self.orders.clear()
-        for whole in self.wholes:
-            start, stop = whole.form.owned(teams.part.size, teams.part.rank)
+    def regroup(self, groups: ParallelGroups, assignment: Sequence[Span]) -> None:
+        super().regroup(groups, assignment)
+        self._row_messages.clear()
+        self.call_orders.clear()
+        for whole in self.full_params:
+            start, stop = whole.spec.owner_rows(groups.shard_group.size, groups.shard_group.rank)
             rows = whole.local.shape[0] if whole.local.dim() else 1
             if rows != stop - start:
-                place = f"worker {teams.part.rank} of {teams.part.size}"
+                place = f"worker {groups.shard_group.rank} of {groups.shard_group.size}"
                 raise RunError(f"{place} holds {rows} rows of {whole.name}, and should hold {start} to {stop}")
 
     @property
-    def part(self) -> Group:
-        return self.teams.part
+    def shard_group(self) -> WorkerGroup:
+        return self.groups.shard_group
 
-    def owners(self) -> dict[int, int]:
+    def lane_owners(self) -> dict[int, int]:
         """Lanes are dealt in turn, so that those of a round are neighbours in the tree."""
-        return {lane: self.teams.tellers[lane % self.part.size] for lane in range(self.lanes)}
+        return {lane: self.groups.loss_ranks[lane % self.shard_group.size] for lane in range(self.lanes)}
 
-    def requests(self, indices: Sequence[int], batch: int) -> list[list[int]]:
-        lanes = cut(len(indices), batch, self.lanes, self.microbatches)[self.part.rank :: self.part.size]
+    def microbatch_indices(self, indices: Sequence[int], batch: int) -> list[list[int]]:
+        lanes = cut_batch(len(indices), batch, self.lanes, self.microbatches)[self.shard_group.rank :: self.shard_group.size]
         return [[indices[position] for position in piece] for lane in lanes for piece in lane]
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -132,21 +132,21 @@ class ShardedParallel(DataParallel):
     def refresh(self) -> None:
         """After every change of the local rows. All call it together."""
         if self.level == 2:
-            for number, indices in self.units.items():  # a tied weight with its first block
-                self._gather([index for index in indices if self.wholes[index].blocks[0] == number])
+            for number, indices in self.block_params.items():  # a tied weight with its first block
+                self._gather([index for index in indices if self.full_params[index].blocks[0] == number])
 
-    def hold(self, number: int) -> None:
+    def acquire(self, number: int) -> None:
         """All call it together: a block's weights are here."""
-        if self.level == 3 and number in self.units:
-            self._gather([index for index in self.units[number] if self.wholes[index].come()])
+        if self.level == 3 and number in self.block_params:
+            self._gather([index for index in self.block_params[number] if self.full_params[index].acquire()])
 
     def release(self, number: int) -> None:
-        if self.level == 3 and number in self.units:
-            for index in self.units[number]:
-                self.wholes[index].go()
+        if self.level == 3 and number in self.block_params:
+            for index in self.block_params[number]:
+                self.full_params[index].release()
 
     def _free(self) -> None:
-        for whole in self.wholes:
+        for whole in self.full_params:
             whole.free()
 
     def _gather(self, indices: Sequence[int]) -> None:
@@ -154,110 +154,110 @@ class ShardedParallel(DataParallel):
         if not indices:
             return
         began = time.perf_counter()
-        rows, size = self._rows(indices), self.part.size
+        rows, size = self._row_message(indices), self.shard_group.size
         with torch.no_grad():
-            memory, length = self._room(rows.num_bytes * (size + 1)), rows.num_bytes
+            memory, length = self._scratch_bytes(rows.num_bytes * (size + 1)), rows.num_bytes
             own, *others = (memory[place * length : (place + 1) * length] for place in range(size + 1))
-            for view, index in zip(rows.views(own, self.part.rank), indices, strict=True):
-                view.copy_(self.wholes[index].local.detach())
-            if isinstance(self.part, Workers) and rows.num_bytes:
-                self.part.process_group.allgather([others], [own], _at_once(AllgatherOptions())).wait()
+            for view, index in zip(rows.views(own, self.shard_group.rank), indices, strict=True):
+                view.copy_(self.full_params[index].local.detach())
+            if isinstance(self.shard_group, DistributedGroup) and rows.num_bytes:
+                self.shard_group.process_group.allgather([others], [own], _synchronous(AllgatherOptions())).wait()
             else:
                 others = [own]
             for owner, message in enumerate(others):
                 for view, index in zip(rows.views(message, owner), indices, strict=True):
-                    whole = self.wholes[index]
-                    whole.put(view, whole.form.owned(size, owner))
-        self.waited += time.perf_counter() - began
+                    whole = self.full_params[index]
+                    whole.write_rows(view, whole.spec.owner_rows(size, owner))
+        self.wait_seconds += time.perf_counter() - began
 
-    def _rows(self, indices: Sequence[int]) -> Rows:
+    def _row_message(self, indices: Sequence[int]) -> RowMessage:
         key = tuple(indices)
-        if key not in self._messages:
-            self._messages[key] = Rows([self.wholes[index].form for index in key], self.part.size)
-        return self._messages[key]
+        if key not in self._row_messages:
+            self._row_messages[key] = RowMessage([self.full_params[index].spec for index in key], self.shard_group.size)
+        return self._row_messages[key]
 
-    def _room(self, num_bytes: int) -> Tensor:
+    def _scratch_bytes(self, num_bytes: int) -> Tensor:
         if self._scratch.numel() < num_bytes:
             self._scratch = torch.zeros(num_bytes, dtype=torch.uint8)
         return self._scratch[:num_bytes]
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def send(self, parameters: Sequence[int]) -> None:
+    def scatter_gradients(self, parameters: Sequence[int]) -> None:
         """All call it together: each owner gets its rows of these gradients, of every lane of the round."""
-        trained = [index for index in parameters if any(leaf.requires_grad for leaf in self.wholes[index].leaves)]
+        trained = [index for index in parameters if any(leaf.requires_grad for leaf in self.full_params[index].leaves)]
         if not trained:
             return
-        rows, size, lanes = self._rows(trained), self.part.size, self.round.lanes
+        rows, size, lanes = self._row_message(trained), self.shard_group.size, self.lane_round.lanes
         with torch.no_grad():
-            found = [self.wholes[index].gradient() for index in trained]
+            found = [self.full_params[index].take_gradient() for index in trained]
             for index, gradient in zip(trained, found, strict=True):
-                self.round.present[index] |= gradient is not None
-            length = rows.num_bytes if self.round.own else 0
-            memory = self._room(length * size)
+                self.lane_round.present[index] |= gradient is not None
+            length = rows.num_bytes if self.lane_round.has_lane else 0
+            memory = self._scratch_bytes(length * size)
             outgoing = [memory[owner * length : (owner + 1) * length] for owner in range(size)]
             for owner, message in enumerate(outgoing if length else ()):
                 rows.pack(found, owner, message)
             del found
             began = time.perf_counter()
             incoming = [torch.empty(0 if lane is None else rows.num_bytes, dtype=torch.uint8) for lane in lanes]
-            if isinstance(self.part, Workers):
-                self.part.process_group.alltoall(incoming, outgoing, _at_once(AllToAllOptions())).wait()
+            if isinstance(self.shard_group, DistributedGroup):
+                self.shard_group.process_group.alltoall(incoming, outgoing, _synchronous(AllToAllOptions())).wait()
             else:
                 incoming[0].copy_(outgoing[0])
-            self.waited += time.perf_counter() - began
+            self.wait_seconds += time.perf_counter() - began
             fold = self._folds.get(tuple(trained))
             if fold is None:
-                fold = self._folds[tuple(trained)] = Folding(self.lanes, (0, self.lanes), _absent_or(rows.add))
+                fold = self._folds[tuple(trained)] = TreeAccumulator(self.lanes, (0, self.lanes), _skip_absent(rows.add))
             for place, message in enumerate(incoming):
-                if self.round.first + place < self.lanes:
-                    fold.put(self.round.first + place, message if lanes[place] is not None else None)
+                if self.lane_round.first + place < self.lanes:
+                    fold.add(self.lane_round.first + place, message if lanes[place] is not None else None)
 
-    def take_rows(self, present: Sequence[Sequence[bool]]) -> Values:
+    def reduced_rows(self, present: Sequence[Sequence[bool]]) -> GradList:
         """What this worker's rows come to; None where no lane had anything."""
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
-        found: Values = [None] * self.gradient_count
+        found: GradList = [None] * self.gradient_count
         for indices, fold in self._folds.items():
             for lane in range(self.lanes):  # of rounds that had no samples at all
-                if self.round.first + self.part.size <= lane:
-                    fold.put(lane, None)
-            total = fold.parts[0, self.lanes]
+                if self.lane_round.first + self.shard_group.size <= lane:
+                    fold.add(lane, None)
+            total = fold.partials[0, self.lanes]
             assert total is not None
-            for index, view in zip(indices, self._rows(indices).views(total, self.part.rank), strict=True):
+            for index, view in zip(indices, self._row_message(indices).views(total, self.shard_group.rank), strict=True):
                 found[index] = view if anywhere[index] else None
         self._folds = {}
         return found
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def _lap(self, work: Work, closure: Closure) -> Lap:
-        return ShardedLap(self, work, closure)
+    def _local_step(self, work: StepInput, closure: Closure) -> LocalStep:
+        return ShardedLocalStep(self, work, closure)
 
-    def _open_exchange(self) -> Exchange:
-        self._exchange = _Gathered(self)
+    def _open_exchange(self) -> GradientExchange:
+        self._exchange = _ShardedExchange(self)
         return self._exchange
 
     def drop(self) -> None:
         super().drop()
-        self.clear()
+        self.reset()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Nothing is under way."""
-        self.walk = None
+        self.block_pass = None
         self._folds = {}
-        for whole in self.wholes:
+        for whole in self.full_params:
             whole.local.requires_grad_(any(leaf.requires_grad for leaf in whole.leaves))
             for leaf in whole.leaves:
                 leaf.grad = None
         if self.level == 3:
             self._free()
 
-    def measure(self, model: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
+    def make_evaluator(self, objective: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
         """All make as many passes as whoever has the most batches."""
-        closure = model.measured()
+        closure = objective.measured()
 
         def passes(fetches: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
-            longest = int(self.group.gather(torch.tensor([len(fetches)], dtype=torch.int64)).max())
+            longest = int(self.group.gather_rows(torch.tensor([len(fetches)], dtype=torch.int64)).max())
             for number in range(longest):
                 if number < len(fetches):
                     batch = fetches[number]()
@@ -275,58 +275,58 @@ class ShardedParallel(DataParallel):
         if self.level == 2:
             yield
             return
-        self.hold(ROOT)
-        self.walk = Walk(self, learns=False, sends=False)
+        self.acquire(ROOT)
+        self.block_pass = BlockPass(self, trains=False, sends=False)
         try:
-            with self.walk.watch():
+            with self.block_pass.guard_context():
                 yield
-            self.walk.turn()
+            self.block_pass.end_forward()
         finally:
-            self.clear()
+            self.reset()
 
     def idle_forward(self) -> None:
         """Takes part in somebody else's forward pass."""
         if self.level == 3:
-            self.hold(ROOT)
-            self.walk = Walk(self, learns=False, sends=False)
+            self.acquire(ROOT)
+            self.block_pass = BlockPass(self, trains=False, sends=False)
             try:
-                self.walk.idle()
+                self.block_pass.run_idle()
             finally:
-                self.clear()
+                self.reset()
 
-    def _before(self, number: int) -> Any:
+    def _forward_pre_hook(self, number: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if self.walk is not None:
-                with unseen(self.walk):
-                    self.walk.enter(number)
+            if self.block_pass is not None:
+                with guard_paused(self.block_pass):
+                    self.block_pass.enter_block(number)
             elif self.level == 3:
                 raise JobError(
-                    f"block {self.named(number)} is called outside of a step: its weights are spread over the workers",
+                    f"block {self.block_name(number)} is called outside of a step: its weights are spread over the workers",
                     fix="evaluate with shoal, or --layout with zero=2",
                 )
 
         return hook
 
-    def _after(self, number: int) -> Any:
+    def _forward_hook(self, number: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.walk is not None:
-                with unseen(self.walk):
-                    self.walk.leave(number, output)
+            if self.block_pass is not None:
+                with guard_paused(self.block_pass):
+                    self.block_pass.leave_block(number, output)
 
         return hook
 
-    def _fired(self, index: int) -> Any:
+    def _grad_hook(self, index: int) -> Any:
         def hook(leaf: Tensor) -> None:
-            if self.walk is not None:
-                self.walk.got(index, leaf)
+            if self.block_pass is not None:
+                self.block_pass.on_leaf_grad(index, leaf)
 
         return hook
 
-    def named(self, number: int) -> str:
+    def block_name(self, number: int) -> str:
         return self.replica.blocks.names[number - 1] if number else "the model itself"
 
 
-def _units(replica: Replica, wholes: Sequence[Whole]) -> dict[int, list[int]]:
+def _params_by_block(replica: ModelReplica, full_params: Sequence[FullParameter]) -> dict[int, list[int]]:
     """By block, the numbers of the parameters that it uses. A block inside another one counts as part of that."""
     names = replica.blocks.names
     outermost = {ROOT: ROOT}
@@ -334,70 +334,70 @@ def _units(replica: Replica, wholes: Sequence[Whole]) -> dict[int, list[int]]:
         outer = [other for other, each in enumerate(names, start=1) if name.startswith(each + ".")]
         outermost[number] = min(outer, key=lambda each: len(names[each - 1]), default=number)
     units: dict[int, list[int]] = {}
-    for index, whole in enumerate(wholes):
+    for index, whole in enumerate(full_params):
         whole.blocks = [outermost[block] for block in whole.blocks]
         for number in dict.fromkeys(whole.blocks):
             units.setdefault(number, []).append(index)
     return units
 
 
-class _Round:
+class _LaneRound:
     """Which lanes are at work."""
 
-    def __init__(self, first: int = 0, lanes: Sequence[int | None] = (), own: bool = False) -> None:
+    def __init__(self, first: int = 0, lanes: Sequence[int | None] = (), has_lane: bool = False) -> None:
         self.first = first
         self.lanes = lanes  # by worker; None: it has none, or an empty one
-        self.own = own  # this worker has one
+        self.has_lane = has_lane  # this worker has one
         self.present: list[bool] = []  # by parameter: something was sent
 
 
-class ShardedLap(Lap):
+class ShardedLocalStep(LocalStep):
     strategy: ShardedParallel
 
-    def __init__(self, strategy: ShardedParallel, work: Work, closure: Closure) -> None:
+    def __init__(self, strategy: ShardedParallel, work: StepInput, closure: Closure) -> None:
         super().__init__(strategy, work, closure)
         self.passes = 0  # of the round
 
-    def parts(self, exchange: Exchange) -> Parts:
-        strategy, size = self.strategy, self.strategy.part.size
-        assert isinstance(exchange, _Gathered)
-        strategy.clear()
-        strategy.waited = 0.0
-        strategy.hold(ROOT)
+    def partial_sums(self, exchange: GradientExchange) -> SubtreeSums:
+        strategy, size = self.strategy, self.strategy.shard_group.size
+        assert isinstance(exchange, _ShardedExchange)
+        strategy.reset()
+        strategy.wait_seconds = 0.0
+        strategy.acquire(ROOT)
         for first in range(0, strategy.lanes, size):
-            pieces = self.cuts[first : first + size]
+            pieces = self.lane_microbatches[first : first + size]
             self.passes = max(map(len, pieces))
             if not self.passes:
                 break
             lanes = [first + place if place < len(pieces) and pieces[place] else None for place in range(size)]
-            lane = lanes[strategy.part.rank]
-            strategy.round = _Round(first, lanes, own=lane is not None)
-            strategy.round.present = self.present
+            lane = lanes[strategy.shard_group.rank]
+            strategy.lane_round = _LaneRound(first, lanes, has_lane=lane is not None)
+            strategy.lane_round.present = self.present
             if lane is not None:
-                exchange.shares[lane] = self.lane(lane)[strategy.gradient_count :]
-            for number in range(0 if lane is None else len(self.cuts[lane]), self.passes):
-                strategy.walk = Walk(strategy, learns=True, sends=number == self.passes - 1)
-                strategy.walk.idle()
-                strategy.walk.end()
-        strategy.walk = None
+                exchange.buffer_shares[lane] = self.run_lane(lane)[strategy.gradient_count :]
+            for number in range(0 if lane is None else len(self.lane_microbatches[lane]), self.passes):
+                strategy.block_pass = BlockPass(strategy, trains=True, sends=number == self.passes - 1)
+                strategy.block_pass.run_idle()
+                strategy.block_pass.end_backward()
+        strategy.block_pass = None
         strategy.release(ROOT)
-        self.idle_seconds += strategy.waited
+        self.idle_seconds += strategy.wait_seconds
         return {}
 
-    def microbatch(self, batch: Any, lane: int, number: int, samples: int) -> None:
-        walk = self.strategy.walk = Walk(self.strategy, learns=True, sends=number == self.passes - 1)
-        with walk.watch():
-            loss = self.weighted(self.closure(batch), lane, samples)
-        walk.turn()
+    def run_microbatch(self, batch: Any, lane: int, number: int, samples: int) -> None:
+        walk = self.strategy.block_pass = BlockPass(self.strategy, trains=True, sends=number == self.passes - 1)
+        with walk.guard_context():
+            loss = self.weighted_loss(self.closure(batch), lane, samples)
+        walk.end_forward()
         loss.backward()
-        walk.end()
+        walk.end_backward()
 
-    def gradients(self) -> Values:
+    def take_gradients(self) -> GradList:
         """They have gone, or will go with the round's last pass."""
         return [None] * self.strategy.gradient_count
 
 
-class _Gathered:
+class _ShardedExchange:
     """The exchange of a step whose gradients have gone to their owners already: what is left are buffers.
 
     They are few, and everybody needs them whole: all hear every lane's and add them up. Only those that a lane changed
@@ -406,46 +406,46 @@ class _Gathered:
 
     def __init__(self, strategy: ShardedParallel) -> None:
         self.strategy = strategy
-        self.shares: dict[int, Values] = {}  # by lane
+        self.buffer_shares: dict[int, GradList] = {}  # by lane
 
-    def room(self, place: int, deal: Sequence[Span]) -> Values:
+    def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         return []
 
-    def offer(self, parts: Parts, deal: Sequence[Span]) -> None:
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
         return
 
-    def take(self, present: Sequence[Sequence[bool]]) -> Values:
+    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
         strategy = self.strategy
         anywhere = [any(bits) for bits in zip(*present, strict=True)][strategy.gradient_count :]
-        starts = strategy.replica.buffers.starts()
-        found: Values = [None] * len(starts)
-        size, rank = strategy.part.size, strategy.part.rank
-        for bucket in pack(list(enumerate(starts)), BUFFER_BYTES):
-            if not bucket.holds(anywhere):
+        starts = strategy.replica.buffers.start_values()
+        found: GradList = [None] * len(starts)
+        size, rank = strategy.shard_group.size, strategy.shard_group.rank
+        for bucket in make_buckets(list(enumerate(starts)), BUFFER_BYTES):
+            if not bucket.has_any(anywhere):
                 continue
-            fold: Folding[Tensor] = Folding(strategy.lanes, (0, strategy.lanes), lambda left, right: left.add_(right))
+            fold: TreeAccumulator[Tensor] = TreeAccumulator(strategy.lanes, (0, strategy.lanes), lambda left, right: left.add_(right))
             for first in range(0, strategy.lanes, size):
                 flat = torch.zeros(bucket.length, dtype=bucket.dtype)
-                bucket.fill(bucket.views(flat), self.shares.get(first + rank, [None] * len(starts)))
-                for place, row in enumerate(strategy.part.gather(flat)):
+                bucket.fill(bucket.views(flat), self.buffer_shares.get(first + rank, [None] * len(starts)))
+                for place, row in enumerate(strategy.shard_group.gather_rows(flat)):
                     if first + place < strategy.lanes:
-                        fold.put(first + place, row)
-            for slot, view in zip(bucket.slots, bucket.views(fold.parts[0, strategy.lanes]), strict=True):
+                        fold.add(first + place, row)
+            for slot, view in zip(bucket.slots, bucket.views(fold.partials[0, strategy.lanes]), strict=True):
                 found[slot.index] = view if anywhere[slot.index] else None
-        self.shares = {}
-        return strategy.take_rows(present) + found
+        self.buffer_shares = {}
+        return strategy.reduced_rows(present) + found
 
-    def meet(self) -> None:
+    def commit(self) -> None:
         return
 
 
-def _at_once(options: Any) -> Any:
+def _synchronous(options: Any) -> Any:
     """In this thread: there is nothing to do meanwhile, and a hand-over to another costs more than it brings."""
     options.asyncOp = False
     return options
 
 
-def _absent_or(add: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor | None, Tensor | None], Tensor | None]:
+def _skip_absent(add: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor | None, Tensor | None], Tensor | None]:
     """An empty lane is no operand (EXACT rule 3)."""
 
     def plus(left: Tensor | None, right: Tensor | None) -> Tensor | None:

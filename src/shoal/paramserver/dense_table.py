@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.paramserver.messages import DenseSpec, Found
+from shoal.paramserver.messages import DenseSpec, TableStateReply
 from shoal.paramserver.optimizers import bare_step, make_optimizer
-from shoal.paramserver.sharding import Flat, Part, flat
+from shoal.paramserver.sharding import FlatLayout, RowRange, flat_layout
 
-Factory: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], tuple[Optimizer, Any]]  # ... and a scheduler, or None
+OptimizerFactory: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], tuple[Optimizer, Any]]  # ... and a scheduler, or None
 Keys: TypeAlias = tuple[int, ...] | None
 
-_LAYOUTS = 256  # of different keys that are remembered
-_BYTES = 64  # what a kernel wants its memory aligned to
+_MAX_LAYOUTS = 256  # of different keys that are remembered
+_ALIGN_BYTES = 64  # what a kernel wants its memory aligned to
 
 
-class Layout(NamedTuple):
+class DenseLayout(NamedTuple):
     """Some parts of the table, and how they lie in the flat tensors of a request."""
 
-    flat: Flat
+    flat: FlatLayout
     parameters: tuple[nn.Parameter, ...]
     places: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]  # buffer, shape, stride, offset
 
@@ -44,22 +44,22 @@ class Layout(NamedTuple):
 
 
 class DenseTable:
-    def __init__(self, spec: DenseSpec, parts: Sequence[Part], factory: Factory | None = None) -> None:
+    def __init__(self, spec: DenseSpec, ranges: Sequence[RowRange], factory: OptimizerFactory | None = None) -> None:
         """`factory` makes the optimizer where the spec says "job"."""
         self.spec = spec
-        self.parts = list(parts)
-        self.flat = flat(parts, spec)
+        self.ranges = list(ranges)
+        self.flat = flat_layout(ranges, spec)
         self.flats = self.flat.zeros()
         self.parameters = [
             nn.Parameter(view, requires_grad=view.is_floating_point()) for view in self.flat.views(self.flats)
         ]
-        self.filled = [False] * len(self.parts)
-        self.ready = not self.parts  # every part has values
-        self.every = tuple(range(len(self.parts)))
+        self.filled = [False] * len(self.ranges)
+        self.ready = not self.ranges  # every part has values
+        self.all_keys = tuple(range(len(self.ranges)))
         self.optimizer: Optimizer | None = None
         self.scheduler: Any = None
         self._step: Callable[[], Any] = lambda: None
-        named = list(zip((part.name for part in self.parts), self.parameters, strict=True))
+        named = list(zip((part.name for part in self.ranges), self.parameters, strict=True))
         if spec.optimizer == "job":
             assert factory is not None
             if named:
@@ -68,36 +68,36 @@ class DenseTable:
         elif spec.optimizer != "none" and named:
             self.optimizer = make_optimizer(spec.optimizer, spec.settings, named)
             self._step = bare_step(self.optimizer)
-        self._layouts: dict[Keys, Layout] = {}
-        self._whole = self.layout(None)
-        self._touched_whole = 0
-        self._touched = [0] * len(self.parts)
+        self._layouts: dict[Keys, DenseLayout] = {}
+        self._full_layout = self.layout(None)
+        self._full_accesses = 0
+        self._accesses = [0] * len(self.ranges)
 
     @property
-    def learns(self) -> bool:
+    def has_optimizer(self) -> bool:
         return self.spec.optimizer != "none"
 
-    def layout(self, keys: Keys) -> Layout:
+    def layout(self, keys: Keys) -> DenseLayout:
         """The keys are there, each once."""
         found = self._layouts.get(keys)
         if found is None:
-            chosen = range(len(self.parts)) if keys is None else keys
-            laid = flat([self.parts[key] for key in chosen], self.spec)
+            chosen = range(len(self.ranges)) if keys is None else keys
+            laid = flat_layout([self.ranges[key] for key in chosen], self.spec)
             places = tuple(
                 (buffer, shape, torch.empty(shape, device="meta").stride(), offset)
                 for buffer, shape, offset in zip(laid.buffers, laid.shapes, laid.offsets, strict=True)
             )
-            if len(self._layouts) >= _LAYOUTS:
+            if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            found = self._layouts[keys] = Layout(laid, tuple(self.parameters[key] for key in chosen), places)
+            found = self._layouts[keys] = DenseLayout(laid, tuple(self.parameters[key] for key in chosen), places)
         return found
 
     def push(self, flats: Sequence[Tensor], keys: Keys = None, *, last: bool = True) -> None:
         """One update with these gradients, or a part of one; what has no key here has no gradient. The flat tensors are
         only read."""
-        layout = self._whole if keys is None else self.layout(keys)
+        layout = self._full_layout if keys is None else self.layout(keys)
         fitting = [
-            each if each.dtype == dtype and not each.data_ptr() % _BYTES else each.to(dtype, copy=True)
+            each if each.dtype == dtype and not each.data_ptr() % _ALIGN_BYTES else each.to(dtype, copy=True)
             for each, dtype in zip(flats, layout.flat.dtypes, strict=True)
         ]
         if self.optimizer is not None:
@@ -125,7 +125,7 @@ class DenseTable:
 
     def put(self, flats: Sequence[Tensor], keys: Keys = None, *, fill: bool = False) -> None:
         """`fill`: what has values already keeps them."""
-        chosen = range(len(self.parts)) if keys is None else keys
+        chosen = range(len(self.ranges)) if keys is None else keys
         layout = self.layout(keys)
         with torch.no_grad():
             for key, view, parameter in zip(chosen, layout.views(flats), layout.parameters, strict=True):
@@ -134,17 +134,17 @@ class DenseTable:
                     self.filled[key] = True
         self.ready = all(self.filled)
 
-    def touch(self, keys: Keys) -> None:
+    def count_access(self, keys: Keys) -> None:
         if keys is None:
-            self._touched_whole += 1
+            self._full_accesses += 1
         else:
             for key in keys:
-                self._touched[key] += 1
+                self._accesses[key] += 1
 
     @property
     def loads(self) -> list[float]:
         """By key: how often it was asked for or pushed."""
-        return [float(self._touched_whole + each) for each in self._touched]
+        return [float(self._full_accesses + each) for each in self._accesses]
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +155,7 @@ class DenseTable:
 
     # -- the optimizer's state ----------------------------------------------------------------------------------------
 
-    def state(self) -> tuple[Found, list[Tensor]]:
+    def state(self) -> tuple[TableStateReply, list[Tensor]]:
         """Tensors that have the part's shape, named "<tensor>\\t<field>"; what else is kept for a tensor (counters of
         steps) is in `steps` under such a name, with its dtype ("": a plain number)."""
         names: list[str] = []
@@ -163,7 +163,7 @@ class DenseTable:
         steps: dict[str, list[Any]] = {}
         groups: list[dict[str, Any]] = []
         if self.optimizer is not None:
-            for part, parameter in zip(self.parts, self.parameters, strict=True):
+            for part, parameter in zip(self.ranges, self.parameters, strict=True):
                 for field, value in self.optimizer.state.get(parameter, {}).items():
                     name = f"{part.name}\t{field}"
                     if isinstance(value, Tensor) and value.shape == parameter.shape and field != "step":
@@ -174,17 +174,17 @@ class DenseTable:
                     else:
                         steps[name] = [value, ""]
             groups = [
-                {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+                {key: to_plain_value(value) for key, value in group.items() if key not in ("params", "param_names")}
                 for group in self.optimizer.param_groups
             ]
-        scheduler = None if self.scheduler is None else plain(self.scheduler.state_dict())
-        return Found(names, {"groups": groups, "scheduler": scheduler, "steps": steps}), tensors
+        scheduler = None if self.scheduler is None else to_plain_value(self.scheduler.state_dict())
+        return TableStateReply(names, {"groups": groups, "scheduler": scheduler, "steps": steps}), tensors
 
     def put_state(self, names: Sequence[str], tensors: Sequence[Tensor], values: Mapping[str, Any]) -> None:
         """What `state` gave, here or elsewhere; of tensors that are not here nothing is taken."""
         if self.optimizer is None:
             return
-        mine = {part.name: parameter for part, parameter in zip(self.parts, self.parameters, strict=True)}
+        mine = {part.name: parameter for part, parameter in zip(self.ranges, self.parameters, strict=True)}
         self.optimizer.state.clear()
         for name, tensor in zip(names, tensors, strict=True):
             whose, _, field = name.partition("\t")
@@ -197,9 +197,9 @@ class DenseTable:
                 self.optimizer.state[mine[whose]][field] = made
         for group, stored in zip(self.optimizer.param_groups, values.get("groups", ()), strict=False):
             for key, value in stored.items():
-                group[key] = fitted(group.get(key), value)
+                group[key] = with_types_of(group.get(key), value)
         if self.scheduler is not None and values.get("scheduler") is not None:
-            self.scheduler.load_state_dict(fitted(self.scheduler.state_dict(), values["scheduler"]))
+            self.scheduler.load_state_dict(with_types_of(self.scheduler.state_dict(), values["scheduler"]))
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
 
     def capture(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class DenseTable:
             "names": found.names,
             "tensors": tensors,
             "values": found.values,
-            "touched": [self._touched_whole, *self._touched],
+            "touched": [self._full_accesses, *self._accesses],
         }
 
     def restore(self, captured: Mapping[str, Any]) -> None:
@@ -220,35 +220,35 @@ class DenseTable:
         self.filled = list(captured["filled"])
         self.ready = all(self.filled)
         self.put_state(captured["names"], captured["tensors"], captured["values"])
-        self._touched_whole, *self._touched = captured["touched"]
+        self._full_accesses, *self._accesses = captured["touched"]
 
 
-def plain(value: Any) -> Any:
+def to_plain_value(value: Any) -> Any:
     """As it travels: numbers, text, lists, dicts. What is none of these is left to whoever has it (None)."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items() if isinstance(key, int | float | str | bool)}
+        return {key: to_plain_value(each) for key, each in value.items() if isinstance(key, int | float | str | bool)}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [to_plain_value(each) for each in value]
     return None
 
 
-def fitted(live: Any, stored: Any) -> Any:
+def with_types_of(live: Any, stored: Any) -> Any:
     """A plain value with the types of the one that it takes the place of."""
     if isinstance(live, Tensor):
         with torch.no_grad():
             return live.copy_(torch.as_tensor(stored))
     if isinstance(live, tuple) and isinstance(stored, list):
-        return tuple(fitted(a, b) for a, b in zip(live, stored, strict=True)) if len(live) == len(stored) else live
+        return tuple(with_types_of(a, b) for a, b in zip(live, stored, strict=True)) if len(live) == len(stored) else live
     if isinstance(live, Counter):
         return Counter(stored)
     if isinstance(live, dict) and isinstance(stored, dict):
-        return {key: fitted(live.get(key), value) for key, value in stored.items()}
+        return {key: with_types_of(live.get(key), value) for key, value in stored.items()}
     if isinstance(live, list) and isinstance(stored, list) and len(live) == len(stored):
-        return [fitted(a, b) for a, b in zip(live, stored, strict=True)]
+        return [with_types_of(a, b) for a, b in zip(live, stored, strict=True)]
     if stored is None and callable(live):
         return live
     return stored

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from shoal.errors import InputError
 from shoal.paramserver.messages import SparseSpec
-from shoal.paramserver.row_cache import Cached, result
+from shoal.paramserver.row_cache import RowCache, wait_result
 from shoal.paramserver.sparse_table import DTYPES, SparseTable, check_spec, combine, out_of_range
 
-MEMORY = 63  # calls of one step whose rows are remembered for a block that is recomputed
+CALLS_KEPT = 63  # calls of one step whose rows are remembered for a block that is recomputed
 
 
 class Embedding(nn.Module):
@@ -55,9 +55,9 @@ class Embedding(nn.Module):
         **settings: float | bool,
     ) -> None:
         super().__init__()
-        from shoal.paramserver.optimizers import check
+        from shoal.paramserver.optimizers import check_settings
 
-        check(optimizer, settings)
+        check_settings(optimizer, settings)
         self.rows, self.dim, self.ids = rows, dim, ids
         self.cache, self.bound = cache, bound
         self.name = ""
@@ -82,7 +82,7 @@ class Embedding(nn.Module):
     def _clear(self) -> None:
         self._calls = 0
         self._gradients: list[tuple[int, Tensor, Tensor]] = []  # (number of the call, ids, rows)
-        self._ahead: list[tuple[Tensor, Any]] = []  # ids, and the future of their rows: of at most two batches
+        self._prefetched: list[tuple[Tensor, Any]] = []  # ids, and the future of their rows: of at most two batches
         self._pulled: list[tuple[Tensor, Tensor]] = []  # in this step
 
     # -- where the rows are -------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Embedding(nn.Module):
     def attach(self, name: str, source: Any) -> None:
         """From now on rows come from there: something with `pull(ids)`, a tensor or its future."""
         self.name = name
-        self._source = Cached(source, self.cache, self.bound) if self.cache else source
+        self._source = RowCache(source, self.cache, self.bound) if self.cache else source
         self._table = None
         self._clear()
 
@@ -114,22 +114,22 @@ class Embedding(nn.Module):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, version: int, *, keep_ahead: bool = True) -> None:
+    def begin_step(self, version: int, *, keep_prefetched: bool = True) -> None:
         """Forgets what the last step left. `keep_ahead=False`: also rows that were asked for before this step began."""
         self._calls, self._gradients, self._pulled = 0, [], []
-        if not keep_ahead:
-            self._ahead = []
-        if isinstance(self._source, Cached):
+        if not keep_prefetched:
+            self._prefetched = []
+        if isinstance(self._source, RowCache):
             self._source.begin_step(version)
 
-    def prefetch(self, batch: Any, *, beside: bool = False) -> bool:
+    def prefetch(self, batch: Any, *, keep_last: bool = False) -> bool:
         """Asks for the rows that this batch will look up, if the module was told how to know. Calls of `forward` take
         them from there, until the next prefetch. `beside`: what was asked for last is still to be used, too."""
         if self.ids is None:
             return False
         unique = torch.unique(torch.as_tensor(self.ids(batch)).to("cpu", torch.int64))
         self._check(unique)
-        self._ahead = [*(self._ahead[-1:] if beside else ()), (unique, self._pull(unique))]
+        self._prefetched = [*(self._prefetched[-1:] if keep_last else ()), (unique, self._pull(unique))]
         return True
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Embedding(nn.Module):
         rows = self._rows(unique).to(ids.device)
         if torch.is_grad_enabled():
             rows = rows.detach().requires_grad_()
-            self._listen(rows, unique, self._calls)
+            self._hook_gradient(rows, unique, self._calls)
             self._calls += 1
         return F.embedding(inverse.to(ids.device), rows)
 
@@ -162,7 +162,7 @@ class Embedding(nn.Module):
         taken = self.take_gradient()
         if taken is not None:
             self.table.push(*taken, version)
-        self.begin_step(version + 1, keep_ahead=False)
+        self.begin_step(version + 1, keep_prefetched=False)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -171,27 +171,27 @@ class Embedding(nn.Module):
         for ids, rows in self._pulled:
             if torch.equal(ids, unique):
                 return rows
-        ahead = self._from_ahead(unique)
-        rows = result(self._pull(unique)) if ahead is None else ahead
+        ahead = self._from_prefetched(unique)
+        rows = wait_result(self._pull(unique)) if ahead is None else ahead
         if torch.is_grad_enabled():
-            self._pulled = [*self._pulled[-MEMORY:], (unique, rows)]
+            self._pulled = [*self._pulled[-CALLS_KEPT:], (unique, rows)]
         return rows
 
-    def _from_ahead(self, unique: Tensor) -> Tensor | None:
-        for number, (ids, future) in enumerate(self._ahead):
+    def _from_prefetched(self, unique: Tensor) -> Tensor | None:
+        for number, (ids, future) in enumerate(self._prefetched):
             if not len(unique) or not len(ids):
                 continue
             place = torch.searchsorted(ids, unique).clamp_(max=len(ids) - 1)
             if torch.equal(ids[place], unique):
-                rows = result(future)
-                self._ahead[number] = ids, rows
+                rows = wait_result(future)
+                self._prefetched[number] = ids, rows
                 return rows if len(ids) == len(unique) else rows[place]
         return None
 
     def _pull(self, unique: Tensor) -> Any:
         return self.table.pull(unique) if self._source is None else self._source.pull(unique)
 
-    def _listen(self, rows: Tensor, ids: Tensor, call: int) -> None:
+    def _hook_gradient(self, rows: Tensor, ids: Tensor, call: int) -> None:
         def heard(leaf: Tensor) -> None:
             assert leaf.grad is not None
             self._gradients.append((call, ids, leaf.grad.cpu()))
@@ -217,7 +217,7 @@ class Embedding(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """For copies: rows of a table in this process go along, a connection does not."""
         state = self.__dict__.copy()
-        kept = self._table.capture() if self._table is not None and self._table.held else None
+        kept = self._table.capture() if self._table is not None and self._table.num_rows else None
         return state | {"_source": None, "_table": None, "_kept": kept, "_gradients": [], "_ahead": [], "_pulled": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -7,27 +7,27 @@ from typing import Any, Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Pump(Protocol):
+class ReplyPump(Protocol):
     """What futures need of a client."""
 
-    def pump(self, future: "Future[Any] | None", timeout: float | None) -> None:
+    def pump(self, future: "ReplyFuture[Any] | None", timeout: float | None) -> None:
         """Until the future is settled; None for it: what has come, without waiting. Raises when the time is over."""
         ...
 
 
-class Future(Generic[T]):
+class ReplyFuture(Generic[T]):
     """Settled by `parts` answers: `value` is called when all have come, or the first error is raised."""
 
-    __slots__ = ("_error", "_left", "_pump", "_value", "left_alone", "make")
+    __slots__ = ("_error", "_left", "_pump", "_value", "unobserved", "make_value")
 
-    def __init__(self, pump: Pump, make: Callable[[], T] | None = None, parts: int = 1) -> None:
-        self._pump, self._left = pump, parts
-        self.make = make
+    def __init__(self, pump: ReplyPump, make_value: Callable[[], T] | None = None, replies: int = 1) -> None:
+        self._pump, self._left = pump, replies
+        self.make_value = make_value
         self._value: T | None = None
         self._error: BaseException | None = None
-        self.left_alone = True  # nobody has waited for it
-        if not parts:
-            self._made()
+        self.unobserved = True  # nobody has waited for it
+        if not replies:
+            self._finish()
 
     @property
     def settled(self) -> bool:
@@ -41,7 +41,7 @@ class Future(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """The value. `timeout` in seconds; None: as long as the server is there."""
-        self.left_alone = False
+        self.unobserved = False
         if self._left > 0:
             self._pump.pump(self, timeout)
         if self._error is not None:
@@ -52,11 +52,11 @@ class Future(Generic[T]):
     def error(self) -> BaseException | None:
         return self._error
 
-    def part(self) -> None:
+    def count_reply(self) -> None:
         """One more answer is in."""
         self._left -= 1
         if self._left == 0:
-            self._made()
+            self._finish()
 
     def settle(self, value: T) -> None:
         self._value = value
@@ -67,8 +67,8 @@ class Future(Generic[T]):
             self._error = error
             self._left = 0
 
-    def _made(self) -> None:
+    def _finish(self) -> None:
         try:
-            self._value = self.make() if self.make is not None else None
+            self._value = self.make_value() if self.make_value is not None else None
         except Exception as error:
             self._error = error

@@ -14,14 +14,14 @@ PAGE = mmap.PAGESIZE
 Slots = npt.NDArray[np.int64]
 
 
-class Arena:
+class GrowableRows:
     """Places for rows of `width` numbers, addressed by slot. New places are zero."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self.width, self.dtype = width, dtype
         self.row_bytes = width * dtype.itemsize
         self._row = np.dtype((np.void, self.row_bytes))  # numpy moves it as a whole
-        self._map = anonymous(PAGE)
+        self._map = anonymous_mmap(PAGE)
         self._places = self._view()
 
     def __len__(self) -> int:
@@ -60,5 +60,5 @@ class Arena:
         return np.frombuffer(self._map, dtype=self._row, count=len(self._map) // self.row_bytes)
 
 
-def anonymous(num_bytes: int) -> mmap.mmap:
+def anonymous_mmap(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

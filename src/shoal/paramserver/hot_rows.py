@@ -18,7 +18,7 @@ HALVE_EVERY = 256  # looks
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Heat:
+class HotRowTracker:
     def __init__(self, keys: int, ranges: int = RANGES) -> None:
         self._width = max(1, -(-keys // ranges))
         self._touches = np.zeros(-(-max(1, keys) // self._width), dtype=np.int64)
@@ -27,7 +27,7 @@ class Heat:
         self._requests = self._looks = 0
         self._seen = 0.0  # looks, halved as the counts are
 
-    def note(self, keys: npt.NDArray[np.int64]) -> None:
+    def record(self, keys: npt.NDArray[np.int64]) -> None:
         """One request."""
         settled = self._requests >= SETTLED
         if not settled or self._requests % COUNT_EVERY == 0:

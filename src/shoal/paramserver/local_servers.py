@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.paramserver.client import Client
+from shoal.paramserver.client import ParameterClient
 
 PR_SET_PDEATHSIG = 1
 
 
-class Servers:
+class LocalServers:
     """So many servers, forked from this process, that end with it. They keep snapshots in `folder` if there is one,
     every `keep_seconds` and when asked to; a server that is started again goes on from its newest."""
 
@@ -31,9 +31,9 @@ class Servers:
         *,
         folder: Path | str | None = None,
         token: str | None = None,
-        keep_seconds: float | None = None,
+        snapshot_seconds: float | None = None,
         addresses: Sequence[str] | None = None,
-        make: Callable[[int, int, int], Any] | None = None,
+        make_shard: Callable[[int, int, int], Any] | None = None,
         **settings: Any,
     ) -> None:
         """`addresses`: where each listens, else on sockets in a folder that is removed at the end. `make(shard, shards,
@@ -44,12 +44,12 @@ class Servers:
             raise InputError(f"{count} servers, but {len(addresses)} addresses")
         self._temporary = Path(tempfile.mkdtemp(prefix="shoal-"))
         self._folder = Path(folder) if folder is not None else None
-        self._token, self._keep_seconds, self._make, self._settings = token, keep_seconds, make, settings
-        self._wanted = list(addresses or (f"unix:{self._temporary}/shard-{shard}" for shard in range(count)))
-        self.addresses: list[str] = list(self._wanted)
+        self._token, self._snapshot_seconds, self._make_shard, self._settings = token, snapshot_seconds, make_shard, settings
+        self._requested = list(addresses or (f"unix:{self._temporary}/shard-{shard}" for shard in range(count)))
+        self.addresses: list[str] = list(self._requested)
         self.pids: list[int] = [0] * count
         try:
-            if make is None:
+            if make_shard is None:
                 import torch._dynamo  # noqa: F401  what torch's optimizers import at their first step: once for all
             for shard in range(count):
                 self._start(shard)
@@ -76,7 +76,7 @@ class Servers:
             self.kill(shard)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def __enter__(self) -> "Servers":
+    def __enter__(self) -> "LocalServers":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -116,14 +116,14 @@ class Servers:
             self.kill(shard)
             raise InputError(text[1:].decode() or f"the server of shard {shard} did not start: see its traceback")
         self.addresses[shard] = text.decode()
-        self._wanted[shard] = text.decode()  # the same again after a restart
+        self._requested[shard] = text.decode()  # the same again after a restart
 
-    def _run(self, shard: int, told: int) -> None:
+    def _run(self, shard: int, ready_pipe: int) -> None:
         import torch
 
-        from shoal.paramserver.server import Server
-        from shoal.paramserver.shard import Shard
-        from shoal.paramserver.snapshot import Snapshots
+        from shoal.paramserver.server import ParameterServer
+        from shoal.paramserver.shard import ParameterShard
+        from shoal.paramserver.snapshot import SnapshotFolder
 
         torch.set_num_threads(1)
         count = len(self.pids)
@@ -131,30 +131,30 @@ class Servers:
         boot = 1
         newest = None
         if self._folder is not None:
-            snapshots = Snapshots(self._folder / f"shard-{shard}", shard=shard)
-            boot = snapshots.boot()
+            snapshots = SnapshotFolder(self._folder / f"shard-{shard}", shard=shard)
+            boot = snapshots.next_incarnation()
             newest = snapshots.newest()
-        if self._make is not None:
-            held = self._make(shard, count, boot)
+        if self._make_shard is not None:
+            held = self._make_shard(shard, count, boot)
         else:
             kept = snapshots.rewind if snapshots is not None else None
-            held = Shard(shard=shard, shards=count, boot=boot, kept=kept)
+            held = ParameterShard(shard=shard, shards=count, server_incarnation=boot, load_snapshot=kept)
         if newest is not None:
             held.restore(newest)
-        server = Server(
+        server = ParameterServer(
             held,
-            [self._wanted[shard]],
+            [self._requested[shard]],
             token=self._token,
             snapshots=snapshots,
-            keep_seconds=self._keep_seconds,
+            snapshot_seconds=self._snapshot_seconds,
             **self._settings,
         )
-        os.write(told, server.addresses[0].encode())
-        os.close(told)
+        os.write(ready_pipe, server.addresses[0].encode())
+        os.close(ready_pipe)
         server.serve(lambda: False)
 
 
-def connect(addresses: Sequence[str] | str | None = None, worker: int | None = None, **settings: Any) -> Client:
+def connect(addresses: Sequence[str] | str | None = None, worker: int | None = None, **settings: Any) -> ParameterClient:
     """A client of servers that are named here or in the environment: SHOAL_SERVERS (their addresses, with commas),
     SHOAL_TOKEN, and RANK for the number of the worker."""
     if addresses is None:
@@ -169,4 +169,4 @@ def connect(addresses: Sequence[str] | str | None = None, worker: int | None = N
             raise InputError(f"RANK is {rank!r}, which is no number of a worker", fix="RANK=0, or worker=0")
         worker = int(rank)
     settings.setdefault("token", os.environ.get("SHOAL_TOKEN") or None)
-    return Client(addresses, worker=worker, **settings)
+    return ParameterClient(addresses, worker=worker, **settings)

@@ -15,14 +15,14 @@ import msgspec
 Span: TypeAlias = tuple[int, int]  # lanes, or workers: from the first up to, not including, the second
 
 
-class Who(msgspec.Struct, frozen=True, array_like=True):
+class ClientId(msgspec.Struct, frozen=True, array_like=True):
     """One process that is a worker."""
 
     worker: int
     incarnation: int = 0
 
 
-class Slot(msgspec.Struct, frozen=True, array_like=True):
+class TableSlice(msgspec.Struct, frozen=True, array_like=True):
     """Some of a table."""
 
     table: str
@@ -59,62 +59,62 @@ class SparseSpec(msgspec.Struct, frozen=True, tag="sparse"):
     capacity: int = 0  # rows that a shard holds at the most; 0: no bound
 
 
-Spec: TypeAlias = DenseSpec | SparseSpec
+TableSpec: TypeAlias = DenseSpec | SparseSpec
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ServerRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-class Hello(Request, frozen=True):
+class HelloRequest(ServerRequest, frozen=True):
     """The first word of a connection."""
 
     worker: int
     incarnation: int = 0  # 0: grant one (shard 0 alone does)
     proof: bytes = b""  # of the credentials, over what the server sent first
-    memory: bool = False  # this process is on the server's host and would share memory
-    memory_bytes: int = 0  # that it would like to share each way; 0: as the server has it
+    shared_memory: bool = False  # this process is on the server's host and would share memory
+    ring_bytes: int = 0  # that it would like to share each way; 0: as the server has it
 
 
 # -- orders -----------------------------------------------------------------------------------------------------------
 
 
-class Declare(Request, frozen=True):
+class DeclareRequest(ServerRequest, frozen=True):
     """A table; the same again does nothing, another of the same name is refused."""
 
     table: str
-    spec: Spec
+    spec: TableSpec
 
 
-class Put(Request, frozen=True):
+class PutRequest(ServerRequest, frozen=True):
     """Values as they are. `fill`: these are the first ones, and the table stands when all of its keys have some. With
     `state`, of the optimizer (see `State`)."""
 
-    slots: list[Slot]
+    slices: list[TableSlice]
     fill: bool = False
     state: dict[str, Any] | None = None
 
 
-class Push(Request, frozen=True):
+class PushRequest(ServerRequest, frozen=True):
     """Gradients, applied at once: one update. `ticket`: the step that it is of (-1: none); a ticket is applied once,
     whoever pushes it. `basis`: the version that the gradient was computed from. `pull`: answer with dense values."""
 
-    slots: list[Slot]
-    ticket: int = -1
-    basis: int = -1
+    slices: list[TableSlice]
+    lease: int = -1
+    base_version: int = -1
     pull: bool = False
     last: bool = True  # False: another part of the same update follows
 
 
-class Contribute(Request, frozen=True):
+class ContributeRequest(ServerRequest, frozen=True):
     """Gradients of some lanes of a step, kept until it is applied. What comes for a step that is over is refused."""
 
     step: int
     span: Span
-    slots: list[Slot]
+    slices: list[TableSlice]
 
 
-class Apply(Request, frozen=True):
+class ApplyRequest(ServerRequest, frozen=True):
     """The step's update: contributions of these spans are added in the tree over `lanes`, times `scale`, clipped to
     `max_norm` given the whole gradient's `norm`. Once for each step, whoever asks first. `skip`: nothing is applied."""
 
@@ -127,10 +127,10 @@ class Apply(Request, frozen=True):
     skip: bool = False
     snapshot: bool = False  # keep what it comes to on disk
     pull: bool = True  # answer with dense values
-    put: list[Slot] = []  # values that become part of the step as they are (buffers); their tensors come along
+    put: list[TableSlice] = []  # values that become part of the step as they are (buffers); their tensors come along
 
 
-class Meet(Request, frozen=True):
+class BarrierRequest(ServerRequest, frozen=True):
     """In lockstep, shard 0: this worker is done with the step. Answered with everybody's notes when enough have come.
     Tensors may come along; they go to everybody."""
 
@@ -138,7 +138,7 @@ class Meet(Request, frozen=True):
     note: bytes
 
 
-class Next(Request, frozen=True):
+class LeaseRequest(ServerRequest, frozen=True):
     """Not in lockstep, shard 0: give me a step. Answered when there is one, `Compute` or `Errand` or `End`.
 
     `done`: the ticket that this worker has done since, -1: none, with its `note` (loss and so on: kept in order).
@@ -146,41 +146,41 @@ class Next(Request, frozen=True):
     ticket is to be mine after this one."""
 
     group: int
-    done: int = -1
+    finished: int = -1
     note: bytes = b""
-    failed: int = -1
-    ahead: bool = False
+    failed_generation: int = -1
+    wants_next: bool = False
 
 
-class Errands(Request, frozen=True):
+class TaskRequest(ServerRequest, frozen=True):
     """Shard 0: something is to be done once, by the next worker that asks: "evaluate", "save"."""
 
-    what: str
+    task: str
 
 
-class Ended(Request, frozen=True):
+class EndRequest(ServerRequest, frozen=True):
     """Shard 0: the run ends (a target, an error, word from the user). `resumable`: before its last step."""
 
     reason: str
     resumable: bool = False
 
 
-class Rewind(Request, frozen=True):
+class RewindRequest(ServerRequest, frozen=True):
     """In lockstep, after a server was lost: back to what was kept of a step. Once for each epoch."""
 
-    epoch: int
+    generation: int
     step: int
-    boot: int = 0  # of the process that is meant: what was asked of another is out of date; 0: of any
+    server_incarnation: int = 0  # of the process that is meant: what was asked of another is out of date; 0: of any
 
 
 # -- looks ------------------------------------------------------------------------------------------------------------
 
 
-class Pull(Request, frozen=True):
-    slots: list[Slot]
+class PullRequest(ServerRequest, frozen=True):
+    slices: list[TableSlice]
 
 
-class Squares(Request, frozen=True):
+class SquaresRequest(ServerRequest, frozen=True):
     """Sums of squares by row of what a step's contributions come to, by key: for the norm of the whole gradient."""
 
     step: int
@@ -189,32 +189,32 @@ class Squares(Request, frozen=True):
     scale: float = 1.0
 
 
-class State(Request, frozen=True):
+class TableStateRequest(ServerRequest, frozen=True):
     """The optimizer's state of a dense table, for a checkpoint."""
 
     table: str
 
 
-class Standing(Request, frozen=True):
+class StatusRequest(ServerRequest, frozen=True):
     """Where the shard is."""
 
 
-class Stats(Request, frozen=True):
+class StatsRequest(ServerRequest, frozen=True):
     """What it has done."""
 
 
-class Keep(Request, frozen=True):
+class SnapshotRequest(ServerRequest, frozen=True):
     """Write a snapshot now; answered when it stands on disk."""
 
 
 # -- replies ----------------------------------------------------------------------------------------------------------
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ServerReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-class Challenge(Reply, frozen=True):
+class ChallengeReply(ServerReply, frozen=True):
     """The server's first word. `proof` in Hello is the HMAC-SHA256 of this nonce under the token."""
 
     nonce: bytes
@@ -223,11 +223,11 @@ class Challenge(Reply, frozen=True):
     needs_token: bool
 
 
-class Welcome(Reply, frozen=True):
+class WelcomeReply(ServerReply, frozen=True):
     shard: int
     shards: int
-    boot: int  # how many processes have been this shard
-    epoch: int
+    server_incarnation: int  # how many processes have been this shard
+    generation: int
     incarnation: int
     sequence: int  # the last order of this incarnation that the shard has
     version: int  # updates applied
@@ -235,74 +235,74 @@ class Welcome(Reply, frozen=True):
     tables: list[str]
 
 
-class Done(Reply, frozen=True):
+class AckReply(ServerReply, frozen=True):
     version: int
 
 
-class Values(Reply, frozen=True):
+class ValuesReply(ServerReply, frozen=True):
     version: int
-    slots: list[Slot]
+    slices: list[TableSlice]
     step: int = -1  # in lockstep: the next one
 
 
-class Late(Reply, frozen=True):
+class LateReply(ServerReply, frozen=True):
     """The step is over without this worker. `step`: the one at work."""
 
     step: int
 
 
-class Met(Reply, frozen=True):
+class BarrierReply(ServerReply, frozen=True):
     """`workers`: who is in, rising; their notes; how many tensors of those that follow are each one's."""
 
     step: int
     workers: list[int]
     notes: list[bytes]
-    tensors: list[int]
+    tensor_counts: list[int]
 
 
-class Compute(Reply, frozen=True):
+class LeaseReply(ServerReply, frozen=True):
     """`members`: the worker's group, rising; `epoch`: of the group, rises when they change. `done`: tickets so far.
     `then`: the ticket that comes next, unless somebody who has nothing else to do takes it; -1: not known."""
 
-    ticket: int
-    epoch: int = 0
+    lease: int
+    generation: int = 0
     members: tuple[int, ...] = ()
-    done: int = 0
-    then: int = -1
+    steps_done: int = 0
+    next_lease: int = -1
 
 
-class Errand(Reply, frozen=True):
-    what: str
-    done: int
+class TaskReply(ServerReply, frozen=True):
+    task: str
+    steps_done: int
 
 
-class End(Reply, frozen=True):
+class EndReply(ServerReply, frozen=True):
     reason: str  # empty: the last step is done
     resumable: bool
-    done: int
+    steps_done: int
 
 
-class Found(Reply, frozen=True):
+class TableStateReply(ServerReply, frozen=True):
     """The optimizer's state: tensors follow, named; scheduler and counters in `values`."""
 
     names: list[str]
     values: dict[str, Any]
 
 
-class Stood(Reply, frozen=True):
-    boot: int
-    epoch: int
+class StatusReply(ServerReply, frozen=True):
+    server_incarnation: int
+    generation: int
     version: int
     step: int
     filled: bool  # every dense table has its first values
-    kept: list[int]  # steps that a snapshot stands of
-    values: dict[str, Any] = {}  # of the pace
-    came_back: bool = False  # another process had this shard before, and nobody has gone back with it since
-    began: int = 0  # the job's step that the run began with; `step` may count something else
+    snapshot_steps: list[int]  # steps that a snapshot stands of
+    progress: dict[str, Any] = {}  # of the pace
+    needs_rewind: bool = False  # another process had this shard before, and nobody has gone back with it since
+    start_step: int = 0  # the job's step that the run began with; `step` may count something else
     inexact: str = ""  # how the steps before that were done, if not exactly
 
 
-class Counted(Reply, frozen=True):
+class StatsReply(ServerReply, frozen=True):
     """All since the shard was first started. `staleness`: versions between basis and push -> pushes."""
 
     version: int
@@ -316,10 +316,10 @@ class Counted(Reply, frozen=True):
     loads: dict[str, list[float]]  # table -> touches, by key or by range of rows
     busy_seconds: float
     evicted: dict[str, int] = {}  # sparse table -> rows that were forgotten
-    hot: dict[str, list[tuple[int, float]]] = {}  # sparse table -> rows asked for most, and in which share of requests
+    hot_rows: dict[str, list[tuple[int, float]]] = {}  # sparse table -> rows asked for most, and in which share of requests
 
 
-class Refused(Reply, frozen=True):
+class RefusedReply(ServerReply, frozen=True):
     """`code`: one word for programs. `fix`: what to change."""
 
     code: str
@@ -327,14 +327,14 @@ class Refused(Reply, frozen=True):
     fix: str = ""
 
 
-ORDERS = (Declare, Put, Push, Contribute, Apply, Meet, Next, Errands, Ended, Rewind)
-LOOKS = (Pull, Squares, State, Standing, Stats, Keep)
+WRITES = (DeclareRequest, PutRequest, PushRequest, ContributeRequest, ApplyRequest, BarrierRequest, LeaseRequest, TaskRequest, EndRequest, RewindRequest)
+READS = (PullRequest, SquaresRequest, TableStateRequest, StatusRequest, StatsRequest, SnapshotRequest)
 AnyRequest: TypeAlias = (
-    Hello | Declare | Put | Push | Contribute | Apply | Meet | Next | Errands | Ended | Rewind | Pull | Squares | State
-    | Standing | Stats | Keep
+    HelloRequest | DeclareRequest | PutRequest | PushRequest | ContributeRequest | ApplyRequest | BarrierRequest | LeaseRequest | TaskRequest | EndRequest | RewindRequest | PullRequest | SquaresRequest | TableStateRequest
+    | StatusRequest | StatsRequest | SnapshotRequest
 )  # fmt: skip
 AnyReply: TypeAlias = (
-    Challenge | Welcome | Done | Values | Late | Met | Compute | Errand | End | Found | Stood | Counted | Refused
+    ChallengeReply | WelcomeReply | AckReply | ValuesReply | LateReply | BarrierReply | LeaseReply | TaskReply | EndReply | TableStateReply | StatusReply | StatsReply | RefusedReply
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

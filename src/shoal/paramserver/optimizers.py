@@ -37,15 +37,15 @@ DEFAULTS: dict[str, dict[str, float | bool]] = {
     "adagrad": {"lr": 1e-2, "eps": 1e-10, "initial": 0.0, "weight_decay": 0.0},
     "row_adagrad": {"lr": 1e-2, "eps": 1e-10, "initial": 0.0},
 }
-DENSE = tuple(name for name in DEFAULTS if name != "row_adagrad")
-SPARSE = tuple(DEFAULTS)
+DENSE_NAMES = tuple(name for name in DEFAULTS if name != "row_adagrad")
+SPARSE_NAMES = tuple(DEFAULTS)
 
 
-def check(name: str, settings: Settings, names: Sequence[str] = SPARSE) -> dict[str, float | bool]:
+def check_settings(name: str, settings: Settings, names: Sequence[str] = SPARSE_NAMES) -> dict[str, float | bool]:
     """All settings of an optimizer: those given, and the usual ones for the rest."""
     if name not in names:
         near = get_close_matches(name, names, n=1, cutoff=0.5)
-        only = name in SPARSE
+        only = name in SPARSE_NAMES
         raise InputError(
             f"{name} is for sparse tables only" if only else f"there is no optimizer {name!r}",
             fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}",
@@ -81,7 +81,7 @@ def make_optimizer(name: str, settings: Settings, named: Sequence[tuple[str, nn.
     """Torch's own, for dense tensors."""
     from torch import optim
 
-    known = check(name, settings, DENSE)
+    known = check_settings(name, settings, DENSE_NAMES)
     lr, decay = known["lr"], known["weight_decay"]
     parameters = list(named)
     if name == "sgd":
@@ -112,63 +112,63 @@ def bare_step(optimizer: Optimizer) -> Callable[[], None]:
 
 
 @dataclass(frozen=True)
-class Field:
+class RowStateField:
     """Something kept for each row: `width` numbers, or as many as the row has (0). `whole`: a count."""
 
     width: int = 0
     initial: float = 0.0
-    whole: bool = False
+    is_count: bool = False
 
 
 @dataclass(frozen=True)
-class Kernel:
+class RowKernel:
     """`update(values, gradient, *state)` changes rows and their state in place; it may change the gradient, too. Rows
     are contiguous, one for each row of the gradient."""
 
-    fields: dict[str, Field]
+    fields: dict[str, RowStateField]
     update: Callable[..., None]
 
 
-def row_kernel(name: str, settings: Settings) -> Kernel:
-    known = {key: float(value) for key, value in check(name, settings).items()}
+def row_kernel(name: str, settings: Settings) -> RowKernel:
+    known = {key: float(value) for key, value in check_settings(name, settings).items()}
     return _KERNELS[name](**known)
 
 
-def _sgd(lr: float, weight_decay: float) -> Kernel:
+def _sgd(lr: float, weight_decay: float) -> RowKernel:
     def update(values: Tensor, gradient: Tensor) -> None:
         if weight_decay:
             gradient = gradient.add(values, alpha=weight_decay)
         values.add_(gradient, alpha=-lr)
 
-    return Kernel({}, update)
+    return RowKernel({}, update)
 
 
-def _momentum(lr: float, momentum: float, nesterov: float, weight_decay: float) -> Kernel:
+def _momentum(lr: float, momentum: float, nesterov: float, weight_decay: float) -> RowKernel:
     def update(values: Tensor, gradient: Tensor, buffer: Tensor) -> None:
         if weight_decay:
             gradient = gradient.add(values, alpha=weight_decay)
         buffer.mul_(momentum).add_(gradient, alpha=1)
         values.add_(gradient.add(buffer, alpha=momentum) if nesterov else buffer, alpha=-lr)
 
-    return Kernel({"momentum_buffer": Field()}, update)
+    return RowKernel({"momentum_buffer": RowStateField()}, update)
 
 
-def _adagrad(lr: float, eps: float, initial: float, weight_decay: float) -> Kernel:
+def _adagrad(lr: float, eps: float, initial: float, weight_decay: float) -> RowKernel:
     def update(values: Tensor, gradient: Tensor, total: Tensor) -> None:
         if weight_decay:
             gradient = gradient.add(values, alpha=weight_decay)
         total.addcmul_(gradient, gradient, value=1)
         values.addcdiv_(gradient, total.sqrt().add_(eps), value=-lr)
 
-    return Kernel({"sum": Field(initial=initial)}, update)
+    return RowKernel({"sum": RowStateField(initial=initial)}, update)
 
 
-def _row_adagrad(lr: float, eps: float, initial: float) -> Kernel:
+def _row_adagrad(lr: float, eps: float, initial: float) -> RowKernel:
     def update(values: Tensor, gradient: Tensor, total: Tensor) -> None:
         total.add_(_sum_of_rows(gradient * gradient), alpha=1 / gradient.shape[1])
         values.addcdiv_(gradient, total.sqrt().add_(eps), value=-lr)
 
-    return Kernel({"sum": Field(width=1, initial=initial)}, update)
+    return RowKernel({"sum": RowStateField(width=1, initial=initial)}, update)
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
@@ -181,9 +181,9 @@ def _sum_of_rows(rows: Tensor) -> Tensor:
     return rows[:, :1]
 
 
-def _adam(*, decoupled: bool) -> Callable[..., Kernel]:
-    def make(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Kernel:
-        corrections = _Corrections(lr, beta1, beta2)
+def _adam(*, decoupled: bool) -> Callable[..., RowKernel]:
+    def make(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> RowKernel:
+        corrections = _BiasCorrections(lr, beta1, beta2)
 
         def update(values: Tensor, gradient: Tensor, steps: Tensor, average: Tensor, square: Tensor) -> None:
             steps.add_(1)
@@ -196,13 +196,13 @@ def _adam(*, decoupled: bool) -> Callable[..., Kernel]:
             size, root = corrections(steps, values.dtype)
             values.add_((average * size).div_(square.sqrt().div_(root).add_(eps)))
 
-        fields = {"step": Field(width=1, whole=True), "exp_avg": Field(), "exp_avg_sq": Field()}
-        return Kernel(fields, update)
+        fields = {"step": RowStateField(width=1, is_count=True), "exp_avg": RowStateField(), "exp_avg_sq": RowStateField()}
+        return RowKernel(fields, update)
 
     return make
 
 
-class _Corrections:
+class _BiasCorrections:
     """Adam's factors by number of steps: -lr / (1 - beta1 ^ n), and the root of 1 - beta2 ^ n. Computed as torch does,
     one after the other in double precision, and kept."""
 
@@ -227,7 +227,7 @@ class _Corrections:
         return -(self._lr / first), second**0.5
 
 
-_KERNELS: dict[str, Callable[..., Kernel]] = {
+_KERNELS: dict[str, Callable[..., RowKernel]] = {
     "sgd": _sgd,
     "momentum": _momentum,
     "adam": _adam(decoupled=False),

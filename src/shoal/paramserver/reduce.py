@@ -15,113 +15,113 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.numerics.grad_norm import clip
+from shoal.numerics.grad_norm import clip_to_norm
 from shoal.numerics.lanes import fold, subtrees
-from shoal.paramserver.dense_table import Keys, Layout
+from shoal.paramserver.dense_table import Keys, DenseLayout
 from shoal.paramserver.messages import Span
 
 T = TypeVar("T")
 
 
-class Flats(NamedTuple):
+class DenseGradient(NamedTuple):
     """A dense table's gradient: flat tensors with the parts of these keys (cut.py)."""
 
     keys: Keys
     flats: list[Tensor]
 
 
-class Rows(NamedTuple):
+class SparseGradient(NamedTuple):
     """A sparse table's gradient: ids, each once, rising, and a row for each."""
 
     ids: Tensor
     rows: Tensor
 
 
-Gradients: TypeAlias = dict[str, Flats | Rows]  # by table; one that is absent has none
+Gradients: TypeAlias = dict[str, DenseGradient | SparseGradient]  # by table; one that is absent has none
 
 
-class Shape(Protocol):
+class TableLayouts(Protocol):
     """What has to be known of the tables."""
 
-    def layout(self, table: str, keys: Keys) -> Layout: ...
+    def layout(self, table: str, keys: Keys) -> DenseLayout: ...
 
     def row_dtype(self, table: str) -> torch.dtype: ...
 
 
 @dataclass
-class Folded:
+class ReducedContributions:
     """What a step's contributions come to, in the dtype of the values, and how it was asked for."""
 
     lanes: int
     spans: tuple[Span, ...]
     scale: float
     left_out: int = 0  # contributions that came and are not in it
-    dense: dict[str, Flats] = field(default_factory=dict)
-    sparse: dict[str, Rows] = field(default_factory=dict)
+    dense: dict[str, DenseGradient] = field(default_factory=dict)
+    sparse: dict[str, SparseGradient] = field(default_factory=dict)
 
-    def asked(self, lanes: int, spans: Sequence[Span], scale: float) -> bool:
-        return (self.lanes, self.spans, self.scale) == (lanes, ordered(spans), scale)
+    def matches(self, lanes: int, spans: Sequence[Span], scale: float) -> bool:
+        return (self.lanes, self.spans, self.scale) == (lanes, sorted_spans(spans), scale)
 
     def clip(self, max_norm: float, norm: float) -> None:
         tensors = [each for gradient in self.dense.values() for each in gradient.flats]
-        clip([*tensors, *(gradient.rows for gradient in self.sparse.values())], max_norm, norm)
+        clip_to_norm([*tensors, *(gradient.rows for gradient in self.sparse.values())], max_norm, norm)
 
 
-class Contributions:
+class StepContributions:
     """What is kept lies in memory of steps that are over: fresh memory costs several times what a copy does."""
 
     def __init__(self) -> None:
-        self._lent: dict[int, list[Tensor]] = {}  # by step: flat tensors that its contributions are kept in
+        self._in_use: dict[int, list[Tensor]] = {}  # by step: flat tensors that its contributions are kept in
         self._spare: list[Tensor] = []  # of the last step that is over
         self.steps: dict[int, dict[Span, Gradients]] = {}
-        self.folded: dict[int, Folded] = {}
+        self.reduced: dict[int, ReducedContributions] = {}
 
-    def put(self, step: int, span: Span, gradients: Gradients) -> bool:
+    def add(self, step: int, span: Span, gradients: Gradients) -> bool:
         """A copy of them. False: this span is there already; nothing changes."""
         held = self.steps.setdefault(step, {})
-        if span in held or step in self.folded:
+        if span in held or step in self.reduced:
             return False
-        lent = self._lent.setdefault(step, [])
-        held[span] = kept(gradients, lambda flat: self._copy(flat, lent))
+        lent = self._in_use.setdefault(step, [])
+        held[span] = copy_gradients(gradients, lambda flat: self._copy(flat, lent))
         return True
 
-    def _copy(self, flat: Tensor, lent: list[Tensor]) -> Tensor:
+    def _copy(self, flat: Tensor, in_use: list[Tensor]) -> Tensor:
         fits = (at for at, each in enumerate(self._spare) if each.dtype == flat.dtype and each.shape == flat.shape)
         at = next(fits, None)
         room = torch.empty_like(flat) if at is None else self._spare.pop(at)
-        lent.append(room)
+        in_use.append(room)
         return room.copy_(flat)
 
-    def has(self, step: int, spans: Sequence[Span]) -> bool:
+    def has_all(self, step: int, spans: Sequence[Span]) -> bool:
         held = self.steps.get(step, {})
-        return step in self.folded or all(tuple(span) in held for span in spans)
+        return step in self.reduced or all(tuple(span) in held for span in spans)
 
-    def fold(self, step: int, lanes: int, spans: Sequence[Span], scale: float, shape: Shape) -> Folded:
+    def reduce(self, step: int, lanes: int, spans: Sequence[Span], scale: float, layouts: TableLayouts) -> ReducedContributions:
         """Once for each step; what was added up is used up."""
-        found = self.folded.get(step)
+        found = self.reduced.get(step)
         if found is None:
             held, self.steps[step] = self.steps.get(step, {}), {}
-            parts = {span: held[span] for span in ordered(spans)}
-            found = self.folded[step] = fold_all(lanes, parts, scale, shape)
+            parts = {span: held[span] for span in sorted_spans(spans)}
+            found = self.reduced[step] = reduce_contributions(lanes, parts, scale, layouts)
             found.left_out = len(held) - len(parts)
         return found
 
-    def over(self, step: int) -> None:
+    def finish(self, step: int) -> None:
         """The step and all before it."""
         self.steps = {at: held for at, held in self.steps.items() if at > step}
-        self.folded = {at: folded for at, folded in self.folded.items() if at > step}
-        self._spare = self._lent.pop(step, [])
-        self._lent = {at: lent for at, lent in self._lent.items() if at > step}
+        self.reduced = {at: folded for at, folded in self.reduced.items() if at > step}
+        self._spare = self._in_use.pop(step, [])
+        self._in_use = {at: lent for at, lent in self._in_use.items() if at > step}
 
 
-def ordered(spans: Sequence[Span]) -> tuple[Span, ...]:
+def sorted_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(sorted((start, stop) for start, stop in spans))
 
 
-def misfit(lanes: int, spans: Sequence[Span]) -> str:
+def span_error(lanes: int, spans: Sequence[Span]) -> str:
     """Why these cannot be added in the tree over so many lanes; empty: they can."""
     at = 0
-    for start, stop in ordered(spans):
+    for start, stop in sorted_spans(spans):
         if not 0 <= start < stop <= lanes:
             return f"span {start} to {stop} of {lanes} lanes"
         if start < at:
@@ -132,34 +132,34 @@ def misfit(lanes: int, spans: Sequence[Span]) -> str:
     return ""
 
 
-def fold_all(lanes: int, parts: Mapping[Span, Gradients], scale: float, shape: Shape) -> Folded:
+def reduce_contributions(lanes: int, contributions: Mapping[Span, Gradients], scale: float, layouts: TableLayouts) -> ReducedContributions:
     """In the tree, then times the scale, then in the dtype of the values."""
-    found = Folded(lanes, ordered(list(parts)), scale)
-    for table in sorted({table for gradients in parts.values() for table in gradients}):
-        mine = {span: gradients.get(table) for span, gradients in parts.items()}
-        flats = {span: each for span, each in mine.items() if isinstance(each, Flats)}
-        rows = {span: each for span, each in mine.items() if isinstance(each, Rows)}
+    found = ReducedContributions(lanes, sorted_spans(list(contributions)), scale)
+    for table in sorted({table for gradients in contributions.values() for table in gradients}):
+        mine = {span: gradients.get(table) for span, gradients in contributions.items()}
+        flats = {span: each for span, each in mine.items() if isinstance(each, DenseGradient)}
+        rows = {span: each for span, each in mine.items() if isinstance(each, SparseGradient)}
         if flats:
-            keys, sums = fold_flats(lanes, flats, lambda keys, table=table: shape.layout(table, keys))  # type: ignore[misc]
-            dtypes = shape.layout(table, keys).flat.dtypes
-            found.dense[table] = Flats(keys, [_scaled(s, scale, d) for s, d in zip(sums, dtypes, strict=True)])
+            keys, sums = reduce_dense(lanes, flats, lambda keys, table=table: layouts.layout(table, keys))  # type: ignore[misc]
+            dtypes = layouts.layout(table, keys).flat.dtypes
+            found.dense[table] = DenseGradient(keys, [_scaled(s, scale, d) for s, d in zip(sums, dtypes, strict=True)])
         if rows:
-            total = fold(lanes, whole_tree(lanes, rows), add_rows)
+            total = fold(lanes, with_empty_lanes(lanes, rows), add_sparse)
             assert total is not None
-            found.sparse[table] = Rows(total.ids, _scaled(total.rows, scale, shape.row_dtype(table)))
+            found.sparse[table] = SparseGradient(total.ids, _scaled(total.rows, scale, layouts.row_dtype(table)))
     return found
 
 
-def fold_flats(lanes: int, parts: Mapping[Span, Flats], layout: Callable[[Keys], Layout]) -> Flats:
+def reduce_dense(lanes: int, gradients: Mapping[Span, DenseGradient], layout: Callable[[Keys], DenseLayout]) -> DenseGradient:
     """What has a gradient in some of the parts only is added where it has one."""
-    if len({part.keys for part in parts.values()}) == 1:
-        keys = next(iter(parts.values())).keys
-        total = fold(lanes, whole_tree(lanes, {span: part.flats for span, part in parts.items()}), _add_flats)
+    if len({part.keys for part in gradients.values()}) == 1:
+        keys = next(iter(gradients.values())).keys
+        total = fold(lanes, with_empty_lanes(lanes, {span: part.flats for span, part in gradients.items()}), _add_flats)
         assert total is not None
-        return Flats(keys, total)
+        return DenseGradient(keys, total)
     every = len(layout(None).parameters)
     views: dict[int, dict[Span, Tensor]] = {}  # by key
-    for span, (keys, flats) in parts.items():
+    for span, (keys, flats) in gradients.items():
         for key, view in zip(range(every) if keys is None else keys, layout(keys).views(flats), strict=True):
             views.setdefault(key, {})[span] = view
     keys = tuple(sorted(views))
@@ -170,13 +170,13 @@ def fold_flats(lanes: int, parts: Mapping[Span, Flats], layout: Callable[[Keys],
     }
     sums = [torch.zeros(total, dtype=kinds.get(index, torch.float32)) for index, total in enumerate(laid.flat.totals)]
     for key, into in zip(keys, laid.views(sums), strict=True):
-        one = fold(lanes, whole_tree(lanes, views[key]), lambda left, right: left.add_(right))
+        one = fold(lanes, with_empty_lanes(lanes, views[key]), lambda left, right: left.add_(right))
         assert one is not None
         into.copy_(one)
-    return Flats(None if len(keys) == every else keys, sums)
+    return DenseGradient(None if len(keys) == every else keys, sums)
 
 
-def whole_tree(lanes: int, parts: Mapping[Span, T]) -> dict[Span, T | None]:
+def with_empty_lanes(lanes: int, parts: Mapping[Span, T]) -> dict[Span, T | None]:
     """With nothing in the places of lanes that are not in."""
     found: dict[Span, T | None] = dict(parts)
     covered = {lane for start, stop in parts for lane in range(start, stop)}
@@ -184,10 +184,10 @@ def whole_tree(lanes: int, parts: Mapping[Span, T]) -> dict[Span, T | None]:
     return found
 
 
-def add_rows(left: Rows, right: Rows) -> Rows:
+def add_sparse(left: SparseGradient, right: SparseGradient) -> SparseGradient:
     """Rows that both have are added, left first; the others stay as they are."""
     if torch.equal(left.ids, right.ids):
-        return Rows(left.ids, left.rows.add_(right.rows))
+        return SparseGradient(left.ids, left.rows.add_(right.rows))
     ids = torch.unique(torch.cat([left.ids, right.ids]))  # sorted
     at_left, at_right = torch.searchsorted(ids, left.ids), torch.searchsorted(ids, right.ids)
     total = torch.empty(len(ids), left.rows.shape[1], dtype=left.rows.dtype)
@@ -197,7 +197,7 @@ def add_rows(left: Rows, right: Rows) -> Rows:
     both = taken[at_right]
     total[at_right[both]] += right.rows[both]
     total[at_right[~both]] = right.rows[~both]
-    return Rows(ids, total)
+    return SparseGradient(ids, total)
 
 
 def _add_flats(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
@@ -211,19 +211,19 @@ def _scaled(tensor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 # -- kept ------------------------------------------------------------------------------------------------------------
 
 
-def kept(gradients: Gradients, copy: Callable[[Tensor], Tensor] = torch.clone) -> Gradients:
+def copy_gradients(gradients: Gradients, copy: Callable[[Tensor], Tensor] = torch.clone) -> Gradients:
     """Copies: what came is only there while it is handled."""
     return {
-        table: Flats(each.keys, [copy(flat) for flat in each.flats])
-        if isinstance(each, Flats)
-        else Rows(each.ids.clone(), each.rows.clone())
+        table: DenseGradient(each.keys, [copy(flat) for flat in each.flats])
+        if isinstance(each, DenseGradient)
+        else SparseGradient(each.ids.clone(), each.rows.clone())
         for table, each in gradients.items()
     }
 
 
 def to_plain(gradients: Gradients) -> list[Any]:
     return [
-        [table, each.keys, each.flats] if isinstance(each, Flats) else [table, "rows", [each.ids, each.rows]]
+        [table, each.keys, each.flats] if isinstance(each, DenseGradient) else [table, "rows", [each.ids, each.rows]]
         for table, each in gradients.items()
     ]
 
@@ -232,7 +232,7 @@ def from_plain(values: list[Any]) -> Gradients:
     found: Gradients = {}
     for table, keys, tensors in values:
         if keys == "rows":
-            found[table] = Rows(tensors[0].clone(), tensors[1].clone())
+            found[table] = SparseGradient(tensors[0].clone(), tensors[1].clone())
         else:
-            found[table] = Flats(None if keys is None else tuple(keys), [each.clone() for each in tensors])
+            found[table] = DenseGradient(None if keys is None else tuple(keys), [each.clone() for each in tensors])
     return found

@@ -14,43 +14,43 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
-from shoal.paramserver.futures import Future
+from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.messages import (
-    Declare,
+    DeclareRequest,
     DenseSpec,
-    Done,
-    Pull,
-    Push,
-    Put,
-    Request,
-    Slot,
+    AckReply,
+    PullRequest,
+    PushRequest,
+    PutRequest,
+    ServerRequest,
+    TableSlice,
     Span,
     SparseSpec,
-    Values,
+    ValuesReply,
 )
-from shoal.paramserver.sharding import Part, cut_dense, dtype_of, flat
+from shoal.paramserver.sharding import RowRange, shard_dense, dtype_of, flat_layout
 from shoal.paramserver.wire_format import padded
 
 if TYPE_CHECKING:
-    from shoal.paramserver.client import Client
+    from shoal.paramserver.client import ParameterClient
 
 Keys: TypeAlias = tuple[int, ...] | None
-Named: TypeAlias = Mapping[str, Tensor | None] | Sequence[Tensor | None]
+NamedTensors: TypeAlias = Mapping[str, Tensor | None] | Sequence[Tensor | None]
 
-MOST_LAYOUTS = 64  # sets of keys that are remembered for each shard
-MOST_SHARED = 32  # places of a set in shared memory
-MOST_SPARE = 2  # bodies of a set that are kept for the next one
+MAX_LAYOUTS = 64  # sets of keys that are remembered for each shard
+MAX_SHARED = 32  # places of a set in shared memory
+MAX_SPARE = 2  # bodies of a set that are kept for the next one
 SPLIT_BYTES = 8 << 20  # of a shard's part of a table: what is larger travels in pieces; less is not worth the turns
-PIECE_BYTES = 2 << 20  # of a piece; a single tensor is pushed whole
-STRETCH_BYTES = 2 << 20  # of values that are pulled: they stay in the cache from one side to the other
-FEW = 4  # tensors that are copied one by one: faster than all in one call
+CHUNK_BYTES = 2 << 20  # of a piece; a single tensor is pushed whole
+STREAM_BYTES = 2 << 20  # of values that are pulled: they stay in the cache from one side to the other
+MAX_SINGLE_COPIES = 4  # tensors that are copied one by one: faster than all in one call
 
 
-def wire_dtype(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-class Packed(NamedTuple):
+class PackedBody(NamedTuple):
     """Views of one body: the flat tensors, the parts in them, and what lies between those."""
 
     flats: list[Tensor]
@@ -58,18 +58,18 @@ class Packed(NamedTuple):
     gaps: list[Tensor]
 
 
-class Layout:
+class RequestLayout:
     """Some parts of a shard, as they lie in the body of a request. Remembers views of memory that comes again."""
 
-    def __init__(self, parts: Sequence[Part], spec: DenseSpec) -> None:
-        self.parts = tuple(parts)
-        self.flat = laid = flat(parts, spec)
+    def __init__(self, ranges: Sequence[RowRange], spec: DenseSpec) -> None:
+        self.ranges = tuple(ranges)
+        self.flat = laid = flat_layout(ranges, spec)
         self.sizes = [total * dtype.itemsize for total, dtype in zip(laid.totals, laid.dtypes, strict=True)]
         self.num_bytes = sum(padded(size) for size in self.sizes)
         self.strides = [torch.empty(shape, device="meta").stride() for shape in laid.shapes]
-        self.pieces: list[Keys] | None = None
-        self._shared: dict[int, Packed] = {}  # by address
-        self._spare: list[Packed] = []
+        self.chunks: list[Keys] | None = None
+        self._shared: dict[int, PackedBody] = {}  # by address
+        self._spare: list[PackedBody] = []
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The parts, in the memory of these: one call for each."""
@@ -80,27 +80,27 @@ class Layout:
             for buffer, shape, stride, offset in zip(laid.buffers, laid.shapes, self.strides, laid.offsets, strict=True)
         ]
 
-    def shared(self, body: Tensor) -> Packed:
+    def in_ring(self, body: Tensor) -> PackedBody:
         """In shared memory, where blocks come again and again in the same places. What others have left between the
         parts is wiped out."""
         packed = self._shared.get(body.data_ptr())
         if packed is None:
-            if len(self._shared) >= MOST_SHARED:
+            if len(self._shared) >= MAX_SHARED:
                 self._shared.clear()
-            packed = self._shared[body.data_ptr()] = self._over(body)
+            packed = self._shared[body.data_ptr()] = self._pack_over(body)
         for gap in packed.gaps:
             gap.zero_()
         return packed
 
-    def own(self) -> Packed:
+    def take_spare(self) -> PackedBody:
         """In memory of this process, to be given back."""
-        return self._spare.pop() if self._spare else self._over(torch.zeros(self.num_bytes, dtype=torch.uint8))
+        return self._spare.pop() if self._spare else self._pack_over(torch.zeros(self.num_bytes, dtype=torch.uint8))
 
-    def give_back(self, packed: Packed) -> None:
-        if len(self._spare) < MOST_SPARE:
+    def return_spare(self, packed: PackedBody) -> None:
+        if len(self._spare) < MAX_SPARE:
             self._spare.append(packed)
 
-    def _over(self, body: Tensor) -> Packed:
+    def _pack_over(self, body: Tensor) -> PackedBody:
         laid, start = self.flat, 0
         flats = []
         for dtype, size in zip(laid.dtypes, self.sizes, strict=True):
@@ -113,122 +113,122 @@ class Layout:
                 gaps.append(flats[buffer][ends[buffer] : offset])
             ends[buffer] = offset + count
         gaps += [each[end:] for each, end in zip(flats, ends, strict=True) if end < each.numel()]
-        return Packed(flats, self.views(flats), gaps)
+        return PackedBody(flats, self.views(flats), gaps)
 
 
-class Dense:
+class RemoteDenseTable:
     """Named tensors, cut by rows over the shards. `versions`: by shard, of what was pulled last."""
 
-    def __init__(self, client: "Client", name: str, spec: DenseSpec) -> None:
+    def __init__(self, client: "ParameterClient", name: str, spec: DenseSpec) -> None:
         self.client, self.name, self.spec = client, name, spec
-        self.cut = cut_dense(spec, client.shards)
+        self.ranges = shard_dense(spec, client.shards)
         self.versions = [-1] * client.shards
         self._index = {each: index for index, each in enumerate(spec.names)}
         self._shapes = [torch.Size(shape) for shape in spec.shapes]
         self._dtypes = [dtype_of(dtype) for dtype in spec.dtypes]
-        self._every: list[tuple[int, Keys]] = [(shard, None) for shard, parts in enumerate(self.cut) if parts]
-        self._layouts: dict[tuple[int, Keys], Layout] = {}
+        self._all_shards: list[tuple[int, Keys]] = [(shard, None) for shard, parts in enumerate(self.ranges) if parts]
+        self._layouts: dict[tuple[int, Keys], RequestLayout] = {}
 
     @classmethod
-    def declared(
+    def create(
         cls,
-        client: "Client",
+        client: "ParameterClient",
         name: str,
         tensors: Mapping[str, Tensor] | None,
         spec: DenseSpec | None,
         optimizer: str,
         settings: Mapping[str, float | bool],
-    ) -> "Dense":
+    ) -> "RemoteDenseTable":
         if spec is None:
             if not tensors:
                 raise InputError(f"table {name!r}: neither tensors nor a spec", fix="tensors={'w': torch.zeros(4)}")
             spec = DenseSpec(
                 names=list(tensors),
                 shapes=[list(tensor.shape) for tensor in tensors.values()],
-                dtypes=[wire_dtype(tensor) for tensor in tensors.values()],
+                dtypes=[dtype_name(tensor) for tensor in tensors.values()],
                 optimizer=optimizer,
                 settings=dict(settings),
             )
         table = cls(client, name, spec)
-        declare(client, name, spec)
+        declare_table(client, name, spec)
         for shard in range(client.shards):
-            client.expect(shard, table._layout(shard, None).num_bytes)
+            client.expect_bytes(shard, table._layout(shard, None).num_bytes)
         if tensors is not None:
             table.put(tensors, fill=True).wait()
         return table
 
     def push(
-        self, gradients: Named, *, ticket: int = -1, basis: int = -1, pull_into: Named | None = None
-    ) -> Future[int]:
+        self, gradients: NamedTensors, *, lease: int = -1, base_version: int = -1, pull_into: NamedTensors | None = None
+    ) -> ReplyFuture[int]:
         """One update. None, or a name that is not there: no gradient. `basis`: the version that the gradients were
         computed from; -1: what was pulled last. `pull_into`: new values, all of them, are written there. The future's
         value is the highest version that a shard has after it.
 
         Each shard applies its part by itself; without a ticket, a large part is sent and applied in pieces of whole
         tensors. What is refused (a gradient that is not finite) leaves the other shards and pieces as they are."""
-        present = self._rows(gradients)
-        targets = self._rows(pull_into) if pull_into is not None else None
+        present = self._checked(gradients)
+        targets = self._checked(pull_into) if pull_into is not None else None
         versions: list[int] = []
         plan: list[tuple[int, list[Keys], bool]] = []
         requests = 0
-        for shard, keys in self._chosen(present, empty=targets is not None):
-            pieces = self._pieces(shard, keys) if ticket < 0 and self.client.compressor is None else [keys]
-            streams = len(pieces) > 1 and keys is None and targets is not None and self._streams(shard, targets)
+        for shard, keys in self._keys_by_shard(present, empty=targets is not None):
+            pieces = self._chunks(shard, keys) if lease < 0 and self.client.compressor is None else [keys]
+            streams = len(pieces) > 1 and keys is None and targets is not None and self._can_stream(shard, targets)
             plan.append((shard, pieces, streams))
             requests += len(pieces) + (sum(len(self._spans(shard, piece)) for piece in pieces) if streams else 0)
-        future: Future[int] = Future(self.client, lambda: max(versions, default=0), requests)
+        future: ReplyFuture[int] = ReplyFuture(self.client, lambda: max(versions, default=0), requests)
         for shard, pieces, streams in plan:
-            known = self.versions[shard] if basis < 0 else basis
+            known = self.versions[shard] if base_version < 0 else base_version
             for piece in pieces:
                 last = piece is pieces[-1]
                 whole = targets is not None and last and not streams
-                about = partial(Push, ticket=ticket, basis=known, pull=whole, last=last)
+                about = partial(PushRequest, ticket=lease, basis=known, pull=whole, last=last)
                 self._send(shard, piece, present, about, future, versions, targets if whole else None, True)
                 if streams and targets is not None:
-                    self._stream(shard, piece, targets, future, versions)
+                    self._pull_streamed(shard, piece, targets, future, versions)
         return future
 
-    def put(self, values: Named, *, fill: bool = False) -> Future[int]:
+    def put(self, values: NamedTensors, *, fill: bool = False) -> ReplyFuture[int]:
         """Values as they are. `fill`: only where there are none yet."""
-        present = self._rows(values)
+        present = self._checked(values)
         versions: list[int] = []
-        puts = [(shard, piece) for shard, keys in self._chosen(present) for piece in self._pieces(shard, keys)]
-        future: Future[int] = Future(self.client, lambda: max(versions, default=0), len(puts))
+        puts = [(shard, piece) for shard, keys in self._keys_by_shard(present) for piece in self._chunks(shard, keys)]
+        future: ReplyFuture[int] = ReplyFuture(self.client, lambda: max(versions, default=0), len(puts))
         for shard, piece in puts:
-            self._send(shard, piece, present, partial(Put, fill=fill), future, versions, None, False)
+            self._send(shard, piece, present, partial(PutRequest, fill=fill), future, versions, None, False)
         return future
 
-    def pull(self, into: Named | None = None) -> Future[dict[str, Tensor]]:
+    def pull(self, into: NamedTensors | None = None) -> ReplyFuture[dict[str, Tensor]]:
         """All values, written into these tensors, or into new ones. The future's value has them by name. A large table
         comes in stretches: what others push meanwhile may be in some of them and not in others."""
         if into is None:
             into = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
-        targets = self._rows(into)
+        targets = self._checked(into)
         found = {name: tensor for name, tensor in zip(self.spec.names, targets, strict=True) if tensor is not None}
         plan: list[tuple[int, Keys, bool]] = []
         requests = 0
-        for shard, keys in self._chosen(targets):
-            streams = keys is None and len(self._spans(shard, None)) > 1 and self._streams(shard, targets)
+        for shard, keys in self._keys_by_shard(targets):
+            streams = keys is None and len(self._spans(shard, None)) > 1 and self._can_stream(shard, targets)
             plan.append((shard, keys, streams))
             requests += len(self._spans(shard, None)) if streams else 1
-        future: Future[dict[str, Tensor]] = Future(self.client, lambda: found, requests)
+        future: ReplyFuture[dict[str, Tensor]] = ReplyFuture(self.client, lambda: found, requests)
         for shard, keys, streams in plan:
             if streams:
                 self.versions[shard] = -1
-                self._stream(shard, None, targets, future, [])
+                self._pull_streamed(shard, None, targets, future, [])
             else:
-                finish = partial(self._came, shard, [], targets, future, None)
-                self.client.ask(shard, Pull([Slot(self.name, keys)]), (), finish, future)
+                finish = partial(self._on_reply, shard, [], targets, future, None)
+                self.client.submit(shard, PullRequest([TableSlice(self.name, keys)]), (), finish, future)
         return future
 
     # -- in pieces ----------------------------------------------------------------------------------------------------
 
-    def _pieces(self, shard: int, keys: Keys) -> list[Keys]:
+    def _chunks(self, shard: int, keys: Keys) -> list[Keys]:
         """Keys that go together, in order: as many as make a piece, or one."""
         layout = self._layout(shard, keys)
         if layout.num_bytes <= SPLIT_BYTES:
             return [keys]
-        if layout.pieces is None:
+        if layout.chunks is None:
             sizes = [
                 count * layout.flat.dtypes[buffer].itemsize
                 for count, buffer in zip(layout.flat.counts, layout.flat.buffers, strict=True)
@@ -236,19 +236,19 @@ class Dense:
             found: list[list[int]] = []
             size = 0
             for key, num_bytes in zip(range(len(sizes)) if keys is None else keys, sizes, strict=True):
-                if not found or size + num_bytes > PIECE_BYTES:
+                if not found or size + num_bytes > CHUNK_BYTES:
                     found.append([])
                     size = 0
                 found[-1].append(key)
                 size += num_bytes
-            layout.pieces = [tuple(piece) for piece in found]
-        return list(layout.pieces)
+            layout.chunks = [tuple(piece) for piece in found]
+        return list(layout.chunks)
 
-    def _streams(self, shard: int, targets: Sequence[Tensor | None]) -> bool:
+    def _can_stream(self, shard: int, targets: Sequence[Tensor | None]) -> bool:
         """Whether values can be written to these tensors in stretches that end anywhere."""
         layout = self._layout(shard, None)
         return len(layout.sizes) == 1 and all(
-            target is not None and target.is_contiguous() for target in (targets[part.index] for part in layout.parts)
+            target is not None and target.is_contiguous() for target in (targets[part.index] for part in layout.ranges)
         )
 
     def _spans(self, shard: int, keys: Keys) -> list[Span]:
@@ -258,34 +258,34 @@ class Dense:
         if len(laid.dtypes) != 1 or last < 0:
             return []
         start, stop = laid.offsets[first], laid.offsets[last] + laid.counts[last]
-        step = STRETCH_BYTES // laid.dtypes[0].itemsize
+        step = STREAM_BYTES // laid.dtypes[0].itemsize
         return [(begin, min(begin + step, stop)) for begin in range(start, stop, step)]
 
-    def _stream(
-        self, shard: int, keys: Keys, targets: Sequence[Tensor | None], future: Future[Any], versions: list[int]
+    def _pull_streamed(
+        self, shard: int, keys: Keys, targets: Sequence[Tensor | None], future: ReplyFuture[Any], versions: list[int]
     ) -> None:
         """Asks for values in stretches: one is copied here while the server copies the next."""
         layout = self._layout(shard, None)
         size = layout.flat.dtypes[0].itemsize
         for start, stop in self._spans(shard, keys):
 
-            def finish(reply: Values, tensors: Sequence[Tensor], stays: bool, start: int = start) -> None:
-                _spread(tensors[0], start, layout, targets)
+            def finish(reply: ValuesReply, tensors: Sequence[Tensor], stays: bool, start: int = start) -> None:
+                _scatter_values(tensors[0], start, layout, targets)
                 versions.append(reply.version)
                 self.versions[shard] = reply.version  # of the last: what others pushed in between counts as seen
-                future.part()
+                future.count_reply()
 
-            slot = Slot(self.name, span=(start, stop))
-            self.client.ask(shard, Pull([slot]), (), finish, future, reply_bytes=(stop - start) * size)
+            slot = TableSlice(self.name, span=(start, stop))
+            self.client.submit(shard, PullRequest([slot]), (), finish, future, reply_bytes=(stop - start) * size)
 
     # -- packing ------------------------------------------------------------------------------------------------------
 
-    def _chosen(self, present: Sequence[Tensor | None], empty: bool = False) -> list[tuple[int, Keys]]:
+    def _keys_by_shard(self, present: Sequence[Tensor | None], empty: bool = False) -> list[tuple[int, Keys]]:
         """By shard that has any of these: their keys. `empty`: shards that have none of them, too."""
         if all(tensor is not None for tensor in present):
-            return self._every
+            return self._all_shards
         found: list[tuple[int, Keys]] = []
-        for shard, parts in enumerate(self.cut):
+        for shard, parts in enumerate(self.ranges):
             keys = tuple(key for key, part in enumerate(parts) if present[part.index] is not None)
             if keys or (empty and parts):
                 found.append((shard, None if len(keys) == len(parts) else keys))
@@ -296,8 +296,8 @@ class Dense:
         shard: int,
         keys: Keys,
         present: Sequence[Tensor | None],
-        about: Callable[[list[Slot]], Request],
-        future: Future[int],
+        make_request: Callable[[list[TableSlice]], ServerRequest],
+        future: ReplyFuture[int],
         versions: list[int],
         targets: Sequence[Tensor | None] | None,
         compressible: bool,
@@ -309,61 +309,61 @@ class Dense:
         compressor = client.compressor if compressible else None
         if compressor is not None and (len(laid.dtypes) > 1 or not laid.dtypes[0].is_floating_point):
             compressor = None
-        body, ring, place = (None, None, -1) if compressor is not None else client.room(shard, layout.num_bytes)
-        packed = layout.shared(body) if body is not None else layout.own()
-        _copy(packed.views, [_part(present[part.index], part) for part in layout.parts])
+        body, ring, place = (None, None, -1) if compressor is not None else client.reserve(shard, layout.num_bytes)
+        packed = layout.in_ring(body) if body is not None else layout.take_spare()
+        _copy(packed.views, [_rows_in(present[part.index], part) for part in layout.ranges])
         mine = (layout, packed) if body is None else None
         if compressor is not None:
-            slot = Slot(self.name, keys, False, compressor.name, laid.totals[0])
+            slot = TableSlice(self.name, keys, False, compressor.name, laid.totals[0])
             payload = compressor.encode(packed.flats[0], (self.name, shard, keys))
-            layout.give_back(packed)
-            finish = partial(self._came, shard, versions, targets, future, None)
-            client.ask(shard, about([slot]), [payload], finish, future)
+            layout.return_spare(packed)
+            finish = partial(self._on_reply, shard, versions, targets, future, None)
+            client.submit(shard, make_request([slot]), [payload], finish, future)
             return
-        finish = partial(self._came, shard, versions, targets, future, mine)
-        client.ask(shard, about([Slot(self.name, keys)]), packed.flats, finish, future, ring, place)
+        finish = partial(self._on_reply, shard, versions, targets, future, mine)
+        client.submit(shard, make_request([TableSlice(self.name, keys)]), packed.flats, finish, future, ring, place)
 
-    def _layout(self, shard: int, keys: Keys) -> Layout:
+    def _layout(self, shard: int, keys: Keys) -> RequestLayout:
         layout = self._layouts.get((shard, keys))
         if layout is None:
-            if len(self._layouts) >= MOST_LAYOUTS * self.client.shards:
+            if len(self._layouts) >= MAX_LAYOUTS * self.client.shards:
                 self._layouts.clear()
-            parts = self.cut[shard]
-            layout = Layout(parts if keys is None else [parts[key] for key in keys], self.spec)
+            parts = self.ranges[shard]
+            layout = RequestLayout(parts if keys is None else [parts[key] for key in keys], self.spec)
             self._layouts[shard, keys] = layout
         return layout
 
-    def _came(
+    def _on_reply(
         self,
         shard: int,
         versions: list[int],
         targets: Sequence[Tensor | None] | None,
-        future: Future[Any],
-        packed: tuple[Layout, Packed] | None,
-        reply: Done | Values,
+        future: ReplyFuture[Any],
+        packed: tuple[RequestLayout, PackedBody] | None,
+        reply: AckReply | ValuesReply,
         tensors: Sequence[Tensor],
         stays: bool,
     ) -> None:
         """An answer: its version, and values, which go straight to where they belong. `packed`: what was sent."""
         if packed is not None:
-            packed[0].give_back(packed[1])
+            packed[0].return_spare(packed[1])
         versions.append(reply.version)
-        if targets is not None and isinstance(reply, Values):
+        if targets is not None and isinstance(reply, ValuesReply):
             self.versions[shard] = reply.version
             at = 0
-            for slot in reply.slots:
+            for slot in reply.slices:
                 layout = self._layout(shard, slot.keys)
                 count = len(layout.sizes)
                 _copy(
-                    [_part(targets[part.index], part) for part in layout.parts],
+                    [_rows_in(targets[part.index], part) for part in layout.ranges],
                     layout.views(tensors[at : at + count]),
                 )
                 at += count
-        future.part()
+        future.count_reply()
 
     # -- what the caller gave -----------------------------------------------------------------------------------------
 
-    def _in_order(self, given: Named) -> list[Tensor | None]:
+    def _in_order(self, given: NamedTensors) -> list[Tensor | None]:
         names = self.spec.names
         if not isinstance(given, Mapping):
             if len(given) != len(names):
@@ -381,7 +381,7 @@ class Dense:
             ordered[index] = tensor
         return ordered
 
-    def _rows(self, given: Named) -> list[Tensor | None]:
+    def _checked(self, given: NamedTensors) -> list[Tensor | None]:
         """By number; checked, since packing would stretch or convert what does not fit."""
         found = self._in_order(given)
         for index, tensor in enumerate(found):
@@ -402,7 +402,7 @@ class Dense:
             )
         return InputError(
             f"{spec.names[index]!r} is {spec.dtypes[index]} in table {self.name!r}, but this tensor is"
-            f" {wire_dtype(tensor)}",
+            f" {dtype_name(tensor)}",
             fix=f".to(torch.{spec.dtypes[index]})",
         )
 
@@ -410,14 +410,14 @@ class Dense:
 def _copy(to: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
     """Each to its place; None: left out."""
     pairs = [(there, value) for there, value in zip(to, values, strict=True) if there is not None and value is not None]
-    if len(pairs) <= FEW:
+    if len(pairs) <= MAX_SINGLE_COPIES:
         for there, value in pairs:
             there.copy_(value)
     else:
         torch._foreach_copy_([there for there, _ in pairs], [value for _, value in pairs])
 
 
-def _spread(values: Tensor, start: int, layout: Layout, targets: Sequence[Tensor | None]) -> None:
+def _scatter_values(values: Tensor, start: int, layout: RequestLayout, targets: Sequence[Tensor | None]) -> None:
     """Writes a stretch of the flat tensor, from `start` on, to where it belongs."""
     laid, stop = layout.flat, start + values.numel()
     first = max(0, bisect_right(laid.offsets, start) - 1)
@@ -426,19 +426,19 @@ def _spread(values: Tensor, start: int, layout: Layout, targets: Sequence[Tensor
         if offset >= stop:
             return
         begin, end = max(start, offset), min(stop, offset + laid.counts[key])
-        target = _part(targets[layout.parts[key].index], layout.parts[key])
+        target = _rows_in(targets[layout.ranges[key].index], layout.ranges[key])
         if begin < end and target is not None:
             target.view(-1)[begin - offset : end - offset].copy_(values[begin - start : end - start])
 
 
-def _part(tensor: Tensor | None, part: Part) -> Tensor | None:
-    if tensor is None or not tensor.dim() or (part.start == 0 and part.stop == tensor.shape[0]):
+def _rows_in(tensor: Tensor | None, rows: RowRange) -> Tensor | None:
+    if tensor is None or not tensor.dim() or (rows.start == 0 and rows.stop == tensor.shape[0]):
         return tensor
-    return tensor[part.start : part.stop]
+    return tensor[rows.start : rows.stop]
 
 
-def declare(client: "Client", name: str, spec: DenseSpec | SparseSpec) -> None:
+def declare_table(client: "ParameterClient", name: str, spec: DenseSpec | SparseSpec) -> None:
     """On all shards."""
-    asked = [client.request(shard, Declare(name, spec)) for shard in range(client.shards)]
+    asked = [client.request(shard, DeclareRequest(name, spec)) for shard in range(client.shards)]
     for each in asked:
         each.wait()

@@ -12,41 +12,41 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
-from shoal.paramserver.futures import Future
-from shoal.paramserver.messages import Pull, Push, Slot, SparseSpec
-from shoal.paramserver.remote_dense import declare, wire_dtype
+from shoal.paramserver.futures import ReplyFuture
+from shoal.paramserver.messages import PullRequest, PushRequest, TableSlice, SparseSpec
+from shoal.paramserver.remote_dense import declare_table, dtype_name
 from shoal.paramserver.sharding import shard_of
-from shoal.paramserver.shm_ring import Writer
-from shoal.paramserver.unique_ids import Once, once
+from shoal.paramserver.shm_ring import RingWriter
+from shoal.paramserver.unique_ids import UniqueIds, find_unique
 
 if TYPE_CHECKING:
-    from shoal.paramserver.client import Client
+    from shoal.paramserver.client import ParameterClient
 
 
-class Sparse:
+class RemoteSparseTable:
     """Rows by number. Ids may have any shape and come several times."""
 
-    def __init__(self, client: "Client", name: str, spec: SparseSpec) -> None:
+    def __init__(self, client: "ParameterClient", name: str, spec: SparseSpec) -> None:
         self.client, self.name, self.spec = client, name, spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.versions = [-1] * client.shards
         # What was found of the ids that came last: what is pulled is mostly pushed next.
-        self._known: tuple[Tensor, int, Once] | None = None
+        self._last_unique: tuple[Tensor, int, UniqueIds] | None = None
 
     @classmethod
-    def declared(cls, client: "Client", name: str, spec: SparseSpec) -> "Sparse":
-        declare(client, name, spec)
+    def create(cls, client: "ParameterClient", name: str, spec: SparseSpec) -> "RemoteSparseTable":
+        declare_table(client, name, spec)
         return cls(client, name, spec)
 
-    def pull(self, ids: Tensor) -> Future[Tensor]:
+    def pull(self, ids: Tensor) -> ReplyFuture[Tensor]:
         """Rows of these ids: a tensor of their shape and one dimension more."""
-        found = self._once(ids)
+        found = self._unique(ids)
         shape = (*ids.shape, self.spec.dim)
-        shares = self._shares(found.ids)
+        shares = self._by_shard(found.ids)
         if len(shares) == 1:
-            return self._pull_whole(shares[0][0], found, shape)
+            return self._pull_one_shard(shares[0][0], found, shape)
         rows = torch.empty(len(found.ids), self.spec.dim, dtype=self.dtype)
-        future: Future[Tensor] = Future(self.client, lambda: found.repeated(rows).view(shape), len(shares))
+        future: ReplyFuture[Tensor] = ReplyFuture(self.client, lambda: found.expand(rows).view(shape), len(shares))
         for shard, places, mine in shares:
 
             def finish(
@@ -55,53 +55,53 @@ class Sparse:
                 self.versions[shard] = reply.version
                 assert places is not None
                 rows.index_copy_(0, places, tensors[-1])
-                future.part()
+                future.count_reply()
 
-            self.client.ask(shard, Pull([Slot(self.name, None, True)]), [mine], finish, future)
+            self.client.submit(shard, PullRequest([TableSlice(self.name, None, True)]), [mine], finish, future)
         return future
 
-    def _pull_whole(self, shard: int, found: Once, shape: tuple[int, ...]) -> Future[Tensor]:
+    def _pull_one_shard(self, shard: int, found: UniqueIds, shape: tuple[int, ...]) -> ReplyFuture[Tensor]:
         """All from one shard: rows are copied once, from where they came."""
         came: list[Tensor] = []
-        future: Future[Tensor] = Future(self.client, lambda: came[0].view(shape), 1)
+        future: ReplyFuture[Tensor] = ReplyFuture(self.client, lambda: came[0].view(shape), 1)
 
         def finish(reply: Any, tensors: Sequence[Tensor], stays: bool) -> None:
             self.versions[shard] = reply.version
             rows = tensors[-1]
-            came.append(found.repeated(rows) if stays or found.inverse is not None else rows.clone())
-            future.part()
+            came.append(found.expand(rows) if stays or found.inverse is not None else rows.clone())
+            future.count_reply()
 
-        self.client.ask(shard, Pull([Slot(self.name, None, True)]), [found.ids], finish, future)
+        self.client.submit(shard, PullRequest([TableSlice(self.name, None, True)]), [found.ids], finish, future)
         return future
 
-    def push(self, ids: Tensor, gradients: Tensor, *, ticket: int = -1, basis: int = -1) -> Future[int]:
+    def push(self, ids: Tensor, gradients: Tensor, *, lease: int = -1, base_version: int = -1) -> ReplyFuture[int]:
         """Gradients of rows: one update on each shard that has some. Those of a repeated id are added, in order."""
         self._check_gradients(ids, gradients)
-        found = self._once(ids)
+        found = self._unique(ids)
         given = gradients.detach().reshape(-1, self.spec.dim)
-        shares = self._shares(found.ids)
+        shares = self._by_shard(found.ids)
         versions: list[int] = []
-        future: Future[int] = Future(self.client, lambda: max(versions, default=0), len(shares))
+        future: ReplyFuture[int] = ReplyFuture(self.client, lambda: max(versions, default=0), len(shares))
 
         def finish(reply: Any, tensors: Sequence[Tensor], stays: bool) -> None:
             versions.append(reply.version)
-            future.part()
+            future.count_reply()
 
         several = len(shares) > 1
         if several and found.inverse is not None:  # all of it first: each shard's part is taken from that
-            given = found.added(given, given.new_empty(len(found.ids), self.spec.dim))
+            given = found.sum_rows(given, given.new_empty(len(found.ids), self.spec.dim))
         for shard, places, mine in shares:
-            slot, tensors, ring, place = self._room(shard, mine)
+            slot, tensors, ring, place = self._reserve(shard, mine)
             rows = tensors[1]
             if several:
                 assert places is not None
                 torch.index_select(given, 0, places, out=rows)
             else:
-                found.added(given, rows)
+                found.sum_rows(given, rows)
             if slot.codec:
                 tensors[1] = self.client.compressor.encode(rows.view(-1), (self.name, shard))
-            version = self.versions[shard] if basis < 0 else basis
-            self.client.ask(shard, Push([slot], ticket, version), tensors, finish, future, ring, place)
+            version = self.versions[shard] if base_version < 0 else base_version
+            self.client.submit(shard, PushRequest([slot], lease, version), tensors, finish, future, ring, place)
         return future
 
     def _check_gradients(self, ids: Tensor, gradients: Tensor) -> None:
@@ -113,26 +113,26 @@ class Sparse:
             )
         if gradients.dtype != self.dtype:
             raise InputError(
-                f"table {self.name!r} is {self.spec.dtype}, but these gradients are {wire_dtype(gradients)}",
+                f"table {self.name!r} is {self.spec.dtype}, but these gradients are {dtype_name(gradients)}",
                 fix=f".to(torch.{self.spec.dtype})",
             )
 
-    def _once(self, ids: Tensor) -> Once:
-        known = self._known
+    def _unique(self, ids: Tensor) -> UniqueIds:
+        known = self._last_unique
         if known is not None and known[0] is ids and known[1] == ids._version:
             return known[2]
         if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise InputError(f"ids of rows are whole numbers, but these are {wire_dtype(ids)}")
-        found = once(ids.detach().reshape(-1).to(torch.int64))
+            raise InputError(f"ids of rows are whole numbers, but these are {dtype_name(ids)}")
+        found = find_unique(ids.detach().reshape(-1).to(torch.int64))
         if len(found.ids):
             rising = found.ids.numpy()
             for row in (rising[0], rising[-1]):
                 if not 0 <= row < self.spec.rows:
                     raise InputError(f"row {row:,}, but table {self.name!r} has rows 0 to {self.spec.rows - 1:,}")
-        self._known = ids, ids._version, found
+        self._last_unique = ids, ids._version, found
         return found
 
-    def _shares(self, ids: Tensor) -> list[tuple[int, Tensor | None, Tensor]]:
+    def _by_shard(self, ids: Tensor) -> list[tuple[int, Tensor | None, Tensor]]:
         """By shard that has any: where its ids are among all (None: there is no other shard), and the ids."""
         shards = self.client.shards
         if not len(ids):
@@ -147,15 +147,15 @@ class Sparse:
                 found.append((shard, places, ids.index_select(0, places)))
         return found
 
-    def _room(self, shard: int, ids: Tensor) -> tuple[Slot, list[Tensor], Writer | None, int]:
+    def _reserve(self, shard: int, ids: Tensor) -> tuple[TableSlice, list[Tensor], RingWriter | None, int]:
         """Memory for a gradient of these rows: where it is sent from, unless it is compressed first."""
         shape = (len(ids), self.spec.dim)
         if self._compresses():
-            slot = Slot(self.name, None, True, self.client.compressor.name, prod(shape))
+            slot = TableSlice(self.name, None, True, self.client.compressor.name, prod(shape))
             return slot, [ids, torch.empty(shape, dtype=self.dtype)], None, -1
-        tensors, ring, place = self.client.lend(shard, [(torch.int64, ids.shape), (self.dtype, shape)])
+        tensors, ring, place = self.client.reserve_tensors(shard, [(torch.int64, ids.shape), (self.dtype, shape)])
         tensors[0].copy_(ids)
-        return Slot(self.name, None, True), tensors, ring, place
+        return TableSlice(self.name, None, True), tensors, ring, place
 
     def _compresses(self) -> bool:
         """Error feedback remembers by place, and rows come in other places each time: such are left uncompressed."""

@@ -3,68 +3,68 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shoal.paramserver.messages import AnyReply, Met, Who, decode_reply, encode
+from shoal.paramserver.messages import AnyReply, BarrierReply, ClientId, decode_reply, encode
 from shoal.paramserver.reduce import Gradients, from_plain, to_plain
 
-REPLIES = 64  # that are kept of an incarnation
+REPLIES_KEPT = 64  # that are kept of an incarnation
 
 
-class Asked(NamedTuple):
+class ReplyAddress(NamedTuple):
     """Who is to be answered. `sequence`: 0 for a look."""
 
-    who: Who
+    client: ClientId
     tag: int
     sequence: int
 
 
 @dataclass
-class Record:
+class ClientRecord:
     """Of a worker: its present process, the last order of that, and what was answered to the last ones."""
 
     incarnation: int
     sequence: int = 0
     replies: dict[int, AnyReply] = field(default_factory=dict)  # by order; without tensors
-    parts: list[Gradients] = field(default_factory=list)  # of an update with a ticket, until its last part comes
-    ticket: int = -1  # that they are of
+    partial_pushes: list[Gradients] = field(default_factory=list)  # of an update with a ticket, until its last part comes
+    lease: int = -1  # that they are of
 
     def remember(self, sequence: int, reply: AnyReply) -> None:
-        if type(reply) is not Met:  # large; who asks again is told again
+        if type(reply) is not BarrierReply:  # large; who asks again is told again
             self.replies[sequence] = reply
-        self.replies.pop(sequence - REPLIES, None)
+        self.replies.pop(sequence - REPLIES_KEPT, None)
 
-    def forgotten(self, sequence: int) -> bool:
+    def is_forgotten(self, sequence: int) -> bool:
         """So long ago that whoever asks cannot wait for an answer any more."""
-        return sequence <= self.sequence - REPLIES
+        return sequence <= self.sequence - REPLIES_KEPT
 
-    def parts_of(self, ticket: int) -> list[Gradients]:
+    def pushes_of(self, lease: int) -> list[Gradients]:
         """What has come of this ticket. Whoever begins another has given that one up."""
-        if ticket != self.ticket:
-            self.ticket, self.parts = ticket, []
-        return self.parts
+        if lease != self.lease:
+            self.lease, self.partial_pushes = lease, []
+        return self.partial_pushes
 
     def capture(self) -> list[Any]:
         replies = [[sequence, encode(reply)] for sequence, reply in sorted(self.replies.items())]
-        return [self.incarnation, self.sequence, replies, [to_plain(part) for part in self.parts], self.ticket]
+        return [self.incarnation, self.sequence, replies, [to_plain(part) for part in self.partial_pushes], self.lease]
 
     @classmethod
-    def restored(cls, captured: list[Any]) -> "Record":
+    def from_captured(cls, captured: list[Any]) -> "ClientRecord":
         incarnation, sequence, replies, parts, ticket = captured
         known = {number: decode_reply(reply) for number, reply in replies}
         return cls(incarnation, sequence, known, [from_plain(part) for part in parts], ticket)
 
 
 @dataclass
-class Tickets:
+class AppliedLeases:
     """Which have been applied: all below the floor, and some above."""
 
     floor: int = 0
     above: set[int] = field(default_factory=set)
 
-    def __contains__(self, ticket: int) -> bool:
-        return ticket < self.floor or ticket in self.above
+    def __contains__(self, lease: int) -> bool:
+        return lease < self.floor or lease in self.above
 
-    def add(self, ticket: int) -> None:
-        self.above.add(ticket)
+    def add(self, lease: int) -> None:
+        self.above.add(lease)
         while self.floor in self.above:
             self.above.discard(self.floor)
             self.floor += 1

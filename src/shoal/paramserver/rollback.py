@@ -15,30 +15,30 @@ to end it are gone: then all go back, too.
 
 from collections.abc import Sequence
 
-from shoal.paramserver.messages import Rewind, Stood
+from shoal.paramserver.messages import RewindRequest, StatusReply
 
-PATIENCE = 10  # looks at servers that are not at one step, before they are made to be
-_BITS = 20  # epochs between two starts of a server
+MAX_POLLS = 10  # looks at servers that are not at one step, before they are made to be
+_GENERATION_BITS = 20  # epochs between two starts of a server
 
 
-class NothingInCommonError(Exception):
+class NoCommonSnapshotError(Exception):
     """There is no step that all servers have kept."""
 
 
-def at_one(standings: Sequence[Stood]) -> bool:
-    came_back = any(each.came_back for each in standings)
-    return not came_back and len({(each.epoch, each.step) for each in standings}) == 1
+def are_consistent(statuses: Sequence[StatusReply]) -> bool:
+    came_back = any(each.needs_rewind for each in statuses)
+    return not came_back and len({(each.generation, each.step) for each in statuses}) == 1
 
 
-def ways_back(standings: Sequence[Stood], looks: int) -> list[Rewind]:
+def plan_rewind(statuses: Sequence[StatusReply], polls: int) -> list[RewindRequest]:
     """What to ask of servers that are not at one, of each. Empty: look again. `looks`: how many there were, with this
     one."""
-    lifted = sum(each.boot - 1 for each in standings) << _BITS
-    epoch = max(lifted, *(each.epoch for each in standings))
-    alone = epoch == lifted and any(each.came_back for each in standings)
-    if looks < PATIENCE and not alone:
+    lifted = sum(each.server_incarnation - 1 for each in statuses) << _GENERATION_BITS
+    epoch = max(lifted, *(each.generation for each in statuses))
+    alone = epoch == lifted and any(each.needs_rewind for each in statuses)
+    if polls < MAX_POLLS and not alone:
         return []
-    common = set.intersection(*(set(each.kept) for each in standings))
+    common = set.intersection(*(set(each.snapshot_steps) for each in statuses))
     if not common:
-        raise NothingInCommonError("; ".join(f"server {shard} has {each.kept}" for shard, each in enumerate(standings)))
-    return [Rewind(epoch + 1, max(common), each.boot) for each in standings]
+        raise NoCommonSnapshotError("; ".join(f"server {shard} has {each.snapshot_steps}" for shard, each in enumerate(statuses)))
+    return [RewindRequest(epoch + 1, max(common), each.server_incarnation) for each in statuses]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
-from shoal.paramserver.unique_ids import once
+from shoal.paramserver.unique_ids import find_unique
 
 COUNTERS_LOG2 = 18
 HALVE_EVERY = 256  # requests
@@ -31,19 +31,19 @@ Words = npt.NDArray[np.uint64]
 Heats = npt.NDArray[np.float32]
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """Where rows come from: a client's table, or a cache before it."""
 
     def pull(self, ids: Tensor) -> Any: ...
 
-    def push(self, ids: Tensor, gradients: Tensor, *, ticket: int = -1, basis: int = -1) -> Any: ...
+    def push(self, ids: Tensor, gradients: Tensor, *, lease: int = -1, base_version: int = -1) -> Any: ...
 
 
-class Later:
+class MappedFuture:
     """A future made of another one's result."""
 
-    def __init__(self, future: Any, then: Callable[[Tensor], Tensor]) -> None:
-        self._future, self._then = future, then
+    def __init__(self, future: Any, transform: Callable[[Tensor], Tensor]) -> None:
+        self._future, self._transform = future, transform
         self._value: Tensor | None = None
 
     def done(self) -> bool:
@@ -51,24 +51,24 @@ class Later:
 
     def wait(self, timeout: float | None = None) -> Tensor:
         if self._value is None:
-            self._value = self._then(result(self._future, timeout))
+            self._value = self._transform(wait_result(self._future, timeout))
             self._future = None
         return self._value
 
 
-def result(future: Any, timeout: float | None = None) -> Tensor:
+def wait_result(future: Any, timeout: float | None = None) -> Tensor:
     """Of a future, or what it is already."""
     return future if isinstance(future, Tensor) else future.wait(timeout)
 
 
-class Cached:
+class RowCache:
     """At most about `rows` of them are kept. `asked` and `served` count rows since the start.
 
     A row has four places where it can be, by its hash. A newcomer gets the place of the one that is asked for least,
     if it is asked for more itself.
     """
 
-    def __init__(self, source: Rows, rows: int, bound: int) -> None:
+    def __init__(self, source: RowSource, rows: int, bound: int) -> None:
         if rows < 1 or bound < 0:
             raise InputError(f"a cache of {rows} rows, with a bound of {bound} steps", fix="cache=4096, bound=4")
         self._source, self._bound = source, bound
@@ -77,41 +77,41 @@ class Cached:
         self._fetched = np.zeros(self._sets * WAYS, dtype=np.int64)  # in which step
         self._values: Tensor | None = None
         self._counts = np.zeros(1 << COUNTERS_LOG2, dtype=np.float32)
-        self._step = self._requests = self.asked = self.served = 0
+        self._step = self._requests = self.lookups = self.hits = 0
         self._rest = self._trial_asked = self._trial_served = 0
 
     def begin_step(self, step: int) -> None:
         self._step = step
 
-    def push(self, ids: Tensor, gradients: Tensor, *, ticket: int = -1, basis: int = -1) -> Any:
-        return self._source.push(ids, gradients, ticket=ticket, basis=basis)
+    def push(self, ids: Tensor, gradients: Tensor, *, lease: int = -1, base_version: int = -1) -> Any:
+        return self._source.push(ids, gradients, lease=lease, base_version=base_version)
 
     def pull(self, ids: Tensor) -> Any:
         """Of any ids. Only what is not here, or too old, is asked for."""
         if not self._is_worth_it():
             return self._source.pull(ids)
-        found = once(ids.reshape(-1))
+        found = find_unique(ids.reshape(-1))
         shape = (*ids.shape, -1)
         wanted: Ids = found.ids.numpy()
         hashes = _hashed(wanted)
         self._count(hashes)
         places = self._find(wanted, hashes)
         here = (places >= 0) & (self._step - self._fetched[places] <= self._bound)
-        self.asked, self.served = self.asked + len(wanted), self.served + int(here.sum())
+        self.lookups, self.hits = self.lookups + len(wanted), self.hits + int(here.sum())
         missing, step = np.flatnonzero(~here), self._step
         rows: Tensor | None = None
         if len(missing) < len(wanted):
             assert self._values is not None
             rows = self._values.index_select(0, torch.from_numpy(np.where(here, places, 0)))  # the missing: see below
             if not len(missing):
-                return Later(rows, lambda each: found.repeated(each).view(shape))
+                return MappedFuture(rows, lambda each: found.expand(each).view(shape))
 
         def complete(fetched: Tensor) -> Tensor:
-            self._keep(wanted[missing], hashes[missing], fetched, step)
+            self._store(wanted[missing], hashes[missing], fetched, step)
             whole = fetched if rows is None else rows.index_copy_(0, torch.from_numpy(missing), fetched)
-            return found.repeated(whole).view(shape)
+            return found.expand(whole).view(shape)
 
-        return Later(self._source.pull(torch.from_numpy(wanted[missing])), complete)
+        return MappedFuture(self._source.pull(torch.from_numpy(wanted[missing])), complete)
 
     def _is_worth_it(self) -> bool:
         """Where access is even there is nothing to serve, and looking costs time: looked for again later."""
@@ -119,8 +119,8 @@ class Cached:
             self._rest -= 1
             return False
         if self._requests % TRIAL == TRIAL - 1:
-            asked, served = self.asked - self._trial_asked, self.served - self._trial_served
-            self._trial_asked, self._trial_served = self.asked, self.served
+            asked, served = self.lookups - self._trial_asked, self.hits - self._trial_served
+            self._trial_asked, self._trial_served = self.lookups, self.hits
             self._rest = REST if served < LITTLE * asked else 0
         return True
 
@@ -130,7 +130,7 @@ class Cached:
         hits = self._ids[which] == ids[:, None]
         return np.where(hits.any(1), which * WAYS + hits.argmax(1), -1)
 
-    def _keep(self, ids: Ids, hashes: Words, rows: Tensor, step: int) -> None:
+    def _store(self, ids: Ids, hashes: Words, rows: Tensor, step: int) -> None:
         """Rows that were here and too old are here again; others come where there is room, or if they are hotter."""
         if self._values is None:
             self._values = torch.zeros(self._sets * WAYS, rows.shape[1], dtype=rows.dtype)
@@ -139,7 +139,7 @@ class Cached:
         least = 1 if (self._ids < 0).any() else 2  # to displace somebody a row has been in two requests
         new = np.flatnonzero((places < 0) & (heat >= least))
         for _ in range(WAYS):
-            new = new[self._enter(new, ids, hashes, heat, places, step)]
+            new = new[self._try_insert(new, ids, hashes, heat, places, step)]
             if not len(new):
                 break
         kept = np.flatnonzero(places >= 0)
@@ -147,7 +147,7 @@ class Cached:
         self._fetched[places[kept]] = step
         self._values.index_copy_(0, torch.from_numpy(places[kept]), rows.index_select(0, torch.from_numpy(kept)))
 
-    def _enter(self, new: Ids, ids: Ids, hashes: Words, heat: Heats, places: Ids, step: int) -> npt.NDArray[np.bool_]:
+    def _try_insert(self, new: Ids, ids: Ids, hashes: Words, heat: Heats, places: Ids, step: int) -> npt.NDArray[np.bool_]:
         """Each of `new` tries the place of the least hot of its set. Of several who want one place, one gets it; who
         may try again is told."""
         which = self._which_set(hashes[new])

@@ -12,17 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shoal.paramserver.growable_memory import Arena, Slots, anonymous
+from shoal.paramserver.growable_memory import GrowableRows, Slots, anonymous_mmap
 
 Keys = npt.NDArray[np.int64]
 DIRECT_KEYS = 1 << 23  # up to 32 MB
-FULL = 0.6  # of a hash table's places
-SMALLEST = 1024  # places
+MAX_LOAD = 0.6  # of a hash table's places
+MIN_PLACES = 1024  # places
 CHUNK = 1 << 16  # keys that move at once
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Index(Protocol):
+class RowIndex(Protocol):
     """Keys are given each once."""
 
     def find(self, keys: Keys) -> Slots: ...
@@ -33,22 +33,22 @@ class Index(Protocol):
     def remove(self, keys: Keys) -> None:
         """Of keys that it has."""
 
-    def held(self) -> tuple[Keys, Slots]:
+    def entries(self) -> tuple[Keys, Slots]:
         """All of them, keys rising."""
 
     @property
     def nbytes(self) -> int: ...
 
 
-def make_index(keys: int) -> Index:
+def make_index(keys: int) -> RowIndex:
     """For keys from 0 up to, not including, that many."""
-    return Direct(keys) if keys <= DIRECT_KEYS else Hashed()
+    return DirectRowIndex(keys) if keys <= DIRECT_KEYS else HashRowIndex()
 
 
-class Direct:
+class DirectRowIndex:
     def __init__(self, keys: int) -> None:
         # One more than the slot: memory that nobody has written is zero, and costs nothing.
-        self._slots = np.frombuffer(anonymous(max(1, keys) * 4), dtype=np.int32)
+        self._slots = np.frombuffer(anonymous_mmap(max(1, keys) * 4), dtype=np.int32)
 
     def find(self, keys: Keys) -> Slots:
         return np.take(self._slots, keys, mode="clip").astype(np.int64) - 1
@@ -59,7 +59,7 @@ class Direct:
     def remove(self, keys: Keys) -> None:
         self._slots[keys] = 0
 
-    def held(self) -> tuple[Keys, Slots]:
+    def entries(self) -> tuple[Keys, Slots]:
         keys = np.flatnonzero(self._slots)
         return keys, self._slots[keys].astype(np.int64) - 1
 
@@ -68,10 +68,10 @@ class Direct:
         return self._slots.nbytes
 
 
-class Hashed:
+class HashRowIndex:
     def __init__(self) -> None:
-        self._places = np.zeros(SMALLEST, dtype=np.int32)  # one more than the slot; 0: free
-        self._key_of = Arena(1, torch.int64)  # by slot
+        self._places = np.zeros(MIN_PLACES, dtype=np.int32)  # one more than the slot; 0: free
+        self._key_of = GrowableRows(1, torch.int64)  # by slot
         self._count = 0
 
     def find(self, keys: Keys) -> Slots:
@@ -87,7 +87,7 @@ class Hashed:
         return found
 
     def insert(self, keys: Keys, slots: Slots) -> None:
-        if self._count + len(keys) > FULL * len(self._places):
+        if self._count + len(keys) > MAX_LOAD * len(self._places):
             self._rebuild(self._taken(), room=self._count + len(keys))
         self._place(keys, slots)
 
@@ -95,7 +95,7 @@ class Hashed:
         slots = self._taken()
         self._rebuild(slots[~np.isin(slots, self.find(keys))], room=self._count - len(keys))
 
-    def held(self) -> tuple[Keys, Slots]:
+    def entries(self) -> tuple[Keys, Slots]:
         slots = self._taken().astype(np.int64)
         keys = self._keys(slots)
         order = np.argsort(keys)
@@ -121,8 +121,8 @@ class Hashed:
         return keys
 
     def _rebuild(self, slots: npt.NDArray[np.int32], *, room: int) -> None:
-        size = SMALLEST
-        while room > FULL * size:
+        size = MIN_PLACES
+        while room > MAX_LOAD * size:
             size *= 2
         self._places, self._count = np.zeros(size, dtype=np.int32), 0
         for start in range(0, len(slots), CHUNK):  # little memory beside the table's own

@@ -15,22 +15,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.paramserver.dispatcher import Desk, Guest
+from shoal.paramserver.dispatcher import RequestDispatcher, ClientConnection
 from shoal.paramserver.shm_ring import RING_BYTES
-from shoal.paramserver.spin_wait import Spin
-from shoal.paramserver.transport import Closed, Stream, listen, read_address
-from shoal.paramserver.wire_format import BadFrame, Limits
+from shoal.paramserver.spin_wait import SpinWait
+from shoal.paramserver.transport import ConnectionLost, SocketTransport, listen, read_address
+from shoal.paramserver.wire_format import BadFrame, FrameLimits
 
 POLL_SECONDS = 0.1  # how often `until` is asked when nothing comes
-STRANGER_SECONDS = 10.0  # a connection that has not said who it is by then is closed
-MOST_WAITING = 64 << 20  # bytes that a client may leave unread before the server reads no more from it
-IN_A_ROW = 64  # frames of one connection before the others have their turn
+HELLO_SECONDS = 10.0  # a connection that has not said who it is by then is closed
+MAX_UNSENT_BYTES = 64 << 20  # bytes that a client may leave unread before the server reads no more from it
+FRAMES_PER_TURN = 64  # frames of one connection before the others have their turn
 PR_SET_PDEATHSIG = 1
 M_MMAP_THRESHOLD = -3
-LARGE_BYTES = 1 << 20
+MMAP_BYTES = 1 << 20
 
 
-class Server:
+class ParameterServer:
     """One shard's process. `addresses`: "unix:PATH", "tcp://HOST:PORT" (port 0: any); without a token only those that
     other machines cannot reach. `keep_seconds`: how often to write a snapshot; None: only when it is asked for.
     `most_waiting`: bytes of answers that a client may leave unread before nothing more is read from it."""
@@ -42,28 +42,28 @@ class Server:
         *,
         token: str | None = None,
         snapshots: Any = None,
-        keep_seconds: float | None = None,
-        limits: Limits | None = None,
+        snapshot_seconds: float | None = None,
+        limits: FrameLimits | None = None,
         ring_bytes: int = RING_BYTES,
-        most_waiting: int = MOST_WAITING,
+        max_unsent_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
         self.shard = shard
-        self.desk = Desk(
+        self.dispatcher = RequestDispatcher(
             shard, number=shard.shard, count=shard.shards, token=token, limits=limits, ring_bytes=ring_bytes
         )
-        self.snapshots, self.keep_seconds = snapshots, keep_seconds
-        self.most_waiting = most_waiting
+        self.snapshots, self.snapshot_seconds = snapshots, snapshot_seconds
+        self.max_unsent_bytes = max_unsent_bytes
         self.addresses: list[str] = []
         self._listeners: dict[int, socket.socket] = {}
         self._paths: list[tuple[Path, int]] = []  # of sockets that are files, and which files they are
-        self._guests: dict[int, Guest] = {}
-        self._strangers: dict[Guest, float] = {}  # who has not said who it is, and since when
-        self._again: deque[Guest] = deque()  # whose next frame is here already
+        self._connections: dict[int, ClientConnection] = {}
+        self._unidentified: dict[ClientConnection, float] = {}  # who has not said who it is, and since when
+        self._readable: deque[ClientConnection] = deque()  # whose next frame is here already
         self._poll = select.epoll()
-        self._keeper: _Keeper | None = None
-        self._kept_at = self._tidied_at = time.monotonic()
-        self._kept_version = shard.version
-        self._spin = Spin()
+        self._snapshot_writer: _SnapshotWriter | None = None
+        self._snapshot_at = self._timers_at = time.monotonic()
+        self._snapshot_version = shard.version
+        self._spin = SpinWait()
         self._cores = len(os.sched_getaffinity(0))
         try:
             for address in addresses:
@@ -78,63 +78,63 @@ class Server:
             self.close()
             raise
         if snapshots is not None:
-            shard.before_rewind = self._let_it_be_written
-            self.desk.tell(shard.stood(snapshots.steps()))
+            shard.before_rewind = self._wait_for_writer
+            self.dispatcher.send_replies(shard.stood(snapshots.steps()))
 
     @property
-    def closed(self) -> deque[str]:
+    def close_reasons(self) -> deque[str]:
         """Why connections were closed: the last ones that did not just leave."""
-        return self.desk.closed
+        return self.dispatcher.close_reasons
 
     @property
-    def counts(self) -> dict[str, int]:
+    def close_counts(self) -> dict[str, int]:
         """Connections that have ended, by how: "left", "bad frame", "refused", …"""
-        return dict(self.desk.counts)
+        return dict(self.dispatcher.close_counts)
 
     def serve(self, until: Callable[[], bool]) -> None:
         """Until then; asked after everything that comes, and ten times a second when nothing does."""
-        _return_memory()
+        _lower_mmap_threshold()
         while not until():
-            self.turn(POLL_SECONDS)
+            self.poll_once(POLL_SECONDS)
 
-    def turn(self, timeout: float) -> None:
+    def poll_once(self, timeout: float) -> None:
         """Waits for something to come, not longer than that, and does it."""
         events = self._wait(timeout)
         began = time.monotonic()
         for descriptor, event in events:
-            guest = self._guests.get(descriptor)
+            guest = self._connections.get(descriptor)
             if guest is not None:
                 if event & select.EPOLLOUT:
                     self._flush(guest)
-                if event & ~select.EPOLLOUT and not guest.ended:
+                if event & ~select.EPOLLOUT and not guest.close_reason:
                     self._read(guest)
             elif descriptor in self._listeners:
                 self._accept(self._listeners[descriptor])
-            elif self._keeper is not None and descriptor == self._keeper.descriptor:
-                self._kept()
-        for _ in range(len(self._again)):
-            guest = self._again.popleft()
-            if not guest.ended:
+            elif self._snapshot_writer is not None and descriptor == self._snapshot_writer.descriptor:
+                self._finish_snapshot()
+        for _ in range(len(self._readable)):
+            guest = self._readable.popleft()
+            if not guest.close_reason:
                 self._read(guest)
         now = time.monotonic()
         if events:
             self.shard.busy_seconds += now - began
-        if now - self._tidied_at > POLL_SECONDS:
-            self._tidy(now)
+        if now - self._timers_at > POLL_SECONDS:
+            self._run_timers(now)
 
     def _wait(self, timeout: float) -> list[tuple[int, int]]:
-        if self._again:
+        if self._readable:
             return self._poll.poll(0)
-        if 0 < len(self._guests) < self._cores:  # everybody who takes part can have a core
-            end = self._spin.until()
+        if 0 < len(self._connections) < self._cores:  # everybody who takes part can have a core
+            end = self._spin.deadline()
             while end:
                 if events := self._poll.poll(0):
-                    self._spin.paid(True)
+                    self._spin.record(True)
                     return events
                 if time.perf_counter() > end:
-                    self._spin.paid(False)
+                    self._spin.record(False)
                     break
-                self._spin.give_way()
+                self._spin.yield_core()
         return self._poll.poll(timeout)
 
     # -- connections --------------------------------------------------------------------------------------------------
@@ -144,124 +144,124 @@ class Server:
             connection, there = listener.accept()
         except OSError:
             return
-        guest = Guest(Stream(connection, keeps=True), f"{there[0]}:{there[1]}" if there else "this host")
+        guest = ClientConnection(SocketTransport(connection, copies=True), f"{there[0]}:{there[1]}" if there else "this host")
         guest.descriptor = connection.fileno()
-        self._guests[guest.descriptor] = guest
-        self._strangers[guest] = time.monotonic()
+        self._connections[guest.descriptor] = guest
+        self._unidentified[guest] = time.monotonic()
         self._poll.register(guest.descriptor, select.EPOLLIN)
-        self.desk.greet(guest)
-        self._settle()
+        self.dispatcher.send_challenge(guest)
+        self._update_polling()
 
-    def _read(self, guest: Guest) -> None:
-        wire, shard, desk = guest.wire, self.shard, self.desk
-        assert isinstance(wire, Stream)
+    def _read(self, connection: ClientConnection) -> None:
+        wire, shard, desk = connection.transport, self.shard, self.dispatcher
+        assert isinstance(wire, SocketTransport)
         try:
-            for _ in range(IN_A_ROW):
-                if wire.waiting >= self.most_waiting:  # it does not read what it gets: `_settle` comes back to it
+            for _ in range(FRAMES_PER_TURN):
+                if wire.unsent_bytes >= self.max_unsent_bytes:  # it does not read what it gets: `_settle` comes back to it
                     break
                 frame = wire.receive()
                 if frame is None:
                     break
                 try:
-                    desk.take(guest, frame)
+                    desk.dispatch(connection, frame)
                 finally:
                     frame.release()
                 if shard.due:
-                    self._keep()
-                if desk.touched:
-                    self._settle()
-                if guest.ended or not wire.buffered:
+                    self._begin_snapshot()
+                if desk.changed:
+                    self._update_polling()
+                if connection.close_reason or not wire.buffered:
                     break
             else:
-                self._again.append(guest)
+                self._readable.append(connection)
         except BadFrame as error:
-            desk.end(guest, "bad frame", str(error))
-        except Closed as error:
-            desk.end(guest, "left", str(error))
-        if desk.touched:
-            self._settle()
+            desk.close_connection(connection, "bad frame", str(error))
+        except ConnectionLost as error:
+            desk.close_connection(connection, "left", str(error))
+        if desk.changed:
+            self._update_polling()
 
-    def _flush(self, guest: Guest) -> None:
-        wire = guest.wire
-        assert isinstance(wire, Stream)
+    def _flush(self, connection: ClientConnection) -> None:
+        wire = connection.transport
+        assert isinstance(wire, SocketTransport)
         try:
             wire.flush()
-        except Closed as error:
-            self.desk.end(guest, "left", str(error))
-        self.desk.touched.add(guest)
-        self._settle()
+        except ConnectionLost as error:
+            self.dispatcher.close_connection(connection, "left", str(error))
+        self.dispatcher.changed.add(connection)
+        self._update_polling()
 
-    def _settle(self) -> None:
+    def _update_polling(self) -> None:
         """Waits for room on connections that have none, reads no more from those that leave too much unread, and
         forgets those that have ended."""
-        while self.desk.touched:
-            guest = self.desk.touched.pop()
-            descriptor, wire = guest.descriptor, guest.wire
-            assert isinstance(wire, Stream)
-            if guest.ended:
-                self._strangers.pop(guest, None)
-                if self._guests.get(descriptor) is guest:
-                    del self._guests[descriptor]  # closed: the kernel has taken it from the poll
+        while self.dispatcher.changed:
+            guest = self.dispatcher.changed.pop()
+            descriptor, wire = guest.descriptor, guest.transport
+            assert isinstance(wire, SocketTransport)
+            if guest.close_reason:
+                self._unidentified.pop(guest, None)
+                if self._connections.get(descriptor) is guest:
+                    del self._connections[descriptor]  # closed: the kernel has taken it from the poll
                 continue
-            if wire.waiting >= self.most_waiting:
+            if wire.unsent_bytes >= self.max_unsent_bytes:
                 self._poll.modify(descriptor, select.EPOLLOUT)
                 continue
-            self._poll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if wire.waiting else 0))
-            if wire.buffered and guest not in self._again:
-                self._again.append(guest)
+            self._poll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if wire.unsent_bytes else 0))
+            if wire.buffered and guest not in self._readable:
+                self._readable.append(guest)
 
-    def _tidy(self, now: float) -> None:
-        self._tidied_at = now
-        for guest, since in list(self._strangers.items()):
-            if guest.who is not None:
-                del self._strangers[guest]
-            elif now - since > STRANGER_SECONDS:
-                self.desk.end(guest, "refused", f"it has not said who it is within {STRANGER_SECONDS:g} s")
-        self._settle()
+    def _run_timers(self, now: float) -> None:
+        self._timers_at = now
+        for guest, since in list(self._unidentified.items()):
+            if guest.client is not None:
+                del self._unidentified[guest]
+            elif now - since > HELLO_SECONDS:
+                self.dispatcher.close_connection(guest, "refused", f"it has not said who it is within {HELLO_SECONDS:g} s")
+        self._update_polling()
         if (
-            self.keep_seconds is not None
-            and now - self._kept_at >= self.keep_seconds
-            and self._keeper is None
-            and self.shard.version != self._kept_version
+            self.snapshot_seconds is not None
+            and now - self._snapshot_at >= self.snapshot_seconds
+            and self._snapshot_writer is None
+            and self.shard.version != self._snapshot_version
         ):
-            self._keep()
+            self._begin_snapshot()
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _begin_snapshot(self) -> None:
         """Begins a snapshot of the shard as it is now."""
         if self.snapshots is None:
             self.shard.begun()
-            self.desk.tell(self.shard.stood([], "this server was given no folder for snapshots"))
+            self.dispatcher.send_replies(self.shard.stood([], "this server was given no folder for snapshots"))
             return
-        if self._keeper is not None:  # of an older state; two must not write at once
-            self._kept()
-        self._kept_at, self._kept_version = time.monotonic(), self.shard.version
+        if self._snapshot_writer is not None:  # of an older state; two must not write at once
+            self._finish_snapshot()
+        self._snapshot_at, self._snapshot_version = time.monotonic(), self.shard.version
         self.shard.begun()
         descriptors = [*self._listeners, self._poll.fileno()]
-        self._keeper = _Keeper(lambda: self.snapshots.write(self.shard.capture(copy=False)), descriptors)
-        self._poll.register(self._keeper.descriptor, select.EPOLLIN)
+        self._snapshot_writer = _SnapshotWriter(lambda: self.snapshots.write(self.shard.capture(copy=False)), descriptors)
+        self._poll.register(self._snapshot_writer.descriptor, select.EPOLLIN)
 
-    def _let_it_be_written(self) -> None:
-        if self._keeper is not None:
-            self._keeper.ended()
+    def _wait_for_writer(self) -> None:
+        if self._snapshot_writer is not None:
+            self._snapshot_writer.wait_exit()
 
-    def _kept(self) -> None:
+    def _finish_snapshot(self) -> None:
         """Waits for the child that writes, and tells who waits for the snapshot."""
-        keeper, self._keeper = self._keeper, None
+        keeper, self._snapshot_writer = self._snapshot_writer, None
         assert keeper is not None
         self._poll.unregister(keeper.descriptor)
-        error = keeper.wait()
-        self.desk.tell(self.shard.stood(self.snapshots.steps(), error))
-        self._settle()
+        error = keeper.collect_error()
+        self.dispatcher.send_replies(self.shard.stood(self.snapshots.steps(), error))
+        self._update_polling()
 
     def close(self) -> None:
         """Closes all connections. A snapshot that is being written is waited for."""
-        if self._keeper is not None:
-            self._kept()
-        for guest in list(self._guests.values()):
-            guest.wire.close()
-        self._guests.clear()
+        if self._snapshot_writer is not None:
+            self._finish_snapshot()
+        for guest in list(self._connections.values()):
+            guest.transport.close()
+        self._connections.clear()
         for listener in self._listeners.values():
             listener.close()
         self._listeners.clear()
@@ -273,14 +273,14 @@ class Server:
         self._poll.close()
 
 
-def _return_memory() -> None:
+def _lower_mmap_threshold() -> None:
     """Makes large blocks go back to the system when they are freed. Else what an optimizer needs for a moment lies
     between its states for ever, up to half of the table again."""
     with suppress(AttributeError, OSError):  # of the GNU C library alone
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
-class _Keeper:
+class _SnapshotWriter:
     """A child that writes a snapshot and ends. `descriptor` can be waited on: readable when it has ended."""
 
     def __init__(self, write: Callable[[], None], descriptors: Sequence[int]) -> None:
@@ -303,11 +303,11 @@ class _Keeper:
                 os._exit(code)
         os.close(pipe)
 
-    def ended(self) -> None:
+    def wait_exit(self) -> None:
         """Waits until it has; what came of it is still to be asked for."""
         os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
 
-    def wait(self) -> str:
+    def collect_error(self) -> str:
         """Until it has ended; returns what went wrong."""
         text = b""
         while part := os.read(self.descriptor, 4096):

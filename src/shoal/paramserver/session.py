@@ -20,76 +20,76 @@ REMEMBERED = 1 << 18  # answered pushes: more than fit between two snapshots
 
 
 @dataclass(slots=True)
-class Asked(Generic[T]):
+class PendingRequest(Generic[T]):
     """A request without an answer."""
 
     tag: int
     sequence: int  # 0: a look
-    what: T
-    update: bool = False  # a push: the one kind of order whose loss is a loss
+    payload: T
+    is_push: bool = False  # a push: the one kind of order whose loss is a loss
 
 
 @dataclass(frozen=True, slots=True)
-class Renewed(Generic[T]):
+class SessionResume(Generic[T]):
     """What a new connection to the shard comes to."""
 
     lost: int  # orders that were answered, and that the shard does not have
-    again: list[Asked[T]]  # to be sent now, in this order
-    updates: int = 0  # pushes among the lost ones
+    resend: list[PendingRequest[T]]  # to be sent now, in this order
+    lost_pushes: int = 0  # pushes among the lost ones
 
 
-class Session(Generic[T]):
+class ShardSession(Generic[T]):
     """One client's dealings with one shard, in one incarnation."""
 
     def __init__(self) -> None:
-        self.boot = 0  # of the shard, when it was last heard of; 0: never
+        self.server_incarnation = 0  # of the shard, when it was last heard of; 0: never
         self.sequence = 0  # of the last order
         self.lost = 0
         self.answered = 0  # orders, of those up to `sequence`
-        self.open: dict[int, Asked[T]] = {}  # without an answer: by tag, in the order in which they were asked
-        self._updates: deque[int] = deque(maxlen=REMEMBERED)  # numbers of pushes that were answered
+        self.unanswered: dict[int, PendingRequest[T]] = {}  # without an answer: by tag, in the order in which they were asked
+        self._answered_pushes: deque[int] = deque(maxlen=REMEMBERED)  # numbers of pushes that were answered
 
-    def ask(self, tag: int, what: T, *, order: bool, update: bool = False) -> Asked[T]:
+    def register(self, tag: int, payload: T, *, writes: bool, is_push: bool = False) -> PendingRequest[T]:
         """Numbers a request and keeps it until it is answered."""
-        if order:
+        if writes:
             self.sequence += 1
-        asked = self.open[tag] = Asked(tag, self.sequence if order else 0, what, update)
+        asked = self.unanswered[tag] = PendingRequest(tag, self.sequence if writes else 0, payload, is_push)
         return asked
 
-    def answer(self, tag: int) -> Asked[T] | None:
+    def resolve(self, tag: int) -> PendingRequest[T] | None:
         """What is answered by this; None: nothing is, it was answered before."""
-        asked = self.open.pop(tag, None)
+        asked = self.unanswered.pop(tag, None)
         if asked is not None and asked.sequence:
             self.answered += 1
-            if asked.update:
-                self._updates.append(asked.sequence)
+            if asked.is_push:
+                self._answered_pushes.append(asked.sequence)
         return asked
 
-    def welcome(self, boot: int, sequence: int) -> Renewed[T]:
+    def resume(self, server_incarnation: int, sequence: int) -> SessionResume[T]:
         """The shard, as process number `boot`, has this client's orders up to `sequence`.
 
         Only a shard that came back with an older snapshot has fewer than it has answered: then what it lacks is lost,
         and unanswered orders close up behind what it has."""
-        missing = [asked for asked in self.open.values() if asked.sequence > sequence]
+        missing = [asked for asked in self.unanswered.values() if asked.sequence > sequence]
         lost = max(0, self.sequence - sequence - len(missing))
         if lost or sequence > self.sequence:
             for number, asked in enumerate(missing, sequence + 1):
                 asked.sequence = number
             self.sequence = sequence + len(missing)
-        self.boot = boot
+        self.server_incarnation = server_incarnation
         self.lost += lost
-        gone = sum(number > sequence for number in self._updates) if lost else 0
+        gone = sum(number > sequence for number in self._answered_pushes) if lost else 0
         if gone:
-            self._updates = deque((number for number in self._updates if number <= sequence), maxlen=REMEMBERED)
-        return Renewed(lost, list(self.open.values()), gone)
+            self._answered_pushes = deque((number for number in self._answered_pushes if number <= sequence), maxlen=REMEMBERED)
+        return SessionResume(lost, list(self.unanswered.values()), gone)
 
-    def forget(self) -> list[Asked[T]]:
+    def abandon(self) -> list[PendingRequest[T]]:
         """Gives up all that is unanswered."""
-        asked, self.open = list(self.open.values()), {}
+        asked, self.unanswered = list(self.unanswered.values()), {}
         return asked
 
     def __len__(self) -> int:
-        return len(self.open)
+        return len(self.unanswered)
 
-    def __iter__(self) -> Iterator[Asked[T]]:
-        return iter(self.open.values())
+    def __iter__(self) -> Iterator[PendingRequest[T]]:
+        return iter(self.unanswered.values())

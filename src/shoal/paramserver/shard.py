@@ -25,113 +25,113 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError, ShoalError
 from shoal.paramserver import messages
-from shoal.paramserver.dense_table import Factory
+from shoal.paramserver.dense_table import OptimizerFactory
 from shoal.paramserver.messages import (
     AnyReply,
-    Apply,
-    Contribute,
-    Counted,
-    Declare,
-    Done,
-    Hello,
-    Late,
-    Meet,
-    Next,
-    Pull,
-    Push,
-    Put,
-    Refused,
-    Request,
-    Rewind,
-    Squares,
-    Stood,
-    Values,
-    Welcome,
-    Who,
+    ApplyRequest,
+    ContributeRequest,
+    StatsReply,
+    DeclareRequest,
+    AckReply,
+    HelloRequest,
+    LateReply,
+    BarrierRequest,
+    LeaseRequest,
+    PullRequest,
+    PushRequest,
+    PutRequest,
+    RefusedReply,
+    ServerRequest,
+    RewindRequest,
+    SquaresRequest,
+    StatusReply,
+    ValuesReply,
+    WelcomeReply,
+    ClientId,
 )
-from shoal.paramserver.pending_steps import Steps
-from shoal.paramserver.reduce import Gradients, kept
-from shoal.paramserver.request_log import Asked, Record, Tickets
-from shoal.paramserver.snapshot import Captured, lifted, lowered
-from shoal.paramserver.step_coordinator import Pace, Told
-from shoal.paramserver.tables import Holdings, No
+from shoal.paramserver.pending_steps import PendingSteps
+from shoal.paramserver.reduce import Gradients, copy_gradients
+from shoal.paramserver.request_log import ReplyAddress, ClientRecord, AppliedLeases
+from shoal.paramserver.snapshot import ShardSnapshot, extract_tensors, insert_tensors
+from shoal.paramserver.step_coordinator import StepCoordinator, CoordinatorReply
+from shoal.paramserver.tables import ShardTables, RequestRefused
 
-_ANY_EPOCH = (Rewind, messages.Standing, messages.Stats)
+_ANY_GENERATION = (RewindRequest, messages.StatusRequest, messages.StatsRequest)
 
 
-class Answer(NamedTuple):
-    to: Who
+class ShardReply(NamedTuple):
+    client: ClientId
     tag: int
     reply: AnyReply
     tensors: Sequence[Tensor] = ()
 
 
-Outcome: TypeAlias = tuple[AnyReply, Sequence[Tensor]] | None  # None: parked
-Handler: TypeAlias = Callable[[Any, Asked, Any, Sequence[Tensor]], Outcome]
+HandlerResult: TypeAlias = tuple[AnyReply, Sequence[Tensor]] | None  # None: parked
+Handler: TypeAlias = Callable[[Any, ReplyAddress, Any, Sequence[Tensor]], HandlerResult]
 
 
-class Shard:
+class ParameterShard:
     def __init__(
         self,
         *,
         shard: int = 0,
         shards: int = 1,
-        boot: int = 1,
-        pace: Pace | None = None,
-        factories: Mapping[str, Factory] | None = None,
-        kept: Callable[[int], Captured] | None = None,
-        adopt: Callable[[str], Mapping[str, Mapping[str, Tensor]]] | None = None,
+        server_incarnation: int = 1,
+        coordinator: StepCoordinator | None = None,
+        factories: Mapping[str, OptimizerFactory] | None = None,
+        load_snapshot: Callable[[int], ShardSnapshot] | None = None,
+        load_rows: Callable[[str], Mapping[str, Mapping[str, Tensor]]] | None = None,
     ) -> None:
         """`factories`: optimizers of tables that want the job's, by table, or one for all under "job". `kept`: what was
         kept of a step (Snapshots.rewind)."""
-        self.shard, self.shards, self.boot = shard, shards, boot
-        self.pace = pace
-        self.tables = Holdings(shard, shards, factories or {})
-        self.epoch = 0
+        self.shard, self.shards, self.server_incarnation = shard, shards, server_incarnation
+        self.coordinator = coordinator
+        self.tables = ShardTables(shard, shards, factories or {})
+        self.generation = 0
         self.version = 0  # updates applied
-        self.step = pace.step if pace is not None else 0  # in lockstep: the next one
-        self.due = False
+        self.step = coordinator.step if coordinator is not None else 0  # in lockstep: the next one
+        self.snapshot_due = False
         self.before_rewind: Callable[[], None] = lambda: None  # a snapshot under way is of what will be undone
         self.busy_seconds = 0.0
         self.bytes_in = self.bytes_out = 0
         self.updates = self.duplicates = 0
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
-        self._kept, self._adopt = kept, adopt
-        self._begun: list[Any] | None = None  # what the run goes on from
-        self._rewound = 0  # the step that this epoch began with
-        self._came_back = False  # with an older state than others have seen, and not rewound since
+        self._load_snapshot, self._load_rows = load_snapshot, load_rows
+        self._run_start: list[Any] | None = None  # what the run goes on from
+        self._generation_step = 0  # the step that this epoch began with
+        self._needs_rewind = False  # with an older state than others have seen, and not rewound since
         self._granted = 0  # incarnations of this boot
-        self._records: dict[int, Record] = {}  # by worker
-        self._tickets = Tickets()
-        self._steps = Steps(self.tables)
-        self._asked: dict[Who, Asked] = {}  # who wait for the pace
-        self._keepers: list[Asked] = []  # who wait for a snapshot that is not begun
-        self._writing: list[Asked] = []  # ... that is
-        self._stands: list[int] = []
-        self._whole = False  # the newest snapshot has values
-        self._out: list[Answer] = []  # answers that are free
+        self._records: dict[int, ClientRecord] = {}  # by worker
+        self._applied_leases = AppliedLeases()
+        self._pending_steps = PendingSteps(self.tables)
+        self._waiting: dict[ClientId, ReplyAddress] = {}  # who wait for the pace
+        self._snapshot_requests: list[ReplyAddress] = []  # who wait for a snapshot that is not begun
+        self._snapshot_waiters: list[ReplyAddress] = []  # ... that is
+        self._snapshot_steps: list[int] = []
+        self._snapshot_filled = False  # the newest snapshot has values
+        self._replies: list[ShardReply] = []  # answers that are free
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
-    def hello(self, hello: Hello) -> Welcome | Refused:
+    def on_hello(self, hello: HelloRequest) -> WelcomeReply | RefusedReply:
         worker, incarnation = hello.worker, hello.incarnation
         if not incarnation:
             if self.shard:
-                return Refused("shard", f"shard {self.shard} grants no incarnations", "ask shard 0 first")
+                return RefusedReply("shard", f"shard {self.shard} grants no incarnations", "ask shard 0 first")
             self._granted += 1
-            incarnation = self.boot << 32 | self._granted
+            incarnation = self.server_incarnation << 32 | self._granted
         try:
-            record = self._record(Who(worker, incarnation))
-        except No as no:
+            record = self._record(ClientId(worker, incarnation))
+        except RequestRefused as no:
             return no.reply
-        if self.pace is not None:
-            self._tell(self.pace.came(worker, incarnation))
-        return Welcome(
+        if self.coordinator is not None:
+            self._queue_replies(self.coordinator.on_connect(worker, incarnation))
+        return WelcomeReply(
             shard=self.shard,
             shards=self.shards,
-            boot=self.boot,
-            epoch=self.epoch,
+            server_incarnation=self.server_incarnation,
+            generation=self.generation,
             incarnation=incarnation,
             sequence=record.sequence,
             version=self.version,
@@ -139,27 +139,27 @@ class Shard:
             tables=self.tables.names,
         )
 
-    def owed(self) -> list[Answer]:
+    def take_replies(self) -> list[ShardReply]:
         """What a hello has set free. Otherwise the next order brings it."""
-        out, self._out = self._out, []
+        out, self._replies = self._replies, []
         return out
 
-    def gone(self, who: Who) -> list[Answer]:
-        record = self._records.get(who.worker)
-        if self.pace is not None and record is not None and record.incarnation == who.incarnation:
-            self._tell(self.pace.gone(who.worker))
-        return self.owed()
+    def on_disconnect(self, client: ClientId) -> list[ShardReply]:
+        record = self._records.get(client.worker)
+        if self.coordinator is not None and record is not None and record.incarnation == client.incarnation:
+            self._queue_replies(self.coordinator.on_disconnect(client.worker))
+        return self.take_replies()
 
-    def _record(self, who: Who) -> Record:
-        record = self._records.get(who.worker)
-        if record is None or record.incarnation < who.incarnation:
-            record = self._records[who.worker] = Record(who.incarnation)
-            self._steps.forget(who.worker)
-            self._asked = {whose: asked for whose, asked in self._asked.items() if whose.worker != who.worker}
-        elif record.incarnation > who.incarnation:
-            raise No(
+    def _record(self, client: ClientId) -> ClientRecord:
+        record = self._records.get(client.worker)
+        if record is None or record.incarnation < client.incarnation:
+            record = self._records[client.worker] = ClientRecord(client.incarnation)
+            self._pending_steps.drop_worker(client.worker)
+            self._waiting = {whose: asked for whose, asked in self._waiting.items() if whose.worker != client.worker}
+        elif record.incarnation > client.incarnation:
+            raise RequestRefused(
                 "incarnation",
-                f"this is an older process of worker {who.worker}: another one has taken its place",
+                f"this is an older process of worker {client.worker}: another one has taken its place",
                 "end this process",
             )
         return record
@@ -167,33 +167,33 @@ class Shard:
     # -- order, then apply --------------------------------------------------------------------------------------------
 
     def handle(
-        self, who: Who, tag: int, sequence: int, epoch: int, request: Request, tensors: Sequence[Tensor] = ()
-    ) -> list[Answer]:
-        asked = Asked(who, tag, sequence)
-        outcome: Outcome
+        self, client: ClientId, tag: int, sequence: int, generation: int, request: ServerRequest, tensors: Sequence[Tensor] = ()
+    ) -> list[ShardReply]:
+        asked = ReplyAddress(client, tag, sequence)
+        outcome: HandlerResult
         try:
-            record = self._records.get(who.worker)
-            if record is None or record.incarnation != who.incarnation:
-                record = self._record(who)
+            record = self._records.get(client.worker)
+            if record is None or record.incarnation != client.incarnation:
+                record = self._record(client)
             if sequence == record.sequence + 1:
                 record.sequence = sequence
                 try:
-                    outcome = self._do(asked, epoch, request, tensors)
+                    outcome = self._execute(asked, generation, request, tensors)
                 except BaseException:  # a mistake of ours, or of the job's optimizer: not to be tried again
-                    record.remember(sequence, Refused("failed", f"order {sequence} failed when it came first"))
+                    record.remember(sequence, RefusedReply("failed", f"order {sequence} failed when it came first"))
                     raise
                 if outcome is not None:
                     record.remember(sequence, outcome[0])
             elif sequence:
-                outcome = self._again(record, asked, epoch, request, tensors)
-            elif isinstance(request, messages.ORDERS):
-                raise No("sequence", f"{type(request).__name__} is an order, and has no number", "number it")
+                outcome = self._repeat(record, asked, generation, request, tensors)
+            elif isinstance(request, messages.WRITES):
+                raise RequestRefused("sequence", f"{type(request).__name__} is an order, and has no number", "number it")
             else:
-                outcome = self._do(asked, epoch, request, tensors)
-        except No as no:
+                outcome = self._execute(asked, generation, request, tensors)
+        except RequestRefused as no:
             outcome = self._refuse(no)
-        out, self._out = self._out, []
-        answers = out if outcome is None else [Answer(who, tag, *outcome), *out]
+        out, self._replies = self._replies, []
+        answers = out if outcome is None else [ShardReply(client, tag, *outcome), *out]
         for tensor in tensors:
             self.bytes_in += tensor.nbytes
         for answer in answers:
@@ -201,302 +201,302 @@ class Shard:
                 self.bytes_out += tensor.nbytes
         return answers
 
-    def _do(self, asked: Asked, epoch: int, request: Request, tensors: Sequence[Tensor]) -> Outcome:
+    def _execute(self, asked: ReplyAddress, generation: int, request: ServerRequest, tensors: Sequence[Tensor]) -> HandlerResult:
         kind = type(request)
         try:
-            if epoch != self.epoch and kind not in _ANY_EPOCH:
-                raise self._fenced(epoch)
+            if generation != self.generation and kind not in _ANY_GENERATION:
+                raise self._fenced(generation)
             handler = _HANDLERS.get(kind)
             if handler is None:
-                raise No("request", f"a shard does not take {kind.__name__}")
+                raise RequestRefused("request", f"a shard does not take {kind.__name__}")
             return handler(self, asked, request, tensors)
-        except No as no:
+        except RequestRefused as no:
             return self._refuse(no)
 
-    def _refuse(self, no: No) -> tuple[AnyReply, Sequence[Tensor]]:
+    def _refuse(self, no: RequestRefused) -> tuple[AnyReply, Sequence[Tensor]]:
         self.refused[no.reply.code] += 1
         return no.reply, ()
 
-    def _fenced(self, epoch: int) -> No:
-        both = f"this is of epoch {epoch}, and shard {self.shard} is in epoch {self.epoch}"
-        if epoch < self.epoch:
-            return No("fenced", f"{both}, which began at step {self._rewound}", f"go on from step {self._rewound}")
-        return No("behind", both, "rewind all shards first")
+    def _fenced(self, generation: int) -> RequestRefused:
+        both = f"this is of epoch {generation}, and shard {self.shard} is in epoch {self.generation}"
+        if generation < self.generation:
+            return RequestRefused("fenced", f"{both}, which began at step {self._generation_step}", f"go on from step {self._generation_step}")
+        return RequestRefused("behind", both, "rewind all shards first")
 
-    def _again(self, record: Record, asked: Asked, epoch: int, request: Request, tensors: Sequence[Tensor]) -> Outcome:
+    def _repeat(self, record: ClientRecord, asked: ReplyAddress, generation: int, request: ServerRequest, tensors: Sequence[Tensor]) -> HandlerResult:
         """Not the next order: one that was here before, or one too far."""
         sequence = asked.sequence
         if sequence > record.sequence:
-            raise No(
+            raise RequestRefused(
                 "gap",
-                f"order {sequence} of worker {asked.who.worker} came after order {record.sequence}",
+                f"order {sequence} of worker {asked.client.worker} came after order {record.sequence}",
                 f"send again from order {record.sequence + 1} on",
             )
         self.duplicates += 1
-        if record.forgotten(sequence):
-            return Done(self.version), ()
+        if record.is_forgotten(sequence):
+            return AckReply(self.version), ()
         reply = record.replies.get(sequence)
-        if isinstance(reply, Values):
-            return self._values([slot.table for slot in reply.slots])
+        if isinstance(reply, ValuesReply):
+            return self._values([slot.table for slot in reply.slices])
         if reply is not None:
             return reply, ()
-        if self._waits(asked):
+        if self._is_waiting(asked):
             return None
-        return self._do(asked, epoch, request, tensors)  # Apply, Meet, Next: these do nothing twice
+        return self._execute(asked, generation, request, tensors)  # Apply, Meet, Next: these do nothing twice
 
-    def _waits(self, asked: Asked) -> bool:
-        waiting = self._asked.get(asked.who)
-        return (waiting is not None and waiting.sequence == asked.sequence) or self._steps.waits(asked)
+    def _is_waiting(self, asked: ReplyAddress) -> bool:
+        waiting = self._waiting.get(asked.client)
+        return (waiting is not None and waiting.sequence == asked.sequence) or self._pending_steps.is_parked(asked)
 
-    def _answer(self, asked: Asked, reply: AnyReply, tensors: Sequence[Tensor] = ()) -> None:
+    def _queue_reply(self, asked: ReplyAddress, reply: AnyReply, tensors: Sequence[Tensor] = ()) -> None:
         """Of what was parked."""
-        record = self._records.get(asked.who.worker)
-        if asked.sequence and record is not None and record.incarnation == asked.who.incarnation:
+        record = self._records.get(asked.client.worker)
+        if asked.sequence and record is not None and record.incarnation == asked.client.incarnation:
             record.remember(asked.sequence, reply)
-        self._out.append(Answer(asked.who, asked.tag, reply, tensors))
+        self._replies.append(ShardReply(asked.client, asked.tag, reply, tensors))
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
-    def _declare(self, asked: Asked, request: Declare, tensors: Sequence[Tensor]) -> Outcome:
+    def _declare(self, asked: ReplyAddress, request: DeclareRequest, tensors: Sequence[Tensor]) -> HandlerResult:
         self.tables.declare(request.table, request.spec)
-        return Done(self.version), ()
+        return AckReply(self.version), ()
 
-    def _put(self, asked: Asked, request: Put, tensors: Sequence[Tensor]) -> Outcome:
+    def _put(self, asked: ReplyAddress, request: PutRequest, tensors: Sequence[Tensor]) -> HandlerResult:
         if request.state is not None and "begin" in request.state:
-            self._begin(*request.state["begin"])
+            self._start_from(*request.state["begin"])
         else:
             self.tables.put(request, tensors)
-        return Done(self.version), ()
+        return AckReply(self.version), ()
 
-    def _begin(self, first: int, done: Sequence[int], rows: str = "", began: int = 0, inexact: str = "") -> None:
+    def _start_from(self, first: int, done: Sequence[int], rows: str = "", start_step: int = 0, inexact: str = "") -> None:
         """The run goes on from a checkpoint, of the job's step `began`: nothing has been done here yet. Whoever says it
         may be lost before all servers have their values, and another one says it again. `inexact`: kept for workers."""
-        word = [first, list(done), rows, began, inexact]
-        if word == self._begun and not self.version:
+        word = [first, list(done), rows, start_step, inexact]
+        if word == self._run_start and not self.version:
             return
-        if self.version or self._begun is not None or self.tables.touched:
-            raise No(
+        if self.version or self._run_start is not None or self.tables.has_values:
+            raise RequestRefused(
                 "begun", f"shard {self.shard} has begun, at version {self.version}", "begin before the first values"
             )
         self.step = first
-        self._tickets = Tickets(first)
+        self._applied_leases = AppliedLeases(first)
         for ticket in done:
-            self._tickets.add(ticket)
-        if self.pace is not None:
-            self.pace.begin(first, done)
-        if rows and self._adopt is not None:
+            self._applied_leases.add(ticket)
+        if self.coordinator is not None:
+            self.coordinator.start_from(first, done)
+        if rows and self._load_rows is not None:
             try:
-                for table, kept in self._adopt(rows).items():
+                for table, kept in self._load_rows(rows).items():
                     self.tables.sparse[table].restore(kept)
             except (ShoalError, KeyError) as error:
-                raise No("rows", f"shard {self.shard}: the tables' rows cannot be read: {error}") from error
-        self._begun = word
+                raise RequestRefused("rows", f"shard {self.shard}: the tables' rows cannot be read: {error}") from error
+        self._run_start = word
 
-    def _push(self, asked: Asked, request: Push, tensors: Sequence[Tensor]) -> Outcome:
-        gradients = self.tables.gradients(request.slots, tensors)
-        ticket, record = request.ticket, self._records[asked.who.worker]
-        parts = record.parts_of(ticket)
-        if ticket >= 0 and ticket in self._tickets:
+    def _push(self, asked: ReplyAddress, request: PushRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        gradients = self.tables.check_gradients(request.slices, tensors)
+        ticket, record = request.lease, self._records[asked.client.worker]
+        parts = record.pushes_of(ticket)
+        if ticket >= 0 and ticket in self._applied_leases:
             self.refused["ticket"] += 1
             parts.clear()
         elif ticket >= 0 and not request.last:
             # All or nothing: if this worker is lost, whoever does the ticket again sends all parts again.
-            parts.append(kept(gradients))
+            parts.append(copy_gradients(gradients))
         else:
             for part in parts:
                 self.tables.update(part, self.version + 1, last=False)
             parts.clear()
             self.tables.update(gradients, self.version + 1, last=request.last)
             if ticket >= 0:
-                self._tickets.add(ticket)
+                self._applied_leases.add(ticket)
             if request.last:
-                if request.basis >= 0:
-                    self.staleness[max(0, self.version - request.basis)] += 1
+                if request.base_version >= 0:
+                    self.staleness[max(0, self.version - request.base_version)] += 1
                 self.version += 1
                 self.updates += 1
         if not request.pull:
-            return Done(self.version), ()
-        return self._values([slot.table for slot in request.slots if not slot.sparse])
+            return AckReply(self.version), ()
+        return self._values([slot.table for slot in request.slices if not slot.sparse])
 
     def _values(self, tables: Sequence[str] = ()) -> tuple[AnyReply, Sequence[Tensor]]:
         slots, found = self.tables.values(tables)
-        return Values(self.version, slots, self.step), found
+        return ValuesReply(self.version, slots, self.step), found
 
-    def _pull(self, asked: Asked, request: Pull, tensors: Sequence[Tensor]) -> Outcome:
-        return Values(self.version, request.slots, self.step), self.tables.pull(request.slots, tensors, self.version)
+    def _pull(self, asked: ReplyAddress, request: PullRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        return ValuesReply(self.version, request.slices, self.step), self.tables.pull(request.slices, tensors, self.version)
 
-    def _state(self, asked: Asked, request: messages.State, tensors: Sequence[Tensor]) -> Outcome:
+    def _state(self, asked: ReplyAddress, request: messages.TableStateRequest, tensors: Sequence[Tensor]) -> HandlerResult:
         return self.tables.state(request.table)
 
     # -- lockstep -----------------------------------------------------------------------------------------------------
 
-    def _check_back(self) -> None:
+    def _check_rewound(self) -> None:
         """A shard that came back has none of the contributions that were acknowledged: in lockstep all go back first,
         even if no step is missing."""
-        if self._came_back:
-            raise No("ahead", f"shard {self.shard} came back, at step {self.step}", "go back with all servers (Rewind)")
+        if self._needs_rewind:
+            raise RequestRefused("ahead", f"shard {self.shard} came back, at step {self.step}", "go back with all servers (Rewind)")
 
-    def _contribute(self, asked: Asked, request: Contribute, tensors: Sequence[Tensor]) -> Outcome:
-        self._check_back()
+    def _contribute(self, asked: ReplyAddress, request: ContributeRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        self._check_rewound()
         if request.step < self.step:
             self.refused["late"] += 1
-            return Late(self.step), ()
+            return LateReply(self.step), ()
         self._check_step(asked, request.step)
-        if self._steps.contribute(request, tensors):
+        if self._pending_steps.contribute(request, tensors):
             self._unpark(request.step)
         else:
             self.duplicates += 1
-        return Done(self.version), ()
+        return AckReply(self.version), ()
 
     def _unpark(self, step: int) -> None:
         """A contribution has come: what waited for it goes on."""
-        for asked, request in self._steps.freed(step):
+        for asked, request in self._pending_steps.pop_ready(step):
             try:
-                outcome = self._squares_now(request) if isinstance(request, Squares) else self._apply_now(request)
-            except No as no:
+                outcome = self._squares_now(request) if isinstance(request, SquaresRequest) else self._apply_now(request)
+            except RequestRefused as no:
                 outcome = self._refuse(no)
-            self._answer(asked, *outcome)
+            self._queue_reply(asked, *outcome)
 
-    def _check_step(self, asked: Asked, step: int) -> None:
+    def _check_step(self, asked: ReplyAddress, step: int) -> None:
         """Nobody is ahead of a shard but one that came back with an older state: a step begins when all have applied
         the one before."""
         if step > self.step:
-            raise No(
+            raise RequestRefused(
                 "ahead",
-                f"shard {self.shard} is at step {self.step}, and worker {asked.who.worker} at {step}",
+                f"shard {self.shard} is at step {self.step}, and worker {asked.client.worker} at {step}",
                 "go back with all servers (Rewind)",
             )
 
-    def _apply(self, asked: Asked, request: Apply, tensors: Sequence[Tensor]) -> Outcome:
-        self._check_back()
+    def _apply(self, asked: ReplyAddress, request: ApplyRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        self._check_rewound()
         if request.step < self.step:
             return self._applied(request)
         self._check_step(asked, request.step)
-        self._steps.put(request, tensors)
-        if not request.skip and not self._steps.ready(asked, request):
+        self._pending_steps.add_values(request, tensors)
+        if not request.skip and not self._pending_steps.ready_or_park(asked, request):
             return None
         return self._apply_now(request)
 
-    def _squares(self, asked: Asked, request: Squares, tensors: Sequence[Tensor]) -> Outcome:
-        self._check_back()
+    def _squares(self, asked: ReplyAddress, request: SquaresRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        self._check_rewound()
         if request.step < self.step:  # others have applied it since
-            return self._steps.squares_again(request.step) or (Late(self.step), ())
+            return self._pending_steps.cached_squares(request.step) or (LateReply(self.step), ())
         self._check_step(asked, request.step)
-        return self._squares_now(request) if self._steps.ready(asked, request) else None
+        return self._squares_now(request) if self._pending_steps.ready_or_park(asked, request) else None
 
-    def _squares_now(self, request: Squares) -> tuple[AnyReply, Sequence[Tensor]]:
-        return self._steps.squares(request, self.version)
+    def _squares_now(self, request: SquaresRequest) -> tuple[AnyReply, Sequence[Tensor]]:
+        return self._pending_steps.squares(request, self.version)
 
-    def _apply_now(self, request: Apply) -> tuple[AnyReply, Sequence[Tensor]]:
+    def _apply_now(self, request: ApplyRequest) -> tuple[AnyReply, Sequence[Tensor]]:
         step = request.step
         gradients: Gradients = {}
         if not request.skip:
-            folded = self._steps.gradients(request)
+            folded = self._pending_steps.reduced_gradients(request)
             self.refused["late"] += folded.left_out
             gradients = {**folded.dense, **folded.sparse}
         self.tables.update(gradients, self.version + 1)
-        self.tables.skip(gradients)
-        put = self._steps.puts.pop(step, None)
+        self.tables.step_schedulers(gradients)
+        put = self._pending_steps.puts.pop(step, None)
         if put is not None and not request.skip:
             self.tables.put(*put)
-        waited = self._steps.over(step)
+        waited = self._pending_steps.finish(step)
         self.version += 1
         self.updates += 1
         self.step = step + 1
-        self.due = self.due or request.snapshot
-        if self.pace is not None:
-            self._tell(self.pace.applied(step))
+        self.snapshot_due = self.snapshot_due or request.snapshot
+        if self.coordinator is not None:
+            self._queue_replies(self.coordinator.on_applied(step))
         for asked, parked in waited:
-            self._answer(asked, *(self._applied(parked) if isinstance(parked, Apply) else (Late(self.step), ())))
+            self._queue_reply(asked, *(self._applied(parked) if isinstance(parked, ApplyRequest) else (LateReply(self.step), ())))
         return self._applied(request)
 
-    def _applied(self, request: Apply) -> tuple[AnyReply, Sequence[Tensor]]:
-        return self._values() if request.pull else (Done(self.version), ())
+    def _applied(self, request: ApplyRequest) -> tuple[AnyReply, Sequence[Tensor]]:
+        return self._values() if request.pull else (AckReply(self.version), ())
 
-    def _rewind(self, asked: Asked, request: Rewind, tensors: Sequence[Tensor]) -> Outcome:
-        if request.boot not in (0, self.boot):  # sent again to one that came back: with it the epoch would, too
-            reason = f"process {request.boot} of shard {self.shard} was to go back, and this is process {self.boot}"
-            raise No("fenced", reason, "look again")
-        if request.epoch < self.epoch:
-            raise self._fenced(request.epoch)
-        if request.epoch == self.epoch:
-            if request.step != self._rewound:
-                raise No("rewind", f"epoch {self.epoch} began at step {self._rewound}, not at {request.step}")
-            return Done(self.version), ()
-        if self._kept is None:
-            raise No("snapshot", f"shard {self.shard} keeps no snapshots", "give the servers a folder")
+    def _rewind(self, asked: ReplyAddress, request: RewindRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        if request.server_incarnation not in (0, self.server_incarnation):  # sent again to one that came back: with it the epoch would, too
+            reason = f"process {request.server_incarnation} of shard {self.shard} was to go back, and this is process {self.server_incarnation}"
+            raise RequestRefused("fenced", reason, "look again")
+        if request.generation < self.generation:
+            raise self._fenced(request.generation)
+        if request.generation == self.generation:
+            if request.step != self._generation_step:
+                raise RequestRefused("rewind", f"epoch {self.generation} began at step {self._generation_step}, not at {request.step}")
+            return AckReply(self.version), ()
+        if self._load_snapshot is None:
+            raise RequestRefused("snapshot", f"shard {self.shard} keeps no snapshots", "give the servers a folder")
         self.before_rewind()
         try:
-            self._take_tables(self._kept(request.step))
+            self._restore_tables(self._load_snapshot(request.step))
         except ShoalError as error:
-            raise No("snapshot", f"shard {self.shard}: {error.message}", error.fix or "") from error
-        self.epoch, self._rewound, self._came_back = request.epoch, request.step, False
-        undone, self._steps = self._steps, Steps(self.tables)
-        self._stands = [step for step in self._stands if step <= request.step]
+            raise RequestRefused("snapshot", f"shard {self.shard}: {error.message}", error.fix or "") from error
+        self.generation, self._generation_step, self._needs_rewind = request.generation, request.step, False
+        undone, self._pending_steps = self._pending_steps, PendingSteps(self.tables)
+        self._snapshot_steps = [step for step in self._snapshot_steps if step <= request.step]
         for record in self._records.values():
-            record.parts.clear()
+            record.partial_pushes.clear()
         for waiting, _ in undone.parked:
-            self._answer(waiting, self._fenced(request.epoch - 1).reply)
-        if self.pace is not None:
-            self._tell(self.pace.rewind(self.step))
-        return Done(self.version), ()
+            self._queue_reply(waiting, self._fenced(request.generation - 1).reply)
+        if self.coordinator is not None:
+            self._queue_replies(self.coordinator.rewind(self.step))
+        return AckReply(self.version), ()
 
     # -- the pace -----------------------------------------------------------------------------------------------------
 
-    def _meet(self, asked: Asked, request: Meet, tensors: Sequence[Tensor]) -> Outcome:
-        self._check_back()
-        pace = self._the_pace()
-        self._asked[asked.who] = asked
-        self._tell(pace.meet(asked.who, request.step, request.note, [tensor.clone() for tensor in tensors]))
+    def _arrive(self, asked: ReplyAddress, request: BarrierRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        self._check_rewound()
+        pace = self._require_coordinator()
+        self._waiting[asked.client] = asked
+        self._queue_replies(pace.arrive(asked.client, request.step, request.note, [tensor.clone() for tensor in tensors]))
         return None
 
-    def _next(self, asked: Asked, request: Next, tensors: Sequence[Tensor]) -> Outcome:
-        pace = self._the_pace()
-        self._asked[asked.who] = asked
-        self._tell(pace.next(asked.who, request))
+    def _next_lease(self, asked: ReplyAddress, request: LeaseRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        pace = self._require_coordinator()
+        self._waiting[asked.client] = asked
+        self._queue_replies(pace.next_lease(asked.client, request))
         return None
 
-    def _errands(self, asked: Asked, request: messages.Errands, tensors: Sequence[Tensor]) -> Outcome:
-        self._tell(self._the_pace().errand(request.what))
-        return Done(self.version), ()
+    def _add_task(self, asked: ReplyAddress, request: messages.TaskRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        self._queue_replies(self._require_coordinator().add_task(request.task))
+        return AckReply(self.version), ()
 
-    def _ended(self, asked: Asked, request: messages.Ended, tensors: Sequence[Tensor]) -> Outcome:
-        self._tell(self._the_pace().ended(request.reason, request.resumable))
-        return Done(self.version), ()
+    def _end_run(self, asked: ReplyAddress, request: messages.EndRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        self._queue_replies(self._require_coordinator().end_run(request.reason, request.resumable))
+        return AckReply(self.version), ()
 
-    def _the_pace(self) -> Pace:
-        if self.pace is None:
-            raise No("pace", f"shard {self.shard} gives out no steps", "ask shard 0 of servers that a run has started")
-        return self.pace
+    def _require_coordinator(self) -> StepCoordinator:
+        if self.coordinator is None:
+            raise RequestRefused("pace", f"shard {self.shard} gives out no steps", "ask shard 0 of servers that a run has started")
+        return self.coordinator
 
-    def _tell(self, told: Sequence[Told]) -> None:
-        for each in told:
-            asked = self._asked.pop(each.who, None)
+    def _queue_replies(self, replies: Sequence[CoordinatorReply]) -> None:
+        for each in replies:
+            asked = self._waiting.pop(each.client, None)
             if asked is not None:
-                self._answer(asked, each.reply, each.tensors)
+                self._queue_reply(asked, each.reply, each.tensors)
 
     # -- how it stands ------------------------------------------------------------------------------------------------
 
-    def _standing(self, asked: Asked, request: messages.Standing, tensors: Sequence[Tensor]) -> Outcome:
-        stood = Stood(
-            boot=self.boot,
-            epoch=self.epoch,
+    def _status(self, asked: ReplyAddress, request: messages.StatusRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        stood = StatusReply(
+            server_incarnation=self.server_incarnation,
+            generation=self.generation,
             version=self.version,
             step=self.step,
             filled=self.tables.filled,
-            kept=list(self._stands),
-            values=self.pace.standing() if self.pace is not None else {},
-            came_back=self._came_back,
-            began=self._begun[3] if self._begun is not None else 0,
-            inexact=self._begun[4] if self._begun is not None else "",
+            snapshot_steps=list(self._snapshot_steps),
+            progress=self.coordinator.progress() if self.coordinator is not None else {},
+            needs_rewind=self._needs_rewind,
+            start_step=self._run_start[3] if self._run_start is not None else 0,
+            inexact=self._run_start[4] if self._run_start is not None else "",
         )
         return stood, ()
 
-    def _stats(self, asked: Asked, request: messages.Stats, tensors: Sequence[Tensor]) -> Outcome:
-        return self.counted(), ()
+    def _stats(self, asked: ReplyAddress, request: messages.StatsRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        return self.stats(), ()
 
-    def counted(self) -> Counted:
-        return Counted(
+    def stats(self) -> StatsReply:
+        return StatsReply(
             version=self.version,
             updates=self.updates,
             duplicates=self.duplicates,
@@ -504,11 +504,11 @@ class Shard:
             staleness=dict(sorted(self.staleness.items())),
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
-            rows={name: table.held for name, table in self.tables.sparse.items()},
+            rows={name: table.num_rows for name, table in self.tables.sparse.items()},
             loads=self.tables.loads,
             busy_seconds=self.busy_seconds,
             evicted={name: table.evicted for name, table in self.tables.sparse.items()},
-            hot={name: table.hot() for name, table in self.tables.sparse.items()},
+            hot_rows={name: table.hot_rows() for name, table in self.tables.sparse.items()},
         )
 
     @property
@@ -518,79 +518,79 @@ class Shard:
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
-    def _keep(self, asked: Asked, request: messages.Keep, tensors: Sequence[Tensor]) -> Outcome:
-        self._keepers.append(asked)
-        self.due = True
+    def _snapshot(self, asked: ReplyAddress, request: messages.SnapshotRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+        self._snapshot_requests.append(asked)
+        self.snapshot_due = True
         return None
 
-    def begun(self) -> None:
+    def snapshot_begun(self) -> None:
         """A snapshot of what is now is being written."""
-        self._whole = self.tables.filled
-        self._writing += self._keepers
-        self._keepers = []
-        self.due = False
+        self._snapshot_filled = self.tables.filled
+        self._snapshot_waiters += self._snapshot_requests
+        self._snapshot_requests = []
+        self.snapshot_due = False
 
-    def stood(self, steps: Sequence[int], error: str = "") -> list[Answer]:
+    def snapshot_done(self, steps: Sequence[int], error: str = "") -> list[ShardReply]:
         """What was begun stands on disk, or could not be written; snapshots stand of these steps."""
         # A later one is of a time that was undone; one from before there were values is none to come back with.
-        self._stands = sorted(step for step in steps if step <= self.step and self._whole)
-        waiting, self._writing = self._writing, []
-        refused = Refused("snapshot", f"shard {self.shard}: no snapshot could be written: {error}")
+        self._snapshot_steps = sorted(step for step in steps if step <= self.step and self._snapshot_filled)
+        waiting, self._snapshot_waiters = self._snapshot_waiters, []
+        refused = RefusedReply("snapshot", f"shard {self.shard}: no snapshot could be written: {error}")
         for asked in waiting:
-            self._answer(asked, refused if error else Done(self.version))
-        return self.owed()
+            self._queue_reply(asked, refused if error else AckReply(self.version))
+        return self.take_replies()
 
-    def capture(self, *, copy: bool = False) -> Captured:
+    def capture(self, *, copy: bool = False) -> ShardSnapshot:
         """Everything, but contributions to steps that are not applied: in lockstep these are sent again.
 
         Without a copy the tensors are the shard's own, and good until the next order."""
         tensors: dict[str, Tensor] = {}
         values = {
             "shard": [self.shard, self.shards],
-            "epoch": [self.epoch, self._rewound],
+            "epoch": [self.generation, self._generation_step],
             "version": self.version,
             "step": self.step,
-            "begun": self._begun,
-            "granted": [self.boot, self._granted],
+            "begun": self._run_start,
+            "granted": [self.server_incarnation, self._granted],
             "records": [[worker, record.capture()] for worker, record in sorted(self._records.items())],
             "asked": [
-                [each.who.worker, each.who.incarnation, each.tag, each.sequence] for each in self._asked.values()
+                [each.client.worker, each.client.incarnation, each.tag, each.sequence] for each in self._waiting.values()
             ],
-            "tickets": [self._tickets.floor, sorted(self._tickets.above)],
+            "tickets": [self._applied_leases.floor, sorted(self._applied_leases.above)],
             "counters": [self.updates, self.duplicates, dict(self.refused), dict(self.staleness)],
             "traffic": [self.bytes_in, self.bytes_out, self.busy_seconds],
-            "pace": None if self.pace is None else self.pace.capture(),
+            "pace": None if self.coordinator is None else self.coordinator.capture(),
             "tables": self.tables.capture(),
         }
-        plain = lifted(values, tensors, "")
+        plain = extract_tensors(values, tensors, "")
         if copy:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        return Captured(step=self.step, version=self.version, values=plain, tensors=tensors)
+        return ShardSnapshot(step=self.step, version=self.version, values=plain, tensors=tensors)
 
-    def restore(self, captured: Captured) -> None:
+    def restore(self, captured: ShardSnapshot) -> None:
         """What this process or another captured."""
-        values = self._take_tables(captured)
-        self._whole = self.tables.filled
-        self.epoch, self._rewound = values["epoch"]
-        self._begun = values["begun"]
+        values = self._restore_tables(captured)
+        self._snapshot_filled = self.tables.filled
+        self.generation, self._generation_step = values["epoch"]
+        self._run_start = values["begun"]
         boot, granted = values["granted"]
-        self._granted = granted if boot == self.boot else 0
-        self._came_back = boot != self.boot
-        self._records = {worker: Record.restored(record) for worker, record in values["records"]}
-        self._asked = {}
+        self._granted = granted if boot == self.server_incarnation else 0
+        self._needs_rewind = boot != self.server_incarnation
+        self._records = {worker: ClientRecord.from_captured(record) for worker, record in values["records"]}
+        self._waiting = {}
         for worker, incarnation, tag, sequence in values["asked"]:
-            who = Who(worker, incarnation)
-            self._asked[who] = Asked(who, tag, sequence)
-        self._steps = Steps(self.tables)
+            who = ClientId(worker, incarnation)
+            self._waiting[who] = ReplyAddress(who, tag, sequence)
+        self._pending_steps = PendingSteps(self.tables)
         self.updates, self.duplicates, refused, staleness = values["counters"]
         self.refused, self.staleness = Counter(refused), Counter(staleness)
         self.bytes_in, self.bytes_out, self.busy_seconds = values["traffic"]
-        if self.pace is not None and values["pace"] is not None:
-            self.pace.restore(values["pace"], self.boot)
+        if self.coordinator is not None and values["pace"] is not None:
+            self.coordinator.restore(values["pace"], self.server_incarnation)
 
-    def _take_tables(self, captured: Captured) -> dict[str, Any]:
+    def _restore_tables(self, captured: ShardSnapshot) -> dict[str, Any]:
         """What was learned: values, optimizers, version, step and tickets."""
-        values: dict[str, Any] = lowered(captured.values, captured.tensors)
+        values: dict[str, Any] = insert_tensors(captured.values, captured.tensors)
         if values["shard"] != [self.shard, self.shards]:
             shard, shards = values["shard"]
             raise CheckpointError(
@@ -599,29 +599,29 @@ class Shard:
             )
         try:
             self.tables.restore(values["tables"])
-        except No as no:
+        except RequestRefused as no:
             raise CheckpointError(no.reply.reason, fix=no.reply.fix) from no
         self.version, self.step = values["version"], values["step"]
         floor, above = values["tickets"]
-        self._tickets = Tickets(floor, set(above))
+        self._applied_leases = AppliedLeases(floor, set(above))
         return values
 
 
 _HANDLERS: dict[type, Handler] = {
-    Declare: Shard._declare,
-    Put: Shard._put,
-    Push: Shard._push,
-    Contribute: Shard._contribute,
-    Apply: Shard._apply,
-    Meet: Shard._meet,
-    Next: Shard._next,
-    messages.Errands: Shard._errands,
-    messages.Ended: Shard._ended,
-    Rewind: Shard._rewind,
-    Pull: Shard._pull,
-    Squares: Shard._squares,
-    messages.State: Shard._state,
-    messages.Standing: Shard._standing,
-    messages.Stats: Shard._stats,
-    messages.Keep: Shard._keep,
+    DeclareRequest: ParameterShard._declare,
+    PutRequest: ParameterShard._put,
+    PushRequest: ParameterShard._push,
+    ContributeRequest: ParameterShard._contribute,
+    ApplyRequest: ParameterShard._apply,
+    BarrierRequest: ParameterShard._arrive,
+    LeaseRequest: ParameterShard._next_lease,
+    messages.TaskRequest: ParameterShard._add_task,
+    messages.EndRequest: ParameterShard._end_run,
+    RewindRequest: ParameterShard._rewind,
+    PullRequest: ParameterShard._pull,
+    SquaresRequest: ParameterShard._squares,
+    messages.TableStateRequest: ParameterShard._state,
+    messages.StatusRequest: ParameterShard._status,
+    messages.StatsRequest: ParameterShard._stats,
+    messages.SnapshotRequest: ParameterShard._snapshot,
 }

@@ -20,11 +20,11 @@ from torch import Tensor
 from shoal.errors import InputError
 from shoal.paramserver.messages import DenseSpec
 
-WHOLE_BYTES = 64 << 10  # smaller tensors are not cut
+MIN_SPLIT_BYTES = 64 << 10  # smaller tensors are not cut
 ALIGNMENT = 64  # elements
 
 
-class Part(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of one tensor. A scalar is one row."""
 
     name: str
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     stop: int
 
 
-class Flat(NamedTuple):
+class FlatLayout(NamedTuple):
     """How parts lie in flat tensors, one for each dtype (in the order in which they first come; of no parts: one)."""
 
     dtypes: tuple[torch.dtype, ...]
@@ -80,16 +80,16 @@ def balance(
     return chosen
 
 
-def cut_dense(spec: DenseSpec, shards: int) -> list[list[Part]]:
+def shard_dense(spec: DenseSpec, shards: int) -> list[list[RowRange]]:
     """The parts of every shard, in the order of the spec: a part's place in its list is its key."""
-    found: list[list[Part]] = [[] for _ in range(shards)]
+    found: list[list[RowRange]] = [[] for _ in range(shards)]
     busy = [0.0] * shards
     sizes = [prod(shape) * dtype_of(dtype).itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
     loads = _filled(spec.loads, len(sizes))
     small = []
     for index, shape in enumerate(spec.shapes):
         rows = rows_of(shape)
-        if shards == 1 or sizes[index] < WHOLE_BYTES or rows < 2:
+        if shards == 1 or sizes[index] < MIN_SPLIT_BYTES or rows < 2:
             small.append(index)
             continue
         # Equal shares of rows; what is left over goes to those with the least to do.
@@ -99,21 +99,21 @@ def cut_dense(spec: DenseSpec, shards: int) -> list[list[Part]]:
         for shard in range(shards):
             stop = start + share + (shard in more)
             if stop > start:
-                found[shard].append(Part(spec.names[index], index, start, stop))
+                found[shard].append(RowRange(spec.names[index], index, start, stop))
                 busy[shard] += sizes[index] * loads[index] * (stop - start) / rows
             start = stop
     chosen = balance([sizes[index] for index in small], [loads[index] for index in small], shards, busy)
     for index, shard in zip(small, chosen, strict=True):
-        found[shard].append(Part(spec.names[index], index, 0, rows_of(spec.shapes[index])))
+        found[shard].append(RowRange(spec.names[index], index, 0, rows_of(spec.shapes[index])))
     return [sorted(parts, key=lambda part: part.index) for parts in found]
 
 
-def flat(parts: Sequence[Part], spec: DenseSpec) -> Flat:
+def flat_layout(ranges: Sequence[RowRange], spec: DenseSpec) -> FlatLayout:
     """Of any of a shard's parts, in this order: a slot with keys is laid out as if its parts were all."""
     dtypes: list[torch.dtype] = []
     totals: list[int] = []
     buffers, offsets, shapes, counts = [], [], [], []
-    for part in parts:
+    for part in ranges:
         dtype = dtype_of(spec.dtypes[part.index])
         if dtype not in dtypes:
             dtypes.append(dtype)
@@ -128,7 +128,7 @@ def flat(parts: Sequence[Part], spec: DenseSpec) -> Flat:
         totals[buffer] += -(-prod(shape) // ALIGNMENT) * ALIGNMENT
     if not dtypes:
         dtypes, totals = [dtype_of(spec.dtypes[0]) if spec.dtypes else torch.float32], [0]
-    return Flat(tuple(dtypes), tuple(totals), tuple(buffers), tuple(offsets), tuple(shapes), tuple(counts))
+    return FlatLayout(tuple(dtypes), tuple(totals), tuple(buffers), tuple(offsets), tuple(shapes), tuple(counts))
 
 
 def shard_of(rows: Tensor, shards: int) -> Tensor:

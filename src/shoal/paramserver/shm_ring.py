@@ -24,7 +24,7 @@ _SEALS = 0x0007  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _ADD_SEALS = 1033
 
 
-def new_memory(num_bytes: int) -> int:
+def create_ring(num_bytes: int) -> int:
     """A descriptor of fresh memory for a ring of so many bytes. Nothing is used before it is touched."""
     descriptor = os.memfd_create("shoal-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -36,7 +36,7 @@ def new_memory(num_bytes: int) -> int:
     return descriptor
 
 
-class _Mapped:
+class _MappedRing:
     def __init__(self, descriptor: int) -> None:
         """Maps it, and keeps no descriptor."""
         size = os.fstat(descriptor).st_size
@@ -46,7 +46,7 @@ class _Mapped:
         self._freed = memoryview(self._memory)[:8].cast("Q")
 
 
-class Writer(_Mapped):
+class RingWriter(_MappedRing):
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
         self._blocks: deque[int] = deque()  # where they begin, the oldest first
@@ -55,7 +55,7 @@ class Writer(_Mapped):
         self._next = 0
         self._seen = 0  # blocks that the reader has let go, as far as counted here
 
-    def take(self, num_bytes: int) -> int | None:
+    def allocate(self, num_bytes: int) -> int | None:
         """Where a block begins; None: there is no room for it now."""
         if not self._blocks:
             self._next = 0
@@ -90,16 +90,16 @@ class Writer(_Mapped):
             self._seen += 1
             self.free(self._blocks[0])
 
-    def room(self, start: int, num_bytes: int) -> Tensor:
+    def block(self, start: int, num_bytes: int) -> Tensor:
         return self.body[start : start + num_bytes]
 
 
-class Reader(_Mapped):
+class RingReader(_MappedRing):
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
         self._count = 0
 
-    def look(self, start: int, num_bytes: int) -> tuple[mmap.mmap, int]:
+    def locate(self, start: int, num_bytes: int) -> tuple[mmap.mmap, int]:
         """The memory that a frame's body lies in, and where."""
         if start % ALIGN or start + num_bytes > self.size:
             raise BadFrame(
@@ -107,7 +107,7 @@ class Reader(_Mapped):
             )
         return self._memory, PAGE + start
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """One more block has been read. In the order in which they came."""
         self._count += 1
         self._freed[0] = self._count

@@ -28,7 +28,7 @@ from shoal.errors import CheckpointError, InputError
 from shoal.numerics.digest import tensor_bytes
 
 FORMAT = "shoal-shard 1"
-KEPT = 2
+SNAPSHOTS_KEPT = 2
 VALUES, TENSORS, MANIFEST = "values.msgpack", "tensors.safetensors", "manifest.json"
 _PATTERN, _PARTIAL = "snapshot-", "partial-"
 _LONGEST_WAIT = 30.0  # seconds, for a child that still writes a snapshot of a process that is gone
@@ -39,7 +39,7 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
-class Captured(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class ShardSnapshot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Everything of a shard: plain values, and the tensors that they name."""
 
     step: int  # in lockstep: the next one
@@ -48,32 +48,32 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tensors: dict[str, Tensor]
 
 
-class _Seal(msgspec.Struct, frozen=True):
+class _FileDigest(msgspec.Struct, frozen=True):
     num_bytes: int
     sha256: str
 
 
-class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class _SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     step: int
     version: int
-    files: dict[str, _Seal]
+    files: dict[str, _FileDigest]
 
 
-class Snapshots:
+class SnapshotFolder:
     def __init__(self, folder: Path | str, *, shard: int | None = None) -> None:
         """Raises InputError while another process has the folder. One whose process is gone may still have a child
         that writes: that is waited for."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.folder, self.folder.name.replace("-", " ") if shard is None else f"shard {shard}")
+        self._lock = _acquire_lock(self.folder, self.folder.name.replace("-", " ") if shard is None else f"shard {shard}")
 
     def close(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def __enter__(self) -> "Snapshots":
+    def __enter__(self) -> "SnapshotFolder":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,7 +84,7 @@ class Snapshots:
         for number in self._numbers():
             self._remove(number)
 
-    def boot(self) -> int:
+    def next_incarnation(self) -> int:
         """Counts this start; on disk when it returns."""
         path = self.folder / "boot"
         try:
@@ -104,7 +104,7 @@ class Snapshots:
         _fsync(self.folder)
         return count
 
-    def write(self, captured: Captured) -> None:
+    def write(self, snapshot: ShardSnapshot) -> None:
         """On disk when it returns. Raises OSError, and then nothing has changed."""
         numbers = self._numbers()
         number = max(numbers, default=0) + 1
@@ -113,11 +113,11 @@ class Snapshots:
         try:
             beside.mkdir()
             files = {
-                VALUES: _write(beside / VALUES, [msgspec.msgpack.encode(captured.values)]),
-                TENSORS: _write(beside / TENSORS, _safetensors(captured.tensors)),
+                VALUES: _write(beside / VALUES, [msgspec.msgpack.encode(snapshot.values)]),
+                TENSORS: _write(beside / TENSORS, _safetensors(snapshot.tensors)),
             }
-            manifest = _Manifest(format=FORMAT, step=captured.step, version=captured.version, files=files)
-            _write(beside / MANIFEST, [_sealed(manifest)])
+            manifest = _SnapshotManifest(format=FORMAT, step=snapshot.step, version=snapshot.version, files=files)
+            _write(beside / MANIFEST, [_with_digest(manifest)])
             _fsync(beside)
             beside.rename(self._path(number))
             _fsync(self.folder)
@@ -125,12 +125,12 @@ class Snapshots:
             shutil.rmtree(beside, ignore_errors=True)
             raise
         steps = {old: self._step(old) for old in numbers}
-        behind = [old for old, step in steps.items() if step is not None and step < captured.step]
+        behind = [old for old, step in steps.items() if step is not None and step < snapshot.step]
         for old in numbers:
-            if old not in behind[1 - KEPT :]:
+            if old not in behind[1 - SNAPSHOTS_KEPT :]:
                 self._remove(old)  # also what is not behind this one: it is of a time that was undone
 
-    def newest(self) -> Captured | None:
+    def newest(self) -> ShardSnapshot | None:
         """The newest that is whole; newer ones that are damaged are removed. None: there never was one. Raises when all
         are damaged, and leaves them."""
         defects: dict[int, str] = {}
@@ -151,16 +151,16 @@ class Snapshots:
             )
         return None
 
-    def of_step(self, step: int) -> Captured:
+    def read_step(self, step: int) -> ShardSnapshot:
         for number in reversed(self._numbers()):
             if self._step(number) == step:
                 return self._read(number)
         steps = ", ".join(map(str, self.steps())) or "none"
         raise CheckpointError(f"there is no snapshot of step {step}, only of {steps}", where=str(self.folder))
 
-    def rewind(self, step: int) -> Captured:
+    def rewind(self, step: int) -> ShardSnapshot:
         """`of_step`, and later ones are no more: what they hold is undone."""
-        captured = self.of_step(step)
+        captured = self.read_step(step)
         for number in self._numbers():
             found = self._step(number)
             if found is None or found > step:
@@ -194,13 +194,13 @@ class Snapshots:
         except CheckpointError:
             return None
 
-    def _manifest(self, number: int) -> _Manifest:
+    def _manifest(self, number: int) -> _SnapshotManifest:
         path = self._path(number)
         try:
             seal, _, body = (path / MANIFEST).read_bytes().partition(b"\n")
             if hashlib.sha256(body).hexdigest().encode() != seal:
                 raise CheckpointError(f"{path.name}/{MANIFEST}: damaged (its own sha256 differs)")
-            manifest = msgspec.json.decode(body, type=_Manifest)
+            manifest = msgspec.json.decode(body, type=_SnapshotManifest)
         except OSError as error:
             raise CheckpointError(f"{path.name}/{MANIFEST}: {error.strerror}") from error
         except msgspec.MsgspecError as error:
@@ -209,7 +209,7 @@ class Snapshots:
             raise CheckpointError(f"{path.name}: format {manifest.format!r}, this Shoal reads {FORMAT!r}")
         return manifest
 
-    def _verified(self, number: int) -> _Manifest:
+    def _verified(self, number: int) -> _SnapshotManifest:
         manifest = self._manifest(number)
         for name, seal in manifest.files.items():
             path = self._path(number) / name
@@ -227,12 +227,12 @@ class Snapshots:
                 raise CheckpointError(f"{self._path(number).name}/{name}: damaged (its sha256 differs)")
         return manifest
 
-    def _read(self, number: int) -> Captured:
+    def _read(self, number: int) -> ShardSnapshot:
         from safetensors.torch import load_file
 
         manifest = self._verified(number)
         path = self._path(number)
-        return Captured(
+        return ShardSnapshot(
             step=manifest.step,
             version=manifest.version,
             values=msgspec.msgpack.decode((path / VALUES).read_bytes(), strict=False),
@@ -243,25 +243,25 @@ class Snapshots:
 # -- tensors in plain values ------------------------------------------------------------------------------------------
 
 
-def lifted(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
+def extract_tensors(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
     """The value with names in the places of its tensors, which go into `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"$tensor": name}
     if isinstance(value, Mapping):
-        return {key: lifted(each, tensors, f"{name}/{key}") for key, each in value.items()}
+        return {key: extract_tensors(each, tensors, f"{name}/{key}") for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [lifted(each, tensors, f"{name}/{index}") for index, each in enumerate(value)]
+        return [extract_tensors(each, tensors, f"{name}/{index}") for index, each in enumerate(value)]
     return value
 
 
-def lowered(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def insert_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """What `lifted` was given."""
     if isinstance(value, dict):
         if "$tensor" in value:
             return tensors[value["$tensor"]]
-        return {key: lowered(each, tensors) for key, each in value.items()}
-    return [lowered(each, tensors) for each in value] if isinstance(value, list) else value
+        return {key: insert_tensors(each, tensors) for key, each in value.items()}
+    return [insert_tensors(each, tensors) for each in value] if isinstance(value, list) else value
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield tensor_bytes(tensor)
 
 
-def _write(path: Path, pieces: Iterator[bytes | memoryview] | list[bytes]) -> _Seal:
+def _write(path: Path, pieces: Iterator[bytes | memoryview] | list[bytes]) -> _FileDigest:
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
         for piece in pieces:
@@ -295,10 +295,10 @@ def _write(path: Path, pieces: Iterator[bytes | memoryview] | list[bytes]) -> _S
             while len(rest):
                 rest = rest[file.write(rest) or 0 :]
         os.fsync(file.fileno())
-    return _Seal(size, digest.hexdigest())
+    return _FileDigest(size, digest.hexdigest())
 
 
-def _sealed(manifest: _Manifest) -> bytes:
+def _with_digest(manifest: _SnapshotManifest) -> bytes:
     body = msgspec.json.encode(manifest)
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
@@ -311,7 +311,7 @@ def _fsync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _locked(folder: Path, what: str) -> int:
+def _acquire_lock(folder: Path, what: str) -> int:
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + _LONGEST_WAIT
     while True:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
-from shoal.paramserver.growable_memory import Arena, Slots
-from shoal.paramserver.hot_rows import Heat
+from shoal.paramserver.growable_memory import GrowableRows, Slots
+from shoal.paramserver.hot_rows import HotRowTracker
 from shoal.paramserver.messages import SparseSpec
 from shoal.paramserver.optimizers import row_kernel
 from shoal.paramserver.row_index import Keys, make_index
-from shoal.paramserver.unique_ids import once
+from shoal.paramserver.unique_ids import find_unique
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}  # of bfloat16 torch's bits depend on a row's position
 BLOCK_BYTES = 256 << 10  # of values that are updated at once: they and their state stay in a core's cache
@@ -32,10 +32,10 @@ class RowError(InputError, ValueError):
 
 def combine(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Each id once, rising, and the sum of its rows, added in the order in which they stand."""
-    found = once(ids)
+    found = find_unique(ids)
     if found.inverse is None:
         return ids, rows
-    return found.ids, found.added(rows, rows.new_empty(len(found.ids), rows.shape[1]))
+    return found.ids, found.sum_rows(rows, rows.new_empty(len(found.ids), rows.shape[1]))
 
 
 class SparseTable:
@@ -44,28 +44,28 @@ class SparseTable:
         self.spec, self.shard, self.shards, self.name = spec, shard, shards, name
         self.dtype = DTYPES[spec.dtype]
         self._kernel = row_kernel(spec.optimizer, spec.settings)
-        self._mine = max(0, -(-(spec.rows - shard) // shards))  # rows that could be here
-        self._heat = Heat(self._mine)
+        self._num_keys = max(0, -(-(spec.rows - shard) // shards))  # rows that could be here
+        self._tracker = HotRowTracker(self._num_keys)
         self.evicted = 0
         self.swept = 0  # the version at which old rows were last looked for
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self._index = make_index(self._mine)
-        self._values = Arena(self.spec.dim, self.dtype)
+        self._index = make_index(self._num_keys)
+        self._values = GrowableRows(self.spec.dim, self.dtype)
         self._state = {
-            name: Arena(field.width or self.spec.dim, torch.int32 if field.whole else self.dtype)
+            name: GrowableRows(field.width or self.spec.dim, torch.int32 if field.is_count else self.dtype)
             for name, field in self._kernel.fields.items()
         }
         evicts = self.spec.evict_age or self.spec.capacity
-        self._seen = {name: Arena(1, torch.int64) for name in ("last", "touches")} if evicts else {}
+        self._seen = {name: GrowableRows(1, torch.int64) for name in ("last", "touches")} if evicts else {}
         self._made = 0  # slots in use or free
         self._free: Slots = np.empty(0, dtype=np.int64)
 
     # -- what it holds ------------------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> int:
+    def num_rows(self) -> int:
         return self._made - len(self._free)
 
     @property
@@ -76,16 +76,16 @@ class SparseTable:
     @property
     def nbytes(self) -> int:
         """Values and optimizer state of all rows that are held."""
-        return self.held * self.row_bytes
+        return self.num_rows * self.row_bytes
 
     @property
     def loads(self) -> list[float]:
         """Touches by range of rows, since the table was made."""
-        return self._heat.loads
+        return self._tracker.loads
 
-    def hot(self, most: int = 10) -> list[tuple[int, float]]:
+    def hot_rows(self, most: int = 10) -> list[tuple[int, float]]:
         """Rows that are asked for most, and in which share of the requests."""
-        return [(key * self.shards + self.shard, share) for key, share in self._heat.hottest(most)]
+        return [(key * self.shards + self.shard, share) for key, share in self._tracker.hottest(most)]
 
     # -- pull and push ------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class SparseTable:
 
     def read(self, keys: Keys, into: Tensor | None = None, *, version: int = 0) -> Tensor:
         """As `pull`, of keys that are checked."""
-        self._heat.note(keys)
+        self._tracker.record(keys)
         slots = self._index.find(keys)
         if self.spec.evict_age:
             slots[self._too_old(slots, version)] = -1
@@ -124,7 +124,7 @@ class SparseTable:
 
     def update(self, keys: Keys, gradients: Tensor, version: int) -> None:
         """As `push`, of keys that are checked, each once."""
-        slots = self._hold(keys, version)
+        slots = self._ensure_rows(keys, version)
         if gradients.dtype != self.dtype or gradients.requires_grad or not gradients.is_contiguous():
             gradients = gradients.detach().to(self.dtype).contiguous()
         block = max(16, BLOCK_BYTES // self._values.row_bytes)
@@ -136,15 +136,15 @@ class SparseTable:
             self._values.write(some, values)
             for arena, rows in zip(self._state.values(), state, strict=True):
                 arena.write(some, rows)
-        self._stay_in_bounds(version)
+        self._enforce_limits(version)
 
     def touch(self, ids: Tensor, version: int = 0) -> None:
         """Holds these rows from now on, as if nothing but zeros had been pushed with plain sgd."""
-        self._hold(self._keys(torch.unique(ids)), version)
-        self._stay_in_bounds(version)
+        self._ensure_rows(self._keys(torch.unique(ids)), version)
+        self._enforce_limits(version)
 
-    def _hold(self, keys: Keys, version: int) -> Slots:
-        self._heat.note(keys)
+    def _ensure_rows(self, keys: Keys, version: int) -> Slots:
+        self._tracker.record(keys)
         slots = self._index.find(keys)
         if self.spec.evict_age:
             old = self._too_old(slots, version - 1)  # at which they were pulled
@@ -178,7 +178,7 @@ class SparseTable:
         self._free, self._made = self._free[count:], made
         return np.concatenate([again, fresh])
 
-    def own(self, ids: Tensor) -> Keys:
+    def local_keys(self, ids: Tensor) -> Keys:
         """The rows' numbers among those of this shard. They are."""
         return ids.numpy() if self.shards == 1 else ids.numpy() // self.shards
 
@@ -207,11 +207,11 @@ class SparseTable:
 
     # -- eviction -----------------------------------------------------------------------------------------------------
 
-    def _stay_in_bounds(self, version: int) -> None:
+    def _enforce_limits(self, version: int) -> None:
         """Age is looked at now and then, by version, so that a repeated history evicts the same rows."""
         if self.spec.evict_age and version - self.swept >= max(1, self.spec.evict_age // 4):
             self.evict(version)
-        if 0 < self.spec.capacity < self.held:
+        if 0 < self.spec.capacity < self.num_rows:
             self._shrink(version)
 
     def evict(self, version: int) -> int:
@@ -220,7 +220,7 @@ class SparseTable:
         if not self.spec.evict_age:
             return 0
         self.swept = version
-        keys, slots = self._index.held()
+        keys, slots = self._index.entries()
         gone = self._too_old(slots, version)
         self._forget(keys[gone], slots[gone])
         return len(gone)
@@ -229,7 +229,7 @@ class SparseTable:
         """Which of them are, held or not. Whether they have been looked for shows nowhere: that depends on which rows
         are on a shard."""
         held = np.flatnonzero(slots >= 0)
-        last, touches = self._when(slots[held])
+        last, touches = self._access_times(slots[held])
         gone = version - last > self.spec.evict_age
         if self.spec.evict_least:
             gone &= touches < self.spec.evict_least
@@ -238,8 +238,8 @@ class SparseTable:
 
     def _shrink(self, version: int) -> None:
         """Down to the capacity: the least often touched, then the oldest. What was just touched stays if it can."""
-        keys, slots = self._index.held()
-        last, touches = self._when(slots)
+        keys, slots = self._index.entries()
+        last, touches = self._access_times(slots)
         order = np.lexsort((keys, last, touches, last == version))
         spare = self.spec.capacity // SPARE
         older = int((last != version).sum())
@@ -247,7 +247,7 @@ class SparseTable:
         gone = np.sort(order[:count])
         self._forget(keys[gone], slots[gone])
 
-    def _when(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _access_times(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         last, touches = (arena.read(slots).view(-1).numpy() for arena in self._seen.values())
         return last, touches
 
@@ -261,7 +261,7 @@ class SparseTable:
 
     def capture(self) -> dict[str, Tensor]:
         """Copies of everything, rows rising."""
-        keys, slots = self._index.held()
+        keys, slots = self._index.entries()
         kept = {"ids": torch.from_numpy(keys * self.shards + self.shard), "values": self._values.read(slots)}
         kept |= {f"state.{name}": arena.read(slots) for name, arena in self._state.items()}
         kept |= {f"seen.{name}": arena.read(slots) for name, arena in self._seen.items()}

@@ -8,33 +8,33 @@ import os
 import time
 
 SPIN_SECONDS = 1e-3  # of one attempt: longer than a process takes to wake up, or each would wait for the other's
-MOST_CREDIT = 8
-TRY_AGAIN = 64  # waits
+MAX_CREDIT = 8
+RETRY_AFTER = 64  # waits
 
 
-class Spin:
+class SpinWait:
     def __init__(self) -> None:
-        self._credit = MOST_CREDIT if len(os.sched_getaffinity(0)) > 1 else -1  # one core: never
+        self._credit = MAX_CREDIT if len(os.sched_getaffinity(0)) > 1 else -1  # one core: never
         self._skipped = 0
 
-    def until(self) -> float:
+    def deadline(self) -> float:
         """When to stop looking, by `time.perf_counter`; 0: do not begin."""
         if self._credit > 0:
             return time.perf_counter() + SPIN_SECONDS
         if self._credit == 0:
             self._skipped += 1
-            if self._skipped >= TRY_AGAIN:
+            if self._skipped >= RETRY_AFTER:
                 self._skipped = 0
                 return time.perf_counter() + SPIN_SECONDS
         return 0.0
 
-    def give_way(self) -> None:
+    def yield_core(self) -> None:
         """Between two looks: whoever else wants this core goes first."""
         os.sched_yield()
 
-    def paid(self, found: bool) -> None:
+    def record(self, found: bool) -> None:
         """Whether something came while looking."""
         if found:
-            self._credit = min(MOST_CREDIT, self._credit + 2)
+            self._credit = min(MAX_CREDIT, self._credit + 2)
         elif self._credit > 0:
             self._credit -= 1

@@ -18,23 +18,23 @@ from difflib import get_close_matches
 
 from shoal.errors import InputError
 
-NAMES = ("sync", "quorum", "stale", "async", "local", "groups")
+MODE_NAMES = ("sync", "quorum", "stale", "async", "local", "groups")
 EXAMPLES = "sync, quorum:0.9, stale:3, async, local:16, local:16,outer=nesterov, groups:2"
 OUTERS = ("average", "nesterov")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mode:
+class SyncMode:
     name: str = "sync"
     number: float = 0  # of a quorum (a share up to 1, above that workers), of steps, of groups
     outer: str = "average"  # of local
 
     @classmethod
-    def read(cls, text: str) -> "Mode":
+    def parse(cls, text: str) -> "SyncMode":
         head, *options = text.strip().split(",")
         name, colon, number = head.partition(":")
-        if name not in NAMES:
-            near = get_close_matches(name, NAMES, n=1, cutoff=0.5)
+        if name not in MODE_NAMES:
+            near = get_close_matches(name, MODE_NAMES, n=1, cutoff=0.5)
             raise InputError(
                 f"there is no mode {name!r}", fix=f"did you mean {near[0]}?" if near else f"one of {EXAMPLES}"
             )
@@ -63,15 +63,15 @@ class Mode:
         """All workers are at one step; else they take steps from one queue."""
         return self.name in ("sync", "quorum", "local")
 
-    def needed(self, workers: int) -> int:
+    def quorum(self, workers: int) -> int:
         """How many workers close a step."""
         if self.name != "quorum":
             return workers
         return math.ceil(self.number * workers - 1e-9) if self.number <= 1 else int(self.number)
 
-    def check(self, workers: int) -> None:
+    def check_workers(self, workers: int) -> None:
         """That it goes with so many workers."""
-        if self.name == "quorum" and self.needed(workers) > workers:
+        if self.name == "quorum" and self.quorum(workers) > workers:
             raise InputError(
                 f"--sync {self}: a quorum of {self.number:g}, but there are {workers} workers",
                 fix=f"quorum:{workers}, or a share such as quorum:0.9",

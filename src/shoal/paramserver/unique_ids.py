@@ -6,25 +6,25 @@ import torch
 from torch import Tensor
 
 
-class Once(NamedTuple):
+class UniqueIds(NamedTuple):
     ids: Tensor  # each once, rising
     inverse: Tensor | None = None  # where each of the given is among them; None: they were given so
 
-    def added(self, rows: Tensor, into: Tensor) -> Tensor:
+    def sum_rows(self, rows: Tensor, into: Tensor) -> Tensor:
         """A row for each id: the sum of those that were given for it, in the order in which they stand."""
         return into.copy_(rows) if self.inverse is None else into.zero_().index_add_(0, self.inverse, rows)
 
-    def repeated(self, rows: Tensor) -> Tensor:
+    def expand(self, rows: Tensor) -> Tensor:
         """A row for each that was given, of one for each id."""
         return rows if self.inverse is None else rows.index_select(0, self.inverse)
 
 
-def once(ids: Tensor) -> Once:
+def find_unique(ids: Tensor) -> UniqueIds:
     """Of ids in one dimension."""
-    return Once(ids) if rising(ids) else Once(*torch.unique(ids, return_inverse=True))
+    return UniqueIds(ids) if is_rising(ids) else UniqueIds(*torch.unique(ids, return_inverse=True))
 
 
-def rising(ids: Tensor) -> bool:
+def is_rising(ids: Tensor) -> bool:
     """Each once, in order. By numpy, which is quick about small arrays."""
     given = ids.numpy()
     return bool((given[1:] > given[:-1]).all())

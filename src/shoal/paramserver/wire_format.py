@@ -27,7 +27,7 @@ from shoal.errors import InputError
 MAGIC = b"SHOL"
 VERSION = 1
 REQUEST, REPLY = 1, 2
-IN_MEMORY = 1  # flag: the body is in the shared memory, not behind the meta
+IN_SHARED_MEMORY = 1  # flag: the body is in the shared memory, not behind the meta
 HEADER_BYTES = 80
 _HEADER = struct.Struct("<4sIBBHIqQQQqI4xQQ")
 _CHECKED = struct.Struct("<BBHIqQQQqI4xQQ")
@@ -35,7 +35,7 @@ _SEALED = struct.Struct("<4sI")
 _SEAL_BYTES = _SEALED.size
 _PADDING = tuple(bytes(-number % 64) for number in range(64))
 ALIGN = 64
-MOST_RANK = 16  # dimensions of a tensor
+MAX_RANK = 16  # dimensions of a tensor
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -44,7 +44,7 @@ DTYPES = (
 )
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _SIZES = tuple(dtype.itemsize for dtype in DTYPES)
-_ENTRIES = tuple(struct.Struct(f"<BB{rank}q") for rank in range(MOST_RANK + 1))
+_ENTRIES = tuple(struct.Struct(f"<BB{rank}q") for rank in range(MAX_RANK + 1))
 
 
 class BadFrame(Exception):
@@ -52,7 +52,7 @@ class BadFrame(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class FrameLimits:
     """The most that one frame may have."""
 
     body_bytes: int = 1 << 30
@@ -60,10 +60,10 @@ class Limits:
     table_bytes: int = 1 << 18
 
 
-STRANGER = Limits(body_bytes=0, meta_bytes=4096, table_bytes=0)  # before a connection has said who it is
+HELLO_LIMITS = FrameLimits(body_bytes=0, meta_bytes=4096, table_bytes=0)  # before a connection has said who it is
 
 
-class Entry(NamedTuple):
+class FrameTensor(NamedTuple):
     """A tensor of the table."""
 
     dtype: torch.dtype
@@ -82,21 +82,21 @@ class Frame:
     incarnation: int
     sequence: int
     tag: int
-    epoch: int
+    generation: int
     meta: bytes
     tensors: Sequence[Tensor] = ()
-    place: int = -1  # of the body in shared memory, if the sender has put it there already
-    let_go: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    ring_offset: int = -1  # of the body in shared memory, if the sender has put it there already
+    on_release: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
     def release(self) -> None:
         """The tensors are not looked at any more."""
-        if self.let_go is not None:
-            done, self.let_go = self.let_go, None
+        if self.on_release is not None:
+            done, self.on_release = self.on_release, None
             self.tensors = ()
             done()
 
 
-class Head(NamedTuple):
+class FrameHeader(NamedTuple):
     magic: bytes
     crc: int
     version: int
@@ -107,10 +107,10 @@ class Head(NamedTuple):
     incarnation: int
     sequence: int
     tag: int
-    epoch: int
+    generation: int
     meta_bytes: int
     body_bytes: int
-    place: int
+    ring_offset: int
 
 
 def padded(num_bytes: int) -> int:
@@ -124,7 +124,7 @@ def body_bytes(tensors: Sequence[Tensor]) -> int:
     return total
 
 
-def pack(frame: Frame, flags: int = 0, place: int = 0) -> bytes:
+def pack_prefix(frame: Frame, flags: int = 0, ring_offset: int = 0) -> bytes:
     """Header, table and meta."""
     tensors = frame.tensors
     table = b""
@@ -150,10 +150,10 @@ def pack(frame: Frame, flags: int = 0, place: int = 0) -> bytes:
                 frame.incarnation,
                 frame.sequence,
                 frame.tag,
-                frame.epoch,
+                frame.generation,
                 len(meta),
                 body,
-                place,
+                ring_offset,
             ),
             table,
             meta,
@@ -162,36 +162,36 @@ def pack(frame: Frame, flags: int = 0, place: int = 0) -> bytes:
     return b"".join((_SEALED.pack(MAGIC, crc32(words)), words, _PADDING[len(words) + _SEAL_BYTES & 63]))
 
 
-def read_head(buffer: memoryview, at: int, limits: Limits) -> Head:
+def read_header(buffer: memoryview, at: int, limits: FrameLimits) -> FrameHeader:
     """The header at this place, checked by itself."""
-    head = Head._make(_HEADER.unpack_from(buffer, at))
+    head = FrameHeader._make(_HEADER.unpack_from(buffer, at))
     if (
         head.magic != MAGIC
         or head.version != VERSION
-        or head.flags > IN_MEMORY
+        or head.flags > IN_SHARED_MEMORY
         or not REQUEST <= head.kind <= REPLY
         or head.body_bytes > limits.body_bytes
         or head.meta_bytes > limits.meta_bytes
         or head.table_bytes > limits.table_bytes
     ):
-        raise BadFrame(_why_not(head, limits))
+        raise BadFrame(_header_error(head, limits))
     return head
 
 
-def _why_not(head: Head, limits: Limits) -> str:
-    if head.magic != MAGIC:
-        return f"not a frame of Shoal: it begins with {head.magic!r}"
-    if head.version != VERSION:
-        return f"a frame of version {head.version}, but this side speaks version {VERSION}"
-    if head.flags > IN_MEMORY or not REQUEST <= head.kind <= REPLY:
-        return f"a frame of kind {head.kind} with flags {head.flags}: that is not known"
+def _header_error(header: FrameHeader, limits: FrameLimits) -> str:
+    if header.magic != MAGIC:
+        return f"not a frame of Shoal: it begins with {header.magic!r}"
+    if header.version != VERSION:
+        return f"a frame of version {header.version}, but this side speaks version {VERSION}"
+    if header.flags > IN_SHARED_MEMORY or not REQUEST <= header.kind <= REPLY:
+        return f"a frame of kind {header.kind} with flags {header.flags}: that is not known"
     for what, number, most in (
-        ("a body", head.body_bytes, limits.body_bytes),
-        ("a meta part", head.meta_bytes, limits.meta_bytes),
+        ("a body", header.body_bytes, limits.body_bytes),
+        ("a meta part", header.meta_bytes, limits.meta_bytes),
     ):
         if number > most:
             return f"{what} of {number:,} bytes, but at most {most:,} are taken"
-    return f"a table of {head.table_bytes:,} bytes, but at most {limits.table_bytes:,} are taken"
+    return f"a table of {header.table_bytes:,} bytes, but at most {limits.table_bytes:,} are taken"
 
 
 def check_magic(buffer: memoryview, start: int, end: int) -> None:
@@ -201,46 +201,46 @@ def check_magic(buffer: memoryview, start: int, end: int) -> None:
         raise BadFrame(f"not a frame of Shoal: it begins with {first!r}")
 
 
-def word_bytes(head: Head) -> int:
+def prefix_bytes(header: FrameHeader) -> int:
     """Of all that comes before the body."""
-    return HEADER_BYTES + head.table_bytes + head.meta_bytes + ALIGN - 1 & -ALIGN
+    return HEADER_BYTES + header.table_bytes + header.meta_bytes + ALIGN - 1 & -ALIGN
 
 
-def read_words(buffer: memoryview, at: int, head: Head) -> tuple[Sequence[Entry], bytes]:
+def read_prefix(buffer: memoryview, at: int, header: FrameHeader) -> tuple[Sequence[FrameTensor], bytes]:
     """Table and meta of the frame at this place, held against its checksum and the body's length."""
-    middle = at + HEADER_BYTES + head.table_bytes
-    end = middle + head.meta_bytes
+    middle = at + HEADER_BYTES + header.table_bytes
+    end = middle + header.meta_bytes
     found = crc32(buffer[at + _SEAL_BYTES : end])
-    if found != head.crc:
-        raise BadFrame(f"the checksum is {found:08x}, but the frame says {head.crc:08x}")
-    entries: Sequence[Entry] = ()
+    if found != header.crc:
+        raise BadFrame(f"the checksum is {found:08x}, but the frame says {header.crc:08x}")
+    entries: Sequence[FrameTensor] = ()
     size = 0
-    if head.table_bytes:
-        entries, size = _table(bytes(buffer[at + HEADER_BYTES : middle]))
-    if size != head.body_bytes:
-        raise BadFrame(f"tensors of {size:,} bytes in the table, but a body of {head.body_bytes:,}")
+    if header.table_bytes:
+        entries, size = _parse_table(bytes(buffer[at + HEADER_BYTES : middle]))
+    if size != header.body_bytes:
+        raise BadFrame(f"tensors of {size:,} bytes in the table, but a body of {header.body_bytes:,}")
     return entries, bytes(buffer[middle:end])
 
 
 @lru_cache(maxsize=256)  # workers send the same shapes again and again
-def _table(text: bytes) -> tuple[tuple[Entry, ...], int]:
-    entries: list[Entry] = []
+def _parse_table(text: bytes) -> tuple[tuple[FrameTensor, ...], int]:
+    entries: list[FrameTensor] = []
     start = place = 0
     while start < len(text):
-        rank = text[start + 1] if start + 2 <= len(text) else MOST_RANK + 1
-        if rank > MOST_RANK or start + _ENTRIES[rank].size > len(text) or text[start] >= len(DTYPES):
+        rank = text[start + 1] if start + 2 <= len(text) else MAX_RANK + 1
+        if rank > MAX_RANK or start + _ENTRIES[rank].size > len(text) or text[start] >= len(DTYPES):
             raise BadFrame("a table of tensors that cannot be read")
         code, _, *shape = _ENTRIES[rank].unpack_from(text, start)
         start += _ENTRIES[rank].size
         if shape and min(shape) < 0:
             raise BadFrame(f"a tensor of shape {shape}")
         count = prod(shape)
-        entries.append(Entry(DTYPES[code], tuple(shape), place, count * _SIZES[code], count))
+        entries.append(FrameTensor(DTYPES[code], tuple(shape), place, count * _SIZES[code], count))
         place += padded(count * _SIZES[code])
     return tuple(entries), place
 
 
-def tensors_in(memory: Any, at: int, entries: Sequence[Entry]) -> list[Tensor]:
+def body_tensors(memory: Any, at: int, entries: Sequence[FrameTensor]) -> list[Tensor]:
     """Views of a body that begins at this place of a buffer."""
     found = []
     for dtype, shape, start, num_bytes, count in entries:
@@ -252,7 +252,7 @@ def tensors_in(memory: Any, at: int, entries: Sequence[Entry]) -> list[Tensor]:
     return found
 
 
-def laid_out(body: Tensor, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
+def split_body(body: Tensor, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
     """Tensors of these dtypes and shapes, as they lie in a body."""
     start = 0
     found = []
@@ -269,18 +269,18 @@ def laid_out(body: Tensor, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -
 
 def copy_into(body: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies tensors to where they lie in a body; returns the copies."""
-    copies = laid_out(body, [(tensor.dtype, tensor.shape) for tensor in tensors])
+    copies = split_body(body, [(tensor.dtype, tensor.shape) for tensor in tensors])
     for there, tensor in zip(copies, tensors, strict=True):
         there.copy_(tensor)
     return copies
 
 
-def raw(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """A tensor's bytes, without a copy where they lie one after the other."""
-    return bytes_of(tensor.detach().contiguous().view(-1).view(torch.uint8))
+    return as_memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8))
 
 
-def copied(tensors: Sequence[Tensor]) -> bytes:
+def packed_body(tensors: Sequence[Tensor]) -> bytes:
     """A small body."""
     parts = []
     for tensor in tensors:
@@ -291,5 +291,5 @@ def copied(tensors: Sequence[Tensor]) -> bytes:
     return b"".join(parts)
 
 
-def bytes_of(flat: Tensor) -> memoryview:
+def as_memoryview(flat: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]

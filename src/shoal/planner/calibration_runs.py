@@ -8,22 +8,22 @@ from typing import Any
 import msgspec
 
 from shoal.errors import InputError
-from shoal.planner.cost.calibrate import NONE, Calibration, Observed, fit
+from shoal.planner.cost.calibrate import NO_CALIBRATION, Calibration, ObservedRun, fit_calibration
 from shoal.report.run_folder import RunFolder, find_run
 
 # A line of the report -> the constant that it tells of. Waiting follows from the others.
-TELLS = {"compute": "compute", "traffic": "traffic", "optimizer": "optimizer", "rest": "step"}
+FACTOR_OF_TERM = {"compute": "compute", "traffic": "traffic", "optimizer": "optimizer", "rest": "step"}
 
 
-def calibration_of(names: Sequence[str], cluster: str | None = None) -> Calibration:
+def load_calibration(names: Sequence[str], cluster: str | None = None) -> Calibration:
     """Of runs, or of one file that holds a calibration. `cluster`: the one that is to be predicted for."""
     if len(names) == 1 and names[0].endswith(".json"):
         return _checked(read_calibration(Path(names[0])), names[0], cluster)
-    found = [observe(find_run(name)) for name in names]
-    return fit(found, _same(found, cluster))
+    found = [observe_run(find_run(name)) for name in names]
+    return fit_calibration(found, _same_cluster(found, cluster))
 
 
-def _same(runs: Sequence[Observed], cluster: str | None) -> str | None:
+def _same_cluster(runs: Sequence[ObservedRun], cluster: str | None) -> str | None:
     """A file is the same by whatever path it is named."""
     known = [each.cluster for each in runs if cluster is not None and _file(each.cluster) == _file(cluster)]
     return known[0] if known else cluster
@@ -42,7 +42,7 @@ def _checked(found: Calibration, name: str, cluster: str | None) -> Calibration:
     return found
 
 
-def observe(folder: RunFolder) -> Observed:
+def observe_run(folder: RunFolder) -> ObservedRun:
     """What one run says. One that has nothing to say is an error."""
     prediction, report = _read(folder.prediction, folder), _read(folder.report, folder)
     if prediction.get("reason") or not prediction.get("seconds"):
@@ -54,14 +54,14 @@ def observe(folder: RunFolder) -> Observed:
     if not told.get("lines") or not report.get("steps") or told["step_ms"]["measured"] is None:
         raise InputError(f"run {folder.id} came to no step that its prediction could be compared with",
                          fix="a run that trained for some steps")  # fmt: skip
-    lines = {TELLS[name]: line for name, line in told["lines"].items() if name in TELLS}
+    lines = {FACTOR_OF_TERM[name]: line for name, line in told["lines"].items() if name in FACTOR_OF_TERM}
     predicted = {name: line["predicted_ms"] / 1000 for name, line in lines.items()}
     measured = {name: line["measured_ms"] / 1000 for name, line in lines.items()}
     memory = told["memory"]
     if memory and memory["measured_bytes"]:
         predicted["memory"], measured["memory"] = memory["predicted_bytes"], memory["measured_bytes"]
-    used = {name: value for name, value in prediction.get("constants", {}).items() if name in NONE.constants}
-    return Observed(
+    used = {name: value for name, value in prediction.get("constants", {}).items() if name in NO_CALIBRATION.constants}
+    return ObservedRun(
         run=folder.id,
         cluster=prediction["cluster"],
         steps=report["steps"],

@@ -12,67 +12,67 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import JobError, ShoalError
-from shoal.job.dataset import Source
+from shoal.job.dataset import DataSource
 from shoal.job.job import Job
 from shoal.job.loss import Objective
-from shoal.numerics.lanes import cut
-from shoal.numerics.seeds import untouched_generators
-from shoal.parallel.blocks import Blocks, find_blocks
+from shoal.numerics.lanes import cut_batch
+from shoal.numerics.seeds import preserve_generators
+from shoal.parallel.blocks import BlockList, find_blocks
 from shoal.parallel.data_parallel import read_loss
-from shoal.parallel.optimizer_view import halve
+from shoal.parallel.optimizer_view import to_bfloat16
 from shoal.parallel.tensor.find_rules import find_rules
-from shoal.planner.cost.trace import Cut, Traced, fake_batch, fake_mode, needs_values, stand_in, trace
-from shoal.planner.cost.workload import Work
-from shoal.planner.trace_script import Rehearsed, rehearse
+from shoal.planner.cost.trace import TensorCut, TracedModel, fake_batch, fake_mode, needs_values, fake_copy, trace
+from shoal.planner.cost.workload import Workload
+from shoal.planner.trace_script import TracedScript, run_until_backward
 from shoal.report import human
 from shoal.worker.memory import state_factor
-from shoal.worker.model_partition import computing, sketch_of
+from shoal.worker.model_partition import as_computed, sketch_model
 
 OWN_LOOP = "a loop of its own is spread over replicas (data) alone; a shoal.Job can be cut in every way"
-REAL_BYTES = 256 << 20  # of weights: a model no larger is run once where shapes are not enough
+MAX_REAL_BYTES = 256 << 20  # of weights: a model no larger is run once where shapes are not enough
 
 
-def work_of(job: Job, source: Source) -> Work:
+def workload_of(job: Job, source: DataSource) -> Workload:
     """Of one microbatch of the job, loss included. Generators stay as they are; what the job's code prints is dropped:
     training will print it."""
-    made = sketch_of(job)
-    model = computing(job, made.model)
-    with untouched_generators(), redirect_stdout(io.StringIO()):
+    made = sketch_model(job)
+    model = as_computed(job, made.model)
+    with preserve_generators(), redirect_stdout(io.StringIO()):
         traced = _traced(job, model, find_blocks(made.model, job.blocks), microbatch_of(job, source))
     masters = job.precision == "bf16-weights"
-    return _work(job, traced, model, job.optimizer, masters=masters)
+    return _workload(job, traced, model, job.optimizer, masters=masters)
 
 
-def work_of_script(path: str, arguments: Sequence[str] = ()) -> Work:
+def workload_of_script(path: str, arguments: Sequence[str] = ()) -> Workload:
     """Of a script that calls `shoal.join`: it is played up to its first `run.backward`."""
 
-    def look(found: Rehearsed) -> Work:
+    def look(found: TracedScript) -> Workload:
         batch = fake_batch(microbatch_of(found.job, found.source), found.mode)
         blocks = find_blocks(found.model, found.job.blocks)
         with found.mode:
             traced = trace(found.model, blocks, lambda: _loss(found.closure(batch)), inputs=batch)
         named = found.job.changed(name=Path(path).stem)
-        work = _work(named, traced, found.model, _like(found.optimizer))
+        work = _workload(named, traced, found.model, _same_optimizer(found.optimizer))
         return replace(work, notes=(OWN_LOOP, *work.notes))
 
-    return rehearse(path, arguments, look)
+    return run_until_backward(path, arguments, look)
 
 
-def microbatch_of(job: Job, source: Source) -> Any:
-    first = cut(job.batch_size, job.batch_size, job.lane_count, job.microbatches)[0][0]
+def microbatch_of(job: Job, source: DataSource) -> Any:
+    first = cut_batch(job.batch_size, job.batch_size, job.lane_count, job.microbatches)[0][0]
     order = source.order(0)
     return source.fetch([order[position] for position in first], 0)
 
 
-def _work(
-    job: Job, traced: Traced, model: nn.Module, optimizer: Callable[[Any], Optimizer], *, masters: bool = False
-) -> Work:
+def _workload(
+    job: Job, traced: TracedModel, model: nn.Module, optimizer: Callable[[Any], Optimizer], *, masters: bool = False
+) -> Workload:
     """`model`: with the weights that it computes with."""
     parameters = list(model.named_parameters())
     count = sum(each.numel() for _, each in parameters) or 1
     weight_bytes = sum(each.nbytes for _, each in parameters) / count
     state = state_factor(optimizer, {name: each.dim() for name, each in parameters})
-    return Work(
+    return Workload(
         name=job.name,
         blocks=traced.blocks,
         samples=job.batch_size // (job.lane_count * job.microbatches),
@@ -91,30 +91,30 @@ def _work(
     )
 
 
-def _traced(job: Job, model: nn.Module, blocks: Blocks, batch: Any) -> Traced:
-    sliced = _sliced(job, model, Objective(job, nn.Module()).inputs(batch))
+def _traced(job: Job, model: nn.Module, blocks: BlockList, batch: Any) -> TracedModel:
+    sliced = _tensor_cut(job, model, Objective(job, nn.Module()).inputs(batch))
     mode = fake_mode()
     try:
         with mode:
-            return _trace(job, stand_in(model, mode), blocks, fake_batch(batch, mode), sliced)
+            return _trace(job, fake_copy(model, mode), blocks, fake_batch(batch, mode), sliced)
     except JobError as error:
         if error.__cause__ is None or not needs_values(error.__cause__):
             raise
         size = sum(each.nbytes for each in model.parameters())
-        if size > REAL_BYTES:
+        if size > MAX_REAL_BYTES:
             limit = f"{human.size(size)} of weights are too many to run it once instead (at most"
-            raise JobError(f"{error.message}; {limit} {human.size(REAL_BYTES)})", where=error.where, fix=error.fix) \
+            raise JobError(f"{error.message}; {limit} {human.size(MAX_REAL_BYTES)})", where=error.where, fix=error.fix) \
                 from error.__cause__  # fmt: skip
         note = f"it was run once, with weights of {human.size(size)}, since shapes are not enough: {error.message}"
-    real = sketch_of(job)
+    real = sketch_model(job)
     real.install(name for name, _ in (*real.model.named_parameters(), *real.model.named_buffers()))
     if job.precision == "bf16-weights":
-        halve(real.model)
+        to_bfloat16(real.model)
     traced = _trace(job, real.model, blocks, batch, sliced)
     return replace(traced, notes=(note, *traced.notes))
 
 
-def _trace(job: Job, model: nn.Module, blocks: Blocks, batch: Any, sliced: Cut) -> Traced:
+def _trace(job: Job, model: nn.Module, blocks: BlockList, batch: Any, sliced: TensorCut) -> TracedModel:
     objective = Objective(job, model)
     return trace(model, blocks, lambda: _loss(objective(batch)), inputs=batch, cut=sliced)
 
@@ -124,20 +124,20 @@ def _loss(given: Any) -> Tensor:
     return read_loss(given[0] if isinstance(given, tuple) and len(given) == 2 else given, "estimate")[0]
 
 
-def _sliced(job: Job, model: nn.Module, inputs: Sequence[Any]) -> Cut:
+def _tensor_cut(job: Job, model: nn.Module, inputs: Sequence[Any]) -> TensorCut:
     """What two slices would share; nothing where tensor parallelism cannot be used."""
     try:
         rules = find_rules(model, inputs, 2, job.tensor_rules)
     except ShoalError:
-        return Cut()
+        return TensorCut()
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-    return Cut(
+    return TensorCut(
         modules={name: rule.kind for name, rule in rules.modules.items() if rule.kind != "sequence"},
-        parameters=frozenset(name for name, shape in shapes.items() if rules.piece(name, shape, 0)),
+        parameters=frozenset(name for name, shape in shapes.items() if rules.slice_of(name, shape, 0)),
     )
 
 
-def _like(optimizer: Optimizer) -> Callable[[Any], Optimizer]:
+def _same_optimizer(optimizer: Optimizer) -> Callable[[Any], Optimizer]:
     """One of the same class with the same settings, for other weights."""
 
     def build(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:

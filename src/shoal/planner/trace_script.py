@@ -24,10 +24,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.errors import InputError, ShoalError
-from shoal.job.dataset import Source, open_source
+from shoal.job.dataset import DataSource, open_data
 from shoal.job.job import Job
-from shoal.numerics.seeds import untouched_generators
-from shoal.numerics.user_frames import own_line
+from shoal.numerics.seeds import preserve_generators
+from shoal.numerics.user_frames import user_line
 from shoal.planner.cost.trace import fake, fake_mode, needs_values
 from shoal.worker.join import as_job
 from shoal.worker.trainer import Batch
@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsed:
+class TracedScript:
     """What a script has by its first `run.backward`."""
 
     job: Job  # its arithmetic: batch, lanes, microbatches
     model: nn.Module
     optimizer: Optimizer
-    source: Source
+    source: DataSource
     closure: Callable[[Any], Any]
     mode: Any  # of its fake tensors
 
@@ -55,32 +55,32 @@ def has_own_loop(path: Path) -> bool:
         ]
     except (OSError, SyntaxError, ValueError):
         return False
-    names = {_called(call) for call in calls}
+    names = {_shoal_call(call) for call in calls}
     return "join" in names and "Job" not in names
 
 
-def _called(call: ast.expr) -> str:
+def _shoal_call(call: ast.expr) -> str:
     """Of shoal's own: `shoal.join(…)`, or `join(…)` that was imported."""
     if isinstance(call, ast.Attribute):
         return call.attr if isinstance(call.value, ast.Name) and call.value.id == "shoal" else ""
     return call.id if isinstance(call, ast.Name) else ""
 
 
-def rehearse(path: str, arguments: Sequence[str], look: Callable[[Rehearsed], T]) -> T:
+def run_until_backward(path: str, arguments: Sequence[str], look: Callable[[TracedScript], T]) -> T:
     """What `look` makes of the script at its first `run.backward`."""
     script = Path(path)
     if not script.is_file():
         near = get_close_matches(script.name, [other.name for other in script.parent.glob("*.py")], n=1)
         raise InputError(f"there is no file {path}", fix=f"did you mean {script.parent / near[0]}?" if near else None)
     mode = fake_mode()
-    stage = _Stage(mode, look)
-    with _as_before(), _without_weights(mode), _joined_by(stage.join):
+    stage = _ScriptTracer(mode, look)
+    with _restored_process(), _fake_parameters(mode), _patched_join(stage.join):
         try:
             sys.argv = [path, *arguments]
             sys.path.insert(0, str(script.parent.resolve()))
             with contextlib.redirect_stdout(io.StringIO()):
                 runpy.run_path(path, run_name="__main__")
-        except _Seen as seen:
+        except _TraceComplete as seen:
             return seen.found  # type: ignore[no-any-return]
         except ShoalError:
             raise
@@ -104,21 +104,21 @@ def _failed(path: str, error: Exception) -> InputError:
     if needs_values(error):
         return InputError(
             f"{path} cannot be followed without its weights: {text}",
-            where=own_line(error),
+            where=user_line(error),
             fix="nothing before the first run.backward that needs the values of weights",
         )
-    return InputError(f"{path} fails before its first run.backward: {text}", where=own_line(error))
+    return InputError(f"{path} fails before its first run.backward: {text}", where=user_line(error))
 
 
-class _Seen(BaseException):
+class _TraceComplete(BaseException):
     """All is known; the script's own `except Exception` does not hold it up."""
 
     def __init__(self, found: Any) -> None:
         self.found = found
 
 
-class _Stage:
-    def __init__(self, mode: Any, look: Callable[[Rehearsed], Any]) -> None:
+class _ScriptTracer:
+    def __init__(self, mode: Any, look: Callable[[TracedScript], Any]) -> None:
         self.mode, self.look = mode, look
         self.joined = False
 
@@ -127,27 +127,27 @@ class _Stage:
         lanes: int | None = None, microbatches: int = 1, seed: int = 0, blocks: Sequence[str] | None = None,
         threads: int = 1, steps: int | None = None, checkpoint_every: int | None = None, run_dir: Any = None,
         resume: bool = False,
-    ) -> "_StandIn":  # fmt: skip
+    ) -> "_FakeRun":  # fmt: skip
         self.joined = True
-        source = open_source(loader, seed=seed)
+        source = open_data(loader, seed=seed)
         job = as_job(model, source, lanes=lanes, microbatches=microbatches, seed=seed, blocks=blocks, threads=threads)
 
         def backward(closure: Callable[[Any], Any]) -> None:
             for module in model.modules():
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else fake(buffer, self.mode)
-            found = Rehearsed(job=job, model=model, optimizer=optimizer, source=source, closure=closure, mode=self.mode)
-            raise _Seen(self.look(found))
+            found = TracedScript(job=job, model=model, optimizer=optimizer, source=source, closure=closure, mode=self.mode)
+            raise _TraceComplete(self.look(found))
 
-        return _StandIn(source, job, backward)
+        return _FakeRun(source, job, backward)
 
 
-class _StandIn:
+class _FakeRun:
     """A run that trains nothing, as its loop sees it."""
 
     leader, rank, workers, step, epoch, loss, stopped = True, 0, 1, 0, 0, None, None
 
-    def __init__(self, source: Source, job: Job, backward: Callable[[Callable[[Any], Any]], None]) -> None:
+    def __init__(self, source: DataSource, job: Job, backward: Callable[[Callable[[Any], Any]], None]) -> None:
         self._source, self._job, self._backward = source, job, backward
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -177,7 +177,7 @@ class _StandIn:
 
 
 @contextlib.contextmanager
-def _joined_by(join: Callable[..., Any]) -> Iterator[None]:
+def _patched_join(join: Callable[..., Any]) -> Iterator[None]:
     package, module = sys.modules["shoal"], sys.modules["shoal.worker.join"]
     before = package.join, module.join
     package.join = module.join = join  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ def _joined_by(join: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_weights(mode: Any) -> Iterator[None]:
+def _fake_parameters(mode: Any) -> Iterator[None]:
     """Parameters lose their memory when a module gets them: until then torch has at most promised it."""
     register, compile_ = nn.Module.register_parameter, torch.compile
     known: dict[int, tuple[Any, nn.Parameter]] = {}  # one that several modules share stays one
@@ -211,11 +211,11 @@ def _without_weights(mode: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_before() -> Iterator[None]:
+def _restored_process() -> Iterator[None]:
     argv, path, folder, variables = list(sys.argv), list(sys.path), os.getcwd(), dict(os.environ)
     dtype, threads, grad = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
     exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with untouched_generators():
+    with preserve_generators():
         try:
             yield
         finally:

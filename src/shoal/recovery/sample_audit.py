@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 _SHOWN = 20  # defects that are listed
 
 
-def consumed(indices: Sequence[int] | NDArray[np.int64]) -> str:
+def sample_digest(indices: Sequence[int] | NDArray[np.int64]) -> str:
     """16 hexadecimal digits for the samples of a step. An array of int64 is taken as it lies, which is quickest."""
     if isinstance(indices, np.ndarray):
         numbers = np.ascontiguousarray(indices, dtype="<i8")
@@ -28,13 +28,13 @@ def consumed(indices: Sequence[int] | NDArray[np.int64]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class SampleRecord:
     step: int  # counted from 0
     consumed: str
     indices: Sequence[int] | None = None  # where the user asked for them
 
 
-class Told(Protocol):
+class ConsumedSteps(Protocol):
     """A message about some committed steps, the last of which made it `step` in all (report/events.py: Steps)."""
 
     @property
@@ -45,16 +45,16 @@ class Told(Protocol):
     def indices(self) -> list[list[int]]: ...
 
 
-def entries(told: Iterable[Told]) -> Iterator[Entry]:
+def sample_records(messages: Iterable[ConsumedSteps]) -> Iterator[SampleRecord]:
     """What messages say about single steps. Those without digests say nothing here."""
-    for message in told:
+    for message in messages:
         first = message.step - len(message.consumed)
         for position, digest in enumerate(message.consumed):
             indices = message.indices[position] if message.indices else None
-            yield Entry(step=first + position, consumed=digest, indices=indices)
+            yield SampleRecord(step=first + position, consumed=digest, indices=indices)
 
 
-class Plan(Protocol):
+class AuditSchedule(Protocol):
     """How data become steps (numerics/sampling.py: Schedule)."""
 
     @property
@@ -66,63 +66,63 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
+class SampleAudit:
     steps: int  # that should be on record
-    passes: int  # whole ones among them
+    epochs: int  # whole ones among them
     repeated: int  # entries beyond the first for a step, with the same samples
-    once: bool  # the order itself has no sample twice in a pass (one of the user's own may)
+    each_once: bool  # the order itself has no sample twice in a pass (one of the user's own may)
     defects: tuple[str, ...]
-    found: int  # defects in all; the first of them are listed
+    defect_count: int  # defects in all; the first of them are listed
 
     @property
     def sound(self) -> bool:
-        return self.found == 0
+        return self.defect_count == 0
 
     def __str__(self) -> str:
         if not self.sound:
-            more = f" and {self.found - len(self.defects)} more" if self.found > len(self.defects) else ""
+            more = f" and {self.defect_count - len(self.defects)} more" if self.defect_count > len(self.defects) else ""
             return f"samples: {'; '.join(self.defects)}{more}"
         again = f"; {self.repeated:,} were done again, with the same samples" if self.repeated else ""
-        seen = "each sample once in a pass" if self.once else "each sample as the order says, some more than once"
-        return f"{self.steps:,} steps, {self.passes:,} whole passes: {seen}{again}"
+        seen = "each sample once in a pass" if self.each_once else "each sample as the order says, some more than once"
+        return f"{self.steps:,} steps, {self.epochs:,} whole passes: {seen}{again}"
 
 
-def audit(
-    record: Iterable[Entry], plan: Plan, order: Callable[[int], Sequence[int]], committed: int | None = None
-) -> Audit:
+def audit_samples(
+    records: Iterable[SampleRecord], schedule: AuditSchedule, order: Callable[[int], Sequence[int]], committed: int | None = None
+) -> SampleAudit:
     """Compares a record with the order of the job. `committed`: how many steps there should be, if that is known."""
     defects: list[str] = []
-    by_step: dict[int, Entry] = {}
+    by_step: dict[int, SampleRecord] = {}
     repeated = 0
-    for entry in record:
+    for entry in records:
         before = by_step.get(entry.step)
         if before is not None and before.consumed != entry.consumed:
             defects.append(f"step {entry.step} is on record twice, with different samples")
         elif before is not None:
             repeated += 1
-        if entry.indices is not None and consumed(entry.indices) != entry.consumed:
+        if entry.indices is not None and sample_digest(entry.indices) != entry.consumed:
             defects.append(f"step {entry.step}: its list of samples does not fit its digest")
         by_step[entry.step] = entry
     steps = max(by_step, default=-1) + 1 if committed is None else committed
     defects += [f"step {step} is on record, but {steps} were committed" for step in sorted(by_step) if step >= steps]
-    defects += _missing(by_step, steps)
+    defects += _missing_steps(by_step, steps)
     once = True
-    for epoch in range(-(-steps // plan.steps_per_epoch)):
+    for epoch in range(-(-steps // schedule.steps_per_epoch)):
         numbers = np.asarray(order(epoch), dtype="<i8")
-        used = numbers[: plan.steps_per_epoch * plan.batch]
+        used = numbers[: schedule.steps_per_epoch * schedule.batch]
         once = once and len(np.unique(used)) == len(used)
-        defects += _wrong(by_step, plan, numbers, epoch * plan.steps_per_epoch, steps)
-    return Audit(
+        defects += _wrong_steps(by_step, schedule, numbers, epoch * schedule.steps_per_epoch, steps)
+    return SampleAudit(
         steps=steps,
-        passes=steps // plan.steps_per_epoch,
+        epochs=steps // schedule.steps_per_epoch,
         repeated=repeated,
-        once=once,
+        each_once=once,
         defects=tuple(defects[:_SHOWN]),
-        found=len(defects),
+        defect_count=len(defects),
     )
 
 
-def _missing(by_step: dict[int, Entry], steps: int) -> list[str]:
+def _missing_steps(by_step: dict[int, SampleRecord], steps: int) -> list[str]:
     missing = [step for step in range(steps) if step not in by_step]
     spans: list[list[int]] = []
     for step in missing:
@@ -136,10 +136,10 @@ def _missing(by_step: dict[int, Entry], steps: int) -> list[str]:
     ]
 
 
-def _wrong(by_step: dict[int, Entry], plan: Plan, numbers: NDArray[np.int64], first: int, steps: int) -> list[str]:
+def _wrong_steps(by_step: dict[int, SampleRecord], schedule: AuditSchedule, numbers: NDArray[np.int64], first: int, steps: int) -> list[str]:
     """Defects of one pass, whose steps begin with `first`."""
-    within = range(plan.steps_per_epoch)
-    expected = [consumed(numbers[step * plan.batch : (step + 1) * plan.batch]) for step in within]
+    within = range(schedule.steps_per_epoch)
+    expected = [sample_digest(numbers[step * schedule.batch : (step + 1) * schedule.batch]) for step in within]
     owners = {digest: first + step for step, digest in reversed(list(enumerate(expected)))}
     found = []
     for step, digest in enumerate(expected, start=first):
@@ -151,14 +151,14 @@ def _wrong(by_step: dict[int, Entry], plan: Plan, numbers: NDArray[np.int64], fi
             found.append(f"step {step} saw the samples of step {owner}")
         elif entry.indices is not None:
             place = step - first
-            own = numbers[place * plan.batch : (place + 1) * plan.batch].tolist()
+            own = numbers[place * schedule.batch : (place + 1) * schedule.batch].tolist()
             lost, foreign = sorted(set(own) - set(entry.indices)), sorted(set(entry.indices) - set(own))
-            what = f"missed {_few(lost)}, saw {_few(foreign)} instead" if lost or foreign else "in another order"
+            what = f"missed {_shortened(lost)}, saw {_shortened(foreign)} instead" if lost or foreign else "in another order"
             found.append(f"step {step} saw other samples than the order says: {what}")
         else:
             found.append(f"step {step} saw other samples than the order says")
     return found
 
 
-def _few(numbers: list[int]) -> str:
+def _shortened(numbers: list[int]) -> str:
     return (", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")) or "none"

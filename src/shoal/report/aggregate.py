@@ -4,55 +4,55 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shoal.report.commits import Commits
+from shoal.report.commits import CommitLog
 from shoal.report.events import (
     AnyEvent,
-    Carried,
-    Changed,
-    Dealt,
-    Evaluated,
-    Failed,
-    Finished,
-    HandedOver,
+    ModelShardReported,
+    MembershipChanged,
+    LanesAssigned,
+    ModelEvaluated,
+    WorkerFailed,
+    WorkerFinished,
+    StateTransferred,
     LaneCost,
-    Predicted,
-    Printed,
+    RunPredicted,
+    WorkerPrinted,
     PushesLost,
-    Recovered,
-    Resumed,
-    Rewound,
+    RunRecovered,
+    RunResumed,
+    ServersRolledBack,
     RunFinished,
     RunStarted,
-    Saved,
+    CheckpointSaved,
     SaveFailed,
-    Served,
+    ServerReported,
     ServerLost,
     ServerStarted,
-    Skipped,
-    Spent,
-    Steps,
-    Travelled,
+    StepSkipped,
+    TimeSpent,
+    StepsCommitted,
+    TrafficReported,
     WorkerExited,
     WorkerStarted,
 )
-from shoal.report.incidents import Fault, Story
-from shoal.report.participation import TAKES_PART, Membership, span
-from shoal.report.servers import Servers
-from shoal.report.updates import Updates, takes_from_a_queue
+from shoal.report.incidents import Incident, IncidentLog
+from shoal.report.participation import TAKES_PART, MembershipHistory, participation_span
+from shoal.report.servers import ServerTally
+from shoal.report.updates import UpdateLog, is_queue_mode
 
 RECENT_STEPS = 100
 LOSSES_KEPT = 256
 
 
-class Recent:
+class RecentSteps:
     """The last messages of a worker that together cover about `RECENT_STEPS` steps."""
 
     def __init__(self) -> None:
-        self._messages: deque[Steps] = deque()
-        self._spent: Spent | None = Spent()  # the sum, once asked for
+        self._messages: deque[StepsCommitted] = deque()
+        self._spent: TimeSpent | None = TimeSpent()  # the sum, once asked for
         self.steps = 0
 
-    def add(self, message: Steps) -> None:
+    def add(self, message: StepsCommitted) -> None:
         self._messages.append(message)
         self._spent = None
         self.steps += message.count
@@ -60,20 +60,20 @@ class Recent:
             self.steps -= self._messages.popleft().count
 
     @property
-    def spent(self) -> Spent:
+    def time_spent(self) -> TimeSpent:
         if self._spent is None:
-            self._spent = sum((message.spent for message in self._messages), Spent())
+            self._spent = sum((message.spent for message in self._messages), TimeSpent())
         return self._spent
 
     @property
     def seconds(self) -> float:
         """With what was lost."""
-        return self.spent.total + sum(message.lost for message in self._messages)
+        return self.time_spent.total + sum(message.lost_seconds for message in self._messages)
 
     @property
     def wall_seconds(self) -> float:
         """By the clock: where several tell at once, their seconds overlap."""
-        begins = (message.time - message.spent.total - message.lost for message in self._messages)
+        begins = (message.time - message.spent.total - message.lost_seconds for message in self._messages)
         ends = (message.time for message in self._messages)
         return max(ends, default=0.0) - min(begins, default=0.0)
 
@@ -90,8 +90,8 @@ class Recent:
 
     @property
     def seconds_per_lane(self) -> float | None:
-        held = sum(message.count * _held(message) for message in self._messages)
-        spent = self.spent
+        held = sum(message.count * _num_lanes(message) for message in self._messages)
+        spent = self.time_spent
         return (spent.data + spent.compute) / held if held else None
 
 
@@ -101,23 +101,23 @@ class WorkerTally:
     host: str = ""
     pid: int | None = None
     fingerprint: str | None = None
-    life: int = 0
+    incarnation: int = 0
     lanes: tuple[int, int] = (0, 0)
     steps: int = 0
     lane_steps: int = 0  # lanes computed, over all steps; the deal may change on the way
-    spent: Spent = field(default_factory=Spent)
-    recent: Recent = field(default_factory=Recent)
+    time_spent: TimeSpent = field(default_factory=TimeSpent)
+    recent: RecentSteps = field(default_factory=RecentSteps)
     memory: int = 0
     peak_memory: int = 0
-    slowest: int = 0  # steps to which it came last
+    times_slowest: int = 0  # steps to which it came last
     exit_code: int | None = None
 
     @property
     def seconds_per_lane(self) -> float | None:
-        return (self.spent.data + self.spent.compute) / self.lane_steps if self.lane_steps else None
+        return (self.time_spent.data + self.time_spent.compute) / self.lane_steps if self.lane_steps else None
 
 
-class Losses:
+class LossHistory:
     """The whole history of the loss in a bounded number of points: when full, every second one is dropped."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Losses:
         self._seen += 1
 
 
-class Tally:
+class RunTally:
     """The whole of a run, whoever spoke for it. Counted apart: who is alive, who takes part, what was committed."""
 
     def __init__(self) -> None:
@@ -147,112 +147,112 @@ class Tally:
 
     def _clear(self) -> None:
         self.started: RunStarted | None = None
-        self.predicted: Predicted | None = None
+        self.predicted: RunPredicted | None = None
         self.workers: dict[int, WorkerTally] = {}
-        self.commits: Commits | Updates = Commits()
-        self.servers = Servers()
-        self.story = Story()
-        self.recent = Recent()  # of the leaders
+        self.commits: CommitLog | UpdateLog = CommitLog()
+        self.servers = ServerTally()
+        self.incident_log = IncidentLog()
+        self.recent = RecentSteps()  # of the leaders
         self.leader: int | None = None  # the worker that spoke for the run last
         self.epoch = 0
         self.loss: float | None = None
-        self.losses = Losses()
-        self.rate: float | None = None
+        self.losses = LossHistory()
+        self.learning_rate: float | None = None
         self.training_began: float | None = None
-        self.evaluated: Evaluated | None = None
+        self.evaluated: ModelEvaluated | None = None
         self.evaluation_seconds = 0.0  # of all of them
-        self.target_reached: Evaluated | None = None
-        self.deals: list[Dealt] = []
-        self.saved: list[Saved] = []
+        self.target_reached: ModelEvaluated | None = None
+        self.assignments: list[LanesAssigned] = []
+        self.saved: list[CheckpointSaved] = []
         self.save_failed: list[SaveFailed] = []
-        self.skipped: list[Skipped] = []
-        self.resumed: Resumed | None = None
-        self.travelled: dict[int, Travelled] = {}  # by rank, the last word of each
+        self.skipped: list[StepSkipped] = []
+        self.resumed: RunResumed | None = None
+        self.traffic: dict[int, TrafficReported] = {}  # by rank, the last word of each
         self.lane_cost: LaneCost | None = None
-        self.carried: dict[int, Carried] = {}
-        self.failures: list[Failed] = []
+        self.model_shards: dict[int, ModelShardReported] = {}
+        self.failures: list[WorkerFailed] = []
         self.exits: list[WorkerExited] = []
-        self.finished: dict[int, Finished] = {}
+        self.finished: dict[int, WorkerFinished] = {}
         self.outcome: str | None = None  # told by the driver, at the end
         self.prints = 0
         self.last_time: float | None = None
 
     def add(self, event: AnyEvent) -> None:
         if isinstance(event, RunStarted) and self.started is not None:
-            if event.relaid:
-                self._relay()
+            if event.previous_layout:
+                self._change_layout()
             else:
                 self._clear()  # a run that was taken up again, read from its file: only the last sitting counts
         self.last_time = max(event.time, self.last_time or event.time)
-        self.story.add(event)
+        self.incident_log.add(event)
         match event:
             case RunStarted():
-                if self.started is None and takes_from_a_queue(event.sync):
-                    self.commits = Updates()
+                if self.started is None and is_queue_mode(event.sync_mode):
+                    self.commits = UpdateLog()
                 self.started = event
                 self.servers.count = event.servers
-            case Predicted():
+            case RunPredicted():
                 self.predicted = event
             case WorkerStarted():
                 worker = self._worker(event.rank)
                 worker.host, worker.pid, worker.fingerprint = event.host, event.pid, event.fingerprint
-                worker.life, worker.exit_code = event.life, None
+                worker.incarnation, worker.exit_code = event.incarnation, None
                 self.commits.add(event)
-            case Steps():
+            case StepsCommitted():
                 self._add_steps(event)
-            case Evaluated():
-                if self.evaluated is None or event.step >= self.evaluated.step or not self.queue:  # the last one done
+            case ModelEvaluated():
+                if self.evaluated is None or event.step >= self.evaluated.step or not self.is_queue:  # the last one done
                     self.evaluated = event
                 self.evaluation_seconds += event.seconds
                 if event.target_reached and self.target_reached is None:
                     self.target_reached = event
-            case Dealt():
-                self.deals.append(event)
-                for rank, lanes in zip(event.members or range(len(event.deal)), event.deal, strict=True):
+            case LanesAssigned():
+                self.assignments.append(event)
+                for rank, lanes in zip(event.members or range(len(event.assignment)), event.assignment, strict=True):
                     self._worker(rank).lanes = lanes
-            case Saved():
+            case CheckpointSaved():
                 self.saved.append(event)
             case SaveFailed():
                 self.save_failed.append(event)
-            case Resumed():
+            case RunResumed():
                 self.resumed = event
                 self.commits.add(event)
-            case Skipped():
+            case StepSkipped():
                 self.skipped.append(event)
-            case Travelled():
-                self.travelled[event.rank] = event
-            case Carried():
-                self.carried[event.rank] = event
+            case TrafficReported():
+                self.traffic[event.rank] = event
+            case ModelShardReported():
+                self.model_shards[event.rank] = event
             case LaneCost():
                 self.lane_cost = event
-            case Failed():
+            case WorkerFailed():
                 self.failures.append(event)
-            case Finished():
+            case WorkerFinished():
                 self.finished[event.rank] = event
                 self.commits.add(event)
-            case Changed() | HandedOver():
+            case MembershipChanged() | StateTransferred():
                 self.commits.add(event)
-            case ServerStarted() | PushesLost() | Served():
+            case ServerStarted() | PushesLost() | ServerReported():
                 self.servers.add(event)
-            case Rewound() | ServerLost():
+            case ServersRolledBack() | ServerLost():
                 self.servers.add(event)
                 self.commits.add(event)
-            case Recovered():
+            case RunRecovered():
                 self.commits.recovered(event.seconds)
             case WorkerExited():
                 worker = self._worker(event.rank)
-                if event.life >= worker.life:
+                if event.incarnation >= worker.incarnation:
                     worker.exit_code = event.code
                 self.exits.append(event)
-            case Printed():
+            case WorkerPrinted():
                 self.prints += 1
             case RunFinished():
                 self.outcome = event.outcome
 
-    def _relay(self) -> None:
+    def _change_layout(self) -> None:
         """Another layout: what was committed and what happened stays; what workers held and took begins anew."""
-        self.workers, self.recent, self.leader, self.evaluation_seconds = {}, Recent(), None, 0.0
-        self.deals, self.travelled, self.carried, self.lane_cost, self.predicted = [], {}, {}, None, None
+        self.workers, self.recent, self.leader, self.evaluation_seconds = {}, RecentSteps(), None, 0.0
+        self.assignments, self.traffic, self.model_shards, self.lane_cost, self.predicted = [], {}, {}, None, None
         self.failures, self.exits, self.finished = [], [], {}
 
     @property
@@ -276,18 +276,18 @@ class Tally:
         return [self.workers[rank] for rank in sorted(self.workers)]
 
     @property
-    def present(self) -> list[WorkerTally]:
+    def members(self) -> list[WorkerTally]:
         """The members of the epoch: those that take part, or did at the end."""
-        members = self.story.membership.members
+        members = self.incident_log.membership.members
         return [worker for worker in self.ranks if worker.rank in members]
 
     @property
-    def membership(self) -> Membership:
-        return self.story.membership
+    def membership(self) -> MembershipHistory:
+        return self.incident_log.membership
 
     @property
-    def faults(self) -> list[Fault]:
-        return self.story.faults
+    def incidents(self) -> list[Incident]:
+        return self.incident_log.incidents
 
     @property
     def num_workers(self) -> int:
@@ -295,18 +295,18 @@ class Tally:
         return self.membership.wanted or len(self.workers)
 
     @property
-    def alive(self) -> int:
+    def num_alive(self) -> int:
         return len(self.membership.alive)
 
     @property
-    def participating(self) -> int:
+    def num_participating(self) -> int:
         return len(self.membership.participating)
 
     @property
     def participation(self) -> float | None:
         if self.training_began is None or self.last_time is None:
             return None
-        taken = span(self.membership.segments, self.training_began, self.last_time)
+        taken = participation_span(self.membership.spans, self.training_began, self.last_time)
         return None if taken is None else self.membership.share(*taken)
 
     def state(self, rank: int) -> str:
@@ -321,11 +321,11 @@ class Tally:
         return [rank for rank in self.membership.members if rank not in self.finished and rank not in late]
 
     @property
-    def open_failures(self) -> list[Failed]:
+    def open_failures(self) -> list[WorkerFailed]:
         """Errors that nobody made good: not those of a worker that is a member no longer, or has finished since."""
         members = self.membership.members
 
-        def settled(failure: Failed) -> bool:
+        def settled(failure: WorkerFailed) -> bool:
             finished = self.finished.get(failure.rank)
             if finished is not None:
                 return finished.time >= failure.time
@@ -341,15 +341,15 @@ class Tally:
             each
             for each in self.exits
             if each.code != 0
-            and each.life >= members.life(each.rank)
+            and each.incarnation >= members.incarnation_of(each.rank)
             and (each.rank in members.members or not members.members)
             and not (each.code is None and each.rank in self.finished)
         ]
 
     @property
-    def queue(self) -> bool:
+    def is_queue(self) -> bool:
         """Workers take steps from one queue, and each speaks for its own."""
-        return isinstance(self.commits, Updates)
+        return isinstance(self.commits, UpdateLog)
 
     @property
     def seconds(self) -> float:
@@ -372,7 +372,7 @@ class Tally:
 
     @property
     def _recent_seconds(self) -> float:
-        return self.recent.wall_seconds if self.queue else self.recent.seconds
+        return self.recent.wall_seconds if self.is_queue else self.recent.seconds
 
     @property
     def seconds_left(self) -> float | None:
@@ -387,31 +387,31 @@ class Tally:
     def _worker(self, rank: int) -> WorkerTally:
         return self.workers.setdefault(rank, WorkerTally(rank=rank))
 
-    def _add_steps(self, event: Steps) -> None:
+    def _add_steps(self, event: StepsCommitted) -> None:
         worker = self._worker(event.rank)
         worker.lanes = event.lanes
         worker.steps += event.count
-        worker.lane_steps += event.count * _held(event)
-        worker.spent += event.spent
+        worker.lane_steps += event.count * _num_lanes(event)
+        worker.time_spent += event.spent
         worker.recent.add(event)
-        worker.memory = event.memory
-        worker.peak_memory = max(worker.peak_memory, event.memory)
+        worker.memory = event.memory_bytes
+        worker.peak_memory = max(worker.peak_memory, event.memory_bytes)
         self.commits.add(event)
         if not event.leader:
             return
-        began = event.time - event.spent.total - event.lost
-        if self.training_began is None or (self.queue and began < self.training_began):
+        began = event.time - event.spent.total - event.lost_seconds
+        if self.training_began is None or (self.is_queue and began < self.training_began):
             self.training_began = began
         self.leader = event.rank
         self.recent.add(event)
         self.epoch = event.epoch
         self.loss = event.loss
-        self.rate = event.rate
+        self.learning_rate = event.learning_rate
         if event.loss is not None:
             self.losses.add(event.time, event.step, event.loss)
         for rank, count in event.slowest.items():
-            self._worker(rank).slowest += count
+            self._worker(rank).times_slowest += count
 
 
-def _held(event: Steps) -> int:
+def _num_lanes(event: StepsCommitted) -> int:
     return event.lanes[1] - event.lanes[0]

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 
-class Lines:
+class LineFile:
     """A file of lines, opened at the first and kept open. A line is one write, so that a reader sees whole lines."""
 
     def __init__(self, path: Path) -> None:

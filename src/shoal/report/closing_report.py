@@ -12,29 +12,29 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.report import human, servers_text
-from shoal.report.incidents import Fault
-from shoal.report.live_view import measured, uncrossed
-from shoal.report.participation import Segment
+from shoal.report.incidents import Incident
+from shoal.report.live_view import metric_label, unused_level_text
+from shoal.report.participation import ParticipationSpan
 from shoal.report.run_folder import DEFAULT_ROOT, RunLine
 from shoal.report.timeline import draw
-from shoal.report.wording import stamp, whole
+from shoal.report.wording import stamp, full_text
 from shoal.report.worker_output import clean
 
 _PARTS_IN_ORDER = ("compute", "merge", "wait", "data", "apply", "other")
 _MARKS = {"done": ("✔", "bold green"), "stopped": ("■", "bold yellow"), "failed": ("✘", "bold red")}
 _SPELLED = {"×": "x", "…": "...", "–": "-", "µ": "u", "✔": "ok", "✘": "failed", "■": "stopped"}
 MEMBERS = "members"  # the row that is a drawing
-FAULTS_SHOWN = 8
+INCIDENTS_SHOWN = 8
 Report = Mapping[str, Any]
 Row = tuple[str, str]
 
 
 def closing(report: Report, *, prediction: bool = False) -> RenderableType:
     """Only lines whose facts exist; each is a label and a text that wraps beside it. `prediction`: line by line."""
-    return _Closing(report, prediction)
+    return _ClosingReport(report, prediction)
 
 
-class _Closing:
+class _ClosingReport:
     """Drawn for the width and the alphabet of the console that it is printed on, with no blanks at line ends."""
 
     def __init__(self, report: Report, prediction: bool) -> None:
@@ -68,9 +68,9 @@ def _encodable(line: Text, options: ConsoleOptions) -> Text:
 
 def rows(report: Report, *, prediction: bool = False) -> list[Row]:
     """`prediction`: line by line; and of servers the staleness as a drawing, and each by itself."""
-    before = (_failure, _weights, _results, _layout, _speed, _step, _lanes, _carried, _travel, servers_text.servers)
-    after = (_faults, _members, _most_gain, _files, _next)
-    told = (servers_text.staleness, servers_text.each, _prediction) if prediction else ()
+    before = (_failure, _weights, _results, _layout, _speed, _step, _lanes, _model_shards, _traffic, servers_text.servers)
+    after = (_incidents, _members, _most_gain, _files, _next)
+    told = (servers_text.staleness, servers_text.server_rows, _prediction) if prediction else ()
     return [row for part in (*before, *told, *after) for row in part(report)]
 
 
@@ -86,29 +86,29 @@ def runs_table(lines: Iterable[RunLine]) -> RenderableType:
             Text(line.outcome, style=_MARKS.get(line.outcome, ("", "dim"))[1]),
             f"{line.steps:,}",
             human.value(line.loss) if line.loss is not None else "",
-            Text("  ".join(f"{measured(name)} {human.value(number)}" for name, number in line.metrics.items())),
+            Text("  ".join(f"{metric_label(name)} {human.value(number)}" for name, number in line.metrics.items())),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(line.when)),
         )
     return table
 
 
-CARRIED_SHOWN = 16
+SHARDS_SHOWN = 16
 
 
-def _carried(report: Report) -> Iterator[Row]:
+def _model_shards(report: Report) -> Iterator[Row]:
     """What each worker held and what memory it took, where the model was cut or memory was limited."""
     carried = report.get("carried") or []
     cut = str(report.get("layout") or "").replace("data=", "") != str(report["workers"])
     if not carried or not (cut or any(each["limit_bytes"] for each in carried)):
         return
-    for number, each in enumerate(carried[:CARRIED_SHOWN]):
-        yield "memory" if number == 0 else "", _carried_line(each)
+    for number, each in enumerate(carried[:SHARDS_SHOWN]):
+        yield "memory" if number == 0 else "", _model_shard_line(each)
     bubble = report.get("bubble")
     if bubble:
         yield "bubble", f"{bubble['measured']:.1%} of the pipeline's time, {bubble['planned']:.1%} by the schedule"
 
 
-def _carried_line(each: Mapping[str, Any]) -> str:
+def _model_shard_line(each: Mapping[str, Any]) -> str:
     of = f" of {human.size(each['limit_bytes'])}" if each["limit_bytes"] else ""
     blocks = each["blocks"]
     what = f"; {blocks[0]} … {blocks[-1]}" if len(blocks) > 2 else f"; {', '.join(blocks)}" if blocks else ""
@@ -123,12 +123,12 @@ def _title(report: Report) -> Text:
     steps, samples = report["steps"], report["samples"]
     job = report["job"] or "run"
     if report["outcome"] == "done":
-        what = f"{human.plural(steps, 'step')}, {human.plural(samples, 'sample')} in {_took(report)}"
+        what = f"{human.plural(steps, 'step')}, {human.plural(samples, 'sample')} in {_duration_text(report)}"
         if report["resumed_from"] is not None:
             what += f" (since step {report['resumed_from']:,})"
     else:
         planned = f" of {report['steps_planned']:,}" if report["steps_planned"] else ""
-        what = f"{report['outcome']} after step {steps:,}{planned} ({_took(report)})"
+        what = f"{report['outcome']} after step {steps:,}{planned} ({_duration_text(report)})"
         if report["stopped"]:
             what += f": {report['stopped']}"
     title = Text.assemble((f"{mark} ", style), (clean(f"{job}  {what}"), "bold"), "   ")
@@ -137,7 +137,7 @@ def _title(report: Report) -> Text:
     return title
 
 
-def _took(report: Report) -> str:
+def _duration_text(report: Report) -> str:
     return human.duration(report["seconds"])
 
 
@@ -204,7 +204,7 @@ def _results(report: Report) -> Iterator[Row]:
         text = human.value(number)
         if target and (aim.startswith(name) or len(report["metrics"]) == 1):
             text, target = f"{text}, {target}", None
-        yield measured(name), text
+        yield metric_label(name), text
     if target:
         yield "target", target.removeprefix("target ")
 
@@ -263,10 +263,10 @@ def _predicted(report: Report) -> str:
         return ""
     by = " without evaluation" if found["evaluation_ms"] > 0.01 * step["measured"] else ""
     by += "" if found["named"] else f"; {found['cluster']}"
-    return f"    predicted {human.milliseconds(step['predicted'])} ({off(step['error'])}{by})"
+    return f"    predicted {human.milliseconds(step['predicted'])} ({error_text(step['error'])}{by})"
 
 
-def off(error: float) -> str:
+def error_text(error: float) -> str:
     """By how much a prediction was wrong, of what was measured."""
     if round(100 * abs(error)) == 0:
         return "right"
@@ -309,26 +309,26 @@ def _prediction(report: Report) -> Iterator[Row]:
     memory = found["memory"]
     if memory and memory["error"] is not None:
         sizes = [human.size(memory[f"{side}_bytes"]) for side in ("predicted", "measured")]
-        yield "", f"{'memory':<9}  {sizes[0]:>9}  {sizes[1]:>9}  ({off(memory['error'])})"
+        yield "", f"{'memory':<9}  {sizes[0]:>9}  {sizes[1]:>9}  ({error_text(memory['error'])})"
     tuned = f", calibrated: {found['calibration']}" if found["calibration"] else ""
     yield "", f"cluster: {found['cluster']}{tuned}" + ("" if found["named"] else "; shoal cluster probe measures yours")
 
 
-def foreseen_lines(foreseen: Report, layout: str, why: str) -> list[str]:
+def prediction_lines(prediction: Report, layout: str, why: str) -> list[str]:
     """For `--dry-run`: why this layout, and what prediction.json would say."""
     lines = [f"layout {layout}: {why}"] if why else []
-    if foreseen["reason"]:
-        return [*lines, f"predicted: nothing: {foreseen['reason']}"]
-    ms = {name: 1000 * seconds for name, seconds in foreseen["terms"].items()}
+    if prediction["reason"]:
+        return [*lines, f"predicted: nothing: {prediction['reason']}"]
+    ms = {name: 1000 * seconds for name, seconds in prediction["terms"].items()}
     total, parts = human.parts_that_add_up(ms, human.decimals(sum(ms.values())))
     split = " + ".join(f"{name} {part}" for name, part in parts.items() if float(part))
-    rate = f"{human.rate(foreseen['samples_per_second'])} samples/s"
-    by = foreseen["cluster"] + ("" if foreseen["named"] else "; shoal cluster probe measures yours")
-    tuned = f", calibrated: {foreseen['calibration']}" if foreseen["calibration"] else ""
+    rate = f"{human.rate(prediction['samples_per_second'])} samples/s"
+    by = prediction["cluster"] + ("" if prediction["named"] else "; shoal cluster probe measures yours")
+    tuned = f", calibrated: {prediction['calibration']}" if prediction["calibration"] else ""
     return [
         *lines,
         f"predicted: a step of {total} ms = {split}; {rate}",
-        f"predicted: a worker's memory at the most {human.size(max(foreseen['peak_bytes']))}",
+        f"predicted: a worker's memory at the most {human.size(max(prediction['peak_bytes']))}",
         f"predicted for cluster: {by}{tuned}",
     ]
 
@@ -347,7 +347,7 @@ def _lanes(report: Report) -> Iterator[Row]:
     )
 
 
-def _travel(report: Report) -> Iterator[Row]:
+def _traffic(report: Report) -> Iterator[Row]:
     travel = report.get("travel")  # older reports have none
     if not travel:
         return
@@ -357,7 +357,7 @@ def _travel(report: Report) -> Iterator[Row]:
     for level in ("host", "rack"):
         if level in travel["levels"]:
             rows.append(_level(level, travel["levels"][level]))
-    rows += [uncrossed(travel["compress"][level], level) for level in travel["uncrossed"]]
+    rows += [unused_level_text(travel["compress"][level], level) for level in travel["uncrossed"]]
     yield from zip(["gradients"] + [""] * len(rows), rows, strict=False)
 
 
@@ -370,9 +370,9 @@ def _level(level: str, facts: Mapping[str, Any]) -> str:
     return text if facts["error"] is None else f"{text}, with an error of {100 * facts['error']:.2g} %"
 
 
-def _faults(report: Report) -> Iterator[Row]:
+def _incidents(report: Report) -> Iterator[Row]:
     """What happened, added up; then one by one."""
-    happened = _happened(report)
+    happened = _incidents_of(report)
     faults = _members_lost(report, happened) if happened else []
     skipped = report["skipped_steps"]
     if skipped:
@@ -382,28 +382,28 @@ def _faults(report: Report) -> Iterator[Row]:
         faults.append(f"{human.plural(len(failed), 'checkpoint')} not written ({failed[-1]['reason']})")
     if faults:
         yield "faults", "; ".join(faults)
-    for fault in happened[:FAULTS_SHOWN]:
-        yield "", f"{stamp(fault.time)}  {whole(fault)}"
+    for fault in happened[:INCIDENTS_SHOWN]:
+        yield "", f"{stamp(fault.time)}  {full_text(fault)}"
         if fault.kind in ("lost", "server") and fault.log:
             yield "", f"          its last line: {fault.log[-1].strip()}"
-    if len(happened) > FAULTS_SHOWN:
-        yield "", f"and {len(happened) - FAULTS_SHOWN} more in report.json"
+    if len(happened) > INCIDENTS_SHOWN:
+        yield "", f"and {len(happened) - INCIDENTS_SHOWN} more in report.json"
 
 
-def _happened(report: Report) -> list[Fault]:
-    return msgspec.convert(report.get("faults") or [], list[Fault])  # older reports have none
+def _incidents_of(report: Report) -> list[Incident]:
+    return msgspec.convert(report.get("faults") or [], list[Incident])  # older reports have none
 
 
-def _members_lost(report: Report, happened: list[Fault]) -> list[str]:
+def _members_lost(report: Report, incidents: list[Incident]) -> list[str]:
     """In the words of one line: who was lost, what was done again, what it cost."""
-    number = Counter(fault.kind for fault in happened)
+    number = Counter(fault.kind for fault in incidents)
     committed = report["committed"]
     parts = [f"{human.plural(number['lost'], 'worker')} lost"] if number["lost"] else []
     parts += [f"{number[kind]} {kind}" for kind in ("left", "joined") if number[kind]]
     if number["server"]:
         parts.append(f"{human.plural(number['server'], 'server')} lost")
     if number["regrouped"]:
-        parts.append(f"connections made anew {human.often(number['regrouped'])}")
+        parts.append(f"connections made anew {human.times_text(number['regrouped'])}")
     parts.append(f"{human.plural(committed['redone'], 'step')} done again")
     if committed["repeated"]:
         since = "snapshots of the servers" if number["server"] else "a checkpoint"
@@ -411,16 +411,16 @@ def _members_lost(report: Report, happened: list[Fault]) -> list[str]:
     if committed["untold"]:
         parts.append(f"{human.plural(committed['untold'], 'step')} of which nobody told")
     parts.append(f"{human.plural(committed['samples_lost'], 'sample')} lost, {committed['samples_doubled']:,} doubled")
-    pushes = sum(fault.pushes_lost for fault in happened)
+    pushes = sum(fault.pushes_lost for fault in incidents)
     if pushes:
         parts.append(f"{human.plural(pushes, 'acknowledged update')} lost with a server")
-    away = sum(fault.seconds or 0.0 for fault in happened if fault.kind == "store")
+    away = sum(fault.seconds or 0.0 for fault in incidents if fault.kind == "store")
     if number["store"]:
-        parts.append(f"store away {human.often(number['store'])} ({human.duration(away)})")
+        parts.append(f"store away {human.times_text(number['store'])} ({human.duration(away)})")
     if number["driver"]:
-        parts.append(f"driver replaced {human.often(number['driver'])}")
+        parts.append(f"driver replaced {human.times_text(number['driver'])}")
     shares = [
-        f"{name} {human.share(report[name])}" for name in ("goodput", "participation") if report[name] is not None
+        f"{name} {human.precise_percent(report[name])}" for name in ("goodput", "participation") if report[name] is not None
     ]
     return [", ".join(parts), *([", ".join(shares)] if shares else [])]
 
@@ -434,8 +434,8 @@ def _timeline(report: Report, width: int, ascii_only: bool) -> list[str]:
     began, ended = report.get("training_began"), report.get("ended")
     if began is None or ended is None:
         return []
-    segments = msgspec.convert(report.get("membership") or [], list[Segment])
-    return draw(segments, _happened(report), began=began, ended=ended, width=width, ascii_only=ascii_only)
+    segments = msgspec.convert(report.get("membership") or [], list[ParticipationSpan])
+    return draw(segments, _incidents_of(report), began=began, ended=ended, width=width, ascii_only=ascii_only)
 
 
 def _most_gain(report: Report) -> Iterator[Row]:

@@ -7,21 +7,21 @@ import msgspec
 
 from shoal.errors import InputError
 from shoal.report import human
-from shoal.report.events import AnyEvent, RunStarted, Steps
+from shoal.report.events import AnyEvent, RunStarted, StepsCommitted
 from shoal.report.run_folder import RunFolder
-from shoal.report.servers import OF_GRADIENTS
+from shoal.report.servers import GRADIENT_REFUSALS
 
-NEAR = 1.05  # times the best: an exact run that comes so near is the better choice
-LAST = 0.1  # of a curve's points, whose mean is its loss at a moment: single losses are noise
+NEAR_RATIO = 1.05  # times the best: an exact run that comes so near is the better choice
+LAST_SHARE = 0.1  # of a curve's points, whose mean is its loss at a moment: single losses are noise
 
 
-class Point(NamedTuple):
+class LossPoint(NamedTuple):
     seconds: float  # since training began
     step: int
     loss: float
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run. What is not known is None."""
 
     run: str
@@ -30,7 +30,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     command: str = "train"
     workers: int
     servers: int = 0
-    mode: str = ""  # as --sync has it; empty: no servers
+    sync_mode: str = ""  # as --sync has it; empty: no servers
     layout: str = ""
     outcome: str
     steps: int
@@ -47,18 +47,18 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     refused_share: float | None = None
     exact: bool | None = None
     weights_sha256: str | None = None
-    curve: list[Point] = []
+    loss_curve: list[LossPoint] = []
 
     @property
     def label(self) -> str:
-        if self.mode:
-            return self.mode
+        if self.sync_mode:
+            return self.sync_mode
         if self.layout and self.layout != f"data={self.workers}":
             return self.layout
         return human.plural(self.workers, "worker")
 
 
-def read_compared(folder: RunFolder) -> Compared:
+def read_compared_run(folder: RunFolder) -> ComparedRun:
     try:
         report = msgspec.json.decode(folder.report.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
@@ -68,10 +68,10 @@ def read_compared(folder: RunFolder) -> Compared:
         ) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise InputError(f"{folder.report} cannot be read: {error}") from None
-    return compared(report, folder.read_events(), run=folder.id, path=str(folder.path))
+    return compare_run(report, folder.read_events(), run=folder.id, path=str(folder.path))
 
 
-def compared(report: dict[str, Any], events: Sequence[AnyEvent], *, run: str, path: str) -> Compared:
+def compare_run(report: dict[str, Any], events: Sequence[AnyEvent], *, run: str, path: str) -> ComparedRun:
     """Of a report; what older ones lack is left out."""
     servers, target = report.get("servers") or {}, report.get("target") or {}
     stale, refused = servers.get("staleness") or {}, servers.get("refused")
@@ -80,14 +80,14 @@ def compared(report: dict[str, Any], events: Sequence[AnyEvent], *, run: str, pa
     updates = servers.get("updates_per_second")
     if updates is None and seconds:
         updates = done / seconds
-    return Compared(
+    return ComparedRun(
         run=run,
         folder=path,
         job=report.get("job") or "run",
         command=report.get("command") or "train",
         workers=report.get("workers") or 1,
         servers=servers.get("servers") or 0,
-        mode=servers.get("mode") or "",
+        sync_mode=servers.get("mode") or "",
         layout=report.get("layout") or "",
         outcome=report.get("outcome") or "unknown",
         steps=steps,
@@ -100,41 +100,41 @@ def compared(report: dict[str, Any], events: Sequence[AnyEvent], *, run: str, pa
         target_seconds=target.get("seconds") if target.get("reached") else None,
         staleness=stale.get("mean"),
         staleness_max=stale.get("max"),
-        refused=None if refused is None else sum(n for why, n in refused.items() if why in OF_GRADIENTS),
+        refused=None if refused is None else sum(n for why, n in refused.items() if why in GRADIENT_REFUSALS),
         refused_share=servers.get("refused_share"),
         exact=report.get("exact"),
         weights_sha256=report.get("weights_sha256"),
-        curve=loss_curve(events, report.get("training_began"))
-        or [Point(*point) for point in report.get("losses_by_time") or []],
+        loss_curve=loss_curve(events, report.get("training_began"))
+        or [LossPoint(*point) for point in report.get("losses_by_time") or []],
     )
 
 
-def loss_curve(events: Sequence[AnyEvent], began: float | None) -> list[Point]:
+def loss_curve(events: Sequence[AnyEvent], began: float | None) -> list[LossPoint]:
     """Every loss that was told in the last sitting of a run, by time."""
     sitting = max(
-        (n for n, event in enumerate(events) if isinstance(event, RunStarted) and not event.relaid), default=0
+        (n for n, event in enumerate(events) if isinstance(event, RunStarted) and not event.previous_layout), default=0
     )
-    told = [event for event in events[sitting:] if isinstance(event, Steps) and event.leader]
-    first = min((event.time - event.spent.total - event.lost for event in told), default=0.0)
+    told = [event for event in events[sitting:] if isinstance(event, StepsCommitted) and event.leader]
+    first = min((event.time - event.spent.total - event.lost_seconds for event in told), default=0.0)
     first = first if began is None else began
-    found = [Point(max(0.0, e.time - first), e.step, e.loss) for e in told if e.loss is not None]
+    found = [LossPoint(max(0.0, e.time - first), e.step, e.loss) for e in told if e.loss is not None]
     return sorted(found)
 
 
-def loss_at(curve: Sequence[Point], seconds: float) -> float | None:
+def loss_at(curve: Sequence[LossPoint], seconds: float) -> float | None:
     """The mean of the last losses up to a moment."""
     until = [point.loss for point in curve if point.seconds <= seconds]
-    last = until[-max(1, round(LAST * len(until))) :]
+    last = until[-max(1, round(LAST_SHARE * len(until))) :]
     return sum(last) / len(last) if last else None
 
 
-def common_seconds(runs: Sequence[Compared]) -> float | None:
+def common_seconds(runs: Sequence[ComparedRun]) -> float | None:
     """As long as all of them trained."""
-    ends = [run.curve[-1].seconds for run in runs if run.curve]
+    ends = [run.loss_curve[-1].seconds for run in runs if run.loss_curve]
     return min(ends) if len(ends) == len(runs) and ends else None
 
 
-def best(runs: Sequence[Compared]) -> tuple[Compared, str] | None:
+def best(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, str] | None:
     """Which one did best, and by what: the first to reach the target, else the lowest loss after the same time."""
     good = [run for run in runs if run.outcome == "done"]
     names = dict(zip((run.folder for run in runs), labels(runs), strict=True))
@@ -148,7 +148,7 @@ def best(runs: Sequence[Compared]) -> tuple[Compared, str] | None:
     moment = common_seconds(good)
     if moment is None or len(good) < 2:
         return None
-    losses = {run.folder: loss for run in good if (loss := loss_at(run.curve, moment)) is not None}
+    losses = {run.folder: loss for run in good if (loss := loss_at(run.loss_curve, moment)) is not None}
     winner = _winner(good, losses)
     others = [run for run in good if run is not winner]
     rest = [f"{names[run.folder]} {_loss(losses.get(run.folder))}" for run in others]
@@ -156,17 +156,17 @@ def best(runs: Sequence[Compared]) -> tuple[Compared, str] | None:
     return winner, f"{names[winner.folder]} {told}{_listed(rest)}{_but(winner, losses)}"
 
 
-def labels(runs: Sequence[Compared]) -> list[str]:
+def labels(runs: Sequence[ComparedRun]) -> list[str]:
     """Each another."""
     plain = [run.label for run in runs]
     return [f"{run.label} ({run.run})" if plain.count(run.label) > 1 else run.label for run in runs]
 
 
-def _winner(runs: Sequence[Compared], figure: dict[str, float]) -> Compared:
+def _winner(runs: Sequence[ComparedRun], figure: dict[str, float]) -> ComparedRun:
     """The least; an exact run where it comes near."""
     there = [run for run in runs if run.folder in figure]
     least = min(there, key=lambda run: figure[run.folder])
-    near = [run for run in there if run.exact and figure[run.folder] <= NEAR * figure[least.folder]]
+    near = [run for run in there if run.exact and figure[run.folder] <= NEAR_RATIO * figure[least.folder]]
     return near[0] if near and not least.exact else least
 
 
@@ -182,5 +182,5 @@ def _listed(rest: Sequence[str]) -> str:
     return f" ({', '.join(rest)})" if rest else ""
 
 
-def _but(winner: Compared, figure: dict[str, float]) -> str:
+def _but(winner: ComparedRun, figure: dict[str, float]) -> str:
     return "; the best is hardly better, and this one is exact" if figure[winner.folder] > min(figure.values()) else ""

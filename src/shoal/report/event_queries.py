@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from shoal.numerics.sampling import Order, Schedule
-from shoal.recovery.sample_audit import Audit, Entry, audit, entries
-from shoal.report.events import AnyEvent, Changed, Finished, Recovered, Resumed, Rewound, Saved, Steps
+from shoal.numerics.sampling import SampleOrder, SampleSchedule
+from shoal.recovery.sample_audit import SampleAudit, SampleRecord, audit_samples, sample_records
+from shoal.report.events import AnyEvent, MembershipChanged, WorkerFinished, RunRecovered, RunResumed, ServersRolledBack, CheckpointSaved, StepsCommitted
 
 
 def committed_floor(events: Iterable[AnyEvent], recorded: int = 0) -> int:
@@ -16,29 +16,29 @@ def committed_floor(events: Iterable[AnyEvent], recorded: int = 0) -> int:
     floor, term, epoch = 0, 0, 0
     for event in events:
         match event:
-            case Resumed():
+            case RunResumed():
                 floor = event.step
-            case Changed() if event.term > term:
-                floor, term = event.step, event.term
-            case Rewound() if event.epoch > epoch:
-                floor, epoch = event.step, event.epoch
-            case Steps() | Finished() | Saved() | Changed() | Recovered():
+            case MembershipChanged() if event.restart > term:
+                floor, term = event.step, event.restart
+            case ServersRolledBack() if event.generation > epoch:
+                floor, epoch = event.step, event.generation
+            case StepsCommitted() | WorkerFinished() | CheckpointSaved() | MembershipChanged() | RunRecovered():
                 floor = max(floor, event.step)
     return max(floor, recorded)
 
 
-def audit_samples(events: Iterable[AnyEvent], schedule: Schedule, order: Order, committed: int | None = None) -> Audit:
+def audit_samples(events: Iterable[AnyEvent], schedule: SampleSchedule, order: SampleOrder, committed: int | None = None) -> SampleAudit:
     """Whether every committed step saw its samples, and each pass each sample once."""
-    return audit(_tellings(events), schedule, order, committed)
+    return audit_samples(_audit_entries(events), schedule, order, committed)
 
 
-def _tellings(events: Iterable[AnyEvent]) -> Iterator[Entry]:
+def _audit_entries(events: Iterable[AnyEvent]) -> Iterator[SampleRecord]:
     """Every member tells of every step: once if all say the same, and again if one of them says it again."""
     told: Counter[tuple[int, int]] = Counter()  # worker and step
     heard: dict[int, tuple[int, str]] = {}  # step -> how often, and what
     for event in events:
-        if isinstance(event, Steps):
-            for entry in entries([event]):
+        if isinstance(event, StepsCommitted):
+            for entry in sample_records([event]):
                 told[event.rank, entry.step] += 1
                 times, digest = heard.get(entry.step, (0, ""))
                 if told[event.rank, entry.step] > times or entry.consumed != digest:

@@ -24,13 +24,13 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     steps: int | None
     steps_per_epoch: int | None
     tokens: int | None = None  # of a sample, where it has any
-    chosen: str = ""  # why this layout, where the planner chose another one than plain copies
+    layout_reason: str = ""  # why this layout, where the planner chose another one than plain copies
     servers: int = 0  # parameter servers
-    sync: str = ""  # how they keep workers in step
-    relaid: str = ""  # the layout that the run had until now: it goes on with another one
+    sync_mode: str = ""  # how they keep workers in step
+    previous_layout: str = ""  # the layout that the run had until now: it goes on with another one
 
 
-class Predicted(Event, frozen=True, kw_only=True, tag="predicted"):
+class RunPredicted(Event, frozen=True, kw_only=True, tag="predicted"):
     """What was foreseen of the run: the short of prediction.json. Told by the driver when it is known."""
 
     cluster: str
@@ -47,11 +47,11 @@ class WorkerStarted(Event, frozen=True, kw_only=True, tag="worker-started"):
     pid: int
     host: str
     fingerprint: str
-    life: int = 0
+    incarnation: int = 0
     elastic: bool = False  # it can go on when others are lost
 
 
-class Spent(msgspec.Struct, frozen=True, kw_only=True):
+class TimeSpent(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one worker, by cause. They sum to the time that its steps took."""
 
     data: float = 0.0  # loading samples
@@ -65,8 +65,8 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
     def total(self) -> float:
         return self.data + self.compute + self.wait + self.merge + self.apply + self.other
 
-    def __add__(self, more: "Spent") -> "Spent":
-        return Spent(
+    def __add__(self, more: "TimeSpent") -> "TimeSpent":
+        return TimeSpent(
             data=self.data + more.data,
             compute=self.compute + more.compute,
             wait=self.wait + more.wait,
@@ -76,7 +76,7 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Steps(Event, frozen=True, kw_only=True, tag="steps"):
+class StepsCommitted(Event, frozen=True, kw_only=True, tag="steps"):
     """Committed steps of one worker since its last such message; several at a time, so that telling costs little."""
 
     rank: int
@@ -86,17 +86,17 @@ class Steps(Event, frozen=True, kw_only=True, tag="steps"):
     epoch: int
     loss: float | None  # None: not finite
     lanes: tuple[int, int]  # the lanes this worker holds: first, past the last
-    spent: Spent
-    lost: float = 0.0  # seconds, beside `spent`, that went into no step: a dropped one, a group made anew
-    rate: float | None = None  # learning rate
-    memory: int = 0  # resident bytes
+    spent: TimeSpent
+    lost_seconds: float = 0.0  # seconds, beside `spent`, that went into no step: a dropped one, a group made anew
+    learning_rate: float | None = None  # learning rate
+    memory_bytes: int = 0  # resident bytes
     slowest: dict[int, int] = {}  # rank -> how many of these steps it came last to (from the leader only)
     leader: bool = False  # the one member whose word counts for the whole run; another takes over when it is gone
-    consumed: list[str] = []  # for each of these steps a digest of the samples it saw
-    indices: list[list[int]] = []  # likewise the samples themselves, where the user asked for them
+    sample_digests: list[str] = []  # for each of these steps a digest of the samples it saw
+    sample_indices: list[list[int]] = []  # likewise the samples themselves, where the user asked for them
 
 
-class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
+class ModelEvaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
     step: int
     epoch: int
     metrics: dict[str, float | None]  # None: not finite
@@ -104,16 +104,16 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
     target_reached: bool = False
 
 
-class Dealt(Event, frozen=True, kw_only=True, tag="dealt"):
+class LanesAssigned(Event, frozen=True, kw_only=True, tag="dealt"):
     """Lanes were dealt anew."""
 
     step: int
-    deal: list[tuple[int, int]]
+    assignment: list[tuple[int, int]]
     reason: str
     members: list[int] = []  # whose lanes these are, in the same order; empty: workers 0, 1, 2, …
 
 
-class Interval(Event, frozen=True, kw_only=True, tag="interval"):
+class CheckpointIntervalChanged(Event, frozen=True, kw_only=True, tag="interval"):
     """How often checkpoints are worth their cost, and why. Told by the leader when it changes."""
 
     step: int
@@ -123,7 +123,7 @@ class Interval(Event, frozen=True, kw_only=True, tag="interval"):
     auto: bool = True  # and they are written that often; else it is advice
 
 
-class Saved(Event, frozen=True, kw_only=True, tag="saved"):
+class CheckpointSaved(Event, frozen=True, kw_only=True, tag="saved"):
     step: int
     path: str
     num_bytes: int
@@ -136,15 +136,15 @@ class SaveFailed(Event, frozen=True, kw_only=True, tag="save-failed"):
     reason: str
 
 
-class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
+class RunResumed(Event, frozen=True, kw_only=True, tag="resumed"):
     step: int
     path: str
     skipped: list[str] = []  # checkpoints that did not verify, with why
     repeated: int = 0  # steps that had been committed after this checkpoint and are done again
-    inexact: str = ""  # the way of keeping in step that it comes from, if that was not exact
+    inexact_sync_mode: str = ""  # the way of keeping in step that it comes from, if that was not exact
 
 
-class Skipped(Event, frozen=True, kw_only=True, tag="skipped"):
+class StepSkipped(Event, frozen=True, kw_only=True, tag="skipped"):
     """A step whose loss was not finite was dropped."""
 
     step: int
@@ -158,36 +158,36 @@ class StepDigest(Event, frozen=True, kw_only=True, tag="step-digest"):
     tensors: dict[str, str]
 
 
-class Travelled(Event, frozen=True, kw_only=True, tag="travelled"):
+class TrafficReported(Event, frozen=True, kw_only=True, tag="travelled"):
     """How gradients travel, as one worker saw it: from rank 0 once the first have, and from all at the end."""
 
     rank: int
-    way: str  # "shared memory", or the algorithm of messages; empty: one worker, and nothing travels
+    transport: str  # "shared memory", or the algorithm of messages; empty: one worker, and nothing travels
     reason: str = ""
     hosts: tuple[str, ...] = ()  # by rank
     racks: tuple[str, ...] = ()
     exact: bool = True  # False: something is lost on the way
-    compress: dict[str, str] = {}  # level (host, rack) -> the compressor that was asked for
-    uncrossed: tuple[str, ...] = ()  # of these levels the ones that no message can cross
-    sent: dict[str, int] = {}  # level -> bytes of gradients that this worker sent
-    plain: dict[str, int] = {}  # likewise, without compression
-    errors: dict[str, tuple[float, float]] = {}  # level -> squared lengths: what was left out, what should be carried
+    compressors: dict[str, str] = {}  # level (host, rack) -> the compressor that was asked for
+    unused_levels: tuple[str, ...] = ()  # of these levels the ones that no message can cross
+    sent_bytes: dict[str, int] = {}  # level -> bytes of gradients that this worker sent
+    uncompressed_bytes: dict[str, int] = {}  # likewise, without compression
+    squared_errors: dict[str, tuple[float, float]] = {}  # level -> squared lengths: what was left out, what should be carried
     final: bool = False
 
 
-class Carried(Event, frozen=True, kw_only=True, tag="carried"):
+class ModelShardReported(Event, frozen=True, kw_only=True, tag="carried"):
     """What a worker held of the model, and what that took. Told at its end."""
 
     rank: int
     replica: int
     stage: int
-    slice: int
+    tensor_shard: int
     blocks: list[str]  # that it computed; empty: all
     num_parameters: int
     peak_bytes: int  # of memory, at the most
     limit_bytes: int | None = None  # that it had
     busy_seconds: float | None = None  # in a pipeline: of a typical step, without waiting for other stages
-    stream_seconds: float | None = None  # the same with waiting
+    stage_seconds: float | None = None  # the same with waiting
     bubble_planned: float | None = None  # the share of its workers' time that a pipeline waits, by its schedule
 
 
@@ -195,11 +195,11 @@ class LaneCost(Event, frozen=True, kw_only=True, tag="lane-cost"):
     """What cutting worker 0's share into lanes costs: seconds for its lanes one by one, and for all of them at once."""
 
     lanes: int
-    apart: float
-    together: float
+    separate_seconds: float
+    joint_seconds: float
 
 
-class Failed(Event, frozen=True, kw_only=True, tag="failed"):
+class WorkerFailed(Event, frozen=True, kw_only=True, tag="failed"):
     rank: int
     kind: str  # name of the exception's class
     message: str
@@ -211,7 +211,7 @@ class Failed(Event, frozen=True, kw_only=True, tag="failed"):
     log: str | None = None
 
 
-class Finished(Event, frozen=True, kw_only=True, tag="finished"):
+class WorkerFinished(Event, frozen=True, kw_only=True, tag="finished"):
     rank: int
     step: int
     samples: int
@@ -226,17 +226,17 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
 class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
     rank: int
     code: int | None  # negative: the signal that ended it; None: not known (it was another driver's child)
-    life: int = 0
+    incarnation: int = 0
 
 
 class WorkerLost(Event, frozen=True, kw_only=True, tag="worker-lost"):
     """A worker is gone and the run goes on (or not) without it. Told by the driver."""
 
     rank: int
-    life: int
+    incarnation: int
     host: str
     pid: int | None
-    noticed: str  # how: "its process ended", "its lease ran out", "it was stopped", …
+    detected_by: str  # how: "its process ended", "its lease ran out", "it was stopped", …
     code: int | None  # as in WorkerExited; None while the process still exists or when nobody knows
     out_of_memory: bool = False  # the kernel killed it for its memory
     log: list[str] = []  # the last lines that it wrote
@@ -247,41 +247,41 @@ class WorkerLeft(Event, frozen=True, kw_only=True, tag="worker-left"):
     """A worker left between two steps, as asked: nothing is done again. Told by the worker."""
 
     rank: int
-    life: int
+    incarnation: int
     step: int
     reason: str  # "asked to by SIGTERM", "the run was scaled to 2 workers", "too slow"
 
 
-class Replaced(Event, frozen=True, kw_only=True, tag="replaced"):
+class WorkerAdded(Event, frozen=True, kw_only=True, tag="replaced"):
     """A process was started for a worker's place. Told by the driver."""
 
     rank: int
-    life: int
+    incarnation: int
     reason: str  # "replacement", "scaled to 4 workers"
 
 
-class Changed(Event, frozen=True, kw_only=True, tag="changed"):
+class MembershipChanged(Event, frozen=True, kw_only=True, tag="changed"):
     """The members of the run are others now. Told by the leader of the new epoch, when its group stands."""
 
-    epoch: int
+    generation: int
     members: list[int]  # numbers of the workers that take part
-    lives: list[int] = []  # of the members, in the same order; empty: of each the one that was started last
+    incarnations: list[int] = []  # of the members, in the same order; empty: of each the one that was started last
     step: int  # committed; training goes on from here
     reason: str
     redone: int = 0  # steps that were under way and are done again: 0 at a boundary, else 1
     seconds: float = 0.0  # since the leader noticed
-    term: int = 0  # rises when the state was lost with all who had it
+    restart: int = 0  # rises when the state was lost with all who had it
 
 
-class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
+class RunRecovered(Event, frozen=True, kw_only=True, tag="recovered"):
     """The first step that was committed after a change. Told by the leader."""
 
-    epoch: int
+    generation: int
     step: int
     seconds: float  # since the leader noticed that something was wrong, or that a change was due
 
 
-class HandedOver(Event, frozen=True, kw_only=True, tag="handed-over"):
+class StateTransferred(Event, frozen=True, kw_only=True, tag="handed-over"):
     """A newcomer has weights, optimizer and buffers from a member. Told by the newcomer, when the digest is right."""
 
     rank: int
@@ -291,7 +291,7 @@ class HandedOver(Event, frozen=True, kw_only=True, tag="handed-over"):
     seconds: float
 
 
-class StoreAwayFor(Event, frozen=True, kw_only=True, tag="store-away"):
+class StoreOutage(Event, frozen=True, kw_only=True, tag="store-away"):
     """The store cannot be reached (seconds None), or can be again after that many seconds."""
 
     rank: int | None  # None: the driver says so
@@ -314,7 +314,7 @@ class ServerStarted(Event, frozen=True, kw_only=True, tag="server-started"):
     pid: int
     host: str
     addresses: list[str] = []
-    boot: int = 1
+    incarnation: int = 1
     version: int = 0  # of what it came back with
     step: int = -1  # in lockstep: of what it came back with
 
@@ -329,7 +329,7 @@ class ServerLost(Event, frozen=True, kw_only=True, tag="server-lost"):
     action: str = ""  # "started again", "the run ends: …"
 
 
-class ServerAway(Event, frozen=True, kw_only=True, tag="server-away"):
+class ServerOutage(Event, frozen=True, kw_only=True, tag="server-away"):
     """A worker cannot reach a server (seconds None), or can again after that many seconds."""
 
     rank: int
@@ -346,16 +346,16 @@ class PushesLost(Event, frozen=True, kw_only=True, tag="pushes-lost"):
     number: int
 
 
-class Rewound(Event, frozen=True, kw_only=True, tag="rewound"):
+class ServersRolledBack(Event, frozen=True, kw_only=True, tag="rewound"):
     """In lockstep all servers went back to a step that each has a snapshot of; what followed is done again."""
 
     rank: int
-    epoch: int
+    generation: int
     step: int
     repeated: int
 
 
-class Served(Event, frozen=True, kw_only=True, tag="served"):
+class ServerReported(Event, frozen=True, kw_only=True, tag="served"):
     """What a server has done since it was first started. Told by itself now and then, and at its end."""
 
     shard: int
@@ -367,14 +367,14 @@ class Served(Event, frozen=True, kw_only=True, tag="served"):
     bytes_in: int = 0
     bytes_out: int = 0
     rows: dict[str, int] = {}  # table -> rows held
-    loads: dict[str, list[float]] = {}  # table -> touches, by key or by range of rows
+    row_loads: dict[str, list[float]] = {}  # table -> touches, by key or by range of rows
     busy_seconds: float = 0.0
     held_bytes: int = 0  # values and optimizer state
     peak_bytes: int = 0  # of its memory, above what it was when it started
     final: bool = False
 
 
-class Printed(Event, frozen=True, kw_only=True, tag="printed"):
+class WorkerPrinted(Event, frozen=True, kw_only=True, tag="printed"):
     rank: int
     text: str
 
@@ -386,38 +386,38 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run-finished"):
 
 AnyEvent = (
     RunStarted
-    | Predicted
+    | RunPredicted
     | WorkerStarted
-    | Steps
-    | Evaluated
-    | Dealt
-    | Saved
+    | StepsCommitted
+    | ModelEvaluated
+    | LanesAssigned
+    | CheckpointSaved
     | SaveFailed
-    | Resumed
-    | Skipped
+    | RunResumed
+    | StepSkipped
     | StepDigest
-    | Travelled
-    | Carried
+    | TrafficReported
+    | ModelShardReported
     | LaneCost
-    | Failed
-    | Finished
+    | WorkerFailed
+    | WorkerFinished
     | WorkerExited
     | WorkerLost
     | WorkerLeft
-    | Replaced
-    | Changed
-    | Recovered
-    | HandedOver
-    | StoreAwayFor
+    | WorkerAdded
+    | MembershipChanged
+    | RunRecovered
+    | StateTransferred
+    | StoreOutage
     | DriverChanged
     | ServerStarted
     | ServerLost
-    | ServerAway
+    | ServerOutage
     | PushesLost
-    | Rewound
-    | Served
-    | Interval
-    | Printed
+    | ServersRolledBack
+    | ServerReported
+    | CheckpointIntervalChanged
+    | WorkerPrinted
     | RunFinished
 )
 

@@ -23,10 +23,10 @@ def value(number: float | None) -> str:
 
 
 def values(metrics: Mapping[str, float | None]) -> str:
-    return "  ".join(f"{spoken(name)} {value(number)}" for name, number in metrics.items())
+    return "  ".join(f"{with_spaces(name)} {value(number)}" for name, number in metrics.items())
 
 
-def spoken(name: str) -> str:
+def with_spaces(name: str) -> str:
     return name.replace("_", " ")
 
 
@@ -42,7 +42,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def share(part: float) -> str:
+def precise_percent(part: float) -> str:
     """A part of the whole of which the last percents matter: 98.8 %. Never rounded up to all of it."""
     return "100 %" if part >= 1 else f"{min(99.9, 100 * part):.1f} %"
 
@@ -67,7 +67,7 @@ def plural(number: int, word: str) -> str:
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
-def often(number: int) -> str:
+def times_text(number: int) -> str:
     return "once" if number == 1 else f"{number:,} times"
 
 

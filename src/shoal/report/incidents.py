@@ -10,32 +10,32 @@ import msgspec
 
 from shoal.report.events import (
     AnyEvent,
-    Changed,
+    MembershipChanged,
     DriverChanged,
-    HandedOver,
+    StateTransferred,
     PushesLost,
-    Recovered,
-    Replaced,
-    Resumed,
-    Rewound,
+    RunRecovered,
+    WorkerAdded,
+    RunResumed,
+    ServersRolledBack,
     RunStarted,
-    Served,
-    ServerAway,
+    ServerReported,
+    ServerOutage,
     ServerLost,
     ServerStarted,
-    Steps,
-    StoreAwayFor,
+    StepsCommitted,
+    StoreOutage,
     WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
-from shoal.report.participation import Life, Membership, Turn
+from shoal.report.participation import Incarnation, MembershipHistory, MembershipDelta
 
 RUN_ENDS = "the run ends"  # how a WorkerLost's action begins if nobody goes on
 LATE_SECONDS = 2.0  # after a server is back: a worker that says so late speaks of the same absence
 
 
-class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Incident(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Something that happened to the members of a run, good or bad. Fields that are not known keep their defaults."""
 
     # lost, left, joined; regrouped: the same ones; back: to a checkpoint; relaid: another layout; store: away;
@@ -43,19 +43,19 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     kind: str
     time: float
     worker: int | None = None
-    life: int = 0
+    incarnation: int = 0
     host: str = ""
     pid: int | None = None
-    noticed: str = ""
+    detected_by: str = ""
     code: int | None = None
     out_of_memory: bool = False
     log: list[str] = []
     action: str = ""
     reason: str = ""  # told by those who left or joined; of a loss by those who went on
-    outside: bool = False  # it did not take part, so nobody had to do anything
-    free: bool = False  # it took part, and servers keep workers in step: there is no epoch without it
+    not_member: bool = False  # it did not take part, so nobody had to do anything
+    with_servers: bool = False  # it took part, and servers keep workers in step: there is no epoch without it
     # What the others did.
-    epoch: int | None = None
+    generation: int | None = None
     members: list[int] = []
     step: int | None = None  # committed when they went on
     redone: int = 0
@@ -63,11 +63,11 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     seconds: float | None = None  # from the notice to the next commit
     committed_at: float | None = None
     # Who came in its place.
-    next_life: int | None = None
-    back_step: int | None = None
-    back_seconds: float | None = None  # after it was lost
+    next_incarnation: int | None = None
+    rejoin_step: int | None = None
+    rejoin_seconds: float | None = None  # after it was lost
     state_bytes: int | None = None  # handed over, by whom and how fast
-    state_from: int | None = None
+    state_donor: int | None = None
     state_seconds: float | None = None
     # Of a server; `reason`: its address, `members`: workers that wait for it, `step`, `repeated`: as above.
     shard: int | None = None
@@ -75,11 +75,11 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     pushes_lost: int = 0  # acknowledged updates that it came back without
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all is known that its first line should say."""
         match self.kind:
             case "lost" | "left" | "joined" | "regrouped":
-                return self.seconds is not None or self.outside or self.ends_the_run
+                return self.seconds is not None or self.not_member or self.ends_the_run
             case "server" | "away":
                 return self.seconds is not None or self.ends_the_run
         return True
@@ -87,7 +87,7 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def unresponsive(self) -> str:
         """Stopped, or silent: the others went on without it, and how its process ended is their doing. Else empty."""
-        for part in (*self.noticed.split("; "), *self.reason.split("; ")):
+        for part in (*self.detected_by.split("; "), *self.reason.split("; ")):
             said = part.partition(f"worker {self.worker} ")[2]
             if "is stopped" in said or "is silent" in said:
                 return "was " + said.partition("is ")[2]
@@ -98,233 +98,233 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.action.startswith(RUN_ENDS)
 
 
-class _Step(msgspec.Struct):
+class _CommittedChange(msgspec.Struct):
     """A change that was told, and its first commit."""
 
-    change: Changed
+    change: MembershipChanged
     seconds: float | None = None
-    at: float | None = None
+    committed_at: float | None = None
 
 
-class Story:
+class IncidentLog:
     def __init__(self) -> None:
-        self.faults: list[Fault] = []
-        self.membership = Membership()
+        self.incidents: list[Incident] = []
+        self.membership = MembershipHistory()
         self.step = 0  # the furthest that was told
         self._training = False  # a step was told in this sitting
         self.redone = 0  # steps that were under way when somebody was lost
-        self._term = 0
-        self._changes: list[_Step] = []
-        self._went_by: dict[Life, _Step] = {}  # with which change a process went out
+        self._restart = 0
+        self._changes: list[_CommittedChange] = []
+        self._removed_by: dict[Incarnation, _CommittedChange] = {}  # with which change a process went out
         self._missing: dict[int, set[int]] = {}  # shard -> workers that cannot reach it
         self._versions: dict[int, int] = {}  # shard -> updates that it last told of
-        self._told_lost: Counter[tuple[int, float]] = Counter()  # shard, and when it was lost -> updates, by workers
+        self._reported_pushes_lost: Counter[tuple[int, float]] = Counter()  # shard, and when it was lost -> updates, by workers
 
-    def of(self, life: Life, *kinds: str) -> Fault | None:
+    def find(self, incarnation: Incarnation, *kinds: str) -> Incident | None:
         """The last thing of these kinds that happened to a process."""
-        found = (each for each in reversed(self.faults) if (each.worker, each.life) == life and each.kind in kinds)
+        found = (each for each in reversed(self.incidents) if (each.worker, each.incarnation) == incarnation and each.kind in kinds)
         return next(found, None)
 
     def count(self, kind: str) -> int:
-        return sum(each.kind == kind for each in self.faults)
+        return sum(each.kind == kind for each in self.incidents)
 
     def add(self, event: AnyEvent) -> None:
         turn = None if isinstance(event, WorkerLost | WorkerLeft) else self.membership.add(event)
         match event:
-            case RunStarted() if event.relaid:
-                why = f": {event.chosen}" if event.chosen else ""
-                text = f"layout {event.relaid} → {event.layout}{why}"
-                self.faults.append(Fault(kind="relaid", time=event.time, reason=text))
+            case RunStarted() if event.previous_layout:
+                why = f": {event.layout_reason}" if event.layout_reason else ""
+                text = f"layout {event.previous_layout} → {event.layout}{why}"
+                self.incidents.append(Incident(kind="relaid", time=event.time, reason=text))
                 self._training = False
-            case Steps():
+            case StepsCommitted():
                 self.step, self._training = max(self.step, event.step), True
             case WorkerLost():
-                self._lose(event)
+                self._worker_lost(event)
             case WorkerLeft():
-                left = Fault(kind="left", time=event.time, worker=event.rank, life=event.life, reason=event.reason)
-                left.step, left.free = event.step, self.membership.free
+                left = Incident(kind="left", time=event.time, worker=event.rank, incarnation=event.incarnation, reason=event.reason)
+                left.step, left.with_servers = event.step, self.membership.with_servers
                 self._add(left)
-            case Replaced():
-                self._replace(event)
-            case HandedOver():
-                self._hand_over(event)
-            case Changed() if turn is not None:
-                self._change(event, turn)
-            case Recovered():
-                self._recover(event)
-            case Resumed():
-                self._go_back(event)
-            case StoreAwayFor():
-                self._store(event)
+            case WorkerAdded():
+                self._worker_added(event)
+            case StateTransferred():
+                self._state_transferred(event)
+            case MembershipChanged() if turn is not None:
+                self._membership_changed(event, turn)
+            case RunRecovered():
+                self._run_recovered(event)
+            case RunResumed():
+                self._run_resumed(event)
+            case StoreOutage():
+                self._store_outage(event)
             case WorkerStarted():
-                self._come_freely(event)
+                self._worker_joined_servers(event)
             case ServerLost():
-                self._lose_server(event)
+                self._server_lost(event)
             case ServerStarted():
-                self._server_is_back(event)
-            case ServerAway():
-                self._server_away(event)
+                self._server_started(event)
+            case ServerOutage():
+                self._server_outage(event)
             case PushesLost():
-                fault = self._of_server(event.shard)
+                fault = self._last_of_server(event.shard)
                 if fault is not None:
-                    self._told_lost[event.shard, fault.time] += event.number
-                    fault.pushes_lost = max(fault.pushes_lost, self._told_lost[event.shard, fault.time])
-            case Served():
+                    self._reported_pushes_lost[event.shard, fault.time] += event.number
+                    fault.pushes_lost = max(fault.pushes_lost, self._reported_pushes_lost[event.shard, fault.time])
+            case ServerReported():
                 self._versions[event.shard] = event.version
-            case Rewound():
-                self._rewind(event)
+            case ServersRolledBack():
+                self._servers_rolled_back(event)
             case DriverChanged():
-                self.faults.append(Fault(kind="driver", time=event.time, pid=event.pid, host=event.host))
+                self.incidents.append(Incident(kind="driver", time=event.time, pid=event.pid, host=event.host))
         if isinstance(event, WorkerLost | WorkerLeft):
             self.membership.add(event)  # after it was asked whether the worker took part
 
     # -- what happened to somebody ------------------------------------------------------------------------------------
 
-    def _lose(self, event: WorkerLost) -> None:
+    def _worker_lost(self, event: WorkerLost) -> None:
         for shard in self._missing:
-            self._reaches(event.rank, shard, event.time)
-        known = self.of((event.rank, event.life), "lost")
-        if known is not None and known.back_step is None:  # told again: by now its end may be known
+            self._server_reached(event.rank, shard, event.time)
+        known = self.find((event.rank, event.incarnation), "lost")
+        if known is not None and known.rejoin_step is None:  # told again: by now its end may be known
             known.code = event.code if known.code is None else known.code
             known.out_of_memory |= event.out_of_memory
             known.log = list(event.log) or known.log
             known.action = event.action or known.action
             return
-        lost = Fault(
+        lost = Incident(
             kind="lost",
             time=event.time,
             worker=event.rank,
-            life=event.life,
+            incarnation=event.incarnation,
             host=event.host,
             pid=event.pid,
-            noticed=event.noticed,
+            detected_by=event.detected_by,
             code=event.code,
             out_of_memory=event.out_of_memory,
             log=list(event.log),
             action=event.action,
         )
-        life = (event.rank, event.life)
-        lost.outside = life not in self._went_by and not self.membership.member(life)
-        lost.free = self.membership.free and not lost.outside
+        life = (event.rank, event.incarnation)
+        lost.not_member = life not in self._removed_by and not self.membership.is_member(life)
+        lost.with_servers = self.membership.with_servers and not lost.not_member
         self._add(lost)
 
-    def _add(self, fault: Fault) -> None:
-        self.faults.append(fault)
-        assert fault.worker is not None
-        change = self._went_by.get((fault.worker, fault.life))
+    def _add(self, incident: Incident) -> None:
+        self.incidents.append(incident)
+        assert incident.worker is not None
+        change = self._removed_by.get((incident.worker, incident.incarnation))
         if change is not None:  # the others were faster
-            _attach(fault, change)
+            _attach(incident, change)
 
-    def _replace(self, event: Replaced) -> None:
+    def _worker_added(self, event: WorkerAdded) -> None:
         before = self._last_of(event.rank)
-        if before is not None and before.next_life is None and "scaled" not in event.reason:
-            before.next_life = event.life
+        if before is not None and before.next_incarnation is None and "scaled" not in event.reason:
+            before.next_incarnation = event.incarnation
         else:
-            self.faults.append(
-                Fault(kind="joined", time=event.time, worker=event.rank, life=event.life, reason=event.reason)
+            self.incidents.append(
+                Incident(kind="joined", time=event.time, worker=event.rank, incarnation=event.incarnation, reason=event.reason)
             )
 
-    def _last_of(self, worker: int) -> Fault | None:
-        found = (each for each in reversed(self.faults) if each.worker == worker and each.kind in ("lost", "left"))
+    def _last_of(self, worker: int) -> Incident | None:
+        found = (each for each in reversed(self.incidents) if each.worker == worker and each.kind in ("lost", "left"))
         return next(found, None)
 
-    def _hand_over(self, event: HandedOver) -> None:
-        newcomer = self._waiting((event.rank, self.membership.life(event.rank)))
+    def _state_transferred(self, event: StateTransferred) -> None:
+        newcomer = self._incident_of_newcomer((event.rank, self.membership.incarnation_of(event.rank)))
         if newcomer is not None:
-            newcomer.state_bytes, newcomer.state_from = event.num_bytes, event.donor
+            newcomer.state_bytes, newcomer.state_donor = event.num_bytes, event.donor
             newcomer.state_seconds = event.seconds
 
-    def _waiting(self, life: Life) -> Fault | None:
+    def _incident_of_newcomer(self, incarnation: Incarnation) -> Incident | None:
         """The fault that brought this process in, whether it took part already or not."""
-        worker, number = life
-        for fault in reversed(self.faults):
+        worker, number = incarnation
+        for fault in reversed(self.incidents):
             if fault.worker != worker or fault.kind not in ("lost", "left", "joined"):
                 continue
-            if fault.next_life == number or (fault.life == number and fault.kind in ("lost", "joined")):
+            if fault.next_incarnation == number or (fault.incarnation == number and fault.kind in ("lost", "joined")):
                 return fault
-            if fault.kind == "lost" and fault.next_life is None and fault.life < number:
+            if fault.kind == "lost" and fault.next_incarnation is None and fault.incarnation < number:
                 return fault  # nobody told that it was started
         return None
 
     # -- what the others made of it -----------------------------------------------------------------------------------
 
-    def _change(self, event: Changed, turn: Turn) -> None:
-        change = _Step(event)
+    def _membership_changed(self, event: MembershipChanged, delta: MembershipDelta) -> None:
+        change = _CommittedChange(event)
         self._changes.append(change)
         self.redone += event.redone
-        for life in turn.went:
-            self._went_by[life] = change
-            fault = self.of(life, "lost", "left")
-            if fault is not None and fault.epoch is None:
+        for life in delta.removed:
+            self._removed_by[life] = change
+            fault = self.find(life, "lost", "left")
+            if fault is not None and fault.generation is None:
                 _attach(fault, change)
-        for life in turn.came:
-            self._come(life, change)
-        if self._training and event.term == self._term and not turn.went and not turn.came:
-            self.faults.append(Fault(kind="regrouped", time=event.time, reason=event.reason))
-            _attach(self.faults[-1], change)
-        if event.term > self._term:
-            self._term = event.term
+        for life in delta.added:
+            self._worker_joined(life, change)
+        if self._training and event.restart == self._restart and not delta.removed and not delta.added:
+            self.incidents.append(Incident(kind="regrouped", time=event.time, reason=event.reason))
+            _attach(self.incidents[-1], change)
+        if event.restart > self._restart:
+            self._restart = event.restart
             back = self._open_return() or self._new_return(event.time)
-            back.reason, back.epoch, back.members = event.reason, event.epoch, list(event.members)
+            back.reason, back.generation, back.members = event.reason, event.generation, list(event.members)
 
-    def _come(self, life: Life, change: _Step) -> None:
+    def _worker_joined(self, incarnation: Incarnation, change: _CommittedChange) -> None:
         event = change.change
-        fault = self._waiting(life)
+        fault = self._incident_of_newcomer(incarnation)
         if fault is None:
             if not self._training:  # the members that the run begins with
                 return
-            fault = Fault(kind="joined", time=event.time, worker=life[0], life=life[1], reason=event.reason)
-            self.faults.append(fault)
+            fault = Incident(kind="joined", time=event.time, worker=incarnation[0], incarnation=incarnation[1], reason=event.reason)
+            self.incidents.append(fault)
         if fault.kind == "joined":
             _attach(fault, change)
-        elif fault.back_step is None:
-            fault.next_life = life[1]
-            fault.back_step, fault.back_seconds = event.step, max(0.0, event.time - fault.time)
+        elif fault.rejoin_step is None:
+            fault.next_incarnation = incarnation[1]
+            fault.rejoin_step, fault.rejoin_seconds = event.step, max(0.0, event.time - fault.time)
 
-    def _recover(self, event: Recovered) -> None:
+    def _run_recovered(self, event: RunRecovered) -> None:
         """Changes that came to no commit of their own, because another one followed, end with this one too."""
         for change in self._changes:
-            if change.seconds is not None or change.change.epoch > event.epoch:
+            if change.seconds is not None or change.change.generation > event.generation:
                 continue
             noticed = change.change.time - change.change.seconds
-            own = change.change.epoch == event.epoch
+            own = change.change.generation == event.generation
             change.seconds = event.seconds if own else max(event.seconds, event.time - noticed)
-            change.at = event.time
-            for fault in self.faults:
-                if fault.epoch == change.change.epoch:
+            change.committed_at = event.time
+            for fault in self.incidents:
+                if fault.generation == change.change.generation:
                     _attach(fault, change)
-        for fault in self.faults:
-            if fault.free and fault.seconds is None:
+        for fault in self.incidents:
+            if fault.with_servers and fault.seconds is None:
                 fault.seconds, fault.committed_at = event.seconds, event.time
 
-    def _come_freely(self, event: WorkerStarted) -> None:
+    def _worker_joined_servers(self, event: WorkerStarted) -> None:
         """Where servers keep workers in step, whoever is there takes part."""
-        fault = self._waiting((event.rank, event.life)) if self.membership.free else None
-        if fault is None or (fault.life == event.life and fault.kind != "joined"):
+        fault = self._incident_of_newcomer((event.rank, event.incarnation)) if self.membership.with_servers else None
+        if fault is None or (fault.incarnation == event.incarnation and fault.kind != "joined"):
             return
         if fault.kind == "joined":
-            fault.step, fault.seconds, fault.free = self.step, max(0.0, event.time - fault.time), True
-        elif fault.back_step is None:
-            fault.next_life = event.life
-            fault.back_step, fault.back_seconds = self.step, max(0.0, event.time - fault.time)
+            fault.step, fault.seconds, fault.with_servers = self.step, max(0.0, event.time - fault.time), True
+        elif fault.rejoin_step is None:
+            fault.next_incarnation = event.incarnation
+            fault.rejoin_step, fault.rejoin_seconds = self.step, max(0.0, event.time - fault.time)
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
-    def _of_server(self, shard: int) -> Fault | None:
+    def _last_of_server(self, shard: int) -> Incident | None:
         """What happened to it last."""
-        return next((each for each in reversed(self.faults) if each.shard == shard), None)
+        return next((each for each in reversed(self.incidents) if each.shard == shard), None)
 
-    def _lose_server(self, event: ServerLost) -> None:
-        fault = self._of_server(event.shard)
+    def _server_lost(self, event: ServerLost) -> None:
+        fault = self._last_of_server(event.shard)
         if fault is None or fault.seconds is not None:
-            fault = Fault(kind="server", time=event.time, shard=event.shard)
-            self.faults.append(fault)
+            fault = Incident(kind="server", time=event.time, shard=event.shard)
+            self.incidents.append(fault)
         fault.kind = "server"  # workers may have missed it before the driver knew
         fault.pid, fault.code, fault.log, fault.action = event.pid, event.code, list(event.log), event.action
 
-    def _server_is_back(self, event: ServerStarted) -> None:
+    def _server_started(self, event: ServerStarted) -> None:
         had, self._versions[event.shard] = self._versions.get(event.shard, 0), event.version
-        fault = self._of_server(event.shard)
+        fault = self._last_of_server(event.shard)
         if fault is None or fault.kind != "server" or fault.seconds is not None:
             return
         fault.seconds, fault.committed_at = max(0.0, event.time - fault.time), event.time
@@ -332,66 +332,66 @@ class Story:
         if event.step < 0:  # in lockstep they are done again; workers that were lost themselves do not tell of theirs
             fault.pushes_lost = max(fault.pushes_lost, had - event.version)
 
-    def _server_away(self, event: ServerAway) -> None:
+    def _server_outage(self, event: ServerOutage) -> None:
         """Everybody who asks it tells; it is one absence."""
-        fault = self._of_server(event.shard)
+        fault = self._last_of_server(event.shard)
         if event.seconds is not None:
-            self._reaches(event.rank, event.shard, event.time)
+            self._server_reached(event.rank, event.shard, event.time)
             return
         self._missing.setdefault(event.shard, set()).add(event.rank)
         over = fault is not None and fault.seconds is not None
         if fault is None or (over and event.time - (fault.committed_at or fault.time) > LATE_SECONDS):
-            fault = Fault(kind="away", time=event.time, shard=event.shard)
-            self.faults.append(fault)
+            fault = Incident(kind="away", time=event.time, shard=event.shard)
+            self.incidents.append(fault)
         fault.reason = event.address
         if fault.seconds is None:
             fault.members = sorted({*fault.members, event.rank})
 
-    def _reaches(self, worker: int, shard: int, now: float) -> None:
+    def _server_reached(self, worker: int, shard: int, now: float) -> None:
         """Or it does not want to any more."""
-        missing, fault = self._missing.get(shard, set()), self._of_server(shard)
+        missing, fault = self._missing.get(shard, set()), self._last_of_server(shard)
         if worker in missing:
             missing.discard(worker)
             if not missing and fault is not None and fault.kind == "away" and fault.seconds is None:
                 fault.seconds, fault.committed_at = max(0.0, now - fault.time), now
 
-    def _rewind(self, event: Rewound) -> None:
+    def _servers_rolled_back(self, event: ServersRolledBack) -> None:
         """Every worker tells of it; the servers go back together because one of them did."""
-        fault = next((each for each in reversed(self.faults) if each.kind == "server"), None)
-        if fault is not None and fault.epoch is None:
-            fault.epoch, fault.step, fault.repeated = event.epoch, event.step, event.repeated
+        fault = next((each for each in reversed(self.incidents) if each.kind == "server"), None)
+        if fault is not None and fault.generation is None:
+            fault.generation, fault.step, fault.repeated = event.generation, event.step, event.repeated
         self.step = min(self.step, event.step)
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
-    def _go_back(self, event: Resumed) -> None:
+    def _run_resumed(self, event: RunResumed) -> None:
         repeated = max(event.repeated, self.step - event.step)
         if self.step or repeated:
             back = self._open_return() or self._new_return(event.time)
             back.step, back.repeated = event.step, max(0, repeated)
         self.step = event.step
 
-    def _open_return(self) -> Fault | None:
+    def _open_return(self) -> Incident | None:
         """One half of which is known: leader and newcomers tell of a return in no particular order."""
-        last = next((each for each in reversed(self.faults) if each.kind == "back"), None)
-        return last if last is not None and (last.step is None or last.epoch is None) else None
+        last = next((each for each in reversed(self.incidents) if each.kind == "back"), None)
+        return last if last is not None and (last.step is None or last.generation is None) else None
 
-    def _new_return(self, now: float) -> Fault:
-        self.faults.append(Fault(kind="back", time=now))
-        return self.faults[-1]
+    def _new_return(self, now: float) -> Incident:
+        self.incidents.append(Incident(kind="back", time=now))
+        return self.incidents[-1]
 
-    def _store(self, event: StoreAwayFor) -> None:
+    def _store_outage(self, event: StoreOutage) -> None:
         """Everybody who asks it tells; it is one absence."""
-        away = next((each for each in self.faults if each.kind == "store" and each.seconds is None), None)
+        away = next((each for each in self.incidents if each.kind == "store" and each.seconds is None), None)
         if event.seconds is None and away is None:
-            self.faults.append(Fault(kind="store", time=event.time, reason=event.address))
+            self.incidents.append(Incident(kind="store", time=event.time, reason=event.address))
         elif event.seconds is not None and away is not None:
             away.seconds, away.committed_at = event.seconds, event.time
 
 
-def _attach(fault: Fault, change: _Step) -> None:
+def _attach(incident: Incident, change: _CommittedChange) -> None:
     event = change.change
-    fault.epoch, fault.members, fault.step, fault.redone = event.epoch, list(event.members), event.step, event.redone
-    fault.seconds, fault.committed_at = change.seconds, change.at
-    if fault.kind == "lost":
-        fault.reason = event.reason
+    incident.generation, incident.members, incident.step, incident.redone = event.generation, list(event.members), event.step, event.redone
+    incident.seconds, incident.committed_at = change.seconds, change.committed_at
+    if incident.kind == "lost":
+        incident.reason = event.reason

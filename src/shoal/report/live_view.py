@@ -6,24 +6,24 @@ from collections.abc import Mapping
 from rich.text import Text
 
 from shoal.report import human
-from shoal.report.aggregate import Tally, WorkerTally
+from shoal.report.aggregate import RunTally, WorkerTally
 from shoal.report.events import (
     AnyEvent,
-    Dealt,
+    LanesAssigned,
     DriverChanged,
-    Evaluated,
-    Failed,
-    Interval,
-    Resumed,
+    ModelEvaluated,
+    WorkerFailed,
+    CheckpointIntervalChanged,
+    RunResumed,
     RunStarted,
-    Saved,
+    CheckpointSaved,
     SaveFailed,
-    Skipped,
-    Spent,
-    Travelled,
+    StepSkipped,
+    TimeSpent,
+    TrafficReported,
 )
 from shoal.report.participation import ENDED, JOINING, LEFT, STARTING, TAKES_PART
-from shoal.report.servers import summed_up
+from shoal.report.servers import summarize_histogram
 from shoal.report.summarize import SLOW, slowness
 from shoal.report.wording import stamp
 from shoal.report.worker_output import clean
@@ -43,7 +43,7 @@ _SPLIT = (
 )
 
 
-def live_lines(tally: Tally, *, now: float, width: int, height: int, color: bool = True) -> list[Text]:
+def live_lines(tally: RunTally, *, now: float, width: int, height: int, color: bool = True) -> list[Text]:
     """The live area, top to bottom, no taller than the terminal."""
     lines = [
         Text(header(tally), style="bold"),
@@ -67,42 +67,42 @@ def live_lines(tally: Tally, *, now: float, width: int, height: int, color: bool
     return lines
 
 
-def header(tally: Tally) -> str:
+def header(tally: RunTally) -> str:
     started = tally.started
     if started is None:
         return "shoal: starting"
     hosts = len({worker.host for worker in tally.ranks if worker.host})
     on_hosts = f", {hosts} hosts" if hosts > 1 else ""
     workers = human.plural(tally.num_workers, "worker")
-    if tally.faults and tally.participating and tally.participating != tally.num_workers:
-        workers = f"{tally.participating} of {workers}"
+    if tally.incidents and tally.num_participating and tally.num_participating != tally.num_workers:
+        workers = f"{tally.num_participating} of {workers}"
     line = f"shoal {started.command} {started.job}   run {started.run}   {workers}{on_hosts}"
     if started.servers:
-        line += f"   {human.plural(started.servers, 'server')}{f', {started.sync}' if started.sync else ''}"
+        line += f"   {human.plural(started.servers, 'server')}{f', {started.sync_mode}' if started.sync_mode else ''}"
     if not started.lanes:  # a script says what it does only when it joins, if it does
         return line
     exact = "exact" if started.exact else "not exact"
     return f"{line}   {started.layout}, {human.plural(started.lanes, 'lane')}   {exact}"
 
 
-def loss_line(tally: Tally, *, sparks: bool = False) -> str:
+def loss_line(tally: RunTally, *, sparks: bool = False) -> str:
     if not any(worker.steps for worker in tally.ranks):
         return f"starting {human.plural(tally.num_workers, 'worker')}"
     parts = [f"loss {human.value(tally.loss)}"]
     if sparks and len(tally.losses.points) > 1:
         parts[0] += f" {sparkline([loss for _, loss in tally.losses.points])}"
-    parts += [f"{measured(name)} {human.value(number)}" for name, number in tally.metrics.items()]
+    parts += [f"{metric_label(name)} {human.value(number)}" for name, number in tally.metrics.items()]
     speed = tally.recent_samples_per_second
     if speed is not None:
         predicted = tally.predicted.samples_per_second if tally.predicted else None
         told = "" if predicted is None else f" (predicted {human.rate(predicted)})"
         parts.append(f"{human.rate(speed)} samples/s{told}")
-    if tally.faults and tally.commits.goodput is not None:
-        parts.append(f"goodput {human.share(tally.commits.goodput)}")
+    if tally.incidents and tally.commits.goodput is not None:
+        parts.append(f"goodput {human.precise_percent(tally.commits.goodput)}")
     return "    ".join(parts)
 
 
-def progress_text(tally: Tally, *, now: float) -> str:
+def progress_text(tally: RunTally, *, now: float) -> str:
     """The plain line: step, share, loss, speed, time."""
     started = tally.started
     parts = [f"step {tally.step:,}"]
@@ -118,12 +118,12 @@ def event_line(event: AnyEvent, *, routine: bool) -> str | None:
     return None if text is None else f"{stamp(event.time)}  {clean(text)}"
 
 
-def measured(name: str) -> str:
+def metric_label(name: str) -> str:
     """The name of an evaluation's metric, told apart from the training loss."""
-    return human.spoken(name if name.startswith(("val", "eval", "test")) else f"val {name}")
+    return human.with_spaces(name if name.startswith(("val", "eval", "test")) else f"val {name}")
 
 
-def uncrossed(compressor: str, level: str) -> str:
+def unused_level_text(compressor: str, level: str) -> str:
     return f"{compressor}@{level} has nothing to do: no gradient crosses {level}s, and nothing is lost"
 
 
@@ -165,35 +165,35 @@ def sparkline(losses: list[float], width: int = 12) -> str:
     return "".join("▁▂▃▄▅▆▇"[round(6 * (mean - low) / scale)] for mean in means)
 
 
-def servers_line(tally: Tally) -> str | None:
+def servers_line(tally: RunTally) -> str | None:
     """What the servers do, as far as they have told."""
     servers = tally.servers
-    if not servers.count or not (servers.started or servers.served):
+    if not servers.count or not (servers.started or servers.reports):
         return None
     parts = []
     speed = tally.recent_steps_per_second
     if speed is not None:
         parts.append(f"{human.rate(speed)} steps/s")
-    stale = summed_up(servers.staleness)
+    stale = summarize_histogram(servers.staleness)
     if stale:
         parts.append(f"staleness {stale['mean']:.2f}, at the most {stale['max']}")
     if servers.refused:
         parts.append(f"{sum(servers.refused.values()):,} refused")
-    busy = {shard: share for shard in sorted(servers.served) if (share := servers.busy(shard)) is not None}
+    busy = {shard: share for shard in sorted(servers.reports) if (share := servers.busy(shard)) is not None}
     if busy:
         parts.append("busy " + "  ".join(f"{shard}: {human.percent(share)}" for shard, share in busy.items()))
-    held = sum(each.held_bytes for each in servers.served.values())
+    held = sum(each.held_bytes for each in servers.reports.values())
     if held:
         parts.append(human.size(held))
     return f"{human.plural(servers.count, 'server')}   {'   '.join(parts) or 'listening'}"
 
 
-def held_up_by(tally: Tally) -> str | None:
+def held_up_by(tally: RunTally) -> str | None:
     if tally.num_workers < 2:
         return None
     recent = tally.recent
     slowest = recent.slowest.most_common(1)
-    spent = sum((worker.recent.spent for worker in tally.present), Spent())
+    spent = sum((worker.recent.time_spent for worker in tally.members), TimeSpent())
     if not slowest or slowest[0][1] < HELD_UP_SHARE * recent.steps or spent.wait < HELD_UP_WAIT * spent.total:
         return None
     rank, count = slowest[0]
@@ -201,21 +201,21 @@ def held_up_by(tally: Tally) -> str | None:
     return f"held up by worker {rank}{cause}, in {count} of the last {human.plural(recent.steps, 'step')}"
 
 
-def _cause(tally: Tally, rank: int) -> str:
+def _cause(tally: RunTally, rank: int) -> str:
     """Whether the worker spends more than the others on data or on compute."""
     own = tally.workers.get(rank)
-    others = [worker for worker in tally.present if worker.rank != rank and worker.recent.steps]
+    others = [worker for worker in tally.members if worker.rank != rank and worker.recent.steps]
     if own is None or not own.recent.steps or not others:
         return ""
 
     def excess(part: str) -> float:
-        mean = sum(getattr(each.recent.spent, part) / each.recent.steps for each in others) / len(others)
-        return float(getattr(own.recent.spent, part) / own.recent.steps - mean)
+        mean = sum(getattr(each.recent.time_spent, part) / each.recent.steps for each in others) / len(others)
+        return float(getattr(own.recent.time_spent, part) / own.recent.steps - mean)
 
     return f", {max(('compute', 'data'), key=excess)}"
 
 
-def _progress_line(tally: Tally, *, now: float, width: int, color: bool) -> Text:
+def _progress_line(tally: RunTally, *, now: float, width: int, color: bool) -> Text:
     started = tally.started
     tail = "    ".join([", ".join(_times(tally, now=now)), f"epoch {tally.epoch}"])
     if started is None or not started.steps:
@@ -232,13 +232,13 @@ def _progress_line(tally: Tally, *, now: float, width: int, color: bool) -> Text
     return line.append(end)
 
 
-def _times(tally: Tally, *, now: float) -> list[str]:
+def _times(tally: RunTally, *, now: float) -> list[str]:
     gone = f"{human.clock(now - tally.started.time)} gone" if tally.started else "0:00 gone"
     left = tally.seconds_left
     return [gone] if left is None else [gone, f"{human.clock(left)} left"]
 
 
-def _shown(tally: Tally) -> list[WorkerTally]:
+def _shown(tally: RunTally) -> list[WorkerTally]:
     """Those that take part, and those that should: dead, silent or on their way. Not whoever left or has ended."""
     hidden = (LEFT, ENDED)
     members = tally.membership.members
@@ -250,7 +250,7 @@ def _shown(tally: Tally) -> list[WorkerTally]:
     ]
 
 
-def _worker_table(workers: list[WorkerTally], tally: Tally, *, rows: int, width: int) -> list[Text]:
+def _worker_table(workers: list[WorkerTally], tally: RunTally, *, rows: int, width: int) -> list[Text]:
     at_work = [worker for worker in workers if tally.state(worker.rank) in (TAKES_PART, ENDED)]
     odd = {worker.rank: float("inf") for worker in workers if worker not in at_work}  # shown before anybody slow
     slow = dict.fromkeys((worker.rank for worker in workers), 0.0) | slowness(at_work, recent=True) | odd
@@ -292,11 +292,11 @@ def _worker_table(workers: list[WorkerTally], tally: Tally, *, rows: int, width:
 
 
 def _step_seconds(worker: WorkerTally) -> float:
-    return worker.recent.spent.total / worker.recent.steps if worker.recent.steps else 0.0
+    return worker.recent.time_spent.total / worker.recent.steps if worker.recent.steps else 0.0
 
 
 def _split_bar(worker: WorkerTally, width: int) -> Text:
-    spent = worker.recent.spent
+    spent = worker.recent.time_spent
     bar = Text()
     reached = 0.0
     for _, mark, style, parts in _SPLIT:
@@ -308,44 +308,44 @@ def _split_bar(worker: WorkerTally, width: int) -> Text:
 
 def _event_text(event: AnyEvent, *, routine: bool) -> str | None:
     match event:
-        case RunStarted(chosen=why) if why:
-            before = f"{event.relaid} → " if event.relaid else ""
+        case RunStarted(layout_reason=why) if why:
+            before = f"{event.previous_layout} → " if event.previous_layout else ""
             return f"layout {before}{event.layout}: {why}"
-        case Evaluated():
-            text = "  ".join(f"{measured(name)} {human.value(number)}" for name, number in event.metrics.items())
+        case ModelEvaluated():
+            text = "  ".join(f"{metric_label(name)} {human.value(number)}" for name, number in event.metrics.items())
             if event.target_reached:
                 return f"step {event.step:,}: {text}: target reached"
             return f"step {event.step:,}: {text}" if routine else None
-        case Saved():
+        case CheckpointSaved():
             what = "final checkpoint" if event.final else "checkpoint"
             text = f"step {event.step:,}: {what}, {human.size(event.num_bytes)} in {human.duration(event.seconds)}"
             return text if routine else None
         case SaveFailed():
             return f"step {event.step:,}: checkpoint not written: {event.reason}; training goes on"
-        case Dealt():
-            dealt = zip(event.members or range(len(event.deal)), event.deal, strict=True)
+        case LanesAssigned():
+            dealt = zip(event.members or range(len(event.assignment)), event.assignment, strict=True)
             deal = "  ".join(f"worker {rank}: {human.lanes(lanes)}" for rank, lanes in dealt)
             return f"step {event.step:,}: lanes dealt anew ({event.reason}): {deal}"
-        case Resumed():
+        case RunResumed():
             skipped = "".join(f"; not usable: {each}" for each in event.skipped)
             again = f"; {human.plural(event.repeated, 'step')} done again" if event.repeated else ""
             return f"resumed from step {event.step:,} ({event.path}){again}{skipped}"
-        case Skipped():
+        case StepSkipped():
             where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in event.where)
             return f"step {event.step:,} skipped: loss not finite{f' ({where})' if where else ''}"
-        case Travelled(final=False):
-            return _travel_text(event, routine=routine)
-        case Failed():
+        case TrafficReported(final=False):
+            return _traffic_text(event, routine=routine)
+        case WorkerFailed():
             at = f" at step {event.step:,}" if event.step is not None else ""
             return f"worker {event.rank} failed{at}: {(event.message.splitlines() or [event.kind])[0]}"
         case DriverChanged():
             return f"process {event.pid} on {event.host} watches over the run now"
-        case Interval():
+        case CheckpointIntervalChanged():
             return _interval_text(event) if routine else None
     return None
 
 
-def _interval_text(event: Interval) -> str:
+def _interval_text(event: CheckpointIntervalChanged) -> str:
     cost, mean = human.duration(event.save_seconds), human.duration(event.failure_seconds)
     every = human.plural(event.every, "step")
     why = f"one costs {cost}, and a failure is due every {mean}"
@@ -354,12 +354,12 @@ def _interval_text(event: Interval) -> str:
     return f"step {event.step:,}: a checkpoint every {every} would pay (--checkpoint auto): {why}"
 
 
-def _travel_text(event: Travelled, *, routine: bool) -> str | None:
-    shared = f"through {event.way}" if event.way == "shared memory" else ""
-    lossy = [f"{name} between {level}s" for level, name in event.compress.items() if level not in event.uncrossed]
+def _traffic_text(event: TrafficReported, *, routine: bool) -> str | None:
+    shared = f"through {event.transport}" if event.transport == "shared memory" else ""
+    lossy = [f"{name} between {level}s" for level, name in event.compressors.items() if level not in event.unused_levels]
     told = [
         *(part for part in (shared, event.reason) if part),
         *([f"{', '.join(lossy)}: not exact"] if lossy else []),
-        *(uncrossed(event.compress[level], level) for level in event.uncrossed),
+        *(unused_level_text(event.compressors[level], level) for level in event.unused_levels),
     ]
     return f"gradients: {'; '.join(told)}" if routine or told != [shared] else None

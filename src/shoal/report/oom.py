@@ -27,38 +27,38 @@ class OomWatch:
         own_cgroups: Path = OWN_CGROUPS,
         host_pids: bool | None = None,  # whether this process counts processes as the kernel's log does
     ) -> None:
-        self._counter = counter(own_cgroups, cgroup_root)
-        self._kills = kills(self._counter)
+        self._counter = kill_counter(own_cgroups, cgroup_root)
+        self._kills = count_kills(self._counter)
         known = _records(kernel_log)
         self._last_record = max((number for number, _ in known), default=-1)
-        comparable = counts_as_the_kernel() if host_pids is None else host_pids
+        comparable = shares_kernel_pids() if host_pids is None else host_pids
         self._kernel_log = kernel_log if known and comparable else None
 
     def killed(self, pid: int) -> bool:
         """To be asked once for each process that was ended by SIGKILL."""
         if self._kernel_log is not None:
             fresh = (text for number, text in _records(self._kernel_log) if number > self._last_record)
-            return any(pid == victim(text) for text in fresh)
-        if kills(self._counter) > self._kills:
+            return any(pid == killed_pid(text) for text in fresh)
+        if count_kills(self._counter) > self._kills:
             self._kills += 1  # each kill explains one death
             return True
         return False
 
 
-def victim(text: str) -> int | None:
+def killed_pid(text: str) -> int | None:
     """The process that a line of the kernel's log says was killed for memory."""
     found = _KILLED.search(text)
     return int(found[1]) if found else None
 
 
-def counts_as_the_kernel() -> bool:
+def shares_kernel_pids() -> bool:
     try:
         return os.stat("/proc/self/ns/pid").st_ino == _FIRST_PIDS
     except OSError:
         return False
 
 
-def counter(own_cgroups: Path, root: Path) -> Path | None:
+def kill_counter(own_cgroups: Path, root: Path) -> Path | None:
     """The file in which this process's control group counts kills: of version 2, or of version 1's memory tree."""
     try:
         lines = own_cgroups.read_text().splitlines()
@@ -75,7 +75,7 @@ def counter(own_cgroups: Path, root: Path) -> Path | None:
     return next((each for each in candidates if each.is_file()), None)
 
 
-def kills(path: Path | None) -> int:
+def count_kills(path: Path | None) -> int:
     if path is None:
         return 0
     try:

@@ -14,73 +14,73 @@ from rich.live import Live
 from rich.text import Text
 
 from shoal.report import live_view
-from shoal.report.aggregate import Tally
-from shoal.report.events import AnyEvent, Printed, RunStarted, Travelled
-from shoal.report.incident_lines import Telling
+from shoal.report.aggregate import RunTally
+from shoal.report.events import AnyEvent, WorkerPrinted, RunStarted, TrafficReported
+from shoal.report.incident_lines import IncidentLines
 from shoal.report.wording import stamp
-from shoal.report.worker_output import Prints
+from shoal.report.worker_output import PrintBuffer
 
 REFRESH_SECONDS = 0.4
 PLAIN_SECONDS = 10.0
 
 
 class Progress(Protocol):
-    def show(self, event: AnyEvent, tally: Tally) -> None: ...
+    def show(self, event: AnyEvent, tally: RunTally) -> None: ...
 
-    def tick(self, tally: Tally) -> None: ...
+    def tick(self, tally: RunTally) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Quiet:
+class QuietProgress:
     """Shows nothing, not even what workers print; it is in the logs."""
 
-    def show(self, event: AnyEvent, tally: Tally) -> None:
+    def show(self, event: AnyEvent, tally: RunTally) -> None:
         pass
 
-    def tick(self, tally: Tally) -> None:
+    def tick(self, tally: RunTally) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-class _Scroll:
+class _ScrollingLines:
     """The lines that go by, in both views alike: what workers print, events, and the story of each fault."""
 
     def __init__(self, *, routine: bool) -> None:
         self._routine = routine
-        self._prints = Prints()
-        self._telling = Telling()
-        self._tally: Tally | None = None
-        self._travel: str | None = None
+        self._prints = PrintBuffer()
+        self._incident_lines = IncidentLines()
+        self._tally: RunTally | None = None
+        self._traffic: str | None = None
 
-    def show(self, event: AnyEvent, tally: Tally, now: float) -> list[str]:
+    def show(self, event: AnyEvent, tally: RunTally, now: float) -> list[str]:
         self._tally = tally
-        self._telling.heard(event, now)
-        if isinstance(event, Printed):
+        self._incident_lines.add(event, now)
+        if isinstance(event, WorkerPrinted):
             self._prints.add(event.rank, event.text, now)
         return [*self._event(event), *self.ready(tally, now)]
 
-    def ready(self, tally: Tally, now: float) -> list[str]:
-        return [*self._prints.ready(now, _printing(tally)), *self._telling.ready(tally.story, now)]
+    def ready(self, tally: RunTally, now: float) -> list[str]:
+        return [*self._prints.ready(now, _num_printing(tally)), *self._incident_lines.ready(tally.incident_log, now)]
 
     def rest(self) -> list[str]:
         if self._tally is None:
             return []
-        return [*self._prints.rest(_printing(self._tally)), *self._telling.rest(self._tally.story)]
+        return [*self._prints.rest(_num_printing(self._tally)), *self._incident_lines.rest(self._tally.incident_log)]
 
     def _event(self, event: AnyEvent) -> list[str]:
         line = live_view.event_line(event, routine=self._routine)
-        if line is not None and isinstance(event, Travelled):  # told again by every new group: news only if it differs
+        if line is not None and isinstance(event, TrafficReported):  # told again by every new group: news only if it differs
             travel = line[len(stamp(event.time)) :]
-            line, self._travel = (None if travel == self._travel else line), travel
+            line, self._traffic = (None if travel == self._traffic else line), travel
         return [] if line is None else [line]
 
 
-def _printing(tally: Tally) -> int:
+def _num_printing(tally: RunTally) -> int:
     """How many workers a line must come from to be everybody's."""
-    return tally.participating if tally.faults and tally.participating else tally.num_workers
+    return tally.num_participating if tally.incidents and tally.num_participating else tally.num_workers
 
 
 class PlainLines:
@@ -89,18 +89,18 @@ class PlainLines:
     def __init__(self, stream: IO[str], *, clock: Callable[[], float] = time.time) -> None:
         self._stream: IO[str] | None = stream
         self._clock = clock
-        self._scroll = _Scroll(routine=True)
+        self._scroll = _ScrollingLines(routine=True)
         self._last_line: float | None = None
         self._last_step = 0
 
-    def show(self, event: AnyEvent, tally: Tally) -> None:
+    def show(self, event: AnyEvent, tally: RunTally) -> None:
         if isinstance(event, RunStarted):
             self._write(live_view.header(tally))
             self._last_line = self._clock()
         for line in self._scroll.show(event, tally, self._clock()):
             self._write(line)
 
-    def tick(self, tally: Tally) -> None:
+    def tick(self, tally: RunTally) -> None:
         now = self._clock()
         for line in self._scroll.ready(tally, now):
             self._write(line)
@@ -138,7 +138,7 @@ class LiveView:
         self._console = console
         self._clock = clock
         self._monotonic = monotonic
-        self._scroll = _Scroll(routine=False)
+        self._scroll = _ScrollingLines(routine=False)
         self._last_drawn: float | None = None
         self._live: Live | None = Live(
             console=console,
@@ -149,10 +149,10 @@ class LiveView:
         )
         self._started = False
 
-    def show(self, event: AnyEvent, tally: Tally) -> None:
+    def show(self, event: AnyEvent, tally: RunTally) -> None:
         self._print(self._scroll.show(event, tally, self._monotonic()))
 
-    def tick(self, tally: Tally) -> None:
+    def tick(self, tally: RunTally) -> None:
         now = self._monotonic()
         self._print(self._scroll.ready(tally, now))
         if self._live is None or (self._last_drawn is not None and now - self._last_drawn < REFRESH_SECONDS):
@@ -200,10 +200,10 @@ class LiveView:
             live.stop()  # gives stdout and stderr back
 
 
-def choose(console: Console, *, quiet: bool = False, plain: bool = False) -> Progress:
+def choose_progress(console: Console, *, quiet: bool = False, plain: bool = False) -> Progress:
     """The view that fits where the output goes."""
     if quiet:
-        return Quiet()
+        return QuietProgress()
     if plain or not console.file.isatty() or console.is_dumb_terminal or not _speaks_unicode(console):
         return PlainLines(console.file)
     return LiveView(console)

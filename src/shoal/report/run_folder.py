@@ -16,7 +16,7 @@ import msgspec
 
 from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write
-from shoal.report.events import AnyEvent, Evaluated, Finished, RunFinished, RunStarted, Steps, decode, encode
+from shoal.report.events import AnyEvent, ModelEvaluated, WorkerFinished, RunFinished, RunStarted, StepsCommitted, decode, encode
 
 DEFAULT_ROOT = Path("runs")
 
@@ -27,8 +27,8 @@ class RunFolder:
         self.id = os.path.basename(os.path.abspath(path))  # also of ".", and of a link its own name
         self.write_errors = 0
         self.last_write_error: str | None = None
-        self._events = atomic_write.Lines(self.events)
-        self._metrics = atomic_write.Lines(self.metrics)
+        self._events = atomic_write.LineFile(self.events)
+        self._metrics = atomic_write.LineFile(self.metrics)
 
     @classmethod
     def create(cls, run_dir: Path | None, *, root: Path = DEFAULT_ROOT) -> "RunFolder":
@@ -145,7 +145,7 @@ class RunFolder:
     ) -> None:
         self.close()
 
-    def _append(self, lines: atomic_write.Lines, line: bytes) -> None:
+    def _append(self, lines: atomic_write.LineFile, line: bytes) -> None:
         try:
             lines.append(line)
         except OSError as error:
@@ -223,12 +223,12 @@ def _with_event(line: RunLine, event: AnyEvent) -> RunLine:
     match event:
         case RunStarted():
             return change(line, outcome="unfinished", when=event.time, job=event.job, workers=event.workers)
-        case Steps():
+        case StepsCommitted():
             loss = event.loss if event.leader else line.loss
             return change(line, outcome="unfinished", when=event.time, steps=max(line.steps, event.step), loss=loss)
-        case Evaluated():
+        case ModelEvaluated():
             return change(line, when=event.time, metrics=dict(event.metrics))
-        case Finished():
+        case WorkerFinished():
             return change(line, when=event.time, steps=event.step, loss=event.final_loss)
         case RunFinished():
             return change(line, when=event.time, outcome=event.outcome)
@@ -236,17 +236,17 @@ def _with_event(line: RunLine, event: AnyEvent) -> RunLine:
 
 
 def _metrics_line(event: AnyEvent) -> dict[str, Any] | None:
-    if isinstance(event, Steps) and event.leader:
+    if isinstance(event, StepsCommitted) and event.leader:
         seconds = event.spent.total
         return {
             "step": event.step,
             "epoch": event.epoch,
             "time": event.time,
             "loss": event.loss,
-            "rate": event.rate,
+            "rate": event.learning_rate,
             "samples_per_second": event.samples / seconds if seconds else None,
         }
-    if isinstance(event, Evaluated):
+    if isinstance(event, ModelEvaluated):
         return {"step": event.step, "epoch": event.epoch, "time": event.time, "metrics": event.metrics}
     return None
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from shoal.report import human
 from shoal.report.live_view import histogram
-from shoal.report.servers import OF_GRADIENTS
+from shoal.report.servers import GRADIENT_REFUSALS
 
 Report = Mapping[str, Any]
 Row = tuple[str, str]
@@ -20,9 +20,9 @@ _MODES = {
 _CAUSES = {"late": "late", "ticket": "of steps that were done before", "nonfinite": "not finite"}
 
 
-def why_not_exact(mode: str) -> str:
-    what = _MODES.get(mode.partition(":")[0], "workers are not in step")
-    return f"{mode}: {what}; another run can give other weights"
+def why_not_exact(sync_mode: str) -> str:
+    what = _MODES.get(sync_mode.partition(":")[0], "workers are not in step")
+    return f"{sync_mode}: {what}; another run can give other weights"
 
 
 def servers(report: Report) -> Iterator[Row]:
@@ -50,7 +50,7 @@ def servers(report: Report) -> Iterator[Row]:
         if table["hottest"] and table["ranges"] > 1:
             hot = f", the hottest of {table['ranges']} ranges got {human.percent(table['hottest'])} of the accesses"
         yield "", f"table {name}: {table['rows']:,} rows{hot}"
-    work = {why: number for why, number in found["refused"].items() if why in OF_GRADIENTS}
+    work = {why: number for why, number in found["refused"].items() if why in GRADIENT_REFUSALS}
     if work:
         yield "refused", _refused(work, found["refused_share"])
 
@@ -73,11 +73,11 @@ def staleness(report: Report) -> Iterator[Row]:
         yield "" if number else "staleness", line
 
 
-def each(report: Report) -> Iterator[Row]:
+def server_rows(report: Report) -> Iterator[Row]:
     for number, each in enumerate((report.get("servers") or {}).get("per_server") or []):
         parts = [] if each["load"] is None else [f"{human.percent(each['load'])} of the load"]
         parts += [] if each["busy"] is None else [f"busy {human.percent(each['busy'])} of the time"]
         if each["held_bytes"]:
             parts.append(f"holds {human.size(each['held_bytes'])}, peak of memory {human.size(each['peak_bytes'])}")
-        parts += [f"restarted {human.often(each['restarts'])}"] if each["restarts"] else []
+        parts += [f"restarted {human.times_text(each['restarts'])}"] if each["restarts"] else []
         yield "" if number else "a server", f"{each['shard']}: {', '.join(parts) or 'nothing was told'}"

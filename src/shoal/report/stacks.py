@@ -20,11 +20,11 @@ AT_WORK = ("works", "")  # phases that say nothing beyond the state
 _LINE = re.compile(r"(?P<at>\S+:\d+)\s+in (?P<function>[^:]+):\s*(?P<code>.*)")
 
 
-class Where(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerActivity(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker is doing at one moment."""
 
     worker: int
-    life: int = 0
+    incarnation: int = 0
     host: str = ""
     pid: int | None = None
     state: str  # running; waiting: for other workers; stopped: by a signal; silent: does not answer; gone
@@ -35,31 +35,31 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = ""  # "computing lane 3", "between steps", "recovering: waits for worker 2's position"
     user_line: str = ""  # "train.py:88  in tokenize:  json.loads(line)"
     stack: list[str] = []  # innermost first
-    heard_seconds: float = 0.0  # ago
+    silent_seconds: float = 0.0  # ago
 
 
-def render(records: Sequence[Where], *, run: str = "RUN") -> str:
+def render(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> str:
     """The conclusion first, then a line for every worker."""
-    if not records:
+    if not activities:
         return "no worker of this run is known to be alive"
-    return "\n".join([*conclusion(records, run=run), "", *table(records)])
+    return "\n".join([*conclusion(activities, run=run), "", *table(activities)])
 
 
 # -- the conclusion ---------------------------------------------------------------------------------------------------
 
 
-def conclusion(records: Sequence[Where], *, run: str = "RUN") -> list[str]:
-    workers = newest(records)
+def conclusion(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> list[str]:
+    workers = newest(activities)
     waits = _waits(workers)
-    held = holders(waits)
+    held = find_blockers(waits)
     lines: list[str] = []
     for holder in sorted(held, key=lambda each: (-len(held[each]), each)):
-        lines += _held_up(workers, waits, holder, held[holder], run)
-    for circle in circles(waits):
-        lines += _circle(workers, waits, circle)
+        lines += _blocked_lines(workers, waits, holder, held[holder], run)
+    for circle in find_wait_cycles(waits):
+        lines += _cycle_lines(workers, waits, circle)
     unheard = [each for each in workers.values() if each.state in (STOPPED, SILENT, GONE) and each.worker not in held]
     for each in unheard:
-        lines += _out(each, run)
+        lines += _unreachable_lines(each, run)
     others = [each for each in workers.values() if each.state == WAITING and not waits.get(each.worker)]
     lines += [f"worker {each.worker} {_phase(each)}, for {human.duration(each.since)}" for each in others]
     busy = [each for each in workers.values() if each.state == RUNNING and each.phase not in AT_WORK]
@@ -73,12 +73,12 @@ def conclusion(records: Sequence[Where], *, run: str = "RUN") -> list[str]:
     return [f"nobody waits: all {len(workers)} workers compute"]
 
 
-def newest(records: Sequence[Where]) -> dict[int, Where]:
+def newest(activities: Sequence[WorkerActivity]) -> dict[int, WorkerActivity]:
     """Of several lives of a worker the last one, by number."""
-    return {each.worker: each for each in sorted(records, key=lambda each: (each.worker, each.life))}
+    return {each.worker: each for each in sorted(activities, key=lambda each: (each.worker, each.incarnation))}
 
 
-def holders(waits: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+def find_blockers(waits: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
     """Those at the end of the waits, with all who wait for them, directly or through others."""
     found: dict[int, set[int]] = {}
     for worker in waits:
@@ -88,7 +88,7 @@ def holders(waits: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
     return {end: sorted(waiting) for end, waiting in found.items()}
 
 
-def circles(waits: Mapping[int, Sequence[int]]) -> list[list[int]]:
+def find_wait_cycles(waits: Mapping[int, Sequence[int]]) -> list[list[int]]:
     """Workers that wait for each other, of whom no wait leads to anybody who does not."""
     found: list[list[int]] = []
     for worker in sorted(waits):
@@ -100,7 +100,7 @@ def circles(waits: Mapping[int, Sequence[int]]) -> list[list[int]]:
     return found
 
 
-def chain(waits: Mapping[int, Sequence[int]], end: int) -> list[int]:
+def longest_wait_chain(waits: Mapping[int, Sequence[int]], end: int) -> list[int]:
     """The longest way to this worker along which each waits for the next."""
     longest: list[int] = []
     ways = [[end]]
@@ -111,7 +111,7 @@ def chain(waits: Mapping[int, Sequence[int]], end: int) -> list[int]:
     return longest
 
 
-def _waits(workers: Mapping[int, Where]) -> dict[int, list[int]]:
+def _waits(workers: Mapping[int, WorkerActivity]) -> dict[int, list[int]]:
     waiting = (each for each in workers.values() if each.state == WAITING and each.waits_for)
     return {each.worker: [other for other in each.waits_for if other != each.worker] for each in waiting}
 
@@ -127,44 +127,44 @@ def _reached(waits: Mapping[int, Sequence[int]], worker: int) -> set[int]:
     return reached
 
 
-def _held_up(
-    workers: Mapping[int, Where], waits: Mapping[int, Sequence[int]], holder: int, waiting: Sequence[int], run: str
+def _blocked_lines(
+    workers: Mapping[int, WorkerActivity], waits: Mapping[int, Sequence[int]], blocker: int, waiting: Sequence[int], run: str
 ) -> list[str]:
-    at = workers.get(holder)
+    at = workers.get(blocker)
     whom = "the others" if len(waiting) == len(workers) - 1 > 1 else _names(waiting)
     longest = max((workers[each] for each in waiting), key=lambda each: each.since)
     have = "has" if len(waiting) == 1 else "have"
     inside = f", in {_number(longest.operation)}" if longest.operation else ""
     waited = f"{_names(waiting)} {have} waited for {human.duration(longest.since)}{inside}"
-    lines = [f"worker {holder} holds up {whom}: {_doing(at)}; {waited}"]
-    way = chain(waits, holder)
+    lines = [f"worker {blocker} holds up {whom}: {_doing(at)}; {waited}"]
+    way = longest_wait_chain(waits, blocker)
     if len(way) > 2:
         links = f"worker {way[0]} waits for {', which waits for '.join(f'worker {each}' for each in way[1:])}"
         lines.append(f"  {links}")
     return lines + [f"  {line}" for line in _advice(at, run)]
 
 
-def _circle(workers: Mapping[int, Where], waits: Mapping[int, Sequence[int]], circle: Sequence[int]) -> list[str]:
-    inside = {each: workers[each].operation for each in circle}
-    longest = max(workers[each].since for each in circle)
-    lines = [f"{_names(circle)} wait for each other, for {human.duration(longest)}: none of them can go on"]
-    for each in circle:
+def _cycle_lines(workers: Mapping[int, WorkerActivity], waits: Mapping[int, Sequence[int]], cycle: Sequence[int]) -> list[str]:
+    inside = {each: workers[each].operation for each in cycle}
+    longest = max(workers[each].since for each in cycle)
+    lines = [f"{_names(cycle)} wait for each other, for {human.duration(longest)}: none of them can go on"]
+    for each in cycle:
         lines.append(f"  worker {each} waits for {_names(waits[each])} in {_number(inside[each]) or 'no operation'}")
     if len(set(inside.values())) > 1:
         lines.append("  they are not in the same operation: the code depends on the worker")
     return lines
 
 
-def _out(each: Where, run: str) -> list[str]:
+def _unreachable_lines(each: WorkerActivity, run: str) -> list[str]:
     return [f"worker {each.worker}: {_doing(each)}; nobody waits for it", *(f"  {line}" for line in _advice(each, run))]
 
 
-def _doing(each: Where | None) -> str:
+def _doing(each: WorkerActivity | None) -> str:
     if each is None:
         return "nothing is known of it"
     place = ", ".join([*([each.host] if each.host else []), *([f"pid {each.pid}"] if each.pid is not None else [])])
     place = f" ({place})" if place else ""
-    heard = human.duration(each.heard_seconds)
+    heard = human.duration(each.silent_seconds)
     match each.state:
         case "stopped":
             return f"its process{place} is stopped, by SIGSTOP or a debugger{_at(each, '; it is at ')}"
@@ -177,7 +177,7 @@ def _doing(each: Where | None) -> str:
     return f"it {each.phase}" if each.phase not in AT_WORK else "it computes"
 
 
-def _advice(each: Where | None, run: str) -> list[str]:
+def _advice(each: WorkerActivity | None, run: str) -> list[str]:
     """What can be typed. `kill` on the host itself: a stopped process answers to nothing else."""
     if each is None or each.pid is None:
         return []
@@ -190,11 +190,11 @@ def _advice(each: Where | None, run: str) -> list[str]:
     return []
 
 
-def _phase(each: Where) -> str:
+def _phase(each: WorkerActivity) -> str:
     return each.phase if each.phase not in AT_WORK else f"waits in {_number(each.operation)}"
 
 
-def _at(each: Where, before: str) -> str:
+def _at(each: WorkerActivity, before: str) -> str:
     return f"{before}{_code(each.user_line)}" if each.user_line else ""
 
 
@@ -218,27 +218,27 @@ def _names(workers: Sequence[int]) -> str:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-def table(records: Sequence[Where]) -> list[str]:
+def table(activities: Sequence[WorkerActivity]) -> list[str]:
     """One line a worker, in columns as wide as they need; the last one, the line of code, is never cut."""
     rows: list[tuple[str, ...]] = [("worker", "host", "pid", "step", "does", "for", "own code")]
-    rows += [_row(each) for each in newest(records).values()]
+    rows += [_row(each) for each in newest(activities).values()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _row(each: Where) -> tuple[str, ...]:
+def _row(each: WorkerActivity) -> tuple[str, ...]:
     return (
-        str(each.worker) if each.life == 0 else f"{each.worker} (life {each.life})",
+        str(each.worker) if each.incarnation == 0 else f"{each.worker} (life {each.incarnation})",
         each.host,
         "" if each.pid is None else str(each.pid),
         f"{each.step:,}" if each.step >= 0 else "",
         _does(each),
-        human.duration(each.heard_seconds if each.state == SILENT else each.since),
+        human.duration(each.silent_seconds if each.state == SILENT else each.since),
         _code(each.user_line) if each.user_line else "",
     )
 
 
-def _does(each: Where) -> str:
+def _does(each: WorkerActivity) -> str:
     if each.state in (STOPPED, SILENT, GONE):
         return each.state
     if each.state == WAITING and each.waits_for:

@@ -7,22 +7,22 @@ from typing import Any
 
 import msgspec
 
-from shoal.report.aggregate import Tally, WorkerTally
-from shoal.report.events import Carried, Failed, Spent, Travelled
+from shoal.report.aggregate import RunTally, WorkerTally
+from shoal.report.events import ModelShardReported, WorkerFailed, TimeSpent, TrafficReported
 from shoal.report.predicted_vs_measured import reconcile
 from shoal.report.scaling_laws import amdahl_limit, gustafson_speedup, parallel_fraction
 from shoal.report.wording import exit_text
 
-PARTS = ("data", "compute", "wait", "merge", "apply", "other")
+TIME_PARTS = ("data", "compute", "wait", "merge", "apply", "other")
 SLOW = 1.3  # times the time per lane of the others: less than that is not worth a word
 
 
-def report(
-    tally: Tally,
+def summarize_run(
+    tally: RunTally,
     *,
     outcome: str | None = None,
     target: str | None = None,
-    failure: Failed | None = None,
+    failure: WorkerFailed | None = None,
     folder: str | None = None,
     files: Sequence[str] = (),
     prediction: Mapping[str, Any] | None = None,
@@ -40,7 +40,7 @@ def report(
         "outcome": outcome,
         "stopped": lowest.stopped if lowest else None,
         "exact": _exact(tally),
-        "inexact_before": (tally.resumed.inexact if tally.resumed else "") or None,
+        "inexact_before": (tally.resumed.inexact_sync_mode if tally.resumed else "") or None,
         "weights_sha256": lowest.weights_sha256 if lowest else None,
         "steps": tally.step,
         "steps_planned": started.steps if started else None,
@@ -48,14 +48,14 @@ def report(
         "seconds": round(tally.seconds, 6),
         "start_up_seconds": _start_up_seconds(tally),
         "ended": tally.last_time,
-        "final_loss": lowest.final_loss if lowest and not tally.queue else tally.loss,
-        "metrics": dict(lowest.metrics if lowest and lowest.metrics and not tally.queue else tally.metrics),
+        "final_loss": lowest.final_loss if lowest and not tally.is_queue else tally.loss,
+        "metrics": dict(lowest.metrics if lowest and lowest.metrics and not tally.is_queue else tally.metrics),
         "target": _target(tally, target),
         "workers": tally.num_workers,
         "lanes": started.lanes if started else None,
         "layout": started.layout if started else None,
-        "layout_chosen": (started.chosen or None) if started else None,
-        "deal": [list(worker.lanes) for worker in tally.present],
+        "layout_chosen": (started.layout_reason or None) if started else None,
+        "deal": [list(worker.lanes) for worker in tally.members],
         "samples_per_second": _rounded(tally.samples_per_second),
         "tokens_per_second": _tokens_per_second(tally),
         "step_ms": step_ms,
@@ -65,25 +65,25 @@ def report(
         "most_gain": _most_gain(tally),
         "lane_cost": _lane_cost(tally),
         "bubble": _bubble(tally),
-        "carried": [_carried(each) for _, each in sorted(tally.carried.items())],
-        "alive": tally.alive,
-        "participating": tally.participating,
+        "carried": [_model_shard(each) for _, each in sorted(tally.model_shards.items())],
+        "alive": tally.num_alive,
+        "participating": tally.num_participating,
         "participation": _rounded(tally.participation),
         "goodput": _rounded(tally.commits.goodput),
         "lost_seconds": _rounded(tally.commits.lost_seconds),
         "committed": _committed(tally),
-        "faults": msgspec.to_builtins(tally.faults),
-        "membership": msgspec.to_builtins(tally.membership.segments) if tally.faults else [],
+        "faults": msgspec.to_builtins(tally.incidents),
+        "membership": msgspec.to_builtins(tally.membership.spans) if tally.incidents else [],
         "training_began": tally.training_began,
         "losses_by_time": _losses(tally),
         "servers": _servers(tally),
-        "travel": _travel(tally),
+        "travel": _traffic(tally),
         "checkpoints": [
             {"step": s.step, "path": s.path, "num_bytes": s.num_bytes, "seconds": s.seconds, "final": s.final}
             for s in tally.saved
         ],
         "checkpoints_failed": [{"step": each.step, "reason": each.reason} for each in tally.save_failed],
-        "deals": [{"step": d.step, "deal": [list(lanes) for lanes in d.deal], "reason": d.reason} for d in tally.deals],
+        "deals": [{"step": d.step, "deal": [list(lanes) for lanes in d.assignment], "reason": d.reason} for d in tally.assignments],
         "skipped_steps": [{"step": each.step, "where": [list(at) for at in each.where]} for each in tally.skipped],
         "failure": _failure(tally, failure) if outcome == "failed" else None,
         "resumed_from": tally.resumed.step if tally.resumed else None,
@@ -91,44 +91,44 @@ def report(
         "folder": folder,
         "files": ["report.json", *(name for name in files if name != "report.json")] if folder else list(files),
     }
-    return value | {"prediction": reconcile(prediction, value, overlapping=tally.queue)}
+    return value | {"prediction": reconcile(prediction, value, overlapping=tally.is_queue)}
 
 
-def _losses(tally: Tally) -> list[tuple[float, int, float]]:
+def _losses(tally: RunTally) -> list[tuple[float, int, float]]:
     """Seconds since training began, step, loss."""
     began = tally.training_began or 0.0
     return [(round(max(0.0, time - began), 6), step, loss) for time, step, loss in sorted(tally.losses.timed)]
 
 
-def _servers(tally: Tally) -> dict[str, Any] | None:
+def _servers(tally: RunTally) -> dict[str, Any] | None:
     contributed = sum(worker.steps for worker in tally.ranks)
-    mode = tally.started.sync if tally.started else ""
-    return tally.servers.account(mode=mode, steps=tally.steps, seconds=tally.seconds, contributed=contributed)
+    mode = tally.started.sync_mode if tally.started else ""
+    return tally.servers.summarize(sync_mode=mode, steps=tally.steps, seconds=tally.seconds, contributed=contributed)
 
 
-def _exact(tally: Tally) -> bool | None:
+def _exact(tally: RunTally) -> bool | None:
     if tally.started is None:
         return None
     # A script that never joined has an arithmetic of its own.
     joined = any(worker.fingerprint for worker in tally.ranks)
-    before = tally.resumed is None or not tally.resumed.inexact
-    return tally.started.exact and joined and before and all(travel.exact for travel in tally.travelled.values())
+    before = tally.resumed is None or not tally.resumed.inexact_sync_mode
+    return tally.started.exact and joined and before and all(travel.exact for travel in tally.traffic.values())
 
 
-def _committed(tally: Tally) -> dict[str, int]:
+def _committed(tally: RunTally) -> dict[str, int]:
     """Steps of this sitting, as they were told, not as they should be: what was lost or seen twice would show here."""
     commits = tally.commits
     return {
         "steps": commits.steps,
-        "redone": tally.story.redone,  # under way when somebody was lost
+        "redone": tally.incident_log.redone,  # under way when somebody was lost
         "repeated": commits.repeated,  # committed, then lost with all who had them
-        "untold": commits.untold,  # nobody told of them
+        "untold": commits.unreported,  # nobody told of them
         "samples_lost": commits.samples_lost,
-        "samples_doubled": commits.samples_doubled,
+        "samples_doubled": commits.samples_repeated,
     }
 
 
-def first_failure(tally: Tally) -> Failed | None:
+def first_failure(tally: RunTally) -> WorkerFailed | None:
     """The first cause: when one worker fails, the others soon fail for want of it."""
     return min(tally.open_failures, key=lambda failure: failure.time, default=None)
 
@@ -144,7 +144,7 @@ def slowness(workers: Sequence[WorkerTally], *, recent: bool = False) -> dict[in
     return ratios
 
 
-def _outcome(tally: Tally) -> str:
+def _outcome(tally: RunTally) -> str:
     if tally.outcome:
         return tally.outcome
     if tally.open_failures or not tally.finished:
@@ -152,13 +152,13 @@ def _outcome(tally: Tally) -> str:
     return "stopped" if any(each.stopped and each.resumable for each in tally.finished.values()) else "done"
 
 
-def _start_up_seconds(tally: Tally) -> float | None:
+def _start_up_seconds(tally: RunTally) -> float | None:
     if tally.started is None or tally.training_began is None:
         return None
     return round(max(0.0, tally.training_began - tally.started.time), 6)
 
 
-def _target(tally: Tally, text: str | None) -> dict[str, Any] | None:
+def _target(tally: RunTally, text: str | None) -> dict[str, Any] | None:
     reached = tally.target_reached
     if text is None and reached is None:
         return None
@@ -176,17 +176,17 @@ def _step_ms(workers: Sequence[WorkerTally]) -> dict[str, float] | None:
     steps = sum(worker.steps for worker in workers)
     if not steps:
         return None
-    spent = sum((worker.spent for worker in workers), Spent())
-    parts = {part: round(1000 * getattr(spent, part) / steps, 6) for part in PARTS}
+    spent = sum((worker.time_spent for worker in workers), TimeSpent())
+    parts = {part: round(1000 * getattr(spent, part) / steps, 6) for part in TIME_PARTS}
     return {"total": round(sum(parts.values()), 6), **parts}
 
 
-def _evaluation_ms(tally: Tally, step_ms: dict[str, float] | None) -> float:
+def _evaluation_ms(tally: RunTally, step_ms: dict[str, float] | None) -> float:
     """Milliseconds of a step's `other` that were evaluations."""
     steps = [worker.steps for worker in tally.ranks if worker.steps]
     if step_ms is None or not steps:
         return 0.0
-    together = 1 if tally.queue else len(steps)  # all workers do them together; of a queue's, one does
+    together = 1 if tally.is_queue else len(steps)  # all workers do them together; of a queue's, one does
     return round(min(step_ms["other"], 1000 * tally.evaluation_seconds * together / sum(steps)), 6)
 
 
@@ -194,7 +194,7 @@ def _worker(worker: WorkerTally) -> dict[str, Any]:
     per_lane = worker.seconds_per_lane
     return {
         "rank": worker.rank,
-        "life": worker.life,
+        "life": worker.incarnation,
         "host": worker.host,
         "pid": worker.pid,
         "lanes": list(worker.lanes),
@@ -202,23 +202,23 @@ def _worker(worker: WorkerTally) -> dict[str, Any]:
         "step_ms": _step_ms([worker]),
         "lane_ms": _rounded(1000 * per_lane if per_lane is not None else None),
         "peak_memory_bytes": worker.peak_memory,
-        "slowest_in_steps": worker.slowest,
+        "slowest_in_steps": worker.times_slowest,
         "exit_code": worker.exit_code,
     }
 
 
-def _speedup(tally: Tally) -> dict[str, Any]:
+def _speedup(tally: RunTally) -> dict[str, Any]:
     """Against one worker that would do every lane itself. It is never run: its step is put together from that of one
     member. Where the members changed, the step is what it was on average, so nothing more is concluded from it."""
     facts: dict[str, Any] = dict.fromkeys(
         ("over_one_worker", "parallel_fraction", "amdahl_limit", "gustafson", "possible", "one_worker_step_ms", "one")
     )
-    workers, step_ms = tally.present, _step_ms(tally.ranks)
+    workers, step_ms = tally.members, _step_ms(tally.ranks)
     if step_ms is None or tally.started is None or not step_ms["total"]:
         return {**facts, "basis": "no step was committed"}
-    if _cut(tally):  # a worker's time says nothing of what one would need for the whole model
+    if _is_sharded(tally):  # a worker's time says nothing of what one would need for the whole model
         return {**facts, "basis": "every worker has a part of the model"}
-    if tally.started.sync.startswith("quorum"):  # steps have as many lanes as come in time
+    if tally.started.sync_mode.startswith("quorum"):  # steps have as many lanes as come in time
         return {**facts, "basis": "a step is closed without whoever is late"}
     if tally.num_workers == 1:
         return {
@@ -233,16 +233,16 @@ def _speedup(tally: Tally) -> dict[str, Any]:
         return {**facts, "basis": "no member computed any lanes"}
     facts["one"] = one.rank
     lanes = tally.started.lanes
-    other = 0.0 if tally.queue else one.spent.other  # of a queue's worker: mostly waiting for its turn
-    around = (one.spent.apply + other) / one.steps
+    other = 0.0 if tally.is_queue else one.time_spent.other  # of a queue's worker: mostly waiting for its turn
+    around = (one.time_spent.apply + other) / one.steps
     alone = one_per_lane * lanes + around
     speedup = 1000 * alone / step_ms["total"]
-    if tally.queue and tally.seconds:  # workers' steps overlap: by the clock
+    if tally.is_queue and tally.seconds:  # workers' steps overlap: by the clock
         speedup = alone * tally.steps / tally.seconds
     facts["one_worker_step_ms"] = _rounded(1000 * alone)
     facts["over_one_worker"] = _rounded(speedup)
     basis = f"estimated from worker {one.rank}'s own time per lane"
-    if tally.queue or any(fault.kind in ("lost", "left", "joined", "server") for fault in tally.faults):
+    if tally.is_queue or any(fault.kind in ("lost", "left", "joined", "server") for fault in tally.incidents):
         return {**facts, "basis": basis}
     per_lane = [worker.seconds_per_lane for worker in workers]
     times = [time for time in per_lane if time]
@@ -266,16 +266,16 @@ def _best_share_seconds(seconds_per_lane: Sequence[float], lanes: int) -> float:
     return max(shares)
 
 
-def _most_gain(tally: Tally) -> dict[str, Any] | None:
+def _most_gain(tally: RunTally) -> dict[str, Any] | None:
     """The slowest member, and what a step would take if it were like the others with the lanes as they are dealt."""
-    workers, step_ms = tally.present, _step_ms(tally.ranks)
+    workers, step_ms = tally.members, _step_ms(tally.ranks)
     slow = slowness(workers)
-    if step_ms is None or not slow or _cut(tally) or not _waits_for_all(tally):
+    if step_ms is None or not slow or _is_sharded(tally) or not _waits_for_all(tally):
         return None
     rank = max(slow, key=lambda each: slow[each])
     if slow[rank] < SLOW:
         return None
-    busy = {w.rank: 1000 * (w.spent.data + w.spent.compute) / w.steps for w in workers if w.steps}
+    busy = {w.rank: 1000 * (w.time_spent.data + w.time_spent.compute) / w.steps for w in workers if w.steps}
     longest = max(busy.values())
     busy[rank] /= slow[rank]
     saved = longest - max(busy.values())
@@ -286,93 +286,93 @@ def _most_gain(tally: Tally) -> dict[str, Any] | None:
     }
 
 
-def _tokens_per_second(tally: Tally) -> float | None:
+def _tokens_per_second(tally: RunTally) -> float | None:
     tokens = None if tally.started is None else tally.started.tokens
     speed = tally.samples_per_second
     return None if tokens is None or speed is None else _rounded(speed * tokens)
 
 
-def _waits_for_all(tally: Tally) -> bool:
+def _waits_for_all(tally: RunTally) -> bool:
     """Whether a step is over when the slowest worker is done."""
-    return tally.started is None or tally.started.sync.partition(":")[0] in ("", "sync", "local")
+    return tally.started is None or tally.started.sync_mode.partition(":")[0] in ("", "sync", "local")
 
 
-def _cut(tally: Tally) -> bool:
+def _is_sharded(tally: RunTally) -> bool:
     """Whether a worker has less than the whole model."""
     return tally.started is not None and any(axis in tally.started.layout for axis in ("pipeline", "tensor"))
 
 
-def _carried(event: Carried) -> dict[str, Any]:
+def _model_shard(event: ModelShardReported) -> dict[str, Any]:
     """One worker's part of the model, and its memory."""
     value = msgspec.structs.asdict(event)
     return {name: value[name] for name in value if name != "time"}
 
 
-def _bubble(tally: Tally) -> dict[str, Any] | None:
+def _bubble(tally: RunTally) -> dict[str, Any] | None:
     """How much of its workers' time a pipeline waits: one minus what they were busy over what the slowest took."""
-    replicas: dict[int, list[Carried]] = {}
-    for each in tally.carried.values():
-        if each.busy_seconds is not None and each.stream_seconds and each.slice == 0:
+    replicas: dict[int, list[ModelShardReported]] = {}
+    for each in tally.model_shards.values():
+        if each.busy_seconds is not None and each.stage_seconds and each.tensor_shard == 0:
             replicas.setdefault(each.replica, []).append(each)
     shares = [
-        1 - sum(each.busy_seconds or 0.0 for each in found) / (len(found) * max(e.stream_seconds or 0.0 for e in found))
+        1 - sum(each.busy_seconds or 0.0 for each in found) / (len(found) * max(e.stage_seconds or 0.0 for e in found))
         for found in replicas.values()
     ]
     planned = next((found[0].bubble_planned for found in replicas.values()), None)
     return {"measured": _rounded(sum(shares) / len(shares)), "planned": _rounded(planned)} if shares else None
 
 
-def _lane_cost(tally: Tally) -> dict[str, Any] | None:
+def _lane_cost(tally: RunTally) -> dict[str, Any] | None:
     cost, step_ms = tally.lane_cost, _step_ms(tally.ranks)
     if cost is None:
         return None
-    extra = max(0.0, cost.apart - cost.together)
+    extra = max(0.0, cost.separate_seconds - cost.joint_seconds)
     return {
         "lanes": cost.lanes,
-        "apart_seconds": cost.apart,
-        "together_seconds": cost.together,
+        "apart_seconds": cost.separate_seconds,
+        "together_seconds": cost.joint_seconds,
         "share_of_step": _rounded(1000 * extra / step_ms["total"]) if step_ms and step_ms["total"] else None,
     }
 
 
-def _travel(tally: Tally) -> dict[str, Any] | None:
+def _traffic(tally: RunTally) -> dict[str, Any] | None:
     """How gradients travelled; bytes and error over all workers, where the run came to its end."""
     # The leader's word, who may have changed; and at the end that of all who came so far.
-    final = [each for each in tally.travelled.values() if each.final]
-    first = min(final or tally.travelled.values(), key=lambda each: each.rank, default=None)
+    final = [each for each in tally.traffic.values() if each.final]
+    first = min(final or tally.traffic.values(), key=lambda each: each.rank, default=None)
     if first is None:
         return None
     told = final if tally.steps else []
-    crossed = [level for level in ("memory", "host", "rack") if any(each.plain.get(level) for each in told)]
+    crossed = [level for level in ("memory", "host", "rack") if any(each.uncompressed_bytes.get(level) for each in told)]
     return {
-        "way": first.way,
+        "way": first.transport,
         "reason": first.reason,
         "hosts": list(first.hosts),
         "racks": list(first.racks),
         "exact": first.exact,
-        "compress": first.compress,
-        "uncrossed": list(first.uncrossed),
+        "compress": first.compressors,
+        "uncrossed": list(first.unused_levels),
         "levels": {level: _level(told, level, tally.steps) for level in crossed},
     }
 
 
-def _level(told: Sequence[Travelled], level: str, steps: int) -> dict[str, Any]:
+def _level(events: Sequence[TrafficReported], level: str, steps: int) -> dict[str, Any]:
     """What crossed a level, and the error that its compressor made: that between hosts serves racks too."""
-    sent, plain = sum(each.sent.get(level, 0) for each in told), sum(each.plain.get(level, 0) for each in told)
-    where = "host" if level == "rack" and "rack" not in told[0].errors else level
-    left_out, values = (sum(each.errors.get(where, (0.0, 0.0))[part] for each in told) for part in (0, 1))
+    sent, plain = sum(each.sent_bytes.get(level, 0) for each in events), sum(each.uncompressed_bytes.get(level, 0) for each in events)
+    where = "host" if level == "rack" and "rack" not in events[0].squared_errors else level
+    left_out, values = (sum(each.squared_errors.get(where, (0.0, 0.0))[part] for each in events) for part in (0, 1))
     return {
         "bytes": sent,
         "bytes_saved": plain - sent,
         "bytes_per_step": _rounded(sent / steps),
-        "compressor": told[0].compress.get(where),
+        "compressor": events[0].compressors.get(where),
         # Length of what messages left out over length of what they should have carried.
         "error": math.sqrt(left_out / values) if values else None,
     }
 
 
-def _failure(tally: Tally, told: Failed | None) -> dict[str, Any] | None:
-    failed = told or first_failure(tally)
+def _failure(tally: RunTally, events: WorkerFailed | None) -> dict[str, Any] | None:
+    failed = events or first_failure(tally)
     if failed is not None:
         return {
             "rank": failed.rank,

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from shoal.errors import InputError
-from shoal.report.events import AnyEvent, Evaluated, Resumed, Steps
+from shoal.report.events import AnyEvent, ModelEvaluated, RunResumed, StepsCommitted
 from shoal.report.run_folder import RunFolder
-from shoal.report.summarize import PARTS
+from shoal.report.summarize import TIME_PARTS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -31,11 +31,11 @@ class TensorBoard:
             return
         try:
             match event:
-                case Resumed(step=step) if self._writer is None:
+                case RunResumed(step=step) if self._writer is None:
                     self._open(purge_step=step + 1)
-                case Steps(leader=True):
+                case StepsCommitted(leader=True):
                     self._add_steps(event)
-                case Evaluated():
+                case ModelEvaluated():
                     for name, number in event.metrics.items():
                         self._scalar(f"evaluation/{name}", number, event.step, event.time)
         except OSError as error:
@@ -49,13 +49,13 @@ class TensorBoard:
             except OSError as error:
                 self.error = str(error)
 
-    def _add_steps(self, event: Steps) -> None:
+    def _add_steps(self, event: StepsCommitted) -> None:
         self._scalar("training/loss", event.loss, event.step, event.time)
-        if event.rate is not None:
-            self._scalar("training/learning rate", event.rate, event.step, event.time)
+        if event.learning_rate is not None:
+            self._scalar("training/learning rate", event.learning_rate, event.step, event.time)
         if event.spent.total:
             self._scalar("speed/samples per second", event.samples / event.spent.total, event.step, event.time)
-        for part in PARTS:
+        for part in TIME_PARTS:
             ms = 1000 * getattr(event.spent, part) / event.count
             self._scalar(f"step ms/{part}", ms, event.step, event.time)
 

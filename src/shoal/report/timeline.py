@@ -9,8 +9,8 @@ worker   0:00                                  2:44
 from collections.abc import Sequence
 
 from shoal.report import human
-from shoal.report.incidents import Fault
-from shoal.report.participation import ALIVE, PARTICIPATING, Segment, span
+from shoal.report.incidents import Incident
+from shoal.report.participation import ALIVE, PARTICIPATING, ParticipationSpan, participation_span
 
 # meaning: sign, and how it is written where only ASCII is
 SIGNS = {
@@ -26,8 +26,8 @@ WIDEST, NARROWEST = 72, 12
 
 
 def draw(
-    segments: Sequence[Segment],
-    faults: Sequence[Fault],
+    spans: Sequence[ParticipationSpan],
+    incidents: Sequence[Incident],
     *,
     began: float,
     ended: float,
@@ -35,13 +35,13 @@ def draw(
     ascii_only: bool = False,
 ) -> list[str]:
     """Rows for the workers to which something happened, the rest in one line. Nothing, if nothing happened."""
-    marks = [mark for fault in faults for mark in _marks(fault)]
+    marks = [mark for fault in incidents for mark in _marks(fault)]
     moved = {worker for worker, _, _ in marks}
-    taken = span(segments, began, ended)
+    taken = participation_span(spans, began, ended)
     if not moved or taken is None:
         return []
     began, ended = taken
-    workers = sorted({each.worker for each in segments})
+    workers = sorted({each.worker for each in spans})
     shown = workers if len(workers) <= MOST_ROWS else [each for each in workers if each in moved][:MOST_ROWS]
     names = max(len("worker"), *(len(str(each)) for each in shown))
     cells = max(NARROWEST, min(WIDEST, width - names - 2))
@@ -50,7 +50,7 @@ def draw(
     used: set[str] = set()
     for worker in shown:
         row = _row(
-            [each for each in segments if each.worker == worker],
+            [each for each in spans if each.worker == worker],
             [(when, what) for whose, when, what in marks if whose == worker],
             began=began,
             ended=ended,
@@ -67,14 +67,14 @@ def draw(
 
 
 def _row(
-    segments: Sequence[Segment], marks: Sequence[tuple[float, str]], *, began: float, ended: float, cells: int
+    spans: Sequence[ParticipationSpan], marks: Sequence[tuple[float, str]], *, began: float, ended: float, cells: int
 ) -> list[str]:
     def cell(when: float) -> int:
         return max(0, min(cells - 1, int(cells * (when - began) / (ended - began))))
 
     row = [""] * cells
     for state, what in ((ALIVE, "alive"), (PARTICIPATING, "takes part")):
-        for each in segments:
+        for each in spans:
             if each.state == state and each.start <= ended and (each.end is None or each.end >= began):
                 first, past = cell(each.start), cells if each.end is None else cell(each.end) + 1
                 row[first:past] = [what] * (past - first)
@@ -86,15 +86,15 @@ def _row(
     return row
 
 
-def _marks(fault: Fault) -> list[tuple[int, float, str]]:
-    if fault.worker is None or fault.kind not in ("lost", "left", "joined"):
+def _marks(incident: Incident) -> list[tuple[int, float, str]]:
+    if incident.worker is None or incident.kind not in ("lost", "left", "joined"):
         return []
-    if fault.kind == "joined":
-        return [] if fault.committed_at is None else [(fault.worker, fault.committed_at, "joined")]
-    what = "left" if fault.kind == "left" else "silent" if fault.code is None or fault.unresponsive else "died"
-    marks = [(fault.worker, fault.time, what)]
-    if fault.back_seconds is not None:
-        marks.append((fault.worker, fault.time + fault.back_seconds, "joined"))
+    if incident.kind == "joined":
+        return [] if incident.committed_at is None else [(incident.worker, incident.committed_at, "joined")]
+    what = "left" if incident.kind == "left" else "silent" if incident.code is None or incident.unresponsive else "died"
+    marks = [(incident.worker, incident.time, what)]
+    if incident.rejoin_seconds is not None:
+        marks.append((incident.worker, incident.time + incident.rejoin_seconds, "joined"))
     return marks
 
 

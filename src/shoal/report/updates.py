@@ -12,31 +12,31 @@ a server no longer had when it came back, so that they were made again.
 """
 
 from shoal.report.commits import CommitEvent
-from shoal.report.events import Finished, Resumed, ServerLost, Steps
+from shoal.report.events import WorkerFinished, RunResumed, ServerLost, StepsCommitted
 
-QUEUES = ("async", "stale", "groups")  # names of modes
+QUEUE_MODES = ("async", "stale", "groups")  # names of modes
 
 
-def takes_from_a_queue(sync: str) -> bool:
+def is_queue_mode(sync_mode: str) -> bool:
     """Of a mode as --sync has it."""
-    return sync.partition(":")[0] in QUEUES
+    return sync_mode.partition(":")[0] in QUEUE_MODES
 
 
-class Updates:
+class UpdateLog:
     """The same questions as `Commits` answers."""
 
     def __init__(self) -> None:
         self.began: int | None = None  # steps that were done before this sitting
-        self.told_lost_seconds = 0.0  # workers' seconds that went into no step
-        self.samples_lost = self.samples_doubled = 0  # a ticket is applied once, whoever pushes it
-        self._told = 0  # steps that workers said they did
+        self.reported_lost_seconds = 0.0  # workers' seconds that went into no step
+        self.samples_lost = self.samples_repeated = 0  # a ticket is applied once, whoever pushes it
+        self._reported = 0  # steps that workers said they did
         self._samples = 0
         self._first: float | None = None
         self._last = 0.0
         self._spent = 0.0  # workers' seconds in steps
         self._resumed = 0
         self._furthest = 0  # that anybody told of, which may be behind
-        self._forgot = False  # a server was lost, perhaps with updates that are made again
+        self._updates_lost = False  # a server was lost, perhaps with updates that are made again
         self._ended: int | None = None  # done at the end, as shard 0 told whoever finished
 
     @property
@@ -45,7 +45,7 @@ class Updates:
         of it, and so does whoever gets it next."""
         if self._ended is not None:
             return self._ended
-        return self._furthest if self._forgot else max(self._furthest, self._resumed + self._told)
+        return self._furthest if self._updates_lost else max(self._furthest, self._resumed + self._reported)
 
     @property
     def steps(self) -> int:
@@ -54,17 +54,17 @@ class Updates:
     @property
     def samples(self) -> int:
         """Of the steps that count."""
-        return round(self._samples * min(1.0, self.steps / self._told)) if self._told else 0
+        return round(self._samples * min(1.0, self.steps / self._reported)) if self._reported else 0
 
     @property
     def repeated(self) -> int:
         """Done again; at least so many."""
-        return max(0, self._told - self.steps)
+        return max(0, self._reported - self.steps)
 
     @property
-    def untold(self) -> int:
+    def unreported(self) -> int:
         """Done by workers that were lost before they could say so, or that are about to."""
-        return max(0, self.steps - self._told)
+        return max(0, self.steps - self._reported)
 
     @property
     def seconds(self) -> float:
@@ -72,9 +72,9 @@ class Updates:
 
     @property
     def lost_seconds(self) -> float:
-        whole = self._spent + self.told_lost_seconds
-        again = self._spent * self.repeated / self._told if self._told else 0.0
-        return self.seconds * min(1.0, (self.told_lost_seconds + again) / whole) if whole else 0.0
+        whole = self._spent + self.reported_lost_seconds
+        again = self._spent * self.repeated / self._reported if self._reported else 0.0
+        return self.seconds * min(1.0, (self.reported_lost_seconds + again) / whole) if whole else 0.0
 
     @property
     def goodput(self) -> float | None:
@@ -85,23 +85,23 @@ class Updates:
 
     def add(self, event: CommitEvent) -> None:
         match event:
-            case Steps():
-                self._tell(event)
-            case Resumed() if self.began is None:
+            case StepsCommitted():
+                self._add_steps(event)
+            case RunResumed() if self.began is None:
                 self._resumed = self._furthest = event.step
-            case Finished():
+            case WorkerFinished():
                 self._ended = max(self._ended or 0, event.step)
             case ServerLost():
-                self._furthest, self._forgot = self.step, True
+                self._furthest, self._updates_lost = self.step, True
 
-    def _tell(self, event: Steps) -> None:
+    def _add_steps(self, event: StepsCommitted) -> None:
         self._spent += event.spent.total
-        self.told_lost_seconds += event.lost
+        self.reported_lost_seconds += event.lost_seconds
         self._furthest = max(self._furthest, event.step)
         self.began = self._resumed
-        begin = event.time - event.spent.total - event.lost
+        begin = event.time - event.spent.total - event.lost_seconds
         self._first = begin if self._first is None else min(self._first, begin)
         self._last = max(self._last, event.time)
         if event.leader:  # of a group one tells of its step
-            self._told += event.count
+            self._reported += event.count
             self._samples += event.samples

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 from shoal.report import human
-from shoal.report.incidents import Fault
+from shoal.report.incidents import Incident
 
 
 def exit_text(code: int | None, *, guess: bool = False) -> str:
@@ -21,35 +21,35 @@ def exit_text(code: int | None, *, guess: bool = False) -> str:
     return f"killed ({name}{': often out of memory' if guess and name == 'SIGKILL' else ''})"
 
 
-def how(fault: Fault) -> str:
+def end_text(incident: Incident) -> str:
     """Its end: by signal or code if it is known, else how it was noticed."""
-    if fault.out_of_memory:
+    if incident.out_of_memory:
         return "killed (SIGKILL: out of memory)"
-    if fault.unresponsive:
-        return fault.unresponsive
-    if fault.code is None:
-        return f"lost ({fault.noticed})" if fault.noticed else "lost"
-    return exit_text(fault.code)
+    if incident.unresponsive:
+        return incident.unresponsive
+    if incident.code is None:
+        return f"lost ({incident.detected_by})" if incident.detected_by else "lost"
+    return exit_text(incident.code)
 
 
-def sentence(fault: Fault, *, place: bool = False) -> str:
+def sentence(incident: Incident, *, place: bool = False) -> str:
     """What happened and what the others did, as far as it is known; with host and process if `place` is asked for."""
-    return "; ".join(parts_of(fault, place=place))
+    return "; ".join(sentence_parts(incident, place=place))
 
 
-def outcome(fault: Fault) -> str | None:
+def replacement_text(incident: Incident) -> str | None:
     """What became of its place."""
-    if fault.back_step is None or fault.back_seconds is None:
+    if incident.rejoin_step is None or incident.rejoin_seconds is None:
         return None
-    by = "came back" if fault.next_life == fault.life else f"life {fault.next_life}"
-    return f"{by} took part again from step {fault.back_step + 1:,}, after {human.duration(fault.back_seconds)}"
+    by = "came back" if incident.next_incarnation == incident.incarnation else f"life {incident.next_incarnation}"
+    return f"{by} took part again from step {incident.rejoin_step + 1:,}, after {human.duration(incident.rejoin_seconds)}"
 
 
-def whole(fault: Fault) -> str:
+def full_text(incident: Incident) -> str:
     """The story in one line, for the closing report."""
-    parts = [sentence(fault, place=True)]
-    if fault.kind in ("lost", "left"):
-        parts += [outcome(fault) or ("" if fault.next_life is None else f"life {fault.next_life} never took part")]
+    parts = [sentence(incident, place=True)]
+    if incident.kind in ("lost", "left"):
+        parts += [replacement_text(incident) or ("" if incident.next_incarnation is None else f"life {incident.next_incarnation} never took part")]
     return "; ".join(part for part in parts if part)
 
 
@@ -57,99 +57,99 @@ def stamp(when: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(when))
 
 
-def parts_of(fault: Fault, *, place: bool) -> Iterator[str]:
-    match fault.kind:
+def sentence_parts(incident: Incident, *, place: bool) -> Iterator[str]:
+    match incident.kind:
         case "lost":
-            yield f"{_who(fault, place=place)} {how(fault)}{' before it took part' if fault.outside else ''}"
-            if place and fault.code is not None and fault.noticed and not fault.unresponsive:
-                yield f"noticed: {fault.noticed}"
-            yield from _aftermath(fault)
+            yield f"{_who(incident, place=place)} {end_text(incident)}{' before it took part' if incident.not_member else ''}"
+            if place and incident.code is not None and incident.detected_by and not incident.unresponsive:
+                yield f"noticed: {incident.detected_by}"
+            yield from _aftermath(incident)
         case "left":
-            yield f"{_who(fault, place=place)} left after step {fault.step or 0:,}: {fault.reason}"
-            if not fault.redone:
+            yield f"{_who(incident, place=place)} left after step {incident.step or 0:,}: {incident.reason}"
+            if not incident.redone:
                 yield "nothing is done again"
-            yield from _aftermath(fault)
+            yield from _aftermath(incident)
         case "joined":
-            at = "" if fault.step is None else f" at step {fault.step:,}"
-            came = "is on its way" if fault.epoch is None and not fault.free else "joined"
-            yield f"{_who(fault, place=place)} {came}{at}: {fault.reason}"
-            if not fault.free:
-                yield from _commit(fault)
+            at = "" if incident.step is None else f" at step {incident.step:,}"
+            came = "is on its way" if incident.generation is None and not incident.with_servers else "joined"
+            yield f"{_who(incident, place=place)} {came}{at}: {incident.reason}"
+            if not incident.with_servers:
+                yield from _commit(incident)
         case "regrouped":
-            yield fault.reason
-            yield from _aftermath(fault)
+            yield incident.reason
+            yield from _aftermath(incident)
         case "back":
-            if fault.reason:
-                yield fault.reason
-            if fault.step is not None:
-                yield f"on from the checkpoint of step {fault.step:,}"
-                yield f"{human.plural(fault.repeated, 'step')} done again"
+            if incident.reason:
+                yield incident.reason
+            if incident.step is not None:
+                yield f"on from the checkpoint of step {incident.step:,}"
+                yield f"{human.plural(incident.repeated, 'step')} done again"
         case "relaid":
-            yield fault.reason
+            yield incident.reason
         case "store":
-            yield f"store {fault.reason} cannot be reached: training goes on, changes of membership wait"
-            if fault.seconds is not None:
-                yield f"back after {human.duration(fault.seconds)}"
+            yield f"store {incident.reason} cannot be reached: training goes on, changes of membership wait"
+            if incident.seconds is not None:
+                yield f"back after {human.duration(incident.seconds)}"
         case "server":
-            at = f" (pid {fault.pid})" if place and fault.pid is not None else ""
-            yield f"server {fault.shard}{at} {exit_text(fault.code)}"
-            yield from _server(fault)
+            at = f" (pid {incident.pid})" if place and incident.pid is not None else ""
+            yield f"server {incident.shard}{at} {exit_text(incident.code)}"
+            yield from _server(incident)
         case "away":
-            yield f"{_waiting(fault)} server {fault.shard} at {fault.reason} since {stamp(fault.time)}"
-            if fault.seconds is not None:
-                yield f"reached again after {human.duration(fault.seconds)}"
+            yield f"{_waiting(incident)} server {incident.shard} at {incident.reason} since {stamp(incident.time)}"
+            if incident.seconds is not None:
+                yield f"reached again after {human.duration(incident.seconds)}"
         case "driver":
-            yield f"process {fault.pid} on {fault.host} watches over the run now"
+            yield f"process {incident.pid} on {incident.host} watches over the run now"
 
 
-def _who(fault: Fault, *, place: bool) -> str:
-    notes = [] if fault.life == 0 else [f"life {fault.life}"]
+def _who(incident: Incident, *, place: bool) -> str:
+    notes = [] if incident.incarnation == 0 else [f"life {incident.incarnation}"]
     if place:
-        notes += [fault.host] if fault.host else []
-        notes += [f"pid {fault.pid}"] if fault.pid is not None else []
-    return f"worker {fault.worker} ({', '.join(notes)})" if notes else f"worker {fault.worker}"
+        notes += [incident.host] if incident.host else []
+        notes += [f"pid {incident.pid}"] if incident.pid is not None else []
+    return f"worker {incident.worker} ({', '.join(notes)})" if notes else f"worker {incident.worker}"
 
 
-def _server(fault: Fault) -> Iterator[str]:
-    if fault.seconds is None:
-        if fault.action:
-            yield fault.action
-        if fault.members and not fault.ends_the_run:
-            yield f"{_waiting(fault)} it at {fault.reason}"
+def _server(incident: Incident) -> Iterator[str]:
+    if incident.seconds is None:
+        if incident.action:
+            yield incident.action
+        if incident.members and not incident.ends_the_run:
+            yield f"{_waiting(incident)} it at {incident.reason}"
         return
-    having = "" if fault.version is None else f" with {human.plural(fault.version, 'update')}"
-    yield f"back after {human.duration(fault.seconds)}{having}"
-    if fault.repeated:
-        again = human.plural(fault.repeated, "step")
-        yield f"all servers went on from step {fault.step or 0:,}, {again} done again"
-    if fault.pushes_lost:
-        yield f"{human.plural(fault.pushes_lost, 'acknowledged update')} lost with it, since its snapshot was older"
+    having = "" if incident.version is None else f" with {human.plural(incident.version, 'update')}"
+    yield f"back after {human.duration(incident.seconds)}{having}"
+    if incident.repeated:
+        again = human.plural(incident.repeated, "step")
+        yield f"all servers went on from step {incident.step or 0:,}, {again} done again"
+    if incident.pushes_lost:
+        yield f"{human.plural(incident.pushes_lost, 'acknowledged update')} lost with it, since its snapshot was older"
 
 
-def _waiting(fault: Fault) -> str:
-    workers = " ".join(map(str, fault.members))
-    if fault.seconds is not None:
-        return f"worker{'s' if len(fault.members) > 1 else ''} {workers} waited for"
-    return f"worker {workers} waits for" if len(fault.members) == 1 else f"workers {workers} wait for"
+def _waiting(incident: Incident) -> str:
+    workers = " ".join(map(str, incident.members))
+    if incident.seconds is not None:
+        return f"worker{'s' if len(incident.members) > 1 else ''} {workers} waited for"
+    return f"worker {workers} waits for" if len(incident.members) == 1 else f"workers {workers} wait for"
 
 
-def _aftermath(fault: Fault) -> Iterator[str]:
-    if fault.outside:
+def _aftermath(incident: Incident) -> Iterator[str]:
+    if incident.not_member:
         return
-    if fault.epoch is None or fault.ends_the_run:
-        if fault.action:
-            yield fault.action
-        if fault.free:
-            yield from _commit(fault)
+    if incident.generation is None or incident.ends_the_run:
+        if incident.action:
+            yield incident.action
+        if incident.with_servers:
+            yield from _commit(incident)
         return
-    members = " ".join(str(worker) for worker in fault.members)
-    if fault.redone:
-        yield f"step {(fault.step or 0) + 1:,} done again by {members}"
+    members = " ".join(str(worker) for worker in incident.members)
+    if incident.redone:
+        yield f"step {(incident.step or 0) + 1:,} done again by {members}"
     elif members:
-        yield f"{members} go{'es' if len(fault.members) == 1 else ''} on"
-    yield from _commit(fault)
+        yield f"{members} go{'es' if len(incident.members) == 1 else ''} on"
+    yield from _commit(incident)
 
 
-def _commit(fault: Fault) -> Iterator[str]:
-    if fault.seconds is not None:
-        yield f"next commit after {human.duration(fault.seconds)}"
+def _commit(incident: Incident) -> Iterator[str]:
+    if incident.seconds is not None:
+        yield f"next commit after {human.duration(incident.seconds)}"

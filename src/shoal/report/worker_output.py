@@ -21,15 +21,15 @@ def clean(text: str) -> str:
 
 
 @dataclass(kw_only=True)
-class _Held:
+class _HeldLine:
     text: str
     since: float
     ranks: set[int] = field(default_factory=set)
 
 
-class Prints:
+class PrintBuffer:
     def __init__(self) -> None:
-        self._held: list[_Held] = []
+        self._held: list[_HeldLine] = []
 
     def add(self, rank: int, text: str, now: float) -> None:
         text = clean(text.rstrip("\n"))
@@ -37,7 +37,7 @@ class Prints:
             if held.text == text and rank not in held.ranks:
                 held.ranks.add(rank)
                 return
-        self._held.append(_Held(text=text, since=now, ranks={rank}))
+        self._held.append(_HeldLine(text=text, since=now, ranks={rank}))
 
     def ready(self, now: float, workers: int) -> list[str]:
         """Lines to show now, in the order in which they were first printed: none overtakes one that is held."""
@@ -50,11 +50,11 @@ class Prints:
         held, self._held = self._held, []
         return [_line(each, workers) for each in held]
 
-    def _is_ready(self, held: _Held, now: float, workers: int) -> bool:
+    def _is_ready(self, held: _HeldLine, now: float, workers: int) -> bool:
         return len(held.ranks) >= workers or now - held.since >= HOLD_SECONDS or len(self._held) > MOST_HELD
 
 
-def _line(held: _Held, workers: int) -> str:
+def _line(held: _HeldLine, workers: int) -> str:
     if len(held.ranks) >= workers:
         return held.text
     names = " ".join(str(rank) for rank in sorted(held.ranks))

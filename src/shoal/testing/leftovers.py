@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SETTLE_SECONDS = 2.0  # how long something that is already ending may take
-MARK = "SHOAL_LEFTOVERS"  # an environment variable, with a word that only this block has
+MARK_VARIABLE = "SHOAL_LEFTOVERS"  # an environment variable, with a word that only this block has
 TCP = (socket.AF_INET, socket.AF_INET6)
 _blocks: list[tuple[str, float]] = []  # that are open: the word of each, and when it began
 MEMORY_NAMES = ("shoal", "torch_", "psm_", "sem.")  # ours, torch's, Python's; others on this machine use /dev/shm too
@@ -29,21 +29,21 @@ def leftovers() -> Iterator[list[str]]:
     """Yields a list that holds, after the block, a line for each thing that the block began and did not end:
     processes (also orphans), threads that keep the interpreter from ending, listening ports, shared memory."""
     left: list[str] = []
-    outer = os.environ.get(MARK)
-    os.environ[MARK] = word = secrets.token_hex(8)
-    before = _held()
+    outer = os.environ.get(MARK_VARIABLE)
+    os.environ[MARK_VARIABLE] = word = secrets.token_hex(8)
+    before = _remaining()
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
     _blocks.append((word, began))
     try:
         yield left
     finally:
         _blocks.pop()
-        del os.environ[MARK]
+        del os.environ[MARK_VARIABLE]
         if outer is not None:
-            os.environ[MARK] = outer
+            os.environ[MARK_VARIABLE] = outer
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        left[:] = [text for key, text in _held(began, word).items() if key not in before]
+        left[:] = [text for key, text in _remaining(began, word).items() if key not in before]
         if not left or time.monotonic() > deadline:
             return
         time.sleep(0.01)
@@ -59,7 +59,7 @@ def end_detached() -> None:
         time.sleep(0.005)
 
 
-def _held(orphans_since: float | None = None, word: str | None = None) -> dict[tuple[str, Any], str]:
+def _remaining(orphans_since: float | None = None, word: str | None = None) -> dict[tuple[str, Any], str]:
     held: dict[tuple[str, Any], str] = {}
     table = _processes()
     mine = _descendants(table, os.getpid())
@@ -80,7 +80,7 @@ def _held(orphans_since: float | None = None, word: str | None = None) -> dict[t
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Process:
+class _ProcessInfo:
     name: str
     state: str
     parent: int
@@ -88,15 +88,15 @@ class _Process:
     started: float  # seconds since boot
 
 
-def _processes() -> dict[int, _Process]:
-    found: dict[int, _Process] = {}
+def _processes() -> dict[int, _ProcessInfo]:
+    found: dict[int, _ProcessInfo] = {}
     ticks = os.sysconf("SC_CLK_TCK")
     for entry in os.listdir("/proc"):
         # Empty: it ended meanwhile. Its name may have spaces and brackets.
         if entry.isdigit() and (line := _read(int(entry), "stat")):
             name, _, rest = line.decode(errors="replace").partition("(")[2].rpartition(") ")
             fields = rest.split()
-            found[int(entry)] = _Process(
+            found[int(entry)] = _ProcessInfo(
                 name=name,
                 state=fields[0],
                 parent=int(fields[1]),
@@ -106,14 +106,14 @@ def _processes() -> dict[int, _Process]:
     return found
 
 
-def _descendants(table: dict[int, _Process], root: int) -> set[int]:
+def _descendants(table: dict[int, _ProcessInfo], root: int) -> set[int]:
     found: set[int] = set()
     while more := {pid for pid, one in table.items() if one.parent in found | {root}} - found:
         found |= more
     return found
 
 
-def _orphans(table: dict[int, _Process], since: float) -> set[int]:
+def _orphans(table: dict[int, _ProcessInfo], since: float) -> set[int]:
     """Processes of our session whose parent is of another one: their own parent died before them."""
     session = os.getsid(0)
     return {
@@ -128,9 +128,9 @@ def _orphans(table: dict[int, _Process], since: float) -> set[int]:
     }
 
 
-def _detached(table: dict[int, _Process], word: str | None, since: float) -> set[int]:
+def _detached(table: dict[int, _ProcessInfo], word: str | None, since: float) -> set[int]:
     """Programs that were started with this word in their environment, and what they forked, without our children."""
-    mark = f"{MARK}={word}".encode()
+    mark = f"{MARK_VARIABLE}={word}".encode()
     mine = _descendants(table, os.getpid())
     return {
         pid
@@ -142,7 +142,7 @@ def _detached(table: dict[int, _Process], word: str | None, since: float) -> set
     }
 
 
-def _forked(table: dict[int, _Process], since: float) -> set[int]:
+def _forked(table: dict[int, _ProcessInfo], since: float) -> set[int]:
     """Forks of this program that another program has adopted, with what they forked themselves."""
     own = _program(os.getpid())
     found = {
@@ -185,7 +185,7 @@ def _listening() -> dict[int, str]:
     return found
 
 
-def _shared_memory(table: dict[int, _Process], mine: set[int]) -> set[str]:
+def _shared_memory(table: dict[int, _ProcessInfo], mine: set[int]) -> set[str]:
     """Entries of /dev/shm that may be ours, without those that a process which is not ours has mapped."""
     try:
         names = {name for name in os.listdir("/dev/shm") if name.startswith(MEMORY_NAMES)}

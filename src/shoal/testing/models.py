@@ -42,7 +42,7 @@ def batch_norm_net() -> nn.Module:
     )
 
 
-class _Attending(nn.Module):
+class _TransformerLayer(nn.Module):
     """One pre-norm layer of a transformer."""
 
     def __init__(self, dropout: float) -> None:
@@ -59,14 +59,14 @@ class _Attending(nn.Module):
         return x + widened
 
 
-class _Averaged(nn.Module):
+class _MeanPool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
 
 
 def attention() -> nn.Module:
     return nn.Sequential(
-        nn.Embedding(WORDS, WIDTH), _Attending(0.0), _Attending(0.0), _Averaged(), nn.Linear(WIDTH, CLASSES)
+        nn.Embedding(WORDS, WIDTH), _TransformerLayer(0.0), _TransformerLayer(0.0), _MeanPool(), nn.Linear(WIDTH, CLASSES)
     )
 
 
@@ -76,7 +76,7 @@ class _TiedLanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList([_Attending(0.1), _Attending(0.1)])
+        self.layers = nn.ModuleList([_TransformerLayer(0.1), _TransformerLayer(0.1)])
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
 
@@ -92,7 +92,7 @@ def tied_language_model() -> nn.Module:
     return _TiedLanguageModel()
 
 
-class _Everything(nn.Module):
+class _CaptionModel(nn.Module):
     """Describes a picture: what the picture shows is added to every word, then the next word is predicted."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class _Everything(nn.Module):
             nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(4 * 6 * 6, WIDTH)
         )
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.layer = _Attending(0.1)
+        self.layer = _TransformerLayer(0.1)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
         self.unused = nn.Parameter(torch.ones(3))
@@ -113,7 +113,7 @@ class _Everything(nn.Module):
 
 
 def everything() -> nn.Module:
-    return _Everything()
+    return _CaptionModel()
 
 
 def samples_for(build: Callable[[], nn.Module], count: int = 56) -> tuple[Tensor, ...]:

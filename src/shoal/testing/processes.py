@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from shoal.collectives.group import Group, Workers
+from shoal.collectives.group import WorkerGroup, DistributedGroup
 from shoal.driver.launchers.fork_server import PR_SET_PDEATHSIG
 from shoal.driver.launchers.namespaces import LabHost, call_on, enter
 from shoal.errors import InputError, PeerLost, WorkerError
@@ -37,7 +37,7 @@ class RanksFailed(WorkerError):
         self.failures = failures
 
 
-class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+class _RankReply(msgspec.Struct, frozen=True, kw_only=True):
     value: Any = None
     error: str | None = None  # the traceback
     lost_peer: bool = False  # a consequence of somebody else's failure, most likely
@@ -45,7 +45,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 def ranks(
     size: int,
-    function: Callable[[Group], Any],
+    function: Callable[[WorkerGroup], Any],
     *,
     timeout: float = 60.0,
     places: Sequence[LabHost] | None = None,
@@ -79,7 +79,7 @@ def ranks(
                     os.close(pipe)
                 listener.close()
                 place = None if places is None else places[rank]
-                _be_rank(rank, size, address, port, theirs, function, timeout, place)
+                _run_rank(rank, size, address, port, theirs, function, timeout, place)
             os.close(theirs)
             children[rank] = pid
         # Only now: the store has a thread, which a fork would not copy. Ranks that came first wait in the backlog.
@@ -100,13 +100,13 @@ def ranks(
     return _results(size, found, codes, timeout)
 
 
-def _be_rank(
+def _run_rank(
     rank: int,
     size: int,
     address: str,
     port: int,
     answer: int,
-    function: Callable[[Group], Any],
+    function: Callable[[WorkerGroup], Any],
     timeout: float,
     place: LabHost | None,
 ) -> NoReturn:
@@ -121,12 +121,12 @@ def _be_rank(
                 enter(place)
                 os.environ.update(place.variables)
             store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
-            group = Workers(store, rank=rank, size=size, timeout=timedelta(seconds=timeout))
+            group = DistributedGroup(store, rank=rank, size=size, timeout=timedelta(seconds=timeout))
             value = function(group)
-            message = _encode(_Answer(value=value))
+            message = _encode(_RankReply(value=value))
             group.close()
         except BaseException as error:
-            message = _encode(_Answer(error=traceback.format_exc(), lost_peer=isinstance(error, PeerLost)))
+            message = _encode(_RankReply(error=traceback.format_exc(), lost_peer=isinstance(error, PeerLost)))
         sys.stdout.flush()
         sys.stderr.flush()
         with open(answer, "wb") as pipe:
@@ -136,10 +136,10 @@ def _be_rank(
         os._exit(code)
 
 
-def _collect(pipes: dict[int, int], timeout: float) -> dict[int, _Answer | None]:
+def _collect(pipes: dict[int, int], timeout: float) -> dict[int, _RankReply | None]:
     """What each rank answered until the deadline; None from one that ended without a word."""
     deadline = time.monotonic() + timeout
-    found: dict[int, _Answer | None] = {}
+    found: dict[int, _RankReply | None] = {}
     parts: dict[int, list[bytes]] = {rank: [] for rank in pipes}
     with selectors.DefaultSelector() as selector:
         for rank, pipe in pipes.items():
@@ -158,7 +158,7 @@ def _collect(pipes: dict[int, int], timeout: float) -> dict[int, _Answer | None]
     return found
 
 
-def _results(size: int, found: dict[int, _Answer | None], codes: dict[int, int], timeout: float) -> list[Any]:
+def _results(size: int, found: dict[int, _RankReply | None], codes: dict[int, int], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     for rank in range(size):
@@ -188,7 +188,7 @@ def _end(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _encode(answer: _Answer) -> bytes:
+def _encode(answer: _RankReply) -> bytes:
     def tensor(value: Any) -> msgspec.msgpack.Ext:
         if not isinstance(value, Tensor):
             raise TypeError(f"a rank returned {type(value).__qualname__}; it can return numbers, strings and tensors")
@@ -200,7 +200,7 @@ def _encode(answer: _Answer) -> bytes:
     return msgspec.msgpack.encode(answer, enc_hook=tensor)
 
 
-def _decode(message: bytes) -> _Answer:
+def _decode(message: bytes) -> _RankReply:
     def tensor(code: int, data: memoryview) -> Tensor:
         kind, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, list[int], bytes])
         dtype = getattr(torch, kind)
@@ -208,4 +208,4 @@ def _decode(message: bytes) -> _Answer:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).clone().view(dtype).reshape(shape)
 
-    return msgspec.msgpack.decode(message, type=_Answer, ext_hook=tensor)
+    return msgspec.msgpack.decode(message, type=_RankReply, ext_hook=tensor)

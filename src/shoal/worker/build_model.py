@@ -13,28 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.group import Alone
+from shoal.collectives.group import SoloGroup
 from shoal.errors import JobError
 from shoal.job.job import Job
 from shoal.job.loss import Objective
 from shoal.numerics.seeds import initialise
-from shoal.numerics.tensor_slice import WHOLE, Piece
-from shoal.parallel.block_graph import Row, find_row
-from shoal.parallel.blocks import Blocks, find_blocks
+from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice
+from shoal.parallel.block_graph import BlockGraph, record_graph
+from shoal.parallel.blocks import BlockList, find_blocks
 from shoal.parallel.data_parallel import DataParallel
-from shoal.parallel.optimizer_view import Update, halve, shadow
+from shoal.parallel.optimizer_view import OptimizerView, to_bfloat16, clone_with_params
 from shoal.parallel.pipeline import PipelineParallel
-from shoal.parallel.pipeline_stages import Stages
+from shoal.parallel.pipeline_stages import PipelineStages
 from shoal.parallel.plan import Plan
-from shoal.parallel.replica import Replica
-from shoal.parallel.tensor.group import Team
+from shoal.parallel.replica import ModelReplica
+from shoal.parallel.tensor.group import TensorGroup
 from shoal.parallel.tensor.install import install
-from shoal.parallel.tensor.rules import Rules
+from shoal.parallel.tensor.rules import TensorRules
 from shoal.parallel.zero import ShardedParallel
 from shoal.recovery.checkpoint.export import initial_weights
-from shoal.recovery.checkpoint.shards import Holding
+from shoal.recovery.checkpoint.shards import StateShard
 from shoal.recovery.checkpoint.state import shapes_of
-from shoal.worker.model_partition import Outline, Share, computing, share_of
+from shoal.worker.model_partition import ModelOutline, WorkerPartition, as_computed, partition_of
 
 
 def build_model(job: Job) -> nn.Module:
@@ -48,125 +48,125 @@ def build_model(job: Job) -> nn.Module:
 
 
 @dataclass(kw_only=True)
-class Built:
+class WorkerModel:
     model: nn.Module  # what computes
-    saved: nn.Module  # what is saved: the same, unless weights have masters
-    update: Update
-    blocks: Blocks
+    saved_model: nn.Module  # what is saved: the same, unless weights have masters
+    update: OptimizerView
+    blocks: BlockList
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of everything there is, where it is cut
-    pieces: Mapping[str, Piece] = field(default_factory=dict)  # of what computes here, where that is not whole
-    stages: Stages | None = None
-    rules: Rules | None = None
-    record: Callable[[Sequence[Any], bool], Row] | None = None
-    holding: Holding | None = None  # for checkpoints, where it is cut
-    slices: Team | None = None  # whoever has the other slices
-    slice_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of what a replica has, all rows of it
+    tensor_slices: Mapping[str, TensorSlice] = field(default_factory=dict)  # of what computes here, where that is not whole
+    stages: PipelineStages | None = None
+    rules: TensorRules | None = None
+    record_graph: Callable[[Sequence[Any], bool], BlockGraph] | None = None
+    state_shard: StateShard | None = None  # for checkpoints, where it is cut
+    tensor_group: TensorGroup | None = None  # whoever has the other slices
+    tensor_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of what a replica has, all rows of it
 
     @property
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer gets."""
-        return list(self.update.seen.items())
+        return list(self.update.optimizer_params.items())
 
 
-def build(job: Job, plan: Plan, worker: int, made: Outline | None) -> Built:
+def build_worker_model(job: Job, plan: Plan, worker: int, outline: ModelOutline | None) -> WorkerModel:
     """`made`: how the model is cut; None: it is not."""
     masters = job.precision == "bf16-weights"
-    if made is None:
+    if outline is None:
         model = build_model(job)
         if job.start_from is not None:
-            _begin_from(model, job, {}, shapes_of(model))
+            _load_initial_weights(model, job, {}, shapes_of(model))
         return _finish(job, model, find_blocks(model, job.blocks), masters=masters)
     layout = plan.layout
-    model = made.sketch.model
-    skeleton = computing(job, copy.deepcopy(model))
+    model = outline.sketch.model
+    skeleton = as_computed(job, copy.deepcopy(model))
     stored = shapes_of(skeleton)
-    share = share_of(made, layout, worker)
-    made.sketch.install(share.held, keep=lambda name, tensor: share.pieces.get(name, WHOLE).take(tensor))
-    made.sketch.drop_rest()
+    share = partition_of(outline, layout, worker)
+    outline.sketch.install(share.held, keep=lambda name, tensor: share.slices.get(name, FULL_SLICE).extract(tensor))
+    outline.sketch.drop_unused()
     if job.start_from is not None:
-        _begin_from(model, job, share.pieces, stored)
-    optimized = share.updated if layout.zero == 1 else None
-    built = _finish(job, model, made.blocks, masters=masters, optimized=optimized, sharded=layout.zero >= 2)
-    if made.rules is not None:
-        number = layout.place(worker).slice
-        built.slice_shapes = {
-            name: made.rules.piece(name, shape, number).shape(shape) for name, shape in made.shapes.items()
+        _load_initial_weights(model, job, share.slices, stored)
+    optimized = share.optimizer_slices if layout.zero == 1 else None
+    built = _finish(job, model, outline.blocks, masters=masters, optimized=optimized, sharded=layout.zero >= 2)
+    if outline.rules is not None:
+        number = layout.position(worker).tensor_rank
+        built.tensor_shapes = {
+            name: outline.rules.slice_of(name, shape, number).shape(shape) for name, shape in outline.shapes.items()
         }
     else:
-        built.slice_shapes = made.shapes
-    built.shapes, built.stages, built.rules = made.shapes, made.stages, made.rules
+        built.tensor_shapes = outline.shapes
+    built.shapes, built.stages, built.rules = outline.shapes, outline.stages, outline.rules
     shares = [
-        share.settled(layout.zero, masters) for share in (share_of(made, layout, part) for part in range(layout.parts))
+        share.as_global(layout.zero, masters) for share in (partition_of(outline, layout, part) for part in range(layout.shards))
     ]
-    own = shares[worker % layout.parts]
-    built.pieces = share.pieces
-    built.holding = Holding(
+    own = shares[worker % layout.shards]
+    built.tensor_slices = share.slices
+    built.state_shard = StateShard(
         shapes=stored,
-        pieces=own.pieces,
-        optimizer_pieces=own.updated if layout.zero == 1 else None,
+        slices=own.slices,
+        optimizer_slices=own.optimizer_slices if layout.zero == 1 else None,
         held=[name for name in stored if name in own.held],
-        writes=_first(shares, worker % layout.parts, lambda share: share.pieces),
-        optimizer_writes=_first(shares, worker % layout.parts, lambda share: share.updated or share.pieces),
+        writes=_first_owned(shares, worker % layout.shards, lambda share: share.slices),
+        optimizer_writes=_first_owned(shares, worker % layout.shards, lambda share: share.optimizer_slices or share.slices),
     )
-    if made.rules is not None:
-        built.slices = Team(Unmet(layout.place(worker).slice, layout.tensor))
-        install(model, made.rules, built.slices)
+    if outline.rules is not None:
+        built.tensor_group = TensorGroup(PendingTensorGroup(layout.position(worker).tensor_rank, layout.tensor))
+        install(model, outline.rules, built.tensor_group)
 
-    def record(inputs: Sequence[Any], training: bool) -> Row:
+    def record(inputs: Sequence[Any], training: bool) -> BlockGraph:
         skeleton.train(training)
-        return find_row(skeleton, made.blocks, inputs, autocast=job.precision == "bf16-autocast")
+        return record_graph(skeleton, outline.blocks, inputs, autocast=job.precision == "bf16-autocast")
 
-    built.record = record
+    built.record_graph = record
     return built
 
 
 @dataclass
-class Unmet:
+class PendingTensorGroup:
     """The other slices, before there is a group."""
 
     rank: int
     size: int
 
 
-def _first(shares: Sequence[Share], part: int, which: Callable[[Share], Mapping[str, Piece]]) -> list[str]:
+def _first_owned(shares: Sequence[WorkerPartition], model_shard: int, which: Callable[[WorkerPartition], Mapping[str, TensorSlice]]) -> list[str]:
     """Names of which this part has a piece that none before it has."""
-    own = shares[part]
+    own = shares[model_shard]
 
-    def has(share: Share, name: str) -> bool:
-        return name in share.held and which(share).get(name, WHOLE) == which(own).get(name, WHOLE)
+    def has(share: WorkerPartition, name: str) -> bool:
+        return name in share.held and which(share).get(name, FULL_SLICE) == which(own).get(name, FULL_SLICE)
 
-    return [name for name in own.held if not any(has(share, name) for share in shares[:part])]
+    return [name for name in own.held if not any(has(share, name) for share in shares[:model_shard])]
 
 
-def plain(model: nn.Module, blocks: Blocks) -> Built:
+def whole_model(model: nn.Module, blocks: BlockList) -> WorkerModel:
     """A model that is all here, with an optimizer of its own."""
-    return Built(model=model, saved=model, update=Update(list(model.named_parameters())), blocks=blocks)
+    return WorkerModel(model=model, saved_model=model, update=OptimizerView(list(model.named_parameters())), blocks=blocks)
 
 
 def _finish(
     job: Job,
     model: nn.Module,
-    blocks: Blocks,
+    blocks: BlockList,
     *,
     masters: bool,
-    optimized: Mapping[str, Piece] | None = None,
+    optimized: Mapping[str, TensorSlice] | None = None,
     sharded: bool = False,
-) -> Built:
+) -> WorkerModel:
     """`optimized`: the rows that the optimizer sees; `sharded`: rows are all that is here."""
     parameters = list(model.named_parameters())
-    update = Update(parameters, masters=masters, rows=optimized)
+    update = OptimizerView(parameters, masters=masters, rows=optimized)
     saved = model
     if masters or sharded:
-        saved = shadow(model, update.seen)
+        saved = clone_with_params(model, update.optimizer_params)
     if masters:
-        halve(model)
-    return Built(model=model, saved=saved, update=update, blocks=blocks)
+        to_bfloat16(model)
+    return WorkerModel(model=model, saved_model=saved, update=update, blocks=blocks)
 
 
 def choose_strategy(
     plan: Plan,
-    built: Built,
-    replica: Replica,
+    built: WorkerModel,
+    replica: ModelReplica,
     *,
     objective: Objective | None,
     microbatches: int,
@@ -175,38 +175,38 @@ def choose_strategy(
     """How a step is done under this plan. The group comes later."""
     deal = [(0, plan.lanes)]
     if plan.pipeline > 1:
-        assert built.stages is not None and built.record is not None and objective is not None
+        assert built.stages is not None and built.record_graph is not None and objective is not None
         return PipelineParallel(
             replica,
-            Alone(),
+            SoloGroup(),
             lanes=plan.lanes,
             microbatches=microbatches,
-            deal=deal,
+            assignment=deal,
             stages=built.stages,
-            model=objective,
-            record=built.record,
-            clips=clips,
+            objective=objective,
+            record=built.record_graph,
+            needs_norm=clips,
             recompute=plan.recompute,
         )
     if plan.zero >= 2:
         return ShardedParallel(
             replica,
-            Alone(),
+            SoloGroup(),
             lanes=plan.lanes,
             microbatches=microbatches,
-            deal=deal,
+            assignment=deal,
             level=plan.zero,
-            clips=clips,
-            shapes=built.slice_shapes,
+            needs_norm=clips,
+            shapes=built.tensor_shapes,
         )
-    return DataParallel(replica, Alone(), lanes=plan.lanes, microbatches=microbatches, deal=deal, clips=clips)
+    return DataParallel(replica, SoloGroup(), lanes=plan.lanes, microbatches=microbatches, assignment=deal, needs_norm=clips)
 
 
-def _begin_from(model: nn.Module, job: Job, pieces: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _load_initial_weights(model: nn.Module, job: Job, slices: Mapping[str, TensorSlice], shapes: Mapping[str, tuple[int, ...]]) -> None:
     assert job.start_from is not None
     tensors: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
     held = [name for name in shapes if not tensors[name].is_meta]
-    holding = Holding(shapes=shapes, pieces=pieces, held=held)
+    holding = StateShard(shapes=shapes, slices=slices, held=held)
     with torch.no_grad():
         for name, tensor in initial_weights(Path(job.start_from), holding).items():
             tensors[name].copy_(tensor)

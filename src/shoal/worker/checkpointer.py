@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.errors import CheckpointError, ShoalError
 from shoal.numerics.kernels import fingerprint
-from shoal.recovery.checkpoint.async_writer import Patience, Saver
-from shoal.recovery.checkpoint.directory import Checkpoints, Found, Snapshot, Written
+from shoal.recovery.checkpoint.async_writer import RetryBackoff, AsyncWriter
+from shoal.recovery.checkpoint.directory import CheckpointDirectory, FoundCheckpoint, Snapshot, WrittenCheckpoint
 from shoal.recovery.checkpoint.export import export_stored, export_weights
-from shoal.recovery.checkpoint.serialize import Room, Take, plain_copy, plain_view
-from shoal.recovery.checkpoint.sharded import GivenUp
-from shoal.recovery.checkpoint.shards import Holding, Share
+from shoal.recovery.checkpoint.serialize import SnapshotBuffers, CopyTensor, plain_copy, plain_view
+from shoal.recovery.checkpoint.sharded import CheckpointAbandoned
+from shoal.recovery.checkpoint.shards import StateShard, ShardWriteTask
 from shoal.recovery.checkpoint.state import (
     capture_extra,
     capture_optimizer,
@@ -29,16 +29,16 @@ from shoal.recovery.checkpoint.state import (
     restore_scheduler,
     restore_weights,
 )
-from shoal.report.events import Event, Saved, SaveFailed
+from shoal.report.events import Event, CheckpointSaved, SaveFailed
 
 # Before each look for the newest checkpoint, seconds. A folder that hosts share, or that a worker thought dead still
 # writes to, may look different to two of them for a moment.
-PAUSES = (0.0, 0.2, 0.5, 1.0, 3.0)
+RETRY_PAUSES = (0.0, 0.2, 0.5, 1.0, 3.0)
 POLL_SECONDS = 0.005  # between two looks whether a checkpoint in parts stands
 
 
 @dataclass(kw_only=True)
-class Live:
+class LiveState:
     """Everything of a run that changes as it trains; of a model that is cut, what this worker holds of it."""
 
     model: nn.Module
@@ -48,51 +48,51 @@ class Live:
     state: Mapping[str, Any]
     arithmetic: dict[str, Any]
     traits: dict[str, Any]
-    holding: Holding | None = None  # None: all of it
+    state_shard: StateShard | None = None  # None: all of it
     # Optimizers of the same parameters that belong to a way of training: a run that trains so, too, has them back;
     # others leave them aside, and where a checkpoint has none they begin anew.
-    aside: Mapping[str, Optimizer] = field(default_factory=dict)
+    extra_optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
 
     def capture(
-        self, step: int, told: dict[str, Any], room: Room | None = None, *, share: Share | None = None
+        self, step: int, progress: dict[str, Any], buffers: SnapshotBuffers | None = None, *, task: ShardWriteTask | None = None
     ) -> Snapshot:
         """A copy of it all; training may go on while it is written. `told` is what a resumed run should still know.
 
         In a `room` the copy takes the place of the one that was made there before. With a `share` it has only what
         this worker writes.
         """
-        if room is None:
-            return self._take(step, told, lambda part: plain_copy, share)
-        room.clear()
-        return self._take(step, told, room.take, share)
+        if buffers is None:
+            return self._snapshot(step, progress, lambda part: plain_copy, task)
+        buffers.recycle()
+        return self._snapshot(step, progress, buffers.copier, task)
 
-    def lend(self, step: int, told: dict[str, Any]) -> Snapshot:
+    def live_snapshot(self, step: int, progress: dict[str, Any]) -> Snapshot:
         """The live tensors themselves, for a newcomer to copy: right until the next update, and only to be read."""
-        return self._take(step, told, lambda part: plain_view)
+        return self._snapshot(step, progress, lambda part: plain_view)
 
-    def _take(
-        self, step: int, told: dict[str, Any], take: Callable[[str], Take], share: Share | None = None
+    def _snapshot(
+        self, step: int, progress: dict[str, Any], copy_tensor: Callable[[str], CopyTensor], task: ShardWriteTask | None = None
     ) -> Snapshot:
-        writes = None if share is None else share.holding.writes
-        writes_state_of = None if share is None else share.holding.writes_state_of
-        weights, aliases = capture_weights(self.model, take("weights"), writes)
+        writes = None if task is None else task.state_shard.writes
+        writes_state_of = None if task is None else task.state_shard.writes_optimizer_of
+        weights, aliases = capture_weights(self.model, copy_tensor("weights"), writes)
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         optimizer, optimizer_values = capture_optimizer(
-            self.optimizer, names, take("optimizer"), self._shapes, writes_state_of
+            self.optimizer, names, copy_tensor("optimizer"), self._shapes, writes_state_of
         )
-        state = self.state if share is None or share.holding.leads else {}  # the same everywhere: the leader writes it
-        extra, extra_values = capture_extra(state, take("extra"))
+        state = self.state if task is None or task.state_shard.is_leader else {}  # the same everywhere: the leader writes it
+        extra, extra_values = capture_extra(state, copy_tensor("extra"))
         aside_values = {}
-        for label, each in self.aside.items():
+        for label, each in self.extra_optimizers.items():
             prefixed = {id(parameter): name for name, parameter in self._prefixed(label).items()}
-            tensors, aside_values[label] = capture_optimizer(each, prefixed, take("extra"))
+            tensors, aside_values[label] = capture_optimizer(each, prefixed, copy_tensor("extra"))
             extra |= tensors
         values = {
             "optimizer": optimizer_values,
             "scheduler": None if self.scheduler is None else capture_scheduler(self.scheduler),
             "extra": extra_values,
             **({"aside": aside_values} if aside_values else {}),
-            "told": told,
+            "told": progress,
             "traits": {name: str(value) for name, value in self.traits.items()},
         }
         return Snapshot(
@@ -111,7 +111,7 @@ class Live:
 
     @property
     def _shapes(self) -> Mapping[str, tuple[int, ...]] | None:
-        return None if self.holding is None else self.holding.shapes
+        return None if self.state_shard is None else self.state_shard.shapes
 
     def restore(self, snapshot: Snapshot, *, own: bool = False) -> None:
         """All of it or nothing: what does not fit is refused before anything is copied.
@@ -127,13 +127,13 @@ class Live:
             restore_scheduler(self.scheduler, snapshot.values["scheduler"])
         restore_extra(self.state, snapshot.extra, snapshot.values["extra"], own=own)
         stored = snapshot.values.get("aside", {})
-        for label, each in self.aside.items():
+        for label, each in self.extra_optimizers.items():
             each.state.clear()
             if label in stored:
                 restore_optimizer(each, self._prefixed(label), snapshot.extra, stored[label], own=own)
 
 
-class Keeper:
+class Checkpointer:
     """One worker writes checkpoints while training goes on; all of them read.
 
     Which one writes may change while the run goes on: set `writes`. A write that has begun is finished all the same;
@@ -146,162 +146,162 @@ class Keeper:
     def __init__(
         self,
         folder: Path,
-        live: Live,
-        send: Callable[[Event], None],
+        live: LiveState,
+        emit: Callable[[Event], None],
         *,
         writes: bool,
-        holding: Holding | None = None,
-        check: Callable[[], None] | None = None,
+        state_shard: StateShard | None = None,
+        check_peers: Callable[[], None] | None = None,
     ) -> None:
         """`check`: raises when another worker is lost; asked while one's part of a checkpoint is waited for."""
         self.folder = folder
-        self._check = check
+        self._check_peers = check_peers
         self.live = live
-        if holding is not None:
-            live.holding = holding
-        self.send = send
+        if state_shard is not None:
+            live.state_shard = state_shard
+        self.emit = emit
         self.writes = writes
         self.saved_step = -1  # of the newest checkpoint that this worker knows to stand
         self.capture_seconds = 0.0  # what the last save kept training from
         self.write_seconds: float | None = None  # what the last one took beside it
-        self.checkpoints = Checkpoints(folder / "checkpoints")
-        self._room = Room()
-        self._saver: Saver | None = None
-        self._asked = -1  # the last step that a write was begun for
-        self._share: Share | None = None  # in the last write
+        self.directory = CheckpointDirectory(folder / "checkpoints")
+        self._buffers = SnapshotBuffers()
+        self._writer: AsyncWriter | None = None
+        self._requested_step = -1  # the last step that a write was begun for
+        self._task: ShardWriteTask | None = None  # in the last write
         self._writers: tuple[Hashable, ...] = ()  # of all parts
-        self._patience = Patience()
+        self._backoff = RetryBackoff()
         self._cause = ""  # of the failure that was told last; empty while writes succeed
-        self._untold: SaveFailed | None = None  # the last failure, if it was one more of the same
+        self._unreported: SaveFailed | None = None  # the last failure, if it was one more of the same
 
-    def regroup(self, *, writes: bool, holding: Holding | None = None, writers: Sequence[Hashable] = ()) -> None:
+    def regroup(self, *, writes: bool, state_shard: StateShard | None = None, writers: Sequence[Hashable] = ()) -> None:
         """Another role; without a `holding` the one that is there stays. `writers`: who writes the parts; when these
         are others than before, the leader does not wait for those of a checkpoint that is being written."""
         if tuple(writers) != self._writers:
             self.give_up()
         self._writers = tuple(writers)
-        if holding is not None:
-            self.live.holding = holding
+        if state_shard is not None:
+            self.live.state_shard = state_shard
         self.writes = writes
 
     def give_up(self) -> None:
         """A checkpoint that waits for other workers' parts is not waited for any more."""
-        if self._share is not None:
-            self._share.given_up.set()
+        if self._task is not None:
+            self._task.cancelled.set()
 
-    def forsake(self, present: Collection[Hashable]) -> None:
+    def drop_missing_writers(self, present: Collection[Hashable]) -> None:
         """Others than these write nothing any more: a checkpoint that lacks a part of theirs is given up."""
-        share = self._share
-        if share is None or self._saver is None or not self._saver.busy:
+        share = self._task
+        if share is None or self._writer is None or not self._writer.busy:
             return
         absent = [part for part, writer in enumerate(self._writers) if writer not in present]
-        if any(not self.checkpoints.delivered(self._asked, share.token, part) for part in absent):
-            share.given_up.set()
+        if any(not self.directory.has_shard(self._requested_step, share.token, part) for part in absent):
+            share.cancelled.set()
 
-    def _wait_for_others(self) -> None:
+    def _wait_for_writers(self) -> None:
         """Until what is being written in parts stands, as long as nobody is lost."""
-        while self._share is not None and self._check is not None and self.busy:
-            self._check()
+        while self._task is not None and self._check_peers is not None and self.busy:
+            self._check_peers()
             time.sleep(POLL_SECONDS)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker tells of checkpoints, and exports."""
-        return self.writes and (self.live.holding is None or self.live.holding.leads)
+        return self.writes and (self.live.state_shard is None or self.live.state_shard.is_leader)
 
     @property
-    def _in_parts(self) -> Holding | None:
-        holding = self.live.holding
-        return None if holding is None or holding.parts == 1 else holding
+    def _sharded_state(self) -> StateShard | None:
+        holding = self.live.state_shard
+        return None if holding is None or holding.num_shards == 1 else holding
 
-    def save(self, step: int, told: dict[str, Any], token: str = "") -> None:
+    def save(self, step: int, progress: dict[str, Any], token: str = "") -> None:
         """Training waits for the copy, and for a write that is still under way. `token`: the same on all that write
         parts of this checkpoint, and another for every attempt of other members."""
-        holding = self._in_parts
-        if not self.writes or (holding is not None and holding.part is None):
+        holding = self._sharded_state
+        if not self.writes or (holding is not None and holding.shard_index is None):
             return
-        if self._saver is not None and self._share is not None and self._share.given_up.is_set():
-            self._saver.wait()  # it may have been written all the same
-        if self._asked == step and (holding is None or self._delivered(step, token, holding)):
+        if self._writer is not None and self._task is not None and self._task.cancelled.is_set():
+            self._writer.wait()  # it may have been written all the same
+        if self._requested_step == step and (holding is None or self._already_written(step, token, holding)):
             return
         began = time.perf_counter()
-        if self._saver is None:
-            self._saver = Saver(self.checkpoints, self._on_saved, self._on_failed)
-        self._wait_for_others()
-        self._saver.wait()
-        share = None if holding is None else Share(holding=holding, token=token)
-        snapshot = self.live.capture(step, told, self._room, share=share)
+        if self._writer is None:
+            self._writer = AsyncWriter(self.directory, self._on_saved, self._on_failed)
+        self._wait_for_writers()
+        self._writer.wait()
+        share = None if holding is None else ShardWriteTask(state_shard=holding, token=token)
+        snapshot = self.live.capture(step, progress, self._buffers, task=share)
         self.capture_seconds = time.perf_counter() - began
-        self._asked, self._share = step, share
-        self._saver.save(snapshot, share)
+        self._requested_step, self._task = step, share
+        self._writer.save(snapshot, share)
 
-    def _delivered(self, step: int, token: str, holding: Holding) -> bool:
+    def _already_written(self, step: int, token: str, state_shard: StateShard) -> bool:
         """What was written before is written again if the leader was lost or gave up in between: it asks once more, or
         another one leads."""
-        share = self._share
-        if self.busy and share is not None and share.token == token and not share.given_up.is_set():
+        share = self._task
+        if self.busy and share is not None and share.token == token and not share.cancelled.is_set():
             return True
-        if holding.leads:
-            return self.checkpoints.of_step(step) is not None
-        return self.checkpoints.delivered(step, token, holding.part or 0)
+        if state_shard.is_leader:
+            return self.directory.of_step(step) is not None
+        return self.directory.has_shard(step, token, state_shard.shard_index or 0)
 
     @property
     def busy(self) -> bool:
         """A write is under way: another save would have to wait for it."""
-        return self._saver is not None and self._saver.busy
+        return self._writer is not None and self._writer.busy
 
     @property
     def failing(self) -> bool:
         """The last write failed. Then `again` says when to try, whatever the interval is."""
-        return self._patience.failing
+        return self._backoff.failing
 
-    def again(self, now: float) -> bool:
+    def retry_due(self, now: float) -> bool:
         """After a failure: it is time for another try. `now` is time.monotonic()."""
-        return self._patience.again(now) and not self.busy
+        return self._backoff.retry_due(now) and not self.busy
 
-    def resume(self, group: Group) -> Found:
+    def resume(self, group: WorkerGroup) -> FoundCheckpoint:
         """The newest checkpoint that verifies; the same on every worker."""
-        for pause in PAUSES:
+        for pause in RETRY_PAUSES:
             time.sleep(pause)
-            found = self.checkpoints.newest(self.live.holding)
+            found = self.directory.newest(self.live.state_shard)
             step = -1 if found is None else found.snapshot.step
-            steps = [int(each) for each in group.gather(torch.tensor([step], dtype=torch.int64)).flatten()]
+            steps = [int(each) for each in group.gather_rows(torch.tensor([step], dtype=torch.int64)).flatten()]
             if len(set(steps)) == 1:
                 break
         else:
             raise CheckpointError(
                 f"workers found different newest checkpoints: steps {', '.join(map(str, steps))}",
-                fix=f"{self.checkpoints.folder} has to be the same folder on every host",
+                fix=f"{self.directory.folder} has to be the same folder on every host",
             )
         if found is None:
-            folder = self.checkpoints.folder
+            folder = self.directory.folder
             raise CheckpointError(f"{folder} holds no checkpoint to resume from", fix="start without --resume")
         self.live.restore(found.snapshot)
-        self.saved_step = self._asked = step
+        self.saved_step = self._requested_step = step
         return found
 
     def export(self) -> None:
         """The weights alone, for whoever uses the model."""
-        if self.leads:
-            step = self._asked
+        if self.is_leader:
+            step = self._requested_step
             try:
-                if self._in_parts is None:
+                if self._sharded_state is None:
                     export_weights(self.folder / "model.safetensors", *capture_weights(self.live.model))
                 else:
-                    self._export_parts(step)
+                    self._export_sharded(step)
             except (OSError, ShoalError) as error:
-                self.send(SaveFailed(time=time.time(), step=step, reason=str(error)))
+                self.emit(SaveFailed(time=time.time(), step=step, reason=str(error)))
 
-    def _export_parts(self, step: int) -> None:
+    def _export_sharded(self, step: int) -> None:
         """Nobody has the whole model, but the checkpoint of the last step does."""
-        self._wait_for_others()
-        if self._saver is not None:
-            self._saver.wait()
+        self._wait_for_writers()
+        if self._writer is not None:
+            self._writer.wait()
         target = self.folder / "model.safetensors"
-        path = self.checkpoints.of_step(step)
+        path = self.directory.of_step(step)
         if path is None:
             raise CheckpointError(f"the weights {target} were not written: the last checkpoint was not, that has them")
-        stored, aliases = self.checkpoints.weights(path)
+        stored, aliases = self.directory.open_weights(path)
         with stored:
             export_stored(target, stored, aliases)
 
@@ -310,19 +310,19 @@ class Keeper:
         if the like was told before."""
         if give_up:
             self.give_up()
-        saver, self._saver = self._saver, None  # another save may follow, of other members
+        saver, self._writer = self._writer, None  # another save may follow, of other members
         if saver is not None:
             saver.close()
-        if self._untold is not None:
-            self.send(self._untold)
-            self._untold = None
+        if self._unreported is not None:
+            self.emit(self._unreported)
+            self._unreported = None
 
-    def _on_saved(self, written: Written, snapshot: Snapshot) -> None:
-        self._patience.succeeded()
-        self._cause, self._untold = "", None
+    def _on_saved(self, written: WrittenCheckpoint, snapshot: Snapshot) -> None:
+        self._backoff.succeeded()
+        self._cause, self._unreported = "", None
         self.saved_step, self.write_seconds = snapshot.step, written.seconds
-        self.send(
-            Saved(
+        self.emit(
+            CheckpointSaved(
                 time=time.time(),
                 step=snapshot.step,
                 path=str(written.path),
@@ -333,18 +333,18 @@ class Keeper:
 
     def _on_failed(self, step: int, error: Exception) -> None:
         """Told once for each cause: a disk stays full for long, and one line says it."""
-        self._patience.failed(time.monotonic())
-        self._asked = -1
+        self._backoff.failed(time.monotonic())
+        self._requested_step = -1
         event = SaveFailed(time=time.time(), step=step, reason=str(error))
-        cause = _cause(error)
-        if cause == self._cause or isinstance(error, GivenUp):  # the next try follows at once
-            self._untold = event
+        cause = _failure_cause(error)
+        if cause == self._cause or isinstance(error, CheckpointAbandoned):  # the next try follows at once
+            self._unreported = event
         else:
-            self._cause, self._untold = cause, None
-            self.send(event)
+            self._cause, self._unreported = cause, None
+            self.emit(event)
 
 
-def _cause(error: Exception) -> str:
+def _failure_cause(error: Exception) -> str:
     """What two failures have in common, without step and numbers of bytes."""
     inner = error.__cause__
     return f"errno {inner.errno}" if isinstance(inner, OSError) else f"{type(error).__name__}: {error}"

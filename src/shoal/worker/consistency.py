@@ -7,25 +7,25 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.group import Group
+from shoal.collectives.group import WorkerGroup
 from shoal.errors import MismatchError
 from shoal.numerics.digest import tensor_sha256
-from shoal.numerics.tensor_slice import WHOLE, Piece
+from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice
 from shoal.parallel.sharded_norm import gather_bytes
 
 TRAITS_BYTES = 2048
 
 
-def gather_text(group: Group, text: str, size: int) -> list[str]:
+def gather_text(group: WorkerGroup, text: str, size: int) -> list[str]:
     """Every worker's text, by rank; longer ones are cut."""
     row = torch.zeros(size, dtype=torch.uint8)
     data = text.encode()[:size]
     if data:
         row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return [bytes(told.tolist()).rstrip(b"\0").decode(errors="replace") for told in group.gather(row)]
+    return [bytes(told.tolist()).rstrip(b"\0").decode(errors="replace") for told in group.gather_rows(row)]
 
 
-def agree_on_kernels(group: Group, traits: dict[str, Any]) -> None:
+def agree_on_kernels(group: WorkerGroup, traits: dict[str, Any]) -> None:
     """Refuses a member whose kernels compute other bits (EXACT rule 8)."""
     lines = gather_text(group, "\n".join(f"{name}: {value}" for name, value in traits.items()), TRAITS_BYTES)
     for rank, told in enumerate(lines):
@@ -39,12 +39,12 @@ def agree_on_kernels(group: Group, traits: dict[str, Any]) -> None:
             )
 
 
-def agree_on_weights(group: Group, tensors: Mapping[str, int], step: int) -> None:
+def agree_on_weights(group: WorkerGroup, tensors: Mapping[str, int], step: int) -> None:
     """All workers hold the same weights, given as digests by name; else the first tensor that differs is named."""
     if not tensors:
         return
     row = torch.tensor(list(tensors.values()), dtype=torch.int64)
-    rows = group.gather(row)
+    rows = group.gather_rows(row)
     for rank, told in enumerate(rows):
         differs = (told != rows[0]).nonzero().flatten().tolist()
         if differs:
@@ -55,7 +55,7 @@ def agree_on_weights(group: Group, tensors: Mapping[str, int], step: int) -> Non
             )
 
 
-def share_weights(model: nn.Module, group: Group) -> None:
+def broadcast_weights(model: nn.Module, group: WorkerGroup) -> None:
     """Every worker begins with worker 0's weights, however its own were made."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -66,28 +66,28 @@ def share_weights(model: nn.Module, group: Group) -> None:
                     tensor.copy_(sent)
 
 
-def whole_digests(
-    group: Group,
+def model_digests(
+    group: WorkerGroup,
     named: Mapping[str, Tensor],
-    pieces: Mapping[str, Piece],
+    slices: Mapping[str, TensorSlice],
     shapes: Mapping[str, tuple[int, ...]],
     order: Sequence[str],
 ) -> dict[str, str]:
     """One sha256 per tensor of a model of which every worker has a part, on all of them. What lies in pieces is put
     together by the first worker, one tensor at a time."""
     own = {
-        name: ("" if name in pieces else tensor_sha256(tensor), str(tensor.dtype), pieces.get(name, WHOLE))
+        name: ("" if name in slices else tensor_sha256(tensor), str(tensor.dtype), slices.get(name, FULL_SLICE))
         for name, tensor in named.items()
     }
     texts = gather_bytes(group, msgspec.json.encode(own))
-    tables = [msgspec.json.decode(text, type=dict[str, tuple[str, str, Piece]]) for text in texts]
+    tables = [msgspec.json.decode(text, type=dict[str, tuple[str, str, TensorSlice]]) for text in texts]
     found: dict[str, str] = {}
     for name in order:
         holders = [(rank, *table[name]) for rank, table in enumerate(tables) if name in table]
         if holders and holders[0][1]:
             found[name] = holders[0][1]
             continue
-        first: dict[bytes, tuple[int, Piece]] = {}
+        first: dict[bytes, tuple[int, TensorSlice]] = {}
         for rank, _, _, piece in holders:
             first.setdefault(msgspec.json.encode(piece), (rank, piece))
         dtype: torch.dtype = getattr(torch, holders[0][2].removeprefix("torch."))
@@ -101,7 +101,7 @@ def whole_digests(
                 )
                 if rank != 0:
                     group.receive(tensor, rank)
-                piece.put(tensor, whole)
+                piece.write(tensor, whole)
         found[name] = "" if whole is None else tensor_sha256(whole)
     told = gather_bytes(group, msgspec.json.encode(found) if group.rank == 0 else b"")[0]
     return msgspec.json.decode(told, type=dict[str, str])

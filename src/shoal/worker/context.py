@@ -18,25 +18,25 @@ from typing import Literal
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from shoal.collectives.group import Alone, Group, Workers
-from shoal.collectives.options import Traffic, Wish, wish_of_environment
+from shoal.collectives.group import SoloGroup, WorkerGroup, DistributedGroup
+from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.errors import InputError, RunFolderError
 from shoal.parallel.plan import Plan
-from shoal.recovery.membership.protocol import Who
-from shoal.recovery.membership.store import Store as Records
+from shoal.recovery.membership.protocol import WorkerId
+from shoal.recovery.membership.store import RunStore as Records
 from shoal.report.events import Event, encode
 from shoal.report.run_folder import RunFolder
 from shoal.report.run_sockets import connect
-from shoal.worker.elastic_membership import Crew, Fixed, Membership
+from shoal.worker.elastic_membership import ElasticMembership, FixedMembership, RunMembership
 
 DRIVER_SOCKET = "driver.sock"  # in the run's folder: where a later driver listens
-UNHEARD = "unheard-"  # in the run's folder: what workers said while there was no driver
-STOP_WORD, HEARD_WORD = b"stop", b"heard"  # from the driver
-LOOK_SECONDS = 0.5
+UNDELIVERED = "unheard-"  # in the run's folder: what workers said while there was no driver
+STOP_WORD, ACK_WORD = b"stop", b"heard"  # from the driver
+RECONNECT_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RunSettings:
     """How a run is carried out. Only what gives up exactness by name (`exact`, `wish`) changes a bit of the result."""
 
     resume: bool = False
@@ -57,14 +57,14 @@ class Settings:
     store: str | None = None  # etcd://…; None: a process of the run's own
     samples: bool = False  # tell which samples each step saw
     memory: int | None = None  # bytes that a worker may use at the most
-    committed: int = 0  # known to have been committed before this sitting
-    wish: Wish = field(default_factory=Wish)  # how gradients travel between hosts
+    committed_before: int = 0  # known to have been committed before this sitting
+    communication: CommOptions = field(default_factory=CommOptions)  # how gradients travel between hosts
 
     def __post_init__(self) -> None:
-        Traffic.of(self.wish)  # a wrong word is told before any worker starts
+        CommConfig.from_options(self.communication)  # a wrong word is told before any worker starts
 
 
-class Wire:
+class EventChannel:
     """To the driver, a line per event; from it, the word to stop, and how much of what it was told is on disk.
 
     When the driver is gone, events go to a file in the run's folder, for the next driver to find, beginning with those
@@ -74,42 +74,42 @@ class Wire:
     def __init__(self, connection: socket.socket | None, name: str = "", folder: Path | None = None) -> None:
         """`name`: of the worker, for another driver. Without a folder there is only one."""
         self.connection = connection
-        self.stop_asked = False
+        self.stop_requested = False
         self._name, self._folder = name, folder
-        self._tried = 0.0
+        self._last_attempt = 0.0
         self._lock = threading.Lock()  # checkpoints are told of from their own thread
-        self._sent = 0  # bytes
-        self._kept: deque[tuple[int, bytes]] = deque()  # lines that may not be on disk, with what was sent up to them
-        self._heard = b""  # the beginning of a line
+        self._sent_bytes = 0  # bytes
+        self._unacknowledged: deque[tuple[int, bytes]] = deque()  # lines that may not be on disk, with what was sent up to them
+        self._partial_line = b""  # the beginning of a line
 
-    def send(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         line = encode(event) + b"\n"
         with self._lock:
             if self.connection is None and self._folder is not None:
-                self._look_for_driver(self._folder)
-            self._listen()
-            if not self._say(line):
-                self._write_down([line])
+                self._reconnect(self._folder)
+            self._receive()
+            if not self._send_line(line):
+                self._write_undelivered([line])
 
-    def asked_to_stop(self) -> bool:
+    def should_stop(self) -> bool:
         with self._lock:
-            self._listen()
-            return self.stop_asked
+            self._receive()
+            return self.stop_requested
 
-    def _say(self, line: bytes) -> bool:
+    def _send_line(self, line: bytes) -> bool:
         if self.connection is None:
             return False
         try:
             self.connection.sendall(line)
         except OSError:
-            self._lose()
+            self._disconnect()
             return False
         if self._folder is not None:
-            self._sent += len(line)
-            self._kept.append((self._sent, line))
+            self._sent_bytes += len(line)
+            self._unacknowledged.append((self._sent_bytes, line))
         return True
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         while self.connection is not None:
             try:
                 found = self.connection.recv(4096, socket.MSG_DONTWAIT)
@@ -118,34 +118,34 @@ class Wire:
             except OSError:
                 found = b""
             if not found:
-                self._lose()
+                self._disconnect()
                 return
-            *lines, self._heard = (self._heard + found).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + found).split(b"\n")
             for line in lines:
-                self._obey(line)
+                self._handle_line(line)
 
-    def _obey(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         word, _, number = line.partition(b" ")
         if word == STOP_WORD:
-            self.stop_asked = True
-        while word == HEARD_WORD and self._kept and self._kept[0][0] <= int(number):
-            self._kept.popleft()
+            self.stop_requested = True
+        while word == ACK_WORD and self._unacknowledged and self._unacknowledged[0][0] <= int(number):
+            self._unacknowledged.popleft()
 
-    def _lose(self) -> None:
+    def _disconnect(self) -> None:
         """The driver is gone."""
         self.connection = None
-        self._write_down([line for _, line in self._kept])
-        self._kept.clear()
-        self._sent, self._heard = 0, b""
+        self._write_undelivered([line for _, line in self._unacknowledged])
+        self._unacknowledged.clear()
+        self._sent_bytes, self._partial_line = 0, b""
 
-    def _write_down(self, lines: list[bytes]) -> None:
+    def _write_undelivered(self, lines: list[bytes]) -> None:
         if self._folder is not None and lines:
-            with suppress(OSError), open(self._folder / f"{UNHEARD}{self._name}.jsonl", "ab") as file:
+            with suppress(OSError), open(self._folder / f"{UNDELIVERED}{self._name}.jsonl", "ab") as file:
                 file.write(b"".join(lines))
 
-    def _look_for_driver(self, folder: Path) -> None:
-        if time.monotonic() - self._tried >= LOOK_SECONDS:
-            self._tried = time.monotonic()
+    def _reconnect(self, folder: Path) -> None:
+        if time.monotonic() - self._last_attempt >= RECONNECT_SECONDS:
+            self._last_attempt = time.monotonic()
             with suppress(OSError):
                 connection = connect(folder / DRIVER_SOCKET, socket.SOCK_STREAM)
                 connection.sendall(f"{self._name}\n".encode())
@@ -153,67 +153,67 @@ class Wire:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class WorkerContext:
     rank: int = 0  # the worker's number
     size: int = 1
-    life: int = 0  # how many processes had this number before
+    incarnation: int = 0  # how many processes had this number before
     folder: Path | None = None
-    settings: Settings = field(default_factory=Settings)
+    settings: RunSettings = field(default_factory=RunSettings)
     plan: Plan | None = None
-    wire: Wire = field(default_factory=lambda: Wire(None))
-    store: Callable[[], Store] | None = None  # torch's, where a group that never changes meets
-    records: Callable[[], Records] | None = None  # the run's store, where workers that come and go meet
-    asked_to_leave: Callable[[], bool] = lambda: False
-    revive_store: Callable[[], None] | None = None
+    channel: EventChannel = field(default_factory=lambda: EventChannel(None))
+    open_torch_store: Callable[[], Store] | None = None  # torch's, where a group that never changes meets
+    open_run_store: Callable[[], Records] | None = None  # the run's store, where workers that come and go meet
+    should_leave: Callable[[], bool] = lambda: False
+    restart_store: Callable[[], None] | None = None
     servers: tuple[str, ...] = ()  # addresses of parameter servers
     token: str = ""  # that they ask for
 
-    def crew(self) -> Membership:
+    def membership(self) -> RunMembership:
         """The workers of the run. Those of a script that has made torch's default group itself are there to stay."""
-        if self.records is None or dist.is_initialized():
-            return Fixed(self.group(), self.wire.asked_to_stop)
-        return Crew(
-            Who(self.rank, self.life),
-            open_store=self.records,
+        if self.open_run_store is None or dist.is_initialized():
+            return FixedMembership(self.group(), self.channel.should_stop)
+        return ElasticMembership(
+            WorkerId(self.rank, self.incarnation),
+            open_store=self.open_run_store,
             lease_seconds=self.settings.lease_seconds,
             timeout=self.settings.timeout,
-            wish=self.settings.wish,
-            send=self.wire.send,
-            asked_to_stop=self.wire.asked_to_stop,
-            asked_to_leave=self.asked_to_leave,
-            revive_store=self.revive_store,
-            parts=1 if self.plan is None else self.plan.layout.parts,
+            options=self.settings.communication,
+            emit=self.channel.emit,
+            should_stop=self.channel.should_stop,
+            should_leave=self.should_leave,
+            restart_store=self.restart_store,
+            model_shards=1 if self.plan is None else self.plan.layout.shards,
         )
 
-    def group(self) -> Group:
-        wish = self.settings.wish
+    def group(self) -> WorkerGroup:
+        wish = self.settings.communication
         if self.size == 1:
-            return Alone(wish)
-        if self.store is None:
+            return SoloGroup(wish)
+        if self.open_torch_store is None:
             raise InputError(f"worker {self.rank} of {self.size} has no store to meet the others at")
-        return Workers(self.store(), rank=self.rank, size=self.size, timeout=self.settings.timeout, wish=wish)
+        return DistributedGroup(self.open_torch_store(), rank=self.rank, size=self.size, timeout=self.settings.timeout, options=wish)
 
 
-_taken: Seat | None = None  # set once, by the engine, in a worker process
+_installed: WorkerContext | None = None  # set once, by the engine, in a worker process
 
 
-def take(seat: Seat) -> None:
-    global _taken
-    _taken = seat
+def install_context(context: WorkerContext) -> None:
+    global _installed
+    _installed = context
 
 
-def current(folder: Path | None = None, resume: bool = False) -> Seat:
+def current_context(folder: Path | None = None, resume: bool = False) -> WorkerContext:
     """The seat the engine gave this process; else torchrun's; else a run of its own with one worker."""
-    if _taken is not None:
-        return _taken
-    settings = Settings(resume=resume, wish=wish_of_environment())
+    if _installed is not None:
+        return _installed
+    settings = RunSettings(resume=resume, communication=options_from_environment())
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else (0, 1)
     if folder is not None and rank == 0:
         _open_folder(folder, resume)
     if launched:
-        return Seat(rank=rank, size=size, folder=folder, settings=settings, store=environment_store)
-    return Seat(folder=folder, settings=settings)
+        return WorkerContext(rank=rank, size=size, folder=folder, settings=settings, open_torch_store=torchrun_store)
+    return WorkerContext(folder=folder, settings=settings)
 
 
 def _open_folder(folder: Path, resume: bool) -> None:
@@ -229,7 +229,7 @@ def _open_folder(folder: Path, resume: bool) -> None:
         RunFolder.create(folder)
 
 
-def environment_store() -> Store:
+def torchrun_store() -> Store:
     """The store that MASTER_ADDR and MASTER_PORT name, as torchrun sets them."""
     rank = int(os.environ["RANK"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -21,100 +21,100 @@ from typing import Protocol
 import msgspec
 from torch._C._distributed_c10d import TCPStore
 
-from shoal.collectives.group import Alone, Group, Workers
-from shoal.collectives.handshake import host_identity, unless
-from shoal.collectives.options import Wish as Travelling
+from shoal.collectives.group import SoloGroup, WorkerGroup, DistributedGroup
+from shoal.collectives.handshake import host_identity, abort_wait_if
+from shoal.collectives.options import CommOptions as Travelling
 from shoal.errors import PeerLost, RunError
-from shoal.numerics.user_frames import own_frames
-from shoal.recovery.membership.heartbeat import Alive, Beat, News, Wish, key_of
-from shoal.recovery.membership.process import began, end
+from shoal.numerics.user_frames import user_stack
+from shoal.recovery.membership.heartbeat import WorkerProcess, Heartbeat, MembershipState, RunRequest, store_key
+from shoal.recovery.membership.process import start_ticks, kill_process
 from shoal.recovery.membership.protocol import (
-    Change,
-    Form,
-    Leave,
-    Member,
-    Post,
-    Propose,
-    Seen,
-    Settlement,
-    View,
-    Wait,
-    Who,
-    covers,
+    BoundaryChange,
+    FormGroup,
+    LeaveRun,
+    MemberState,
+    PostPosition,
+    ProposeView,
+    MembershipObservation,
+    RecoveryPlan,
+    MembershipView,
+    WaitForStore,
+    WorkerId,
+    covers_model,
     may_join,
     newcomers,
-    part_of,
+    model_shard_of,
 )
-from shoal.recovery.membership.store import LeaseEnded, Store, StoreAway
-from shoal.report.events import Event, StoreAwayFor
-from shoal.report.stacks import Where
+from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
+from shoal.report.events import Event, StoreOutage
+from shoal.report.stacks import WorkerActivity
 
 LOG_ONLY = "· "  # begins a line of a log that the driver does not show
 STOP, SAVE, CHANGE, LEAVE, EVICT = 1, 2, 4, 8, 16  # what a worker can ask of all; it travels with a step
 TOO_SLOW = "too slow"  # why a worker left
-PART_LOST = "a part of the model was lost"  # another reason
-LOOK_SECONDS = 0.05  # between two looks at what the store does not tell: whether processes of this host live
-AWAY_SECONDS = 0.2  # between two tries to reach it
+MODEL_SHARD_LOST = "a part of the model was lost"  # another reason
+POLL_SECONDS = 0.05  # between two looks at what the store does not tell: whether processes of this host live
+STORE_RETRY_SECONDS = 0.2  # between two tries to reach it
 FORMING_SECONDS = 5.0  # for all members to make their group; twice as long after each failure
-REVIVE_SECONDS = 2.0  # that the store is away before a worker starts it again
+STORE_RESTART_SECONDS = 2.0  # that the store is away before a worker starts it again
 LEAVING_SECONDS = 5.0  # for the others to see that a worker has left
 
 
-class Evicted(RunError):
+class WorkerEvicted(RunError):
     """The others went on without this worker."""
 
     exit_code = 75
 
 
-class PartLost(Evicted):
+class ModelShardLost(WorkerEvicted):
     """Nobody is left who has some part of the model: what this worker has of it is worth nothing."""
 
-    present: tuple[Who, ...] = ()  # whoever is left
+    present: tuple[WorkerId, ...] = ()  # whoever is left
 
 
-class Abandoned(PeerLost):
+class RunAbandoned(PeerLost):
     """The run ends, because of an error that another worker has told of."""
 
 
-class Over(RunError):
+class RunCompleted(RunError):
     """The others are done, and so is this worker: it had come to the end with them, and did not hear of it."""
 
 
-class Membership(Protocol):
+class RunMembership(Protocol):
     """What a run needs to know of its workers."""
 
-    who: Who
-    group: Group
-    view: View
+    worker_id: WorkerId
+    group: WorkerGroup
+    view: MembershipView
     elastic: bool  # False: a loss ends the run
 
     @property
-    def epoch(self) -> int: ...
-    def enter(self) -> Settlement:
+    def generation(self) -> int: ...
+    def enter(self) -> RecoveryPlan:
         """Makes the first group that this worker is a member of."""
         ...
 
-    def team(self, ranks: Sequence[int]) -> Group:
+    def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
         """Some of the members as a group of their own."""
         ...
 
-    def begun(self, step: int) -> None: ...
-    def arrived(self, settlement: Settlement) -> None:
+    def start_at(self, step: int) -> None: ...
+    def state_received(self, recovery: RecoveryPlan) -> None:
         """This worker was behind, and has the state now."""
         ...
 
-    def says(self) -> None: ...
-    def met(self) -> None: ...
-    def dropped(self) -> None: ...
-    def busy(self, yes: bool) -> None:
+    def vote(self) -> None: ...
+    def commit(self) -> None: ...
+    def drop(self) -> None: ...
+    def set_busy(self, busy: bool) -> None:
         """In the middle of the loop's own code: the state cannot be handed over."""
         ...
 
-    def recover(self, error: PeerLost) -> Settlement:
+    def recover(self, error: PeerLost) -> RecoveryPlan:
         """A group that stands, after one that failed. Raises what it was given where nothing can be done."""
         ...
 
-    def change(self, leaving: Sequence[int]) -> Settlement:
+    def change_members(self, leaving: Sequence[int]) -> RecoveryPlan:
         """Between two steps: some ranks leave, whoever waits comes in."""
         ...
 
@@ -122,419 +122,419 @@ class Membership(Protocol):
         """The others know: waits until they go on without this worker."""
         ...
 
-    def give_up(self, reason: str) -> None:
+    def fail_run(self, reason: str) -> None:
         """An error of the user's code, or of the job: nobody is to go on without this worker."""
         ...
 
-    def stand_down(self) -> None:
+    def stop_watching(self) -> None:
         """Nothing is left to do together: whoever goes now is not missed."""
         ...
 
-    def done(self) -> None:
+    def finish_run(self) -> None:
         """The last step is committed: nobody has to be let in any more."""
         ...
 
-    def asks(self) -> int: ...
-    def committed_before(self) -> int:
+    def requests(self) -> int: ...
+    def known_committed(self) -> int:
         """Steps that are known to have been committed, by anybody."""
         ...
 
     def close(self) -> None: ...
 
 
-class Crew:
+class ElasticMembership:
     elastic = True
 
     def __init__(
         self,
-        who: Who,
+        worker_id: WorkerId,
         *,
-        parts: int = 1,
-        open_store: Callable[[], Store],
+        model_shards: int = 1,
+        open_store: Callable[[], RunStore],
         lease_seconds: float,
         timeout: timedelta,
-        wish: Travelling,
-        send: Callable[[Event], None],
-        asked_to_stop: Callable[[], bool],
-        asked_to_leave: Callable[[], bool],
-        revive_store: Callable[[], None] | None = None,
+        options: Travelling,
+        emit: Callable[[Event], None],
+        should_stop: Callable[[], bool],
+        should_leave: Callable[[], bool],
+        restart_store: Callable[[], None] | None = None,
     ) -> None:
         """`parts`: that the model is cut into; this worker has one of them. `revive_store`: starts the run's own store
         again. The driver does that, unless it is gone, too."""
-        self.who, self.parts, self.timeout, self.wish = who, parts, timeout, wish
-        self.member = Member(who=who, parts=parts)
-        self.view = View(epoch=0, members=(who,))
-        self.group: Group = Alone(wish)
+        self.worker_id, self.model_shards, self.timeout, self.options = worker_id, model_shards, timeout, options
+        self.member = MemberState(worker_id=worker_id, model_shards=model_shards)
+        self.view = MembershipView(generation=0, members=(worker_id,))
+        self.group: WorkerGroup = SoloGroup(options)
         self.phase = "enters the run"  # for whoever asks what this worker is doing
-        self.waits_for: list[int] = []
-        self.since = time.monotonic()
-        self._send, self._asked_to_stop, self._asked_to_leave = send, asked_to_stop, asked_to_leave
-        self._current: tuple[int, tuple[Who, ...], Group] | None = None  # epoch, members, group: what the beat watches
-        self._meeting: TCPStore | None = None
-        self._formings = 0
-        self._awaited = (0, 0.0)  # an epoch, and since when its members are waited for
-        self._posted: dict[str, tuple[str, int]] = {}  # kind of record -> its key and revision
-        self._answered = 0
+        self.waiting_for: list[int] = []
+        self.phase_since = time.monotonic()
+        self._emit, self._should_stop, self._should_leave = emit, should_stop, should_leave
+        self._watched: tuple[int, tuple[WorkerId, ...], WorkerGroup] | None = None  # epoch, members, group: what the beat watches
+        self._rendezvous: TCPStore | None = None
+        self._failed_attempts = 0
+        self._waiting_since = (0, 0.0)  # an epoch, and since when its members are waited for
+        self._records: dict[str, tuple[str, int]] = {}  # kind of record -> its key and revision
+        self._stacks_answered = 0
         self._thread = threading.get_ident()
-        self._newcomers: list[Who] = []
-        self._forsaken: set[Who] = set()  # left as they should: they end by themselves
-        alive = Alive(
-            who=who,
+        self._newcomers: list[WorkerId] = []
+        self._departed: set[WorkerId] = set()  # left as they should: they end by themselves
+        alive = WorkerProcess(
+            worker_id=worker_id,
             pid=os.getpid(),
-            began=began(os.getpid()) or "",
+            started=start_ticks(os.getpid()) or "",
             host=host_identity(),
-            name=os.environ.get("SHOAL_HOST") or socket.gethostname(),
+            host_name=os.environ.get("SHOAL_HOST") or socket.gethostname(),
         )
         self._store = open_store()
-        self._revive_store = revive_store
-        self._beat = Beat(
+        self._restart_store = restart_store
+        self._heartbeat = Heartbeat(
             open_store(),
             alive,
             lease_seconds=lease_seconds,
-            heard=self._heard,
-            away=self._away,
-            missed=self._missed,
+            on_state=self._on_state,
+            on_away=self._on_store_away,
+            on_retry=self._on_store_retry,
         )
 
     @property
-    def epoch(self) -> int:
-        return self.member.epoch
+    def generation(self) -> int:
+        return self.member.generation
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def says(self) -> None:
-        self.member.says()
+    def vote(self) -> None:
+        self.member.vote()
 
-    def met(self) -> None:
-        self.member.met()
-        if self.view.members[0] == self.who:
-            self._beat.committed = self.member.committed
+    def commit(self) -> None:
+        self.member.commit()
+        if self.view.members[0] == self.worker_id:
+            self._heartbeat.committed = self.member.committed
 
-    def dropped(self) -> None:
-        self.member.dropped()
+    def drop(self) -> None:
+        self.member.drop()
 
-    def busy(self, yes: bool) -> None:
-        self.member.clean = not yes
+    def set_busy(self, busy: bool) -> None:
+        self.member.can_donate = not busy
 
-    def begun(self, step: int) -> None:
-        self.member.begun(step)
+    def start_at(self, step: int) -> None:
+        self.member.start_at(step)
 
-    def arrived(self, settlement: Settlement) -> None:
-        self.member.formed(settlement)
+    def state_received(self, recovery: RecoveryPlan) -> None:
+        self.member.group_formed(recovery)
 
-    def asks(self) -> int:
-        wish = self._beat.news.wish
-        asked = STOP if wish.stop or self._asked_to_stop() else 0
-        scaled = wish.workers is not None and self._place() >= wish.workers // self.parts
-        if scaled or self._asked_to_leave():
+    def requests(self) -> int:
+        wish = self._heartbeat.state.request
+        asked = STOP if wish.stop or self._should_stop() else 0
+        scaled = wish.workers is not None and self._replica_rank() >= wish.workers // self.model_shards
+        if scaled or self._should_leave():
             asked |= LEAVE
         # What the beat has seen may be older than the group.
         return asked | CHANGE if any(who not in self.view.members for who in self._newcomers) else asked
 
-    def _place(self) -> int:
+    def _replica_rank(self) -> int:
         """This worker's rank among the members that have the same part."""
-        part = part_of(self.who.worker, self.parts)
-        return [who for who in self.view.members if part_of(who.worker, self.parts) == part].index(self.who)
+        part = model_shard_of(self.worker_id.worker, self.model_shards)
+        return [who for who in self.view.members if model_shard_of(who.worker, self.model_shards) == part].index(self.worker_id)
 
-    def committed_before(self) -> int:
-        with suppress(StoreAway):
-            return self._read().committed
-        return self._beat.news.committed
+    def known_committed(self) -> int:
+        with suppress(StoreUnavailable):
+            return self._read_state().committed
+        return self._heartbeat.state.committed
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
-    def enter(self) -> Settlement:
+    def enter(self) -> RecoveryPlan:
         """From here on the others count on this worker: it should be ready to take part."""
         self._thread = threading.get_ident()
-        self._beat.start()
-        return self._settle(None)
+        self._heartbeat.start()
+        return self._run_protocol(None)
 
-    def team(self, ranks: Sequence[int]) -> Group:
-        with unless(lambda: self._in_vain(self.view)):
-            return self.group.team(ranks)
+    def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
+        with abort_wait_if(lambda: self._obsolete_reason(self.view)):
+            return self.group.subgroup(ranks)
 
-    def recover(self, error: PeerLost) -> Settlement:
-        self.member.lost()
-        self._current = None
+    def recover(self, error: PeerLost) -> RecoveryPlan:
+        self.member.group_failed()
+        self._watched = None
         _log(error.message)
         self.group.abandon(error.message)  # whoever still waits for this worker is told
-        return self._settle(None)
+        return self._run_protocol(None)
 
-    def change(self, leaving: Sequence[int]) -> Settlement:
+    def change_members(self, leaving: Sequence[int]) -> RecoveryPlan:
         gone = [self.view.members[rank] for rank in leaving]
-        self._forsaken.update(gone)
-        return self._settle(Change(leaving=gone))
+        self._departed.update(gone)
+        return self._run_protocol(BoundaryChange(leaving=gone))
 
     def leave(self) -> None:
-        self._current = None
+        self._watched = None
         until = time.monotonic() + LEAVING_SECONDS
-        with suppress(StoreAway):
+        with suppress(StoreUnavailable):
             while time.monotonic() < until:
-                news = self._read()
-                if self.who not in news.view.members or len(news.view.members) == 1:
+                news = self._read_state()
+                if self.worker_id not in news.view.members or len(news.view.members) == 1:
                     break
-                self._store.wait("view", news.revision, LOOK_SECONDS)
+                self._store.wait("view", news.revision, POLL_SECONDS)
 
-    def give_up(self, reason: str) -> None:
-        with suppress(StoreAway):
-            self._store.put("wish", msgspec.json.encode(Wish(stop=True, failed=reason)))
+    def fail_run(self, reason: str) -> None:
+        with suppress(StoreUnavailable):
+            self._store.put("wish", msgspec.json.encode(RunRequest(stop=True, failed=reason)))
 
-    def stand_down(self) -> None:
-        self._current = None
+    def stop_watching(self) -> None:
+        self._watched = None
 
-    def done(self) -> None:
-        with suppress(StoreAway):
-            self._store.put("wish", msgspec.json.encode(Wish(done=True)))
+    def finish_run(self) -> None:
+        with suppress(StoreUnavailable):
+            self._store.put("wish", msgspec.json.encode(RunRequest(done=True)))
 
     def close(self) -> None:
-        self._current = None
-        lease = self._beat.close()
+        self._watched = None
+        lease = self._heartbeat.close()
         if lease is not None:
-            with suppress(StoreAway):
+            with suppress(StoreUnavailable):
                 self._store.revoke(lease)
         self._store.close()
 
-    def _settle(self, change: Change | None) -> Settlement:
+    def _run_protocol(self, change: BoundaryChange | None) -> RecoveryPlan:
         """Does what the protocol says until a group stands."""
         told = False
         while True:
             try:
-                news = self._read()
-                if news.wish.failed:
-                    raise Abandoned(f"the run ends: {news.wish.failed}")
-                if self.member.committed < 0 and self._idle(news.view) and self._unneeded(news):
-                    raise Evicted(f"{self.who} was asked to stop before it took part")
-                if self.member.committed >= 0 and self.who in news.view.members and news.wish.done:
-                    raise Over("the run is done")
-                late = self._late(news)
+                news = self._read_state()
+                if news.request.failed:
+                    raise RunAbandoned(f"the run ends: {news.request.failed}")
+                if self.member.committed < 0 and self._is_waiting(news.view) and self._is_unneeded(news):
+                    raise WorkerEvicted(f"{self.worker_id} was asked to stop before it took part")
+                if self.member.committed >= 0 and self.worker_id in news.view.members and news.request.done:
+                    raise RunCompleted("the run is done")
+                late = self._late_members(news)
                 gone = self._gone(news) | late
-                action = self.member.decide(self._seen(news, late), gone, change)
+                action = self.member.decide(self._observe(news, late), gone, change)
                 match action:
-                    case Propose(view):
+                    case ProposeView(view):
                         value = msgspec.json.encode(view)
-                        self._doing(f"proposes epoch {view.epoch}: {view.reason}")
+                        self._set_phase(f"proposes epoch {view.generation}: {view.reason}")
                         self._store.swap("view", value, news.view_revision)
-                    case Post(epoch, position):
-                        self._post(f"position/{epoch}/{key_of(self.who)}", msgspec.json.encode(position))
-                    case Wait():
-                        self._waits(news)
-                        self._store.wait("", news.revision, LOOK_SECONDS)
-                    case Leave(view, lost) if lost:
-                        error = PartLost(self._how_lost(view, lost))
+                    case PostPosition(epoch, position):
+                        self._put_record(f"position/{epoch}/{store_key(self.worker_id)}", msgspec.json.encode(position))
+                    case WaitForStore():
+                        self._report_waiting(news)
+                        self._store.wait("", news.revision, POLL_SECONDS)
+                    case LeaveRun(view, lost) if lost:
+                        error = ModelShardLost(self._loss_reason(view, lost))
                         error.present = view.members
                         raise error
-                    case Leave(view):
-                        raise Evicted(f"the others went on without {self.who}: epoch {view.epoch}, {view.reason}")
-                    case Form(settlement):
+                    case LeaveRun(view):
+                        raise WorkerEvicted(f"the others went on without {self.worker_id}: epoch {view.generation}, {view.reason}")
+                    case FormGroup(settlement):
                         if self._form(settlement, news):
                             return settlement
             except LeaseEnded:
-                time.sleep(LOOK_SECONDS)  # the beat gets another one
-            except StoreAway as error:
+                time.sleep(POLL_SECONDS)  # the beat gets another one
+            except StoreUnavailable as error:
                 if not told:
                     told = True
                     _log(error.message)
-                self._doing("waits for the store")
-                time.sleep(AWAY_SECONDS)
+                self._set_phase("waits for the store")
+                time.sleep(STORE_RETRY_SECONDS)
 
-    def _form(self, settlement: Settlement, news: News) -> bool:
-        view = settlement.view
-        self._doing(f"forms the group of epoch {view.epoch}")
-        self.member.forms(settlement)
-        self._end_evicted(view)
+    def _form(self, recovery: RecoveryPlan, state: MembershipState) -> bool:
+        view = recovery.view
+        self._set_phase(f"forms the group of epoch {view.generation}")
+        self.member.group_forming(recovery)
+        self._kill_evicted(view)
         self._leave_group()
         try:
             self.group = self._make_group(view)
         except RunError as error:
-            _log(f"epoch {view.epoch}: {error.message}")
-            self._formings += 1
-            self.member.lost()
+            _log(f"epoch {view.generation}: {error.message}")
+            self._failed_attempts += 1
+            self.member.group_failed()
             return False
-        self.view, self._formings = view, 0
-        self._current = (view.epoch, view.members, self.group)
-        if self.who not in settlement.behind:
-            self.member.formed(settlement)
-        self._doing("works")
+        self.view, self._failed_attempts = view, 0
+        self._watched = (view.generation, view.members, self.group)
+        if self.worker_id not in recovery.behind:
+            self.member.group_formed(recovery)
+        self._set_phase("works")
         return True
 
-    def _make_group(self, view: View) -> Group:
-        rank, size = view.rank(self.who), len(view.members)
+    def _make_group(self, view: MembershipView) -> WorkerGroup:
+        rank, size = view.rank(self.worker_id), len(view.members)
         if size == 1:
-            return Alone(self.wish)
-        forming = timedelta(seconds=min(FORMING_SECONDS * 2**self._formings, self.timeout.total_seconds()))
+            return SoloGroup(self.options)
+        forming = timedelta(seconds=min(FORMING_SECONDS * 2**self._failed_attempts, self.timeout.total_seconds()))
         if rank == 0:
-            store = self._open_meeting(view)
+            store = self._open_rendezvous(view)
         else:
-            host, _, port = self._await_meeting(view, forming).rpartition(":")
+            host, _, port = self._await_rendezvous(view, forming).rpartition(":")
             try:
                 store = TCPStore(host, int(port), is_master=False, timeout=forming)
             except RuntimeError as error:
                 raise PeerLost(f"{view.members[0]} is not at {host}: {str(error).splitlines()[0]}") from None
         store.set_timeout(forming)
-        with unless(lambda: self._in_vain(view)):
-            return Workers(store, rank=rank, size=size, timeout=self.timeout, wish=self.wish, forming=forming)
+        with abort_wait_if(lambda: self._obsolete_reason(view)):
+            return DistributedGroup(store, rank=rank, size=size, timeout=self.timeout, options=self.options, form_timeout=forming)
 
-    def _in_vain(self, view: View) -> str:
+    def _obsolete_reason(self, view: MembershipView) -> str:
         """Why the group of this view need not be made any more."""
-        news = self._beat.news
-        if news.view.epoch > view.epoch:
-            return f"epoch {news.view.epoch} has begun: {news.view.reason}"
-        gone = self._beat.gone(news)
+        news = self._heartbeat.state
+        if news.view.generation > view.generation:
+            return f"epoch {news.view.generation} has begun: {news.view.reason}"
+        gone = self._heartbeat.gone(news)
         return "; ".join(f"{who} {gone[who]}" for who in view.members if who in gone)
 
-    def _open_meeting(self, view: View) -> TCPStore:
+    def _open_rendezvous(self, view: MembershipView) -> TCPStore:
         """Torch's own store, where the members of one epoch exchange what their connections need."""
         address = os.environ.get("SHOAL_ADDRESS", "127.0.0.1")
         listener = socket.create_server((address, 0), backlog=128)
         port = listener.getsockname()[1]
-        self._meeting = TCPStore(
+        self._rendezvous = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self._post(f"meeting/{view.epoch}", f"{address}:{port}".encode())
-        return self._meeting
+        self._put_record(f"meeting/{view.generation}", f"{address}:{port}".encode())
+        return self._rendezvous
 
-    def _post(self, key: str, value: bytes) -> None:
+    def _put_record(self, key: str, value: bytes) -> None:
         """A record of one epoch; the one of the epoch before goes."""
-        revision = self._store.put(key, value, self._beat.lease)
+        revision = self._store.put(key, value, self._heartbeat.lease)
         kind = key.split("/")[0]
-        before, self._posted[kind] = self._posted.get(kind), (key, revision)
+        before, self._records[kind] = self._records.get(kind), (key, revision)
         if before is not None and before[0] != key:
             self._store.swap(before[0], None, before[1])
 
-    def _await_meeting(self, view: View, limit: timedelta) -> str:
+    def _await_rendezvous(self, view: MembershipView, limit: timedelta) -> str:
         until = time.monotonic() + limit.total_seconds()
         while True:
-            news = self._read()
-            if news.view.epoch != view.epoch:
-                raise PeerLost(f"epoch {view.epoch} is over: {news.view.reason}")
-            if news.meeting is not None:
-                return news.meeting
+            news = self._read_state()
+            if news.view.generation != view.generation:
+                raise PeerLost(f"epoch {view.generation} is over: {news.view.reason}")
+            if news.rendezvous is not None:
+                return news.rendezvous
             gone = self._gone(news)
             lost = [f"{who} {gone[who]}" for who in view.members if who in gone]
             if lost or time.monotonic() > until:
                 raise PeerLost("; ".join(lost) or f"{view.members[0]} did not say where to meet")
-            self._store.wait("", news.revision, LOOK_SECONDS)
+            self._store.wait("", news.revision, POLL_SECONDS)
 
-    def _end_evicted(self, view: View) -> None:
+    def _kill_evicted(self, view: MembershipView) -> None:
         """A stopped process that wakes up would still write into memory it shared with others: it is ended first."""
         if view.boundary:
             return
-        for who, alive in self._beat.known().items():
-            evicted = who not in view.members and not may_join(view, who) and who not in self._forsaken
-            if evicted and alive.host == self._beat.alive.host and alive.pid != os.getpid():
-                end(alive.pid, alive.began)
+        for who, alive in self._heartbeat.known().items():
+            evicted = who not in view.members and not may_join(view, who) and who not in self._departed
+            if evicted and alive.host == self._heartbeat.process.host and alive.pid != os.getpid():
+                kill_process(alive.pid, alive.started)
 
     def _leave_group(self) -> None:
-        self._current = None
-        group, self.group = self.group, Alone(self.wish)
+        self._watched = None
+        group, self.group = self.group, SoloGroup(self.options)
         with suppress(RuntimeError, RunError):
             group.close()
-        self._meeting = None
+        self._rendezvous = None
 
-    def _read(self) -> News:
-        return News(self._store.read(""))
+    def _read_state(self) -> MembershipState:
+        return MembershipState(self._store.read(""))
 
-    def _gone(self, news: News) -> dict[Who, str]:
-        found = self._beat.gone(news)
-        if self.view.epoch == news.view.epoch:
-            for rank in self.group.ended():
+    def _gone(self, state: MembershipState) -> dict[WorkerId, str]:
+        found = self._heartbeat.gone(state)
+        if self.view.generation == state.view.generation:
+            for rank in self.group.ended_ranks():
                 who = self.view.members[rank]
                 found.setdefault(who, "died: its connection was closed")
         return found
 
-    def _seen(self, news: News, late: Collection[Who]) -> Seen:
+    def _observe(self, state: MembershipState, late: Collection[WorkerId]) -> MembershipObservation:
         """Where a model is cut, those who have some of the state drop a late member as one whose lease has run out."""
-        seen = news.seen()
-        if self.parts == 1 or self.member.committed < 0 or not late:
+        seen = state.observation()
+        if self.model_shards == 1 or self.member.committed < 0 or not late:
             return seen
         return replace(seen, alive=[who for who in seen.alive if who not in late])
 
-    def _how_lost(self, view: View, lost: Sequence[int]) -> str:
+    def _loss_reason(self, view: MembershipView, lost: Sequence[int]) -> str:
         parts = ("part " if len(lost) == 1 else "parts ") + " and ".join(map(str, lost))
-        had = [who for who in self.view.members if part_of(who.worker, self.parts) in lost and who not in view.members]
+        had = [who for who in self.view.members if model_shard_of(who.worker, self.model_shards) in lost and who not in view.members]
         those = f" with {' and '.join(map(str, had))}" if had else ""
         was = "was" if len(lost) == 1 else "were"
         return f"{parts} of the model {was} lost{those}: the run goes on from the newest checkpoint"
 
-    def _idle(self, view: View) -> bool:
+    def _is_waiting(self, view: MembershipView) -> bool:
         """Whether this worker waits for others to come, or to let it in."""
-        return self.who not in view.members or not covers(view.members, self.parts)
+        return self.worker_id not in view.members or not covers_model(view.members, self.model_shards)
 
-    def _unneeded(self, news: News) -> bool:
-        return news.wish.done or news.wish.stop or self._asked_to_leave()
+    def _is_unneeded(self, state: MembershipState) -> bool:
+        return state.request.done or state.request.stop or self._should_leave()
 
-    def _late(self, news: News) -> dict[Who, str]:
+    def _late_members(self, state: MembershipState) -> dict[WorkerId, str]:
         """Members that live but have not come to this epoch for as long as a worker waits for others."""
-        epoch, since = self._awaited
-        if epoch != news.view.epoch:
-            self._awaited = epoch, since = news.view.epoch, time.monotonic()
+        epoch, since = self._waiting_since
+        if epoch != state.view.generation:
+            self._waiting_since = epoch, since = state.view.generation, time.monotonic()
         limit = self.timeout.total_seconds()
-        if time.monotonic() - since <= limit or self.who not in news.positions:
+        if time.monotonic() - since <= limit or self.worker_id not in state.positions:
             return {}
-        return {who: f"has not come within {limit:g} s" for who in news.view.members if who not in news.positions}
+        return {who: f"has not come within {limit:g} s" for who in state.view.members if who not in state.positions}
 
-    def _waits(self, news: News) -> None:
-        if self.who not in news.view.members:
-            self._doing("waits to be let in")
+    def _report_waiting(self, state: MembershipState) -> None:
+        if self.worker_id not in state.view.members:
+            self._set_phase("waits to be let in")
         else:
-            missing = [who for who in news.view.members if who not in news.positions and who != self.who]
+            missing = [who for who in state.view.members if who not in state.positions and who != self.worker_id]
             names = ", ".join(map(str, missing))
             phase = f"recovers: waits for {names}" if names else "recovers: waits for the next epoch"
-            self._doing(phase, [who.worker for who in missing])
+            self._set_phase(phase, [who.worker for who in missing])
 
-    def _doing(self, phase: str, waits_for: Sequence[int] = ()) -> None:
+    def _set_phase(self, phase: str, waits_for: Sequence[int] = ()) -> None:
         if phase != self.phase:
-            self.phase, self.waits_for, self.since = phase, list(waits_for), time.monotonic()
+            self.phase, self.waiting_for, self.phase_since = phase, list(waits_for), time.monotonic()
 
     # -- on the beat's thread -----------------------------------------------------------------------------------------
 
-    def _heard(self, news: News) -> None:
-        gone = self._beat.gone(news)
-        current = self._current
+    def _on_state(self, state: MembershipState) -> None:
+        gone = self._heartbeat.gone(state)
+        current = self._watched
         # When the run is done all have come to its end: whoever goes now goes as it should.
-        if current is not None and not news.wish.done:
+        if current is not None and not state.request.done:
             epoch, members, group = current
             lost = [f"{who} {gone[who]}" for who in members if who in gone]
             if lost:
                 group.abandon("; ".join(lost))
-            elif news.view.epoch > epoch and not (news.view.boundary and self.who in news.view.members):
-                group.abandon(f"epoch {news.view.epoch} has begun: {news.view.reason}")
-        self._newcomers = newcomers(news.view, news.alive, gone)
-        if news.why > self._answered:
-            self._answered = news.why
-            with suppress(StoreAway):
-                self._beat.put(f"where/{key_of(self.who)}", msgspec.json.encode(self.where()))
+            elif state.view.generation > epoch and not (state.view.boundary and self.worker_id in state.view.members):
+                group.abandon(f"epoch {state.view.generation} has begun: {state.view.reason}")
+        self._newcomers = newcomers(state.view, state.alive, gone)
+        if state.stacks_revision > self._stacks_answered:
+            self._stacks_answered = state.stacks_revision
+            with suppress(StoreUnavailable):
+                self._heartbeat.put(f"where/{store_key(self.worker_id)}", msgspec.json.encode(self.activity()))
 
-    def _away(self, seconds: float | None) -> None:
-        event = StoreAwayFor(time=time.time(), rank=self.who.worker, address=self._store.address, seconds=seconds)
-        self._send(event)
+    def _on_store_away(self, seconds: float | None) -> None:
+        event = StoreOutage(time=time.time(), rank=self.worker_id.worker, address=self._store.address, seconds=seconds)
+        self._emit(event)
 
-    def _missed(self, seconds: float) -> None:
+    def _on_store_retry(self, seconds: float) -> None:
         """The driver has had its time; then the members try, one after the other: the first may be gone."""
-        place = self.view.members.index(self.who) if self.who in self.view.members else len(self.view.members)
-        if self._revive_store is not None and seconds > REVIVE_SECONDS * (1 + place):
+        place = self.view.members.index(self.worker_id) if self.worker_id in self.view.members else len(self.view.members)
+        if self._restart_store is not None and seconds > STORE_RESTART_SECONDS * (1 + place):
             with suppress(RunError, OSError):
-                self._revive_store()
+                self._restart_store()
 
-    def where(self) -> Where:
+    def activity(self) -> WorkerActivity:
         """What this worker is doing at this moment, for `shoal why`."""
-        doing = self.group.doing()
-        user_line, stack = own_frames(self._thread)
-        waits = self.waits_for if doing is None else [self.view.members[rank].worker for rank in doing.waits_for]
-        return Where(
-            worker=self.who.worker,
-            life=self.who.life,
-            host=self._beat.alive.name,
+        doing = self.group.status()
+        user_line, stack = user_stack(self._thread)
+        waits = self.waiting_for if doing is None else [self.view.members[rank].worker for rank in doing.missing_ranks]
+        return WorkerActivity(
+            worker=self.worker_id.worker,
+            incarnation=self.worker_id.incarnation,
+            host=self._heartbeat.process.host_name,
             pid=os.getpid(),
             state="waiting" if waits else "running",
-            operation="" if doing is None else doing.what,
+            operation="" if doing is None else doing.operation,
             waits_for=waits,
-            since=time.monotonic() - self.since if doing is None else doing.seconds,
+            since=time.monotonic() - self.phase_since if doing is None else doing.seconds,
             step=self.member.committed,
             phase=self.phase,
             user_line=user_line,
             stack=stack,
-            heard_seconds=0.0,
+            silent_seconds=0.0,
         )
 
 
@@ -543,71 +543,71 @@ def _log(text: str) -> None:
     print(f"{LOG_ONLY}{time.strftime('%H:%M:%S')} {text}", file=sys.stderr)
 
 
-class Fixed:
+class FixedMembership:
     """A group that was made once. Nobody is replaced, and whoever is lost takes the run with it."""
 
     elastic = False
 
-    def __init__(self, group: Group, asked_to_stop: Callable[[], bool]) -> None:
+    def __init__(self, group: WorkerGroup, should_stop: Callable[[], bool]) -> None:
         self.group = group
-        self.who = Who(group.rank)
-        self.view = View(epoch=1, members=tuple(Who(rank) for rank in range(group.size)))
-        self.member = Member(who=self.who)
-        self._asked_to_stop = asked_to_stop
+        self.worker_id = WorkerId(group.rank)
+        self.view = MembershipView(generation=1, members=tuple(WorkerId(rank) for rank in range(group.size)))
+        self.member = MemberState(worker_id=self.worker_id)
+        self._should_stop = should_stop
         self.phase = "works"
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         return 1
 
-    def enter(self) -> Settlement:
-        settlement = Settlement(view=self.view, step=0, behind=(), finishing=(), begins=True)
-        self.member.formed(settlement)
+    def enter(self) -> RecoveryPlan:
+        settlement = RecoveryPlan(view=self.view, step=0, behind=(), finishing=(), fresh_start=True)
+        self.member.group_formed(settlement)
         return settlement
 
-    def team(self, ranks: Sequence[int]) -> Group:
-        return self.group.team(ranks)
+    def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
+        return self.group.subgroup(ranks)
 
-    def begun(self, step: int) -> None:
-        self.member.begun(step)
+    def start_at(self, step: int) -> None:
+        self.member.start_at(step)
 
-    def arrived(self, settlement: Settlement) -> None:
+    def state_received(self, recovery: RecoveryPlan) -> None:
         return
 
-    def says(self) -> None:
-        self.member.says()
+    def vote(self) -> None:
+        self.member.vote()
 
-    def met(self) -> None:
-        self.member.met()
+    def commit(self) -> None:
+        self.member.commit()
 
-    def dropped(self) -> None:
-        self.member.dropped()
+    def drop(self) -> None:
+        self.member.drop()
 
-    def busy(self, yes: bool) -> None:
+    def set_busy(self, busy: bool) -> None:
         return
 
-    def recover(self, error: PeerLost) -> Settlement:
+    def recover(self, error: PeerLost) -> RecoveryPlan:
         raise error
 
-    def change(self, leaving: Sequence[int]) -> Settlement:
+    def change_members(self, leaving: Sequence[int]) -> RecoveryPlan:
         raise RunError("the workers of this run cannot change")
 
     def leave(self) -> None:
         return
 
-    def give_up(self, reason: str) -> None:
+    def fail_run(self, reason: str) -> None:
         return
 
-    def stand_down(self) -> None:
+    def stop_watching(self) -> None:
         return
 
-    def done(self) -> None:
+    def finish_run(self) -> None:
         return
 
-    def asks(self) -> int:
-        return STOP if self._asked_to_stop() else 0
+    def requests(self) -> int:
+        return STOP if self._should_stop() else 0
 
-    def committed_before(self) -> int:
+    def known_committed(self) -> int:
         return 0
 
     def close(self) -> None:

@@ -8,80 +8,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import Group
-from shoal.job.dataset import Source
-from shoal.numerics.lanes import Span, cut, fold
-from shoal.numerics.seeds import untouched_generators
+from shoal.collectives.group import WorkerGroup
+from shoal.job.dataset import DataSource
+from shoal.numerics.lanes import Span, cut_batch, fold
+from shoal.numerics.seeds import preserve_generators
 from shoal.parallel.data_parallel import read_loss
-from shoal.parallel.replica import Replica
+from shoal.parallel.replica import ModelReplica
 from shoal.worker.consistency import gather_text
 
 NAMES_BYTES = 4096
-UNNAMED = "value"  # of a closure that returns no dict
-Pair = tuple[float, float]  # sum and count
-Fetch = Callable[[], Any]  # a batch
-Measure = Callable[[Sequence[Fetch]], Iterable[tuple[int, Any]]]  # batches -> (number of a batch, what it comes to)
+UNNAMED_METRIC = "value"  # of a closure that returns no dict
+SumCount = tuple[float, float]  # sum and count
+FetchBatch = Callable[[], Any]  # a batch
+Measure = Callable[[Sequence[FetchBatch]], Iterable[tuple[int, Any]]]  # batches -> (number of a batch, what it comes to)
 
 
-def one_by_one(closure: Callable[[Any], Any]) -> Measure:
+def measure_locally(closure: Callable[[Any], Any]) -> Measure:
     """Every batch by this worker alone."""
     return lambda fetches: ((number, closure(fetch())) for number, fetch in enumerate(fetches))
 
 
 def evaluate(
-    source: Source,
+    source: DataSource,
     measure: Measure,
     *,
-    replica: Replica,
-    group: Group,
-    deal: Sequence[Span],
-    own: Span,
-    tellers: Sequence[int],
+    replica: ModelReplica,
+    group: WorkerGroup,
+    assignment: Sequence[Span],
+    own_lanes: Span,
+    reporters: Sequence[int],
     batch: int,
 ) -> Any:
     """The mean of what the closure returns (a mean, (sum, count), or a dict of these), on every worker alike.
 
     `own`: the lanes that this worker takes part in; `tellers`: who knows what the lanes of each share come to.
     """
-    lanes = deal[-1][1]
-    with undisturbed(replica):
-        names, found = _own_lanes(source, measure, own, lanes, batch)
+    lanes = assignment[-1][1]
+    with evaluation_mode(replica):
+        names, found = _measure_own_lanes(source, measure, own_lanes, lanes, batch)
     # A worker that has measured nothing has not seen the names; whoever has lane 0 has: it is never empty.
     names = next(filter(None, gather_text(group, "\n".join(names), NAMES_BYTES))).split("\n")
     batches = -(-source.samples // batch)
     table = torch.zeros(batches, lanes, len(names), 2, dtype=torch.float64)
     for (number, lane), pairs in found.items():
         table[number, lane] = torch.tensor(pairs, dtype=torch.float64)
-    rows = group.gather(table.reshape(-1)).reshape(group.size, *table.shape)
-    owners = [tellers[share] for share, (start, stop) in enumerate(deal) for _ in range(start, stop)]
+    rows = group.gather_rows(table.reshape(-1)).reshape(group.size, *table.shape)
+    owners = [reporters[share] for share, (start, stop) in enumerate(assignment) for _ in range(start, stop)]
     whole = torch.stack([rows[owner, :, lane] for lane, owner in enumerate(owners)], dim=1)
     means = {name: _mean(whole[:, :, index], lanes) for index, name in enumerate(names)}
-    return means[UNNAMED] if list(means) == [UNNAMED] else means
+    return means[UNNAMED_METRIC] if list(means) == [UNNAMED_METRIC] else means
 
 
-def _own_lanes(
-    source: Source, measure: Measure, held: Span, lanes: int, batch: int
-) -> tuple[list[str], dict[tuple[int, int], list[Pair]]]:
+def _measure_own_lanes(
+    source: DataSource, measure: Measure, held: Span, lanes: int, batch: int
+) -> tuple[list[str], dict[tuple[int, int], list[SumCount]]]:
     order = source.order(0)
     places: list[tuple[int, int]] = []
     pieces: list[list[int]] = []
     for number, first in enumerate(range(0, source.samples, batch)):
         count = min(batch, source.samples - first)
-        for lane, cuts in enumerate(cut(count, batch, lanes, 1)):
+        for lane, cuts in enumerate(cut_batch(count, batch, lanes, 1)):
             if held[0] <= lane < held[1] and cuts:
                 places.append((number, lane))
                 pieces.append([order[first + position] for position in cuts[0]])
     names: list[str] = []
-    found: dict[tuple[int, int], list[Pair]] = {}
+    found: dict[tuple[int, int], list[SumCount]] = {}
     fetches = [lambda piece=piece: source.fetch(piece, 0) for piece in pieces]
     for index, given in measure(fetches):
-        values = given if isinstance(given, dict) else {UNNAMED: given}
+        values = given if isinstance(given, dict) else {UNNAMED_METRIC: given}
         names = list(values)
         found[places[index]] = [_sum_count(value, len(pieces[index])) for value in values.values()]
     return names, found
 
 
-def _sum_count(value: Any, samples: int) -> Pair:
+def _sum_count(value: Any, samples: int) -> SumCount:
     if isinstance(value, tuple):
         total, count = value
         return float(total), float(count)
@@ -92,10 +92,10 @@ def _sum_count(value: Any, samples: int) -> Pair:
 def _mean(table: Tensor, lanes: int) -> float:
     """Sums and counts by batch and lane become one mean: lanes in the tree, batches in order."""
 
-    def add(left: Pair, right: Pair) -> Pair:
+    def add(left: SumCount, right: SumCount) -> SumCount:
         return left[0] + right[0], left[1] + right[1]
 
-    total: Pair = (0.0, 0.0)
+    total: SumCount = (0.0, 0.0)
     for row in table.tolist():
         parts = {(lane, lane + 1): (pair[0], pair[1]) if pair[1] else None for lane, pair in enumerate(row)}
         folded = fold(lanes, parts, add)
@@ -104,13 +104,13 @@ def _mean(table: Tensor, lanes: int) -> float:
 
 
 @contextmanager
-def undisturbed(replica: Replica) -> Iterator[None]:
+def evaluation_mode(replica: ModelReplica) -> Iterator[None]:
     """Evaluation mode without gradients; modes, buffers and generators are as before when it is over."""
     modes = [(module, module.training) for module in replica.model.modules()]
     replica.buffers.begin_step()
     try:
         replica.model.eval()
-        with torch.no_grad(), untouched_generators():
+        with torch.no_grad(), preserve_generators():
             yield
     finally:
         for module, training in modes:

@@ -4,59 +4,59 @@ a checkpoint. Everybody decides it from the members alone, so all come to the sa
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.numerics.lanes import Span, deal
-from shoal.parallel.groups import Teams, form_teams
-from shoal.parallel.layout import Layout, part_of, replicas
-from shoal.parallel.plan import Plan, read_shares
-from shoal.recovery.checkpoint.shards import Holding
-from shoal.recovery.membership.protocol import Who
-from shoal.worker.build_model import Built
-from shoal.worker.elastic_membership import Membership
+from shoal.numerics.lanes import Span, assign_lanes
+from shoal.parallel.groups import ParallelGroups, make_groups
+from shoal.parallel.layout import ParallelLayout, model_shard_of, form_replicas
+from shoal.parallel.plan import Plan, parse_shares
+from shoal.recovery.checkpoint.shards import StateShard
+from shoal.recovery.membership.protocol import WorkerId
+from shoal.worker.build_model import WorkerModel
+from shoal.worker.elastic_membership import RunMembership
 
 
-def form(layout: Layout, crew: Membership, built: Built) -> Teams:
+def form_groups(layout: ParallelLayout, membership: RunMembership, built: WorkerModel) -> ParallelGroups:
     """The groups of this epoch. All members form them together."""
-    if not layout.cuts:
-        return Teams.equal(crew.group)
-    workers = [who.worker for who in crew.view.members]
+    if not layout.sharded:
+        return ParallelGroups.replicated(membership.group)
+    workers = [who.worker for who in membership.view.members]
     if layout.zero:  # nobody is missing: a loss ends in another term
-        whole = [tuple(workers[first : first + layout.span]) for first in range(0, len(workers), layout.span)]
+        whole = [tuple(workers[first : first + layout.replica_size]) for first in range(0, len(workers), layout.replica_size)]
         left: list[int] = []
     else:
-        whole, left = replicas(workers, layout.span)
-    teams = form_teams(
-        crew.group,
-        crew.team,
-        whole=[[workers.index(worker) for worker in each] for each in whole],
-        left=[workers.index(worker) for worker in left],
-        parts=[part_of(worker, layout.span) for worker in workers],
+        whole, left = form_replicas(workers, layout.replica_size)
+    teams = make_groups(
+        membership.group,
+        membership.subgroup,
+        replicas=[[workers.index(worker) for worker in each] for each in whole],
+        leftover=[workers.index(worker) for worker in left],
+        shards=[model_shard_of(worker, layout.replica_size) for worker in workers],
         pipeline=layout.pipeline,
         tensor=layout.tensor,
-        teller=0 if built.stages is None else built.stages.last * layout.tensor,
+        loss_shard=0 if built.stages is None else built.stages.last_rank * layout.tensor,
     )
-    if built.slices is not None:
-        built.slices.group = teams.slices
+    if built.tensor_group is not None:
+        built.tensor_group.group = teams.tensor_group
     return teams
 
 
-def roles(layout: Layout, crew: Membership, holding: Holding | None) -> tuple[Holding | None, Sequence[Who]]:
+def checkpoint_writers(layout: ParallelLayout, membership: RunMembership, state_shard: StateShard | None) -> tuple[StateShard | None, Sequence[WorkerId]]:
     """What this worker writes of a checkpoint, and who writes the parts: the first that hold them."""
-    if holding is None:
+    if state_shard is None:
         return None, ()
-    first: dict[int, Who] = {}
-    for who in crew.view.members:
-        first.setdefault(part_of(who.worker, layout.parts), who)
-    writers = sorted(first.values(), key=crew.view.rank)
-    part = writers.index(crew.who) if crew.who in writers else None
-    return replace(holding, part=part, parts=len(writers)), writers
+    first: dict[int, WorkerId] = {}
+    for who in membership.view.members:
+        first.setdefault(model_shard_of(who.worker, layout.shards), who)
+    writers = sorted(first.values(), key=membership.view.rank)
+    part = writers.index(membership.worker_id) if membership.worker_id in writers else None
+    return replace(state_shard, part=part, parts=len(writers)), writers
 
 
-def deal_to(plan: Plan, members: Sequence[Who], replicas: int) -> tuple[Span, ...]:
+def assign_lanes(plan: Plan, members: Sequence[WorkerId], replicas: int) -> tuple[Span, ...]:
     """Lanes for as many replicas: as planned while all are there."""
     if [who.worker for who in members] == list(range(plan.workers)):
-        return plan.deal
+        return plan.assignment
     speeds = [1.0] * replicas
-    if plan.shares not in ("even", "auto") and not plan.layout.cuts:
-        shares = read_shares(plan.shares, plan.workers)
+    if plan.shares not in ("even", "auto") and not plan.layout.sharded:
+        shares = parse_shares(plan.shares, plan.workers)
         speeds = [shares[who.worker] if who.worker < len(shares) else 1.0 for who in members]
-    return deal(plan.lanes, speeds)
+    return assign_lanes(plan.lanes, speeds)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.errors import JobError
-from shoal.job.dataset import Source, open_source
+from shoal.job.dataset import DataSource, open_data
 from shoal.job.job import Job
 from shoal.numerics import kernels
 from shoal.numerics.describe import describe
@@ -21,7 +21,7 @@ from shoal.parallel.blocks import find_blocks
 from shoal.parallel.plan import make_plan
 from shoal.report.atomic_write import write_json
 from shoal.worker import context as seats
-from shoal.worker.build_model import plain
+from shoal.worker.build_model import whole_model
 from shoal.worker.trainer import Run
 
 _joined: tuple[int, Run] | None = None  # the process that joined, and its run: a forked worker inherits neither
@@ -51,9 +51,9 @@ def join(
     run_dir, resume   only when started alone; `shoal run` has flags for both
     """
     global _joined
-    seat = seats.current(Path(run_dir) if run_dir is not None else None, resume)
-    kernels.settle(threads=threads, exact=seat.settings.exact)
-    source = open_source(loader, seed=seed)
+    seat = seats.current_context(Path(run_dir) if run_dir is not None else None, resume)
+    kernels.configure(threads=threads, exact=seat.settings.exact)
+    source = open_data(loader, seed=seed)
     checked = as_job(
         model,
         source,
@@ -71,15 +71,15 @@ def join(
         shares=seat.settings.shares,
         threads=threads,
         exact=seat.settings.exact,
-        algorithm=seat.settings.wish.algorithm,
-        compress=seat.settings.wish.compress,
+        algorithm=seat.settings.communication.algorithm,
+        compress=seat.settings.communication.compress,
     )
     if (plan.lanes, plan.workers) != (checked.lane_count, seat.size):
         raise JobError(
             f"the plan is for {plan.lanes} lanes on {plan.workers} workers;"
             f" the script has {checked.lane_count} on {seat.size}"
         )
-    crew = seat.crew()
+    crew = seat.membership()
     arithmetic = checked.arithmetic() | {
         "optimizer": type(optimizer).__qualname__,
         "scheduler": None if scheduler is None else type(scheduler).__qualname__,
@@ -88,7 +88,7 @@ def join(
     }
     arithmetic |= source.arithmetic(schedule)
     run = Run(
-        built=plain(model, find_blocks(model, blocks)),
+        built=whole_model(model, find_blocks(model, blocks)),
         optimizer=optimizer,
         scheduler=scheduler,
         state=state or {},
@@ -97,32 +97,32 @@ def join(
         microbatches=microbatches,
         seed=seed,
         plan=plan,
-        seat=seat,
-        crew=crew,
-        share=True,
+        context=seat,
+        membership=crew,
+        broadcast=True,
         arithmetic=arithmetic,
         steps=steps,
         checkpoint_every=checkpoint_every,
     )
-    run.plan = structs.replace(plan, exact=plan.exact and run.group.how().exact)
-    if run.leader and seat.folder is not None and crew.epoch <= 1:
+    run.plan = structs.replace(plan, exact=plan.exact and run.group.comm_stats().exact)
+    if run.leader and seat.folder is not None and crew.generation <= 1:
         write_json(seat.folder / "plan.json", run.plan)
     _joined = os.getpid(), run
     atexit.register(finish_joined)
     return run
 
 
-def as_job(model: nn.Module, source: Source, **arithmetic: Any) -> Job:
+def as_job(model: nn.Module, source: DataSource, **arithmetic: Any) -> Job:
     """The same checks as a job's, by the same code."""
     last: Any = "drop" if source.last == "drop" else "short"
     return Job(
-        model=model, data=None, loss=_never, optimizer=_never, batch=source.batch, epochs=1, last=last, **arithmetic
+        model=model, data=None, loss=_not_callable, optimizer=_not_callable, batch=source.batch, epochs=1, last=last, **arithmetic
     )
 
 
 def finish_joined() -> None:
     """Ends a run whose loop was left early, unless an error ended it."""
-    run = joined()
+    run = joined_run()
     if run is not None and not run.finished:
         if getattr(sys, "last_value", None) is None:
             run.finish()
@@ -130,10 +130,10 @@ def finish_joined() -> None:
             run.close()
 
 
-def joined() -> Run | None:
+def joined_run() -> Run | None:
     """The run that this process has joined."""
     return _joined[1] if _joined is not None and _joined[0] == os.getpid() else None
 
 
-def _never(*arguments: Any) -> Any:
+def _not_callable(*arguments: Any) -> Any:
     raise AssertionError("a joined loop has its own loss and optimizer")

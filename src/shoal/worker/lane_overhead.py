@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shoal.numerics.lanes import cut
-from shoal.numerics.seeds import untouched_generators
+from shoal.numerics.lanes import cut_batch
+from shoal.numerics.seeds import preserve_generators
 from shoal.parallel.data_parallel import read_loss
 from shoal.report.events import LaneCost
 from shoal.worker.trainer import Run
@@ -14,14 +14,14 @@ BUDGET_SECONDS = 1.0
 ROUNDS = 3
 
 
-def lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | None:
+def measure_lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | None:
     """Times this worker's lanes one by one against all of them at once, best of a few; None if it would take long."""
-    first, stop = run.strategy.held
+    first, stop = run.strategy.own_lanes
     if run.compute_seconds > BUDGET_SECONDS:
         return None
     if stop - first < 2:  # one lane: nothing could be joined, so it costs nothing
-        return LaneCost(time=time.time(), lanes=1, apart=0.0, together=0.0)
-    cuts = cut(run.schedule.batch, run.schedule.batch, run.plan.lanes, run.strategy.microbatches)
+        return LaneCost(time=time.time(), lanes=1, separate_seconds=0.0, joint_seconds=0.0)
+    cuts = cut_batch(run.schedule.batch, run.schedule.batch, run.plan.lanes, run.strategy.microbatches)
     apart = [list(piece) for lane in range(first, stop) for piece in cuts[lane]]
     together = [[position for piece in column for position in piece] for column in zip(*cuts[first:stop], strict=True)]
     order = run.source.order(0)
@@ -37,7 +37,7 @@ def lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | None:
         return passed
 
     buffers = run.replica.buffers
-    with untouched_generators():
+    with preserve_generators():
         buffers.begin_step()
         began = time.perf_counter()
         best_apart = best_together = float("inf")
@@ -47,4 +47,4 @@ def lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | None:
             if time.perf_counter() - began > BUDGET_SECONDS:
                 break
         buffers.drop()
-    return LaneCost(time=time.time(), lanes=stop - first, apart=best_apart, together=best_together)
+    return LaneCost(time=time.time(), lanes=stop - first, separate_seconds=best_apart, joint_seconds=best_together)

@@ -28,34 +28,34 @@ RESET_PEAK = "5"
 # -- how much it is ---------------------------------------------------------------------------------------------------
 
 
-class Meter:
+class MemoryMeter:
     """Started before the model is built; looks again whenever it is asked (a quarter of a millisecond)."""
 
     def __init__(self) -> None:
         _reset_peak()
-        start = status()
+        start = process_status()
         self._resident = start.get("VmRSS", 0) - start.get("RssFile", 0)
         self._shared = start.get("RssShmem", 0)
         self._peak = 0
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """To be called once a step. Pages of files that came between two looks are taken to have been there at the
         peak: in the first step that is up to 20 MB of libraries, later nothing."""
-        now = status()
+        now = process_status()
         self._peak = max(self._peak, now.get("VmHWM", 0) - now.get("RssFile", 0) - self._resident)
         _reset_peak()
 
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes above the start, at the most so far; shared memory that this process has touched is part of it."""
-        self.look()
+        self.sample()
         return self._peak
 
-    def shared(self) -> int:
+    def shared_bytes(self) -> int:
         """Bytes above the start of memory that several workers share. Each of them counts it."""
-        return max(0, status().get("RssShmem", 0) - self._shared)
+        return max(0, process_status().get("RssShmem", 0) - self._shared)
 
 
-def status() -> dict[str, int]:
+def process_status() -> dict[str, int]:
     """Bytes by the kernel's names for them; empty where there is no such kernel."""
     try:
         lines = STATUS.read_text().splitlines()
@@ -76,23 +76,23 @@ def _reset_peak() -> None:
 STACK_BYTES = 1 << 20  # of threads that start under a cap
 SPARE_THREADS = 8
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
-RETURNED_BYTES = 256 << 10
+TRIM_BYTES = 256 << 10
 
 
-def cap(num_bytes: int, *, threads: int = SPARE_THREADS) -> None:
+def cap_memory(num_bytes: int, *, threads: int = SPARE_THREADS) -> None:
     """From now on this process gets so many bytes more, from the kernel; torch raises when it asks for more.
 
     It counts private memory, touched or not, so `threads` that are still to start have room for their stacks besides.
     Memory shared with other workers is not counted. Large tensors go back when they are freed: see `return_freed`.
     """
-    return_freed()
+    return_freed_memory()
     _small_stacks()
-    limit = status().get("VmData", 0) + num_bytes + threads * STACK_BYTES
+    limit = process_status().get("VmData", 0) + num_bytes + threads * STACK_BYTES
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def return_freed() -> None:
+def return_freed_memory() -> None:
     """Undoes `kernels.keep_large_allocations`: what is freed goes back, so a peak is about what was alive at once.
 
     Costs page faults: a step that moves much memory may take longer.
@@ -100,8 +100,8 @@ def return_freed() -> None:
     with suppress(OSError, AttributeError):  # not glibc
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 65536)
-        libc.mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, RETURNED_BYTES)
+        libc.mallopt(M_MMAP_THRESHOLD, TRIM_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
         libc.malloc_trim(0)
 
 
@@ -115,7 +115,7 @@ def _small_stacks() -> None:
             libc.pthread_setattr_default_np(attributes)
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether it says that there was no more memory."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
@@ -123,7 +123,7 @@ def ran_out(error: BaseException) -> bool:
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def read_size(text: str) -> int:
+def parse_size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt]i?)?b?|bytes?)\s*", text.lower())
     num_bytes = round(float(found[1]) * UNITS[found[2] or ""]) if found else 0
     if num_bytes < 1:
@@ -135,7 +135,7 @@ def read_size(text: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class MemoryEstimate:
     """Bytes that one worker needs at the least, by what they are for. Activations come on top."""
 
     weights: int
@@ -143,32 +143,32 @@ class Need:
     optimizer: int
     buffers: int = 0
 
-    PARTS: ClassVar[tuple[str, ...]] = ("weights", "gradients", "optimizer", "buffers")
+    CATEGORIES: ClassVar[tuple[str, ...]] = ("weights", "gradients", "optimizer", "buffers")
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.buffers
 
-    def parts(self) -> dict[str, int]:
-        return {part: getattr(self, part) for part in self.PARTS if getattr(self, part)}
+    def by_category(self) -> dict[str, int]:
+        return {part: getattr(self, part) for part in self.CATEGORIES if getattr(self, part)}
 
     def lines(self) -> list[str]:
-        rows = {**self.parts(), "together": self.total}
+        rows = {**self.by_category(), "together": self.total}
         return [f"{part:<10} {human.size(num_bytes):>9}" for part, num_bytes in rows.items()]
 
-    def check(self, have: int, *, by: str, fix: str) -> None:
+    def check(self, available: int, *, by: str, fix: str) -> None:
         """`by`: who says that there is so much, such as the option."""
-        if self.total > have:
-            parts = ", ".join(f"{part} {human.size(num_bytes)}" for part, num_bytes in self.parts().items())
+        if self.total > available:
+            parts = ", ".join(f"{part} {human.size(num_bytes)}" for part, num_bytes in self.by_category().items())
             refused = MemoryNeeded(
-                f"one worker needs {human.size(self.total)} ({parts}) and has {human.size(have)} ({by})",
+                f"one worker needs {human.size(self.total)} ({parts}) and has {human.size(available)} ({by})",
                 fix=fix,
             )
             refused.needed = self.total
             raise refused
 
 
-def need(
+def estimate_memory(
     weights: int,
     *,
     state: float,
@@ -177,7 +177,7 @@ def need(
     stored: int | None = None,
     merged: bool = True,
     buffers: int = 0,
-) -> Need:
+) -> MemoryEstimate:
     """All in bytes on this worker. `state`: see `state_factor`. `lanes`: that it holds.
 
     `trained`: the weights that get gradients; `stored`: those whose optimizer state is here; both all of them if it is
@@ -186,7 +186,7 @@ def need(
     trained = weights if trained is None else trained
     stored = trained if stored is None else stored
     at_once = lanes.bit_length()  # adding up a tree of lanes: log2 + 1
-    return Need(
+    return MemoryEstimate(
         weights=weights,
         gradients=trained * (at_once + int(merged)),
         optimizer=math.ceil(stored * state),

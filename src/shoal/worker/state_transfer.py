@@ -20,21 +20,21 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import Group
-from shoal.collectives.remote_read import Proof, proven, read
+from shoal.collectives.group import WorkerGroup
+from shoal.collectives.remote_read import ReadProbe, can_read, read_memory
 from shoal.collectives.shm_segment import free_memory
 from shoal.errors import MismatchError, PeerLost, RunError
-from shoal.numerics.digest import quick, tensor_bytes
+from shoal.numerics.digest import quick_digest, tensor_bytes
 from shoal.recovery.checkpoint.directory import Snapshot
 
 SMALL_BYTES = 1 << 16  # what is smaller travels together
-PARTS = ("weights", "optimizer", "extra")
-AHEAD = 3  # times the weights: theirs until they are restored, and the two moments that most optimizers keep
-ASKS, HAS = 0, 1  # what a newcomer answers
+SECTIONS = ("weights", "optimizer", "extra")
+RESERVE_FACTOR = 3  # times the weights: theirs until they are restored, and the two moments that most optimizers keep
+NEEDS_BYTES, HAS_BYTES = 0, 1  # what a newcomer answers
 
 
-class _Tensor(msgspec.Struct, frozen=True):
-    part: str
+class _TensorHeader(msgspec.Struct, frozen=True):
+    section: str
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -45,51 +45,51 @@ class _Tensor(msgspec.Struct, frozen=True):
         return int(math.prod(self.shape)) * _dtype(self.dtype).itemsize
 
 
-class _Header(msgspec.Struct, frozen=True, kw_only=True):
+class _TransferHeader(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     aliases: dict[str, str]
     values: dict[str, Any]
     arithmetic: dict[str, Any]
     fingerprint: str
-    tensors: list[_Tensor]
-    process: int
+    tensors: list[_TensorHeader]
+    pid: int
     proof: list[int]
 
 
 # -- the donor ------------------------------------------------------------------------------------------------------
 
 
-def give(group: Group, to: Sequence[int], snapshot: Snapshot) -> int:
+def send_state(group: WorkerGroup, receivers: Sequence[int], snapshot: Snapshot) -> int:
     """Hands a snapshot, whose tensors may be the live ones, to some ranks. Returns its bytes."""
-    tensors = [(part, name, tensor) for part in PARTS for name, tensor in getattr(snapshot, part).items()]
+    tensors = [(part, name, tensor) for part in SECTIONS for name, tensor in getattr(snapshot, part).items()]
     flats = [_bytes(tensor) for _, _, tensor in tensors]
-    proof = Proof()
-    header = _Header(
+    proof = ReadProbe()
+    header = _TransferHeader(
         step=snapshot.step,
         aliases=snapshot.aliases,
         values=snapshot.values,
         arithmetic=snapshot.arithmetic,
         fingerprint=snapshot.fingerprint,
         tensors=[
-            _Tensor(part, name, str(each.dtype), tuple(each.shape), flat.data_ptr())
+            _TensorHeader(part, name, str(each.dtype), tuple(each.shape), flat.data_ptr())
             for (part, name, each), flat in zip(tensors, flats, strict=True)
         ],
-        process=os.getpid(),
-        proof=proof.row(),
+        pid=os.getpid(),
+        proof=proof.address_and_secret(),
     )
     text = torch.frombuffer(bytearray(msgspec.json.encode(header)), dtype=torch.uint8)
     small, large = _by_size(flats)
     together = torch.cat(small) if small else None
-    for rank in to:
+    for rank in receivers:
         group.send(torch.tensor([text.numel()], dtype=torch.int64), rank)
         group.send(text, rank)
         if together is not None:
             group.send(together, rank)
-    digests = torch.tensor([quick(tensor) for _, _, tensor in tensors], dtype=torch.int64)  # while they read
-    for rank in to:
+    digests = torch.tensor([quick_digest(tensor) for _, _, tensor in tensors], dtype=torch.int64)  # while they read
+    for rank in receivers:
         answer = torch.zeros(1, dtype=torch.int64)
         group.receive(answer, rank)
-        if int(answer) == ASKS:
+        if int(answer) == NEEDS_BYTES:
             for flat in large:
                 group.send(flat, rank)
         group.send(digests, rank)
@@ -99,7 +99,7 @@ def give(group: Group, to: Sequence[int], snapshot: Snapshot) -> int:
 # -- the newcomer ---------------------------------------------------------------------------------------------------
 
 
-def prepare(tensors: Iterable[Tensor]) -> None:
+def preallocate(tensors: Iterable[Tensor]) -> None:
     """Makes the memory that a hand-over will fill this process's own, so that nobody waits for the kernel meanwhile.
 
     Pages that are new, or still shared with the process this one was forked from, cost several times what the copy
@@ -109,18 +109,18 @@ def prepare(tensors: Iterable[Tensor]) -> None:
     weights = [tensor for tensor in tensors if tensor.is_contiguous() and tensor.device.type == "cpu"]
     for tensor in weights:
         _bytes(tensor)[:: mmap.PAGESIZE].bitwise_or_(0)
-    ahead = AHEAD * sum(tensor.nbytes for tensor in weights)
+    ahead = RESERVE_FACTOR * sum(tensor.nbytes for tensor in weights)
     if ahead < free_memory() // 2:
         torch.empty(ahead, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
 
 
-def accept(group: Group, source: int, donor: str = "") -> tuple[Snapshot, int]:
+def receive_state(group: WorkerGroup, source: int, donor: str = "") -> tuple[Snapshot, int]:
     """A snapshot from a rank, checked, and its bytes."""
     length = torch.zeros(1, dtype=torch.int64)
     group.receive(length, source)
     text = torch.empty(int(length), dtype=torch.uint8)
     group.receive(text, source)
-    header = msgspec.json.decode(tensor_bytes(text), type=_Header)
+    header = msgspec.json.decode(tensor_bytes(text), type=_TransferHeader)
     whole = sum(tensor.num_bytes for tensor in header.tensors)
     if whole > free_memory():
         raise RunError(f"the state of the run has {whole >> 20} MB, and this host has {free_memory() >> 20} MB free")
@@ -132,13 +132,13 @@ def accept(group: Group, source: int, donor: str = "") -> tuple[Snapshot, int]:
         group.receive(together, source)
         for flat, piece in zip(small, together.split([flat.numel() for flat in small]), strict=True):
             flat.copy_(piece)
-    found = _fill(group, source, header, tensors, flats, large)
+    found = _receive_large(group, source, header, tensors, flats, large)
     expected = torch.empty(len(tensors), dtype=torch.int64)
     group.receive(expected, source)
-    check(header.tensors, expected.tolist(), found, donor or f"rank {source}")
-    parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
+    check_digests(header.tensors, expected.tolist(), found, donor or f"rank {source}")
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in SECTIONS}
     for described, tensor in zip(header.tensors, tensors, strict=True):
-        parts[described.part][described.name] = tensor
+        parts[described.section][described.name] = tensor
     snapshot = Snapshot(
         step=header.step,
         aliases=header.aliases,
@@ -150,42 +150,42 @@ def accept(group: Group, source: int, donor: str = "") -> tuple[Snapshot, int]:
     return snapshot, whole
 
 
-def _fill(
-    group: Group, source: int, header: _Header, tensors: list[Tensor], flats: list[Tensor], large: list[Tensor]
+def _receive_large(
+    group: WorkerGroup, source: int, header: _TransferHeader, tensors: list[Tensor], flats: list[Tensor], large: list[Tensor]
 ) -> list[int]:
     """Gets the large tensors, one copy each where the donor's memory can be read. Returns digests of all: each is
     taken beside the next one's copy."""
-    reads = bool(large) and proven(header.process, header.proof)
+    reads = bool(large) and can_read(header.pid, header.proof)
     if not reads:
-        group.send(torch.tensor([ASKS], dtype=torch.int64), source)
+        group.send(torch.tensor([NEEDS_BYTES], dtype=torch.int64), source)
     with ThreadPoolExecutor(1, "shoal digest") as beside:
         found = []
         for described, tensor, flat in zip(header.tensors, tensors, flats, strict=True):
             if _is_large(flat):
                 if reads:
-                    _read(header.process, described, flat, source)
+                    _read(header.pid, described, flat, source)
                 else:
                     group.receive(flat, source)
-            found.append(beside.submit(quick, tensor))
+            found.append(beside.submit(quick_digest, tensor))
         if reads:
-            group.send(torch.tensor([HAS], dtype=torch.int64), source)
+            group.send(torch.tensor([HAS_BYTES], dtype=torch.int64), source)
         return [each.result() for each in found]
 
 
-def _read(process: int, described: _Tensor, flat: Tensor, source: int) -> None:
+def _read(process: int, described: _TensorHeader, flat: Tensor, source: int) -> None:
     try:
-        read(process, described.address, flat)
+        read_memory(process, described.address, flat)
     except OSError as error:
         raise PeerLost(
             f"rank {source} ended or went on while it handed its state over: {described.name}, {error.strerror}"
         ) from error
 
 
-def check(described: Sequence[_Tensor], expected: Sequence[int], found: Sequence[int], donor: str) -> None:
+def check_digests(described: Sequence[_TensorHeader], expected: Sequence[int], found: Sequence[int], donor: str) -> None:
     for tensor, sent, arrived in zip(described, expected, found, strict=True):
         if arrived != sent:
             raise MismatchError(
-                f"the state that {donor} handed over arrived changed, first in {tensor.part} {tensor.name}",
+                f"the state that {donor} handed over arrived changed, first in {tensor.section} {tensor.name}",
                 where=f"its digest is {arrived & (1 << 64) - 1:016x}, sent was {sent & (1 << 64) - 1:016x}",
                 fix="memory or network of one of the two hosts is at fault; nothing was restored",
             )

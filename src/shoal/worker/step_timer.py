@@ -8,74 +8,74 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.parallel.data_parallel import Outcome
-from shoal.recovery.sample_audit import consumed
-from shoal.report.events import Spent, Steps
-from shoal.worker.context import Wire
+from shoal.parallel.data_parallel import StepResult
+from shoal.recovery.sample_audit import sample_digest
+from shoal.report.events import TimeSpent, StepsCommitted
+from shoal.worker.context import EventChannel
 
-TELL_SECONDS = 0.2
+REPORT_SECONDS = 0.2
 
 
-class Journal:
-    def __init__(self, wire: Wire, rank: int, samples: bool = False) -> None:
+class StepTimer:
+    def __init__(self, channel: EventChannel, rank: int, samples: bool = False) -> None:
         """`samples`: also tells which samples each step saw, not only a digest of them."""
-        self.wire = wire
+        self.channel = channel
         self.rank = rank
-        self.samples_told = samples
-        self.mark = self.told = time.perf_counter()
-        self.inside = False  # between a merge and its commit
+        self.report_samples = samples
+        self.mark = self.reported_at = time.perf_counter()
+        self.in_update = False  # between a merge and its commit
         self._clear()
 
     def _clear(self) -> None:
-        self.spent = Spent()
+        self.spent = TimeSpent()
         self.count = self.samples = 0
         self.slowest: dict[int, int] = {}
-        self.lost = 0.0  # seconds in steps that came to nothing
+        self.lost_seconds = 0.0  # seconds in steps that came to nothing
         self.consumed: list[str] = []
         self.indices: list[list[int]] = []
 
-    def _lap(self) -> float:
+    def _elapsed(self) -> float:
         now = time.perf_counter()
         passed, self.mark = now - self.mark, now
         return passed
 
     def begin(self) -> None:
         """What came before was no part of an update."""
-        self.spent += Spent(other=self._lap())
+        self.spent += TimeSpent(other=self._elapsed())
 
-    def aside(self) -> None:
+    def pause(self) -> None:
         """What follows, up to `begin`, is no part of the update."""
-        self.spent += Spent(apply=self._lap()) if self.inside else Spent(other=self._lap())
+        self.spent += TimeSpent(apply=self._elapsed()) if self.in_update else TimeSpent(other=self._elapsed())
 
-    def merged(self, outcome: Outcome) -> None:
-        whole = self._lap()
-        data, wait, merge = outcome.data_seconds, outcome.wait_seconds, outcome.merge_seconds
-        self.spent += Spent(data=data, wait=wait, merge=merge, compute=max(0.0, whole - data - wait - merge))
-        self.inside = True
+    def reduced(self, result: StepResult) -> None:
+        whole = self._elapsed()
+        data, wait, merge = result.data_seconds, result.wait_seconds, result.reduce_seconds
+        self.spent += TimeSpent(data=data, wait=wait, merge=merge, compute=max(0.0, whole - data - wait - merge))
+        self.in_update = True
 
     def dropped(self) -> None:
         """A step failed, and the workers are in order again."""
-        self.lost += self._lap()
+        self.lost_seconds += self._elapsed()
 
-    def committed(self, outcome: Outcome, indices: NDArray[np.int64], leader: bool, members: Sequence[int]) -> None:
+    def committed(self, result: StepResult, indices: NDArray[np.int64], leader: bool, members: Sequence[int]) -> None:
         """`members`: the workers' numbers, by rank."""
-        self.spent += Spent(apply=self._lap())
-        self.inside = False
+        self.spent += TimeSpent(apply=self._elapsed())
+        self.in_update = False
         self.count += 1
-        self.samples += outcome.samples
+        self.samples += result.samples
         # Every member tells it: the leader may be gone before it has.
-        self.consumed.append(consumed(indices))
-        if self.samples_told:
+        self.consumed.append(sample_digest(indices))
+        if self.report_samples:
             self.indices.append(indices.tolist())
         if leader:
-            slowest = members[outcome.slowest] if outcome.slowest < len(members) else self.rank
+            slowest = members[result.slowest] if result.slowest < len(members) else self.rank
             self.slowest[slowest] = self.slowest.get(slowest, 0) + 1
 
     @property
     def due(self) -> bool:
-        return self.count > 0 and self.mark - self.told >= TELL_SECONDS
+        return self.count > 0 and self.mark - self.reported_at >= REPORT_SECONDS
 
-    def tell(
+    def report(
         self,
         *,
         step: int,
@@ -87,7 +87,7 @@ class Journal:
     ) -> None:
         if not self.count:
             return
-        event = Steps(
+        event = StepsCommitted(
             time=time.time(),
             rank=self.rank,
             step=step,
@@ -97,17 +97,17 @@ class Journal:
             loss=loss,
             lanes=lanes,
             spent=self.spent,
-            rate=rate,
-            memory=_resident_bytes(),
+            learning_rate=rate,
+            memory_bytes=_resident_bytes(),
             slowest=self.slowest,
             leader=leader,
-            lost=self.lost,
-            consumed=self.consumed,
-            indices=self.indices,
+            lost_seconds=self.lost_seconds,
+            sample_digests=self.consumed,
+            sample_indices=self.indices,
         )
-        self.wire.send(event)
+        self.channel.emit(event)
         self._clear()
-        self.told = time.perf_counter()
+        self.reported_at = time.perf_counter()
 
 
 def _resident_bytes() -> int:

@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives.group import Alone, Group, Pending
+from shoal.collectives.group import SoloGroup, WorkerGroup, PendingTensor
 from shoal.errors import InputError, MismatchError
-from shoal.numerics.digest import quick, tensor_bytes
+from shoal.numerics.digest import quick_digest, tensor_bytes
 from shoal.numerics.lanes import Span
 from shoal.worker.consistency import gather_text
-from shoal.worker.join import joined
+from shoal.worker.join import joined_run
 
 if TYPE_CHECKING:
     from shoal.worker.trainer import Run
 
 AGGREGATES = ("mean", "sum", "only_first")
 REDUCTIONS = ("sum", "mean", "max", "min")
-_OF_DIM: dict[str, Callable[[Tensor, int], Tensor]] = {
+_REDUCE_DIM: dict[str, Callable[[Tensor, int], Tensor]] = {
     "sum": torch.sum,
     "mean": torch.mean,
     "max": torch.amax,
@@ -39,25 +39,25 @@ _OF_DIM: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 CALL_BYTES = 256  # of what a worker says it is about to do
 
-Value: TypeAlias = Tensor | float | int | bool
+TensorLike: TypeAlias = Tensor | float | int | bool
 
 
-class Exchange(Protocol):
+class ValueGroup(Protocol):
     """What is used of a group."""
 
     rank: int
     size: int
 
-    def gather(self, row: Tensor) -> Tensor: ...
+    def gather_rows(self, row: Tensor) -> Tensor: ...
 
-    def merge(
-        self, lanes: int, deal: Sequence[Span], parts: Mapping[Span, Tensor], key: Hashable = None
-    ) -> Pending: ...
+    def ordered_reduce(
+        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+    ) -> PendingTensor: ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
 
 
-Where: TypeAlias = "Group | Run | dist.ProcessGroup | None"
+GroupLike: TypeAlias = "WorkerGroup | Run | dist.ProcessGroup | None"
 
 
 class Mirrored:
@@ -68,11 +68,11 @@ class Mirrored:
     else this process alone.
     """
 
-    def __init__(self, value: Value, *, aggregate: str = "mean", group: Where = None) -> None:
-        self._where = group
-        self._aggregate = _known(aggregate, AGGREGATES, "an aggregate")
+    def __init__(self, value: TensorLike, *, aggregate: str = "mean", group: GroupLike = None) -> None:
+        self._group_like = group
+        self._aggregate = _check_choice(aggregate, AGGREGATES, "an aggregate")
         self._value = _tensor(value).clone(memory_format=torch.contiguous_format)
-        among = _exchange(group)
+        among = _value_group(group)
         _agree(among, f"Mirrored {_kind(self._value)}")
         among.broadcast(self._value)
 
@@ -81,21 +81,21 @@ class Mirrored:
         """This worker's copy: the same memory for good, so views of it follow. To be read; `assign` writes."""
         return self._value
 
-    def assign(self, value: Value, *, aggregate: str | None = None) -> "Mirrored":
+    def assign(self, value: TensorLike, *, aggregate: str | None = None) -> "Mirrored":
         """Every worker gives a value; all have what they come to."""
         self._value.copy_(self._aggregated("assign", value, aggregate))
         return self
 
-    def assign_add(self, value: Value, *, aggregate: str | None = None) -> "Mirrored":
+    def assign_add(self, value: TensorLike, *, aggregate: str | None = None) -> "Mirrored":
         """Every worker gives a value; what they come to is added, once."""
         self._value.add_(self._aggregated("assign_add", value, aggregate))
         return self
 
     def check(self) -> None:
         """A MismatchError that names the workers whose copy differs, by a bit."""
-        among = _exchange(self._where)
+        among = _value_group(self._group_like)
         _agree(among, f"check {_kind(self._value)}")
-        told = among.gather(torch.tensor([quick(self._value)])).flatten().tolist()
+        told = among.gather_rows(torch.tensor([quick_digest(self._value)])).flatten().tolist()
         if len(set(told)) == 1:
             return
         common, number = Counter(told).most_common(1)[0]
@@ -124,10 +124,10 @@ class Mirrored:
     def __repr__(self) -> str:
         return f"Mirrored({self._value}, aggregate={self._aggregate!r})"
 
-    def _aggregated(self, call: str, given: Value, aggregate: str | None) -> Tensor:
-        how = _known(aggregate or self._aggregate, AGGREGATES, "an aggregate")
+    def _aggregated(self, call: str, given: TensorLike, aggregate: str | None) -> Tensor:
+        how = _check_choice(aggregate or self._aggregate, AGGREGATES, "an aggregate")
         value = self._fitting(call, given)
-        among = _exchange(self._where)
+        among = _value_group(self._group_like)
         if how != "only_first":
             _check_arithmetic(how, value)
         _agree(among, f"Mirrored.{call} {how} {_kind(value)}")
@@ -136,7 +136,7 @@ class Mirrored:
             return value
         return _reduced(among, value, how)
 
-    def _fitting(self, call: str, given: Value) -> Tensor:
+    def _fitting(self, call: str, given: TensorLike) -> Tensor:
         """Of this value's shape and type; a number stands for a tensor full of it."""
         own, value = self._value, _tensor(given)
         if not torch.can_cast(value.dtype, own.dtype):
@@ -157,9 +157,9 @@ class Mirrored:
 class PerWorker:
     """A value that each worker has one of: given, or made by a function of the worker's number."""
 
-    def __init__(self, value: Value | Callable[[int], Value], *, group: Where = None) -> None:
-        self._where = group
-        among = _exchange(group)
+    def __init__(self, value: TensorLike | Callable[[int], TensorLike], *, group: GroupLike = None) -> None:
+        self._group_like = group
+        among = _value_group(group)
         self.worker = among.rank
         self._value = _tensor(value(self.worker) if callable(value) else value)
 
@@ -170,11 +170,11 @@ class PerWorker:
 
     @property
     def workers(self) -> int:
-        return _exchange(self._where).size
+        return _value_group(self._group_like).size
 
-    def map(self, function: Callable[[Tensor], Value]) -> "PerWorker":
+    def map(self, function: Callable[[Tensor], TensorLike]) -> "PerWorker":
         """On each worker, the function of its value."""
-        return PerWorker(function(self._value), group=self._where)
+        return PerWorker(function(self._value), group=self._group_like)
 
     def reduce(self, how: str = "sum", *, dim: int | None = None) -> Tensor:
         """One tensor from all workers' ("sum", "mean", "max", "min"), the same bits on all.
@@ -182,30 +182,30 @@ class PerWorker:
         With `dim` that dimension goes as well, and may be longer on one worker than on another: the mean is then over
         all there is, not of the workers' means.
         """
-        _known(how, REDUCTIONS, "a reduction")
+        _check_choice(how, REDUCTIONS, "a reduction")
         _check_arithmetic(how, self._value)
-        among = _exchange(self._where)
+        among = _value_group(self._group_like)
         if dim is not None:
             everything = self._gathered(among, f"reduce {how} dim={dim}", dim)
-            return _OF_DIM[how](everything, dim)
+            return _REDUCE_DIM[how](everything, dim)
         _agree(among, f"PerWorker.reduce {how} {_kind(self._value)}")
         return _reduced(among, self._value.clone(memory_format=torch.contiguous_format), how)
 
     def gather(self, dim: int = 0) -> Tensor:
         """All workers' values one after the other along `dim`, by worker, on all. They may differ in length there; a
         scalar counts as one row."""
-        return self._gathered(_exchange(self._where), f"gather dim={dim}", dim)
+        return self._gathered(_value_group(self._group_like), f"gather dim={dim}", dim)
 
     def values(self) -> list[Tensor]:
         """All workers' values, by worker, on all. Shapes may differ."""
-        among = _exchange(self._where)
+        among = _value_group(self._group_like)
         shapes = _shapes(among, "PerWorker.values", self._value)
         return _bytes_of_all(among, self._value, shapes)
 
     def __repr__(self) -> str:
         return f"PerWorker({self._value}, worker={self.worker})"
 
-    def _gathered(self, among: Exchange, call: str, dim: int) -> Tensor:
+    def _gathered(self, among: ValueGroup, call: str, dim: int) -> Tensor:
         value = self._value.reshape(1) if self._value.dim() == 0 else self._value
         if not -value.dim() <= dim < value.dim():
             raise InputError(
@@ -225,50 +225,50 @@ class PerWorker:
 # -- who exchanges ----------------------------------------------------------------------------------------------------
 
 
-class _OfTorch:
+class _TorchValueGroup:
     """A group of torch.distributed with any backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def gather(self, row: Tensor) -> Tensor:
+    def gather_rows(self, row: Tensor) -> Tensor:
         rows = torch.empty(self.size, *row.shape, dtype=row.dtype)
         dist.all_gather(list(rows.unbind(0)), row, group=self.group)
         return rows
 
-    def merge(self, lanes: int, deal: Sequence[Span], parts: Mapping[Span, Tensor], key: Hashable = None) -> Pending:
+    def ordered_reduce(self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None) -> PendingTensor:
         """One part each, as here; the same tree as everywhere."""
-        (own,) = parts.values()
-        rows = self.gather(own.view(torch.uint8)).view(own.dtype)
-        return Alone().merge(lanes, deal, dict(zip(deal, rows.unbind(0), strict=True)))
+        (own,) = partials.values()
+        rows = self.gather_rows(own.view(torch.uint8)).view(own.dtype)
+        return SoloGroup().ordered_reduce(lanes, assignment, dict(zip(assignment, rows.unbind(0), strict=True)))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         dist.broadcast(tensor, group_src=source, group=self.group)
 
 
-def _exchange(where: Where) -> Exchange:
+def _value_group(where: GroupLike) -> ValueGroup:
     """Looked up at each use: the workers of a run may change."""
     if where is None:
-        where = joined()
+        where = joined_run()
     if where is None and dist.is_available() and dist.is_initialized():
         where = dist.group.WORLD
     if where is None:
-        return Alone()
+        return SoloGroup()
     if isinstance(where, dist.ProcessGroup):
-        return _OfTorch(where)
+        return _TorchValueGroup(where)
     group: Any = getattr(where, "group", where)
     if not all(hasattr(group, name) for name in ("rank", "size", "gather", "merge", "broadcast")):
         raise InputError(
             f"group is a {type(where).__qualname__}", fix="a run, one of torch.distributed's groups, or None"
         )
-    return cast(Exchange, group)
+    return cast(ValueGroup, group)
 
 
 # -- what they exchange -----------------------------------------------------------------------------------------------
 
 
-def _reduced(among: Exchange, value: Tensor, how: str) -> Tensor:
+def _reduced(among: ValueGroup, value: Tensor, how: str) -> Tensor:
     """Of all workers' values, of one shape. The memory of `value` is used."""
     if how in ("max", "min"):
         rows = torch.stack(_bytes_of_all(among, value, [list(value.shape)] * among.size))
@@ -276,16 +276,16 @@ def _reduced(among: Exchange, value: Tensor, how: str) -> Tensor:
     deal = [(worker, worker + 1) for worker in range(among.size)]
     flat = value.cpu().reshape(-1)
     if flat.numel():
-        flat = among.merge(among.size, deal, {deal[among.rank]: flat}).wait()
+        flat = among.ordered_reduce(among.size, deal, {deal[among.rank]: flat}).wait()
     total = flat.reshape(value.shape).to(value.device)
     return total.div_(among.size) if how == "mean" else total
 
 
-def _agree(among: Exchange, call: str) -> None:
+def _agree(among: ValueGroup, call: str) -> None:
     """That all are about to do the same; else an InputError on all of them that shows both sides."""
     if among.size == 1:
         return
-    calls = gather_text(cast(Group, among), call, CALL_BYTES)  # it gathers, no more
+    calls = gather_text(cast(WorkerGroup, among), call, CALL_BYTES)  # it gathers, no more
     for worker, told in enumerate(calls):
         if told != calls[0]:
             raise InputError(
@@ -294,22 +294,22 @@ def _agree(among: Exchange, call: str) -> None:
             )
 
 
-def _shapes(among: Exchange, call: str, value: Tensor) -> list[list[int]]:
+def _shapes(among: ValueGroup, call: str, value: Tensor) -> list[list[int]]:
     """Of all workers' values, which are of one type."""
     _agree(among, f"{call} {_dtype(value)}")
-    dims = among.gather(torch.tensor([value.dim()])).flatten().tolist()
+    dims = among.gather_rows(torch.tensor([value.dim()])).flatten().tolist()
     row = torch.zeros(max(1, *dims), dtype=torch.int64)
     row[: value.dim()] = torch.tensor(value.shape, dtype=torch.int64)
-    return [shape[:length] for shape, length in zip(among.gather(row).tolist(), dims, strict=True)]
+    return [shape[:length] for shape, length in zip(among.gather_rows(row).tolist(), dims, strict=True)]
 
 
-def _bytes_of_all(among: Exchange, value: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def _bytes_of_all(among: ValueGroup, value: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """All workers' values, given their shapes. They travel as bytes, as long as the longest."""
     lengths = [torch.Size(shape).numel() * value.element_size() for shape in shapes]
     row = torch.zeros(max(lengths), dtype=torch.uint8)
     if lengths[among.rank]:
         row[: lengths[among.rank]] = torch.frombuffer(tensor_bytes(value), dtype=torch.uint8)
-    rows = among.gather(row) if max(lengths) else row.expand(among.size, 0)
+    rows = among.gather_rows(row) if max(lengths) else row.expand(among.size, 0)
     return [
         rows[worker, :length].clone().view(value.dtype).reshape(tuple(shape)).to(value.device)
         for worker, (shape, length) in enumerate(zip(shapes, lengths, strict=True))
@@ -333,7 +333,7 @@ def _check_arithmetic(how: str, value: Tensor) -> None:
         raise InputError(f"{_dtype(value)} has no {how}", fix="value.abs()")
 
 
-def _known(word: str, words: Sequence[str], what: str) -> str:
+def _check_choice(word: str, words: Sequence[str], what: str) -> str:
     if word not in words:
         near = get_close_matches(str(word), words, n=1, cutoff=0.5)
         raise InputError(

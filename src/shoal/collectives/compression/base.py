@@ -16,7 +16,7 @@ class Compressor(Protocol):
         ...
 
     @property
-    def price(self) -> str:
+    def cost_summary(self) -> str:
         """One line: what it costs in bytes and in error."""
         ...
 
@@ -45,7 +45,7 @@ class Compressor(Protocol):
         ...
 
 
-class Stateless:
+class StatelessCompressor:
     def state(self) -> dict[str, Tensor]:
         return {}
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shoal.collectives.compression.base import Compressor
 
-RESIDUAL = "residual of "
+RESIDUAL_PREFIX = "residual of "
 
 
 class ErrorFeedback:
@@ -17,7 +17,7 @@ class ErrorFeedback:
         # A compressor that is called "…-feedback" has it by default: round it, the plain name is the right one.
         plain = inner.name.removesuffix("-feedback")
         self.name = plain if plain != inner.name else f"{plain}+feedback"
-        self.price = f"{inner.price}; what is left out comes with the next message, 4 bytes of memory per element"
+        self.cost_summary = f"{inner.cost_summary}; what is left out comes with the next message, 4 bytes of memory per element"
         self._residuals: dict[str, Tensor] = {}
 
     def payload_bytes(self, count: int) -> int:
@@ -42,13 +42,13 @@ class ErrorFeedback:
         return self._residuals[repr(key)]
 
     def state(self) -> dict[str, Tensor]:
-        own = {RESIDUAL + key: residual.clone() for key, residual in self._residuals.items()}
+        own = {RESIDUAL_PREFIX + key: residual.clone() for key, residual in self._residuals.items()}
         return own | self.inner.state()
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self._residuals = {
-            name.removeprefix(RESIDUAL): residual.clone()
+            name.removeprefix(RESIDUAL_PREFIX): residual.clone()
             for name, residual in state.items()
-            if name.startswith(RESIDUAL)
+            if name.startswith(RESIDUAL_PREFIX)
         }
         self.inner.restore(state)

@@ -5,13 +5,13 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from shoal.collectives.compression.base import Stateless, check_length, view_as
+from shoal.collectives.compression.base import StatelessCompressor, check_length, view_as
 
 
-class Half(Stateless):
-    def __init__(self, name: str, dtype: torch.dtype, price: str) -> None:
+class HalfPrecision(StatelessCompressor):
+    def __init__(self, name: str, dtype: torch.dtype, cost_summary: str) -> None:
         self.name = name
-        self.price = price
+        self.cost_summary = cost_summary
         self._dtype = dtype
 
     def payload_bytes(self, count: int) -> int:
@@ -28,15 +28,15 @@ class Half(Stateless):
         return view_as(payload, self._dtype).to(torch.float32)
 
 
-def fp16() -> Half:
-    return Half(
+def fp16() -> HalfPrecision:
+    return HalfPrecision(
         "fp16",
         torch.float16,
         "2 bytes per element; error <= 1/2048 of the value, or 3e-8 where that is more; above 65,504 infinite",
     )
 
 
-def bf16() -> Half:
-    return Half(
+def bf16() -> HalfPrecision:
+    return HalfPrecision(
         "bf16", torch.bfloat16, "2 bytes per element; error <= 1/256 of the value, over the whole range of fp32"
     )

@@ -12,17 +12,17 @@ from shoal.collectives.compression.base import Compressor
 from shoal.collectives.compression.error_feedback import ErrorFeedback
 from shoal.collectives.compression.half import bf16, fp16
 from shoal.collectives.compression.powersgd import PowerSGD
-from shoal.collectives.compression.quantize import Int4, Int8, OneBit
+from shoal.collectives.compression.quantize import Int4Quantizer, Int8Quantizer, OneBitQuantizer
 from shoal.collectives.compression.topk import TopK
 from shoal.errors import InputError
 
 LEVELS = {"host": "between hosts", "rack": "between racks"}
 SETTING = "--compress"
-MOST_RANK = 256  # far beyond use: a rank of 4 already follows most gradients
+MAX_RANK = 256  # far beyond use: a rank of 4 already follows most gradients
 EXAMPLE = f"{SETTING} int8@host,powersgd:4@rack"
 
 
-def read_compression(text: str) -> dict[str, Compressor]:
+def parse_compression(text: str) -> dict[str, Compressor]:
     """Level -> compressor, each with a state of its own. A name without a level is for the traffic between hosts."""
     where = f"{SETTING} {text}"
     found: dict[str, Compressor] = {}
@@ -37,18 +37,18 @@ def read_compression(text: str) -> dict[str, Compressor]:
                 where=where,
                 fix=f"one per level, as in {EXAMPLE}",
             )
-        found[level] = read_compressor(word, where)
+        found[level] = parse_compressor(word, where)
     return found
 
 
-def for_level(compression: Mapping[str, Compressor], level: str) -> Compressor | None:
+def compressor_for_level(compression: Mapping[str, Compressor], level: str) -> Compressor | None:
     """Who compresses at a level. What goes from rack to rack also goes from host to host: @host serves both."""
     if level == "rack" and "rack" not in compression:
         level = "host"
     return compression.get(level)
 
 
-def read_compressor(word: str, where: str | None = None) -> Compressor:
+def parse_compressor(word: str, where: str | None = None) -> Compressor:
     """One compressor by the name that it prints: "bf16", "topk:1%", "int8+feedback", "onebit-feedback"."""
     where = where or f"{SETTING} {word}"
     sign = next((sign for sign in ("+feedback", "-feedback") if word.endswith(sign)), "")
@@ -61,10 +61,10 @@ def read_compressor(word: str, where: str | None = None) -> Compressor:
     return compressor
 
 
-Make = Callable[[str | None, str], Compressor]  # from the parameter, if there is one, and the setting it stands in
+CompressorFactory = Callable[[str | None, str], Compressor]  # from the parameter, if there is one, and the setting it stands in
 
 
-def _without_parameter(make: Callable[[], Compressor]) -> Make:
+def _without_parameter(make: Callable[[], Compressor]) -> CompressorFactory:
     def made(parameter: str | None, where: str) -> Compressor:
         compressor = make()
         if parameter is not None:
@@ -94,22 +94,22 @@ def _topk(parameter: str | None, where: str) -> Compressor:
 def _powersgd(parameter: str | None, where: str) -> Compressor:
     if parameter is None:
         return PowerSGD()
-    if not (parameter.isascii() and parameter.isdigit() and 1 <= int(parameter) <= MOST_RANK):
+    if not (parameter.isascii() and parameter.isdigit() and 1 <= int(parameter) <= MAX_RANK):
         raise InputError(
-            f"powersgd takes a rank, a whole number from 1 to {MOST_RANK}, not '{parameter}'",
+            f"powersgd takes a rank, a whole number from 1 to {MAX_RANK}, not '{parameter}'",
             where=where,
             fix="powersgd:4",
         )
     return PowerSGD(int(parameter))
 
 
-COMPRESSORS: dict[str, Make] = {
+COMPRESSORS: dict[str, CompressorFactory] = {
     "fp16": _without_parameter(fp16),
     "bf16": _without_parameter(bf16),
-    "int8": _without_parameter(Int8),
-    "int4": _without_parameter(Int4),
+    "int8": _without_parameter(Int8Quantizer),
+    "int4": _without_parameter(Int4Quantizer),
     "topk": _topk,
-    "onebit": _without_parameter(OneBit),
+    "onebit": _without_parameter(OneBitQuantizer),
     "powersgd": _powersgd,
 }
 

@@ -16,20 +16,20 @@ from torch import Tensor
 from shoal.collectives.compression.base import as_fp32, check_length, view_as
 
 VALUE_BYTES = 4
-WARM = "warm start of "
+WARM_START_PREFIX = "warm start of "
 
 
 class PowerSGD:
     def __init__(self, rank: int = 4) -> None:
         self.rank = rank
         self.name = f"powersgd:{rank}-feedback"
-        self.price = (
+        self.cost_summary = (
             f"{8 * rank} bytes x the square root of the number of elements; error <= the values themselves (norm)"
         )
         self._warm: dict[str, Tensor] = {}
 
     def payload_bytes(self, count: int) -> int:
-        rows, columns = shape(count)
+        rows, columns = matrix_shape(count)
         return VALUE_BYTES * min(count, self.rank * (rows + columns))
 
     def encode(self, flat: Tensor, key: Hashable) -> Tensor:
@@ -40,15 +40,15 @@ class PowerSGD:
         if self._plain(count):
             numbers.copy_(values)
             return payload
-        rows, columns = shape(count)
+        rows, columns = matrix_shape(count)
         if rows * columns > count:
             values = torch.nn.functional.pad(values, (0, rows * columns - count))
         matrix = values.view(rows, columns)
-        image = matrix @ self._start(repr(key), count, columns)
+        image = matrix @ self._start_matrix(repr(key), count, columns)
         if not isfinite(float(image.sum())):  # one element that is not finite makes its row of the image so
             numbers.fill_(torch.nan)  # and the warm start stays what it was
             return payload
-        left, right = self._parts(numbers, count)
+        left, right = self._factors(numbers, count)
         left.copy_(torch.linalg.qr(image).Q)
         torch.mm(left.T, matrix, out=right)
         self._warm[repr(key)] = torch.linalg.qr(right.T).Q.contiguous()
@@ -59,31 +59,31 @@ class PowerSGD:
         numbers = view_as(payload, torch.float32)
         if self._plain(count):
             return numbers.clone()
-        left, right = self._parts(numbers, count)
+        left, right = self._factors(numbers, count)
         return (left @ right).view(-1)[:count]
 
     def state(self) -> dict[str, Tensor]:
-        return {WARM + key: basis.clone() for key, basis in self._warm.items()}
+        return {WARM_START_PREFIX + key: basis.clone() for key, basis in self._warm.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self._warm = {name.removeprefix(WARM): basis.clone() for name, basis in state.items() if name.startswith(WARM)}
+        self._warm = {name.removeprefix(WARM_START_PREFIX): basis.clone() for name, basis in state.items() if name.startswith(WARM_START_PREFIX)}
 
     def _plain(self, count: int) -> bool:
         return self.payload_bytes(count) == VALUE_BYTES * count
 
-    def _start(self, key: str, count: int, columns: int) -> Tensor:
+    def _start_matrix(self, key: str, count: int, columns: int) -> Tensor:
         warm = self._warm.get(key)
         if warm is None or warm.shape != (columns, self.rank):
             warm = torch.randn(columns, self.rank, generator=torch.Generator().manual_seed(count))
         return warm
 
-    def _parts(self, numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        rows, columns = shape(count)
+    def _factors(self, numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        rows, columns = matrix_shape(count)
         middle = rows * self.rank
         return numbers[:middle].view(rows, self.rank), numbers[middle:].view(self.rank, columns)
 
 
-def shape(count: int) -> tuple[int, int]:
+def matrix_shape(count: int) -> tuple[int, int]:
     """Rows and columns of the near-square matrix that a flat piece is seen as; its last row is filled up with zeros."""
     columns = isqrt(count)
     columns += columns * columns < count

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.collectives.compression.base import Stateless, as_fp32, check_length, view_as
+from shoal.collectives.compression.base import StatelessCompressor, as_fp32, check_length, view_as
 
 BLOCK = 256
 SCALE_BYTES = 4
@@ -22,12 +22,12 @@ CHUNK = 1 << 17  # elements at a time: 512 KB stay in the second-level cache fro
 TINY = 1e-35  # a block's largest counts as at least this: the inverse of a smaller scale could be infinite
 
 
-class Blockwise(Stateless, ABC):
+class BlockQuantizer(StatelessCompressor, ABC):
     """What the three have in common: where the pieces lie, and how codes become values."""
 
     name: str
-    price: str
-    per_byte: int  # elements
+    cost_summary: str
+    values_per_byte: int  # elements
 
     def payload_bytes(self, count: int) -> int:
         return SCALE_BYTES * _blocks(count) + self._bytes(count)
@@ -36,35 +36,35 @@ class Blockwise(Stateless, ABC):
         values = as_fp32(flat)
         count = values.numel()
         payload = torch.empty(self.payload_bytes(count), dtype=torch.uint8)
-        scales, codes = self._parts(payload, count)
+        scales, codes = self._scales_and_codes(payload, count)
         scratch = torch.empty(min(count, CHUNK))
         for begin, rows in _chunks(values):
-            block, byte = begin // BLOCK, begin // self.per_byte
+            block, byte = begin // BLOCK, begin // self.values_per_byte
             packed = codes[byte : byte + self._bytes(rows.numel())]
-            self.quantise(rows, scales[block : block + len(rows)], packed, scratch[: rows.numel()].view(rows.shape))
+            self.quantize(rows, scales[block : block + len(rows)], packed, scratch[: rows.numel()].view(rows.shape))
         scales.add_(scales - scales)  # infinity - infinity is NaN; a finite scale stays as it is
         return payload
 
     def decode(self, payload: Tensor, count: int) -> Tensor:
         check_length(self, payload, count)
-        scales, codes = self._parts(payload, count)
+        scales, codes = self._scales_and_codes(payload, count)
         values = torch.empty(count)
         for begin, rows in _chunks(values):
-            block, byte = begin // BLOCK, begin // self.per_byte
+            block, byte = begin // BLOCK, begin // self.values_per_byte
             packed = codes[byte : byte + self._bytes(rows.numel())]
             rows.copy_(self.unpack(packed)[: rows.numel()].view(rows.shape))
             rows.mul_(scales[block : block + len(rows)].unsqueeze(1))
         return values
 
     def _bytes(self, count: int) -> int:
-        return -(-count // self.per_byte)
+        return -(-count // self.values_per_byte)
 
-    def _parts(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _scales_and_codes(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
         end = SCALE_BYTES * _blocks(count)
         return view_as(payload[:end], torch.float32), payload[end:]
 
     @abstractmethod
-    def quantise(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
+    def quantize(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
         """Writes the scales and codes of some blocks, one per row. `scratch` has the shape of `rows`."""
 
     @abstractmethod
@@ -72,26 +72,26 @@ class Blockwise(Stateless, ABC):
         """The codes as int8, of every element in these bytes."""
 
 
-class Int8(Blockwise):
+class Int8Quantizer(BlockQuantizer):
     name = "int8"
-    price = "1 byte per element + 4 per 256; error <= 1/254 of the block's largest"
-    per_byte = 1
+    cost_summary = "1 byte per element + 4 per 256; error <= 1/254 of the block's largest"
+    values_per_byte = 1
 
-    def quantise(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
-        _in_steps(rows, 127, scales, scratch)
+    def quantize(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
+        _scale_rows(rows, 127, scales, scratch)
         packed.view(torch.int8).view(rows.shape).copy_(scratch.round_())
 
     def unpack(self, packed: Tensor) -> Tensor:
         return packed.view(torch.int8)
 
 
-class Int4(Blockwise):
+class Int4Quantizer(BlockQuantizer):
     name = "int4-feedback"
-    price = "1/2 byte per element + 4 per 256; error <= 1/14 of the block's largest"
-    per_byte = 2
+    cost_summary = "1/2 byte per element + 4 per 256; error <= 1/14 of the block's largest"
+    values_per_byte = 2
 
-    def quantise(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
-        _in_steps(rows, 7, scales, scratch)
+    def quantize(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
+        _scale_rows(rows, 7, scales, scratch)
         # Codes -7 … 7 travel as 1 … 15; adding a half more makes the cut to a whole number a rounding.
         codes = torch.zeros(2 * packed.numel(), dtype=torch.int8)
         codes[: rows.numel()].view(rows.shape).copy_(scratch.add_(8.5))
@@ -103,12 +103,12 @@ class Int4(Blockwise):
         return pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
 
 
-class OneBit(Blockwise):
+class OneBitQuantizer(BlockQuantizer):
     name = "onebit-feedback"
-    price = "1/8 byte per element + 4 per 256; error <= the values themselves (norm; 0.6 of it on normal noise)"
-    per_byte = 8
+    cost_summary = "1/8 byte per element + 4 per 256; error <= the values themselves (norm; 0.6 of it on normal noise)"
+    values_per_byte = 8
 
-    def quantise(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
+    def quantize(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
         torch.mean(torch.abs(rows, out=scratch), 1, out=scales)
         # NumPy compares and packs several times faster than torch; both see the same memory.
         packed.numpy()[:] = np.packbits(np.signbit(rows.numpy()))
@@ -131,7 +131,7 @@ def _chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield whole, values[whole:].view(1, -1)
 
 
-def _in_steps(rows: Tensor, levels: int, scales: Tensor, steps: Tensor) -> None:
+def _scale_rows(rows: Tensor, levels: int, scales: Tensor, steps: Tensor) -> None:
     """Each row in steps of its scale, not yet rounded: its largest becomes `levels`."""
     largest = torch.maximum(rows.amax(1), rows.amin(1).neg_()).clamp_min_(TINY)
     torch.div(largest, levels, out=scales)

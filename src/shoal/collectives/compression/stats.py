@@ -10,11 +10,11 @@ from torch import Tensor
 from shoal.collectives.compression.base import Compressor
 from shoal.collectives.compression.error_feedback import ErrorFeedback
 
-EVERY = 17  # one encode in so many is decoded again to see its error; a prime, so that every piece has its turn
+ERROR_INTERVAL = 17  # one encode in so many is decoded again to see its error; a prime, so that every piece has its turn
 
 
 @dataclass
-class Meter:
+class CompressionStats:
     """Bytes are counted at every encode, the error at every 17th: looking costs about as much as a decode.
 
     The error is what a message left out of what it was to carry: with error feedback that is the gradient and what
@@ -30,23 +30,23 @@ class Meter:
     def encode(self, compressor: Compressor, flat: Tensor, key: Hashable) -> Tensor:
         """What the compressor makes of it, counted."""
         payload = compressor.encode(flat, key)
-        if self.encodes % EVERY == 0:
+        if self.encodes % ERROR_INTERVAL == 0:
             decoded = compressor.decode(payload, flat.numel())
             left_out = compressor.residual(key) if isinstance(compressor, ErrorFeedback) else flat.detach() - decoded
-            self._look(decoded, left_out)
+            self._measure_error(decoded, left_out)
         self.encodes += 1
         self.bytes_plain += flat.nbytes
         self.bytes_sent += payload.nbytes
         return payload
 
-    def _look(self, decoded: Tensor, left_out: Tensor) -> None:
+    def _measure_error(self, decoded: Tensor, left_out: Tensor) -> None:
         error = float(torch.linalg.vector_norm(left_out)) ** 2
         values = float(torch.linalg.vector_norm(decoded + left_out)) ** 2
         if isfinite(error) and isfinite(values):  # a step that is not finite is dropped, and so is its error
             self.squared_error += error
             self.squared_values += values
 
-    def add(self, other: "Meter") -> None:
+    def add(self, other: "CompressionStats") -> None:
         """Another rank's or level's figures on top of these."""
         self.encodes += other.encodes
         self.bytes_plain += other.bytes_plain
@@ -60,24 +60,24 @@ class Meter:
         return sqrt(self.squared_error / self.squared_values) if self.squared_values else 0.0
 
     @property
-    def saved(self) -> float:
+    def saved_fraction(self) -> float:
         """Share of the bytes that did not have to travel."""
         return 1 - self.bytes_sent / self.bytes_plain if self.bytes_plain else 0.0
 
 
-class Metered:
+class MeteredCompressor:
     """A compressor with a meter at it, and with the compressor's own face."""
 
     def __init__(self, inner: Compressor) -> None:
         self.inner = inner
-        self.name, self.price = inner.name, inner.price
-        self.meter = Meter()
+        self.name, self.cost_summary = inner.name, inner.cost_summary
+        self.stats = CompressionStats()
 
     def payload_bytes(self, count: int) -> int:
         return self.inner.payload_bytes(count)
 
     def encode(self, flat: Tensor, key: Hashable) -> Tensor:
-        return self.meter.encode(self.inner, flat, key)
+        return self.stats.encode(self.inner, flat, key)
 
     def decode(self, payload: Tensor, count: int) -> Tensor:
         return self.inner.decode(payload, count)

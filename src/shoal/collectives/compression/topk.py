@@ -12,50 +12,50 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.collectives.compression.base import Stateless, as_fp32, check_length, view_as
+from shoal.collectives.compression.base import StatelessCompressor, as_fp32, check_length, view_as
 
 VALUE_BYTES = 4
 SAMPLE = 1 << 14  # elements from which the threshold is guessed
 CHUNK = 1 << 16  # elements compared at a time
 
 
-class TopK(Stateless):
-    def __init__(self, share: float = 0.01) -> None:
-        self.share = float(f"{share:g}")  # exactly what the name says
-        self.name = f"topk:{share:g}-feedback"
-        error = sqrt(1 - self.share)
-        self.price = f"8 bytes for each of the {100 * share:g} % kept; error <= {error:.3g} of the values (norm)"
+class TopK(StatelessCompressor):
+    def __init__(self, fraction: float = 0.01) -> None:
+        self.fraction = float(f"{fraction:g}")  # exactly what the name says
+        self.name = f"topk:{fraction:g}-feedback"
+        error = sqrt(1 - self.fraction)
+        self.cost_summary = f"8 bytes for each of the {100 * fraction:g} % kept; error <= {error:.3g} of the values (norm)"
 
-    def kept(self, count: int) -> int:
-        return min(count, ceil(self.share * count))
+    def kept_count(self, count: int) -> int:
+        return min(count, ceil(self.fraction * count))
 
     def payload_bytes(self, count: int) -> int:
-        return self.kept(count) * (VALUE_BYTES + _place_type(count).itemsize)
+        return self.kept_count(count) * (VALUE_BYTES + _index_dtype(count).itemsize)
 
     def encode(self, flat: Tensor, key: Hashable) -> Tensor:
         values = as_fp32(flat)
         count = values.numel()
         payload = torch.empty(self.payload_bytes(count), dtype=torch.uint8)
-        places, kept = self._parts(payload, count)
+        places, kept = self._values_and_indices(payload, count)
         if count:
-            found = torch.from_numpy(largest(values, self.kept(count)))
+            found = torch.from_numpy(largest_indices(values, self.kept_count(count)))
             places.copy_(found)
             torch.index_select(values, 0, found, out=kept)
         return payload
 
     def decode(self, payload: Tensor, count: int) -> Tensor:
         check_length(self, payload, count)
-        places, kept = self._parts(payload, count)
+        places, kept = self._values_and_indices(payload, count)
         # `scatter_` refuses a place that is not there: bytes from elsewhere cannot write beyond the tensor.
         return torch.zeros(count).scatter_(0, places.to(torch.int64), kept)
 
-    def _parts(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        kind = _place_type(count)
-        end = kind.itemsize * self.kept(count)
+    def _values_and_indices(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        kind = _index_dtype(count)
+        end = kind.itemsize * self.kept_count(count)
         return view_as(payload[:end], kind), view_as(payload[end:], torch.float32)
 
 
-def largest(values: Tensor, count: int) -> NDArray[np.int64]:
+def largest_indices(values: Tensor, count: int) -> NDArray[np.int64]:
     """The places of the `count` largest magnitudes, ascending. NaN is larger than anything.
 
     To compare all with each other is slow. A threshold guessed from a sample lets a few more through than are wanted,
@@ -68,7 +68,7 @@ def largest(values: Tensor, count: int) -> NDArray[np.int64]:
         expected = count * len(sample) / len(numbers)
         through = ceil(expected + 4 * sqrt(expected)) + 1  # four standard deviations more
         if through < len(sample):
-            candidates = _not_below(numbers, np.partition(sample, -through)[-through])
+            candidates = _indices_at_least(numbers, np.partition(sample, -through)[-through])
     if candidates is None or len(candidates) < count:
         candidates = np.arange(len(numbers))
     if len(candidates) == count:
@@ -77,7 +77,7 @@ def largest(values: Tensor, count: int) -> NDArray[np.int64]:
     return np.sort(candidates[chosen])
 
 
-def _not_below(numbers: NDArray[np.float32], threshold: np.float32) -> NDArray[np.int64]:
+def _indices_at_least(numbers: NDArray[np.float32], threshold: np.float32) -> NDArray[np.int64]:
     """Places whose magnitude is not below the threshold: found eight at a time, since hardly any of eight is."""
     count = len(numbers)
     mask = np.zeros(-(-count // 8) * 8, dtype=np.bool_)
@@ -91,5 +91,5 @@ def _not_below(numbers: NDArray[np.float32], threshold: np.float32) -> NDArray[n
     return eights[row] * 8 + column
 
 
-def _place_type(count: int) -> torch.dtype:
+def _index_dtype(count: int) -> torch.dtype:
     return torch.int32 if count <= 1 << 31 else torch.int64

@@ -21,7 +21,7 @@ NAMES = Path("/run/netns")  # where `ip netns` looks
 GONE_SECONDS = 5.0  # how long a killed process may take to go
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class LabRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     owner: int
     started: int  # of the owner, in the kernel's ticks: a process id may be used again
@@ -35,14 +35,14 @@ def clean() -> list[str]:
         record = _read_record(path)
         if record is None:
             path.unlink(missing_ok=True)
-        elif started(record.owner) != record.started:
+        elif start_ticks(record.owner) != record.started:
             _end_marked(record.id)
-            forget(record.id)
+            remove_record(record.id)
             found.append(record.id)
     return found
 
 
-def forget(lab: str) -> None:
+def remove_record(lab: str) -> None:
     """The names, then the record: whoever is killed in between leaves a record to go by."""
     path = RECORDS / f"lab-{lab}.json"
     record = _read_record(path)
@@ -91,7 +91,7 @@ def unused_id() -> str:
             return found
 
 
-def write_record(record: Record) -> None:
+def write_record(record: LabRecord) -> None:
     whole = RECORDS / f"lab-{record.id}.json"
     part = whole.with_suffix(".part")
     part.write_bytes(msgspec.json.encode(record))
@@ -111,14 +111,14 @@ def _names_file(lab: str) -> Path:
     return RECORDS / f"lab-{lab}.hosts"
 
 
-def _read_record(path: Path) -> Record | None:
+def _read_record(path: Path) -> LabRecord | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Record)
+        return msgspec.json.decode(path.read_bytes(), type=LabRecord)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def started(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """When a process began, in ticks since boot; None if there is none, or only its remains."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

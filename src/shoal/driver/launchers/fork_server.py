@@ -35,64 +35,64 @@ MESSAGE_BYTES = 1 << 16
 END = b"end"  # from the driver: end whatever runs
 
 
-class Notice:
+class StopNotice:
     """Word to go, as SIGTERM gives it to a worker. Whoever has claimed it goes in its own time; others end at once."""
 
     def __init__(self) -> None:
-        self.given = False
+        self.received = False
         self._claimed = False
 
     def claim(self) -> bool:
         """From now on only `given` tells of it."""
         self._claimed = True
-        return self.given
+        return self.received
 
     def handle(self, number: int, frame: Any) -> None:
-        self.given = True
+        self.received = True
         if not self._claimed:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Post:
+class WorkerStartup:
     """What a worker finds when it starts."""
 
     rank: int
-    life: int = 0  # how many processes had this rank before
-    wire: socket.socket
-    notice: Notice
+    incarnation: int = 0  # how many processes had this rank before
+    channel: socket.socket
+    notice: StopNotice
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class EventLine:
     """A worker said something."""
 
     rank: int
-    life: int = 0
+    incarnation: int = 0
     text: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exit:
+class ProcessExit:
     rank: int
-    life: int = 0
+    incarnation: int = 0
     code: int | None  # negative: the signal that ended it; None: nobody knows, since its server was gone before it
 
 
-Name = tuple[int, int]  # rank and life
+ProcessKey = tuple[int, int]  # rank and life
 
 
 @dataclass(frozen=True)
-class _Orphan:
+class _OrphanWorker:
     """A worker whose server is gone: it is watched by its process alone."""
 
-    name: Name
-    handle: int
+    key: ProcessKey
+    pidfd: int
 
 
-class LocalEngine:
-    def __init__(self, work: Callable[[Post], int], *, fresh_thread: bool = False, address: Path | None = None) -> None:
+class LocalLauncher:
+    def __init__(self, work: Callable[[WorkerStartup], int], *, fresh_thread: bool = False, address: Path | None = None) -> None:
         """Forks the server now, so everything the work needs must be loaded by now.
 
         `fresh_thread`: let workers compute in a thread of their own; needed when they use several OpenMP threads and
@@ -105,12 +105,12 @@ class LocalEngine:
         self._server: int | None = os.fork()
         if self._server == 0:
             control.close()
-            _serve(theirs, work, fresh_thread, address)
+            _run_fork_server(theirs, work, fresh_thread, address)
         theirs.close()
         self._begin(control)
 
     @classmethod
-    def attach(cls, address: Path) -> "LocalEngine":
+    def attach(cls, address: Path) -> "LocalLauncher":
         """Takes over the server that listens there. Raises OSError if there is none, RunError if it has a driver."""
         control = connect(address, socket.SOCK_SEQPACKET)
         engine = cls.__new__(cls)
@@ -129,20 +129,20 @@ class LocalEngine:
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
-        self._wires: dict[Name, socket.socket] = {}
-        self._partial: dict[Name, bytes] = {}
-        self._taken: dict[Name, int] = {}  # bytes of whole lines
-        self._unacknowledged: set[Name] = set()
-        self.pids: dict[Name, int] = {}
-        self._running: set[Name] = set()
+        self._channels: dict[ProcessKey, socket.socket] = {}
+        self._partial: dict[ProcessKey, bytes] = {}
+        self._received_bytes: dict[ProcessKey, int] = {}  # bytes of whole lines
+        self._unacknowledged: set[ProcessKey] = set()
+        self.pids: dict[ProcessKey, int] = {}
+        self._running: set[ProcessKey] = set()
         self.can_start = True  # False: the server is gone
 
     @property
     def running(self) -> set[int]:
         return {rank for rank, _ in self._running}
 
-    def runs(self, rank: int, life: int) -> bool:
-        return (rank, life) in self._running
+    def is_running(self, rank: int, incarnation: int) -> bool:
+        return (rank, incarnation) in self._running
 
     def start(
         self,
@@ -151,46 +151,46 @@ class LocalEngine:
         log: Path,
         cores: set[int] | None = None,
         host: LabHost | None = None,
-        life: int = 0,
+        incarnation: int = 0,
     ) -> None:
         """`host`: of a lab; else the worker is on this machine like any other process."""
         ours, theirs = socket.socketpair()
-        order = {"rank": rank, "life": life, "environment": environment, "log": str(log), "cores": sorted(cores or ())}
+        order = {"rank": rank, "life": incarnation, "environment": environment, "log": str(log), "cores": sorted(cores or ())}
         order["host"] = None if host is None else asdict(host)
         try:
             socket.send_fds(self._control, [msgspec.json.encode(order)], [theirs.fileno()])
         except OSError as error:
             raise RunError(f"the server that starts workers is gone: {error}") from error
         theirs.close()
-        self._running.add((rank, life))
-        self.adopt(rank, life, ours)
+        self._running.add((rank, incarnation))
+        self.add_channel(rank, incarnation, ours)
 
-    def adopt(self, rank: int, life: int, wire: socket.socket) -> None:
+    def add_channel(self, rank: int, incarnation: int, channel: socket.socket) -> None:
         """A worker's wire, also of one that another driver started."""
-        name = (rank, life)
-        if name in self._wires:
-            self._hang_up(name)
-        self._wires[name] = wire
-        self._partial[name], self._taken[name] = b"", 0
-        self._selector.register(wire, selectors.EVENT_READ, name)
+        name = (rank, incarnation)
+        if name in self._channels:
+            self._close_channel(name)
+        self._channels[name] = channel
+        self._partial[name], self._received_bytes[name] = b"", 0
+        self._selector.register(channel, selectors.EVENT_READ, name)
 
-    def wait(self, seconds: float) -> list[Line | Exit]:
+    def poll(self, seconds: float) -> list[EventLine | ProcessExit]:
         """What workers said and which ended, waiting at most this long. What a worker said comes before its end."""
-        lines: list[Line | Exit] = []
-        exits: list[Line | Exit] = []
+        lines: list[EventLine | ProcessExit] = []
+        exits: list[EventLine | ProcessExit] = []
         for key, _ in self._selector.select(seconds):
             if key.data is None:
-                exits += self._hear_server()
-            elif isinstance(key.data, _Orphan):
-                exits += self._bury(key.data)
+                exits += self._receive_reply()
+            elif isinstance(key.data, _OrphanWorker):
+                exits += self._reap_orphan(key.data)
             else:
-                lines += self._hear(key.data)
+                lines += self._receive(key.data)
         for leave in exits:
-            lines += self._hear((leave.rank, leave.life))  # its last words
+            lines += self._receive((leave.rank, leave.incarnation))  # its last words
         return lines + exits
 
-    def _hear(self, name: Name) -> list[Line | Exit]:
-        wire = self._wires.get(name)
+    def _receive(self, key: ProcessKey) -> list[EventLine | ProcessExit]:
+        wire = self._channels.get(key)
         found = b""
         while wire is not None:
             try:
@@ -200,82 +200,82 @@ class LocalEngine:
             except OSError:
                 more = b""
             if not more:
-                self._hang_up(name)
+                self._close_channel(key)
                 break
             found += more
-        *whole, self._partial[name] = (self._partial.get(name, b"") + found).split(b"\n")
+        *whole, self._partial[key] = (self._partial.get(key, b"") + found).split(b"\n")
         if whole:
-            self._taken[name] += sum(len(text) + 1 for text in whole)
-            self._unacknowledged.add(name)
-        return [Line(rank=name[0], life=name[1], text=text) for text in whole]
+            self._received_bytes[key] += sum(len(text) + 1 for text in whole)
+            self._unacknowledged.add(key)
+        return [EventLine(rank=key[0], incarnation=key[1], text=text) for text in whole]
 
-    def _hang_up(self, name: Name) -> None:
-        wire = self._wires.pop(name)
+    def _close_channel(self, key: ProcessKey) -> None:
+        wire = self._channels.pop(key)
         self._selector.unregister(wire)
         wire.close()
 
-    def _hear_server(self) -> list[Line | Exit]:
+    def _receive_reply(self) -> list[EventLine | ProcessExit]:
         try:
             message = self._control.recv(MESSAGE_BYTES)
         except OSError:
             message = b""
         if not message:
-            return self._orphaned()
+            return self._server_lost()
         told: dict[str, int] = msgspec.json.decode(message)
         name = (told["rank"], told["life"])
         if "pid" in told:
             self.pids[name] = told["pid"]
             return []
         self._running.discard(name)
-        return [Exit(rank=name[0], life=name[1], code=told["code"])]
+        return [ProcessExit(rank=name[0], incarnation=name[1], code=told["code"])]
 
-    def _orphaned(self) -> list[Line | Exit]:
+    def _server_lost(self) -> list[EventLine | ProcessExit]:
         """The server died. Where nothing may outlive it the kernel ends the workers, too; else they go on."""
         self._selector.unregister(self._control)
         self.can_start = False
-        gone: list[Line | Exit] = []
+        gone: list[EventLine | ProcessExit] = []
         for name in sorted(self._running):
             try:
-                orphan = _Orphan(name, os.pidfd_open(self.pids[name]))
-                self._selector.register(orphan.handle, selectors.EVENT_READ, orphan)
+                orphan = _OrphanWorker(name, os.pidfd_open(self.pids[name]))
+                self._selector.register(orphan.pidfd, selectors.EVENT_READ, orphan)
             except (OSError, KeyError):
                 self._running.discard(name)
-                gone.append(Exit(rank=name[0], life=name[1], code=None))
+                gone.append(ProcessExit(rank=name[0], incarnation=name[1], code=None))
         return gone
 
-    def _bury(self, orphan: "_Orphan") -> list[Line | Exit]:
-        self._selector.unregister(orphan.handle)
-        os.close(orphan.handle)
-        self._running.discard(orphan.name)
-        return [Exit(rank=orphan.name[0], life=orphan.name[1], code=None)]
+    def _reap_orphan(self, orphan: "_OrphanWorker") -> list[EventLine | ProcessExit]:
+        self._selector.unregister(orphan.pidfd)
+        os.close(orphan.pidfd)
+        self._running.discard(orphan.key)
+        return [ProcessExit(rank=orphan.key[0], incarnation=orphan.key[1], code=None)]
 
-    def tell(self, rank: int, text: bytes) -> None:
-        for (worker, _), wire in list(self._wires.items()):
+    def send(self, rank: int, text: bytes) -> None:
+        for (worker, _), wire in list(self._channels.items()):
             if worker == rank:
                 with suppress(OSError):
                     wire.sendall(text)
 
     def acknowledge(self, word: bytes) -> None:
         """Tells workers how many bytes of what they said were taken: with this word, after what came of it is safe."""
-        for name in self._unacknowledged & self._wires.keys():
+        for name in self._unacknowledged & self._channels.keys():
             with suppress(OSError):  # one that does not listen is told the next time
-                self._wires[name].send(b"%s %d\n" % (word, self._taken[name]), socket.MSG_DONTWAIT)
+                self._channels[name].send(b"%s %d\n" % (word, self._received_bytes[name]), socket.MSG_DONTWAIT)
         self._unacknowledged.clear()
 
-    def signal(self, rank: int, number: int, life: int = 0) -> None:
+    def signal(self, rank: int, number: int, incarnation: int = 0) -> None:
         """Only ever to a worker that the server has not reaped: its process id is still its own."""
-        if (rank, life) in self._running and (rank, life) in self.pids:
+        if (rank, incarnation) in self._running and (rank, incarnation) in self.pids:
             with suppress(ProcessLookupError):
-                os.kill(self.pids[rank, life], number)
+                os.kill(self.pids[rank, incarnation], number)
 
     def close(self) -> None:
         """Ends whatever still runs and waits until it is gone."""
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Orphan):
+            if isinstance(key.data, _OrphanWorker):
                 with suppress(OSError):
-                    signal.pidfd_send_signal(key.data.handle, signal.SIGKILL)
-                    select.select([key.data.handle], [], [])
-                self._bury(key.data)
+                    signal.pidfd_send_signal(key.data.pidfd, signal.SIGKILL)
+                    select.select([key.data.pidfd], [], [])
+                self._reap_orphan(key.data)
         with suppress(OSError):
             self._control.send(END)
         if self._server is None:
@@ -286,9 +286,9 @@ class LocalEngine:
         if self._server is not None:
             with suppress(ChildProcessError):
                 os.waitpid(self._server, 0)
-        for wire in self._wires.values():
+        for wire in self._channels.values():
             wire.close()
-        self._wires.clear()
+        self._channels.clear()
         self._selector.close()
 
 
@@ -301,7 +301,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _serve(control: socket.socket, work: Callable[[Post], int], fresh_thread: bool, address: Path | None) -> None:
+def _run_fork_server(control: socket.socket, work: Callable[[WorkerStartup], int], fresh_thread: bool, address: Path | None) -> None:
     """The server's whole life. Runs no kernel and no thread, so that each fork is clean."""
     code = 1
     try:
@@ -311,14 +311,14 @@ def _serve(control: socket.socket, work: Callable[[Post], int], fresh_thread: bo
             os.setsid()  # a terminal that closes takes the driver with it, not the run
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the driver decides
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        code = _Server(control, work, fresh_thread, address).run()
+        code = _ForkServer(control, work, fresh_thread, address).run()
     finally:
         os._exit(code)
 
 
-class _Server:
+class _ForkServer:
     def __init__(
-        self, control: socket.socket, work: Callable[[Post], int], fresh_thread: bool, address: Path | None
+        self, control: socket.socket, work: Callable[[WorkerStartup], int], fresh_thread: bool, address: Path | None
     ) -> None:
         self.control: socket.socket | None = control
         self.work, self.fresh_thread, self.address = work, fresh_thread, address
@@ -328,21 +328,21 @@ class _Server:
         if self.listener is not None:
             self.selector.register(self.listener, selectors.EVENT_READ, self.listener)
         self.workers: dict[int, tuple[int, int, int]] = {}  # pidfd -> rank, life, pid
-        self.unheard: list[dict[str, int]] = []  # exits that no driver was there to hear
+        self.undelivered: list[dict[str, int]] = []  # exits that no driver was there to hear
 
     def run(self) -> int:
         while self.control is not None or self.workers:
             for key, _ in self.selector.select():
                 if key.data is self.listener and self.listener is not None:
-                    self._meet(self.listener.accept()[0])
+                    self._accept_driver(self.listener.accept()[0])
                 elif key.data is self.control and self.control is not None:
-                    if not self._hear(self.control):
+                    if not self._receive(self.control):
                         return self._close()
                 elif key.data in self.workers:
                     self._reap(key.data)
         return self._close()
 
-    def _meet(self, driver: socket.socket) -> None:
+    def _accept_driver(self, driver: socket.socket) -> None:
         """Another driver: taken if there is none."""
         if self.control is not None:
             driver.close()
@@ -350,11 +350,11 @@ class _Server:
         self.control = driver
         self.selector.register(driver, selectors.EVENT_READ, driver)
         driver.send(msgspec.json.encode(list(self.workers.values())))
-        for message in self.unheard:
+        for message in self.undelivered:
             self._reply(message)
-        self.unheard.clear()
+        self.undelivered.clear()
 
-    def _hear(self, control: socket.socket) -> bool:
+    def _receive(self, control: socket.socket) -> bool:
         """False: it is over."""
         try:
             message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
@@ -374,7 +374,7 @@ class _Server:
         self._start(msgspec.json.decode(message), socket.socket(fileno=descriptors[0]))
         return True
 
-    def _start(self, order: Any, wire: socket.socket) -> None:
+    def _start(self, order: Any, channel: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             self.selector.close()
@@ -383,8 +383,8 @@ class _Server:
                     held.close()
             for descriptor in self.workers:
                 os.close(descriptor)
-            _become_worker(order, wire, self.work, self.fresh_thread, alone=self.address is not None)
-        wire.close()
+            _become_worker(order, channel, self.work, self.fresh_thread, detached=self.address is not None)
+        channel.close()
         self._reply({"rank": order["rank"], "life": order["life"], "pid": pid})
         watched = os.pidfd_open(pid)
         self.workers[watched] = (order["rank"], order["life"], pid)
@@ -399,12 +399,12 @@ class _Server:
 
     def _reply(self, message: dict[str, int]) -> None:
         if self.control is None:
-            self.unheard.append(message)
+            self.undelivered.append(message)
             return
         try:
             self.control.send(msgspec.json.encode(message))
         except OSError:  # the driver is gone; the next select says so
-            self.unheard.append(message)
+            self.undelivered.append(message)
 
     def _close(self) -> int:
         if self.address is not None:
@@ -416,22 +416,22 @@ class _Server:
 
 
 def _become_worker(
-    order: Any, wire: socket.socket, work: Callable[[Post], int], fresh_thread: bool, alone: bool
+    order: Any, channel: socket.socket, work: Callable[[WorkerStartup], int], fresh_thread: bool, detached: bool
 ) -> None:
     """`alone`: it lives on when the server dies."""
     codes = [1]
     try:
-        if not alone:
+        if not detached:
             die_with_parent(os.getppid())
-        notice = Notice()
+        notice = StopNotice()
         signal.signal(signal.SIGTERM, notice.handle)
-        _own_output(order["log"])
+        _redirect_output(order["log"])
         if order["host"]:  # before anything opens a socket
             enter(LabHost(**order["host"]))
         os.environ.update(order["environment"])
         if order["cores"]:
             os.sched_setaffinity(0, order["cores"])
-        post = Post(rank=order["rank"], life=order["life"], wire=wire, notice=notice)
+        post = WorkerStartup(rank=order["rank"], incarnation=order["life"], channel=channel, notice=notice)
 
         def body() -> None:
             codes[0] = work(post)
@@ -452,7 +452,7 @@ def _become_worker(
             os._exit(codes[0])
 
 
-def _own_output(log: str) -> None:
+def _redirect_output(log: str) -> None:
     """Output goes to the worker's own log; what the driver had for stdout (a notebook, a test) stays its own."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

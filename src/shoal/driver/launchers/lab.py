@@ -17,11 +17,11 @@ from typing import Any
 
 from shoal.driver.launchers.cleanup import (
     NAMES,
-    Record,
+    LabRecord,
     clean,
     end_processes,
-    forget,
-    started,
+    remove_record,
+    start_ticks,
     unused_id,
     write_names,
     write_record,
@@ -37,7 +37,7 @@ from shoal.driver.launchers.lab_network import (
 )
 from shoal.driver.launchers.namespaces import INTERFACE, LINKS, LabHost, inside, new_namespace, set_kernel
 from shoal.errors import InputError, RunError
-from shoal.planner.cluster import Cluster, Order, Slot, deal
+from shoal.planner.cluster import Cluster, Order, WorkerSlot, assign_workers
 
 # One protocol, one congestion control: a lab behaves alike on every machine.
 KERNEL = {
@@ -61,29 +61,29 @@ class Lab:
         self._descriptors: list[int] = []
         self._stack = ExitStack()
 
-    def slots(self, workers: int | None = None, order: Order | None = None) -> tuple[Slot, ...]:
-        return deal(self.cluster, self.cluster.workers if workers is None else workers, order or self.order)
+    def slots(self, workers: int | None = None, order: Order | None = None) -> tuple[WorkerSlot, ...]:
+        return assign_workers(self.cluster, self.cluster.workers if workers is None else workers, order or self.order)
 
-    def places(self, workers: int | None = None, order: Order | None = None) -> list[LabHost]:
+    def rank_hosts(self, workers: int | None = None, order: Order | None = None) -> list[LabHost]:
         """The host of each rank, for `shoal.testing.ranks(…, places=…)`."""
-        return [self.at(slot) for slot in self.slots(workers, order)]
+        return [self.host_of(slot) for slot in self.slots(workers, order)]
 
-    def at(self, slot: Slot) -> LabHost:
+    def host_of(self, slot: WorkerSlot) -> LabHost:
         return next(host for host in self.hosts if host.name == slot.host.name)
 
     def inside(self, host: LabHost) -> AbstractContextManager[None]:
         """Sockets and processes that are made in this block belong to that host."""
         return inside(host.namespace)
 
-    def variables(self, slot: Slot, first: Slot) -> dict[str, str]:
+    def variables(self, slot: WorkerSlot, first: WorkerSlot) -> dict[str, str]:
         """What a worker on this host finds in its environment, beside its rank."""
-        host = self.at(slot)
+        host = self.host_of(slot)
         return {
             "LOCAL_RANK": str(slot.local_rank),
             "LOCAL_WORLD_SIZE": str(slot.local_size),
             "GROUP_RANK": str(slot.host_rank),
             "GROUP_WORLD_SIZE": str(slot.host_count),
-            "MASTER_ADDR": self.at(first).address,
+            "MASTER_ADDR": self.host_of(first).address,
             **host.variables,
         }
 
@@ -116,7 +116,7 @@ class Lab:
         names = [f"shoal-{self.id}-{host.name}" for host in hosts] + [
             f"shoal-{self.id}_fabric"
         ]  # no host can be called so
-        write_record(Record(id=self.id, owner=self.owner, started=started(self.owner) or 0, names=names))
+        write_record(LabRecord(id=self.id, owner=self.owner, started=start_ticks(self.owner) or 0, names=names))
         NAMES.mkdir(parents=True, exist_ok=True)
         paths = []
         for name in names:
@@ -143,14 +143,14 @@ class Lab:
     def _connect(self) -> None:
         with inside(self._fabric):
             set_kernel(KERNEL)
-            _tool("ip", fabric_links(self.cluster, [host.namespace for host in self.hosts]))
-            _tool("tc", fabric_rates(self.cluster))
+            _run_tool("ip", fabric_links(self.cluster, [host.namespace for host in self.hosts]))
+            _run_tool("tc", fabric_rates(self.cluster))
         for host, place in zip(self.cluster.hosts, self.hosts, strict=True):
             with self.inside(place):
                 set_kernel(KERNEL)
                 lines = ["link set lo up", f"addr add {place.address}/16 dev {INTERFACE}", f"link set {INTERFACE} up"]
-                _tool("ip", lines)
-                _tool("tc", [rate(INTERFACE, host.link.bytes_per_second)])
+                _run_tool("ip", lines)
+                _run_tool("tc", [rate(INTERFACE, host.link.bytes_per_second)])
 
     def _down(self) -> None:
         if os.getpid() != self.owner:  # a forked process has no say in it
@@ -161,7 +161,7 @@ class Lab:
                 os.close(descriptor)  # the last hold on the namespace: the kernel takes it down with all that is in it
             self._descriptors.clear()
             self.hosts = ()
-            forget(self.id)
+            remove_record(self.id)
 
 
 def check_machine() -> None:
@@ -192,7 +192,7 @@ def _namespace() -> int:
         raise InputError(f"the kernel gives no network namespace: {error.strerror}", fix=fix) from None
 
 
-def _tool(tool: str, lines: Sequence[str]) -> None:
+def _run_tool(tool: str, lines: Sequence[str]) -> None:
     """Runs `ip` or `tc` on a list of commands, in the namespace that this thread is in."""
     text = "\n".join(lines) + "\n"
     done = subprocess.run([tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False)

@@ -16,7 +16,7 @@ from shoal.driver.launchers.fork_server import die_with_parent
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.namespaces import enter
 from shoal.errors import InputError
-from shoal.planner.cluster import Slot
+from shoal.planner.cluster import WorkerSlot
 
 MASTER_PORT = 29500  # free: the host is new
 GRACE_SECONDS = 5.0  # between the request to end and the end
@@ -25,10 +25,10 @@ LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class ProgramFailure:
     """The first program that ended badly."""
 
-    slot: Slot
+    slot: WorkerSlot
     code: int  # negative: the signal that ended it
 
     @property
@@ -40,17 +40,17 @@ class Failure:
         return f"rank {self.slot.rank} on {self.slot.host.name} ended {how}"
 
 
-def run_program(lab: Lab, command: Sequence[str]) -> Failure | None:
+def run_program(lab: Lab, command: Sequence[str]) -> ProgramFailure | None:
     """Runs the command once per worker of the cluster; their output comes out line by line, with the host's name.
 
     After the first failure the others are asked to end (SIGTERM), then made to. None is left when this returns.
     """
     check_program(command[0])
     slots = lab.slots()
-    programs: list[_Program] = []
+    programs: list[_HostProgram] = []
     try:
         for slot in slots:
-            programs.append(_Program(lab, slot, slots[0], command))
+            programs.append(_HostProgram(lab, slot, slots[0], command))
         return _watch(programs)
     finally:
         _end_all(programs)
@@ -63,8 +63,8 @@ def check_program(name: str) -> None:
         raise InputError(f"{name} cannot be run: {'it is not executable' if python else 'no such program'}", fix=fix)
 
 
-def _watch(programs: Sequence["_Program"]) -> Failure | None:
-    failure: Failure | None = None
+def _watch(programs: Sequence["_HostProgram"]) -> ProgramFailure | None:
+    failure: ProgramFailure | None = None
     with selectors.DefaultSelector() as selector:
         for program in programs:
             for pipe in program.pipes:
@@ -75,11 +75,11 @@ def _watch(programs: Sequence["_Program"]) -> Failure | None:
                     selector.unregister(key.fd)
             for program in programs:
                 if failure is None and not program.running and program.code != 0:
-                    failure = Failure(slot=program.slot, code=program.code)
+                    failure = ProgramFailure(slot=program.slot, code=program.code)
     return failure
 
 
-def _end_all(programs: Sequence["_Program"]) -> None:
+def _end_all(programs: Sequence["_HostProgram"]) -> None:
     try:
         for program in programs:
             program.signal(signal.SIGTERM)
@@ -96,12 +96,12 @@ def _end_all(programs: Sequence["_Program"]) -> None:
             program.close()
 
 
-class _Program:
+class _HostProgram:
     """One process and its two streams."""
 
-    def __init__(self, lab: Lab, slot: Slot, first: Slot, command: Sequence[str]) -> None:
+    def __init__(self, lab: Lab, slot: WorkerSlot, first: WorkerSlot, command: Sequence[str]) -> None:
         self.slot = slot
-        host, parent = lab.at(slot), os.getpid()
+        host, parent = lab.host_of(slot), os.getpid()
 
         def move() -> None:
             die_with_parent(parent)
@@ -126,7 +126,7 @@ class _Program:
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         prefix = host.name if slot.local_size == 1 else f"{host.name}:{slot.local_rank}"
-        self.pipes = [_Pipe(self.process.stdout, sys.stdout, prefix), _Pipe(self.process.stderr, sys.stderr, prefix)]
+        self.pipes = [_PrefixedPipe(self.process.stdout, sys.stdout, prefix), _PrefixedPipe(self.process.stderr, sys.stderr, prefix)]
 
     @property
     def running(self) -> bool:
@@ -150,7 +150,7 @@ class _Program:
             pipe.close()
 
 
-class _Pipe:
+class _PrefixedPipe:
     """Passes on whole lines, each with the name of the host it came from."""
 
     def __init__(self, source: IO[bytes], target: TextIO, prefix: str) -> None:

@@ -4,10 +4,10 @@
 `Sliced` stands for the whole tensor in the code between them.
 """
 
-from shoal.parallel.tensor.find_rules import find_rules, on_meta
-from shoal.parallel.tensor.group import DryTeam, Team
-from shoal.parallel.tensor.install import Installed, install
-from shoal.parallel.tensor.rules import Rule, Rules
-from shoal.parallel.tensor.sharded_tensor import Sliced, gathered
+from shoal.parallel.tensor.find_rules import find_rules, copy_to_meta
+from shoal.parallel.tensor.group import MetaTensorGroup, TensorGroup
+from shoal.parallel.tensor.install import InstalledForwards, install
+from shoal.parallel.tensor.rules import TensorRule, TensorRules
+from shoal.parallel.tensor.sharded_tensor import ShardedTensor, gather_tree
 
-__all__ = ["DryTeam", "Installed", "Rule", "Rules", "Sliced", "Team", "find_rules", "gathered", "install", "on_meta"]
+__all__ = ["MetaTensorGroup", "InstalledForwards", "TensorRule", "TensorRules", "ShardedTensor", "TensorGroup", "find_rules", "gather_tree", "install", "copy_to_meta"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.parallel.tensor.operators import dropout_mask, matched
-from shoal.parallel.tensor.sharded_tensor import Sliced, handles
+from shoal.parallel.tensor.operators import dropout_mask, match_operand
+from shoal.parallel.tensor.sharded_tensor import ShardedTensor, handles
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -20,7 +20,7 @@ def attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     three = [given.pop(name) for name in NAMES[:3]]
     mask, p = given.pop("attn_mask"), given.pop("dropout_p")
     first = three[0]
-    if not all(isinstance(each, Sliced) and each.ndim == 4 and each.cut in (0, 1) for each in three):
+    if not all(isinstance(each, ShardedTensor) and each.ndim == 4 and each.shard_dim in (0, 1) for each in three):
         return NotImplemented
     if len({(each.cut, each.segments) for each in three}) > 1:
         return NotImplemented
@@ -30,7 +30,7 @@ def attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     for each in three:
         each.consumed()
     if isinstance(mask, Tensor):
-        mask = matched(first, first.cut - 4, mask)
+        mask = match_operand(first, first.cut - 4, mask)
     query, key, value = (each.local for each in three)
     if p == 0.0:
         return first.like(func(query, key, value, mask, 0.0, **given))

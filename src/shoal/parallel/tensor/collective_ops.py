@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal.numerics.tensor_slice import evenly
-from shoal.parallel.tensor.group import Team
+from shoal.numerics.tensor_slice import even_slice
+from shoal.parallel.tensor.group import TensorGroup
 
 # A whole tensor that several operators read (queries, keys and values) is copied once: its gradients are added first,
 # and travel once. Kept on the tensor, with the version it was made of.
 _COPIED = "_shoal_copied"
 
 
-def narrowed(whole: Tensor, dim: int, team: Team, segments: int = 1) -> Tensor:
+def own_slice(whole: Tensor, dim: int, group: TensorGroup, segments: int = 1) -> Tensor:
     """This worker's slice; a view where it can be one."""
-    ((_, ranges),) = evenly(whole.shape, dim, team.size, team.rank, segments).cuts.items()
+    ((_, ranges),) = even_slice(whole.shape, dim, group.size, group.rank, segments).cuts.items()
     parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
     return parts[0] if segments == 1 else torch.cat(parts, dim)
 
 
-class _Copy(Function):
+class _CopyToShards(Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, team: Team) -> Tensor:
-        ctx.team = team
+    def forward(ctx: Any, whole: Tensor, group: TensorGroup) -> Tensor:
+        ctx.team = group
         return whole.detach()
 
     @staticmethod
@@ -40,56 +40,56 @@ class _Copy(Function):
         return ctx.team.sum(gradient), None
 
 
-class _Total(Function):
+class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, team: Team) -> Tensor:
-        return team.sum(part)
+    def forward(ctx: Any, part: Tensor, group: TensorGroup) -> Tensor:
+        return group.sum(part)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
 
 
-class _Gather(Function):
+class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, segments: int, team: Team) -> Tensor:
-        ctx.dim, ctx.segments, ctx.team = dim, segments, team
-        found = team.gather(local, dim, segments)
+    def forward(ctx: Any, local: Tensor, dim: int, segments: int, group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.segments, ctx.team = dim, segments, group
+        found = group.gather(local, dim, segments)
         # Of a view that a function made autograd allows no writing: it would be lost with this copy of the slices.
         return found.view_as(found)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return narrowed(gradient, ctx.dim, ctx.team, ctx.segments), None, None, None
+        return own_slice(gradient, ctx.dim, ctx.team, ctx.segments), None, None, None
 
 
-class _Cut(Function):
+class _TakeShard(Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, segments: int, team: Team) -> Tensor:
-        ctx.dim, ctx.segments, ctx.team = dim, segments, team
-        return narrowed(whole, dim, team, segments).clone()
+    def forward(ctx: Any, whole: Tensor, dim: int, segments: int, group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.segments, ctx.team = dim, segments, group
+        return own_slice(whole, dim, group, segments).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return ctx.team.gather(gradient, ctx.dim, ctx.segments), None, None, None
 
 
-class _Scatter(Function):
+class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, team: Team) -> Tensor:
-        ctx.dim, ctx.team = dim, team
-        return team.scatter_sum(part, dim)
+    def forward(ctx: Any, part: Tensor, dim: int, group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.team = dim, group
+        return group.reduce_scatter(part, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return ctx.team.gather(gradient, ctx.dim), None, None
 
 
-class _Collect(Function):
+class _SequenceGather(Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, team: Team) -> Tensor:
-        ctx.dim, ctx.team = dim, team
-        return team.gather(local, dim)
+    def forward(ctx: Any, local: Tensor, dim: int, group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.team = dim, group
+        return group.gather(local, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -105,37 +105,37 @@ def _wants_gradient(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def copy(whole: Tensor, team: Team) -> Tensor:
-    if team.size == 1 or not _wants_gradient(whole):
+def copy_to_shards(whole: Tensor, group: TensorGroup) -> Tensor:
+    if group.size == 1 or not _wants_gradient(whole):
         return whole
     if whole.is_leaf:  # lives longer than a step, and may be given other memory
-        return _applied(_Copy, whole, team)
+        return _applied(_CopyToShards, whole, group)
     version, copied = getattr(whole, _COPIED, (None, whole))
     if version != whole._version:
-        copied = _applied(_Copy, whole, team)
+        copied = _applied(_CopyToShards, whole, group)
         setattr(whole, _COPIED, (whole._version, copied))
     return copied
 
 
-def total(part: Tensor, team: Team) -> Tensor:
-    return part if team.size == 1 else _applied(_Total, part, team)
+def all_reduce(part: Tensor, group: TensorGroup) -> Tensor:
+    return part if group.size == 1 else _applied(_AllReduce, part, group)
 
 
-def gather(local: Tensor, dim: int, team: Team, segments: int = 1) -> Tensor:
-    return local if team.size == 1 else _applied(_Gather, local, dim, segments, team)
+def all_gather(local: Tensor, dim: int, group: TensorGroup, segments: int = 1) -> Tensor:
+    return local if group.size == 1 else _applied(_AllGather, local, dim, segments, group)
 
 
-def cut(whole: Tensor, dim: int, team: Team, segments: int = 1) -> Tensor:
-    if team.size == 1:
+def take_shard(whole: Tensor, dim: int, group: TensorGroup, segments: int = 1) -> Tensor:
+    if group.size == 1:
         return whole
     if not _wants_gradient(whole):
-        return narrowed(whole, dim, team, segments)
-    return _applied(_Cut, whole, dim, segments, team)
+        return own_slice(whole, dim, group, segments)
+    return _applied(_TakeShard, whole, dim, segments, group)
 
 
-def scatter(part: Tensor, dim: int, team: Team) -> Tensor:
-    return part if team.size == 1 else _applied(_Scatter, part, dim, team)
+def reduce_scatter(part: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    return part if group.size == 1 else _applied(_ReduceScatter, part, dim, group)
 
 
-def collect(local: Tensor, dim: int, team: Team) -> Tensor:
-    return local if team.size == 1 else _applied(_Collect, local, dim, team)
+def sequence_gather(local: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    return local if group.size == 1 else _applied(_SequenceGather, local, dim, group)

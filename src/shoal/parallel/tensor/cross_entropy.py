@@ -9,8 +9,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from shoal.parallel.tensor import collective_ops, operators
-from shoal.parallel.tensor.group import Team
-from shoal.parallel.tensor.sharded_tensor import HANDLERS, Sliced, handles
+from shoal.parallel.tensor.group import TensorGroup
+from shoal.parallel.tensor.sharded_tensor import HANDLERS, ShardedTensor, handles
 
 Func = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -22,12 +22,12 @@ class _LogSoftmax(Function):
     """One number a row travels each way. By torch's softmax kernels: exponentials on their own are slow on a CPU."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, team: Team) -> Tensor:
+    def forward(ctx: Any, local: Tensor, dim: int, group: TensorGroup) -> Tensor:
         finite = _finite(local)
         own = finite.amax(dim, keepdim=True) - torch.log_softmax(finite, dim).amax(dim, keepdim=True)
-        all_of_them = torch.logsumexp(team.gather(own, dim), dim, keepdim=True)
+        all_of_them = torch.logsumexp(group.gather(own, dim), dim, keepdim=True)
         found = local - all_of_them
-        ctx.dim, ctx.team = dim, team
+        ctx.dim, ctx.team = dim, group
         ctx.save_for_backward(found, own - all_of_them)
         return found
 
@@ -43,9 +43,9 @@ def _finite(local: Tensor) -> Tensor:
     return local.clamp_min(torch.finfo(local.dtype).min)
 
 
-def _log_softmax(local: Tensor, dim: int, team: Team) -> Tensor:
+def _log_softmax(local: Tensor, dim: int, group: TensorGroup) -> Tensor:
     function: Any = _LogSoftmax
-    found: Tensor = function.apply(local, dim, team)
+    found: Tensor = function.apply(local, dim, group)
     return found
 
 
@@ -68,7 +68,7 @@ HANDLERS["log_softmax"] = _along
 def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     given = _given(args, kwargs, NAMES)
     logits, target = given["input"], given["target"]
-    if not _by_class(logits, target) or isinstance(given["weight"], Sliced):
+    if not _by_class(logits, target) or isinstance(given["weight"], ShardedTensor):
         return NotImplemented
     logits.consumed()
     automatic = torch.is_autocast_enabled(logits.local.device.type)
@@ -80,7 +80,7 @@ def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
 @handles("nll_loss", "nll_loss_nd")
 def nll_loss(func: Func, args: Args, kwargs: Kwargs) -> Any:
     given = _given(args, kwargs, NAMES[:-1])
-    if not _by_class(given["input"], given["target"]) or isinstance(given["weight"], Sliced):
+    if not _by_class(given["input"], given["target"]) or isinstance(given["weight"], ShardedTensor):
         return NotImplemented
     return _loss(given["input"], given["target"], given)
 
@@ -93,7 +93,7 @@ def _given(args: Args, kwargs: Kwargs, names: tuple[str, ...]) -> dict[str, Any]
 def _by_class(logits: Any, target: Any) -> bool:
     classes = 0 if isinstance(logits, Tensor) and logits.dim() == 1 else 1
     return (
-        isinstance(logits, Sliced) and (logits.cut, logits.segments) == (classes, 1) and not isinstance(target, Sliced)
+        isinstance(logits, ShardedTensor) and (logits.shard_dim, logits.segments) == (classes, 1) and not isinstance(target, ShardedTensor)
     )
 
 
@@ -117,7 +117,7 @@ def _loss(logs: Any, target: Tensor, given: dict[str, Any]) -> Tensor:
     inside = (safe >= team.rank * share) & (safe < (team.rank + 1) * share)
     place = (safe - team.rank * share).where(inside, 0).unsqueeze(dim)
     picked = logs.local.gather(dim, place).squeeze(dim).where(inside, 0.0)
-    rows = -collective_ops.total(picked, team)
+    rows = -collective_ops.all_reduce(picked, team)
     scale = kept.to(rows.dtype) if weight is None else weight[safe] * kept
     rows = rows * scale
     if smoothing:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.parallel.tensor import collective_ops
-from shoal.parallel.tensor.sharded_tensor import Sliced, handles
+from shoal.parallel.tensor.sharded_tensor import ShardedTensor, handles
 
 Func = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -21,26 +21,26 @@ Kwargs = dict[str, Any]
 
 def contract(product: Func, operands: Sequence[Tensor], letters: Sequence[str], result: str) -> Any:
     """`product(*operands)` with the letters of each operand's dimensions; "." is a dimension that is broadcast."""
-    first = next(operand for operand in operands if isinstance(operand, Sliced))
-    letter = letters[_place(operands, first)][first.cut]
+    first = next(operand for operand in operands if isinstance(operand, ShardedTensor))
+    letter = letters[_place(operands, first)][first.shard_dim]
     if letter == "." or any(each.count(letter) > 1 for each in letters):
         return NotImplemented
     parts = []
     for operand, names in zip(operands, letters, strict=True):
-        if isinstance(operand, Sliced):
-            if names[operand.cut] == letter and operand.segments == first.segments:
-                operand.consumed()
+        if isinstance(operand, ShardedTensor):
+            if names[operand.shard_dim] == letter and operand.segments == first.segments:
+                operand.mark_consumed()
                 parts.append(operand.local)
                 continue
-            operand = operand.whole()
+            operand = operand.full_tensor()
         if letter in names:
-            parts.append(collective_ops.cut(operand, names.index(letter), first.team, first.segments))
+            parts.append(collective_ops.take_shard(operand, names.index(letter), first.group, first.segments))
         else:
-            parts.append(collective_ops.copy(operand, first.team))
+            parts.append(collective_ops.copy_to_shards(operand, first.group))
     found = product(*parts)
     if letter in result:
-        return first.like(found, result.index(letter))
-    return collective_ops.total(found, first.team)
+        return first.with_local(found, result.index(letter))
+    return collective_ops.all_reduce(found, first.group)
 
 
 def _place(operands: Sequence[Tensor], wanted: Tensor) -> int:

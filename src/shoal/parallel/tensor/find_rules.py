@@ -20,19 +20,19 @@ from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import JobError
-from shoal.numerics.seeds import untouched_generators
-from shoal.parallel.tensor.collective_ops import narrowed
-from shoal.parallel.tensor.group import DryTeam
-from shoal.parallel.tensor.install import Installed
-from shoal.parallel.tensor.modules import Split
-from shoal.parallel.tensor.rules import Rule, Rules, check_heads, kinds_of, read_wanted
-from shoal.parallel.tensor.sharded_tensor import Fused, Origin, Sliced, sliced_among
+from shoal.numerics.seeds import preserve_generators
+from shoal.parallel.tensor.collective_ops import own_slice
+from shoal.parallel.tensor.group import MetaTensorGroup
+from shoal.parallel.tensor.install import InstalledForwards
+from shoal.parallel.tensor.modules import ShardedForward
+from shoal.parallel.tensor.rules import TensorRule, TensorRules, check_heads, kinds_of, parse_rules
+from shoal.parallel.tensor.sharded_tensor import FusedProjectionFound, ColumnOrigin, ShardedTensor, sharded_tensors_in
 
-WHOLE = Rule("whole")
+WHOLE = TensorRule("whole")
 _FIX = 'tensor_rules={"module": "column"} that name all that is split, or a layout without tensor'
 
 
-def on_meta(model: nn.Module) -> nn.Module:
+def copy_to_meta(model: nn.Module) -> nn.Module:
     """A copy without memory. Weights that are tied stay tied, unlike with `model.to("meta")`."""
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -46,35 +46,35 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 def find_rules(
     model_on_meta: nn.Module, example_inputs: Any, size: int, wanted: Mapping[str, str] | None = None
-) -> Rules:
+) -> TensorRules:
     """`example_inputs`: what the model is called with, of one microbatch: a tensor, a tuple, a dict of named ones."""
-    forced = read_wanted(wanted or {}, model_on_meta, size)
+    forced = parse_rules(wanted or {}, model_on_meta, size)
     if size == 1:
-        return Rules(1)
+        return TensorRules(1)
     whole: set[str] = set()
     fused: dict[str, int] = {}
     while True:
-        look = _Look(model_on_meta, size, forced, whole, fused)
+        look = _RuleSearch(model_on_meta, size, forced, whole, fused)
         try:
             look.run(example_inputs)
-        except Fused as found:
+        except FusedProjectionFound as found:
             fused |= dict.fromkeys(_alike(found.name, model_on_meta), found.segments)
             continue
         except JobError:
             raise
         except Exception as error:
             if not any(rule != WHOLE for rule in forced.values()):
-                raise _told(error, model_on_meta) from error
+                raise _located_error(error, model_on_meta) from error
             look.found = {}  # the user knows what cannot be seen from here
             for name, rule in forced.items():
                 look.note(name, rule)
-        more = look.better_whole() - whole
+        more = look.should_stay_whole() - whole
         if not more:
-            return Rules(size, {name: rule for name, rule in look.found.items() if rule != WHOLE})
+            return TensorRules(size, {name: rule for name, rule in look.found.items() if rule != WHOLE})
         for name in sorted(more & forced.keys()):
             if forced[name] != WHOLE:
                 raise JobError(
-                    f"tensor_rules: {name} is {forced[name]}, but its weight is also used by {look.shared_with(name)}",
+                    f"tensor_rules: {name} is {forced[name]}, but its weight is also used by {look.tied_with(name)}",
                     fix=f'"{name}": "whole"',
                 )
         whole |= more
@@ -92,33 +92,33 @@ def _alike(name: str, model: nn.Module) -> list[str]:
     ]
 
 
-class _Look:
+class _RuleSearch:
     """One forward pass."""
 
     def __init__(
-        self, model: nn.Module, size: int, forced: dict[str, Rule], whole: set[str], fused: dict[str, int]
+        self, model: nn.Module, size: int, forced: dict[str, TensorRule], whole: set[str], fused: dict[str, int]
     ) -> None:
         self.model, self.forced, self.whole, self.fused = model, forced, whole, fused
-        self.team = DryTeam(size)
+        self.group = MetaTensorGroup(size)
         self.sequence = any(rule.kind == "sequence" for rule in forced.values())
         self.names = {module: name for name, module in model.named_modules()}
-        self.found: dict[str, Rule] = {}
-        self.origins: list[Origin] = []
+        self.found: dict[str, TensorRule] = {}
+        self.origins: list[ColumnOrigin] = []
         self.users: dict[int, list[str]] = {}  # of a parameter: its names
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.users.setdefault(id(parameter), []).append(name)
-        self.strangers: set[str] = set()  # modules whose parameters are used outside them
-        self.inside = 0
+        self.foreign_uses: set[str] = set()  # modules whose parameters are used outside them
+        self.depth = 0
 
     def run(self, example_inputs: Any) -> None:
-        installed = Installed()
+        installed = InstalledForwards()
         for name, module in self.model.named_modules():
             if len(kinds_of(module)) > 1:
-                installed.forward(module, self._forward(name, module))
-        installed.step_by_step(self.model)
+                installed.replace_forward(module, self._forward(name, module))
+        installed.disable_fast_path(self.model)
         inputs = _as_meta(example_inputs)
         try:
-            with untouched_generators(), torch.enable_grad(), torch.device("meta"), _guarded(), _Strangers(self):
+            with preserve_generators(), torch.enable_grad(), torch.device("meta"), _guarded(), _ForeignUseMonitor(self):
                 if isinstance(inputs, dict):
                     self.model(**inputs)
                 else:
@@ -126,51 +126,51 @@ class _Look:
         finally:
             installed.remove()
 
-    def note(self, name: str, rule: Rule) -> None:
+    def note(self, name: str, rule: TensorRule) -> None:
         self.found[name] = rule
         if rule.kind == "attention":  # its output projection is not called, but cut with it
-            self.found[f"{name}.out_proj"] = Rule("row")
+            self.found[f"{name}.out_proj"] = TensorRule("row")
 
     def _forward(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        def origin(width: int, segments: int) -> Origin:
-            self.origins.append(Origin(name, width, segments))
+        def origin(width: int, segments: int) -> ColumnOrigin:
+            self.origins.append(ColumnOrigin(name, width, segments))
             return self.origins[-1]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if name not in self.found:
                 self.note(name, self._decide(name, module, args[0] if args else kwargs.get("input")))
             rule = self.found[name]
-            self.inside += 1
+            self.depth += 1
             try:
                 if rule == WHOLE:
                     return type(module).forward(module, *args, **kwargs)
-                split = Split(
-                    module=module, rule=rule, team=self.team, read=self._read, sequence=self.sequence, origin=origin
+                split = ShardedForward(
+                    module=module, rule=rule, group=self.group, read=self._read, sequence=self.sequence, make_origin=origin
                 )
                 return split(*args, **kwargs)
             finally:
-                self.inside -= 1
+                self.depth -= 1
 
         return forward
 
-    def _decide(self, name: str, module: nn.Module, value: Any) -> Rule:
-        size, forced = self.team.size, self.forced.get(name)
+    def _decide(self, name: str, module: nn.Module, value: Any) -> TensorRule:
+        size, forced = self.group.size, self.forced.get(name)
         if name in self.whole:
             return WHOLE
         if forced is not None:
-            return Rule("column", self.fused[name]) if forced == Rule("column") and name in self.fused else forced
+            return TensorRule("column", self.fused[name]) if forced == TensorRule("column") and name in self.fused else forced
         if isinstance(module, nn.Linear):
-            if isinstance(value, Sliced) and value.cut == value.ndim - 1:
-                return Rule("row", value.segments)
+            if isinstance(value, ShardedTensor) and value.shard_dim == value.ndim - 1:
+                return TensorRule("row", value.segments)
             segments = self.fused.get(name, 1)
-            return WHOLE if module.out_features % (size * segments) else Rule("column", segments)
+            return WHOLE if module.out_features % (size * segments) else TensorRule("column", segments)
         if isinstance(module, nn.Embedding):
-            return WHOLE if module.num_embeddings % size else Rule("vocab")
+            return WHOLE if module.num_embeddings % size else TensorRule("vocab")
         if isinstance(module, nn.MultiheadAttention):
-            if self.forced.get(f"{name}.out_proj", Rule("row")).kind != "row":
+            if self.forced.get(f"{name}.out_proj", TensorRule("row")).kind != "row":
                 return WHOLE
             check_heads(module.num_heads, size, name)
-            return Rule("attention", 3)
+            return TensorRule("attention", 3)
         return WHOLE
 
     def _read(self, module: nn.Module, leaf: str) -> Any:
@@ -178,20 +178,20 @@ class _Look:
         value: Tensor | None = getattr(module, leaf)
         if value is None:
             return None
-        piece = Rules(self.team.size, self.found).piece(f"{self.names[module]}.{leaf}", tuple(value.shape), 0)
+        piece = TensorRules(self.group.size, self.found).slice_of(f"{self.names[module]}.{leaf}", tuple(value.shape), 0)
         for dim, ranges in piece.cuts.items():
-            value = narrowed(value, dim, self.team, len(ranges))
+            value = own_slice(value, dim, self.group, len(ranges))
         return value
 
-    def better_whole(self) -> set[str]:
+    def should_stay_whole(self) -> set[str]:
         """Modules that are not worth splitting, or whose weight is used in ways that do not go together."""
         useful = {origin.name for origin in self.origins if origin.useful}
         better = {origin.name for origin in self.origins} - useful - self.forced.keys()
-        better |= {name for name in self.strangers if self.found.get(name, WHOLE) != WHOLE}
-        rules = Rules(self.team.size, self.found)
+        better |= {name for name in self.foreign_uses if self.found.get(name, WHOLE) != WHOLE}
+        rules = TensorRules(self.group.size, self.found)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for names in self.users.values():
-            if len({str(rules.piece(name, tuple(parameters[name].shape), 0)) for name in names}) > 1:
+            if len({str(rules.slice_of(name, tuple(parameters[name].shape), 0)) for name in names}) > 1:
                 better |= {name.rpartition(".")[0] for name in names}
         # The halves of an attention go together.
         return better | {name.removesuffix(".out_proj") for name in better if self._is_half(name)}
@@ -200,7 +200,7 @@ class _Look:
         outer = name.removesuffix(".out_proj")
         return outer != name and self.found.get(outer, WHOLE).kind == "attention"
 
-    def shared_with(self, name: str) -> str:
+    def tied_with(self, name: str) -> str:
         shared = [
             each for names in self.users.values() for each in names if any(n.startswith(f"{name}.") for n in names)
         ]
@@ -208,21 +208,21 @@ class _Look:
         return ", ".join(others) or "code outside the module"
 
 
-class _Strangers(TorchFunctionMode):
+class _ForeignUseMonitor(TorchFunctionMode):
     """Notes parameters that are used other than by their module's own forward: that code would see slices."""
 
-    def __init__(self, look: _Look) -> None:
+    def __init__(self, search: _RuleSearch) -> None:
         super().__init__()
-        self.look = look
+        self.search = search
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self.look.inside and func.__name__ != "__get__":
+        if not self.search.depth and func.__name__ != "__get__":
             for value in (*args, *(kwargs or {}).values()):
-                for name in self.look.users.get(id(value), ()) if isinstance(value, Tensor) else ():
-                    self.look.strangers.add(name.rpartition(".")[0])
-        if not torch.is_grad_enabled() and next(sliced_among((args, kwargs)), None) is not None:
+                for name in self.search.users.get(id(value), ()) if isinstance(value, Tensor) else ():
+                    self.search.foreign_uses.add(name.rpartition(".")[0])
+        if not torch.is_grad_enabled() and next(sharded_tensors_in((args, kwargs)), None) is not None:
             _refuse_inside_function()
         return func(*args, **(kwargs or {}))
 
@@ -250,7 +250,7 @@ def _guarded() -> Iterator[None]:
     original = vars(Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if next(sliced_among((args, kwargs)), None) is not None:
+        if next(sharded_tensors_in((args, kwargs)), None) is not None:
             _refuse(cls.__name__)
         return original.__get__(None, cls)(*args, **kwargs)
 
@@ -271,7 +271,7 @@ def _as_meta(value: Any) -> Any:
     return value
 
 
-def _told(error: Exception, model: nn.Module) -> JobError:
+def _located_error(error: Exception, model: nn.Module) -> JobError:
     """What went wrong, with the module and the line of the user's code."""
     names = {module: name or "the model" for name, module in model.named_modules()}
     own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))

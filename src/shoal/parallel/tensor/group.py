@@ -12,15 +12,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 
-class Companions(Protocol):
+class RankedGroup(Protocol):
     """What a team needs of a group; `collectives.group.Workers` and `Alone` have it."""
 
     rank: int
     size: int
 
 
-class Team:
-    def __init__(self, group: Companions) -> None:
+class TensorGroup:
+    def __init__(self, group: RankedGroup) -> None:
         self.group = group
 
     @property
@@ -33,12 +33,12 @@ class Team:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """A new tensor: the sum over all slices, added in rank order."""
-        return self._reduced(tensor, dist.ReduceOp.SUM)
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
-    def largest(self, tensor: Tensor) -> Tensor:
-        return self._reduced(tensor, dist.ReduceOp.MAX)
+    def max(self, tensor: Tensor) -> Tensor:
+        return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def _reduced(self, tensor: Tensor, op: Any) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, op: Any) -> Tensor:
         found = tensor.detach().clone()
         if self.size > 1:
             options = dist.AllreduceOptions()
@@ -55,9 +55,9 @@ class Team:
         options = AllgatherOptions()
         options.asyncOp = False
         self._process_group.all_gather_single(rows, tensor, options).wait()
-        return joined(rows, dim % tensor.dim(), segments)
+        return join_segments(rows, dim % tensor.dim(), segments)
 
-    def scatter_sum(self, tensor: Tensor, dim: int) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This worker's slice of the sum."""
         if self.size == 1:
             return tensor.detach()
@@ -73,18 +73,18 @@ class Team:
         return self.group.process_group  # type: ignore[attr-defined]  # a group of one has none, and is not asked
 
 
-class _Nobody:
+class _FakeGroup:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
-class DryTeam(Team):
+class MetaTensorGroup(TensorGroup):
     """As large as one likes, without a word between its members: for shapes."""
 
     def __init__(self, size: int, rank: int = 0) -> None:
-        super().__init__(_Nobody(rank, size))
+        super().__init__(_FakeGroup(rank, size))
 
-    def _reduced(self, tensor: Tensor, op: Any) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, op: Any) -> Tensor:
         return torch.empty_like(tensor)
 
     def gather(self, tensor: Tensor, dim: int, segments: int = 1) -> Tensor:
@@ -92,13 +92,13 @@ class DryTeam(Team):
         shape[dim] *= self.size
         return tensor.new_empty(shape)
 
-    def scatter_sum(self, tensor: Tensor, dim: int) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         shape = list(tensor.shape)
         shape[dim] //= self.size
         return tensor.new_empty(shape)
 
 
-def joined(rows: Tensor, dim: int, segments: int) -> Tensor:
+def join_segments(rows: Tensor, dim: int, segments: int) -> Tensor:
     """Slices that lie one below the other, laid side by side along a dimension of theirs.
 
     row 0   q0 k0 v0

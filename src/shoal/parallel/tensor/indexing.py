@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.parallel.tensor.operators import matched
-from shoal.parallel.tensor.sharded_tensor import Sliced, handles
+from shoal.parallel.tensor.operators import match_operand
+from shoal.parallel.tensor.sharded_tensor import ShardedTensor, handles
 
 Func = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -38,16 +38,16 @@ def chunk(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return _taken(value, [min(each, length - start) for start in range(0, length, each)], dim)
 
 
-def _taken(value: Sliced, sizes: Sequence[int], dim: int) -> Any:
-    if dim % value.ndim != value.cut:
-        return tuple(value.like(part) for part in value.local.split(list(sizes), dim))
+def _taken(value: ShardedTensor, sizes: Sequence[int], dim: int) -> Any:
+    if dim % value.ndim != value.shard_dim:
+        return tuple(value.with_local(part) for part in value.local.split(list(sizes), dim))
     count = len(sizes)
     if len(set(sizes)) > 1:
         return NotImplemented
     if value.segments % count:
-        value.taken_apart(count)
+        value.check_fused(count)
         return NotImplemented
-    return tuple(value.like(part, segments=value.segments // count) for part in value.local.chunk(count, dim))
+    return tuple(value.with_local(part, segments=value.segments // count) for part in value.local.chunk(count, dim))
 
 
 @handles("unbind")
@@ -78,7 +78,7 @@ def narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
 @handles("__getitem__")
 def getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value, index = args
-    if not isinstance(value, Sliced):
+    if not isinstance(value, ShardedTensor):
         return NotImplemented
     return indexed(value, index if isinstance(index, tuple) else (index,))
 
@@ -86,7 +86,7 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
 @handles("__setitem__")
 def setitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
     target, index, value = args
-    if not isinstance(target, Sliced):
+    if not isinstance(target, ShardedTensor):
         return NotImplemented
     index = index if isinstance(index, tuple) else (index,)
     if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index):
@@ -95,12 +95,12 @@ def setitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if part is NotImplemented:
         return NotImplemented
     if isinstance(value, Tensor):
-        value = matched(part, part.cut - part.ndim, value)
+        value = match_operand(part, part.cut - part.ndim, value)
     part.local[...] = value
     return None
 
 
-def indexed(value: Sliced, index: tuple[Any, ...]) -> Any:
+def indexed(value: ShardedTensor, index: tuple[Any, ...]) -> Any:
     """`value[index]` where other dimensions are indexed, or whole segments are taken."""
     advanced = [item for item in index if isinstance(item, (list, Tensor))]
     known = all(item is None or item is Ellipsis or type(item) in (int, slice, list, Tensor) for item in index)
@@ -115,14 +115,14 @@ def indexed(value: Sliced, index: tuple[Any, ...]) -> Any:
     source = kept = 0  # dimensions so far: of the value, of the result
     cut, segments = -1, value.segments
     for place, item in enumerate(full):
-        if item is not None and source == value.cut:
+        if item is not None and source == value.shard_dim:
             found = _segments(value, item)
             if found is None:
                 return NotImplemented
             cut, (full[place], segments) = kept, found
         source += item is not None
         kept += type(item) is not int
-    return value.like(value.local[tuple(full)], cut, segments)
+    return value.with_local(value.local[tuple(full)], cut, segments)
 
 
 def _one_row(item: Any) -> bool:
@@ -131,11 +131,11 @@ def _one_row(item: Any) -> bool:
     return bool(item.dim() == 1 and item.dtype in (torch.int64, torch.int32))
 
 
-def _segments(value: Sliced, item: Any) -> tuple[slice, int] | None:
+def _segments(value: ShardedTensor, item: Any) -> tuple[slice, int] | None:
     """A slice of the cut dimension, in this worker's own numbers, and how many segments it has."""
-    length = value.shape[value.cut]
+    length = value.shape[value.shard_dim]
     if type(item) is int and length <= FEW:
-        value.taken_apart(length)
+        value.check_fused(length)
     if not isinstance(item, slice):
         return None
     start, stop, step = item.indices(length)
@@ -146,33 +146,33 @@ def _segments(value: Sliced, item: Any) -> tuple[slice, int] | None:
         return None
     if start % each or stop % each:
         if length % (stop - start) == 0 and start % (stop - start) == 0:
-            value.taken_apart(length // (stop - start))
+            value.check_fused(length // (stop - start))
         return None
-    size = value.team.size
+    size = value.group.size
     return slice(start // size, stop // size), (stop - start) // each
 
 
 @handles("cat", "concat", "concatenate", "stack")
 def join(func: Func, args: Args, kwargs: Kwargs) -> Any:
     values, dim = _named("tensors dim", args, kwargs, dim=0)
-    first = next((value for value in values if isinstance(value, Sliced)), None)
+    first = next((value for value in values if isinstance(value, ShardedTensor)), None)
     if first is None or "out" in kwargs or any(value.dim() != first.ndim for value in values):
         return NotImplemented
     stacked = func.__name__ == "stack"
     dim %= first.ndim + stacked
-    if not stacked and dim == first.cut:
+    if not stacked and dim == first.shard_dim:
         return NotImplemented
-    parts = [matched(first, first.cut - first.ndim, value) for value in values]
-    first.worked()
-    return first.like(func(parts, dim), first.cut + (stacked and dim <= first.cut))
+    parts = [match_operand(first, first.shard_dim - first.ndim, value) for value in values]
+    first.mark_computed()
+    return first.with_local(func(parts, dim), first.shard_dim + (stacked and dim <= first.shard_dim))
 
 
 @handles("repeat_interleave")
 def repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value, repeats, dim = _named("self repeats dim", args, kwargs, dim=None)
-    if not isinstance(value, Sliced) or not isinstance(repeats, int) or dim is None:
+    if not isinstance(value, ShardedTensor) or not isinstance(repeats, int) or dim is None:
         return NotImplemented
-    return value.like(value.local.repeat_interleave(repeats, dim))
+    return value.with_local(value.local.repeat_interleave(repeats, dim))
 
 
 @handles("view_as_complex", "view_as_real")

@@ -10,24 +10,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.parallel.tensor import collective_ops
-from shoal.parallel.tensor.group import Team
+from shoal.parallel.tensor.group import TensorGroup
 from shoal.parallel.tensor.operators import dropout_mask
-from shoal.parallel.tensor.rules import Rule
-from shoal.parallel.tensor.sharded_tensor import Origin, Sliced, gathered
+from shoal.parallel.tensor.rules import TensorRule
+from shoal.parallel.tensor.sharded_tensor import ColumnOrigin, ShardedTensor, gather_tree
 
 Read = Callable[[nn.Module, str], Any]  # a worker's slice of a parameter
 
 
 @dataclass(kw_only=True)
-class Split:
+class ShardedForward:
     """One module that is split, on one worker."""
 
     module: nn.Module
-    rule: Rule
-    team: Team
+    rule: TensorRule
+    group: TensorGroup
     read: Read = getattr
     sequence: bool = False  # sums are scattered over the places of the sequence
-    origin: Callable[[int, int], Origin] | None = None  # while rules are being found
+    make_origin: Callable[[int, int], ColumnOrigin] | None = None  # while rules are being found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = "sequence_norm" if self.rule.kind == "sequence" else self.rule.kind
@@ -36,44 +36,44 @@ class Split:
 
     def column(self, input: Tensor) -> Tensor:
         weight, bias = self.read(self.module, "weight"), self.read(self.module, "bias")
-        found = F.linear(self._entering(input), weight, bias)
+        found = F.linear(self._copy_input(input), weight, bias)
         origin = None
-        if self.origin is not None:
-            origin = self.origin(found.shape[-1] * self.team.size, self.rule.segments)
-        return Sliced(found, -1, self.team, self.rule.segments, origin)
+        if self.make_origin is not None:
+            origin = self.make_origin(found.shape[-1] * self.group.size, self.rule.segments)
+        return ShardedTensor(found, -1, self.group, self.rule.segments, origin)
 
-    def _entering(self, value: Tensor) -> Tensor:
+    def _copy_input(self, value: Tensor) -> Tensor:
         """A whole input, of which each worker makes a part of the gradient."""
-        if isinstance(value, Sliced):
-            if self.sequence and value.cut == value.ndim - 2 and value.segments == 1:
-                return collective_ops.collect(value.local, value.cut, self.team)
-            value = value.whole()
-        return collective_ops.copy(value, self.team)
+        if isinstance(value, ShardedTensor):
+            if self.sequence and value.shard_dim == value.ndim - 2 and value.segments == 1:
+                return collective_ops.sequence_gather(value.local, value.shard_dim, self.group)
+            value = value.full_tensor()
+        return collective_ops.copy_to_shards(value, self.group)
 
     def row(self, input: Tensor) -> Tensor:
         segments = self.rule.segments
-        if isinstance(input, Sliced) and input.cut == input.ndim - 1 and input.segments == segments:
-            input.consumed()
+        if isinstance(input, ShardedTensor) and input.shard_dim == input.ndim - 1 and input.segments == segments:
+            input.mark_consumed()
             local = input.local
         else:
-            whole = input.whole() if isinstance(input, Sliced) else input
-            local = collective_ops.cut(whole, whole.dim() - 1, self.team, segments)
-        return self._leaving(F.linear(local, self.read(self.module, "weight")), self.read(self.module, "bias"))
+            whole = input.full_tensor() if isinstance(input, ShardedTensor) else input
+            local = collective_ops.take_shard(whole, whole.dim() - 1, self.group, segments)
+        return self._reduce_output(F.linear(local, self.read(self.module, "weight")), self.read(self.module, "bias"))
 
-    def _leaving(self, part: Tensor, bias: Tensor | None, places: int = -2) -> Tensor:
+    def _reduce_output(self, part: Tensor, bias: Tensor | None, places: int = -2) -> Tensor:
         """The sum of all workers' parts; the bias is added once, after."""
-        if self.sequence and part.dim() > 2 and part.shape[places] % self.team.size == 0:
-            found = collective_ops.scatter(part, places % part.dim(), self.team)
+        if self.sequence and part.dim() > 2 and part.shape[places] % self.group.size == 0:
+            found = collective_ops.reduce_scatter(part, places % part.dim(), self.group)
             if bias is not None:
-                found = found + collective_ops.copy(bias, self.team).to(found.dtype)
-            return Sliced(found, places, self.team)
-        found = collective_ops.total(part, self.team)
+                found = found + collective_ops.copy_to_shards(bias, self.group).to(found.dtype)
+            return ShardedTensor(found, places, self.group)
+        found = collective_ops.all_reduce(part, self.group)
         return found if bias is None else found + bias.to(found.dtype)
 
     def vocab(self, input: Tensor) -> Tensor:
         module = self.module
         assert isinstance(module, nn.Embedding)
-        indices: Tensor = gathered(input)
+        indices: Tensor = gather_tree(input)
         weight = self.read(module, "weight")
         if (
             indices.is_cpu
@@ -81,19 +81,19 @@ class Split:
             and not 0 <= int(indices.min()) <= int(indices.max()) < module.num_embeddings
         ):
             raise IndexError(f"index out of range: {module.num_embeddings} embeddings")  # nobody would have that row
-        start = self.team.rank * weight.shape[0]
+        start = self.group.rank * weight.shape[0]
         place = indices - start
         outside = (place < 0) | (place >= weight.shape[0])
         padding = None if module.padding_idx is None else module.padding_idx - start
         if padding is not None and not 0 <= padding < weight.shape[0]:
             padding = None
         found = F.embedding(place.masked_fill(outside, 0), weight, padding)
-        return collective_ops.total(found.masked_fill(outside.unsqueeze(-1), 0.0), self.team)
+        return collective_ops.all_reduce(found.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
 
     def sequence_norm(self, input: Tensor) -> Tensor:
-        size = self.team.size
-        if not isinstance(input, Sliced) and input.dim() > 2 and input.shape[-2] % size == 0:
-            input = Sliced(collective_ops.cut(input, input.dim() - 2, self.team), -2, self.team)
+        size = self.group.size
+        if not isinstance(input, ShardedTensor) and input.dim() > 2 and input.shape[-2] % size == 0:
+            input = ShardedTensor(collective_ops.take_shard(input, input.dim() - 2, self.group), -2, self.group)
         found: Tensor = type(self.module).forward(self.module, input)
         return found
 
@@ -108,7 +108,7 @@ class Split:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        module, team = self.module, self.team
+        module, team = self.module, self.group
         assert isinstance(module, nn.MultiheadAttention)
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's own words
@@ -123,7 +123,7 @@ class Split:
                 scores = scores if mask is None else scores + mask.to(scores.dtype)
             weights = F.softmax(scores, -1)
             if p:
-                weights = weights * dropout_mask(Sliced(weights, 1, team), p)
+                weights = weights * dropout_mask(ShardedTensor(weights, 1, team), p)
             found = weights @ values
         else:
             shown = [mask.to(queries.dtype) for mask in masks if mask is not None]
@@ -131,14 +131,14 @@ class Split:
             found = F.scaled_dot_product_attention(queries, keys, values, both)
         # Places first, as torch's own has them in memory: a dropout that follows draws in that order.
         part = F.linear(found.permute(2, 0, 1, 3).flatten(2), self.read(module.out_proj, "weight"))
-        output = self._leaving(part, module.out_proj.bias, places=0)
+        output = self._reduce_output(part, module.out_proj.bias, places=0)
         output = output.squeeze(1) if not batched else output.transpose(0, 1) if module.batch_first else output
         if not need_weights or weights is None:
             return output, None
         if average_attn_weights:
-            seen = collective_ops.total(weights.sum(1), team) / module.num_heads
+            seen = collective_ops.all_reduce(weights.sum(1), team) / module.num_heads
         else:
-            seen = collective_ops.gather(weights, 1, team)
+            seen = collective_ops.all_gather(weights, 1, team)
         return output, seen if batched else seen.squeeze(0)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -153,7 +153,7 @@ class Split:
         biases = [None] * 3 if bias is None else bias.chunk(3)
         found = []
         for source, weight, own in zip((query, key, value), weights, biases, strict=True):
-            one = F.linear(self._entering(source), weight, own)
+            one = F.linear(self._copy_input(source), weight, own)
             if one.dim() == 2:
                 one = one.unsqueeze(0)
             elif not module.batch_first:
@@ -169,10 +169,10 @@ def _additive(mask: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=torch.get_default_dtype()).masked_fill(mask, float("-inf"))
 
 
-def _heads_mask(mask: Tensor | None, heads: int, team: Team) -> Tensor | None:
+def _heads_mask(mask: Tensor | None, heads: int, group: TensorGroup) -> Tensor | None:
     if mask is None or mask.dim() == 2:
-        return None if mask is None else collective_ops.copy(_additive(mask), team)
-    return collective_ops.cut(_additive(mask).unflatten(0, (-1, heads)), 1, team)
+        return None if mask is None else collective_ops.copy_to_shards(_additive(mask), group)
+    return collective_ops.take_shard(_additive(mask).unflatten(0, (-1, heads)), 1, group)
 
 
 def _padding(mask: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.parallel.tensor import collective_ops, reshape
-from shoal.parallel.tensor.sharded_tensor import Sliced, handles
+from shoal.parallel.tensor.sharded_tensor import ShardedTensor, handles
 
 Func = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -27,7 +27,7 @@ __ror__ __rxor__ __pow__ __add__ __radd__ __mul__ __rmul__ __sub__ __truediv__ _
 __ge__ __abs__ __pos__
 """
 ELEMENTWISE = _ELEMENTWISE.split()
-WRITING = [f"{name}_" for name in ELEMENTWISE if not name.startswith("__")]
+IN_PLACE = [f"{name}_" for name in ELEMENTWISE if not name.startswith("__")]
 # One slice each, and no work to speak of.
 _PLAIN = """
 to float double half bfloat16 int long bool short type type_as cpu cuda clone detach contiguous zeros_like ones_like
@@ -35,56 +35,56 @@ full_like empty_like requires_grad_
 """
 
 
-def matched(first: Sliced, back: int, tensor: Tensor) -> Tensor:
+def match_operand(first: ShardedTensor, back: int, tensor: Tensor) -> Tensor:
     """The part of an operand that meets a slice cut in that dimension, counted from the back (broadcasting)."""
-    team = first.team
-    if isinstance(tensor, Sliced):
-        if tensor.cut - tensor.ndim == back and tensor.segments == first.segments:
-            tensor.worked()
+    team = first.group
+    if isinstance(tensor, ShardedTensor):
+        if tensor.shard_dim - tensor.ndim == back and tensor.segments == first.segments:
+            tensor.mark_computed()
             return tensor.local
-        tensor = tensor.whole()
+        tensor = tensor.full_tensor()
     if tensor.dim() < -back or tensor.shape[back] == 1:
-        return collective_ops.copy(tensor, team)
+        return collective_ops.copy_to_shards(tensor, team)
     if first.origin is not None:
         first.origin.mixed = True
-    return collective_ops.cut(tensor, back % tensor.dim(), team, first.segments)
+    return collective_ops.take_shard(tensor, back % tensor.dim(), team, first.segments)
 
 
-@handles(*ELEMENTWISE, *WRITING)
+@handles(*ELEMENTWISE, *IN_PLACE)
 def elementwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    first = next(operand for operand in operands if isinstance(operand, Sliced))
-    back = first.cut - first.ndim
+    first = next(operand for operand in operands if isinstance(operand, ShardedTensor))
+    back = first.shard_dim - first.ndim
     writes = func.__name__.endswith("_") and not func.__name__.endswith("__")
     if "out" in kwargs or (writes and first is not args[0]):
         return NotImplemented
     if any(operand.dim() >= -back and operand.shape[back] not in (1, first.shape[back]) for operand in operands):
         return NotImplemented  # an error, and torch's own to tell
-    first.worked()
+    first.mark_computed()
 
     def part(value: Any) -> Any:
-        return matched(first, back, value) if isinstance(value, Tensor) else value
+        return match_operand(first, back, value) if isinstance(value, Tensor) else value
 
     found = func(*map(part, args), **{key: part(value) for key, value in kwargs.items()})
     if not isinstance(found, Tensor):  # places: torch.where with one argument
         return NotImplemented
     if writes:
         return first
-    return first.same(found) if found.dim() == first.ndim else first.like(found, found.dim() + back)
+    return first.same_layout(found) if found.dim() == first.ndim else first.with_local(found, found.dim() + back)
 
 
 @handles(*_PLAIN.split())
 def plain(func: Func, args: Args, kwargs: Kwargs) -> Any:
     first = args[0]
-    if not isinstance(first, Sliced):  # x.to(sliced): only its type is asked
-        return func(first, *(torch.empty_like(a.local[:0]) if isinstance(a, Sliced) else a for a in args[1:]), **kwargs)
-    rest = [a.local if isinstance(a, Sliced) else a for a in args[1:]]
+    if not isinstance(first, ShardedTensor):  # x.to(sliced): only its type is asked
+        return func(first, *(torch.empty_like(a.local[:0]) if isinstance(a, ShardedTensor) else a for a in args[1:]), **kwargs)
+    rest = [a.local if isinstance(a, ShardedTensor) else a for a in args[1:]]
     found = func(first.local, *rest, **kwargs)
     if not isinstance(found, Tensor):  # x.type() is a name
         return found
     if found is first.local and func.__name__ != "contiguous":
         return first
-    return first.like(found) if func.__name__ == "contiguous" else first.same(found)
+    return first.with_local(found) if func.__name__ == "contiguous" else first.same_layout(found)
 
 
 @handles("get data")
@@ -97,25 +97,25 @@ def dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
     names = ("input", "p", "training", "inplace") if func is F.dropout else ("input", "p", "train")
     given = {"p": 0.5, "training": True, **dict(zip(names, args, strict=False)), **kwargs}
     value, p, training = given["input"], given["p"], given.get("train", given["training"])
-    if not isinstance(value, Sliced) or not 0.0 <= p < 1.0:
+    if not isinstance(value, ShardedTensor) or not 0.0 <= p < 1.0:
         return NotImplemented
-    value.worked()
+    value.mark_computed()
     if not training or p == 0.0:
-        return value.same(value.local)
+        return value.same_layout(value.local)
     mask = dropout_mask(value, p)
     if given.get("inplace") or func.__name__ == "dropout_":
         value.local.mul_(mask)
         return value
-    return value.same(value.local * mask)
+    return value.same_layout(value.local * mask)
 
 
-def dropout_mask(value: Sliced, p: float) -> Tensor:
+def dropout_mask(value: ShardedTensor, p: float) -> Tensor:
     """This worker's slice of the mask that one process would draw: all of it is drawn, in the order of its memory."""
     local = value.local
     order = value.memory_order()
     ones = torch.ones([value.shape[dim] for dim in order], dtype=local.dtype, device=local.device)
     drawn = F.dropout(ones, p).permute([order.index(dim) for dim in range(local.dim())])
-    return collective_ops.narrowed(drawn, value.cut, value.team, value.segments)
+    return collective_ops.own_slice(drawn, value.shard_dim, value.group, value.segments)
 
 
 @handles("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "normalize", "flip", "roll", "glu")
@@ -145,10 +145,10 @@ def reduce(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if name not in ("sum", "mean"):
             return NotImplemented
         value.worked()
-        part = collective_ops.total(func(value.local, *args[1:], **kwargs), value.team)
+        part = collective_ops.all_reduce(func(value.local, *args[1:], **kwargs), value.team)
         return part / value.team.size if name == "mean" else part
     value.worked()
-    return value.like(func(value.local, *args[1:], **kwargs), reshape.after(value.cut, reduced, keep))
+    return value.like(func(value.local, *args[1:], **kwargs), reshape.dim_after_reduce(value.cut, reduced, keep))
 
 
 def _many(dims: Any) -> Sequence[int]:
@@ -158,12 +158,12 @@ def _many(dims: Any) -> Sequence[int]:
 @handles("layer_norm", "rms_norm")
 def norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value, over = args[0], kwargs.get("normalized_shape", args[1] if len(args) > 1 else None)
-    if not isinstance(value, Sliced) or over is None or value.cut >= value.ndim - len(over):
+    if not isinstance(value, ShardedTensor) or over is None or value.shard_dim >= value.ndim - len(over):
         return NotImplemented
-    value.worked()
+    value.mark_computed()
 
     def part(item: Any) -> Any:
-        return collective_ops.copy(item, value.team) if isinstance(item, Tensor) else item
+        return collective_ops.copy_to_shards(item, value.group) if isinstance(item, Tensor) else item
 
     rest = [part(item) for item in args[1:]]
-    return value.like(func(value.local, *rest, **{key: part(item) for key, item in kwargs.items()}))
+    return value.with_local(func(value.local, *rest, **{key: part(item) for key, item in kwargs.items()}))

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from math import prod
 
 
-def relocated(
-    shape: Sequence[int], cut: int, segments: int, size: int, target: Sequence[int]
+def new_shard_dim(
+    shape: Sequence[int], shard_dim: int, segments: int, size: int, target: Sequence[int]
 ) -> tuple[int, int] | None:
     """Dimension and segments after a view; None where slices cannot be viewed so."""
-    each = shape[cut] // (segments * size)
-    stride = prod(shape[cut + 1 :]) * each  # of the worker's digit, in the flat index
+    each = shape[shard_dim] // (segments * size)
+    stride = prod(shape[shard_dim + 1 :]) * each  # of the worker's digit, in the flat index
     inner = 1
     for dim in reversed(range(len(target))):
         outer = inner * target[dim]
@@ -29,7 +29,7 @@ def relocated(
     return None
 
 
-def apart(shape: Sequence[int], target: Sequence[int]) -> list[int]:
+def split_sizes(shape: Sequence[int], target: Sequence[int]) -> list[int]:
     """The sizes that a view made of the last dimension; nothing if it has not taken that one apart."""
     inner, found = 1, []
     for size in reversed(target):
@@ -40,21 +40,21 @@ def apart(shape: Sequence[int], target: Sequence[int]) -> list[int]:
     return found[::-1] if inner == shape[-1] and len(found) > 1 else []
 
 
-def filled(numel: int, target: Sequence[int]) -> list[int]:
+def infer_size(numel: int, target: Sequence[int]) -> list[int]:
     """A shape whose one unknown size (-1) is put in."""
     known = prod(size for size in target if size != -1)
     return [numel // known if size == -1 and known else size for size in target]
 
 
-def flat(shape: Sequence[int], first: int, last: int) -> list[int]:
+def flattened_shape(shape: Sequence[int], first: int, last: int) -> list[int]:
     first, last = first % len(shape), last % len(shape)
     return [*shape[:first], prod(shape[first : last + 1]), *shape[last + 1 :]]
 
 
-def local_shape(target: Sequence[int], cut: int, size: int) -> list[int]:
-    return [length // size if dim == cut else length for dim, length in enumerate(target)]
+def local_shape(target: Sequence[int], shard_dim: int, size: int) -> list[int]:
+    return [length // size if dim == shard_dim else length for dim, length in enumerate(target)]
 
 
-def after(cut: int, reduced: Sequence[int], keep: bool) -> int:
+def dim_after_reduce(shard_dim: int, reduced: Sequence[int], keep: bool) -> int:
     """Where a dimension is when others are gone."""
-    return cut if keep else cut - sum(dim < cut for dim in reduced)
+    return shard_dim if keep else shard_dim - sum(dim < shard_dim for dim in reduced)

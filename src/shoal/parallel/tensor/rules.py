@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from shoal.errors import JobError
-from shoal.numerics.tensor_slice import WHOLE, Piece, evenly
+from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, even_slice
 
 KINDS = ("column", "row", "vocab", "attention", "sequence", "whole")
 _CUT = {  # the dimension of each parameter that is cut
@@ -37,7 +37,7 @@ _FORWARDS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorRule:
     kind: str
     segments: int = 1  # 3: a fused projection of queries, keys and values, each of them cut
 
@@ -46,25 +46,25 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Rules:
+class TensorRules:
     """By module name; whoever is not named is whole."""
 
     size: int
-    modules: Mapping[str, Rule] = field(default_factory=dict)
+    modules: Mapping[str, TensorRule] = field(default_factory=dict)
 
     @property
     def sequence(self) -> bool:
         return any(rule.kind == "sequence" for rule in self.modules.values())
 
-    def piece(self, parameter: str, shape: tuple[int, ...], rank: int) -> Piece:
+    def slice_of(self, parameter: str, shape: tuple[int, ...], rank: int) -> TensorSlice:
         """What a worker holds of a parameter whose whole shape is this."""
         owner, _, leaf = parameter.rpartition(".")
         rule = self.modules.get(owner)
         dim = None if rule is None else _CUT.get(rule.kind, {}).get(leaf)
         if rule is None or dim is None or self.size == 1:
-            return WHOLE
+            return FULL_SLICE
         fused = rule.segments if rule.kind != "attention" or leaf.startswith("in_proj") else 1
-        return evenly(shape, dim, self.size, rank, fused)
+        return even_slice(shape, dim, self.size, rank, fused)
 
     def lines(self) -> list[str]:
         width = max(map(len, self.modules), default=0)
@@ -88,7 +88,7 @@ def _splittable(module: nn.Module) -> bool:
     return "weight" in module._parameters  # not one that is computed from others
 
 
-def check_fits(name: str, module: nn.Module, rule: Rule, size: int) -> None:
+def check_fits(name: str, module: nn.Module, rule: TensorRule, size: int) -> None:
     """Raises where a module's numbers cannot be cut so."""
     if rule.kind == "attention":
         assert isinstance(module, nn.MultiheadAttention)
@@ -112,12 +112,12 @@ def check_heads(heads: int, size: int, name: str) -> None:
         )
 
 
-def read_wanted(wanted: Mapping[str, str], model: nn.Module, size: int) -> dict[str, Rule]:
+def parse_rules(wanted: Mapping[str, str], model: nn.Module, size: int) -> dict[str, TensorRule]:
     """The user's patterns as rules of modules; of two that match, the first one counts."""
     modules = {name: module for name, module in model.named_modules() if name}
-    rules: dict[str, Rule] = {}
+    rules: dict[str, TensorRule] = {}
     for pattern, text in wanted.items():
-        rule = _read(pattern, text)
+        rule = _parse_rule(pattern, text)
         matching = [name for name in modules if fnmatchcase(name, pattern)]
         if not matching:
             near = get_close_matches(pattern, modules, n=1, cutoff=0.0)
@@ -143,7 +143,7 @@ def read_wanted(wanted: Mapping[str, str], model: nn.Module, size: int) -> dict[
     return rules
 
 
-def _read(pattern: str, text: str) -> Rule:
+def _parse_rule(pattern: str, text: str) -> TensorRule:
     """`column`, or `column:3` for one that is three in one."""
     kind, _, count = text.partition(":")
     if kind not in KINDS:
@@ -154,4 +154,4 @@ def _read(pattern: str, text: str) -> Rule:
         )
     if count and (kind not in ("column", "row") or not count.isdigit() or int(count) < 1):
         raise JobError(f"tensor_rules: '{pattern}' is '{text}'", fix="column:3, for three projections in one")
-    return Rule(kind, int(count) if count else 3 if kind == "attention" else 1)
+    return TensorRule(kind, int(count) if count else 3 if kind == "attention" else 1)

@@ -17,37 +17,37 @@ from torch import Tensor
 
 from shoal.errors import JobError
 from shoal.parallel.tensor import collective_ops
-from shoal.parallel.tensor.group import Team
+from shoal.parallel.tensor.group import TensorGroup
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[str, Handler] = {}  # by the function's name; one that returns NotImplemented leaves it to the fallback
 
 # What the wrapper itself can answer: it has the whole's shape, type and device.
-_ASKED = """
+_METADATA_TEXT = """
 size dim numel nelement ndimension is_floating_point is_complex is_signed element_size __len__ get_device stride
 is_contiguous is_inference is_same_size is_conj is_neg storage_offset has_names __hash__
 """
-_ANSWERED = frozenset(_ASKED.split())
+_METADATA = frozenset(_METADATA_TEXT.split())
 # What would be done to a gathered copy, and be lost with it.
 _REFUSED = frozenset(("__set__", "register_hook", "retain_grad", "set_", "resize_", "data_ptr", "untyped_storage"))
 
 
-class Origin:
+class ColumnOrigin:
     """The column operator that a value came from: kept while rules are being found, None otherwise."""
 
     def __init__(self, name: str, width: int, segments: int) -> None:
         self.name, self.width, self.segments = name, width, segments
-        self.worked = False  # something was computed on slices
+        self.computed = False  # something was computed on slices
         self.consumed = False  # by an operator that needs slices: a row, a product, attention, a loss
         self.mixed = False  # with whole tensors that had to be cut for it: a residual stream
         self.gathered = False
 
     @property
     def useful(self) -> bool:
-        return not self.gathered or self.consumed or (self.worked and not self.mixed)
+        return not self.gathered or self.consumed or (self.computed and not self.mixed)
 
 
-class Fused(Exception):
+class FusedProjectionFound(Exception):
     """Found while looking: a column's output is taken apart into equal segments, so each of them must be cut."""
 
     def __init__(self, name: str, segments: int) -> None:
@@ -55,33 +55,33 @@ class Fused(Exception):
         self.name, self.segments = name, segments
 
 
-class Sliced(Tensor):
+class ShardedTensor(Tensor):
     local: Tensor
-    cut: int  # the dimension that is cut; `dim` is taken: torch's own method
+    shard_dim: int  # the dimension that is cut; `dim` is taken: torch's own method
     segments: int
-    team: Team
-    origin: Origin | None
+    group: TensorGroup
+    origin: ColumnOrigin | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, cut: int, team: Team, segments: int = 1, origin: Origin | None = None) -> "Sliced":
+    def __new__(cls, local: Tensor, shard_dim: int, group: TensorGroup, segments: int = 1, origin: ColumnOrigin | None = None) -> "ShardedTensor":
         shape = list(local.shape)
-        cut %= len(shape)
-        shape[cut] *= team.size
-        made: Sliced = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made.local, made.cut, made.team, made.segments, made.origin = local, cut, team, segments, origin
-        made._whole_shape = torch.Size(shape)
+        shard_dim %= len(shape)
+        shape[shard_dim] *= group.size
+        made: ShardedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made.local, made.shard_dim, made.group, made.segments, made.origin = local, shard_dim, group, segments, origin
+        made._full_shape = torch.Size(shape)
         return made
 
-    _whole_shape: torch.Size
+    _full_shape: torch.Size
     _order: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return self._whole_shape
+        return self._full_shape
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        return len(self._whole_shape)
+        return len(self._full_shape)
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -96,29 +96,29 @@ class Sliced(Tensor):
         return self.local.is_leaf
 
     def __repr__(self) -> str:  # type: ignore[override]
-        cut = f"cut={self.cut}" + (f", segments={self.segments}" if self.segments > 1 else "")
-        return f"Sliced({tuple(self.shape)}, {cut}, rank {self.team.rank} of {self.team.size}, local={self.local!r})"
+        cut = f"cut={self.shard_dim}" + (f", segments={self.segments}" if self.segments > 1 else "")
+        return f"Sliced({tuple(self.shape)}, {cut}, rank {self.group.rank} of {self.group.size}, local={self.local!r})"
 
-    def like(self, local: Tensor, cut: int | None = None, segments: int | None = None) -> "Sliced":
+    def with_local(self, local: Tensor, shard_dim: int | None = None, segments: int | None = None) -> "ShardedTensor":
         """Another value of the same team and origin."""
-        return Sliced(
+        return ShardedTensor(
             local,
-            self.cut if cut is None else cut,
-            self.team,
+            self.shard_dim if shard_dim is None else shard_dim,
+            self.group,
             self.segments if segments is None else segments,
             self.origin,
         )
 
-    def same(self, local: Tensor) -> "Sliced":
+    def same_layout(self, local: Tensor) -> "ShardedTensor":
         """A value of the same shape, laid out like this one."""
-        found = self.like(local)
+        found = self.with_local(local)
         found._order = self._order
         return found
 
-    def permuted(self, order: Sequence[int]) -> "Sliced":
+    def permuted(self, order: Sequence[int]) -> "ShardedTensor":
         order = [dim % self.ndim for dim in order]
-        found = self.like(self.local.permute(order), order.index(self.cut))
-        if self.local.shape[self.cut] == 1:  # strides do not tell where a dimension of size 1 is
+        found = self.with_local(self.local.permute(order), order.index(self.shard_dim))
+        if self.local.shape[self.shard_dim] == 1:  # strides do not tell where a dimension of size 1 is
             found._order = tuple(order.index(dim) for dim in self.memory_order())
         return found
 
@@ -126,29 +126,29 @@ class Sliced(Tensor):
         """Dimensions of the whole, as it would lie in memory: outermost first."""
         return list(self._order or sorted(range(self.ndim), key=self.local.stride, reverse=True))
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """All slices, as an ordinary tensor. Its gradient is cut."""
         if self.origin is not None:
             self.origin.gathered = True
         # Dimensions keep their order in memory: dropout masks are drawn in that order.
         order = self.memory_order()
-        found = collective_ops.gather(self.local.permute(order), order.index(self.cut), self.team, self.segments)
+        found = collective_ops.all_gather(self.local.permute(order), order.index(self.shard_dim), self.group, self.segments)
         return found.permute([order.index(dim) for dim in range(self.ndim)])
 
-    def worked(self) -> None:
+    def mark_computed(self) -> None:
         if self.origin is not None:
-            self.origin.worked = True
+            self.origin.computed = True
 
-    def consumed(self) -> None:
+    def mark_consumed(self) -> None:
         if self.origin is not None:
             self.origin.consumed = True
 
-    def taken_apart(self, segments: int) -> None:
+    def check_fused(self, segments: int) -> None:
         """Called where a cut dimension is to be taken apart into equal segments, and is not cut so."""
         origin = self.origin
-        if origin is None or origin.segments > 1 or segments < 2 or origin.width % (segments * self.team.size):
+        if origin is None or origin.segments > 1 or segments < 2 or origin.width % (segments * self.group.size):
             return
-        raise Fused(origin.name, segments)
+        raise FusedProjectionFound(origin.name, segments)
 
     @classmethod
     def __torch_function__(
@@ -161,7 +161,7 @@ class Sliced(Tensor):
         name: str = func.__name__
         if name == "__get__":
             return _attribute(func, args)
-        if name in _ANSWERED:
+        if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         handler = HANDLERS.get(name)
@@ -202,46 +202,46 @@ def _attribute(getter: Any, args: tuple[Any, ...]) -> Any:
         return getter(*args)
 
 
-def sliced_among(value: Any) -> Iterator[Sliced]:
-    if isinstance(value, Sliced):
+def sharded_tensors_in(value: Any) -> Iterator[ShardedTensor]:
+    if isinstance(value, ShardedTensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from sliced_among(item)
+            yield from sharded_tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from sliced_among(item)
+            yield from sharded_tensors_in(item)
 
 
-def gathered(value: Any) -> Any:
+def gather_tree(value: Any) -> Any:
     """The same with whole tensors."""
-    if isinstance(value, Sliced):
-        return value.whole()
+    if isinstance(value, ShardedTensor):
+        return value.full_tensor()
     if isinstance(value, (list, tuple)):
-        if not any(True for _ in sliced_among(value)):
+        if not any(True for _ in sharded_tensors_in(value)):
             return value
-        items = [gathered(item) for item in value]
+        items = [gather_tree(item) for item in value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*items)
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {key: gathered(item) for key, item in value.items()}
+        return {key: gather_tree(item) for key, item in value.items()}
     return value
 
 
 def fallback(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gathers and goes on with the whole. What is written into a slice is written into the whole and cut again."""
     name: str = func.__name__
-    if isinstance(kwargs.get("out"), Sliced) or name in _REFUSED:
+    if isinstance(kwargs.get("out"), ShardedTensor) or name in _REFUSED:
         raise JobError(
             f"{name} of a tensor that is split over workers: it has no memory of its own",
             fix='tensor_rules={"module that made it": "whole"}',
         )
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     target = args[0] if args else None
-    if not writes or not isinstance(target, Sliced):
-        return func(*gathered(args), **gathered(kwargs))
-    whole = target.whole().clone()
-    func(whole, *gathered(args[1:]), **gathered(kwargs))
-    target.local.copy_(collective_ops.cut(whole, target.cut, target.team, target.segments))
+    if not writes or not isinstance(target, ShardedTensor):
+        return func(*gather_tree(args), **gather_tree(kwargs))
+    whole = target.full_tensor().clone()
+    func(whole, *gather_tree(args[1:]), **gather_tree(kwargs))
+    target.local.copy_(collective_ops.take_shard(whole, target.shard_dim, target.group, target.segments))
     return None if name == "__setitem__" else target

@@ -7,30 +7,30 @@ import torch
 
 from shoal.errors import JobError
 from shoal.parallel.tensor import reshape
-from shoal.parallel.tensor.sharded_tensor import Sliced, handles
+from shoal.parallel.tensor.sharded_tensor import ShardedTensor, handles
 
 Func = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def reshaped(value: Sliced, target: Sequence[int]) -> Any:
-    target = reshape.filled(value.shape.numel(), target)
-    found = reshape.relocated(value.shape, value.cut, value.segments, value.team.size, target)
+def reshaped(value: ShardedTensor, target: Sequence[int]) -> Any:
+    target = reshape.infer_size(value.shape.numel(), target)
+    found = reshape.new_shard_dim(value.shape, value.shard_dim, value.segments, value.group.size, target)
     if found is None:
         _explain(value, target)
         return NotImplemented
     cut, segments = found
-    return value.like(value.local.reshape(reshape.local_shape(target, cut, value.team.size)), cut, segments)
+    return value.with_local(value.local.reshape(reshape.local_shape(target, cut, value.group.size)), cut, segments)
 
 
-def _explain(value: Sliced, target: Sequence[int]) -> None:
+def _explain(value: ShardedTensor, target: Sequence[int]) -> None:
     """While rules are found: is this a fused projection that is taken apart, or are there too few heads?"""
-    if value.origin is None or value.cut != value.ndim - 1 or value.segments > 1:
+    if value.origin is None or value.shard_dim != value.ndim - 1 or value.segments > 1:
         return
-    parts, size = reshape.apart(value.shape, target), value.team.size
-    if len(parts) > 2 and reshape.relocated(value.shape, value.cut, parts[0], size, target):
-        value.taken_apart(parts[0])
+    parts, size = reshape.split_sizes(value.shape, target), value.group.size
+    if len(parts) > 2 and reshape.new_shard_dim(value.shape, value.shard_dim, parts[0], size, target):
+        value.check_fused(parts[0])
     if len(parts) > 1:
         name = value.origin.name
         raise JobError(
@@ -58,7 +58,7 @@ def view(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 @handles("view_as", "reshape_as")
 def view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return reshaped(args[0], args[1].shape) if isinstance(args[0], Sliced) else args[0].reshape(args[1].shape)
+    return reshaped(args[0], args[1].shape) if isinstance(args[0], ShardedTensor) else args[0].reshape(args[1].shape)
 
 
 @handles("flatten")
@@ -69,7 +69,7 @@ def flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
         **dict(zip(("input", "start_dim", "end_dim"), args, strict=False)),
         **kwargs,
     }
-    return reshaped(args[0], reshape.flat(args[0].shape, given["start_dim"], given["end_dim"]))
+    return reshaped(args[0], reshape.flattened_shape(args[0].shape, given["start_dim"], given["end_dim"]))
 
 
 @handles("ravel")
@@ -85,7 +85,7 @@ def unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     shape = list(value.shape)
     dim %= len(shape)
-    return reshaped(value, [*shape[:dim], *reshape.filled(shape[dim], given["sizes"]), *shape[dim + 1 :]])
+    return reshaped(value, [*shape[:dim], *reshape.infer_size(shape[dim], given["sizes"]), *shape[dim + 1 :]])
 
 
 @handles("unsqueeze")
@@ -100,18 +100,18 @@ def squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     asked = range(value.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = [dim % value.ndim for dim in asked if value.shape[dim] == 1]
-    return value.like(value.local.squeeze(tuple(gone)), reshape.after(value.cut, gone, keep=False)) if gone else value
+    return value.like(value.local.squeeze(tuple(gone)), reshape.dim_after_reduce(value.cut, gone, keep=False)) if gone else value
 
 
 @handles("expand", "expand_as")
 def expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
-    if not isinstance(value, Sliced):
+    if not isinstance(value, ShardedTensor):
         return value.expand(args[1].shape)
     target = list(args[1].shape) if func.__name__ == "expand_as" else _sizes(args, kwargs, "size")
-    cut = value.cut + len(target) - value.ndim
+    cut = value.shard_dim + len(target) - value.ndim
     target[cut] = -1
-    return value.like(value.local.expand(target), cut)
+    return value.with_local(value.local.expand(target), cut)
 
 
 @handles("permute")

@@ -1,10 +1,10 @@
 """What to train on: devices in hosts in racks, and the links between them. Pure."""
 
-from shoal.planner.cluster.assign import ORDERS, Order, Slot, deal
-from shoal.planner.cluster.cluster import Cluster, Device, Host, Inside, Link, Rack
+from shoal.planner.cluster.assign import ORDERS, Order, WorkerSlot, assign_workers
+from shoal.planner.cluster.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack
 from shoal.planner.cluster.parse import even_cluster, parse_cluster, read_cluster
-from shoal.planner.cluster.presets import find_cluster, find_device, laptop, presets, resized
-from shoal.planner.cluster.tiers import Tier, tiers
+from shoal.planner.cluster.presets import find_cluster, find_device, laptop, presets, resize_cluster
+from shoal.planner.cluster.tiers import LinkTier, tiers
 from shoal.planner.cluster.units import bandwidth_text, bytes_text, flops_text, latency_text
 from shoal.planner.cluster.write import cluster_text
 
@@ -12,17 +12,17 @@ __all__ = [
     "ORDERS",
     "Cluster",
     "Device",
-    "Host",
-    "Inside",
-    "Link",
+    "ClusterHost",
+    "HostInterconnect",
+    "ClusterLink",
     "Order",
     "Rack",
-    "Slot",
-    "Tier",
+    "WorkerSlot",
+    "LinkTier",
     "bandwidth_text",
     "bytes_text",
     "cluster_text",
-    "deal",
+    "assign_workers",
     "even_cluster",
     "find_cluster",
     "find_device",
@@ -32,6 +32,6 @@ __all__ = [
     "parse_cluster",
     "presets",
     "read_cluster",
-    "resized",
+    "resize_cluster",
     "tiers",
 ]

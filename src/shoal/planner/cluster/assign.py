@@ -6,26 +6,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, Host
+from shoal.planner.cluster.cluster import Cluster, ClusterHost
 
 Order = Literal["blocks", "interleaved"]
 ORDERS: tuple[Order, ...] = ("blocks", "interleaved")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class WorkerSlot:
     """Where one worker runs, and who it is there."""
 
     rank: int
     size: int
-    host: Host
+    host: ClusterHost
     local_rank: int
     local_size: int
     host_rank: int  # of the hosts in use, by their first worker
     host_count: int
 
 
-def deal(cluster: Cluster, workers: int, order: Order = "blocks") -> tuple[Slot, ...]:
+def assign_workers(cluster: Cluster, workers: int, order: Order = "blocks") -> tuple[WorkerSlot, ...]:
     """Workers to hosts, by rank: as many to each as the cluster says, else as evenly as their number allows.
 
     blocks       ranks 0, 1 on the first host, 2, 3 on the next: neighbours are near each other
@@ -47,7 +47,7 @@ def deal(cluster: Cluster, workers: int, order: Order = "blocks") -> tuple[Slot,
     came: Counter[str] = Counter()
     for rank, host in enumerate(hosts):
         slots.append(
-            Slot(
+            WorkerSlot(
                 rank=rank,
                 size=workers,
                 host=host,
@@ -61,14 +61,14 @@ def deal(cluster: Cluster, workers: int, order: Order = "blocks") -> tuple[Slot,
     return tuple(slots)
 
 
-def _filled(hosts: Sequence[Host], workers: int) -> list[tuple[Host, int]]:
+def _filled(hosts: Sequence[ClusterHost], workers: int) -> list[tuple[ClusterHost, int]]:
     if workers == sum(host.workers for host in hosts):
         return [(host, host.workers) for host in hosts]
     each, more = divmod(workers, len(hosts))
     return [(host, each + (number < more)) for number, host in enumerate(hosts)]
 
 
-def _turns(rows: Sequence[Sequence[Host]]) -> Iterator[Host]:
+def _turns(rows: Sequence[Sequence[ClusterHost]]) -> Iterator[ClusterHost]:
     """The first of each row, then the second of each, …"""
     for turn in range(max(map(len, rows))):
         yield from (row[turn] for row in rows if turn < len(row))

@@ -46,18 +46,18 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inside:
+class HostInterconnect:
     """What connects the devices of a host."""
 
-    link: "Link"  # of one device, one direction
+    link: "ClusterLink"  # of one device, one direction
     kind: str = "nvlink"  # nvlink, pcie, memory, xgmi: a word for the picture
     shared: bool = False  # True: the devices (of a socket) share one such link, False: each has its own
     sockets: int = 1  # devices are spread over so many
-    between: "Link | None" = None  # sockets, all devices together
+    between: "ClusterLink | None" = None  # sockets, all devices together
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class ClusterLink:
     """One direction of a full-duplex link; the other is its equal.
 
     The latency is that of a message, end to end, whose way has no higher link than this one.
@@ -77,22 +77,22 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class ClusterHost:
     name: str
     rack: str
     workers: int
-    link: Link  # all cards together
+    link: ClusterLink  # all cards together
     device: Device | None = None  # what kind its devices are; None: not said, which is enough for a lab
     devices: int = 1
-    inside: Inside | None = None  # what connects them; None: not said, or one device
+    interconnect: HostInterconnect | None = None  # what connects them; None: not said, or one device
     cards: int = 1  # equal network cards that the link is made of: a device alone uses one (or its share of more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rack:
     name: str
-    hosts: tuple[Host, ...]
-    uplink: Link
+    hosts: tuple[ClusterHost, ...]
+    uplink: ClusterLink
 
     @property
     def oversubscription(self) -> float:
@@ -112,13 +112,13 @@ class Cluster:
                 raise InputError(f"two {kind} are called {name}", fix="a name of its own for each")
 
     @property
-    def hosts(self) -> tuple[Host, ...]:
+    def hosts(self) -> tuple[ClusterHost, ...]:
         return tuple(host for rack in self.racks for host in rack.hosts)
 
     def with_workers(self, each: int) -> "Cluster":
         """The same with this many workers on every host; where no device is said, a worker is one."""
 
-        def changed(host: Host) -> Host:
+        def changed(host: ClusterHost) -> ClusterHost:
             return replace(host, workers=each, devices=each if host.device is None else host.devices)
 
         return Cluster(racks=tuple(replace(rack, hosts=tuple(map(changed, rack.hosts))) for rack in self.racks))

@@ -6,12 +6,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).with_name("presets.toml")
+PRESETS_FILE = Path(__file__).with_name("presets.toml")
 
 
 @cache
 def _file() -> Mapping[str, Any]:
-    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+    return tomllib.loads(PRESETS_FILE.read_text(encoding="utf-8"))
 
 
 def device_tables() -> Mapping[str, Mapping[str, Any]]:

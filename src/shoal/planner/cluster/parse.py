@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, Device, Host, Inside, Link, Rack
+from shoal.planner.cluster.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack
 from shoal.planner.cluster.library import device_tables
 from shoal.planner.cluster.toml_lines import key_lines, line_of
 from shoal.planner.cluster.units import (
@@ -124,35 +124,35 @@ def parse_cluster(text: str, *, source: str = "cluster") -> Cluster:
         value = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{source} is not TOML: {error}", fix='lines such as bandwidth = "1 Gbit/s"') from None
-    return _Reader(source=source, text=text).cluster(value)
+    return _ClusterReader(source=source, text=text).cluster(value)
 
 
 def cluster_from(value: Mapping[str, Any], *, source: str = "", spelt: Mapping[str, str] | None = None) -> Cluster:
     """Of what a file would hold."""
-    return _Reader(source=source, spelt=spelt or {}).cluster(value)
+    return _ClusterReader(source=source, spelt=spelt or {}).cluster(value)
 
 
 def device_from(name: str, table: Mapping[str, Any]) -> Device:
-    return _Reader(source=f"device {name}").device(name, table)
+    return _ClusterReader(source=f"device {name}").device(name, table)
 
 
 # -- from a table to the checked value --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Said:
+class _HostTable:
     """What is said of a host, and under which keys: its own over its rack's over everyone's."""
 
     table: Mapping[str, Any]
     key: Mapping[str, str]
 
-    def under(self, table: Mapping[str, Any], key: str, names: Sequence[str]) -> "_Said":
+    def under(self, table: Mapping[str, Any], key: str, names: Sequence[str]) -> "_HostTable":
         new = {name: table[name] for name in names if name in table}
-        return _Said(table={**self.table, **new}, key={**self.key, **{name: f"{key}.{name}" for name in new}})
+        return _HostTable(table={**self.table, **new}, key={**self.key, **{name: f"{key}.{name}" for name in new}})
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Reader:
+class _ClusterReader:
     """Knows how a key is called to the user: in a file by its path and line, from the command line by its flag."""
 
     source: str = ""
@@ -167,7 +167,7 @@ class _Reader:
         link = self._table(links, "links.host", HOST_LINK_KEYS)
         uplink = self._table(links, "links.rack", UPLINK_KEYS)
         devices = self._devices(value)
-        said = _Said(
+        said = _HostTable(
             table={"link": link, **({"inside": inside} if inside else {}), **({"socket": socket} if socket else {})},
             key={"link": "links.host", "inside": "links.inside", "socket": "links.socket"},
         ).under(self._table(value, "hosts", HOST_KEYS), "hosts", HOST_KEYS)
@@ -190,7 +190,7 @@ class _Reader:
         table: Mapping[str, Any],
         key: str,
         first: int,
-        said: _Said,
+        said: _HostTable,
         uplink: Mapping[str, Any],
         devices: Mapping[str, Device],
     ) -> list[Rack]:
@@ -212,14 +212,14 @@ class _Reader:
             racks.append(Rack(name=rack, hosts=hosts, uplink=self._uplink(uplink, uplink_key, hosts)))
         return racks
 
-    def _hosts(self, value: Any, key: str, rack: str, said: _Said, devices: Mapping[str, Device]) -> list[Host]:
+    def _hosts(self, value: Any, key: str, rack: str, said: _HostTable, devices: Mapping[str, Device]) -> list[ClusterHost]:
         if not isinstance(value, list) or not value:
             made = self._host(rack, said, devices)
             return [made(f"{rack}h{number}") for number in range(self._count(value, key))]
         if not all(isinstance(table, dict) for table in value):
             made = self._host(rack, said, devices)
             return [made(self._name(name, key)) for name in value]
-        hosts: list[Host] = []
+        hosts: list[ClusterHost] = []
         own = (*HOST_KEYS, "inside", "socket", "link")
         for number, table in enumerate(value):
             here = f"{key}[{number}]"
@@ -234,7 +234,7 @@ class _Reader:
             hosts += [made(self._name(name, f"{here}.name")) for name in names]
         return hosts
 
-    def _host(self, rack: str, said: _Said, devices: Mapping[str, Device]) -> Callable[[str], Host]:
+    def _host(self, rack: str, said: _HostTable, devices: Mapping[str, Device]) -> Callable[[str], ClusterHost]:
         """A maker of hosts: what is said of them is read once."""
         table, key = said.table, said.key
         device = self._device_named(table["device"], key["device"], devices) if "device" in table else None
@@ -244,7 +244,7 @@ class _Reader:
         link = self._table(table, key["link"], HOST_LINK_KEYS, name="link")
         cards = self._count(link.get("cards", 1), f"{key['link']}.cards")
         found = self._link(link, key["link"])
-        whole = Link(
+        whole = ClusterLink(
             bytes_per_second=found.bytes_per_second * cards,
             latency_seconds=found.latency_seconds,
             efficiency=found.efficiency,
@@ -255,9 +255,9 @@ class _Reader:
             example = '[links.inside] with kind = "pcie", bandwidth = "31 GB/s"'
             raise self._error(key.get("devices", "links"), what, example)
 
-        def made(name: str) -> Host:
-            return Host(name=name, rack=rack, workers=workers, link=whole, device=device, devices=count,
-                        inside=inside, cards=cards)  # fmt: skip
+        def made(name: str) -> ClusterHost:
+            return ClusterHost(name=name, rack=rack, workers=workers, link=whole, device=device, devices=count,
+                        interconnect=inside, cards=cards)  # fmt: skip
 
         return made
 
@@ -364,7 +364,7 @@ class _Reader:
 
     # -- links
 
-    def _inside(self, said: _Said, devices: int) -> Inside | None:
+    def _inside(self, said: _HostTable, devices: int) -> HostInterconnect | None:
         table, key = said.table, said.key
         if "inside" not in table:
             if "socket" in table:
@@ -391,19 +391,19 @@ class _Reader:
                 fix = "a number above 1 that divides them" if sockets > 1 else f"leave {key['socket']} out"
                 raise self._error(f"{key['socket']}.sockets", told, fix)
             between = self._link(socket, key["socket"])
-        return Inside(link=self._link(inside, key["inside"]), kind=inside["kind"], shared=shared,
+        return HostInterconnect(link=self._link(inside, key["inside"]), kind=inside["kind"], shared=shared,
                       sockets=sockets, between=between)  # fmt: skip
 
-    def _link(self, table: Mapping[str, Any], key: str) -> Link:
+    def _link(self, table: Mapping[str, Any], key: str) -> ClusterLink:
         if "bandwidth" not in table:
             raise self._missing(f"{key}.bandwidth", 'bandwidth = "1 Gbit/s"')
-        return Link(
+        return ClusterLink(
             bytes_per_second=self._bandwidth(table, key),
             latency_seconds=self._latency(table, key),
             efficiency=self._share(table.get("efficiency", 1.0), f"{key}.efficiency"),
         )
 
-    def _uplink(self, table: Mapping[str, Any], key: str, hosts: Sequence[Host]) -> Link:
+    def _uplink(self, table: Mapping[str, Any], key: str, hosts: Sequence[ClusterHost]) -> ClusterLink:
         both = [name for name in ("bandwidth", "oversubscription") if name in table]
         if len(both) == 2:
             told = " and ".join(f"{self._spelt(f'{key}.{name}')} {table[name]}" for name in both)
@@ -415,7 +415,7 @@ class _Reader:
         speed = self._bandwidth(table, key) if "bandwidth" in table else below / ratio
         usual = min(host.link.efficiency for host in hosts)
         share = self._share(table.get("efficiency", usual), f"{key}.efficiency")
-        return Link(bytes_per_second=speed, latency_seconds=self._latency(table, key), efficiency=share)
+        return ClusterLink(bytes_per_second=speed, latency_seconds=self._latency(table, key), efficiency=share)
 
     # -- single values
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, Device, Host, Rack
+from shoal.planner.cluster.cluster import Cluster, Device, ClusterHost, Rack
 from shoal.planner.cluster.library import aliases, cluster_tables, device_tables
 from shoal.planner.cluster.parse import cluster_from, device_from, read_cluster
 
@@ -17,15 +17,15 @@ def presets() -> tuple[str, ...]:
 
 
 def is_preset(name: str) -> bool:
-    return _called(name) in cluster_tables()
+    return _preset_name(name) in cluster_tables()
 
 
-def note(name: str) -> str:
+def preset_note(name: str) -> str:
     """What there is to say of a preset."""
-    return str(cluster_tables()[_called(name)].get("note", ""))
+    return str(cluster_tables()[_preset_name(name)].get("note", ""))
 
 
-def _called(name: str) -> str:
+def _preset_name(name: str) -> str:
     """Published tables write `DGX-A100 (Selene)`: capitals and a remark do not matter."""
     plain = name.partition("(")[0].strip().lower()
     return aliases().get(plain, plain)
@@ -47,15 +47,15 @@ def find_cluster(
 
     `hosts` is their number in all, `racks` over how many racks they are spread, `workers` how many are on each host.
     """
-    name = _called(text)
+    name = _preset_name(text)
     if name in cluster_tables():
         cluster = _preset(name, _count(hosts, "--hosts", 1))
         if racks is not None:
-            cluster = resized(cluster, len(cluster.hosts), racks=racks)
+            cluster = resize_cluster(cluster, len(cluster.hosts), racks=racks)
     elif text.endswith(".toml") or "/" in text or Path(text).is_file():
         cluster = read_cluster(Path(text))
         if hosts is not None or racks is not None:
-            cluster = resized(cluster, _count(hosts, "--hosts", len(cluster.hosts)), racks=racks, source=text)
+            cluster = resize_cluster(cluster, _count(hosts, "--hosts", len(cluster.hosts)), racks=racks, source=text)
     else:
         known = [*cluster_tables(), *aliases()]
         near = get_close_matches(text.lower(), known, n=3, cutoff=0.5)
@@ -74,11 +74,11 @@ def laptop(cores: int, memory: int) -> Cluster:
     (host,) = rack.hosts
     assert host.device is not None
     device = replace(host.device, memory=memory // cores)
-    host = replace(host, device=device, devices=cores, workers=cores, inside=host.inside if cores > 1 else None)
+    host = replace(host, device=device, devices=cores, workers=cores, inside=host.interconnect if cores > 1 else None)
     return Cluster(racks=(replace(rack, hosts=(host,)),))
 
 
-def resized(cluster: Cluster, hosts: int, *, racks: int | None = None, source: str = "the cluster") -> Cluster:
+def resize_cluster(cluster: Cluster, hosts: int, *, racks: int | None = None, source: str = "the cluster") -> Cluster:
     """The same kind of host so often; a rack keeps its size and what its uplink is of its hosts, unless told."""
     kinds = {_kind(host) for host in cluster.hosts}
     ratios = {round(rack.oversubscription, 9) for rack in cluster.racks}
@@ -107,7 +107,7 @@ def resized(cluster: Cluster, hosts: int, *, racks: int | None = None, source: s
     return Cluster(racks=tuple(made))
 
 
-def _kind(host: Host) -> Host:
+def _kind(host: ClusterHost) -> ClusterHost:
     return replace(host, name="", rack="")
 
 

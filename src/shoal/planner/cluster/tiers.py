@@ -11,56 +11,56 @@ Bandwidths are what the links are made for; `efficiency` is the share that large
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.planner.cluster.cluster import Cluster, Host, Inside, Link, Rack
+from shoal.planner.cluster.cluster import Cluster, ClusterHost, HostInterconnect, ClusterLink, Rack
 
-NAMES = ("inside", "socket", "host", "rack")
+TIER_NAMES = ("inside", "socket", "host", "rack")
 # Where a file does not say: priors, as in the presets.
 USUAL_LATENCY = {"nvlink": 7e-6, "pcie": 15e-6, "memory": 5e-6, "host": 3e-5}
 # Devices of a host of which nothing is said, such as the lab's: processes that share memory.
-UNSAID = Inside(link=Link(bytes_per_second=10e9), kind="memory", shared=True)
+DEFAULT_INTERCONNECT = HostInterconnect(link=ClusterLink(bytes_per_second=10e9), kind="memory", shared=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tier:
+class LinkTier:
     name: str  # inside, socket, host, rack
     size: int  # devices that are connected by links up to this tier
     latency: float  # seconds of a message
-    alone: float  # bytes a second, one direction, for one device while no other talks
-    each: float  # the same for each device while all talk across this tier at once
+    single_bandwidth: float  # bytes a second, one direction, for one device while no other talks
+    shared_bandwidth: float  # the same for each device while all talk across this tier at once
     efficiency: float = 1.0  # what large messages (256 MB) reach of either
 
 
-def tiers(cluster: Cluster) -> tuple[Tier, ...]:
+def tiers(cluster: Cluster) -> tuple[LinkTier, ...]:
     """Of equal hosts; of unequal ones the narrowest counts. A cluster of one device has none."""
     racks, total = len(cluster.racks) > 1, cluster.devices
     ways = []
     for rack in cluster.racks:
         size = sum(host.devices for host in rack.hosts)
-        kinds = {(host.devices, host.inside, host.link, host.cards): host for host in rack.hosts}
-        ways += [_way(rack, host, size, total if racks else None) for host in kinds.values()]
-    names = [name for name in NAMES if all(any(tier.name == name for tier in way) for way in ways)]
+        kinds = {(host.devices, host.interconnect, host.link, host.cards): host for host in rack.hosts}
+        ways += [_rack_tiers(rack, host, size, total if racks else None) for host in kinds.values()]
+    names = [name for name in TIER_NAMES if all(any(tier.name == name for tier in way) for way in ways)]
     return tuple(_narrowest([tier for way in ways for tier in way if tier.name == name]) for name in names)
 
 
-def _way(rack: Rack, host: Host, size: int, total: int | None) -> tuple[Tier, ...]:
+def _rack_tiers(rack: Rack, host: ClusterHost, size: int, total: int | None) -> tuple[LinkTier, ...]:
     """What the messages of a device of this host meet. The rack has `size` devices, all racks (if several) `total`."""
-    found: list[Tier] = []
+    found: list[LinkTier] = []
     if host.devices > 1:
-        found += _inside(host.inside or UNSAID, host.devices)
+        found += _host_tiers(host.interconnect or DEFAULT_INTERCONNECT, host.devices)
     if total is not None or len(rack.hosts) > 1:
         speed = host.link.bytes_per_second
         alone, each = speed / min(host.cards, host.devices), speed / host.devices
         found.append(_tier("host", size, host.link, USUAL_LATENCY["host"], alone, each))
     if total is not None:
         below, speed = found[-1], rack.uplink.bytes_per_second
-        alone, each = min(below.alone, speed), min(below.each, speed / below.size)
+        alone, each = min(below.single_bandwidth, speed), min(below.shared_bandwidth, speed / below.size)
         tier = _tier("rack", total, rack.uplink, below.latency, alone, each)
         latency, efficiency = max(tier.latency, below.latency), min(tier.efficiency, below.efficiency)
         found.append(replace(tier, latency=latency, efficiency=efficiency))
     return tuple(found)
 
 
-def _inside(inside: Inside, devices: int) -> Iterator[Tier]:
+def _host_tiers(inside: HostInterconnect, devices: int) -> Iterator[LinkTier]:
     near = devices if inside.between is None else devices // inside.sockets
     usual, alone = USUAL_LATENCY.get(inside.kind, USUAL_LATENCY["pcie"]), inside.link.bytes_per_second
     each = alone / near if inside.shared else alone
@@ -71,17 +71,17 @@ def _inside(inside: Inside, devices: int) -> Iterator[Tier]:
         yield _tier("socket", devices, inside.between, usual, min(alone, speed), min(each, speed / near))
 
 
-def _tier(name: str, size: int, link: Link, usual: float, alone: float, each: float) -> Tier:
+def _tier(name: str, size: int, link: ClusterLink, usual: float, alone: float, each: float) -> LinkTier:
     latency = usual if link.latency_seconds is None else link.latency_seconds
-    return Tier(name=name, size=size, latency=latency, alone=alone, each=each, efficiency=link.efficiency)
+    return LinkTier(name=name, size=size, latency=latency, single_bandwidth=alone, shared_bandwidth=each, efficiency=link.efficiency)
 
 
-def _narrowest(found: Sequence[Tier]) -> Tier:
-    return Tier(
+def _narrowest(found: Sequence[LinkTier]) -> LinkTier:
+    return LinkTier(
         name=found[0].name,
         size=min(tier.size for tier in found),
         latency=max(tier.latency for tier in found),
-        alone=min(tier.alone for tier in found),
-        each=min(tier.each for tier in found),
+        single_bandwidth=min(tier.single_bandwidth for tier in found),
+        shared_bandwidth=min(tier.shared_bandwidth for tier in found),
         efficiency=min(tier.efficiency for tier in found),
     )

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, Device, Host, Inside, Link, Rack
+from shoal.planner.cluster.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack
 from shoal.planner.cluster.units import exact_text
 
 Table = dict[str, Any]  # of values as TOML has them: text, numbers, booleans, lists, tables
@@ -35,7 +35,7 @@ def cluster_text(cluster: Cluster) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _devices(hosts: Iterable[Host]) -> list[Device]:
+def _devices(hosts: Iterable[ClusterHost]) -> list[Device]:
     found: dict[str, Device] = {}
     for host in hosts:
         if host.device is not None and found.setdefault(host.device.name, host.device) != host.device:
@@ -71,7 +71,7 @@ def _racks(alike: Sequence[tuple[int, Rack]], common: Table, uplink: Table) -> l
     return lines
 
 
-def _shared(hosts: Sequence[Host]) -> Table:
+def _shared(hosts: Sequence[ClusterHost]) -> Table:
     """What is said of all of them alike."""
     tables = [_host(host) for host in hosts]
     found = {key: value for key, value in tables[0].items() if all(table.get(key) == value for table in tables)}
@@ -80,13 +80,13 @@ def _shared(hosts: Sequence[Host]) -> Table:
     return found
 
 
-def _host(host: Host) -> Table:
+def _host(host: ClusterHost) -> Table:
     table: Table = {} if host.device is None else {"device": host.device.name}
     table |= {"devices": host.devices, "workers": host.workers, "link": _link(host.link, host.cards, "network")}
-    return table | (_inside(host.inside) if host.inside and host.devices > 1 else {})
+    return table | (_inside(host.interconnect) if host.interconnect and host.devices > 1 else {})
 
 
-def _inside(inside: Inside) -> Table:
+def _inside(inside: HostInterconnect) -> Table:
     table: Table = {"inside": {"kind": inside.kind, **_link(inside.link)}}
     table["inside"] |= {"shared": True} if inside.shared else {}
     if inside.between is not None:
@@ -94,7 +94,7 @@ def _inside(inside: Inside) -> Table:
     return table
 
 
-def _link(link: Link, cards: int = 1, kind: str = "bandwidth") -> Table:
+def _link(link: ClusterLink, cards: int = 1, kind: str = "bandwidth") -> Table:
     one = link.bytes_per_second / cards
     near = (one, math.nextafter(one, 0), math.nextafter(one, math.inf))
     one = next((speed for speed in near if speed * cards == link.bytes_per_second), one)

@@ -8,16 +8,16 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shoal.planner.cluster import Device, Tier
-from shoal.planner.cost.comm import collective
+from shoal.planner.cluster import Device, LinkTier
+from shoal.planner.cost.comm import collective_seconds
 from shoal.planner.cost.compute import operator_seconds, with_host
 from shoal.planner.cost.runtime import Runtime
 from shoal.planner.cost.setup import RECOMPUTE
-from shoal.planner.cost.workload import Block, Work
+from shoal.planner.cost.workload import Block, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
+class CutVariants:
     """Columns of equal length; `recompute` is the place in RECOMPUTE."""
 
     tensor: np.ndarray
@@ -27,7 +27,7 @@ class Ways:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class BlockCosts:
     """Of one microbatch through each block on one device, by way: (ways, blocks)."""
 
     forward: np.ndarray  # seconds of the device
@@ -43,12 +43,12 @@ class Costs:
     working: np.ndarray
     output: np.ndarray
 
-    def at(self, places: Sequence[int]) -> "Costs":
+    def at(self, places: Sequence[int]) -> "BlockCosts":
         """Of these blocks, in this order."""
         return replace(self, **{each.name: getattr(self, each.name)[:, places] for each in fields(self)})
 
 
-def block_costs(work: Work, ways: Ways, device: Device, tiers: Sequence[Tier], runtime: Runtime) -> Costs:
+def block_costs(work: Workload, ways: CutVariants, device: Device, tiers: Sequence[LinkTier], runtime: Runtime) -> BlockCosts:
     distinct = list({id(block): block for block in work.blocks}.values())
     places = {id(block): number for number, block in enumerate(distinct)}
     found = _distinct_costs(work, distinct, ways, device, tiers, runtime)
@@ -56,15 +56,15 @@ def block_costs(work: Work, ways: Ways, device: Device, tiers: Sequence[Tier], r
 
 
 def _distinct_costs(
-    work: Work, blocks: Sequence[Block], ways: Ways, device: Device, tiers: Sequence[Tier], runtime: Runtime
-) -> Costs:
+    work: Workload, blocks: Sequence[Block], ways: CutVariants, device: Device, tiers: Sequence[LinkTier], runtime: Runtime
+) -> BlockCosts:
     scale, t = ways.microbatch[:, None] / work.samples, ways.tensor[:, None].astype(float)
     along = np.where(ways.sequence[:, None] > 0, t, 1.0)  # what sequence parallelism divides by
     full = (ways.recompute == RECOMPUTE.index("full"))[:, None]
     selective = (ways.recompute == RECOMPUTE.index("selective"))[:, None]
     found = _device_seconds(work, blocks, scale, t, along, device, runtime)
     forward, backward = found.forward, found.backward
-    reduced = collective(tiers, t, np.ones(1), scale * _row(blocks, "reduced")) * _row(blocks, "reductions")
+    reduced = collective_seconds(tiers, t, np.ones(1), scale * _row(blocks, "reduced")) * _row(blocks, "reductions")
     recomputed = np.where(full, _row(blocks, "recomputed"), 0.0)
     again = recomputed * found.full + np.where(selective, _row(blocks, "recomputed") * found.selective, 0.0)
     overhead = device.overhead * runtime.dispatch
@@ -81,7 +81,7 @@ def _distinct_costs(
     cut = np.where(_row(blocks, "sliced") > 0, t, 1.0)
     working = scale * _row(blocks, "working") / cut + np.where(recomputed > 0, everything, 0.0)
     parameters = _row(blocks, "parameters") - _row(blocks, "sliced") * (1 - 1 / t)
-    return Costs(
+    return BlockCosts(
         forward=forward,
         backward=backward,
         again=again,
@@ -102,7 +102,7 @@ def _row(blocks: Sequence[Block], name: str) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seconds:
+class _DeviceSeconds:
     """Of the device, by (way, block); and how many operators the host starts."""
 
     forward: np.ndarray
@@ -114,14 +114,14 @@ class _Seconds:
 
 
 def _device_seconds(
-    work: Work,
+    work: Workload,
     blocks: Sequence[Block],
     scale: np.ndarray,
     t: np.ndarray,
     along: np.ndarray,
     device: Device,
     runtime: Runtime,
-) -> _Seconds:
+) -> _DeviceSeconds:
     ops = [op for block in blocks for op in block.ops]
     owner = np.repeat(np.arange(len(blocks)), [len(block.ops) for block in blocks])
     names = ("flops", "bytes", "fixed", "times", "rate", "fused", "half", "backward", "sliced", "core", "last")
@@ -144,7 +144,7 @@ def _device_seconds(
 
     ahead = 1 - back
     some = core if runtime.selective == "core" else (1 - core) * np.where(flops > 0, 0.5, 1.0)
-    return _Seconds(
+    return _DeviceSeconds(
         forward=summed(ahead, seconds),
         backward=summed(back, seconds),
         full=summed(ahead * (1 - column["last"] * runtime.early_stop), seconds),

@@ -22,14 +22,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.errors import InputError
-from shoal.planner.cluster import Cluster, Device, Host, Inside, Link, Rack
+from shoal.planner.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack
 from shoal.planner.cost.runtime import Runtime
-from shoal.planner.cost.runtime_overhead import Chores
+from shoal.planner.cost.runtime_overhead import RuntimeOverheads
 
 PRIOR = 0.5  # runs
 STEADY_STEPS = 10  # of a run that weighs half: its first steps are slower than the rest
-SMALL = 0.01  # of a step, predicted or measured: what is less says nothing of its factor
-MOST = math.log(20)  # what one run may say: beyond it something else is wrong
+MIN_SHARE = 0.01  # of a step, predicted or measured: what is less says nothing of its factor
+MAX_LOG_FACTOR = math.log(20)  # what one run may say: beyond it something else is wrong
 FACTORS = ("compute", "traffic", "optimizer", "memory")
 
 
@@ -55,11 +55,11 @@ class Calibration:
         return f"{', '.join(told) or 'as predicted'} from {self.runs} run{'' if self.runs == 1 else 's'}"
 
 
-NONE = Calibration()
+NO_CALIBRATION = Calibration()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
+class ObservedRun:
     """What one run says: seconds of a step by cause, and bytes (memory). A cause that is not there says nothing."""
 
     run: str
@@ -70,7 +70,7 @@ class Observed:
     used: Calibration = field(default_factory=Calibration)  # that the prediction was made with
 
 
-def fit(runs: Sequence[Observed], cluster: str | None = None) -> Calibration:
+def fit_calibration(runs: Sequence[ObservedRun], cluster: str | None = None) -> Calibration:
     """`cluster`: the one that is to be calibrated; else that of the runs."""
     if not runs:
         raise InputError("no run to calibrate with", fix="--calibrate RUN, of a run that was predicted")
@@ -81,29 +81,29 @@ def fit(runs: Sequence[Observed], cluster: str | None = None) -> Calibration:
                 f"run {each.run} was predicted for cluster {each.cluster}, and {expected} is to be calibrated",
                 fix=f"--cluster {each.cluster}, or runs that were predicted for {expected}",
             )
-    found = {name: math.exp(_drawn([(run, _says(run, name)) for run in runs])) for name in FACTORS}
-    step = _drawn([(run, _besides(run)) for run in runs])
+    found = {name: math.exp(_shrunk_mean([(run, _log_factor(run, name)) for run in runs])) for name in FACTORS}
+    step = _shrunk_mean([(run, _unexplained_seconds(run)) for run in runs])
     return Calibration(**found, step=step, runs=len(runs), cluster=expected)
 
 
-def _drawn(said: Sequence[tuple[Observed, float | None]]) -> float:
+def _shrunk_mean(said: Sequence[tuple[ObservedRun, float | None]]) -> float:
     """The mean of what runs say, drawn towards nothing."""
     told = [(run.steps / (run.steps + STEADY_STEPS), value) for run, value in said if value is not None]
     return sum(weight * value for weight, value in told) / (sum(weight for weight, _ in told) + PRIOR)
 
 
-def _says(run: Observed, name: str) -> float | None:
+def _log_factor(run: ObservedRun, name: str) -> float | None:
     predicted, measured = run.predicted.get(name, 0.0), run.measured.get(name, 0.0)
-    least = 0.0 if name == "memory" else SMALL * max(_step(run.predicted), _step(run.measured))
+    least = 0.0 if name == "memory" else MIN_SHARE * max(_step(run.predicted), _step(run.measured))
     if min(predicted, measured) <= least:
         return None
     found = math.log(measured / predicted) + math.log(getattr(run.used, name))
-    return max(-MOST, min(MOST, found))
+    return max(-MAX_LOG_FACTOR, min(MAX_LOG_FACTOR, found))
 
 
-def _besides(run: Observed) -> float:
+def _unexplained_seconds(run: ObservedRun) -> float:
     """Seconds of a step that no factor speaks for: also of causes that are too small on one side to have one."""
-    causes = ["step", *(name for name in FACTORS if name != "memory" and _says(run, name) is None)]
+    causes = ["step", *(name for name in FACTORS if name != "memory" and _log_factor(run, name) is None)]
     return run.used.step + sum(run.measured.get(name, 0.0) - run.predicted.get(name, 0.0) for name in causes)
 
 
@@ -114,9 +114,9 @@ def _step(causes: Mapping[str, float]) -> float:
 # -- put to use -------------------------------------------------------------------------------------------------------
 
 
-def calibrated(cluster: Cluster, runtime: Runtime, calibration: Calibration) -> tuple[Cluster, Runtime]:
+def apply_calibration(cluster: Cluster, runtime: Runtime, calibration: Calibration) -> tuple[Cluster, Runtime]:
     """Devices, links and the runtime with their constants changed, so that every prediction made with them is."""
-    if calibration.constants == NONE.constants:
+    if calibration.constants == NO_CALIBRATION.constants:
         return cluster, runtime
     compute, traffic = calibration.compute, calibration.traffic
     racks = tuple(_rack(rack, compute, traffic) for rack in cluster.racks)
@@ -127,13 +127,13 @@ def calibrated(cluster: Cluster, runtime: Runtime, calibration: Calibration) -> 
         # An update goes at the speed of a device's memory and of its host, which have been changed with its compute.
         update_bytes=runtime.update_bytes * calibration.optimizer / compute,
         update_operators=runtime.update_operators * calibration.optimizer / compute,
-        chores=None if runtime.chores is None else _chores(runtime.chores, calibration),
+        chores=None if runtime.overheads is None else _overheads(runtime.overheads, calibration),
         allocator=runtime.allocator * calibration.memory,
     )
     return replace(cluster, racks=racks), changed
 
 
-def _chores(chores: Chores, calibration: Calibration) -> Chores:
+def _overheads(chores: RuntimeOverheads, calibration: Calibration) -> RuntimeOverheads:
     """What is told in operators and bytes has been changed with the device; what is traffic or an update has factors of
     its own."""
     traffic, update = calibration.traffic / calibration.compute, calibration.optimizer / calibration.compute
@@ -154,9 +154,9 @@ def _rack(rack: Rack, compute: float, traffic: float) -> Rack:
     return replace(rack, hosts=hosts, uplink=_link(rack.uplink, traffic))
 
 
-def _host(host: Host, compute: float, traffic: float) -> Host:
+def _host(host: ClusterHost, compute: float, traffic: float) -> ClusterHost:
     device = None if host.device is None else _device(host.device, compute)
-    inside = None if host.inside is None else _inside(host.inside, traffic)
+    inside = None if host.interconnect is None else _inside(host.interconnect, traffic)
     return replace(host, device=device, link=_link(host.link, traffic), inside=inside)
 
 
@@ -170,11 +170,11 @@ def _device(device: Device, factor: float) -> Device:
     )
 
 
-def _inside(inside: Inside, factor: float) -> Inside:
+def _inside(inside: HostInterconnect, factor: float) -> HostInterconnect:
     between = None if inside.between is None else _link(inside.between, factor)
     return replace(inside, link=_link(inside.link, factor), between=between)
 
 
-def _link(link: Link, factor: float) -> Link:
+def _link(link: ClusterLink, factor: float) -> ClusterLink:
     latency = None if link.latency_seconds is None else link.latency_seconds * factor
     return replace(link, bytes_per_second=link.bytes_per_second / factor, latency_seconds=latency)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.planner.cluster import Tier
+from shoal.planner.cluster import LinkTier
 
 ALL_REDUCE = 2.0
 HALF = 1.0  # reduce-scatter, all-gather, all-to-all
@@ -24,8 +24,8 @@ OVERLAPPED = 0.9  # of the shorter phases of a collective: hidden behind the lon
 TREE = 20.0  # a tree's latency for each doubling of the group, in those of a link
 
 
-def collective(
-    tiers: Sequence[Tier], n: np.ndarray, stride: np.ndarray, size: np.ndarray, passes: float = ALL_REDUCE
+def collective_seconds(
+    tiers: Sequence[LinkTier], n: np.ndarray, stride: np.ndarray, size: np.ndarray, passes: float = ALL_REDUCE
 ) -> np.ndarray:
     """Seconds until n devices, `stride` apart, have the result of `size` bytes. All devices of the cluster do the same
     in groups of their own, so each has its share of what is shared."""
@@ -37,7 +37,7 @@ def collective(
         members = n if last else np.maximum(reached, np.minimum(n, np.floor(tier.size / stride)))
         crossing = members > reached
         share = np.where(crossing, (members - 1) / members, 0.0)
-        phase = passes * share * (size / reached) / (tier.each * tier.efficiency)
+        phase = passes * share * (size / reached) / (tier.shared_bandwidth * tier.efficiency)
         total += phase
         longest = np.maximum(longest, phase)
         latency = np.where(crossing, tier.latency, latency)
@@ -47,12 +47,12 @@ def collective(
     return np.where((n > 1) & (size > 0), seconds, 0.0)
 
 
-def message(tiers: Sequence[Tier], n: np.ndarray, stride: np.ndarray, size: np.ndarray) -> np.ndarray:
+def message_seconds(tiers: Sequence[LinkTier], n: np.ndarray, stride: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Seconds of a message to the next of n devices that stand `stride` apart: of the dearest hop among them."""
     n, stride, size = np.broadcast_arrays(*(np.asarray(each, dtype=float) for each in (n, stride, size)))
     seconds = np.zeros(n.shape)
     for tier in reversed(tiers):
-        time = tier.latency + size / (tier.each * tier.efficiency)
+        time = tier.latency + size / (tier.shared_bandwidth * tier.efficiency)
         within = n * stride <= tier.size
         seconds = np.where(within | (seconds == 0), time, seconds)
     return np.where((n > 1) & (size > 0), seconds, 0.0)

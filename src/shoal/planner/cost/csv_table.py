@@ -17,33 +17,33 @@ from functools import cache
 from pathlib import Path
 
 from shoal.errors import InputError
-from shoal.parallel.pipeline_schedule import NAMES, V_SHAPED
+from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, V_SHAPED
 from shoal.planner.cluster import Cluster, Device, find_cluster
 from shoal.planner.cost.predict import predict, slowest_device
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.runtime import FSDP, MEGATRON, MEGATRON_2021, MEGATRON_2022, Runtime
 from shoal.planner.cost.setup import RECOMPUTE, Setup
-from shoal.planner.cost.transformer_shape import GPT, GPT_2021, PLAIN, Shape, Style, work_of_shape
-from shoal.planner.cost.workload import Work
+from shoal.planner.cost.transformer_shape import GPT, GPT_2021, PLAIN, TransformerShape, TransformerStyle, workload_of_shape
+from shoal.planner.cost.workload import Workload
 
 SIZES = ("layers", "hidden", "heads", "seq", "vocab")
-USUAL = {"tp": 1, "pp": 1, "vp": 1, "ffn": 0, "kv_heads": 0, "zero": 0, "micro_batch": 1}
+COLUMN_DEFAULTS = {"tp": 1, "pp": 1, "vp": 1, "ffn": 0, "kv_heads": 0, "zero": 0, "micro_batch": 1}
 DTYPES = ("fp16", "bf16", "fp8", "fp32", "tf32")
 FALSE, TRUE = ("", "0", "false", "no", "none"), ("1", "true", "yes")
 # Other ways to write a word.
-SPELT = {
+COLUMN_SPELLINGS = {
     "recompute": {"false": "none", "no": "none", "0": "none", "true": "full", "yes": "full", "1": "full"},
     "dtype": {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "amp-bf16": "bf16", "float32": "fp32"},
     "schedule": {"interleaved-1f1b": "interleaved", "zb": "zero-bubble", "zb-h1": "zero-bubble", "zb-v": "zbv"},
 }
-ADDED = ("predicted_step_seconds", "predicted_tflops_per_gpu", "predicted_peak_bytes")
+ADDED_COLUMNS = ("predicted_step_seconds", "predicted_tflops_per_gpu", "predicted_peak_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TableRow:
     """One configuration, read and checked."""
 
-    shape: Shape
+    shape: TransformerShape
     setup: Setup
     dtype: str
     cluster: str
@@ -51,14 +51,14 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Era:
+class TrainingSystem:
     """What a row's training system is taken to be."""
 
     runtime: Runtime
-    style: Style
+    style: TransformerStyle
 
 
-def era(row: Row, device: Device) -> Era:
+def training_system(row: TableRow, device: Device) -> TrainingSystem:
     """The rule, for all rows alike:
 
     zero=3          FSDP: weights are gathered block by block; flash attention, no dropout
@@ -70,26 +70,26 @@ def era(row: Row, device: Device) -> Era:
                     the output has a matrix of its own, as runs of today have
     """
     if row.setup.zero == 3:
-        return Era(runtime=FSDP, style=PLAIN)
+        return TrainingSystem(runtime=FSDP, style=PLAIN)
     if (row.dtype == "fp16" or row.setup.recompute == "selective") and "fp8" not in device.peak:
         later = row.setup.recompute == "selective" or row.setup.sequence_parallel
-        return Era(runtime=MEGATRON_2022 if later else MEGATRON_2021, style=GPT_2021)
-    return Era(runtime=MEGATRON, style=replace(GPT, tied=row.tied))
+        return TrainingSystem(runtime=MEGATRON_2022 if later else MEGATRON_2021, style=GPT_2021)
+    return TrainingSystem(runtime=MEGATRON, style=replace(GPT, tied=row.tied))
 
 
-def predict_row(row: Row, cluster: Cluster | None = None) -> Prediction:
+def predict_row(row: TableRow, cluster: Cluster | None = None) -> Prediction:
     """`cluster`: instead of the one that the row names, which has as many hosts as it needs."""
     cluster = cluster_for(row.cluster, row.setup.devices) if cluster is None else cluster
-    return predict(work_of_row(row, cluster), row.setup, cluster, era(row, slowest_device(cluster, row.dtype)).runtime)
+    return predict(workload_of_row(row, cluster), row.setup, cluster, training_system(row, slowest_device(cluster, row.dtype)).runtime)
 
 
-def work_of_row(row: Row, cluster: Cluster) -> Work:
-    return _work(row.shape, row.dtype, era(row, slowest_device(cluster, row.dtype)).style)
+def workload_of_row(row: TableRow, cluster: Cluster) -> Workload:
+    return _workload(row.shape, row.dtype, training_system(row, slowest_device(cluster, row.dtype)).style)
 
 
 @cache
-def _work(shape: Shape, dtype: str, style: Style) -> Work:
-    return work_of_shape(shape, dtype, style)
+def _workload(shape: TransformerShape, dtype: str, style: TransformerStyle) -> Workload:
+    return workload_of_shape(shape, dtype, style)
 
 
 @cache
@@ -114,7 +114,7 @@ def predict_table(path: Path | str, cluster: str | None = None) -> list[dict[str
         except InputError as error:
             raise InputError(f"{path}, line {line}: {error.message}", where=error.where, fix=error.fix) from None
         texts = (f"{prediction.seconds:.6g}", f"{prediction.flops / 1e12:.5g}", f"{prediction.peak:.0f}")
-        found.append({**values, **dict(zip(ADDED, texts, strict=True))})
+        found.append({**values, **dict(zip(ADDED_COLUMNS, texts, strict=True))})
     return found
 
 
@@ -141,13 +141,13 @@ def read_lines(path: Path | str) -> list[tuple[int, dict[str, str]]]:
     return found
 
 
-def read_row(values: Mapping[str, str], cluster: str | None = None) -> Row:
+def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
     """Checks everything that a row says; an error names the column."""
 
     def number(name: str, least: int = 1) -> int:
         text = values.get(name, "").strip()
-        if not text and name in USUAL:
-            return USUAL[name]
+        if not text and name in COLUMN_DEFAULTS:
+            return COLUMN_DEFAULTS[name]
         if not text:
             near = get_close_matches(name, values, n=1)
             raise InputError(f"column {name} is missing", fix=f"it is called {name}, not {near[0]}" if near else None)
@@ -158,7 +158,7 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> Row:
 
     def word(name: str, known: Sequence[str], usual: str) -> str:
         text = values.get(name, "").strip().lower().replace("_", "-") or usual
-        text = SPELT.get(name, {}).get(text, text)
+        text = COLUMN_SPELLINGS.get(name, {}).get(text, text)
         if text not in known:
             near = get_close_matches(text, known, n=1)
             raise InputError(
@@ -169,7 +169,7 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> Row:
     def flag(name: str) -> bool:
         return word(name, (*FALSE, *TRUE), "0") in TRUE
 
-    shape = Shape(**{name: number(name) for name in SIZES}, ffn=number("ffn", 0), kv_heads=number("kv_heads", 0),
+    shape = TransformerShape(**{name: number(name) for name in SIZES}, ffn=number("ffn", 0), kv_heads=number("kv_heads", 0),
                   gated=flag("gated"))  # fmt: skip
     tensor, ranks, chunks, batch = number("tp"), number("pp"), number("vp"), number("global_batch")
     gpus = number("gpus") if values.get("gpus", "").strip() else None
@@ -179,7 +179,7 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> Row:
                          fix=f"gpus = {tensor * ranks * data}")  # fmt: skip
     micro = number("micro_batch")
     check_divisible(shape, tensor, ranks, chunks, data, batch, micro, even=False)
-    schedule = word("schedule", NAMES, "interleaved" if chunks > 1 else "1f1b")
+    schedule = word("schedule", SCHEDULE_NAMES, "interleaved" if chunks > 1 else "1f1b")
     if schedule == "1f1b" and chunks > 1:
         schedule = "interleaved"
     chunks = 2 if schedule in V_SHAPED else chunks
@@ -202,11 +202,11 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> Row:
     )
     if setup.zero > 3:
         raise InputError(f"column zero is {setup.zero}, and there are 0, 1, 2 and 3")
-    return Row(shape=shape, setup=setup, dtype=word("dtype", DTYPES, "bf16"), cluster=name, tied=False)
+    return TableRow(shape=shape, setup=setup, dtype=word("dtype", DTYPES, "bf16"), cluster=name, tied=False)
 
 
 def check_divisible(
-    shape: Shape, tensor: int, ranks: int, chunks: int, data: int, batch: int, micro: int, *, even: bool = True
+    shape: TransformerShape, tensor: int, ranks: int, chunks: int, data: int, batch: int, micro: int, *, even: bool = True
 ) -> None:
     """Of a shape and how it is cut: Megatron's rules. Tables also have runs whose stages are not `even`."""
     if shape.layers < ranks * chunks:
@@ -228,7 +228,7 @@ def check_divisible(
 # -- against what was measured ----------------------------------------------------------------------------------------
 
 
-def errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
+def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
     """Absolute, of what was measured."""
     return [abs(one / other - 1) for one, other in zip(predicted, measured, strict=True)]
 

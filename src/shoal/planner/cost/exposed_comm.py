@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.planner.cluster import Tier
-from shoal.planner.cost.comm import ALL_REDUCE, HALF, collective, message, server_seconds
+from shoal.planner.cluster import LinkTier
+from shoal.planner.cost.comm import ALL_REDUCE, HALF, collective_seconds, message_seconds, server_seconds
 from shoal.planner.cost.runtime import Runtime
-from shoal.planner.cost.setup import EXCHANGES, MODES, USUAL
-from shoal.planner.cost.workload import Work
+from shoal.planner.cost.setup import EXCHANGES, SYNC_MODES, DEFAULT_NUMBERS
+from shoal.planner.cost.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class PipelineTraffic:
     """What goes through a pipeline: seconds of one microbatch, and parameters, by (setup, rank)."""
 
     ranks: int
@@ -38,24 +38,24 @@ def strides_of(order: Sequence[str], tensor: np.ndarray, data: np.ndarray, ranks
 
 
 def hop_seconds(
-    levels: Sequence[Tier], size: np.ndarray, parts: np.ndarray, ranks: int, stride: np.ndarray
+    levels: Sequence[LinkTier], size: np.ndarray, parts: np.ndarray, ranks: int, stride: np.ndarray
 ) -> np.ndarray:
     """Seconds until a stage has what the one before sends it. `parts`: slices each send one, and gather the whole
     from each other (scatter-gather, SC21 section 4.1); 1: all send all of it."""
     if ranks == 1:
         return np.zeros(len(size))
-    gathered = collective(levels, parts, np.ones(1), size, HALF)
-    seconds: np.ndarray = message(levels, np.full(len(size), float(ranks)), stride, size / parts) + gathered
+    gathered = collective_seconds(levels, parts, np.ones(1), size, HALF)
+    seconds: np.ndarray = message_seconds(levels, np.full(len(size), float(ranks)), stride, size / parts) + gathered
     return seconds
 
 
 def data_seconds(
-    work: Work,
+    work: Workload,
     runtime: Runtime,
-    levels: Sequence[Tier],
+    levels: Sequence[LinkTier],
     column: Mapping[str, np.ndarray],
     strides: Mapping[str, np.ndarray],
-    flow: Flow,
+    flow: PipelineTraffic,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of data traffic that the step waits for, and those that hide behind compute."""
     m, ranks, chunks, forward, backward = flow.microbatches, flow.ranks, flow.chunks, flow.forward, flow.backward
@@ -65,9 +65,9 @@ def data_seconds(
     gradients, weights = flow.parameters * wire, flow.parameters * work.weight_bytes
     if not levels:
         return np.zeros(len(m)), np.zeros(len(m))
-    reduce = collective(levels, data, stride, gradients, ALL_REDUCE)
-    scatter = collective(levels, data, stride, gradients, HALF)
-    gather = collective(levels, data, stride, weights, HALF)
+    reduce = collective_seconds(levels, data, stride, gradients, ALL_REDUCE)
+    scatter = collective_seconds(levels, data, stride, gradients, HALF)
+    gather = collective_seconds(levels, data, stride, weights, HALF)
     # zero=0: all-reduce; 1: reduce-scatter, and all-gather of what was updated.
     traffic = np.where(zero > 0, scatter + gather, reduce)
     # Behind the last microbatch. Interleaved, a chunk is done while the microbatches of p ranks go through each of the
@@ -83,8 +83,8 @@ def data_seconds(
     exposed = np.where(zero == 2, late if runtime.overlap else traffic, exposed)
     # zero=3: every microbatch gathers each block twice, and scatters its gradients.
     blocks = max(1.0, len(work.blocks) / ranks)
-    gathers = blocks * collective(levels, data, stride, weights / blocks, HALF)
-    scatters = blocks * collective(levels, data, stride, gradients / blocks, HALF)
+    gathers = blocks * collective_seconds(levels, data, stride, weights / blocks, HALF)
+    scatters = blocks * collective_seconds(levels, data, stride, gradients / blocks, HALF)
     late = np.maximum(gathers - forward, 0.0) + np.maximum(gathers + scatters - backward, 0.0) + gathers / blocks
     traffic = np.where(zero == 3, m[:, None] * (2 * gathers + scatters), traffic)
     exposed = np.where(zero == 3, m[:, None] * late if runtime.overlap else traffic, exposed)
@@ -96,20 +96,20 @@ def data_seconds(
     # The first and the last stage add up the gradients of tied embeddings.
     tied = work.tied * wire / column["tensor"]
     if ranks > 1 and work.tied:
-        waits = waits + collective(levels, np.full(len(m), 2.0), strides["pipeline"] * (ranks - 1), tied, ALL_REDUCE)
+        waits = waits + collective_seconds(levels, np.full(len(m), 2.0), strides["pipeline"] * (ranks - 1), tied, ALL_REDUCE)
     servers = column["exchange"] == EXCHANGES.index("servers")
     if servers.any():
-        waits = np.where(servers, _servers(levels, column, gradients.sum(axis=1), m, forward + backward), waits)
+        waits = np.where(servers, _server_seconds(levels, column, gradients.sum(axis=1), m, forward + backward), waits)
     return waits, hidden.max(axis=1)
 
 
-def _servers(
-    levels: Sequence[Tier], column: Mapping[str, np.ndarray], size: np.ndarray, m: np.ndarray, each: np.ndarray
+def _server_seconds(
+    levels: Sequence[LinkTier], column: Mapping[str, np.ndarray], size: np.ndarray, m: np.ndarray, each: np.ndarray
 ) -> np.ndarray:
     """Seconds that workers wait for parameter servers."""
     link = levels[-1]
     workers, servers = column["data"], np.maximum(column["servers"], 1.0)
-    speed = link.each * link.efficiency
+    speed = link.shared_bandwidth * link.efficiency
     exchange = server_seconds(size, workers, servers, speed, link.latency)
     step = m * each.max(axis=1)
     behind = np.maximum(step, exchange) - step  # stale: the exchange of one step hides behind the next
@@ -119,18 +119,18 @@ def _servers(
     # A job's update is a whole batch: of one worker, or of a group that adds up its gradients first. The parties take
     # turns with the servers, and the batch of one is computed while others exchange theirs.
     number = column["number"]
-    grouped = column["mode"] == MODES.index("groups")
-    parties = np.where(grouped, np.minimum(np.where(number > 0, number, int(USUAL["groups"])), workers), workers)
+    grouped = column["mode"] == SYNC_MODES.index("groups")
+    parties = np.where(grouped, np.minimum(np.where(number > 0, number, int(DEFAULT_NUMBERS["groups"])), workers), workers)
     mates = workers / parties
-    inside = collective(levels, mates, np.ones(len(m)), size, ALL_REDUCE)
+    inside = collective_seconds(levels, mates, np.ones(len(m)), size, ALL_REDUCE)
     alone = server_seconds(size, np.ones(len(m)), servers, speed, link.latency)
     batches = np.minimum(parties / (parties * step + inside + alone), servers * speed / (2 * size))
     queue = np.maximum(1 / batches - step, 0.0)
     mode = column["mode"]
     of_job = column["lanes"] > 0
-    waits = np.where(mode == MODES.index("stale"), behind, exchange)
-    waits = np.where(mode == MODES.index("async"), free, waits)
-    waits = np.where(of_job & np.isin(mode, [MODES.index("stale"), MODES.index("async")]) | grouped, queue, waits)
-    every = np.where(number > 0, number, int(USUAL["local"]))
-    found: np.ndarray = np.where(mode == MODES.index("local"), exchange / every, waits)
+    waits = np.where(mode == SYNC_MODES.index("stale"), behind, exchange)
+    waits = np.where(mode == SYNC_MODES.index("async"), free, waits)
+    waits = np.where(of_job & np.isin(mode, [SYNC_MODES.index("stale"), SYNC_MODES.index("async")]) | grouped, queue, waits)
+    every = np.where(number > 0, number, int(DEFAULT_NUMBERS["local"]))
+    found: np.ndarray = np.where(mode == SYNC_MODES.index("local"), exchange / every, waits)
     return found

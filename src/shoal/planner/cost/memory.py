@@ -15,7 +15,7 @@ import numpy as np
 Numbers = np.ndarray | float
 
 
-def states(
+def model_state_bytes(
     parameters: Numbers, zero: Numbers, data: Numbers, weight: float, gradient: float, state: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Bytes of weights, gradients and optimizer of one worker."""

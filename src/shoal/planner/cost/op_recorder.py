@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from shoal.parallel.blocks import Blocks
+from shoal.parallel.blocks import BlockList
 
-Moved = tuple[int, int]  # a storage's number, and bytes of it
+StorageBytes = tuple[int, int]  # a storage's number, and bytes of it
 END = 1 << 62  # above all of autograd's numbers but that of whatever puts gradients where they belong
 # Operators that do not read what they overwrite.
 FRESH = {
@@ -30,7 +30,7 @@ PRODUCTS = ("bmm", "baddbmm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class TensorCut:
     """What tensor parallelism would slice."""
 
     modules: Mapping[str, str] = field(default_factory=dict)  # name -> column, row, vocab or attention
@@ -38,7 +38,7 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Done:
+class RecordedOp:
     """An operator that ran."""
 
     name: str
@@ -46,15 +46,15 @@ class Done:
     segment: int
     backward: bool
     node: int  # autograd's number of it, in forward; in backward, of the one whose gradient it makes
-    reads: list[Moved]
-    writes: list[Moved]
+    reads: list[StorageBytes]
+    writes: list[StorageBytes]
     flops: float
     sliced: bool
     core: bool = False
 
 
 @dataclass(slots=True)
-class Memory:
+class RecordedStorage:
     """A storage, from the first sight of it to its end."""
 
     size: int
@@ -66,7 +66,7 @@ class Memory:
 
 
 @dataclass(slots=True)
-class Kept:
+class SavedStorage:
     """A storage that autograd keeps."""
 
     segment: int  # that kept it first
@@ -74,19 +74,19 @@ class Kept:
     sliced: bool
 
 
-class Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module, cut: Cut) -> None:
+class OpRecorder(TorchDispatchMode):
+    def __init__(self, model: nn.Module, cut: TensorCut) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cut = cut
         self.clock = 0
         self.backward = False
         self.segment = 0
         self.names: list[str] = []  # of the segments that are over
-        self.done: list[Done] = []
-        self.memory: list[Memory] = []
-        self.kept: dict[int, Kept] = {}
+        self.ops: list[RecordedOp] = []
+        self.storages: list[RecordedStorage] = []
+        self.saved: dict[int, SavedStorage] = {}
         self.dtypes: Counter[torch.dtype] = Counter()  # FLOPs of products, by what they are made of
-        self.sums: list[tuple[int, int]] = []  # all-reduces of tensor parallelism: segment and bytes; both ways
+        self.all_reduces: list[tuple[int, int]] = []  # all-reduces of tensor parallelism: segment and bytes; both ways
         self.fixed: set[int] = set()  # storages whose size does not follow from the number of samples
         self.users: dict[int, set[int]] = {}  # of a parameter: the segments that use it
         self._known: dict[int, int] = {}  # address of a storage that is there -> its number
@@ -116,15 +116,15 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         address = int(storage._cdata)
         if address not in self._known:
-            number = self._known[address] = len(self.memory)
-            self.memory.append(Memory(storage.nbytes(), self.segment, self.clock, kind))
+            number = self._known[address] = len(self.storages)
+            self.storages.append(RecordedStorage(storage.nbytes(), self.segment, self.clock, kind))
             self.fixed |= {number} if kind in ("parameter", "buffer") else set()
-            self._watched[number] = weakref.ref(storage, self._freed(address, number))
+            self._watched[number] = weakref.ref(storage, self._storage_freed(address, number))
         return self._known[address]
 
-    def _freed(self, address: int, number: int) -> Callable[[Any], None]:
+    def _storage_freed(self, address: int, number: int) -> Callable[[Any], None]:
         def callback(_: Any) -> None:
-            self.memory[number].died = self.clock
+            self.storages[number].died = self.clock
             self._watched.pop(number, None)
             self._known.pop(address, None)
 
@@ -134,8 +134,8 @@ class Recorder(TorchDispatchMode):
         """Autograd keeps this. What it gets is the same without its history, else it would keep itself."""
         if tensor.layout == torch.strided:
             number = self._number(tensor, "input")
-            if self.memory[number].kind not in ("parameter", "buffer"):
-                self.kept.setdefault(number, Kept(self.segment, _sequence() - 1, number in self._sliced))
+            if self.storages[number].kind not in ("parameter", "buffer"):
+                self.saved.setdefault(number, SavedStorage(self.segment, _sequence() - 1, number in self._sliced))
         return tensor.detach()
 
     def gradients(self) -> set[int]:
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
     # -- where we are -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self, model: nn.Module, blocks: Blocks) -> Iterator[None]:
+    def recording(self, model: nn.Module, blocks: BlockList) -> Iterator[None]:
         hooks = []
         for name, kind in self.cut.modules.items():
             module = model.get_submodule(name)
@@ -182,9 +182,9 @@ class Recorder(TorchDispatchMode):
             self._inside.append(kind)
             entering = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
             if kind == "attention":  # queries, keys and values, each for itself
-                self.sums += [(self.segment, leaf.nbytes) for leaf in entering[:3]]
+                self.all_reduces += [(self.segment, leaf.nbytes) for leaf in entering[:3]]
             elif kind == "column":
-                self.sums += [(self.segment, leaf.nbytes) for leaf in entering[:1]]
+                self.all_reduces += [(self.segment, leaf.nbytes) for leaf in entering[:1]]
 
         return hook
 
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
                 self._sliced |= {self._number(leaf) for leaf in leaving}
             else:
                 self._sliced -= {self._number(leaf) for leaf in leaving}
-                self.sums += [(self.segment, leaf.nbytes) for leaf in leaving[:1]]
+                self.all_reduces += [(self.segment, leaf.nbytes) for leaf in leaving[:1]]
 
         return hook
 
@@ -207,13 +207,13 @@ class Recorder(TorchDispatchMode):
         self.names = self.names or ["model"]
         self._bounds = [*self._bounds[: len(self.names) - 1], END]
         last = len(self.names) - 1
-        for done in self.done:
+        for done in self.ops:
             done.segment = min(done.segment, last)
-        for memory in self.memory:
+        for memory in self.storages:
             memory.segment, memory.used = min(memory.segment, last), min(memory.used, last)
-        for kept in self.kept.values():
+        for kept in self.saved.values():
             kept.segment = min(kept.segment, last)
-        self.sums = [(min(segment, last), size) for segment, size in self.sums]
+        self.all_reduces = [(min(segment, last), size) for segment, size in self.all_reduces]
         self.users = {number: {min(each, last) for each in users} for number, users in self.users.items()}
         self.backward, self.segment = True, last
 
@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self.clock += 1
         self._find_place()
-        reads, known = self._moved((args, kwargs)), len(self.memory)
+        reads, known = self._moved((args, kwargs)), len(self.storages)
         result = func(*args, **kwargs)
         writes = [pair for pair in self._moved(result) if pair[0] >= known or func._schema.is_mutable]
         if not self.backward:
@@ -238,11 +238,11 @@ class Recorder(TorchDispatchMode):
                 self.dtypes[next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))] += int(flops)
         return result
 
-    def _follow(self, reads: list[Moved], writes: list[Moved]) -> None:
+    def _follow(self, reads: list[StorageBytes], writes: list[StorageBytes]) -> None:
         """What becomes of weights and slices, views included."""
         made = {number for number, _ in writes}
         for number, _ in reads:
-            self.memory[number].used = self.segment
+            self.storages[number].used = self.segment
             if number in self.parameters:
                 self.users.setdefault(number, set()).add(self.segment)
         if reads and all(number in self.fixed for number, _ in reads):
@@ -264,27 +264,27 @@ class Recorder(TorchDispatchMode):
         if number < END:  # else a gradient is put where it belongs: still the same place
             self._node, self.segment = number, bisect_right(self._bounds, number)
 
-    def _note(self, name: str, reads: list[Moved], writes: list[Moved], flops: float) -> None:
+    def _note(self, name: str, reads: list[StorageBytes], writes: list[StorageBytes], flops: float) -> None:
         core = name.startswith("_scaled_dot_product") or name in SOFTMAX
         if self.backward:
             sliced = self._node in self._sliced_nodes
         else:  # every slice looks all words up; only the table of the gradient is smaller
             sliced = self._in_slices and self._inside[-1:] != ["vocab"]
-        self.done.append(
-            Done(name, self.clock, self.segment, self.backward, self._node, reads, writes, flops, sliced, core)
+        self.ops.append(
+            RecordedOp(name, self.clock, self.segment, self.backward, self._node, reads, writes, flops, sliced, core)
         )
 
-    def _moved(self, tree: Any) -> list[Moved]:
+    def _moved(self, tree: Any) -> list[StorageBytes]:
         leaves = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
         found = [(self._number(leaf), leaf.nbytes) for leaf in leaves.values() if leaf.layout == torch.strided]
-        return [(number, min(size, self.memory[number].size)) for number, size in found]
+        return [(number, min(size, self.storages[number].size)) for number, size in found]
 
 
 def _sequence() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _really_read(name: str, reads: list[Moved], writes: list[Moved]) -> list[Moved]:
+def _really_read(name: str, reads: list[StorageBytes], writes: list[StorageBytes]) -> list[StorageBytes]:
     if name in LOOKUPS and reads:
         table, *rest = reads
         return [(table[0], sum(size for _, size in writes)), *rest]

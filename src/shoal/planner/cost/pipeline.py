@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.parallel.balance import cut_stages
-from shoal.planner.cost.workload import Work
+from shoal.planner.cost.workload import Workload
 
 
-def stage_bounds(work: Work, stages: int, costs: Sequence[float]) -> list[int]:
+def stage_bounds(work: Workload, stages: int, costs: Sequence[float]) -> list[int]:
     """Where stages begin, and the end. A shape's layers go to stages in equal numbers, as Megatron does it, with the
     embedding in the first and the head in the last; what is not even is cut where the dearest stage is cheapest."""
     layers = len(work.blocks) - 2
@@ -21,7 +21,7 @@ def stage_bounds(work: Work, stages: int, costs: Sequence[float]) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranked:
+class StageRanks:
     """Blocks to stages to ranks."""
 
     bounds: Sequence[int]
@@ -47,7 +47,7 @@ class Ranked:
         found: np.ndarray = self.stages(np.maximum.reduceat(values, self.bounds[:-1], axis=1)).max(axis=1)
         return found
 
-    def beyond(self, saved: np.ndarray, working: np.ndarray) -> np.ndarray:
+    def peak_beyond_saved(self, saved: np.ndarray, working: np.ndarray) -> np.ndarray:
         """What is alive at the most over what a stage has saved in the end: a block works with what those before it
         have saved."""
         sums, starts = np.cumsum(saved, axis=1), self.bounds[:-1]

@@ -16,24 +16,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.errors import InputError, PlanError
-from shoal.parallel.pipeline_schedule import NAMES, V_SHAPED, check_name
-from shoal.planner.cluster import Cluster, Device, Tier, tiers
-from shoal.planner.cost.blocks import Costs, Ways, block_costs
-from shoal.planner.cost.comm import message
-from shoal.planner.cost.exposed_comm import Flow, data_seconds, hop_seconds, strides_of
-from shoal.planner.cost.memory import in_flight, states
-from shoal.planner.cost.pipeline import Ranked, bubble_seconds, stage_bounds
-from shoal.planner.cost.prediction import HOLDS, TERMS, Prediction, Stage
+from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, V_SHAPED, check_schedule_name
+from shoal.planner.cluster import Cluster, Device, LinkTier, tiers
+from shoal.planner.cost.blocks import BlockCosts, CutVariants, block_costs
+from shoal.planner.cost.comm import message_seconds
+from shoal.planner.cost.exposed_comm import PipelineTraffic, data_seconds, hop_seconds, strides_of
+from shoal.planner.cost.memory import in_flight, model_state_bytes
+from shoal.planner.cost.pipeline import StageRanks, bubble_seconds, stage_bounds
+from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS, Prediction, StagePrediction
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, Runtime
-from shoal.planner.cost.runtime_overhead import Load, exchange, queueing, step, sums, turns, update
-from shoal.planner.cost.setup import EXCHANGES, MODES, USUAL, Setup
-from shoal.planner.cost.setup_table import Setups
-from shoal.planner.cost.shoal_memory import held
-from shoal.planner.cost.workload import Work
+from shoal.planner.cost.runtime_overhead import StepLoad, exchange_seconds, queueing_seconds, step_seconds, sum_seconds, core_sharing_factor, update_seconds
+from shoal.planner.cost.setup import EXCHANGES, SYNC_MODES, DEFAULT_NUMBERS, Setup
+from shoal.planner.cost.setup_table import SetupTable
+from shoal.planner.cost.shoal_memory import memory_bytes
+from shoal.planner.cost.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predictions:
+class PredictionTable:
     """Many at once: arrays in the order of the setups."""
 
     seconds: np.ndarray  # infinite where a setup cannot be: more stages than blocks
@@ -43,15 +43,15 @@ class Predictions:
     binds_bytes: np.ndarray
 
 
-def predict(work: Work, setup: Setup, cluster: Cluster, runtime: Runtime | None = None) -> Prediction:
+def predict(work: Workload, setup: Setup, cluster: Cluster, runtime: Runtime | None = None) -> Prediction:
     """`runtime`: SHOAL for a job (work.lanes is known), MEGATRON for a shape, unless given."""
-    check_name(setup.schedule)
+    check_schedule_name(setup.schedule)
     if setup.pipeline * setup.chunks > len(work.blocks):
         raise PlanError(
             f"{setup.pipeline * setup.chunks} stages but {len(work.blocks)} blocks",
             fix=f"at most {len(work.blocks)} stages",
         )
-    whole = _Prepared.of(work, Setups.of([setup]), cluster, runtime)
+    whole = _PreparedSetups.of(work, SetupTable.of([setup]), cluster, runtime)
     group = _group(whole, np.zeros(1, dtype=int), setup.pipeline, setup.chunks, setup.schedule)
     seconds = float(group.seconds[0])
     return Prediction(
@@ -64,36 +64,36 @@ def predict(work: Work, setup: Setup, cluster: Cluster, runtime: Runtime | None 
     )
 
 
-def predict_many(work: Work, setups: Sequence[Setup], cluster: Cluster, runtime: Runtime | None = None) -> Predictions:
+def predict_many(work: Workload, setups: Sequence[Setup], cluster: Cluster, runtime: Runtime | None = None) -> PredictionTable:
     """The same formulas on arrays: 100,000 setups in 2 seconds."""
-    columns = Setups.of(setups)
+    columns = SetupTable.of(setups)
     count = len(columns)
     seconds, peak = np.full(count, np.inf), np.full(count, np.inf)
     terms = {name: np.zeros(count) for name in TERMS}
     binds, binds_bytes = np.zeros(count, dtype=int), np.zeros(count)
-    found = Predictions(seconds=seconds, terms=terms, peak=peak, binds=binds, binds_bytes=binds_bytes)
+    found = PredictionTable(seconds=seconds, terms=terms, peak=peak, binds=binds, binds_bytes=binds_bytes)
     if not count:
         return found
-    whole = _Prepared.of(work, columns, cluster, runtime)
+    whole = _PreparedSetups.of(work, columns, cluster, runtime)
     kinds, which = _distinct(columns, ("pipeline", "chunks", "schedule"))
     for number, (ranks, chunks, schedule) in enumerate(kinds.T.tolist()):
         if ranks * chunks > len(work.blocks):
             continue
         rows = np.flatnonzero(which == number)
-        group = _group(whole, rows, ranks, chunks, NAMES[schedule])
+        group = _group(whole, rows, ranks, chunks, SCHEDULE_NAMES[schedule])
         seconds[rows] = group.seconds
         for name in TERMS:
             terms[name][rows] = group.terms[name]
         total = sum(group.memory.values())
         most = np.asarray(total).argmax(axis=1)
         every = np.arange(len(rows))
-        parts = np.stack([group.memory[name][every, most] for name in HOLDS], axis=1)
+        parts = np.stack([group.memory[name][every, most] for name in MEMORY_PARTS], axis=1)
         peak[rows] = parts.sum(axis=1)
         binds[rows], binds_bytes[rows] = parts.argmax(axis=1), parts.max(axis=1)
     return found
 
 
-def executed_flops(work: Work, recompute: str = "none") -> float:
+def executed_flops(work: Workload, recompute: str = "none") -> float:
     """Of matrix products for one sample, recomputation included: what published FLOP/s count (SC21)."""
     per = 1 / work.samples
     model = work.model_flops
@@ -112,29 +112,29 @@ def executed_flops(work: Work, recompute: str = "none") -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    work: Work
-    setups: Setups
+class _PreparedSetups:
+    work: Workload
+    setups: SetupTable
     runtime: Runtime
     device: Device
     devices: int  # of the cluster
-    tiers: tuple[Tier, ...]
-    costs: Costs  # by way
+    tiers: tuple[LinkTier, ...]
+    costs: BlockCosts  # by way
     way: np.ndarray  # of each setup
     plain: list[float]  # seconds of each block, cut in no way: what stages are balanced by
     hosts: int
 
     @classmethod
-    def of(cls, work: Work, setups: Setups, cluster: Cluster, runtime: Runtime | None) -> "_Prepared":
+    def of(cls, work: Workload, setups: SetupTable, cluster: Cluster, runtime: Runtime | None) -> "_PreparedSetups":
         if runtime is None:
             runtime = MEGATRON if work.lanes is None else SHOAL
         device = slowest_device(cluster, work.dtype)
         ways, way = _distinct(setups, ("tensor", "microbatch", "recompute", "sequence_parallel"))
         tensor, microbatch, recompute, sequence = ways
         levels = tiers(cluster)
-        columns = Ways(tensor=tensor, microbatch=microbatch, recompute=recompute, sequence=sequence)
+        columns = CutVariants(tensor=tensor, microbatch=microbatch, recompute=recompute, sequence=sequence)
         one = np.ones(1, dtype=int)
-        uncut = Ways(tensor=one, microbatch=one * work.samples, recompute=0 * one, sequence=0 * one)
+        uncut = CutVariants(tensor=one, microbatch=one * work.samples, recompute=0 * one, sequence=0 * one)
         alone = block_costs(work, uncut, device, (), runtime)
         return cls(
             work=work,
@@ -156,12 +156,12 @@ class _Prepared:
         busy = np.minimum(devices, np.ceil(workers / self.hosts))
         crowd = (busy - 1) / max(devices - 1, 1.0)
         slower: np.ndarray = 1 + (self.device.crowded - 1) * crowd
-        if self.runtime.chores is not None:  # workers of a processor share its cores, all of them: `turns`
+        if self.runtime.overheads is not None:  # workers of a processor share its cores, all of them: `turns`
             return slower
         return slower * np.maximum(1.0, np.ceil(workers / self.devices))
 
 
-def _distinct(setups: Setups, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def _distinct(setups: SetupTable, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """The different rows of these columns, as columns, and which of them each setup has."""
     code = np.zeros(len(setups), dtype=np.int64)
     for name in names:
@@ -186,7 +186,7 @@ def slowest_device(cluster: Cluster, dtype: str) -> Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Group:
+class _SetupGroup:
     """Arrays by setup, or by (setup, rank)."""
 
     seconds: np.ndarray
@@ -200,28 +200,28 @@ class _Group:
     output: np.ndarray
     blocks: tuple[tuple[int, ...], ...]  # by rank
 
-    def stage(self, rank: int) -> Stage:
-        return Stage(
+    def stage(self, rank: int) -> StagePrediction:
+        return StagePrediction(
             blocks=self.blocks[rank],
             forward=float(self.forward[0, rank]),
             backward=float(self.backward[0, rank]),
             tensor=float(self.tensor[0, rank]),
             parameters=float(self.parameters[0, rank]),
             output=float(self.output[0, rank]),
-            memory={name: float(self.memory[name][0, rank]) for name in HOLDS},
+            memory={name: float(self.memory[name][0, rank]) for name in MEMORY_PARTS},
         )
 
 
-def _group(whole: _Prepared, rows: np.ndarray, ranks: int, chunks: int, schedule: str) -> _Group:
-    work, runtime, device, costs = whole.work, whole.runtime, whole.device, whole.costs
-    column = {name: values[rows].astype(float) for name, values in whole.setups.columns.items()}
-    m = whole.setups.microbatches[rows].astype(float)
+def _group(prepared: _PreparedSetups, rows: np.ndarray, ranks: int, chunks: int, schedule: str) -> _SetupGroup:
+    work, runtime, device, costs = prepared.work, prepared.runtime, prepared.device, prepared.costs
+    column = {name: values[rows].astype(float) for name, values in prepared.setups.columns.items()}
+    m = prepared.setups.microbatches[rows].astype(float)
     data, tensor, zero = column["data"], column["tensor"], column["zero"]
     workers = data * tensor * ranks
-    sharing = whole.slower(workers)
-    bounds = stage_bounds(work, ranks * chunks, whole.plain)
-    ranked = Ranked(bounds=bounds, ranks=ranks, chunks=chunks, folded=schedule in V_SHAPED)
-    way = whole.way[rows]
+    sharing = prepared.slower(workers)
+    bounds = stage_bounds(work, ranks * chunks, prepared.plain)
+    ranked = StageRanks(bounds=bounds, ranks=ranks, chunks=chunks, folded=schedule in V_SHAPED)
+    way = prepared.way[rows]
 
     def by_rank(name: str) -> np.ndarray:
         found: np.ndarray = ranked.sums(getattr(costs, name))[way]
@@ -232,14 +232,14 @@ def _group(whole: _Prepared, rows: np.ndarray, ranks: int, chunks: int, schedule
     reduced, reduced_forward = by_rank("tensor"), by_rank("tensor_forward")
     host = busy["host"] + runtime.microbatch_seconds
     counts = np.array([float(sum(blocks)) for blocks in ranked.blocks])
-    if runtime.chores is not None:
+    if runtime.overheads is not None:
         starts = by_rank("host") / (device.overhead * runtime.dispatch)
-        host = host + runtime.chores.microbatch(tensor, counts, starts, ranks) * device.overhead * sharing[:, None]
+        host = host + runtime.overheads.microbatch(tensor, counts, starts, ranks) * device.overhead * sharing[:, None]
     strides = strides_of(runtime.order, tensor, data, float(ranks))
     output = ranked.last(costs.output)[way]
     output[:, -1] = output[:, -1] if chunks > 1 and not ranked.folded else 0.0
     parts = tensor if runtime.scatter else np.ones(len(rows))
-    hop = hop_seconds(whole.tiers, output.max(axis=1), parts, ranks, strides["pipeline"])
+    hop = hop_seconds(prepared.tiers, output.max(axis=1), parts, ranks, strides["pipeline"])
     hops = (2 * chunks * hop * (1 - runtime.overlap_pipeline))[:, None] * np.ones(ranks)
     computing = busy["forward"] + busy["backward"]
     each = computing + busy["again"] + host + reduced + hops
@@ -252,8 +252,8 @@ def _group(whole: _Prepared, rows: np.ndarray, ranks: int, chunks: int, schedule
     parameters = by_rank("parameters")
     if ranks * chunks == 1 or ranked.folded:
         parameters[:, 0] -= work.tied / tensor
-    flow = Flow(ranks=ranks, chunks=chunks, microbatches=m, forward=forward, backward=backward, parameters=parameters)
-    exposed, hidden = data_seconds(work, runtime, whole.tiers, column, strides, flow)
+    flow = PipelineTraffic(ranks=ranks, chunks=chunks, microbatches=m, forward=forward, backward=backward, parameters=parameters)
+    exposed, hidden = data_seconds(work, runtime, prepared.tiers, column, strides, flow)
     updated = runtime.update_bytes * parameters / np.where(zero >= 1, data, 1.0)[:, None]
     updated = updated / (device.memory_bandwidth * device.stream) * sharing[:, None]
     updated += by_rank("tensors") * runtime.update_operators * device.overhead
@@ -266,8 +266,8 @@ def _group(whole: _Prepared, rows: np.ndarray, ranks: int, chunks: int, schedule
         "optimizer": updated.max(axis=1),
         "host": m * host[every, most] + runtime.step_seconds,
     }
-    if runtime.chores is not None:
-        load = Load(
+    if runtime.overheads is not None:
+        load = StepLoad(
             data=data,
             zero=zero,
             workers=workers,
@@ -280,20 +280,20 @@ def _group(whole: _Prepared, rows: np.ndarray, ranks: int, chunks: int, schedule
             gradient_bytes=work.gradient_bytes,
             state_bytes=work.state_bytes,
             clips=work.clips,
-            tied=message(
-                whole.tiers,
+            tied=message_seconds(
+                prepared.tiers,
                 np.full(len(rows), float(ranks)),
                 strides["pipeline"],
                 work.tied * work.gradient_bytes / tensor,
             ),
         )
         served = column["exchange"] == EXCHANGES.index("servers")
-        terms = _with_chores(whole, load, terms, m[:, None] * each, strides["data"], sharing, served, _often(column))
-    return _Group(
+        terms = _with_overheads(prepared, load, terms, m[:, None] * each, strides["data"], sharing, served, _exchange_share(column))
+    return _SetupGroup(
         seconds=np.sum(list(terms.values()), axis=0),
         terms=terms,
         hidden=hidden,
-        memory=_memory(whole, column, m, schedule, ranked, way, parameters),
+        memory=_memory(prepared, column, m, schedule, ranked, way, parameters),
         forward=forward,
         backward=backward,
         tensor=reduced,
@@ -303,24 +303,24 @@ def _group(whole: _Prepared, rows: np.ndarray, ranks: int, chunks: int, schedule
     )
 
 
-def _with_chores(
-    whole: _Prepared,
-    load: Load,
+def _with_overheads(
+    prepared: _PreparedSetups,
+    load: StepLoad,
     terms: Mapping[str, np.ndarray],
     busy: np.ndarray,
     stride: np.ndarray,
     slower: np.ndarray,
     served: np.ndarray,
-    often: np.ndarray,
+    exchange_share: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """The terms as this runtime has them on the cores of a processor. `busy`: seconds of each rank's microbatches;
     `served`: where gradients go to servers, whose links are a term already; `often`: with what share of the steps."""
-    runtime, device, slow = whole.runtime, whole.device, slower[:, None]
-    assert runtime.chores is not None
-    added = sums(runtime.chores, load, device) * slow
-    applied = update(runtime.chores, load, device, runtime.update_bytes, runtime.update_operators) * slow
-    travels = exchange(runtime.chores, load, device, whole.tiers, stride) * slow * often[:, None]
-    told = step(runtime.chores, load, device) * slower
+    runtime, device, slow = prepared.runtime, prepared.device, slower[:, None]
+    assert runtime.overheads is not None
+    added = sum_seconds(runtime.overheads, load, device) * slow
+    applied = update_seconds(runtime.overheads, load, device, runtime.update_bytes, runtime.update_operators) * slow
+    travels = exchange_seconds(runtime.overheads, load, device, prepared.tiers, stride) * slow * exchange_share[:, None]
+    told = step_seconds(runtime.overheads, load, device) * slower
     found = {
         **terms,
         "compute": terms["compute"] + added.max(axis=1),
@@ -330,52 +330,52 @@ def _with_chores(
         "host": terms["host"] + told,
     }
     path = np.sum(list(found.values()), axis=0)
-    times = turns(load, path, busy + added + applied + travels + told[:, None], whole.devices)
+    times = core_sharing_factor(load, path, busy + added + applied + travels + told[:, None], prepared.devices)
     found = {name: seconds * times for name, seconds in found.items()}
-    return {**found, "data": found["data"] + queueing(runtime.chores, load, whole.devices)}
+    return {**found, "data": found["data"] + queueing_seconds(runtime.overheads, load, prepared.devices)}
 
 
-def _often(column: Mapping[str, np.ndarray]) -> np.ndarray:
+def _exchange_share(column: Mapping[str, np.ndarray]) -> np.ndarray:
     """The share of steps whose gradients travel: all, but for workers that go on by themselves for a while."""
-    local = (column["exchange"] == EXCHANGES.index("servers")) & (column["mode"] == MODES.index("local"))
-    steps = np.where(column["number"] > 0, column["number"], int(USUAL["local"]))
+    local = (column["exchange"] == EXCHANGES.index("servers")) & (column["mode"] == SYNC_MODES.index("local"))
+    steps = np.where(column["number"] > 0, column["number"], int(DEFAULT_NUMBERS["local"]))
     found: np.ndarray = np.where(local, 1.0 / steps, 1.0)
     return found
 
 
 def _memory(
-    whole: _Prepared,
+    prepared: _PreparedSetups,
     column: Mapping[str, np.ndarray],
     m: np.ndarray,
     schedule: str,
-    ranked: Ranked,
+    ranked: StageRanks,
     way: np.ndarray,
     parameters: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    work, runtime, costs = whole.work, whole.runtime, whole.costs
+    work, runtime, costs = prepared.work, prepared.runtime, prepared.costs
     data, zero = column["data"][:, None], column["zero"][:, None]
-    weights, gradients, optimizer = states(
+    weights, gradients, optimizer = model_state_bytes(
         parameters, zero, data, work.weight_bytes, work.gradient_bytes * runtime.gradient_copies, work.state_bytes
     )
     here = (column["exchange"] != EXCHANGES.index("servers"))[:, None]  # else the servers have the optimizer's state
     flying = in_flight(schedule, ranked.ranks, m, ranked.chunks)
     activations = (ranked.by_chunk(costs.saved)[way] * flying).sum(axis=1)
     if runtime.adds_lanes:
-        parts = held(
+        parts = memory_bytes(
             parameters=parameters,
             largest=ranked.largest(costs.parameters)[way],
             activations=activations,
-            working=ranked.beyond(costs.saved, costs.working)[way],
+            working=ranked.peak_beyond_saved(costs.saved, costs.working)[way],
             data=data,
             zero=zero,
             cut=(column["tensor"][:, None] * ranked.ranks > 1) | (zero > 0),
             lanes=np.ceil(np.maximum(column["lanes"][:, None], data) / data),
-            pieces=m[:, None] / np.ceil(np.maximum(column["lanes"][:, None], data) / data),
+            microbatches=m[:, None] / np.ceil(np.maximum(column["lanes"][:, None], data) / data),
             weight=work.weight_bytes,
             gradient=work.gradient_bytes,
             state=work.state_bytes,
             buffers=work.buffers,
-            keeps=runtime.keeps,
+            fragmentation=runtime.fragmentation,
         )
         parts = {**parts, "optimizer": parts["optimizer"] * here}
         return {name: size * runtime.allocator for name, size in parts.items()}

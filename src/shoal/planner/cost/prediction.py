@@ -8,11 +8,11 @@ from shoal.planner.cost.setup import Setup
 # Seconds of a step by cause; they add up to the step.
 TERMS = ("compute", "recompute", "tensor", "bubble", "data", "optimizer", "host")
 # Bytes of a worker by what they are for; they add up to its peak.
-HOLDS = ("weights", "gradients", "optimizer", "activations", "working", "other")
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "working", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class StagePrediction:
     """One worker of a pipeline (the only one, without), of the replica that has most to do."""
 
     blocks: tuple[int, ...]  # how many blocks its chunks have
@@ -33,7 +33,7 @@ class Prediction:
     setup: Setup
     seconds: float
     terms: Mapping[str, float]
-    stages: tuple[Stage, ...]
+    stages: tuple[StagePrediction, ...]
     flops: float  # per device and second: what is computed, recomputation included
     hidden: float = 0.0  # seconds of data traffic behind backward: not in the step
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shoal.planner.cost.runtime_overhead import Chores
+from shoal.planner.cost.runtime_overhead import RuntimeOverheads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,12 @@ class Runtime:
     microbatch_seconds: float = 0.0  # of every microbatch on every stage
     update_bytes: float = 28.0  # that the optimizer reads and writes for one parameter
     update_operators: float = 0.0  # for each parameter tensor: what an optimizer without fused kernels starts
-    chores: Chores | None = None  # what it does around kernels; None: nothing that would be seen
+    overheads: RuntimeOverheads | None = None  # what it does around kernels; None: nothing that would be seen
     # Memory
     adds_lanes: bool = False  # gradients are added up lane by lane, and saved from a copy: held.py
     gradient_copies: float = 1.0  # whole sets of gradients that a worker holds
     allocator: float = 1.0  # peak over what is alive
-    keeps: float = 0.0  # of activations: memory that was freed, is kept, and does not fit what comes later
+    fragmentation: float = 0.0  # of activations: memory that was freed, is kept, and does not fit what comes later
 
 
 # What the accelerators' runtimes share. 0.80: fitted to SC21 and vTrain (0.80) and apart from them to MPT on A100 and
@@ -79,13 +79,13 @@ SHOAL = Runtime(
     name="shoal",
     adds_lanes=True,
     allocator=1.02,
-    keeps=0.3,
+    fragmentation=0.3,
     order=("tensor", "pipeline", "data"),
     concurrent=False,
     scatter=False,
     update_bytes=84.0,
     update_operators=3.5,
-    chores=Chores(),
+    overheads=RuntimeOverheads(),
 )
 # The same under `--memory`: what is freed goes back.
 SHOAL_CAPPED = replace(SHOAL, name="shoal --memory", allocator=1.0, keeps=0.0)

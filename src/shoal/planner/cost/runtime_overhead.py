@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.planner.cluster import Device, Tier
-from shoal.planner.cost.comm import ALL_REDUCE, HALF, collective
+from shoal.planner.cluster import Device, LinkTier
+from shoal.planner.cost.comm import ALL_REDUCE, HALF, collective_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chores:
+class RuntimeOverheads:
     """Operators' worth of the host, unless it says bytes."""
 
     block: float = 10.0  # for each block and microbatch
@@ -51,7 +51,7 @@ class Chores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class StepLoad:
     """What a step asks of each worker; arrays are by setup, or by (setup, rank)."""
 
     data: np.ndarray
@@ -75,45 +75,45 @@ class Load:
         return found
 
 
-def sums(chores: Chores, load: Load, device: Device) -> np.ndarray:
+def sum_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device) -> np.ndarray:
     """Seconds of adding up gradients: of a lane's microbatches, and of lanes."""
     whole, rows = (load.m - 1)[:, None], (load.m - load.own_lanes)[:, None]
     cut = (load.zero >= 2) & (load.data > 1)
     owned = ((load.lanes - 1) / load.data)[:, None]
     times = np.where(cut[:, None], rows + owned, whole)
-    seconds: np.ndarray = times * load.parameters * chores.sum_bytes / _bandwidth(device)
+    seconds: np.ndarray = times * load.parameters * overheads.sum_bytes / _bandwidth(device)
     return seconds
 
 
-def update(chores: Chores, load: Load, device: Device, num_bytes: float, operators: float) -> np.ndarray:
+def update_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device, num_bytes: float, operators: float) -> np.ndarray:
     """Seconds of the optimizer; `num_bytes` and `operators` are Adam's, for each parameter and each tensor."""
-    share = chores.plain_update + (1 - chores.plain_update) * min(1.0, load.state_bytes / 8)
+    share = overheads.plain_update + (1 - overheads.plain_update) * min(1.0, load.state_bytes / 8)
     cut, rows = np.where(load.zero >= 1, load.data, 1.0)[:, None], np.where(load.zero >= 2, load.data, 1.0)[:, None]
     size = num_bytes * share * load.parameters / cut
     started = operators * share * load.tensors
     if load.clips:
-        size = size + chores.clip_bytes * load.parameters / rows
-        started = started + chores.clip * load.tensors
+        size = size + overheads.clip_bytes * load.parameters / rows
+        started = started + overheads.clip * load.tensors
     seconds: np.ndarray = size / _bandwidth(device) + started * device.overhead
     return seconds
 
 
-def exchange(chores: Chores, load: Load, device: Device, tiers: Sequence[Tier], stride: np.ndarray) -> np.ndarray:
+def exchange_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device, tiers: Sequence[LinkTier], stride: np.ndarray) -> np.ndarray:
     """Seconds until every worker has what its weights are to be next."""
     data, stride = load.data[:, None], stride[:, None]
     gradients, weights = load.parameters * load.gradient_bytes, load.parameters * load.weight_bytes
     if not tiers:
         return np.zeros(load.parameters.shape)
-    merge = collective(tiers, data, stride, gradients, ALL_REDUCE)
-    scatter = collective(tiers, data, stride, gradients, HALF) + chores.copy_bytes * load.parameters / _bandwidth(
+    merge = collective_seconds(tiers, data, stride, gradients, ALL_REDUCE)
+    scatter = collective_seconds(tiers, data, stride, gradients, HALF) + overheads.copy_bytes * load.parameters / _bandwidth(
         device
     )
-    gather = collective(tiers, data, stride, weights, HALF) + chores.copy_bytes * load.parameters / _bandwidth(device)
-    calls = (chores.moved * load.tensors + chores.call * load.blocks[None, :]) * device.overhead
+    gather = collective_seconds(tiers, data, stride, weights, HALF) + overheads.copy_bytes * load.parameters / _bandwidth(device)
+    calls = (overheads.moved * load.tensors + overheads.call * load.blocks[None, :]) * device.overhead
     rounds, passes = load.own_lanes[:, None], load.m[:, None]
     by_level = (
         merge,
-        merge + gather + chores.spread * load.tensors * device.overhead,
+        merge + gather + overheads.spread * load.tensors * device.overhead,
         rounds * (scatter + calls) + gather + calls,
         rounds * (scatter + calls) + 2 * passes * (gather + calls),
     )
@@ -123,13 +123,13 @@ def exchange(chores: Chores, load: Load, device: Device, tiers: Sequence[Tier], 
     return total
 
 
-def step(chores: Chores, load: Load, device: Device) -> np.ndarray:
+def step_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device) -> np.ndarray:
     """Seconds of the host for a step, whatever is in it: three collectives say what there is, and that all have it."""
-    seconds: np.ndarray = (chores.step + np.where(load.workers > 1, 3 * chores.call, 0.0)) * device.overhead
+    seconds: np.ndarray = (overheads.step + np.where(load.workers > 1, 3 * overheads.call, 0.0)) * device.overhead
     return seconds
 
 
-def turns(load: Load, path: np.ndarray, busy: np.ndarray, cores: int) -> np.ndarray:
+def core_sharing_factor(load: StepLoad, path: np.ndarray, busy: np.ndarray, cores: int) -> np.ndarray:
     """Times as long a step takes because workers share cores: `path` seconds if each had its own, and `busy` seconds
     of work of each rank of the busiest replica."""
     even = load.lanes / (load.data * load.own_lanes)  # replicas with fewer lanes do less
@@ -139,12 +139,12 @@ def turns(load: Load, path: np.ndarray, busy: np.ndarray, cores: int) -> np.ndar
     return found
 
 
-def queueing(chores: Chores, load: Load, cores: int) -> np.ndarray:
+def queueing_seconds(overheads: RuntimeOverheads, load: StepLoad, cores: int) -> np.ndarray:
     """Seconds that meetings and messages take longer where whoever is waited for may be waiting for a core."""
     ranks = load.parameters.shape[1]
     messages = np.where(ranks > 1, 2 * load.m, 0.0)
     blocks = load.blocks.max() * np.select([load.zero == 2, load.zero == 3], [load.own_lanes + 1, 3 * load.m], 0.0)
-    found: np.ndarray = (3 + messages + blocks) * chores.kept * np.maximum(0.0, 1 - cores / load.workers)
+    found: np.ndarray = (3 + messages + blocks) * overheads.kept * np.maximum(0.0, 1 - cores / load.workers)
     return found
 
 

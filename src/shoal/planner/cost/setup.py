@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 RECOMPUTE = ("none", "selective", "full")
 EXCHANGES = ("collectives", "servers")
-MODES = ("sync", "quorum", "stale", "async", "local", "groups")  # of servers
-PLANNED = MODES[:4]  # those that a search looks at
-USUAL = {"quorum": "0.9", "stale": "2", "local": "16", "groups": "2"}  # what follows a mode that has no number
+SYNC_MODES = ("sync", "quorum", "stale", "async", "local", "groups")  # of servers
+SEARCHED_MODES = SYNC_MODES[:4]  # those that a search looks at
+DEFAULT_NUMBERS = {"quorum": "0.9", "stale": "2", "local": "16", "groups": "2"}  # what follows a mode that has no number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Setup:
         """How servers keep workers in step, as `--sync` has it."""
         if self.exchange != "servers":
             return ""
-        number = str(self.number) if self.number >= 0 else USUAL.get(self.mode, "")
-        return f"{self.mode}:{number}" if self.mode in USUAL else self.mode
+        number = str(self.number) if self.number >= 0 else DEFAULT_NUMBERS.get(self.mode, "")
+        return f"{self.mode}:{number}" if self.mode in DEFAULT_NUMBERS else self.mode
 
     @property
     def devices(self) -> int:

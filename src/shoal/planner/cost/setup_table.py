@@ -7,34 +7,34 @@ from typing import Any, overload
 
 import numpy as np
 
-from shoal.parallel.pipeline_schedule import NAMES as SCHEDULES
-from shoal.planner.cost.setup import EXCHANGES, MODES, RECOMPUTE, Setup
+from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES as SCHEDULES
+from shoal.planner.cost.setup import EXCHANGES, SYNC_MODES, RECOMPUTE, Setup
 
 # Columns of words hold their places in these.
 WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTE,
     "exchange": EXCHANGES,
-    "mode": MODES,
+    "mode": SYNC_MODES,
 }
 FIELDS = tuple(each.name for each in fields(Setup))
 DEFAULTS = {each.name: each.default for each in fields(Setup)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Setups(Sequence[Setup]):
+class SetupTable(Sequence[Setup]):
     """`columns` by the fields of a Setup; lanes are 0 where a setup has none."""
 
     columns: Mapping[str, np.ndarray]
 
     @classmethod
-    def of(cls, setups: Sequence[Setup]) -> "Setups":
-        if isinstance(setups, Setups):
+    def of(cls, setups: Sequence[Setup]) -> "SetupTable":
+        if isinstance(setups, SetupTable):
             return setups
         return cls.from_columns({name: [_number(name, getattr(each, name)) for each in setups] for name in FIELDS})
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, Any]) -> "Setups":
+    def from_columns(cls, columns: Mapping[str, Any]) -> "SetupTable":
         """What is not given has its default everywhere."""
         count = len(next(iter(columns.values())))
         whole = {name: np.full(count, _number(name, DEFAULTS[name])) for name in FIELDS if name not in columns}
@@ -46,8 +46,8 @@ class Setups(Sequence[Setup]):
     @overload
     def __getitem__(self, at: int) -> Setup: ...
     @overload
-    def __getitem__(self, at: slice) -> "Setups": ...
-    def __getitem__(self, at: int | slice) -> "Setup | Setups":
+    def __getitem__(self, at: slice) -> "SetupTable": ...
+    def __getitem__(self, at: int | slice) -> "Setup | SetupTable":
         if isinstance(at, slice):
             return self.take(np.arange(len(self))[at])
         return Setup(**{name: _value(name, int(column[at])) for name, column in self.columns.items()})
@@ -55,9 +55,9 @@ class Setups(Sequence[Setup]):
     def __iter__(self) -> Iterator[Setup]:
         return (self[at] for at in range(len(self)))
 
-    def take(self, rows: "np.ndarray | Sequence[int]") -> "Setups":
+    def take(self, rows: "np.ndarray | Sequence[int]") -> "SetupTable":
         """Of these rows: numbers, or a mask."""
-        return Setups(columns={name: column[rows] for name, column in self.columns.items()})
+        return SetupTable(columns={name: column[rows] for name, column in self.columns.items()})
 
     def is_word(self, name: str, word: str) -> np.ndarray:
         """Where a column of words has this one."""

@@ -20,16 +20,16 @@ keeps it, and what comes later does not always fit into the holes: a part of wha
 
 import numpy as np
 
-PROCESS = 7e6  # bytes: what a worker has of its own before it has anything of the model
+PROCESS_BYTES = 7e6  # bytes: what a worker has of its own before it has anything of the model
 
 
-def sets(lanes: np.ndarray) -> np.ndarray:
+def gradient_sets(lanes: np.ndarray) -> np.ndarray:
     """Sets of gradients at once, while so many lanes are added up."""
     found: np.ndarray = np.floor(np.log2(np.maximum(lanes, 1.0))) + 1
     return found
 
 
-def held(
+def memory_bytes(
     *,
     parameters: np.ndarray,
     largest: np.ndarray,
@@ -39,12 +39,12 @@ def held(
     zero: np.ndarray,
     cut: np.ndarray,
     lanes: np.ndarray,
-    pieces: np.ndarray,
+    microbatches: np.ndarray,
     weight: float,
     gradient: float,
     state: float,
     buffers: float,
-    keeps: float = 0.0,
+    fragmentation: float = 0.0,
 ) -> dict[str, np.ndarray]:
     """Bytes by what they are for. All arrays are (setups, ranks), or spread to that.
 
@@ -61,15 +61,15 @@ def held(
     full, rows = parameters * gradient, own * gradient
     # In a step: the last set is whole only when its activations are gone, unless more of its lane follow.
     added = np.where(zero >= 2, rows, full)
-    growing = np.where(pieces > 1, added, np.maximum(added - activations, 0.0))
+    growing = np.where(microbatches > 1, added, np.maximum(added - activations, 0.0))
     more = np.where(zero >= 2, largest * gradient, np.where(data == 1, full, 0.0))
-    private = (sets(lanes) - 1) * added + growing + more
+    private = (gradient_sets(lanes) - 1) * added + growing + more
     shared = np.where((data > 1) & (zero < 2), full * (2 - 1 / data), 0.0)
     # In a save: what the optimizer has seen and has.
     seen = np.where(masters, 0.0, np.where(zero >= 2, own, parameters) * weight)
     copies = seen + optimizer + np.where(cut, 0.0, parameters * max(weight, 4.0 if masters else weight))
     left = np.where((data == 1) & (zero < 2), full, 0.0)
-    holes = keeps * (activations + working)
+    holes = fragmentation * (activations + working)
     step = private + activations + working + whole + holes
     saves = left + copies > step
     gradients = np.where(saves, left, private) + shared
@@ -79,5 +79,5 @@ def held(
         "optimizer": optimizer + 0.0 * step,
         "activations": np.where(saves, 0.0, activations),
         "working": np.where(saves, 0.0, working + whole),
-        "other": buffers + PROCESS + scratch + np.where(saves, copies, holes),
+        "other": buffers + PROCESS_BYTES + scratch + np.where(saves, copies, holes),
     }

@@ -25,19 +25,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shoal.errors import JobError
-from shoal.numerics.user_frames import own_line
-from shoal.parallel.blocks import Blocks
-from shoal.planner.cost.op_recorder import PRODUCTS, Cut, Done, Recorder
+from shoal.numerics.user_frames import user_line
+from shoal.parallel.blocks import BlockList
+from shoal.planner.cost.op_recorder import PRODUCTS, TensorCut, RecordedOp, OpRecorder
 from shoal.planner.cost.workload import Block, Op
 
 ONE_TO_ONE = ("add", "add_", "_to_copy", "copy_", "clone", "mul", "mul_", "div")
 LONGEST = 160  # letters of an error that is quoted
 
-__all__ = ["Cut", "Traced", "fake_batch", "fake_mode", "needs_values", "stand_in", "trace"]
+__all__ = ["TensorCut", "TracedModel", "fake_batch", "fake_mode", "needs_values", "fake_copy", "trace"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced:
+class TracedModel:
     blocks: tuple[Block, ...]
     tied: float  # parameters that are counted in more than one block
     dtype: str  # of most matrix products, as devices have it
@@ -53,7 +53,7 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def stand_in(model: nn.Module, mode: Any) -> nn.Module:
+def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
     """A copy whose tensors are fake; tied ones stay tied. `model` may be on meta."""
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -79,14 +79,14 @@ def fake(tensor: Tensor, mode: Any) -> Tensor:
 
 
 def trace(
-    model: nn.Module, blocks: Blocks, loss: Callable[[], Tensor], *, inputs: Any = (), cut: Cut | None = None
-) -> Traced:
+    model: nn.Module, blocks: BlockList, loss: Callable[[], Tensor], *, inputs: Any = (), cut: TensorCut | None = None
+) -> TracedModel:
     """`loss`: calls the model with `inputs` and gives what is to be derived. Model and inputs are fake, or small enough
     to be real; fake ones need their mode to be on."""
-    recorder = Recorder(model, cut or Cut())
+    recorder = OpRecorder(model, cut or TensorCut())
     recorder.inputs(inputs)
     notes: list[str] = []
-    with recorder.watching(model, blocks), _quiet():
+    with recorder.recording(model, blocks), _quiet():
         try:
             with torch.enable_grad(), recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, _same):
                 found = loss()
@@ -95,17 +95,17 @@ def trace(
         except Exception as error:
             raise _refused(error, model) from error
         recorder.forward_ends()
-        forward = len(recorder.done)
+        forward = len(recorder.ops)
         try:
             with recorder:
                 found.backward()
         except Exception as error:
-            notes.append(f"backward was not followed, and is taken as twice forward: {_told(error)}")
-            del recorder.done[forward:]
-            recorder.done += [_as_backward(each) for each in recorder.done for _ in range(2)]
+            notes.append(f"backward was not followed, and is taken as twice forward: {_error_text(error)}")
+            del recorder.ops[forward:]
+            recorder.ops += [_as_backward(each) for each in recorder.ops for _ in range(2)]
         del found
     dtype = "bf16" if any(each.itemsize == 2 for each, _ in recorder.dtypes.most_common(1)) else "fp32"
-    return Traced(blocks=_blocks(recorder), tied=_tied(recorder), dtype=dtype, notes=tuple(notes))
+    return TracedModel(blocks=_blocks(recorder), tied=_tied(recorder), dtype=dtype, notes=tuple(notes))
 
 
 def needs_values(error: BaseException) -> bool:
@@ -123,11 +123,11 @@ def needs_values(error: BaseException) -> bool:
 
 
 def _refused(error: Exception, model: nn.Module) -> JobError:
-    where = [*_module_of(error, model), *own_line(error)]
+    where = [*_module_of(error, model), *user_line(error)]
     if not needs_values(error):  # a mistake that any input would show
-        return JobError(f"the model fails: {_told(error)}", where=where)
+        return JobError(f"the model fails: {_error_text(error)}", where=where)
     return JobError(
-        f"the model cannot be traced: it does what needs values, not only shapes: {_told(error)}",
+        f"the model cannot be traced: it does what needs values, not only shapes: {_error_text(error)}",
         where=where,
         fix="a forward whose steps and shapes follow from the shapes of its inputs (torch.where for a choice by value)",
     )
@@ -152,7 +152,7 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     text = (str(error).strip().splitlines() or [""])[0]
     text = text if len(text) <= LONGEST else text[:LONGEST].rsplit(" ", 1)[0] + " …"
     return f"{type(error).__name__}: {text}"
@@ -162,14 +162,14 @@ def _same(packed: Tensor) -> Tensor:
     return packed
 
 
-def _as_backward(done: Done) -> Done:
+def _as_backward(done: RecordedOp) -> RecordedOp:
     return replace(done, backward=True)
 
 
 # -- what it comes to -------------------------------------------------------------------------------------------------
 
 
-def _blocks(recorder: Recorder) -> tuple[Block, ...]:
+def _blocks(recorder: OpRecorder) -> tuple[Block, ...]:
     """Equal ones are one object."""
     for number, named in recorder.parameters.items():
         recorder.users.setdefault(number, {_by_name(recorder.names, named[0][0])})  # nothing uses it
@@ -199,18 +199,18 @@ def _one_name(pattern: str, names: Sequence[str]) -> str:
     return pattern.replace("*", f"{numbers[0]}–{numbers[-1]}" if whole else ",".join(map(str, numbers)))
 
 
-def _block(recorder: Recorder, segment: int, fixed: set[int], core: set[int]) -> Block:
+def _block(recorder: OpRecorder, segment: int, fixed: set[int], core: set[int]) -> Block:
     ops = Counter(
-        _op(each, fixed, number in core) for number, each in enumerate(recorder.done) if each.segment == segment
+        _op(each, fixed, number in core) for number, each in enumerate(recorder.ops) if each.segment == segment
     )
     own = [recorder.parameters[number][0] for number, users in recorder.users.items() if segment in users]
-    nodes = {each.node for number, each in enumerate(recorder.done) if number in core and not each.backward}
+    nodes = {each.node for number, each in enumerate(recorder.ops) if number in core and not each.backward}
     kept = [
-        (recorder.memory[number].size, number, each)
-        for number, each in recorder.kept.items()
+        (recorder.storages[number].size, number, each)
+        for number, each in recorder.saved.items()
         if each.segment == segment
     ]
-    sums = [size for place, size in recorder.sums if place == segment]
+    sums = [size for place, size in recorder.all_reduces if place == segment]
     return Block(
         name=recorder.names[segment],
         ops=tuple(op._replace(times=float(times)) for op, times in ops.items()),
@@ -226,7 +226,7 @@ def _block(recorder: Recorder, segment: int, fixed: set[int], core: set[int]) ->
     )
 
 
-def _op(done: Done, fixed: set[int], core: bool) -> Op:
+def _op(done: RecordedOp, fixed: set[int], core: bool) -> Op:
     moved = [*done.reads, *done.writes]
     return Op(
         name=done.name,
@@ -239,7 +239,7 @@ def _op(done: Done, fixed: set[int], core: bool) -> Op:
     )
 
 
-def _tied(recorder: Recorder) -> float:
+def _tied(recorder: OpRecorder) -> float:
     return float(
         sum((len(users) - 1) * recorder.parameters[number][0][1].numel() for number, users in recorder.users.items())
     )
@@ -249,21 +249,21 @@ def _by_name(names: Sequence[str], parameter: str) -> int:
     return next((number for number, name in enumerate(names) if parameter.startswith(f"{name}.")), 0)
 
 
-def _fixed(recorder: Recorder, gradients: set[int]) -> set[int]:
+def _fixed(recorder: OpRecorder, gradients: set[int]) -> set[int]:
     """Storages whose size does not follow from the number of samples: parameters, buffers, what is made of them alone
     (weights in another dtype), gradients, and what those are made of one to one."""
     fixed = recorder.fixed | gradients
-    for done in reversed(recorder.done):
+    for done in reversed(recorder.ops):
         if done.backward and done.name in ONE_TO_ONE and all(number in fixed for number, _ in done.writes):
             fixed |= {number for number, _ in done.reads}
     return fixed
 
 
-def _core(recorder: Recorder) -> set[int]:
+def _core(recorder: OpRecorder) -> set[int]:
     """Places of the operators of attention's core: from the product before a softmax to the one after it, or all in
     one."""
     found: set[int] = set()
-    for place, done in enumerate(recorder.done):
+    for place, done in enumerate(recorder.ops):
         if not done.core:
             continue
         found.add(place)
@@ -271,29 +271,29 @@ def _core(recorder: Recorder) -> set[int]:
             for step in (-1, 1):
                 near = range(place + step, place + step * 12, step)
                 stop = next(
-                    (at for at in near if 0 <= at < len(recorder.done) and _is_near(recorder.done[at], done)), None
+                    (at for at in near if 0 <= at < len(recorder.ops) and _is_near(recorder.ops[at], done)), None
                 )
                 found |= set() if stop is None else set(range(min(place, stop), max(place, stop) + 1))
     return found
 
 
-def _is_near(other: Done, softmax: Done) -> bool:
+def _is_near(other: RecordedOp, softmax: RecordedOp) -> bool:
     return other.name in PRODUCTS and (other.segment, other.backward) == (softmax.segment, softmax.backward)
 
 
-def _working(recorder: Recorder, gradients: set[int]) -> list[float]:
+def _working(recorder: OpRecorder, gradients: set[int]) -> list[float]:
     """By segment: the most that is alive while it is at work, besides what it and those before it have saved."""
     change: Counter[int] = Counter()
-    for number, memory in enumerate(recorder.memory):
+    for number, memory in enumerate(recorder.storages):
         held = memory.kind in ("parameter", "buffer") or number in gradients
-        if not held and (memory.kind != "input" or number in recorder.kept):
+        if not held and (memory.kind != "input" or number in recorder.saved):
             change[memory.born] += memory.size
             change[(recorder.clock if memory.died is None else memory.died) + 1] -= memory.size
     saved = [0.0] * len(recorder.names)
-    for number, kept in recorder.kept.items():
-        saved[kept.segment] += recorder.memory[number].size
+    for number, kept in recorder.saved.items():
+        saved[kept.segment] += recorder.storages[number].size
     most, alive, clock = [0.0] * len(saved), 0, -1
-    for done in recorder.done:
+    for done in recorder.ops:
         for now in range(clock + 1, done.clock + 1):
             alive += change[now]
         clock = max(clock, done.clock)
@@ -301,15 +301,15 @@ def _working(recorder: Recorder, gradients: set[int]) -> list[float]:
     return most
 
 
-def _crossing(recorder: Recorder) -> list[float]:
+def _crossing(recorder: OpRecorder) -> list[float]:
     """By segment: bytes that later ones need of it and of those before."""
     found = [0.0] * len(recorder.names)
-    for memory in recorder.memory:
+    for memory in recorder.storages:
         if not memory.kind:
             for segment in range(memory.segment, memory.used):
                 found[segment] += memory.size
     return found
 
 
-def _inputs(recorder: Recorder) -> float:
-    return float(sum(memory.size for memory in recorder.memory if memory.kind == "input" and memory.used >= 0))
+def _inputs(recorder: OpRecorder) -> float:
+    return float(sum(memory.size for memory in recorder.storages if memory.kind == "input" and memory.used >= 0))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from shoal.errors import InputError
-from shoal.planner.cost.workload import Block, Op, Work
+from shoal.planner.cost.workload import Block, Op, Workload
 
 EXAMPLE = "layers=96,hidden=12288,heads=96,seq=2048,vocab=51200"
 # Attention in one kernel (flash) does half of the s² products that are counted where it is causal, at 0.6 of the speed
@@ -23,7 +23,7 @@ FLASH_BACKWARD = 0.65
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TransformerShape:
     layers: int
     hidden: int
     heads: int
@@ -47,7 +47,7 @@ class Shape:
                 )
 
     @classmethod
-    def read(cls, text: str) -> "Shape":
+    def parse(cls, text: str) -> "TransformerShape":
         """`layers=96,hidden=12288,…`"""
         names = [each.name for each in fields(cls)]
         found: dict[str, int] = {}
@@ -128,7 +128,7 @@ def _number(name: str, value: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Style:
+class TransformerStyle:
     """What a shape does not say, and a training system does."""
 
     flash: bool = True  # attention is one kernel that keeps no s² tensor
@@ -139,18 +139,18 @@ class Style:
     loss_bytes: float = 0.0  # of a logit, beside the 4 that are kept: what the loss needs while it is computed
 
 
-GPT_2021 = Style(flash=False, rotary=False)  # Megatron-LM until 2022
-GPT = Style()  # Megatron-LM since
+GPT_2021 = TransformerStyle(flash=False, rotary=False)  # Megatron-LM until 2022
+GPT = TransformerStyle()  # Megatron-LM since
 # Llama, MPT and their like, under FSDP: 16 bytes of states; a loss made of operators, with gradients in fp32 and bf16.
-PLAIN = Style(dropout=False, gradient_bytes=2.0, loss_bytes=6.0)
+PLAIN = TransformerStyle(dropout=False, gradient_bytes=2.0, loss_bytes=6.0)
 
 
-def work_of_shape(shape: Shape, dtype: str = "bf16", style: Style = GPT) -> Work:
+def workload_of_shape(shape: TransformerShape, dtype: str = "bf16", style: TransformerStyle = GPT) -> Workload:
     """One block for the embedding, one for each layer, one for the head. Sizes are of one sample."""
     number = 4.0 if dtype == "fp32" else 2.0
     layer = _layer(shape, number, style)
     tied = shape.tied if style.tied is None else style.tied
-    return Work(
+    return Workload(
         name=f"{shape.parameters / 1e9:.3g}B",
         blocks=(_embedding(shape, number, style), *[layer] * shape.layers, _head(shape, number, style)),
         dtype=dtype,
@@ -192,7 +192,7 @@ def _passes(
     ]
 
 
-def _layer(shape: Shape, number: float, style: Style) -> Block:
+def _layer(shape: TransformerShape, number: float, style: TransformerStyle) -> Block:
     s, h, f, kv = float(shape.seq), shape.hidden, shape.ffn, shape.kv_width
     wide = 2 * f if shape.gated else f
     mask = 1.0 if style.dropout else 0.0
@@ -232,7 +232,7 @@ def _layer(shape: Shape, number: float, style: Style) -> Block:
     )
 
 
-def _attention(shape: Shape, number: float, style: Style) -> list[Op]:
+def _attention(shape: TransformerShape, number: float, style: TransformerStyle) -> list[Op]:
     s, h, a = float(shape.seq), shape.hidden, shape.heads
     kv = shape.kv_width
     if style.flash:
@@ -252,7 +252,7 @@ def _attention(shape: Shape, number: float, style: Style) -> list[Op]:
     return ops
 
 
-def _embedding(shape: Shape, number: float, style: Style) -> Block:
+def _embedding(shape: TransformerShape, number: float, style: TransformerStyle) -> Block:
     s, h, v = float(shape.seq), shape.hidden, shape.vocab
     return Block(
         name="embedding",
@@ -269,7 +269,7 @@ def _embedding(shape: Shape, number: float, style: Style) -> Block:
     )
 
 
-def _head(shape: Shape, number: float, style: Style) -> Block:
+def _head(shape: TransformerShape, number: float, style: TransformerStyle) -> Block:
     """The last norm, the product with the vocabulary and the loss, which keeps logits in fp32: 4sbV."""
     s, h, v = float(shape.seq), shape.hidden, shape.vocab
     ops = [

@@ -51,7 +51,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     name: str
     blocks: tuple[Block, ...]  # in order; equal ones are one object many times
     samples: int = 1  # of the microbatch for which sizes are told

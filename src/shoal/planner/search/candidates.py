@@ -16,21 +16,21 @@ from itertools import product
 import numpy as np
 
 from shoal.errors import InputError
-from shoal.parallel.pipeline_schedule import ONE_STAGE, V_SHAPED, fits
+from shoal.parallel.pipeline_schedule import ONE_STAGE, V_SHAPED, schedule_fits
 from shoal.planner.cluster import Cluster
-from shoal.planner.cost.setup import EXCHANGES, MODES, RECOMPUTE
-from shoal.planner.cost.setup_table import WORDS, Setups
-from shoal.planner.cost.workload import Work
+from shoal.planner.cost.setup import EXCHANGES, SYNC_MODES, RECOMPUTE
+from shoal.planner.cost.setup_table import WORDS, SetupTable
+from shoal.planner.cost.workload import Workload
 
-MOST_SAMPLES = 64  # of a shape's microbatch
-MOST_CHUNKS = 8
+MAX_SAMPLES = 64  # of a shape's microbatch
+MAX_CHUNKS = 8
 # From the simplest on: who is equal otherwise is ranked by it.
 SIMPLEST = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipe")
 EXACT, TOLERANCE, INEXACT = MARKS = ("exact", "within tolerance", "not exact")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
+class SearchSpace:
     """What may be tried."""
 
     devices: tuple[int, ...]  # in all; each of these
@@ -43,7 +43,7 @@ class Space:
     schedules: tuple[str, ...] = SIMPLEST
     sequence: tuple[bool, ...] = (False, True)  # what is not sliced is cut along the sequence
     servers: tuple[int, ...] = ()  # numbers of parameter servers; none: collectives alone
-    modes: tuple[str, ...] = ("sync",)
+    sync_modes: tuple[str, ...] = ("sync",)
     microbatch: tuple[int, ...] | None = None  # samples; None: all that divide
     lanes: int | None = None  # of a job
     microbatches: int | None = None  # of a job's lane
@@ -54,8 +54,8 @@ class Space:
 
 
 def space_of(
-    work: Work, cluster: Cluster, *, batch: int | None = None, heads: int | None = None, workers: int | None = None
-) -> Space:
+    work: Workload, cluster: Cluster, *, batch: int | None = None, heads: int | None = None, workers: int | None = None
+) -> SearchSpace:
     """All that may be tried with this work on this cluster. `heads`: those of a shape, which slices divide."""
     devices = sum(host.devices for host in cluster.hosts)
     if workers is not None and not 1 <= workers <= devices:
@@ -70,11 +70,11 @@ def space_of(
         size = work.batch if batch is None else batch
         if size is None:
             raise InputError("how large is a step's batch?", fix="--batch 1536")
-        return Space(devices=(workers or devices,), batch=size, layers=_layers(work), tensors=tensors, servers=servers)
+        return SearchSpace(devices=(workers or devices,), batch=size, layers=_layers(work), tensors=tensors, servers=servers)
     if work.batch is None or work.microbatches is None:
         raise InputError(f"{work.name} has lanes, but no batch or microbatches")
-    return Space(
-        devices=(workers,) if workers is not None else numbers(devices),
+    return SearchSpace(
+        devices=(workers,) if workers is not None else worker_counts(devices),
         batch=work.batch,
         layers=len(work.blocks),
         tensors=tensors,
@@ -86,7 +86,7 @@ def space_of(
     )
 
 
-def candidates(space: Space) -> Setups:
+def candidates(space: SearchSpace) -> SetupTable:
     """In a fixed order: the same space gives the same rows."""
     outer = np.array([each for devices in space.devices for each in _outer(space, devices)], dtype=np.int64)
     outer = outer.reshape(-1, 6)
@@ -98,11 +98,11 @@ def candidates(space: Space) -> Setups:
     columns |= {name: np.tile(inner[:, at], count) for at, name in enumerate(more)}
     columns["batch"] = np.full(count * width, space.batch)
     columns["lanes"] = np.full(count * width, space.lanes or 0)
-    made = Setups.from_columns(columns)
+    made = SetupTable.from_columns(columns)
     return made.take(_sensible(made))
 
 
-def _outer(space: Space, devices: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+def _outer(space: SearchSpace, devices: int) -> Iterator[tuple[int, int, int, int, int, int]]:
     for tensor in (n for n in space.tensors if devices % n == 0):
         for pipeline in divisors(devices // tensor):
             data = devices // tensor // pipeline
@@ -113,7 +113,7 @@ def _outer(space: Space, devices: int) -> Iterator[tuple[int, int, int, int, int
                     yield data, pipeline, tensor, size, WORDS["schedule"].index(schedule), chunks
 
 
-def _microbatches(space: Space, data: int) -> Iterator[tuple[int, int]]:
+def _microbatches(space: SearchSpace, data: int) -> Iterator[tuple[int, int]]:
     """Samples of one, and how many go through the replica that has fewest."""
     if space.lanes is not None:
         each = space.microbatches or 1
@@ -123,33 +123,33 @@ def _microbatches(space: Space, data: int) -> Iterator[tuple[int, int]]:
     if space.batch % data == 0:
         whole = space.batch // data
         for size in divisors(whole):
-            if size <= MOST_SAMPLES and (space.microbatch is None or size in space.microbatch):
+            if size <= MAX_SAMPLES and (space.microbatch is None or size in space.microbatch):
                 yield size, whole // size
 
 
-def _orders(space: Space, pipeline: int, microbatches: int) -> Iterator[tuple[str, int]]:
+def _orders(space: SearchSpace, pipeline: int, microbatches: int) -> Iterator[tuple[str, int]]:
     """Schedules, each with its chunks."""
     if pipeline == 1:
         yield "1f1b", 1
         return
     for name in space.schedules:
-        many = (1,) if name in ONE_STAGE else (2,) if name in V_SHAPED else range(1, MOST_CHUNKS + 1)
+        many = (1,) if name in ONE_STAGE else (2,) if name in V_SHAPED else range(1, MAX_CHUNKS + 1)
         for chunks in many:
             stages = pipeline * chunks
             cut = space.layers % stages == 0 if space.lanes is None else stages <= space.layers
-            if cut and fits(name, ranks=pipeline, microbatches=microbatches, chunks=chunks):
+            if cut and schedule_fits(name, ranks=pipeline, microbatches=microbatches, chunks=chunks):
                 yield name, chunks
 
 
-def _inner(space: Space) -> Iterator[tuple[int, int, int, int, int, int]]:
-    sync = MODES.index("sync")
+def _inner(space: SearchSpace) -> Iterator[tuple[int, int, int, int, int, int]]:
+    sync = SYNC_MODES.index("sync")
     for zero, recompute, sequence in product(space.zeros, space.recompute, space.sequence):
         yield zero, RECOMPUTE.index(recompute), int(sequence), EXCHANGES.index("collectives"), 0, sync
-    for recompute, servers, mode in product(space.recompute, space.servers, space.modes):
-        yield 0, RECOMPUTE.index(recompute), 0, EXCHANGES.index("servers"), servers, MODES.index(mode)
+    for recompute, servers, mode in product(space.recompute, space.servers, space.sync_modes):
+        yield 0, RECOMPUTE.index(recompute), 0, EXCHANGES.index("servers"), servers, SYNC_MODES.index(mode)
 
 
-def _sensible(made: Setups) -> np.ndarray:
+def _sensible(made: SetupTable) -> np.ndarray:
     """States are cut among replicas, a sequence among slices; servers serve replicas that are one worker each."""
     data, pipeline, tensor = (made.columns[name] for name in ("data", "pipeline", "tensor"))
     zero, sequence = made.columns["zero"], made.columns["sequence_parallel"]
@@ -168,14 +168,14 @@ def _sensible(made: Setups) -> np.ndarray:
 # -- what is said of them ---------------------------------------------------------------------------------------------
 
 
-def marks(made: Setups) -> np.ndarray:
+def marks(made: SetupTable) -> np.ndarray:
     """Places in MARKS: the same bits on any cluster, equal up to rounding, or another training."""
     changed = made.is_word("exchange", "servers") & ~made.is_word("mode", "sync")
     found: np.ndarray = np.where(changed, 2, (made.columns["tensor"] > 1).astype(np.int64))
     return found
 
 
-def runnable(made: Setups) -> np.ndarray:
+def runnable(made: SetupTable) -> np.ndarray:
     """Whether this runtime has it: recomputation is of whole blocks, and with servers a worker has the whole model."""
     whole = made.devices == made.columns["data"]
     found: np.ndarray = (
@@ -187,7 +187,7 @@ def runnable(made: Setups) -> np.ndarray:
     return found
 
 
-def simplicity(made: Setups) -> list[np.ndarray]:
+def simplicity(made: SetupTable) -> list[np.ndarray]:
     """Keys to sort by, the first decides first: fewer cuts, then what has less to it."""
     columns = made.columns
     cuts = sum((columns[name] > 1).astype(np.int64) for name in ("pipeline", "tensor")) + (columns["zero"] > 0)
@@ -209,7 +209,7 @@ def simplicity(made: Setups) -> list[np.ndarray]:
     ]
 
 
-def without_inexact(space: Space) -> Space:
+def without_inexact(space: SearchSpace) -> SearchSpace:
     """Only what gives one sha256 on any cluster."""
     return replace(space, tensors=(1,), modes=("sync",), servers=())
 
@@ -223,13 +223,13 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(low + [number // n for n in reversed(low) if n * n != number])
 
 
-def numbers(devices: int) -> tuple[int, ...]:
+def worker_counts(devices: int) -> tuple[int, ...]:
     """Numbers of workers worth a try: all, and powers of two below; of a few, each."""
     if devices <= 8:
         return tuple(range(1, devices + 1))
     return tuple(sorted({devices, *(1 << n for n in range(devices.bit_length()) if 1 << n <= devices)}))
 
 
-def _layers(work: Work) -> int:
+def _layers(work: Workload) -> int:
     """Equal blocks are one object many times."""
     return max(Counter(map(id, work.blocks)).values())

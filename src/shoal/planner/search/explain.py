@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shoal.errors import InputError
-from shoal.planner.cluster import Cluster, Device, Host, Inside, Link, Rack, tiers
-from shoal.planner.cost.workload import Work
-from shoal.planner.search.candidates import Space, numbers
-from shoal.planner.search.search import Candidate, Ranking, gigabytes, of_memory
+from shoal.planner.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack, tiers
+from shoal.planner.cost.workload import Workload
+from shoal.planner.search.candidates import SearchSpace, worker_counts
+from shoal.planner.search.search import Candidate, PlanRanking, gigabytes_text, memory_share_text
 from shoal.report.scaling_laws import amdahl_limit, parallel_fraction
 
-SPOKEN = {
+TERM_PHRASES = {
     "compute": "compute",
     "recompute": "recomputation",
     "tensor": "tensor traffic",
@@ -23,18 +23,18 @@ SPOKEN = {
     "optimizer": "optimizer",
     "host": "host",
 }
-TIERS = {
+TIER_PHRASES = {
     "inside": "inside the hosts",
     "socket": "between sockets",
     "host": "between hosts",
     "rack": "between racks",
 }
-WORTH = 0.005  # a gain below this is none
-Rank = Callable[[Work, Cluster, Space], Ranking]
+MIN_GAIN = 0.005  # a gain below this is none
+RankFunction = Callable[[Workload, Cluster, SearchSpace], PlanRanking]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class WhatIfChange:
     """One thing changed, and everything searched again."""
 
     name: str
@@ -43,14 +43,14 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
+class PlanExplanation:
     sentences: tuple[str, ...]
-    changes: tuple[Change, ...]  # by gain
+    changes: tuple[WhatIfChange, ...]  # by gain
     parallel: float | None  # Amdahl's part, of what today's devices do
     scaled: float | None  # Gustafson's
 
 
-def explain(ranking: Ranking, rank: Rank) -> Explanation:
+def explain(ranking: PlanRanking, rank: RankFunction) -> PlanExplanation:
     """`rank` searches again with another work, cluster or space."""
     best = ranking.best
     changes = what_if(ranking, rank)
@@ -58,29 +58,29 @@ def explain(ranking: Ranking, rank: Rank) -> Explanation:
     doubled, grown = twice.get(DEVICES), twice.get(BOTH)
     parallel = None if doubled is None else parallel_fraction(doubled.gain, 2)
     scaled = None if grown is None else min(1.0, max(0.0, grown.gain - 1.0))
-    sentences = [_time(best), *_against(ranking), *_bottleneck(ranking), *_most(best, changes)]
+    sentences = [_time(best), *_compared(ranking), *_bottleneck(ranking), *_best_change(best, changes)]
     if doubled is not None and parallel is not None:
         sentences.append(_doubled(doubled, parallel, grown, scaled))
-    return Explanation(sentences=tuple(sentences), changes=changes, parallel=parallel, scaled=scaled)
+    return PlanExplanation(sentences=tuple(sentences), changes=changes, parallel=parallel, scaled=scaled)
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------
 
 
 def _time(best: Candidate) -> str:
-    parts = sorted((term for term in best.terms if best.terms[term] > WORTH * best.seconds), key=best.terms.__getitem__)
-    told = ", ".join(f"{SPOKEN[term]} {percent(best.terms[term] / best.seconds)}" for term in reversed(parts))
+    parts = sorted((term for term in best.terms if best.terms[term] > MIN_GAIN * best.seconds), key=best.terms.__getitem__)
+    told = ", ".join(f"{TERM_PHRASES[term]} {percent(best.terms[term] / best.seconds)}" for term in reversed(parts))
     return f"--layout {best.setup} takes {seconds_text(best.seconds)} a step: {told}."
 
 
-def _against(ranking: Ranking) -> list[str]:
+def _compared(ranking: PlanRanking) -> list[str]:
     """The next best that is cut otherwise, and plain data parallel."""
     best = ranking.best
     found = []
     other = next((each for each in ranking.top(200) if str(each.setup) != str(best.setup)), None)
     if other is not None:
         found.append(f"The next best layout, {other.setup}, takes {_difference(best, other)}.")
-    plain = ranking.plain()
+    plain = ranking.data_parallel()
     if plain is None:
         space = ranking.space
         limit = f"{space.lanes} lanes" if space.lanes is not None else f"a batch of {space.batch}"
@@ -88,8 +88,8 @@ def _against(ranking: Ranking) -> list[str]:
     elif plain.setup != best.setup:
         name = f"Plain data parallel ({plain.setup})"
         if not plain.fits:
-            need = f"{gigabytes(plain.peak)} on each worker, most of it {plain.binds}"
-            found.append(f"{name} does not fit: {need}, and there are {gigabytes(plain.memory)}.")
+            need = f"{gigabytes_text(plain.peak)} on each worker, most of it {plain.binds}"
+            found.append(f"{name} does not fit: {need}, and there are {gigabytes_text(plain.memory)}.")
         elif other is None or str(plain.setup) not in (str(best.setup), str(other.setup)):
             found.append(f"{name} takes {_difference(best, plain)}.")
     return found
@@ -101,25 +101,25 @@ def _difference(best: Candidate, other: Candidate) -> str:
         return "the same time, with more cuts"
     gaps = {term: other.terms[term] - best.terms[term] for term in best.terms}
     worst = max(gaps, key=gaps.__getitem__)
-    text = f"{percent(more, 1)} longer: {SPOKEN[worst]} {seconds_text(gaps[worst])} more"
+    text = f"{percent(more, 1)} longer: {TERM_PHRASES[worst]} {seconds_text(gaps[worst])} more"
     least = min(gaps, key=gaps.__getitem__)
-    if gaps[least] < -WORTH * best.seconds:
-        text += f", {SPOKEN[least]} {seconds_text(-gaps[least])} less"
+    if gaps[least] < -MIN_GAIN * best.seconds:
+        text += f", {TERM_PHRASES[least]} {seconds_text(-gaps[least])} less"
     return text
 
 
-def _bottleneck(ranking: Ranking) -> list[str]:
+def _bottleneck(ranking: PlanRanking) -> list[str]:
     best = ranking.best
     term = max(best.terms, key=best.terms.__getitem__)
-    stage, part = ranking.whole(best).binds
-    memory = f"{part} of stage {stage}, {of_memory(best.binds_bytes, best.memory)}"
-    return [f"Most of the time goes into {SPOKEN[term]}; most of the memory into {memory}."]
+    stage, part = ranking.full_prediction(best).binds
+    memory = f"{part} of stage {stage}, {memory_share_text(best.binds_bytes, best.memory)}"
+    return [f"Most of the time goes into {TERM_PHRASES[term]}; most of the memory into {memory}."]
 
 
-def _most(best: Candidate, changes: tuple[Change, ...]) -> list[str]:
+def _best_change(best: Candidate, changes: tuple[WhatIfChange, ...]) -> list[str]:
     """Of changes that are one thing; twice the devices have a sentence of their own."""
     one = [change for change in changes if change.name not in (DEVICES, BOTH)]
-    helps = [change for change in one if change.gain > 1 + WORTH]
+    helps = [change for change in one if change.gain > 1 + MIN_GAIN]
     if not helps:
         return ["No single change helps: neither bandwidth, memory, a larger batch nor faster devices."]
     first, rest = helps[0], helps[1:]
@@ -134,7 +134,7 @@ def _most(best: Candidate, changes: tuple[Change, ...]) -> list[str]:
     return lines
 
 
-def _doubled(doubled: Change, parallel: float, grown: Change | None, scaled: float | None) -> str:
+def _doubled(doubled: WhatIfChange, parallel: float, grown: WhatIfChange | None, scaled: float | None) -> str:
     limit = amdahl_limit(parallel)
     most = (
         "there is no limit in it"
@@ -167,7 +167,7 @@ def seconds_text(seconds: float) -> str:
 DEVICES, BOTH = "twice the devices", "twice the devices and the batch"
 
 
-def what_if(ranking: Ranking, rank: Rank) -> tuple[Change, ...]:
+def what_if(ranking: PlanRanking, rank: RankFunction) -> tuple[WhatIfChange, ...]:
     """Everything searched again with one thing doubled; the largest gain first."""
     work, cluster, space = ranking.work, ranking.cluster, ranking.space
     larger_work, larger_space = larger_batch(work, space)
@@ -175,13 +175,13 @@ def what_if(ranking: Ranking, rank: Rank) -> tuple[Change, ...]:
     _, both = larger_batch(work, wide)
     asked = [
         *(
-            (f"twice the bandwidth {TIERS[tier.name]}", work, wider(cluster, tier.name), space)
+            (f"twice the bandwidth {TIER_PHRASES[tier.name]}", work, widen_links(cluster, tier.name), space)
             for tier in tiers(cluster)
-            if wider(cluster, tier.name) != cluster
+            if widen_links(cluster, tier.name) != cluster
         ),
-        ("twice the memory", work, changed(cluster, memory=2), space),
+        ("twice the memory", work, scale_devices(cluster, memory=2), space),
         ("twice the batch", larger_work, cluster, larger_space),
-        ("devices that compute twice as fast", work, changed(cluster, peak=2), space),
+        ("devices that compute twice as fast", work, scale_devices(cluster, peak=2), space),
         (DEVICES, work, more, wide),
         (BOTH, larger_work, more, both),
     ]
@@ -191,11 +191,11 @@ def what_if(ranking: Ranking, rank: Rank) -> tuple[Change, ...]:
             best = rank(*question).best  # type: ignore[arg-type]
         except InputError:  # nothing divides then
             continue
-        found.append(Change(name=name, gain=best.rate / ranking.best.rate, best=best))
+        found.append(WhatIfChange(name=name, gain=best.rate / ranking.best.rate, best=best))
     return tuple(sorted(found, key=lambda change: (-change.gain, change.name)))
 
 
-def larger_batch(work: Work, space: Space, times: int = 2) -> tuple[Work, Space]:
+def larger_batch(work: Workload, space: SearchSpace, times: int = 2) -> tuple[Workload, SearchSpace]:
     """Of a job by more microbatches in a lane: each stays as large as it is."""
     if work.lanes is None or space.microbatches is None:
         return work, replace(space, batch=space.batch * times)
@@ -206,10 +206,10 @@ def larger_batch(work: Work, space: Space, times: int = 2) -> tuple[Work, Space]
     )
 
 
-def more_devices(space: Space) -> Space:
+def more_devices(space: SearchSpace) -> SearchSpace:
     if len(space.devices) == 1:
         return replace(space, devices=(2 * space.devices[0],))
-    return replace(space, devices=numbers(2 * space.devices[-1]))
+    return replace(space, devices=worker_counts(2 * space.devices[-1]))
 
 
 def more_hosts(cluster: Cluster) -> Cluster:
@@ -222,18 +222,18 @@ def more_hosts(cluster: Cluster) -> Cluster:
     return replace(cluster, racks=tuple(map(twice, cluster.racks)))
 
 
-def wider(cluster: Cluster, tier: str, times: float = 2.0) -> Cluster:
+def widen_links(cluster: Cluster, tier: str, times: float = 2.0) -> Cluster:
     """The links of one tier with more bandwidth; the same cluster if it does not say what they are."""
 
-    def inside(host: Host) -> Inside | None:
-        if host.inside is None or tier not in ("inside", "socket"):
-            return host.inside
+    def inside(host: ClusterHost) -> HostInterconnect | None:
+        if host.interconnect is None or tier not in ("inside", "socket"):
+            return host.interconnect
         if tier == "inside":
-            return replace(host.inside, link=_link(host.inside.link, times))
-        between = host.inside.between
-        return replace(host.inside, between=None if between is None else _link(between, times))
+            return replace(host.interconnect, link=_link(host.interconnect.link, times))
+        between = host.interconnect.between
+        return replace(host.interconnect, between=None if between is None else _link(between, times))
 
-    def host_of(host: Host) -> Host:
+    def host_of(host: ClusterHost) -> ClusterHost:
         return replace(host, inside=inside(host), link=_link(host.link, times if tier == "host" else 1.0))
 
     def rack_of(rack: Rack) -> Rack:
@@ -244,7 +244,7 @@ def wider(cluster: Cluster, tier: str, times: float = 2.0) -> Cluster:
     return replace(cluster, racks=tuple(map(rack_of, cluster.racks)))
 
 
-def changed(cluster: Cluster, *, memory: int = 1, peak: float = 1.0) -> Cluster:
+def scale_devices(cluster: Cluster, *, memory: int = 1, peak: float = 1.0) -> Cluster:
     """Devices with more memory, or that compute faster."""
 
     def device_of(device: Device | None) -> Device | None:
@@ -260,5 +260,5 @@ def changed(cluster: Cluster, *, memory: int = 1, peak: float = 1.0) -> Cluster:
     return replace(cluster, racks=tuple(racks))
 
 
-def _link(link: Link, times: float) -> Link:
+def _link(link: ClusterLink, times: float) -> ClusterLink:
     return link if times == 1.0 else replace(link, bytes_per_second=link.bytes_per_second * times)

@@ -14,22 +14,22 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from shoal.errors import InputError
-from shoal.numerics.lanes import deal
+from shoal.numerics.lanes import assign_lanes
 from shoal.planner.cluster import Cluster, Device
-from shoal.planner.cost.predict import Predictions, predict_many
+from shoal.planner.cost.predict import PredictionTable, predict_many
 from shoal.planner.cost.prediction import TERMS
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, Runtime
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.setup_table import Setups
-from shoal.planner.cost.workload import Work
+from shoal.planner.cost.setup_table import SetupTable
+from shoal.planner.cost.workload import Workload
 
-SHARED = ("compute", "recompute", "tensor", "bubble")  # terms that a share of the lanes makes smaller
-COARSE = 3  # digits of a speed that lanes are dealt by
-MOST_LANES = 32  # dealt so that few partial sums travel, too; more would take long
+SHARED_TERMS = ("compute", "recompute", "tensor", "bubble")  # terms that a share of the lanes makes smaller
+SPEED_DIGITS = 3  # digits of a speed that lanes are dealt by
+MAX_LANES = 32  # dealt so that few partial sums travel, too; more would take long
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class UnequalAssignment:
     """How one setup meets unequal devices."""
 
     counts: tuple[int, ...]  # lanes of each replica; of a shape microbatches
@@ -48,7 +48,7 @@ class Spread:
         return () if len(set(self.weights)) == 1 else self.weights
 
 
-def kinds(cluster: Cluster) -> tuple[Device, ...]:
+def device_kinds(cluster: Cluster) -> tuple[Device, ...]:
     """Of devices, each once, in the order of hosts."""
     found: dict[str, Device] = {}
     for host in cluster.hosts:
@@ -61,40 +61,40 @@ def kinds(cluster: Cluster) -> tuple[Device, ...]:
     return tuple(found.values())
 
 
-def ranks(cluster: Cluster) -> tuple[Device, ...]:
+def worker_devices(cluster: Cluster) -> tuple[Device, ...]:
     """The device of each worker, host by host."""
     return tuple(host.device for host in cluster.hosts for _ in range(host.devices) if host.device is not None)
 
 
-def uniform(cluster: Cluster, device: Device) -> Cluster:
+def uniform_cluster(cluster: Cluster, device: Device) -> Cluster:
     """The same with devices that are all of one kind."""
     racks = (replace(rack, hosts=tuple(replace(host, device=device) for host in rack.hosts)) for rack in cluster.racks)
     return replace(cluster, racks=tuple(racks))
 
 
 def predict_unequal(
-    work: Work, setups: Setups, cluster: Cluster, runtime: Runtime | None
-) -> tuple[Predictions, list[Spread]]:
+    work: Workload, setups: SetupTable, cluster: Cluster, runtime: Runtime | None
+) -> tuple[PredictionTable, list[UnequalAssignment]]:
     """The slowest replica decides, with shares and stages that make it as fast as can be."""
-    each, runtime = kinds(cluster), runtime or (MEGATRON if work.lanes is None else SHOAL)
-    by_kind = [predict_many(work, setups, uniform(cluster, kind), runtime) for kind in each]
-    busy = np.stack([sum(one.terms[name] for name in SHARED) for one in by_kind])
-    order = [each.index(device) for device in ranks(cluster)]
+    each, runtime = device_kinds(cluster), runtime or (MEGATRON if work.lanes is None else SHOAL)
+    by_kind = [predict_many(work, setups, uniform_cluster(cluster, kind), runtime) for kind in each]
+    busy = np.stack([sum(one.terms[name] for name in SHARED_TERMS) for one in by_kind])
+    order = [each.index(device) for device in worker_devices(cluster)]
     # Speeds relative to the first kind, as coarse as dealing needs: equal questions are answered once.
-    speeds = np.maximum(busy[0] / np.maximum(busy, 1e-30), 0.1**COARSE).round(COARSE).T.tolist()
-    known: dict[tuple[_Question, tuple[float, ...]], Spread] = {}
+    speeds = np.maximum(busy[0] / np.maximum(busy, 1e-30), 0.1**SPEED_DIGITS).round(SPEED_DIGITS).T.tolist()
+    known: dict[tuple[_AssignmentKey, tuple[float, ...]], UnequalAssignment] = {}
     spreads = []
     for setup, relative in zip(setups, speeds, strict=True):
-        key = _Question.of(setup), tuple(relative)
+        key = _AssignmentKey.of(setup), tuple(relative)
         if key not in known:
             known[key] = _spread(key[0], [relative[kind] for kind in order[: setup.devices]], runtime.order)
         spreads.append(known[key])
     ratio, larger = (np.array([getattr(spread, name) for spread in spreads]) for name in ("busy", "largest"))
-    terms = {name: by_kind[0].terms[name] * ratio for name in SHARED}
-    terms |= {name: np.max([one.terms[name] for one in by_kind], axis=0) for name in TERMS if name not in SHARED}
+    terms = {name: by_kind[0].terms[name] * ratio for name in SHARED_TERMS}
+    terms |= {name: np.max([one.terms[name] for one in by_kind], axis=0) for name in TERMS if name not in SHARED_TERMS}
     peaks = np.stack([one.peak for one in by_kind])
     worst, rows = peaks.argmax(axis=0), np.arange(len(setups))
-    found = Predictions(
+    found = PredictionTable(
         seconds=np.where(np.isfinite(by_kind[0].seconds), np.sum(list(terms.values()), axis=0), np.inf),
         terms=terms,
         peak=peaks[worst, rows] * larger,  # at the most: as if all that a worker holds were its stage's
@@ -105,7 +105,7 @@ def predict_unequal(
 
 
 @dataclass(frozen=True)
-class _Question:
+class _AssignmentKey:
     """What of a setup a deal depends on."""
 
     data: int
@@ -115,12 +115,12 @@ class _Question:
     even: bool  # gradients that are cut want equal shares
 
     @classmethod
-    def of(cls, setup: Setup) -> "_Question":
+    def of(cls, setup: Setup) -> "_AssignmentKey":
         pieces = setup.lanes or max(setup.data, setup.batch // setup.microbatch)
         return cls(setup.data, setup.pipeline, setup.tensor, pieces, setup.zero >= 2)
 
 
-def _spread(question: _Question, speeds: Sequence[float], nearest: Sequence[str]) -> Spread:
+def _spread(question: _AssignmentKey, speeds: Sequence[float], nearest: Sequence[str]) -> UnequalAssignment:
     """`nearest`: the axes, from that of neighbours to that of the farthest workers."""
     data, pipeline = question.data, question.pipeline
     farthest = list(reversed(nearest))
@@ -134,17 +134,17 @@ def _spread(question: _Question, speeds: Sequence[float], nearest: Sequence[str]
     if question.even:
         counts = (-(-question.pieces // data),) * data
     else:
-        counts = dealt(question.pieces, tuple(1.0 / pace))
+        counts = assigned_counts(question.pieces, tuple(1.0 / pace))
     busy = max(count * each for count, each in zip(counts, pace, strict=True)) / -(-question.pieces // data)
     largest = pipeline * weights.max() / weights.sum()
-    rounded = tuple(float(f"{weight:.{COARSE}g}") for weight in weights)
-    return Spread(counts=counts, weights=rounded, busy=float(busy), largest=float(largest))
+    rounded = tuple(float(f"{weight:.{SPEED_DIGITS}g}") for weight in weights)
+    return UnequalAssignment(counts=counts, weights=rounded, busy=float(busy), largest=float(largest))
 
 
-def dealt(pieces: int, speeds: Sequence[float]) -> tuple[int, ...]:
+def assigned_counts(pieces: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """So many to each, at least one."""
-    if pieces <= MOST_LANES:
-        return tuple(stop - start for start, stop in deal(pieces, [float(speed) for speed in speeds]))
+    if pieces <= MAX_LANES:
+        return tuple(stop - start for start, stop in assign_lanes(pieces, [float(speed) for speed in speeds]))
     # One for each, and every other one to who is done first with one more: the slowest is as fast as can be.
     counts = [1] * len(speeds)
     heap = [(2 / speed, at) for at, speed in enumerate(speeds)]

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from shoal.errors import PlanError
 from shoal.planner.cluster import Cluster
-from shoal.planner.search.search import Candidate, Ranking
+from shoal.planner.search.search import Candidate, PlanRanking
 from shoal.report.scaling_laws import usl_speedup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class ScalingPoint:
     hosts: int
     devices: int  # that are there; the plan may use fewer
     candidate: Candidate
@@ -19,7 +19,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fits:
+class ScalingFits:
     """What each law makes of it. Numbers of devices are counted in those of the first point."""
 
     amdahl: float  # parallel part
@@ -37,16 +37,16 @@ class Fits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
-    points: tuple[Point, ...]
-    fits: Fits | None  # None: one point tells nothing
+class ScalingCurve:
+    points: tuple[ScalingPoint, ...]
+    fits: ScalingFits | None  # None: one point tells nothing
     missing: tuple[tuple[int, str], ...] = ()  # hosts on which no plan fits, and why
     weak: bool = False  # the batch grew with the devices
 
 
-def scaling(
-    rank: Callable[[Cluster, int], Ranking], clusters: Sequence[tuple[int, Cluster]], *, weak: bool = False
-) -> Curve:
+def scaling_curve(
+    rank: Callable[[Cluster, int], PlanRanking], clusters: Sequence[tuple[int, Cluster]], *, weak: bool = False
+) -> ScalingCurve:
     """`rank` searches a cluster; its second argument is how many times the hosts of the first one it has."""
     found: list[tuple[int, int, Candidate]] = []
     missing: list[tuple[int, str]] = []
@@ -62,7 +62,7 @@ def scaling(
         raise PlanError(f"no plan fits on any of {len(clusters)} numbers of hosts: {missing[-1][1]}", fix="more hosts")
     first_devices, first_rate = found[0][1], found[0][2].rate
     points = tuple(
-        Point(
+        ScalingPoint(
             hosts=hosts,
             devices=devices,
             candidate=best,
@@ -72,19 +72,19 @@ def scaling(
         for hosts, devices, best in found
     )
     pairs = [(point.devices / first_devices, point.speedup) for point in points]
-    return Curve(points=points, fits=fit(pairs) if len(points) > 1 else None, missing=tuple(missing), weak=weak)
+    return ScalingCurve(points=points, fits=fit_laws(pairs) if len(points) > 1 else None, missing=tuple(missing), weak=weak)
 
 
 # -- laws ---------------------------------------------------------------------------------------------------------
 
 
-def fit(pairs: Sequence[tuple[float, float]]) -> Fits:
+def fit_laws(pairs: Sequence[tuple[float, float]]) -> ScalingFits:
     """Least squares, each in the form in which the law is linear: (times as many devices, speed-up) from (1, 1) on."""
     more = [(n, s) for n, s in pairs if n > 1]
     if not more:
         raise ValueError("a law is fitted to more than one number of devices")
     contention, coherence = fit_usl(more)
-    return Fits(amdahl=fit_amdahl(more), gustafson=fit_gustafson(more), contention=contention, coherence=coherence)
+    return ScalingFits(amdahl=fit_amdahl(more), gustafson=fit_gustafson(more), contention=contention, coherence=coherence)
 
 
 def fit_amdahl(pairs: Sequence[tuple[float, float]]) -> float:

@@ -12,19 +12,19 @@ import numpy as np
 from msgspec import structs
 
 from shoal.errors import PlanError
-from shoal.parallel.layout import Layout
+from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan, make_plan
 from shoal.planner.cluster import Cluster
-from shoal.planner.cost.predict import Predictions, predict, predict_many
-from shoal.planner.cost.prediction import HOLDS, TERMS, Prediction
+from shoal.planner.cost.predict import PredictionTable, predict, predict_many
+from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS, Prediction
 from shoal.planner.cost.runtime import Runtime
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.setup_table import Setups
-from shoal.planner.cost.workload import Work
+from shoal.planner.cost.setup_table import SetupTable
+from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import (
     INEXACT,
     MARKS,
-    Space,
+    SearchSpace,
     candidates,
     marks,
     runnable,
@@ -32,10 +32,10 @@ from shoal.planner.search.candidates import (
     space_of,
     without_inexact,
 )
-from shoal.planner.search.heterogeneous import Spread, kinds, predict_unequal, uniform
+from shoal.planner.search.heterogeneous import UnequalAssignment, device_kinds, predict_unequal, uniform_cluster
 
 OBJECTIVES = ("time", "cost")
-DIGITS = 9  # seconds that are equal to so many are equal
+TIE_DIGITS = 9  # seconds that are equal to so many are equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +73,17 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranking:
-    work: Work
+class PlanRanking:
+    work: Workload
     cluster: Cluster
-    space: Space
-    setups: Setups
-    predictions: Predictions
-    spreads: Sequence[Spread]  # of unequal devices; none: all alike
+    space: SearchSpace
+    setups: SetupTable
+    predictions: PredictionTable
+    spreads: Sequence[UnequalAssignment]  # of unequal devices; none: all alike
     runtime: Runtime | None
     memory: float  # bytes of a device that are ours
     order: np.ndarray  # rows that fit, best first
-    aside: np.ndarray  # rows that fit and are another training, best first
+    inexact: np.ndarray  # rows that fit and are another training, best first
     rejected: np.ndarray  # rows that do not fit, fastest first
 
     @property
@@ -102,7 +102,7 @@ class Ranking:
             seconds=float(found.seconds[row]),
             terms={name: float(found.terms[name][row]) for name in TERMS},
             peak=float(found.peak[row]),
-            binds=HOLDS[int(found.binds[row])],
+            binds=MEMORY_PARTS[int(found.binds[row])],
             binds_bytes=float(found.binds_bytes[row]),
             memory=self.memory,
             mark=MARKS[int(self._marks[row])],
@@ -114,13 +114,13 @@ class Ranking:
             stages=() if spread is None else spread.stages,
         )
 
-    def whole(self, candidate: Candidate) -> Prediction:
+    def full_prediction(self, candidate: Candidate) -> Prediction:
         """With its stages, as far as one kind of device tells: the slowest."""
-        slowest = min(kinds(self.cluster), key=lambda kind: kind.peak_of(self.work.dtype))
-        alike = self.cluster if not self.spreads else uniform(self.cluster, slowest)
+        slowest = min(device_kinds(self.cluster), key=lambda kind: kind.peak_of(self.work.dtype))
+        alike = self.cluster if not self.spreads else uniform_cluster(self.cluster, slowest)
         return predict(self.work, candidate.setup, alike, self.runtime)
 
-    def plain(self) -> Candidate | None:
+    def data_parallel(self) -> Candidate | None:
         """Plain data parallel on as many devices as the best, whether it fits or not."""
         columns = self.setups.columns
         same = (columns["data"] == self.best.setup.devices) & (columns["zero"] == 0)
@@ -137,7 +137,7 @@ class Ranking:
         binds = self.predictions.binds[self.rejected]
         for number in sorted(set(map(int, binds)), key=lambda each: (-int((binds == each).sum()), each)):
             rows = self.rejected[binds == number]
-            found[HOLDS[number]] = (len(rows), self.candidate(int(rows[0])))
+            found[MEMORY_PARTS[number]] = (len(rows), self.candidate(int(rows[0])))
         return found
 
     @cached_property
@@ -150,22 +150,22 @@ class Ranking:
 
 
 def search(
-    work: Work,
+    work: Workload,
     cluster: Cluster,
     *,
-    space: Space | None = None,
+    space: SearchSpace | None = None,
     memory: float | None = None,
     runtime: Runtime | None = None,
     inexact: bool = False,
-) -> Ranking:
+) -> PlanRanking:
     """Ranks by predicted time. `memory`: bytes that a worker may use; `inexact`: servers that do not wait are ranked,
     too."""
     space = space_of(work, cluster) if space is None else space
     setups = candidates(space)
     if not len(setups):
         raise _nothing(space)
-    alike = kinds(cluster)
-    spreads: Sequence[Spread] = ()
+    alike = device_kinds(cluster)
+    spreads: Sequence[UnequalAssignment] = ()
     if len(alike) == 1:
         predictions = predict_many(work, setups, cluster, runtime)
     else:
@@ -177,7 +177,7 @@ def search(
         raise _nothing(space)
     fits = predictions.peak[rows] <= limit
     other = marks(setups)[rows] == MARKS.index(INEXACT)
-    ranking = Ranking(
+    ranking = PlanRanking(
         work=work,
         cluster=cluster,
         space=space,
@@ -187,7 +187,7 @@ def search(
         runtime=runtime,
         memory=limit,
         order=rows[fits & (~other | inexact)],
-        aside=rows[fits & other] if not inexact else rows[:0],
+        inexact=rows[fits & other] if not inexact else rows[:0],
         rejected=rows[~fits],
     )
     if not len(ranking.order):
@@ -195,16 +195,16 @@ def search(
     return ranking
 
 
-def _sorted(setups: Setups, seconds: np.ndarray) -> np.ndarray:
+def _sorted(setups: SetupTable, seconds: np.ndarray) -> np.ndarray:
     """By time; what takes the same time by how simple it is."""
-    scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.maximum(seconds, 1e-30))))
+    scale = 10.0 ** (TIE_DIGITS - 1 - np.floor(np.log10(np.maximum(seconds, 1e-30))))
     return np.lexsort([*reversed(simplicity(setups)), np.round(seconds * scale) / scale])
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------
 
 
-def _nothing(space: Space) -> PlanError:
+def _nothing(space: SearchSpace) -> PlanError:
     """No way to cut it at all: what would have to divide what."""
     devices = " or ".join(map(str, space.devices[-3:]))
     if space.lanes is not None:
@@ -220,33 +220,33 @@ def _nothing(space: Space) -> PlanError:
     )
 
 
-def _none_fits(ranking: Ranking) -> PlanError:
+def _none_fits(ranking: PlanRanking) -> PlanError:
     """The least that would do, and what binds."""
     least = ranking.candidate(int(np.argmin(ranking.predictions.peak)))
-    stage, part = ranking.whole(least).binds
+    stage, part = ranking.full_prediction(least).binds
     return PlanError(
-        f"no plan fits in {gigabytes(ranking.memory)}: of {len(ranking.setups):,} the least needs"
-        f" {gigabytes(least.peak)}, with --layout {described(least)}",
-        where=f"{part} of stage {stage}: {of_memory(least.binds_bytes, ranking.memory)}",
-        fix=f"devices with {gigabytes(least.peak)}, more of them, or a smaller batch or model",
+        f"no plan fits in {gigabytes_text(ranking.memory)}: of {len(ranking.setups):,} the least needs"
+        f" {gigabytes_text(least.peak)}, with --layout {describe(least)}",
+        where=f"{part} of stage {stage}: {memory_share_text(least.binds_bytes, ranking.memory)}",
+        fix=f"devices with {gigabytes_text(least.peak)}, more of them, or a smaller batch or model",
     )
 
 
-def gigabytes(size: float) -> str:
+def gigabytes_text(size: float) -> str:
     if size >= 1e12:
         return f"{size / 1e12:.3g} TB"
     return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
-def of_memory(part: float, memory: float) -> str:
+def memory_share_text(part: float, memory: float) -> str:
     """41 of 80 GB; 18 MB of 80 GB."""
     unit, factor = ("TB", 1e12) if memory >= 1e12 else ("GB", 1e9) if memory >= 1e9 else ("MB", 1e6)
     if part < factor:
-        return f"{gigabytes(part)} of {memory / factor:.3g} {unit}"
+        return f"{gigabytes_text(part)} of {memory / factor:.3g} {unit}"
     return f"{part / factor:.3g} of {memory / factor:.3g} {unit}"
 
 
-def described(candidate: Candidate) -> str:
+def describe(candidate: Candidate) -> str:
     """A layout that can be pasted, and what else is chosen, in words."""
     setup = candidate.setup
     words = [f"--servers {setup.servers} --sync {setup.sync}" if setup.exchange == "servers" else ""]
@@ -288,31 +288,31 @@ def first_hosts(cluster: Cluster, count: int) -> Cluster:
     return replace(cluster, racks=tuple(racks))
 
 
-def halves(hosts: int) -> tuple[int, ...]:
+def host_counts(hosts: int) -> tuple[int, ...]:
     """1, 2, 4, … and all of them."""
     return tuple(sorted({hosts, *(1 << n for n in range(hosts.bit_length()) if 1 << n <= hosts)}))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bill:
+class CheapestPlans:
     """The cheapest that finish in time, cheapest first, and the rankings that they are from."""
 
-    chosen: tuple[tuple[Candidate, Ranking], ...]
+    chosen: tuple[tuple[Candidate, PlanRanking], ...]
     looked_at: int
     steps: int | None
     deadline: float | None  # seconds
 
 
-def cheapest(
-    rank: Callable[[Cluster], Ranking],
+def cheapest_plans(
+    rank: Callable[[Cluster], PlanRanking],
     cluster: Cluster,
     *,
     steps: int | None = None,
     deadline: float | None = None,
     each: int = 5,
-) -> Bill:
+) -> CheapestPlans:
     """The cheapest plan, of the whole cluster or of its first 1, 2, 4, … hosts. `rank` searches one of them."""
-    unpriced = [device.name for device in kinds(cluster) if device.price is None]
+    unpriced = [device.name for device in device_kinds(cluster) if device.price is None]
     if unpriced:
         raise PlanError(
             f"the cluster has no price for {', '.join(unpriced)}: what is cheap cannot be said",
@@ -329,18 +329,18 @@ def cheapest(
         found = [pair for pair in found if pair[0].seconds * steps <= deadline]
         if not found:
             raise PlanError(
-                f"no plan does {steps:,} steps in {span(deadline)}: the fastest takes {span(fastest.seconds * steps)},"
-                f" on {fastest.hosts} of {len(cluster.hosts)} hosts with --layout {described(fastest)}",
-                fix=f"--deadline {span(fastest.seconds * steps * 1.02).replace(' ', '')}, more hosts, or fewer steps",
+                f"no plan does {steps:,} steps in {duration_text(deadline)}: the fastest takes {duration_text(fastest.seconds * steps)},"
+                f" on {fastest.hosts} of {len(cluster.hosts)} hosts with --layout {describe(fastest)}",
+                fix=f"--deadline {duration_text(fastest.seconds * steps * 1.02).replace(' ', '')}, more hosts, or fewer steps",
             )
     found.sort(key=lambda pair: (pair[0].cost or 0.0, pair[0].seconds, pair[0].hosts))
     looked = sum(len(ranking.setups) for ranking in rankings)
-    return Bill(chosen=tuple(found), looked_at=looked, steps=steps, deadline=deadline)
+    return CheapestPlans(chosen=tuple(found), looked_at=looked, steps=steps, deadline=deadline)
 
 
-def _rankings(rank: Callable[[Cluster], Ranking], cluster: Cluster) -> tuple[list[Ranking], list[PlanError]]:
+def _rankings(rank: Callable[[Cluster], PlanRanking], cluster: Cluster) -> tuple[list[PlanRanking], list[PlanError]]:
     found, refused = [], []
-    for count in halves(len(cluster.hosts)):
+    for count in host_counts(len(cluster.hosts)):
         try:
             found.append(rank(first_hosts(cluster, count)))
         except PlanError as error:  # too little memory on so few, or nothing that divides
@@ -348,7 +348,7 @@ def _rankings(rank: Callable[[Cluster], Ranking], cluster: Cluster) -> tuple[lis
     return found, refused
 
 
-def span(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """3.2 d, 5.1 h, 12 min or 40 s."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= size:
@@ -359,14 +359,14 @@ def span(seconds: float) -> str:
 # -- as a plan --------------------------------------------------------------------------------------------------------
 
 
-def ranking_to_plan(candidate: Candidate, *, threads: int = 1) -> Plan:
+def candidate_to_plan(candidate: Candidate, *, threads: int = 1) -> Plan:
     """What `shoal train --plan` replays."""
     setup = candidate.setup
     if setup.lanes is None:
         raise PlanError("a shape has no lanes that a plan could deal", fix="shoal plan FILE: a job has")
     if not candidate.runnable:
-        raise PlanError(f"this runtime cannot run {described(candidate)}", fix="one that the table does not mark")
-    layout = Layout(data=setup.data, pipeline=setup.pipeline, tensor=setup.tensor, zero=setup.zero)
+        raise PlanError(f"this runtime cannot run {describe(candidate)}", fix="one that the table does not mark")
+    layout = ParallelLayout(data=setup.data, pipeline=setup.pipeline, tensor=setup.tensor, zero=setup.zero)
     plan = make_plan(
         lanes=setup.lanes,
         workers=layout.workers,
@@ -383,7 +383,7 @@ def ranking_to_plan(candidate: Candidate, *, threads: int = 1) -> Plan:
 
 
 def best_exact_plan(
-    work: Work,
+    work: Workload,
     cluster: Cluster,
     *,
     workers: int | None = None,
@@ -391,14 +391,14 @@ def best_exact_plan(
     threads: int = 1,
     runtime: Runtime | None = None,
     refuses: Callable[[Plan], bool] = lambda plan: False,
-) -> tuple[Plan, Candidate, Ranking]:
+) -> tuple[Plan, Candidate, PlanRanking]:
     """The fastest that gives the same bits, and that the runtime has. `refuses`: what else speaks against a plan."""
     space = without_inexact(space_of(work, cluster, workers=workers))
     ranking = search(work, cluster, space=space, memory=memory, runtime=runtime)
     for row in ranking.order:
         candidate = ranking.candidate(int(row))
         if candidate.runnable:
-            plan = ranking_to_plan(candidate, threads=threads)
+            plan = candidate_to_plan(candidate, threads=threads)
             if not refuses(plan):
                 return plan, candidate, ranking
     raise PlanError(f"none of {len(ranking.order):,} plans can be run", fix="--layout data=1")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shoal.planner.simulate.clock import Sent
-from shoal.planner.simulate.step import Step
+from shoal.planner.simulate.clock import DeliveredMessage
+from shoal.planner.simulate.step import SimulatedStep
 
 KINDS = {
     "F": "forward",
@@ -22,7 +22,7 @@ KINDS = {
 }
 
 
-class Slice(NamedTuple):
+class TimelineSlice(NamedTuple):
     start: float  # seconds
     end: float
     kind: str  # a letter of KINDS
@@ -31,53 +31,53 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TimelineRow:
     stage: int  # rank of the pipeline
-    what: str  # compute, send, receive
-    slices: tuple[Slice, ...]
+    activity: str  # compute, send, receive
+    slices: tuple[TimelineSlice, ...]
 
 
-def timeline(step: Step) -> tuple[Row, ...]:
+def timeline(step: SimulatedStep) -> tuple[TimelineRow, ...]:
     """Of the replica that took longest."""
     rows = []
     ranks = {device: rank for rank, device in enumerate(step.devices)}
     end = step.pipeline + step.terms["data"]
     for rank, row in enumerate(step.played.rows):
-        slices = [Slice(each.start, each.end, each.action.kind, f"{each.action}") for each in row]
+        slices = [TimelineSlice(each.start, each.end, each.action.kind, f"{each.action}") for each in row]
         start, stop = step.gradients[rank]
         if stop > start:
-            slices.append(Slice(start, stop, "R", KINDS["R"]))
+            slices.append(TimelineSlice(start, stop, "R", KINDS["R"]))
         if step.terms["optimizer"] > 0:
-            slices.append(Slice(end, end + step.terms["optimizer"], "O", KINDS["O"]))
-        rows.append(Row(stage=rank, what="compute", slices=tuple(slices)))
+            slices.append(TimelineSlice(end, end + step.terms["optimizer"], "O", KINDS["O"]))
+        rows.append(TimelineRow(stage=rank, activity="compute", slices=tuple(slices)))
         device = step.devices[rank]
         for what in ("send", "receive"):
             found = [
-                Slice(each.start, each.end, "M", _name(each, what, ranks), each.num_bytes)
+                TimelineSlice(each.start, each.end, "M", _name(each, what, ranks), each.num_bytes)
                 for each in sorted(step.messages, key=lambda each: (each.start, each.end))
                 if (each.source if what == "send" else each.to) == device
             ]
             if found:
-                rows.append(Row(stage=rank, what=what, slices=tuple(found)))
+                rows.append(TimelineRow(stage=rank, activity=what, slices=tuple(found)))
     return tuple(rows)
 
 
-def _name(message: Sent, what: str, ranks: Mapping[int, int]) -> str:
+def _name(message: DeliveredMessage, what: str, ranks: Mapping[int, int]) -> str:
     rank = ranks.get(message.to if what == "send" else message.source)
     where = "another replica" if rank is None else f"stage {rank}"
     return f"{message.name} {'to' if what == 'send' else 'from'} {where}"
 
 
-def chrome_trace(rows: Sequence[Row], name: str, **more: Any) -> dict[str, Any]:
+def chrome_trace(rows: Sequence[TimelineRow], name: str, **more: Any) -> dict[str, Any]:
     """The form that Chrome and Perfetto read: complete events ("X"), times in microseconds."""
     events: list[dict[str, Any]] = []
     for stage in dict.fromkeys(row.stage for row in rows):
         events.append({"ph": "M", "name": "process_name", "pid": stage, "tid": 0, "args": {"name": f"stage {stage}"}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": stage, "tid": 0, "args": {"sort_index": stage}})
     for row in rows:
-        thread = ("compute", "send", "receive").index(row.what)
+        thread = ("compute", "send", "receive").index(row.activity)
         about = {"pid": row.stage, "tid": thread}
-        events.append({"ph": "M", "name": "thread_name", **about, "args": {"name": row.what}})
+        events.append({"ph": "M", "name": "thread_name", **about, "args": {"name": row.activity}})
         for each in row.slices:
             start, end = round(each.start * 1e6, 3), round(each.end * 1e6, 3)
             args = {"bytes": each.num_bytes} if each.kind == "M" else {}

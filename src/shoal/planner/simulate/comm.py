@@ -25,19 +25,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from shoal.collectives.choose_algorithm import Choice, choose
-from shoal.collectives.cost_model import Hop, Link, hop_bytes, hops, whole_deal
-from shoal.collectives.topology import Place
-from shoal.collectives.trees import Route, chunk_size
+from shoal.collectives.choose_algorithm import AlgorithmChoice, choose_algorithm
+from shoal.collectives.cost_model import MessageHop, LinkSpeed, hop_bytes, message_hops, complete_assignment
+from shoal.collectives.topology import RankPlace
+from shoal.collectives.trees import TreeRoute, chunk_size
 from shoal.errors import PlanError
 from shoal.numerics.lanes import Span
-from shoal.planner.simulate.clock import Clock, Network, Sent, Way
-from shoal.planner.simulate.network import Wiring
+from shoal.planner.simulate.clock import SimulatedClock, SimulatedNetwork, DeliveredMessage, LinkPath
+from shoal.planner.simulate.network import LinkTopology
 
-MOST_RANKS = 16  # of a group whose every message is played
-MOST_IN_RING = 64  # parts; latency of more would be all that counts, and those who have as many use trees
-MOST_CHUNKS = 8  # of a piece: more changes little
-MOST_TREE_CHUNKS = 512
+MAX_RANKS = 16  # of a group whose every message is played
+MAX_IN_RING = 64  # parts; latency of more would be all that counts, and those who have as many use trees
+MAX_CHUNKS = 8  # of a piece: more changes little
+MAX_TREE_CHUNKS = 512
 SKEW = 2  # turns from one stage of a route to the next, as the runtime has it
 
 
@@ -45,66 +45,66 @@ SKEW = 2  # turns from one stage of a route to the next, as the runtime has it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Travelled:
+class MessageTrace:
     seconds: float
-    sent: tuple[Sent, ...]
+    messages: tuple[DeliveredMessage, ...]
 
 
-def places_of(wiring: Wiring, devices: Sequence[int]) -> tuple[Place, ...]:
+def places_of(topology: LinkTopology, devices: Sequence[int]) -> tuple[RankPlace, ...]:
     """Where devices sit, as collectives have it."""
-    seats = [wiring.seat(device) for device in devices]
-    return tuple(Place(host=f"h{seat.host}", rack=f"r{seat.rack}") for seat in seats)
+    seats = [topology.location(device) for device in devices]
+    return tuple(RankPlace(host=f"h{seat.host}", rack=f"r{seat.rack}") for seat in seats)
 
 
-def links_of(wiring: Wiring) -> dict[str, Link]:
+def links_of(topology: LinkTopology) -> dict[str, LinkSpeed]:
     """Links as the runtime's cost model sees them: of a rank in memory, of a host, of a rack."""
-    found: dict[str, Link] = {}
-    rack, host = wiring.cluster.racks[0], wiring.hosts[0]
-    tiers = wiring.tiers
+    found: dict[str, LinkSpeed] = {}
+    rack, host = topology.cluster.racks[0], topology.hosts[0]
+    tiers = topology.tiers
     if "inside" in tiers:
-        found["memory"] = Link(tiers["inside"].latency, tiers["inside"].alone * tiers["inside"].efficiency)
+        found["memory"] = LinkSpeed(tiers["inside"].latency, tiers["inside"].single_bandwidth * tiers["inside"].efficiency)
     if "host" in tiers:
-        found["host"] = Link(tiers["host"].latency, host.link.bytes_per_second * host.link.efficiency)
+        found["host"] = LinkSpeed(tiers["host"].latency, host.link.bytes_per_second * host.link.efficiency)
     if "rack" in tiers:
-        found["rack"] = Link(tiers["rack"].latency, rack.uplink.bytes_per_second * rack.uplink.efficiency)
+        found["rack"] = LinkSpeed(tiers["rack"].latency, rack.uplink.bytes_per_second * rack.uplink.efficiency)
     return found
 
 
-def choose_route(wiring: Wiring, devices: Sequence[int], num_bytes: int, **more: Any) -> Choice:
+def choose_route(topology: LinkTopology, devices: Sequence[int], num_bytes: int, **more: Any) -> AlgorithmChoice:
     """What the runtime would choose for these devices."""
-    return choose(places_of(wiring, devices), links_of(wiring), num_bytes, **more)
+    return choose_algorithm(places_of(topology, devices), links_of(topology), num_bytes, **more)
 
 
-def play_route(
-    route: Route,
-    wiring: Wiring,
+def simulate_route(
+    route: TreeRoute,
+    topology: LinkTopology,
     devices: Sequence[int],
     num_bytes: int,
     *,
     lanes: int | None = None,
-    deal: Sequence[Span] | None = None,
+    assignment: Sequence[Span] | None = None,
     ordered: bool = True,
     up: bool = True,
     down: bool = True,
     chunks: int | None = None,
     element_bytes: int = 4,
-) -> Travelled:
+) -> MessageTrace:
     """Every message of a collective: up when all that it adds has come, down when the result has. Adding is free."""
-    lanes, dealt = whole_deal(route.size, lanes, deal)
-    places = places_of(wiring, devices)
+    lanes, dealt = complete_assignment(route.size, lanes, assignment)
+    places = places_of(topology, devices)
     carried = hop_bytes(route, places, num_bytes, element_bytes, {})
     piece_bytes = -(-num_bytes // len(route.parents))
     if chunks is None:
-        chunks = min(MOST_CHUNKS, max(1, -(-piece_bytes // chunk_size(piece_bytes, num_bytes))))
-    found = [hop for hop in hops(route, lanes, dealt, ordered, up, down) if carried(hop)]
-    network = Network(Clock())
-    relays = [_Chunk(route, found, network, wiring, devices) for _ in range(chunks)]
+        chunks = min(MAX_CHUNKS, max(1, -(-piece_bytes // chunk_size(piece_bytes, num_bytes))))
+    found = [hop for hop in message_hops(route, lanes, dealt, ordered, up, down) if carried(hop)]
+    network = SimulatedNetwork(SimulatedClock())
+    relays = [_RouteChunk(route, found, network, topology, devices) for _ in range(chunks)]
     for number, relay in enumerate(relays):
         relay.begin(carried, chunks, number)
-    return Travelled(seconds=network.clock.run(), sent=tuple(network.sent))
+    return MessageTrace(seconds=network.clock.run(), messages=tuple(network.sent))
 
 
-class _Stop(NamedTuple):
+class _RouteStop(NamedTuple):
     """A rank that has to do with a piece, on the way up or down."""
 
     rank: int
@@ -112,40 +112,40 @@ class _Stop(NamedTuple):
     down: bool
 
 
-class _Chunk:
+class _RouteChunk:
     """One chunk of every piece on its way."""
 
     def __init__(
-        self, route: Route, found: Sequence[Hop], network: Network, wiring: Wiring, devices: Sequence[int]
+        self, route: TreeRoute, found: Sequence[MessageHop], network: SimulatedNetwork, topology: LinkTopology, devices: Sequence[int]
     ) -> None:
-        self.network, self.wiring, self.devices = network, wiring, devices
-        self._leaving: dict[_Stop, list[Hop]] = {}
-        self._awaited: dict[_Stop, int] = {}  # messages that are still to come
+        self.network, self.topology, self.devices = network, topology, devices
+        self._leaving: dict[_RouteStop, list[MessageHop]] = {}
+        self._awaited: dict[_RouteStop, int] = {}  # messages that are still to come
         # Everybody begins with its next neighbour, then the one after: nobody is asked by all at once.
         for hop in sorted(found, key=lambda hop: (hop.stage, (hop.to - hop.source) % route.size)):
             # A root turns round: what it sends down waits for what came up.
             turns = hop.down and route.roots[hop.piece] == hop.source
-            self._leaving.setdefault(_Stop(hop.source, hop.piece, hop.down and not turns), []).append(hop)
-            there = _Stop(hop.to, hop.piece, hop.down)
+            self._leaving.setdefault(_RouteStop(hop.source, hop.piece, hop.down and not turns), []).append(hop)
+            there = _RouteStop(hop.to, hop.piece, hop.down)
             self._awaited[there] = self._awaited.get(there, 0) + hop.sums
 
-    def begin(self, carried: Callable[[Hop], int], chunks: int, number: int) -> None:
+    def begin(self, carried: Callable[[MessageHop], int], chunks: int, number: int) -> None:
         self._carried, self._chunks, self._number = carried, chunks, number
         for stop in self._leaving:
             if stop not in self._awaited:
                 self._go(stop)
 
-    def _go(self, stop: _Stop) -> None:
+    def _go(self, stop: _RouteStop) -> None:
         for hop in self._leaving.get(stop, ()):
             source, to = self.devices[hop.source], self.devices[hop.to]
             num_bytes = self._carried(hop) / hop.sums / self._chunks
-            then = partial(self._arrived, _Stop(hop.to, hop.piece, hop.down))
+            then = partial(self._arrived, _RouteStop(hop.to, hop.piece, hop.down))
             name = f"piece {hop.piece}" + (f".{self._number}" if self._chunks > 1 else "")
             turn = self._number + SKEW * hop.stage  # as the runtime takes its turns (collectives/run_tree.py)
             for _ in range(hop.sums):
-                self.network.send(source, to, num_bytes, self.wiring.way(source, to), then, name, turn)
+                self.network.send(source, to, num_bytes, self.topology.path(source, to), then, name, turn)
 
-    def _arrived(self, stop: _Stop) -> None:
+    def _arrived(self, stop: _RouteStop) -> None:
         self._awaited[stop] -= 1
         if not self._awaited[stop]:
             self._go(stop)
@@ -155,38 +155,38 @@ class _Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class StridedGroup:
     """`size` devices that stand `stride` apart; all others do the same in groups of their own."""
 
     size: int
     stride: int = 1
 
 
-class Phase(NamedTuple):
+class CollectivePhase(NamedTuple):
     """Equal rounds among `parts` on one tier: hosts of a rack, say."""
 
     tier: str
     parts: int
     rounds: int
     num_bytes: float  # of a message
-    reach: int  # devices from one who sends to the one who receives
-    swap: bool = False  # halving: the two of a pair send to each other; else everybody to the next, in a ring
+    distance: int  # devices from one who sends to the one who receives
+    pairwise: bool = False  # halving: the two of a pair send to each other; else everybody to the next, in a ring
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class SimulatedCollective:
     """What a collective of equal parts takes."""
 
-    phases: tuple[tuple[Phase, float], ...]  # each with the seconds of one round
+    phases: tuple[tuple[CollectivePhase, float], ...]  # each with the seconds of one round
     buckets: int = 1
-    together: bool = False  # all phases are one: their rounds go side by side, and the slowest sets the pace
+    concurrent: bool = False  # all phases are one: their rounds go side by side, and the slowest sets the pace
     name: str = "tier by tier"
 
     @property
     def seconds(self) -> float:
         """In `buckets` equal ones the tiers work at the same time, each on another bucket: the longest counts, and the
         way of one bucket through all."""
-        if self.together:
+        if self.concurrent:
             return max(phase.rounds * seconds for phase, seconds in self.phases)
         by_tier: dict[str, float] = {}
         for phase, seconds in self.phases:
@@ -196,7 +196,7 @@ class Collective:
         return sum(by_tier.values()) + (self.buckets - 1) * max(by_tier.values())
 
     @property
-    def sent(self) -> dict[str, float]:
+    def bytes_by_tier(self) -> dict[str, float]:
         """Bytes that each device sends, by tier."""
         found: dict[str, float] = {}
         for phase, _ in self.phases:
@@ -204,12 +204,12 @@ class Collective:
         return found
 
 
-def phases(wiring: Wiring, group: Group, num_bytes: float, passes: int = 2) -> tuple[Phase, ...]:
+def collective_phases(topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2) -> tuple[CollectivePhase, ...]:
     """Passes: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, which go through the tiers once."""
-    _check(wiring, group)
-    found: list[Phase] = []
+    _check(topology, group)
+    found: list[CollectivePhase] = []
     reached = 1
-    tiers = list(wiring.tiers.values())
+    tiers = list(topology.tiers.values())
     for number, tier in enumerate(tiers):
         last = number == len(tiers) - 1
         members = group.size if last else max(reached, min(group.size, tier.size // group.stride))
@@ -223,51 +223,51 @@ def phases(wiring: Wiring, group: Group, num_bytes: float, passes: int = 2) -> t
     return tuple([*found, *reversed(found)] if passes == 2 else found)
 
 
-def _check(wiring: Wiring, group: Group) -> None:
-    if (group.size - 1) * group.stride >= wiring.devices:
+def _check(topology: LinkTopology, group: StridedGroup) -> None:
+    if (group.size - 1) * group.stride >= topology.devices:
         raise PlanError(
-            f"a group of {group.size} devices, each {group.stride} apart, on a cluster of {wiring.devices}",
+            f"a group of {group.size} devices, each {group.stride} apart, on a cluster of {topology.devices}",
             fix="fewer workers, or more hosts",
         )
 
 
-def _tier_phases(tier: str, parts: int, num_bytes: float, reach: int) -> list[Phase]:
-    if parts > MOST_IN_RING and parts & (parts - 1) == 0:
+def _tier_phases(tier: str, parts: int, num_bytes: float, reach: int) -> list[CollectivePhase]:
+    if parts > MAX_IN_RING and parts & (parts - 1) == 0:
         steps = range(1, parts.bit_length())
-        return [Phase(tier, parts, 1, num_bytes / 2**step, reach * parts // 2**step, True) for step in steps]
-    return [Phase(tier, parts, parts - 1, num_bytes / parts, reach)] if parts > 1 else []
+        return [CollectivePhase(tier, parts, 1, num_bytes / 2**step, reach * parts // 2**step, True) for step in steps]
+    return [CollectivePhase(tier, parts, parts - 1, num_bytes / parts, reach)] if parts > 1 else []
 
 
-def rings(wiring: Wiring, group: Group, num_bytes: float, *, passes: int = 2) -> Collective:
+def ring_or_tree(topology: LinkTopology, group: StridedGroup, num_bytes: float, *, passes: int = 2) -> SimulatedCollective:
     """Rings or trees through all hosts: whichever is sooner."""
-    loads, count, depth = _ring_loads(wiring, group, num_bytes)
+    loads, count, depth = _ring_loads(topology, group, num_bytes)
     if not loads:
-        return Collective(phases=())
+        return SimulatedCollective(phases=())
     far = loads[-1]
-    way = _crowded(wiring, far.reach)
+    way = _contended_path(topology, far.distance)
     best = math.sqrt(max(0, depth - 1) * far.num_bytes / _speed(way) / way.latency) if way.latency > 0 else math.inf
-    chunks = max(1, min(MOST_TREE_CHUNKS, round(best) if math.isfinite(best) else MOST_TREE_CHUNKS))
+    chunks = max(1, min(MAX_TREE_CHUNKS, round(best) if math.isfinite(best) else MAX_TREE_CHUNKS))
     found = []
     for name, rounds, parts in (("rings", count - 1, count - 1), ("trees", chunks + depth - 1, chunks)):
         made = [load._replace(rounds=passes * rounds, num_bytes=load.num_bytes / parts) for load in loads]
-        each = tuple((phase, _one_round(wiring, phase)) for phase in made)
-        found.append(Collective(phases=each, together=True, name=name))
+        each = tuple((phase, _round_seconds(topology, phase)) for phase in made)
+        found.append(SimulatedCollective(phases=each, concurrent=True, name=name))
     return min(found, key=lambda each: each.seconds)
 
 
-def _ring_loads(wiring: Wiring, group: Group, num_bytes: float) -> tuple[list[Phase], int, int]:
+def _ring_loads(topology: LinkTopology, group: StridedGroup, num_bytes: float) -> tuple[list[CollectivePhase], int, int]:
     """What a device sends on each tier while a ring goes round once, in one round; the group's size; a tree's depth."""
-    _check(wiring, group)
-    found: list[Phase] = []
+    _check(topology, group)
+    found: list[CollectivePhase] = []
     reached = 1
     near = 1  # of the group on a host: so many rings
-    tiers = list(wiring.tiers.values())
+    tiers = list(topology.tiers.values())
     for number, tier in enumerate(tiers):
         last = number == len(tiers) - 1
         members = group.size if last else max(reached, min(group.size, tier.size // group.stride))
         if members > reached:
             share = (members - 1) / members if reached == 1 else (group.size - 1) / group.size / reached
-            found.append(Phase(tier.name, group.size, 1, num_bytes * share, group.stride * reached))
+            found.append(CollectivePhase(tier.name, group.size, 1, num_bytes * share, group.stride * reached))
         if tier.name in ("inside", "socket"):
             near = members
         reached = members
@@ -275,49 +275,49 @@ def _ring_loads(wiring: Wiring, group: Group, num_bytes: float) -> tuple[list[Ph
     return found, group.size, near - 1 + math.ceil(math.log2(hosts))
 
 
-def collective(wiring: Wiring, group: Group, num_bytes: float, *, passes: int = 2, buckets: int = 1) -> Collective:
+def tiered_collective(topology: LinkTopology, group: StridedGroup, num_bytes: float, *, passes: int = 2, buckets: int = 1) -> SimulatedCollective:
     """Equal parts once: one message of a round, among all that are under way with it."""
-    found = phases(wiring, group, num_bytes / buckets, passes)
-    return Collective(phases=tuple((phase, _one_round(wiring, phase)) for phase in found), buckets=buckets)
+    found = collective_phases(topology, group, num_bytes / buckets, passes)
+    return SimulatedCollective(phases=tuple((phase, _round_seconds(topology, phase)) for phase in found), buckets=buckets)
 
 
-def _one_round(wiring: Wiring, phase: Phase) -> float:
-    network = Network(Clock())
-    network.send(0, phase.reach, phase.num_bytes, _crowded(wiring, phase.reach))
+def _round_seconds(topology: LinkTopology, phase: CollectivePhase) -> float:
+    network = SimulatedNetwork(SimulatedClock())
+    network.send(0, phase.distance, phase.num_bytes, _contended_path(topology, phase.distance))
     return network.clock.run()
 
 
-def _crowded(wiring: Wiring, reach: int) -> Way:
+def _contended_path(topology: LinkTopology, reach: int) -> LinkPath:
     """From a device to one so far away, while all others send as far; of unequal hosts, from where it is slowest."""
     found = []
-    for device in wiring.first_of_kinds:
-        to = device + reach if device + reach < wiring.devices else device - reach
-        way = wiring.way(device, to)
+    for device in topology.first_of_kinds:
+        to = device + reach if device + reach < topology.devices else device - reach
+        way = topology.path(device, to)
         found.append(
-            way._replace(wires=tuple(wire._replace(times=_crowd(wiring, wire.tier, device)) for wire in way.wires))
+            way._replace(wires=tuple(wire._replace(times=_sharers(topology, wire.tier, device)) for wire in way.links))
         )
     return min(found, key=_speed)
 
 
-def _speed(way: Way) -> float:
-    return min([way.speed, *(wire.capacity / wire.times for wire in way.wires)])
+def _speed(path: LinkPath) -> float:
+    return min([path.speed, *(wire.capacity / wire.times for wire in path.links)])
 
 
-def _crowd(wiring: Wiring, tier: str, device: int) -> int:
+def _sharers(topology: LinkTopology, tier: str, device: int) -> int:
     """Devices that share a wire of this tier."""
-    seat = wiring.seat(device)
-    host = wiring.hosts[seat.host]
-    sockets = host.inside.sockets if host.inside else 1
+    seat = topology.location(device)
+    host = topology.hosts[seat.host]
+    sockets = host.interconnect.sockets if host.interconnect else 1
     if tier in ("inside", "socket"):
         return max(1, host.devices // sockets)
-    return host.devices if tier == "host" else sum(each.devices for each in wiring.cluster.racks[seat.rack].hosts)
+    return host.devices if tier == "host" else sum(each.devices for each in topology.cluster.racks[seat.rack].hosts)
 
 
-def play_whole(wiring: Wiring, group: Group, num_bytes: float, passes: int = 2) -> Travelled:
+def simulate_every_message(topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2) -> MessageTrace:
     """The same with every message of every device: for small clusters, and to see that once is enough."""
-    network = Network(Clock())
-    devices = range(wiring.devices)
-    todo = [phase for phase in phases(wiring, group, num_bytes, passes) for _ in range(phase.rounds)]
+    network = SimulatedNetwork(SimulatedClock())
+    devices = range(topology.devices)
+    todo = [phase for phase in collective_phases(topology, group, num_bytes, passes) for _ in range(phase.rounds)]
     received = dict.fromkeys(devices, 0)
     begun = dict.fromkeys(devices, 0)
 
@@ -328,7 +328,7 @@ def play_whole(wiring: Wiring, group: Group, num_bytes: float, passes: int = 2) 
             return
         begun[device] += 1
         to = _next(device, todo[number])
-        network.send(device, to, todo[number].num_bytes, wiring.way(device, to), partial(arrived, to))
+        network.send(device, to, todo[number].num_bytes, topology.path(device, to), partial(arrived, to))
 
     def arrived(device: int) -> None:
         received[device] += 1
@@ -336,30 +336,30 @@ def play_whole(wiring: Wiring, group: Group, num_bytes: float, passes: int = 2) 
 
     for device in devices:
         go(device)
-    return Travelled(seconds=network.clock.run(), sent=tuple(network.sent))
+    return MessageTrace(seconds=network.clock.run(), messages=tuple(network.sent))
 
 
-def _next(device: int, phase: Phase) -> int:
+def _next(device: int, phase: CollectivePhase) -> int:
     """Its like in the next part of its ring, or the other of its pair."""
-    if phase.swap:
-        return device + (phase.reach if device // phase.reach % 2 == 0 else -phase.reach)
-    ring = phase.reach * phase.parts
+    if phase.pairwise:
+        return device + (phase.distance if device // phase.distance % 2 == 0 else -phase.distance)
+    ring = phase.distance * phase.parts
     start = device // ring * ring
-    return start + (device - start + phase.reach) % ring
+    return start + (device - start + phase.distance) % ring
 
 
-def play_whole_rings(wiring: Wiring, group: Group, num_bytes: float, passes: int = 2) -> Travelled:
+def simulate_every_ring(topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2) -> MessageTrace:
     """Rings with every message of every device; a device has a port inside its host and one out of it."""
-    network = Network(Clock())
-    host = wiring.hosts[0].devices
+    network = SimulatedNetwork(SimulatedClock())
+    host = topology.hosts[0].devices
     near = max(1, min(group.size, host // group.stride))
     each = num_bytes / near / group.size
     rounds = passes * (group.size - 1)
-    for first in [start for start in range(wiring.devices) if start // group.stride % group.size == 0]:
+    for first in [start for start in range(topology.devices) if start // group.stride % group.size == 0]:
         members = [first + number * group.stride for number in range(group.size)]
         for ring in range(near):
-            _Ring(network, wiring, _ring_order(members, near, ring), each, rounds).begin()
-    return Travelled(seconds=network.clock.run(), sent=tuple(network.sent))
+            _SimulatedRing(network, topology, _ring_order(members, near, ring), each, rounds).begin()
+    return MessageTrace(seconds=network.clock.run(), messages=tuple(network.sent))
 
 
 def _ring_order(members: Sequence[int], near: int, ring: int) -> list[int]:
@@ -371,9 +371,9 @@ def _ring_order(members: Sequence[int], near: int, ring: int) -> list[int]:
     return order
 
 
-class _Ring:
-    def __init__(self, network: Network, wiring: Wiring, order: Sequence[int], num_bytes: float, rounds: int) -> None:
-        self.network, self.wiring, self.order, self.num_bytes, self.rounds = network, wiring, order, num_bytes, rounds
+class _SimulatedRing:
+    def __init__(self, network: SimulatedNetwork, topology: LinkTopology, order: Sequence[int], num_bytes: float, rounds: int) -> None:
+        self.network, self.topology, self.order, self.num_bytes, self.rounds = network, topology, order, num_bytes, rounds
 
     def begin(self) -> None:
         for place in range(len(self.order)):
@@ -385,7 +385,7 @@ class _Ring:
             return
         there = (place + 1) % len(self.order)
         source, to = self.order[place], self.order[there]
-        way = self.wiring.way(source, to)
-        outside = 0 if way.tier in ("inside", "socket") else self.wiring.devices
+        way = self.topology.path(source, to)
+        outside = 0 if way.tier in ("inside", "socket") else self.topology.devices
         then = partial(self._send, there, number + 1)
-        self.network.send(source + outside, to + outside, self.num_bytes, way, then, turn=number)
+        self.network.send(source + outside, to + outside, self.num_bytes, way, then, priority=number)

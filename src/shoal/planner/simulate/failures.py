@@ -24,18 +24,18 @@ CAUSES = ("saving", "repeated", "detection", "restart", "regrouping", "fewer wor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class SimulatedRecovery:
     """What is done about a failure, and what that takes in seconds."""
 
     name: str
-    live: bool  # survivors go on
+    elastic: bool  # survivors go on
     detect: float  # until the loss is known
     restart: float  # until all processes run again with the checkpoint's state
     regroup: float = 0.0  # survivors: a new group, lanes dealt anew; and the same when a replacement joins
     replace: float = 0.0  # until another device stands in for the lost one; the others train
 
     def __str__(self) -> str:
-        if not self.live:
+        if not self.elastic:
             return f"{self.name}: {self.detect:g} s to notice, {self.restart:g} s to start all again and load"
         return (
             f"{self.name}: {self.detect:g} s to notice, {self.regroup:g} s to regroup and as much when the replacement"
@@ -45,13 +45,13 @@ class Policy:
 
 # Assumed where nothing is said. Restarts of minutes are what the published run with 466 interruptions in 54 days comes
 # to: more than 90 % of the time was effective (Llama 3, 2024). Shoal: its lease, and REPAIR of checkpoint/interval.py.
-RESTART_ALL = Policy(name="restart-all", live=False, detect=60.0, restart=600.0)
-REDO = Policy(name="redo", live=True, detect=5.0, restart=600.0, regroup=2.0, replace=600.0)
+RESTART_ALL = SimulatedRecovery(name="restart-all", elastic=False, detect=60.0, restart=600.0)
+REDO = SimulatedRecovery(name="redo", elastic=True, detect=5.0, restart=600.0, regroup=2.0, replace=600.0)
 POLICIES = (RESTART_ALL, REDO)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class FailureScenario:
     """What is endured."""
 
     seconds: float  # of wall clock
@@ -82,8 +82,8 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endured:
-    policy: Policy
+class FailureOutcome:
+    policy: SimulatedRecovery
     seconds: float
     useful: float  # seconds' worth of training, at full strength, that was kept
     lost: Mapping[str, float]  # by CAUSES
@@ -102,11 +102,11 @@ class Endured:
         return 1 - (self.lost["detection"] + self.lost["restart"] + self.lost["regrouping"]) / self.seconds
 
 
-def state_loss_seconds(trial: Trial, policy: Policy) -> float:
+def state_loss_seconds(trial: FailureScenario, policy: SimulatedRecovery) -> float:
     """The mean time until a checkpoint is needed. Where survivors go on: once a day, as the runtime assumes of what
     takes everybody (but not more often than anything fails), and whenever all copies of a part are lost before the
     first of them is made good."""
-    if not policy.live or trial.copies == 1 or math.isinf(trial.failure_seconds):
+    if not policy.elastic or trial.copies == 1 or math.isinf(trial.failure_seconds):
         return trial.failure_seconds
     chance = 1.0
     for lost in range(1, trial.copies):
@@ -114,7 +114,7 @@ def state_loss_seconds(trial: Trial, policy: Policy) -> float:
     return 1 / (1 / max(DAY, trial.failure_seconds) + chance / trial.failure_seconds)
 
 
-def interval_for(trial: Trial, policy: Policy) -> float:
+def checkpoint_interval(trial: FailureScenario, policy: SimulatedRecovery) -> float:
     if trial.interval is not None:
         return max(trial.interval, trial.write)
     mean = state_loss_seconds(trial, policy)
@@ -123,7 +123,7 @@ def interval_for(trial: Trial, policy: Policy) -> float:
     return max(trial.step, trial.write, daly(trial.save, mean))
 
 
-def failure_times(trial: Trial, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def failure_times(trial: FailureScenario, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """When, and which device. Failures at random are a Poisson process: given their number, any moment is as likely."""
     count = trial.failures
     if count is None:
@@ -131,55 +131,55 @@ def failure_times(trial: Trial, random: np.random.Generator) -> tuple[np.ndarray
     return np.sort(random.uniform(0, trial.seconds, count)), random.integers(trial.devices, size=count)
 
 
-def endure(trial: Trial, policy: Policy, *, seed: int = 0) -> Endured:
+def simulate_failures(trial: FailureScenario, policy: SimulatedRecovery, *, seed: int = 0) -> FailureOutcome:
     random = np.random.default_rng(seed)
     times, devices = failure_times(trial, random)
-    play = _Play(trial, policy, interval_for(trial, policy))
+    play = _FailureSimulation(trial, policy, checkpoint_interval(trial, policy))
     for when, device, share in zip(times.tolist(), devices.tolist(), random.uniform(size=len(times)), strict=True):
         play.fail(when, device, float(share))
     return play.end()
 
 
-class _Play:
+class _FailureSimulation:
     """Goes from failure to failure. Between two of them training and saving take turns."""
 
-    def __init__(self, trial: Trial, policy: Policy, interval: float) -> None:
+    def __init__(self, trial: FailureScenario, policy: SimulatedRecovery, interval: float) -> None:
         self.trial, self.policy, self.interval = trial, policy, interval
-        self.live = policy.live and trial.copies > 1
+        self.elastic = policy.elastic and trial.copies > 1
         self.parts = max(1, trial.devices // trial.copies)
         self.now = 0.0
-        self.down: list[tuple[str, float]] = []  # what keeps everybody from training, in order: cause, seconds left
-        self.away: list[tuple[float, int]] = []  # when a replacement comes, and for which device
-        self.up = 0.0  # seconds of training and saving since the state was last taken from a checkpoint
+        self.outages: list[tuple[str, float]] = []  # what keeps everybody from training, in order: cause, seconds left
+        self.replacements: list[tuple[float, int]] = []  # when a replacement comes, and for which device
+        self.uptime = 0.0  # seconds of training and saving since the state was last taken from a checkpoint
         self.useful = 0.0
         self.saved: list[tuple[float, float]] = []  # checkpoints since then: `up` when complete, useful work in it
-        self.kept = 0.0  # useful work in the newest checkpoint that can be used
+        self.checkpointed = 0.0  # useful work in the newest checkpoint that can be used
         self.lost = dict.fromkeys(CAUSES, 0.0)
         self.failures = self.restarts = 0
 
     def fail(self, when: float, device: int, share: float) -> None:
         """`share`: what of the step under way was done."""
-        self._until(when)
+        self._advance(when)
         self.failures += 1
-        gone = [each for _, each in self.away]
-        if self.live and device in gone:
+        gone = [each for _, each in self.replacements]
+        if self.elastic and device in gone:
             return  # nobody was there
         holders = [each for each in gone if each % self.parts == device % self.parts]
-        if self.live and len(holders) + 1 < self.trial.copies:
-            again = 0.0 if self.down else min(share * self.trial.step * self._strength(), self.useful - self.kept)
+        if self.elastic and len(holders) + 1 < self.trial.copies:
+            again = 0.0 if self.outages else min(share * self.trial.step * self._strength(), self.useful - self.checkpointed)
             self.useful -= again
             self.lost["repeated"] += again
-            self.down += [("detection", self.policy.detect), ("regrouping", self.policy.regroup)]
-            self.away.append((when + self.policy.detect + self.policy.replace, device))
+            self.outages += [("detection", self.policy.detect), ("regrouping", self.policy.regroup)]
+            self.replacements.append((when + self.policy.detect + self.policy.replace, device))
             return
         self.restarts += 1
-        self.lost["repeated"] += self.useful - self.kept
-        self.useful, self.up, self.saved, self.away = self.kept, 0.0, [], []
-        self.down = [("detection", self.policy.detect), ("restart", self.policy.restart)]
+        self.lost["repeated"] += self.useful - self.checkpointed
+        self.useful, self.uptime, self.saved, self.replacements = self.checkpointed, 0.0, [], []
+        self.outages = [("detection", self.policy.detect), ("restart", self.policy.restart)]
 
-    def end(self) -> Endured:
-        self._until(self.trial.seconds)
-        return Endured(
+    def end(self) -> FailureOutcome:
+        self._advance(self.trial.seconds)
+        return FailureOutcome(
             policy=self.policy,
             seconds=self.trial.seconds,
             useful=self.useful,
@@ -190,20 +190,20 @@ class _Play:
             steps=int(self.useful / self.trial.step),
         )
 
-    def _until(self, when: float) -> None:
+    def _advance(self, when: float) -> None:
         while self.now < when:
-            if self.down:
-                cause, left = self.down.pop(0)
+            if self.outages:
+                cause, left = self.outages.pop(0)
                 taken = min(left, when - self.now)
                 self.lost[cause] += taken
                 if left > taken:
-                    self.down.insert(0, (cause, left - taken))
+                    self.outages.insert(0, (cause, left - taken))
                 self.now = min(when, self.now + taken) if left <= taken else when
                 continue
-            joins = min(self.away, default=(math.inf, 0))
+            joins = min(self.replacements, default=(math.inf, 0))
             if joins[0] <= self.now:
-                self.away.remove(joins)
-                self.down.append(("regrouping", self.policy.regroup))
+                self.replacements.remove(joins)
+                self.outages.append(("regrouping", self.policy.regroup))
                 continue
             stop = min(when, joins[0])
             self._train(stop - self.now)
@@ -211,15 +211,15 @@ class _Play:
 
     def _strength(self) -> float:
         """Whole replicas among those that are there: for every part as many as the scarcest has."""
-        if not self.away:
+        if not self.replacements:
             return 1.0
         missing: dict[int, int] = {}
-        for _, device in self.away:
+        for _, device in self.replacements:
             missing[device % self.parts] = missing.get(device % self.parts, 0) + 1
         return max(0.0, 1 - max(missing.values()) / self.trial.copies)
 
     def _train(self, seconds: float) -> None:
-        start, end, strength = self.up, self.up + seconds, self._strength()
+        start, end, strength = self.uptime, self.uptime + seconds, self._strength()
         saving = self._saving(end) - self._saving(start)
         before = self.useful
         self.useful += (seconds - saving) * strength
@@ -232,10 +232,10 @@ class _Play:
             if number > 0 and done > start:
                 trained = done - start - (self._saving(done) - self._saving(start))
                 self.saved.append((done, before + trained * strength))
-        self.up = end
+        self.uptime = end
         for done, useful in self.saved:
             if done + self.trial.write <= end:
-                self.kept = max(self.kept, useful)
+                self.checkpointed = max(self.checkpointed, useful)
         self.saved = self.saved[-2:]
 
     def _saving(self, up: float) -> float:

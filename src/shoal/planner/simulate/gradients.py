@@ -10,80 +10,80 @@ from typing import Protocol
 
 import numpy as np
 
-from shoal.planner.cost.comm import collective as estimated
-from shoal.planner.cost.prediction import Prediction, Stage
+from shoal.planner.cost.comm import collective_seconds as estimated
+from shoal.planner.cost.prediction import Prediction, StagePrediction
 from shoal.planner.cost.runtime import Runtime
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.workload import Work
-from shoal.planner.simulate.clock import Sent
-from shoal.planner.simulate.comm import MOST_RANKS, Group, choose_route, collective, play_route, rings
-from shoal.planner.simulate.network import Wiring
-from shoal.planner.simulate.replicas import Dealt, Grid
+from shoal.planner.cost.workload import Workload
+from shoal.planner.simulate.clock import DeliveredMessage
+from shoal.planner.simulate.comm import MAX_RANKS, StridedGroup, choose_route, tiered_collective, simulate_route, ring_or_tree
+from shoal.planner.simulate.network import LinkTopology
+from shoal.planner.simulate.replicas import ReplicaAssignment, DeviceGrid
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class GradientTraffic:
     """Traffic among replicas, by rank of the pipeline."""
 
     exposed: tuple[float, ...]  # seconds that a rank waits at the end of its backward
-    after: float  # and after that: tied weights of the first and the last stage
+    tied: float  # and after that: tied weights of the first and the last stage
     sent: Mapping[str, float]  # bytes of the device that sends most, by tier
     busy: Mapping[str, float]  # seconds, by tier
     route: str
 
     @classmethod
     def of(
-        cls, work: Work, prediction: Prediction, wiring: Wiring, grid: Grid, runtime: Runtime, dealt: Dealt
-    ) -> "Exchange":
+        cls, work: Workload, prediction: Prediction, topology: LinkTopology, grid: DeviceGrid, runtime: Runtime, assignment: ReplicaAssignment
+    ) -> "GradientTraffic":
         setup, stages = prediction.setup, prediction.stages
-        if (setup.data == 1 and not (work.tied and setup.pipeline > 1)) or not wiring.tiers:
+        if (setup.data == 1 and not (work.tied and setup.pipeline > 1)) or not topology.tiers:
             return cls(exposed=(0.0,) * len(stages), after=0.0, sent={}, busy={}, route="none")
         wire = work.gradient_bytes if runtime.wire_bytes is None else runtime.wire_bytes
         sent: dict[str, float] = {}
         busy: dict[str, float] = {}
         exposed = []
         for stage in stages:
-            made = _Travel(setup, wiring, grid, runtime, dealt)
+            made = _TrafficModel(setup, topology, grid, runtime, assignment)
             gradients, weights = stage.parameters * wire, stage.parameters * work.weight_bytes
             blocks = max(1.0, len(work.blocks) / len(stages))
             if setup.data == 1:
                 exposed.append(0.0)
-            elif runtime.chores is not None:
-                exposed.append(made.own_way(gradients, weights, made.seconds, made.all_reduce))
+            elif runtime.overheads is not None:
+                exposed.append(made.shoal_seconds(gradients, weights, made.seconds, made.all_reduce))
             elif setup.zero == 3:
                 exposed.append(made.sharded(gradients, weights, stage, blocks))
             else:
-                exposed.append(made.once(gradients, weights, stage))
+                exposed.append(made.after_backward(gradients, weights, stage))
             for most, found in ((sent, made.sent), (busy, made.busy)):
                 most |= {tier: max(amount, most.get(tier, 0.0)) for tier, amount in found.items()}
-        if runtime.chores is not None and setup.data > 1:
+        if runtime.overheads is not None and setup.data > 1:
             # What is predicted of packing and calling stays; the links' part is what was played.
             largest = max(stage.parameters for stage in stages)
-            guessed = made.own_way(largest * wire, largest * work.weight_bytes, made.guessed, made.guessed_all_reduce)
+            guessed = made.shoal_seconds(largest * wire, largest * work.weight_bytes, made.estimated_seconds, made.estimated_all_reduce)
             besides = max(0.0, prediction.terms["data"] - guessed)
             exposed = [each + besides for each in exposed]
         after, route = 0.0, made.route if setup.data > 1 else "none"
-        if work.tied and setup.pipeline > 1 and runtime.chores is None:
-            group = Group(size=2, stride=grid.strides["pipeline"] * (setup.pipeline - 1))
+        if work.tied and setup.pipeline > 1 and runtime.overheads is None:
+            group = StridedGroup(size=2, stride=grid.strides["pipeline"] * (setup.pipeline - 1))
             after = made.seconds(group, work.tied * wire / setup.tensor, passes=2)
         return cls(exposed=tuple(exposed), after=after, sent=sent, busy=busy, route=route)
 
 
-class _Half(Protocol):
-    def __call__(self, group: Group, num_bytes: float, *, passes: int, times: float = 1.0) -> float: ...
+class _PassSeconds(Protocol):
+    def __call__(self, group: StridedGroup, num_bytes: float, *, passes: int, times: float = 1.0) -> float: ...
 
 
-class _Travel:
-    def __init__(self, setup: Setup, wiring: Wiring, grid: Grid, runtime: Runtime, dealt: Dealt) -> None:
-        self.setup, self.wiring, self.runtime, self.dealt = setup, wiring, runtime, dealt
-        self.group = Group(size=setup.data, stride=grid.strides["data"])
+class _TrafficModel:
+    def __init__(self, setup: Setup, topology: LinkTopology, grid: DeviceGrid, runtime: Runtime, assignment: ReplicaAssignment) -> None:
+        self.setup, self.topology, self.runtime, self.assignment = setup, topology, runtime, assignment
+        self.group = StridedGroup(size=setup.data, stride=grid.strides["data"])
         # Of its own runtime, alone on its links, every message is played.
-        self.own = runtime.chores is not None and setup.devices == setup.data <= MOST_RANKS and not setup.zero
+        self.plays_messages = runtime.overheads is not None and setup.devices == setup.data <= MAX_RANKS and not setup.zero
         self.route = "hierarchical, tier by tier"
         self.sent: dict[str, float] = {}
         self.busy: dict[str, float] = {}
 
-    def own_way(self, gradients: float, weights: float, half: "_Half", all_reduce: Callable[[float], float]) -> float:
+    def shoal_seconds(self, gradients: float, weights: float, half: "_PassSeconds", all_reduce: Callable[[float], float]) -> float:
         """What Shoal's own runtime does with its links, zero by zero (cost/runtime_overhead.py has the same)."""
         setup, group = self.setup, self.group
         if setup.zero <= 1:
@@ -93,14 +93,14 @@ class _Travel:
         scattered = rounds * half(group, gradients, passes=1, times=rounds)
         return scattered + gathers * half(group, weights, passes=1, times=gathers)
 
-    def guessed(self, group: Group, num_bytes: float, *, passes: int, times: float = 1.0) -> float:
+    def estimated_seconds(self, group: StridedGroup, num_bytes: float, *, passes: int, times: float = 1.0) -> float:
         size, stride, amount = (np.asarray(float(each)) for each in (group.size, group.stride, num_bytes))
-        return float(estimated(list(self.wiring.tiers.values()), size, stride, amount, passes))
+        return float(estimated(list(self.topology.tiers.values()), size, stride, amount, passes))
 
-    def guessed_all_reduce(self, num_bytes: float) -> float:
-        return self.guessed(self.group, num_bytes, passes=2)
+    def estimated_all_reduce(self, num_bytes: float) -> float:
+        return self.estimated_seconds(self.group, num_bytes, passes=2)
 
-    def once(self, gradients: float, weights: float, stage: Stage) -> float:
+    def after_backward(self, gradients: float, weights: float, stage: StagePrediction) -> float:
         """After the last microbatch, behind whose backward a part of it may hide."""
         runtime = self.runtime
         if self.setup.zero:
@@ -116,7 +116,7 @@ class _Travel:
         exposed = min(traffic, max(traffic / max(1.0, runtime.buckets), traffic - window))
         return exposed + runtime.slowdown * (traffic - exposed)
 
-    def sharded(self, gradients: float, weights: float, stage: Stage, blocks: float) -> float:
+    def sharded(self, gradients: float, weights: float, stage: StagePrediction, blocks: float) -> float:
         """zero=3: every microbatch gathers each block twice and scatters its gradients, ahead of time if it may."""
         count = self.setup.microbatches
         gathers = blocks * self.seconds(self.group, weights / blocks, passes=1, times=2 * blocks * count)
@@ -128,16 +128,16 @@ class _Travel:
         late = min(late, traffic)
         return count * (late + self.runtime.slowdown * (traffic - late))
 
-    def seconds(self, group: Group, num_bytes: float, *, passes: int, times: float = 1.0) -> float:
+    def seconds(self, group: StridedGroup, num_bytes: float, *, passes: int, times: float = 1.0) -> float:
         """Others go as NCCL does. Shoal goes tier by tier, in as many buckets as pay: tiers then work at the same time,
         and each bucket has its own latencies."""
-        if self.runtime.chores is None:
-            best = rings(self.wiring, group, num_bytes, passes=passes)
+        if self.runtime.overheads is None:
+            best = ring_or_tree(self.topology, group, num_bytes, passes=passes)
             self.route = f"{best.name} through all hosts"
         else:
-            tried = [collective(self.wiring, group, num_bytes, passes=passes, buckets=each) for each in (1, 2, 4, 8)]
+            tried = [tiered_collective(self.topology, group, num_bytes, passes=passes, buckets=each) for each in (1, 2, 4, 8)]
             best = min(tried, key=lambda each: (each.seconds, each.buckets))
-        for tier, sent in best.sent.items():
+        for tier, sent in best.bytes_by_tier.items():
             self.sent[tier] = self.sent.get(tier, 0.0) + times * sent
         for phase, seconds in best.phases:
             took = times * best.buckets * phase.rounds * seconds
@@ -146,23 +146,23 @@ class _Travel:
 
     def all_reduce(self, num_bytes: float) -> float:
         setup = self.setup
-        if not self.own:
+        if not self.plays_messages:
             return self.seconds(self.group, num_bytes, passes=2)
         devices = range(setup.data)
-        _, lanes, spans = self.dealt
-        choice = choose_route(self.wiring, devices, int(num_bytes), lanes=lanes, deal=spans)
-        played = play_route(choice.route, self.wiring, devices, int(num_bytes), lanes=lanes, deal=spans)
+        _, lanes, spans = self.assignment
+        choice = choose_route(self.topology, devices, int(num_bytes), lanes=lanes, deal=spans)
+        played = simulate_route(choice.route, self.topology, devices, int(num_bytes), lanes=lanes, assignment=spans)
         self.route = f"{choice.name}, as the runtime chooses"
-        for tier, (sent, busy) in by_tier(played.sent).items():
+        for tier, (sent, busy) in by_tier(played.messages).items():
             self.sent[tier], self.busy[tier] = sent, busy
         return played.seconds
 
 
-def by_tier(sent: Sequence[Sent]) -> dict[str, tuple[float, float]]:
+def by_tier(sent: Sequence[DeliveredMessage]) -> dict[str, tuple[float, float]]:
     """Bytes and seconds of the device that sends longest, by tier."""
     found: dict[tuple[str, int], tuple[float, float]] = {}
     for each in sent:
-        key = (each.way.tier, each.source)
+        key = (each.path.tier, each.source)
         num_bytes, seconds = found.get(key, (0.0, 0.0))
         found[key] = (num_bytes + each.num_bytes, seconds + each.end - each.start)
     by_tier: dict[str, tuple[float, float]] = {}

@@ -9,22 +9,22 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from shoal.planner.cluster import Cluster, Host, tiers
-from shoal.planner.cluster.tiers import UNSAID, Tier
-from shoal.planner.simulate.clock import Way, Wire
+from shoal.planner.cluster import Cluster, ClusterHost, tiers
+from shoal.planner.cluster.tiers import DEFAULT_INTERCONNECT, LinkTier
+from shoal.planner.simulate.clock import LinkPath, SimulatedLink
 
 
-class Seat(NamedTuple):
+class DeviceLocation(NamedTuple):
     rack: int
     host: int
     local: int  # number of the device on its host
 
 
-class Wiring:
+class LinkTopology:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.hosts = cluster.hosts
-        self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers(cluster)}
+        self.tiers: dict[str, LinkTier] = {tier.name: tier for tier in tiers(cluster)}
         self._racks = [number for number, rack in enumerate(cluster.racks) for _ in rack.hosts]
         self._starts = [0, *accumulate(host.devices for host in self.hosts)]  # the first device of each host
         self._filled = {  # racks whose uplink is narrower than its hosts' links together
@@ -33,14 +33,14 @@ class Wiring:
             if rack.uplink.bytes_per_second * rack.uplink.efficiency
             < sum(host.link.bytes_per_second * host.link.efficiency for host in rack.hosts) * (1 - 1e-9)
         }
-        self.way = lru_cache(maxsize=1 << 16)(self._way)
+        self.path = lru_cache(maxsize=1 << 16)(self._find_path)
 
     @cached_property
     def first_of_kinds(self) -> tuple[int, ...]:
         """The first device of each kind of host, as far as links go."""
         found: dict[object, int] = {}
         for number, host in enumerate(self.hosts):
-            found.setdefault((host.devices, host.link, host.inside, host.cards), self._starts[number])
+            found.setdefault((host.devices, host.link, host.interconnect, host.cards), self._starts[number])
         return tuple(found.values())
 
     @property
@@ -55,23 +55,23 @@ class Wiring:
     def devices(self) -> int:
         return self._starts[-1]
 
-    def seat(self, device: int) -> Seat:
+    def location(self, device: int) -> DeviceLocation:
         host = bisect_right(self._starts, device) - 1
-        return Seat(self._racks[host], host, device - self._starts[host])
+        return DeviceLocation(self._racks[host], host, device - self._starts[host])
 
-    def host_of(self, device: int) -> Host:
-        return self.hosts[self.seat(device).host]
+    def host_of(self, device: int) -> ClusterHost:
+        return self.hosts[self.location(device).host]
 
-    def _way(self, source: int, to: int, slices: int = 1) -> Way:
+    def _find_path(self, source: int, to: int, slices: int = 1) -> LinkPath:
         """`slices`: so many devices from `source` on send at once, each to its like from `to` on; one is played."""
-        here, there = self.seat(source), self.seat(to)
+        here, there = self.location(source), self.location(to)
         if here.host == there.host:
             return self._inside(here, there, slices)
         left, right = self.hosts[here.host], self.hosts[there.host]
         crossing = min(slices, left.devices - here.local), min(slices, right.devices - there.local)
         speed = min(_card(left), _card(right))
         wires = [
-            Wire(f"host {number} {way}", "host", host.link.bytes_per_second * host.link.efficiency, times)
+            SimulatedLink(f"host {number} {way}", "host", host.link.bytes_per_second * host.link.efficiency, times)
             for number, host, way, times in (
                 (here.host, left, "out", crossing[0]),
                 (there.host, right, "in", crossing[1]),
@@ -79,18 +79,18 @@ class Wiring:
             if min(host.cards, host.devices) < host.devices
         ]
         if here.rack == there.rack:
-            return Way("host", self.tiers["host"].latency, speed, tuple(wires))
+            return LinkPath("host", self.tiers["host"].latency, speed, tuple(wires))
         for number, way, times in ((here.rack, "out", crossing[0]), (there.rack, "in", crossing[1])):
             uplink = self.cluster.racks[number].uplink
             capacity = uplink.bytes_per_second * uplink.efficiency
             speed = min(speed, capacity)
             if number in self._filled:
-                wires.append(Wire(f"rack {number} {way}", "rack", capacity, times))
-        return Way("rack", self.tiers["rack"].latency, speed, tuple(wires))
+                wires.append(SimulatedLink(f"rack {number} {way}", "rack", capacity, times))
+        return LinkPath("rack", self.tiers["rack"].latency, speed, tuple(wires))
 
-    def _inside(self, here: Seat, there: Seat, slices: int) -> Way:
+    def _inside(self, here: DeviceLocation, there: DeviceLocation, slices: int) -> LinkPath:
         host = self.hosts[here.host]
-        inside = host.inside or UNSAID
+        inside = host.interconnect or DEFAULT_INTERCONNECT
         near = max(1, host.devices // inside.sockets)
         sockets = here.local // near, there.local // near
         tier = "socket" if sockets[0] != sockets[1] and "socket" in self.tiers else "inside"
@@ -99,14 +99,14 @@ class Wiring:
         wires = []
         if inside.shared:
             for socket, way in ((sockets[0], "out"), (sockets[1], "in")):
-                wires.append(Wire(f"inside {here.host}.{socket} {way}", "inside", speed, min(slices, near)))
+                wires.append(SimulatedLink(f"inside {here.host}.{socket} {way}", "inside", speed, min(slices, near)))
         if inside.between is not None and sockets[0] != sockets[1]:
             capacity = inside.between.bytes_per_second * inside.between.efficiency
             speed = min(speed, capacity)
-            wires.append(Wire(f"socket {here.host}.{sockets[0]} out", "socket", capacity, min(slices, near)))
-        return Way(tier, self.tiers[tier].latency, speed, tuple(wires))
+            wires.append(SimulatedLink(f"socket {here.host}.{sockets[0]} out", "socket", capacity, min(slices, near)))
+        return LinkPath(tier, self.tiers[tier].latency, speed, tuple(wires))
 
 
-def _card(host: Host) -> float:
+def _card(host: ClusterHost) -> float:
     """What one device has of its host's link while the others are silent."""
     return host.link.bytes_per_second * host.link.efficiency / min(host.cards, host.devices)

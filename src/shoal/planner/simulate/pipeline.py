@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline_schedule import Action, Played, Schedule, Timed, needed, play
-from shoal.planner.simulate.clock import Clock, Network, Way
+from shoal.parallel.pipeline_schedule import PipelineAction, ScheduleTimeline, PipelineSchedule, TimedAction, dependencies, time_schedule
+from shoal.planner.simulate.clock import SimulatedClock, SimulatedNetwork, LinkPath
 
 
-class Cost(NamedTuple):
+class StageCost(NamedTuple):
     """Of one stage (a chunk of a rank) and microbatch."""
 
     forward: float  # seconds
@@ -27,97 +27,97 @@ class Cost(NamedTuple):
         return {"F": self.forward, "B": self.backward, "I": self.backward / 2, "W": self.backward / 2}[kind]
 
 
-Route = Callable[[int, int], Way | None]  # from rank to rank of a pipeline; None: costs nothing
+RankPath = Callable[[int, int], LinkPath | None]  # from rank to rank of a pipeline; None: costs nothing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replica:
+class SimulatedReplica:
     """One pipeline among those that are played together."""
 
     devices: tuple[int, ...]  # by rank
-    way: Route
+    path: RankPath
     slower: tuple[float, ...] = ()  # by rank: times as long; empty: none
-    schedule: Schedule | None = None  # of a replica that has another number of microbatches; None: as the others
+    schedule: PipelineSchedule | None = None  # of a replica that has another number of microbatches; None: as the others
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class SimulatedPipelines:
     """What was played."""
 
-    replicas: tuple[Played, ...]
-    network: Network
+    replicas: tuple[ScheduleTimeline, ...]
+    network: SimulatedNetwork
 
     @property
     def total(self) -> float:
         return max(played.total for played in self.replicas)
 
 
-def play_pipelines(schedule: Schedule, costs: Sequence[Cost], replicas: Sequence[Replica]) -> Flow:
+def simulate_pipelines(schedule: PipelineSchedule, costs: Sequence[StageCost], replicas: Sequence[SimulatedReplica]) -> SimulatedPipelines:
     """Pipelines of the same stages side by side, on links that they may share."""
     if len(costs) != schedule.stages:
         raise PlanError(f"{len(costs)} costs for the {schedule.stages} stages of {schedule.name}")
-    clock = Clock()
-    network = Network(clock)
-    running = [_Running(replica.schedule or schedule, costs, replica, network) for replica in replicas]
+    clock = SimulatedClock()
+    network = SimulatedNetwork(clock)
+    running = [_RunningReplica(replica.schedule or schedule, costs, replica, network) for replica in replicas]
     for each in running:
         for rank in range(schedule.ranks):
-            each.go_on(rank)
+            each.advance(rank)
     clock.run()
-    return Flow(replicas=tuple(each.played() for each in running), network=network)
+    return SimulatedPipelines(replicas=tuple(each.played() for each in running), network=network)
 
 
-def alone(schedule: Schedule, costs: Sequence[Cost], way: Route | None = None) -> Flow:
+def simulate_pipeline(schedule: PipelineSchedule, costs: Sequence[StageCost], path: RankPath | None = None) -> SimulatedPipelines:
     """One pipeline on ranks that are devices 0, 1, 2, …"""
-    replica = Replica(devices=tuple(range(schedule.ranks)), way=way or (lambda source, to: None))
-    return play_pipelines(schedule, costs, [replica])
+    replica = SimulatedReplica(devices=tuple(range(schedule.ranks)), path=path or (lambda source, to: None))
+    return simulate_pipelines(schedule, costs, [replica])
 
 
-class _Running:
-    def __init__(self, schedule: Schedule, costs: Sequence[Cost], replica: Replica, network: Network) -> None:
+class _RunningReplica:
+    def __init__(self, schedule: PipelineSchedule, costs: Sequence[StageCost], replica: SimulatedReplica, network: SimulatedNetwork) -> None:
         self.schedule, self.costs, self.replica, self.network = schedule, costs, replica, network
-        self.rows: list[list[Timed]] = [[] for _ in schedule.rows]
+        self.rows: list[list[TimedAction]] = [[] for _ in schedule.rows]
         self._seconds = [{kind: cost.seconds(kind) for kind in "FBIW"} for cost in costs]
         self._ranks = [schedule.rank_of(stage) for stage in range(schedule.stages)]
         self._slower = replica.slower or (1.0,) * schedule.ranks
         self._busy = [False] * schedule.ranks
-        self._here: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]  # what has come from other stages
-        self._ways = {
-            (source, to): replica.way(source, to)
+        self._received: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]  # what has come from other stages
+        self._paths = {
+            (source, to): replica.path(source, to)
             for low, high in zip(self._ranks, self._ranks[1:], strict=False)
             for source, to in ((low, high), (high, low))
             if source != to
         }
 
-    def go_on(self, rank: int) -> None:
+    def advance(self, rank: int) -> None:
         row, done = self.schedule.rows[rank], self.rows[rank]
         if self._busy[rank] or len(done) == len(row):
             return
         action = row[len(done)]
         kind, stage, number = action
         if kind == "F":
-            if stage > 0 and ("F", stage - 1, number) not in self._here[rank]:
+            if stage > 0 and ("F", stage - 1, number) not in self._received[rank]:
                 return
-        elif kind != "W" and stage < self.schedule.stages - 1 and ("I", stage + 1, number) not in self._here[rank]:
+        elif kind != "W" and stage < self.schedule.stages - 1 and ("I", stage + 1, number) not in self._received[rank]:
             return
         self._busy[rank] = True
         clock = self.network.clock
         start = clock.now
         end = start + self._seconds[stage][kind] * self._slower[rank]
-        clock.at(end, lambda: self._ended(rank, Timed(start, end, action)))
+        clock.call_at(end, lambda: self._action_done(rank, TimedAction(start, end, action)))
 
-    def _ended(self, rank: int, timed: Timed) -> None:
+    def _action_done(self, rank: int, timed: TimedAction) -> None:
         self.rows[rank].append(timed)
         self._busy[rank] = False
         kind, stage, number = timed.action
         if kind == "F" and stage < self.schedule.stages - 1:
-            self._hand(rank, stage + 1, ("F", stage, number), self.costs[stage].output)
+            self._send_output(rank, stage + 1, ("F", stage, number), self.costs[stage].output)
         elif kind in "BI" and stage > 0:
-            self._hand(rank, stage - 1, ("I", stage, number), self.costs[stage - 1].output)
-        self.go_on(rank)
+            self._send_output(rank, stage - 1, ("I", stage, number), self.costs[stage - 1].output)
+        self.advance(rank)
 
-    def _hand(self, rank: int, stage: int, what: tuple[str, int, int], num_bytes: float) -> None:
+    def _send_output(self, rank: int, stage: int, what: tuple[str, int, int], num_bytes: float) -> None:
         to = self._ranks[stage]
-        way = self._ways.get((rank, to))
+        way = self._paths.get((rank, to))
         if to == rank or way is None:
             self._arrived(to, what)
             return
@@ -126,35 +126,35 @@ class _Running:
         self.network.send(devices[rank], devices[to], num_bytes, way, lambda: self._arrived(to, what), name)
 
     def _arrived(self, rank: int, what: tuple[str, int, int]) -> None:
-        self._here[rank].add(what)
-        self.go_on(rank)
+        self._received[rank].add(what)
+        self.advance(rank)
 
-    def played(self) -> Played:
+    def played(self) -> ScheduleTimeline:
         for rank, row in enumerate(self.schedule.rows):
             if len(self.rows[rank]) < len(row):
                 raise PlanError(
                     f"{self.schedule.name} never ends: rank {rank} waits before {row[len(self.rows[rank])]}"
                 )
-        return Played(rows=tuple(map(tuple, self.rows)), total=max(row[-1].end for row in self.rows if row))
+        return ScheduleTimeline(rows=tuple(map(tuple, self.rows)), total=max(row[-1].end for row in self.rows if row))
 
 
 # -- many at once -----------------------------------------------------------------------------------------------------
 
 
-def totals(
-    schedule: Schedule, costs: Sequence[Cost], slower: np.ndarray, hops: Mapping[tuple[int, int], float] | None = None
+def pipeline_totals(
+    schedule: PipelineSchedule, costs: Sequence[StageCost], slower: np.ndarray, hops: Mapping[tuple[int, int], float] | None = None
 ) -> np.ndarray:
     """Seconds until the last rank is done, for many draws of the ranks' slowness at once: `slower[rank, draw]`.
 
     `hops` are seconds from rank to rank. Messages take as long as they do in an even step: they do not share anew.
     """
-    order = sorted((timed for row in play(schedule).rows for timed in row), key=lambda timed: timed.end)
-    ended: dict[Action, np.ndarray] = {}  # what another rank has still to hear of
+    order = sorted((timed for row in time_schedule(schedule).rows for timed in row), key=lambda timed: timed.end)
+    ended: dict[PipelineAction, np.ndarray] = {}  # what another rank has still to hear of
     free = np.zeros((schedule.ranks, slower.shape[1]))
     for _, _, action in order:
         rank = schedule.rank_of(action.stage)
         start = free[rank]
-        for need in needed(schedule, action):
+        for need in dependencies(schedule, action):
             source = schedule.rank_of(need.stage)
             if source != rank:
                 start = np.maximum(start, ended.pop(need) + (hops or {}).get((source, rank), 0.0))

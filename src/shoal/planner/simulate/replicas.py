@@ -10,17 +10,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.errors import PlanError
-from shoal.numerics.lanes import Span, deal
-from shoal.parallel.pipeline_schedule import Schedule, fit_schedule
+from shoal.numerics.lanes import Span, assign_lanes
+from shoal.parallel.pipeline_schedule import PipelineSchedule, fit_schedule
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.predict import slowest_device
 from shoal.planner.cost.setup import Setup
-from shoal.planner.simulate.clock import Way
-from shoal.planner.simulate.network import Wiring
-from shoal.planner.simulate.pipeline import Replica
+from shoal.planner.simulate.clock import LinkPath
+from shoal.planner.simulate.network import LinkTopology
+from shoal.planner.simulate.pipeline import SimulatedReplica
 
 
-class Grid:
+class DeviceGrid:
     """Which device a place in the layout is."""
 
     def __init__(self, setup: Setup, order: Sequence[str]) -> None:
@@ -31,12 +31,12 @@ class Grid:
             self.strides[axis] = reached
             reached *= getattr(setup, axis)
 
-    def device(self, replica: int, stage: int, part: int = 0) -> int:
+    def device(self, replica: int, stage: int, tensor_slice: int = 0) -> int:
         strides = self.strides
-        return replica * strides["data"] + stage * strides["pipeline"] + part * strides["tensor"]
+        return replica * strides["data"] + stage * strides["pipeline"] + tensor_slice * strides["tensor"]
 
 
-class Dealt(NamedTuple):
+class ReplicaAssignment(NamedTuple):
     """Who has how much of a batch."""
 
     counts: tuple[int, ...]  # microbatches of each replica
@@ -44,53 +44,53 @@ class Dealt(NamedTuple):
     spans: tuple[Span, ...]  # lanes of each replica
 
 
-def lanes_of(setup: Setup, spans: Sequence[Span] | None) -> Dealt:
+def assign_lanes(setup: Setup, spans: Sequence[Span] | None) -> ReplicaAssignment:
     if setup.lanes is None:
         if spans is not None:
             raise PlanError("a shape has no lanes to deal", fix="a job has")
         even = tuple((replica, replica + 1) for replica in range(setup.data))
-        return Dealt((setup.microbatches,) * setup.data, setup.data, even)
-    spans = deal(setup.lanes, [1.0] * setup.data) if spans is None else tuple(spans)
+        return ReplicaAssignment((setup.microbatches,) * setup.data, setup.data, even)
+    spans = assign_lanes(setup.lanes, [1.0] * setup.data) if spans is None else tuple(spans)
     if len(spans) != setup.data:
         raise PlanError(f"lanes are dealt to {len(spans)} replicas, and the layout has {setup.data}")
     each = max(1, setup.batch // (setup.lanes * setup.microbatch))
-    return Dealt(tuple((stop - start) * each for start, stop in spans), setup.lanes, tuple(spans))
+    return ReplicaAssignment(tuple((stop - start) * each for start, stop in spans), setup.lanes, tuple(spans))
 
 
 @lru_cache(maxsize=64)
-def schedule_of(setup: Setup, microbatches: int) -> Schedule:
+def schedule_of(setup: Setup, microbatches: int) -> PipelineSchedule:
     return fit_schedule(setup.schedule, ranks=setup.pipeline, microbatches=microbatches, chunks=setup.chunks)
 
 
-class Pace:
+class DeviceSlowdown:
     """How much longer than predicted a device takes: unequal devices (the slowest was predicted), and bad luck."""
 
-    def __init__(self, cluster: Cluster, wiring: Wiring, dtype: str, slower: Mapping[int, float]) -> None:
+    def __init__(self, cluster: Cluster, topology: LinkTopology, dtype: str, slower: Mapping[int, float]) -> None:
         slowest = slowest_device(cluster, dtype)
         base = slowest.peak_of(dtype) * slowest.efficiency
         for device, times in slower.items():
-            if not 0 <= device < wiring.devices or not 0 < times < float("inf"):
+            if not 0 <= device < topology.devices or not 0 < times < float("inf"):
                 raise PlanError(
-                    f"device {device} takes {times:g} times as long: devices are 0 to {wiring.devices - 1},"
+                    f"device {device} takes {times:g} times as long: devices are 0 to {topology.devices - 1},"
                     " and times above 0"
                 )
         self._slower = slower
         self._kinds = [
             1.0 if host.device is None else base / (host.device.peak_of(dtype) * host.device.efficiency)
-            for host in wiring.hosts
+            for host in topology.hosts
         ]
-        self._seat = wiring.seat
+        self._location = topology.location
         self.even = not slower and set(self._kinds) == {1.0}
 
-    def of(self, device: int) -> float:
-        return self._kinds[self._seat(device).host] * self._slower.get(device, 1.0)
+    def factor(self, device: int) -> float:
+        return self._kinds[self._location(device).host] * self._slower.get(device, 1.0)
 
 
-def period(setup: Setup, grid: Grid, wiring: Wiring) -> int:
+def period(setup: Setup, grid: DeviceGrid, topology: LinkTopology) -> int:
     """So many replicas fill whole hosts (racks, if there are several) and nobody else's: those after them are their
     copies. All of them, where that is not so."""
     stride, across = grid.strides["data"], grid.strides["pipeline"]
-    unit = wiring.unit
+    unit = topology.unit
     if unit is None:
         return setup.data
     count = math.lcm(stride, unit) // stride
@@ -99,8 +99,8 @@ def period(setup: Setup, grid: Grid, wiring: Wiring) -> int:
 
 
 def cells_of(
-    setup: Setup, grid: Grid, wiring: Wiring, pace: Pace, schedules: Sequence[Schedule]
-) -> list[list[Replica]]:
+    setup: Setup, grid: DeviceGrid, topology: LinkTopology, slowdown: DeviceSlowdown, schedules: Sequence[PipelineSchedule]
+) -> list[list[SimulatedReplica]]:
     """The first replicas, one for each schedule; those that share a link are together, in the order of their first."""
     ranks, slices = setup.pipeline, setup.tensor
     by_wire: dict[str, int] = {}  # a wire, and a replica that uses it
@@ -116,28 +116,28 @@ def cells_of(
     neighbours = sorted(_pairs(setup))
     for number, schedule in enumerate(schedules):
         devices = tuple(grid.device(number, rank) for rank in range(ranks))
-        ways = {(low, high): wiring.way(devices[low], devices[high], slices) for low, high in neighbours}
+        ways = {(low, high): topology.path(devices[low], devices[high], slices) for low, high in neighbours}
         for way in ways.values():
-            for wire in way.wires:
+            for wire in way.links:
                 other = by_wire.setdefault(wire.name, number)
                 one, two = top(other), top(number)
                 parent[max(one, two)] = min(one, two)
-        slow = () if pace.even else tuple(
-            max(pace.of(grid.device(number, rank, part)) for part in range(slices)) for rank in range(ranks)
+        slow = () if slowdown.even else tuple(
+            max(slowdown.factor(grid.device(number, rank, part)) for part in range(slices)) for rank in range(ranks)
         )  # fmt: skip
-        replicas.append(Replica(devices=devices, way=_Ways(ways), slower=slow, schedule=schedule))
-    cells: dict[int, list[Replica]] = {}
+        replicas.append(SimulatedReplica(devices=devices, path=_PathTable(ways), slower=slow, schedule=schedule))
+    cells: dict[int, list[SimulatedReplica]] = {}
     for number, replica in enumerate(replicas):
         cells.setdefault(top(number), []).append(replica)
     return list(cells.values())
 
 
-class _Ways:
-    def __init__(self, ways: Mapping[tuple[int, int], Way]) -> None:
-        self.ways = ways
+class _PathTable:
+    def __init__(self, ways: Mapping[tuple[int, int], LinkPath]) -> None:
+        self.paths = ways
 
-    def __call__(self, source: int, to: int) -> Way:
-        return self.ways[source, to]
+    def __call__(self, source: int, to: int) -> LinkPath:
+        return self.paths[source, to]
 
 
 def _pairs(setup: Setup) -> set[tuple[int, int]]:
@@ -148,16 +148,16 @@ def _pairs(setup: Setup) -> set[tuple[int, int]]:
     return found | {(high, low) for low, high in found}
 
 
-def signature(cell: Sequence[Replica]) -> object:
+def signature(cell: Sequence[SimulatedReplica]) -> object:
     """Equal for cells that take the same time: links go by the order in which they are met, not by name."""
     names: dict[str, int] = {}
     devices: dict[int, int] = {}
     found: list[object] = []
     for replica in cell:
-        assert isinstance(replica.way, _Ways)
+        assert isinstance(replica.path, _PathTable)
         found.append(tuple(devices.setdefault(device, len(devices)) for device in replica.devices))
         found.append((replica.slower, replica.schedule.microbatches if replica.schedule else None))
-        for pair, way in replica.way.ways.items():
-            wires = tuple((names.setdefault(wire.name, len(names)), wire.capacity, wire.times) for wire in way.wires)
+        for pair, way in replica.path.paths.items():
+            wires = tuple((names.setdefault(wire.name, len(names)), wire.capacity, wire.times) for wire in way.links)
             found.append((pair, way.tier, way.latency, way.speed, wires))
     return tuple(found)

@@ -28,14 +28,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shoal.errors import InputError
-from shoal.paramserver.sync_mode import Mode
-from shoal.planner.simulate.stragglers import Stragglers
+from shoal.paramserver.sync_mode import SyncMode
+from shoal.planner.simulate.stragglers import StragglerModel
 
 DRAWS = 512  # of each worker; used again after that
 
 
 @dataclass(frozen=True, kw_only=True)
-class Servers:
+class SimulatedServers:
     workers: int
     servers: int
     compute: float  # T: seconds of a worker for its share of a batch
@@ -44,8 +44,8 @@ class Servers:
     server_bandwidth: float | None = None  # of a server's; None: the same
     latency: float = 0.0
     duplex: bool = True
-    mode: Mode = field(default_factory=Mode)
-    stragglers: Stragglers = field(default_factory=Stragglers)
+    sync_mode: SyncMode = field(default_factory=SyncMode)
+    stragglers: StragglerModel = field(default_factory=StragglerModel)
 
     def __post_init__(self) -> None:
         for what, number in (("workers", self.workers), ("servers", self.servers)):
@@ -58,7 +58,7 @@ class Servers:
                 f"seconds {self.compute:g}, bytes {self.num_bytes:g}, bytes a second {self.bandwidth:g}, latency"
                 f" {self.latency:g}: none is negative, and the first and third are above 0"
             )
-        self.mode.check(self.workers)
+        self.sync_mode.check_workers(self.workers)
 
     @property
     def pool(self) -> float:
@@ -75,35 +75,35 @@ class Servers:
         """Workers by whom they exchange with: alone, or as a group."""
         found: dict[int, list[int]] = {}
         for worker in range(self.workers):
-            found.setdefault(self.mode.group_of(worker), []).append(worker)
+            found.setdefault(self.sync_mode.group_of(worker), []).append(worker)
         return list(found.values())
 
     @property
     def steps(self) -> int:
         """Gradients of a worker between two exchanges."""
-        return int(self.mode.number) if self.mode.name == "local" else 1
+        return int(self.sync_mode.number) if self.sync_mode.name == "local" else 1
 
-    def inside(self, members: int) -> float:
+    def group_seconds(self, members: int) -> float:
         """Seconds in which a group adds up its gradients: a ring's."""
         if members == 1:
             return 0.0
         return 2 * (members - 1) * (self.latency + self.num_bytes / members / self.bandwidth)
 
     @property
-    def bound(self) -> float:
+    def max_rate(self) -> float:
         """Gradients a second: what the workers or the servers' links can do at the most, without stragglers."""
         largest = max(map(len, self.parties))
-        exchange = self.inside(largest) + 2 * self.latency + self.bytes_moved / self.bandwidth
+        exchange = self.group_seconds(largest) + 2 * self.latency + self.bytes_moved / self.bandwidth
         each = self.steps * self.workers / len(self.parties)  # gradients of an exchange
         links = each * self.pool / self.bytes_moved if self.num_bytes else math.inf
         return min(self.workers / (self.compute + exchange / self.steps), links)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class SimulatedServerRun:
     """What came of it."""
 
-    mode: Mode
+    sync_mode: SyncMode
     seconds: float
     updates: int
     gradients: int  # that were used
@@ -125,20 +125,20 @@ class Served:
         return sum(late * count for late, count in self.staleness.items()) / max(1, self.gradients)
 
 
-def serve(setup: Servers, *, rounds: int = 100, seed: int = 0) -> Served:
+def simulate_servers(setup: SimulatedServers, *, rounds: int = 100, seed: int = 0) -> SimulatedServerRun:
     """Plays as many gradients as `rounds` of all workers have."""
-    return _Play(setup, rounds, seed).run()
+    return _ServerSimulation(setup, rounds, seed).run()
 
 
-def compare(setup: Servers, modes: list[Mode], *, rounds: int = 100, seed: int = 0) -> list[Served]:
+def compare_modes(setup: SimulatedServers, modes: list[SyncMode], *, rounds: int = 100, seed: int = 0) -> list[SimulatedServerRun]:
     """The same workers, servers and bad luck in other modes."""
-    return [serve(replace(setup, mode=mode), rounds=rounds, seed=seed) for mode in modes]
+    return [simulate_servers(replace(setup, mode=mode), rounds=rounds, seed=seed) for mode in modes]
 
 
-class _Pool:
+class _ServerLinks:
     """The servers' links: whoever exchanges has the same speed, so the order of ends is the order of work to do."""
 
-    def __init__(self, setup: Servers) -> None:
+    def __init__(self, setup: SimulatedServers) -> None:
         self._most, self._all = setup.bandwidth, setup.pool
         self._work = 0.0  # bytes that each has moved that was there from the beginning
         self._since = 0.0
@@ -174,31 +174,31 @@ class _Pool:
         self._active = len(self._heap)
 
 
-class _Play:
-    def __init__(self, setup: Servers, rounds: int, seed: int) -> None:
-        self.setup, self.mode = setup, setup.mode
+class _ServerSimulation:
+    def __init__(self, setup: SimulatedServers, rounds: int, seed: int) -> None:
+        self.setup, self.sync_mode = setup, setup.sync_mode
         self.wanted = rounds * setup.workers
         self.parties = setup.parties
         workers = range(len(self.parties))
         self.draws = setup.stragglers.draw(setup.workers, DRAWS, np.random.default_rng(seed))
-        self.pool = _Pool(setup)
+        self.pool = _ServerLinks(setup)
         self.computing: list[tuple[float, int, int]] = []  # end, worker, its turn
         # Of a worker, or of a group as if it were one:
         self.turns = [0 for _ in workers]  # one more whenever it begins
-        self.took = [0.0 for _ in workers]  # seconds of all its members
+        self.compute_seconds = [0.0 for _ in workers]  # seconds of all its members
         self.round = [0 for _ in workers]  # gradients that were used
         self.seen = [0 for _ in workers]  # the update whose weights it has
-        self.here: list[int] = []  # of this round
+        self.arrived: list[int] = []  # of this round
         self.waiting: set[int] = set()
         self.now = 0.0
         self.updates = self.gradients = self.dropped = self.ahead = 0
         self.useful = 0.0
         self.staleness: Counter[int] = Counter()
 
-    def run(self) -> Served:
+    def run(self) -> SimulatedServerRun:
         count = len(self.parties)
         for worker in range(count):  # apart, else all would come at the same moment, again and again
-            self._begin(worker, 0.0 if self.mode.lockstep else worker / count * self.setup.compute)
+            self._begin(worker, 0.0 if self.sync_mode.lockstep else worker / count * self.setup.compute)
         while self.gradients < self.wanted:
             exchanged = self.pool.next()
             if self.computing and self.computing[0][0] <= exchanged:
@@ -208,10 +208,10 @@ class _Play:
             else:
                 self.now = exchanged
                 worker, _ = self.pool.pop(self.now)
-                self._came(worker)
+                self._arrived(worker)
         total = self.now * self.setup.workers
-        return Served(
-            mode=self.mode,
+        return SimulatedServerRun(
+            sync_mode=self.sync_mode,
             seconds=self.now,
             updates=self.updates,
             gradients=self.gradients,
@@ -229,20 +229,20 @@ class _Play:
         draws = [
             sum(float(self.draws[each, (turn * steps + number) % DRAWS]) for number in range(steps)) for each in members
         ]
-        self.took[worker] = self.setup.compute * sum(draws)
+        self.compute_seconds[worker] = self.setup.compute * sum(draws)
         end = self.now + wait + self.setup.compute * max(draws)
-        end += self.setup.inside(len(members)) + 2 * self.setup.latency
+        end += self.setup.group_seconds(len(members)) + 2 * self.setup.latency
         heapq.heappush(self.computing, (end, worker, turn))
 
-    def _came(self, worker: int) -> None:
-        if self.mode.lockstep:
-            self.here.append(worker)
-            if len(self.here) == self.mode.needed(self.setup.workers):
-                self._update(self.here)
-                late = set(range(self.setup.workers)).difference(self.here)
+    def _arrived(self, worker: int) -> None:
+        if self.sync_mode.lockstep:
+            self.arrived.append(worker)
+            if len(self.arrived) == self.sync_mode.quorum(self.setup.workers):
+                self._update(self.arrived)
+                late = set(range(self.setup.workers)).difference(self.arrived)
                 self.pool.cancel(self.now, late)
                 self.dropped += len(late)
-                self.here = []
+                self.arrived = []
                 for each in range(self.setup.workers):
                     self._begin(each)
             return
@@ -250,7 +250,7 @@ class _Play:
         slowest = min(self.round)
         self.waiting.add(worker)
         for each in sorted(self.waiting):
-            if self.mode.name != "stale" or self.round[each] - slowest <= self.mode.number:
+            if self.sync_mode.name != "stale" or self.round[each] - slowest <= self.sync_mode.number:
                 self.waiting.discard(each)
                 self._begin(each)
 
@@ -261,5 +261,5 @@ class _Play:
             self.staleness[self.updates - self.seen[worker]] += used
             self.gradients += used
             self.round[worker] += 1
-            self.useful += self.took[worker]
+            self.useful += self.compute_seconds[worker]
         self.updates += steps

@@ -18,24 +18,24 @@ import numpy as np
 
 from shoal.errors import PlanError
 from shoal.numerics.lanes import Span
-from shoal.parallel.pipeline_schedule import Played, Schedule
+from shoal.parallel.pipeline_schedule import ScheduleTimeline, PipelineSchedule
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.predict import predict
-from shoal.planner.cost.prediction import TERMS, Prediction, Stage
+from shoal.planner.cost.prediction import TERMS, Prediction, StagePrediction
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, Runtime
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.workload import Work
-from shoal.planner.simulate.clock import Sent
-from shoal.planner.simulate.gradients import Exchange, by_tier
-from shoal.planner.simulate.network import Wiring
-from shoal.planner.simulate.pipeline import Cost, play_pipelines, totals
-from shoal.planner.simulate.replicas import Grid, Pace, cells_of, lanes_of, period, schedule_of, signature
-from shoal.planner.simulate.stragglers import Stragglers
+from shoal.planner.cost.workload import Workload
+from shoal.planner.simulate.clock import DeliveredMessage
+from shoal.planner.simulate.gradients import GradientTraffic, by_tier
+from shoal.planner.simulate.network import LinkTopology
+from shoal.planner.simulate.pipeline import StageCost, simulate_pipelines, pipeline_totals
+from shoal.planner.simulate.replicas import DeviceGrid, DeviceSlowdown, cells_of, assign_lanes, period, schedule_of, signature
+from shoal.planner.simulate.stragglers import StragglerModel
 
-BUSY = ("compute", "recompute", "tensor", "host")  # terms that a stage's own seconds are made of
+BUSY_TERMS = ("compute", "recompute", "tensor", "host")  # terms that a stage's own seconds are made of
 
 
-class LinkUse(NamedTuple):
+class LinkUsage(NamedTuple):
     """How a tier of links was used, by the device that used it most."""
 
     tier: str
@@ -45,17 +45,17 @@ class LinkUse(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class SimulatedStep:
     prediction: Prediction
     runtime: str
     seconds: float
     terms: Mapping[str, float]  # by TERMS; they add up to the step
-    schedule: Schedule
-    played: Played  # the replica that took longest
-    messages: tuple[Sent, ...]  # of its cell
+    schedule: PipelineSchedule
+    played: ScheduleTimeline  # the replica that took longest
+    messages: tuple[DeliveredMessage, ...]  # of its cell
     devices: tuple[int, ...]  # of its ranks: the first of each stage
     gradients: tuple[tuple[float, float], ...]  # by rank: when its exposed data traffic begins and ends
-    links: tuple[LinkUse, ...]  # the narrowest first
+    links: tuple[LinkUsage, ...]  # the narrowest first
     cells: int  # kinds of replicas that were played
     replicas: int
     route: str  # of the gradients
@@ -77,19 +77,19 @@ class Step:
 
 
 def simulate_step(
-    work: Work,
+    work: Workload,
     setup: Setup,
     cluster: Cluster,
     runtime: Runtime | None = None,
     *,
-    deal: Sequence[Span] | None = None,
+    assignment: Sequence[Span] | None = None,
     slower: Mapping[int, float] | None = None,
-    whole: bool = False,
-) -> Step:
+    every_replica: bool = False,
+) -> SimulatedStep:
     """`deal`: lanes of each replica, of a job (as even as they can be). `slower`: by device, times as long as it should
     take. `whole`: every replica is played, equal or not."""
     runtime = runtime or (MEGATRON if work.lanes is None else SHOAL)
-    wiring = Wiring(cluster)
+    wiring = LinkTopology(cluster)
     if setup.devices > wiring.devices:
         hosts = -(-setup.devices * len(wiring.hosts) // wiring.devices)
         raise PlanError(
@@ -97,27 +97,27 @@ def simulate_step(
             fix=f"--hosts {hosts}, or a layout of at most {wiring.devices}",
         )
     prediction = predict(work, setup, cluster, runtime)
-    dealt = lanes_of(setup, deal)
+    dealt = assign_lanes(setup, assignment)
     schedules = [schedule_of(setup, count) for count in dealt.counts]
     schedule = max(schedules, key=lambda each: each.microbatches)
-    grid = Grid(setup, runtime.order)
+    grid = DeviceGrid(setup, runtime.order)
     costs = stage_costs(prediction.stages, schedule, setup.tensor if runtime.scatter else 1)
-    pace = Pace(cluster, wiring, work.dtype, slower or {})
+    pace = DeviceSlowdown(cluster, wiring, work.dtype, slower or {})
     even = pace.even and len(set(dealt.counts)) == 1
-    count = period(setup, grid, wiring) if even and not whole else setup.data
+    count = period(setup, grid, wiring) if even and not every_replica else setup.data
     cells = cells_of(setup, grid, wiring, pace, schedules[:count])
-    kinds = cells if whole else list({signature(cell): cell for cell in reversed(cells)}.values())
-    flows = [play_pipelines(schedule, costs, cell) for cell in kinds]
+    kinds = cells if every_replica else list({signature(cell): cell for cell in reversed(cells)}.values())
+    flows = [simulate_pipelines(schedule, costs, cell) for cell in kinds]
     slowest = max(range(len(kinds)), key=lambda each: (flows[each].total, -each))
     flow, cell = flows[slowest], kinds[slowest]
     number = max(range(len(cell)), key=lambda each: (flow.replicas[each].total, -each))
     played, sent = flow.replicas[number], tuple(flow.network.sent)
-    data = Exchange.of(work, prediction, wiring, grid, runtime, dealt)
+    data = GradientTraffic.of(work, prediction, wiring, grid, runtime, dealt)
     ends = [row[-1].end for row in played.rows]
     gradients = tuple((end, end + data.exposed[rank]) for rank, end in enumerate(ends))
-    waits = max(end for _, end in gradients) + data.after - played.total
+    waits = max(end for _, end in gradients) + data.tied - played.total
     terms = _terms(prediction, played, max(0.0, waits))
-    return Step(
+    return SimulatedStep(
         prediction=prediction,
         runtime=runtime.name,
         seconds=sum(terms.values()),
@@ -135,51 +135,51 @@ def simulate_step(
     )
 
 
-def stage_costs(stages: Sequence[Stage], schedule: Schedule, slices: int = 1) -> list[Cost]:
+def stage_costs(stages: Sequence[StagePrediction], schedule: PipelineSchedule, slices: int = 1) -> list[StageCost]:
     """By stage of the schedule: a rank's seconds, in the parts that its chunks have of its blocks."""
-    costs: dict[int, Cost] = {}
+    costs: dict[int, StageCost] = {}
     for rank, stage in enumerate(stages):
         blocks = sum(stage.blocks)
         for chunk, number in enumerate(schedule.stages_of(rank)):
             share = stage.blocks[chunk] / blocks if blocks else 1 / schedule.chunks
-            costs[number] = Cost(stage.forward * share, stage.backward * share, stage.output / slices)
+            costs[number] = StageCost(stage.forward * share, stage.backward * share, stage.output / slices)
     return [costs[number] for number in range(schedule.stages)]
 
 
 # -- what came of it --------------------------------------------------------------------------------------------------
 
 
-def _terms(prediction: Prediction, played: Played, waits: float) -> dict[str, float]:
+def _terms(prediction: Prediction, played: ScheduleTimeline, waits: float) -> dict[str, float]:
     """Of the rank that is busy longest. Its own seconds, and what is predicted to come after the last microbatch
     (adding up lanes, commit), in the parts that were predicted."""
     predicted, setup = prediction.terms, prediction.setup
-    own = sum(predicted[name] for name in BUSY)
+    own = sum(predicted[name] for name in BUSY_TERMS)
     in_pipeline = setup.microbatches * max(stage.forward + stage.backward for stage in prediction.stages)
     busy = max(sum(each.end - each.start for each in row) for row in played.rows)
     total = busy + max(0.0, own - in_pipeline)
-    terms = {name: total * predicted[name] / own if own else 0.0 for name in BUSY}
+    terms = {name: total * predicted[name] / own if own else 0.0 for name in BUSY_TERMS}
     terms |= {"bubble": played.total - busy, "data": waits, "optimizer": predicted["optimizer"]}
     return {name: terms[name] for name in TERMS}
 
 
 def _links(
-    wiring: Wiring, work: Work, setup: Setup, sent: Sequence[Sent], data: Exchange, terms: Mapping[str, float]
-) -> tuple[LinkUse, ...]:
+    topology: LinkTopology, work: Workload, setup: Setup, sent: Sequence[DeliveredMessage], data: GradientTraffic, terms: Mapping[str, float]
+) -> tuple[LinkUsage, ...]:
     passed = by_tier(sent)
     uses = []
-    slices = next((tier.name for tier in wiring.tiers.values() if tier.size >= setup.tensor), None)
-    for name, tier in wiring.tiers.items():
+    slices = next((tier.name for tier in topology.tiers.values() if tier.size >= setup.tensor), None)
+    for name, tier in topology.tiers.items():
         num_bytes, busy = passed.get(name, (0.0, 0.0))
         num_bytes += data.sent.get(name, 0.0)
         busy += data.busy.get(name, 0.0)
         if name == slices and setup.tensor > 1:
             num_bytes += _sliced_bytes(work, setup)
             busy += terms["tensor"]
-        uses.append(LinkUse(name, tier.each * tier.efficiency, num_bytes, busy))
+        uses.append(LinkUsage(name, tier.shared_bandwidth * tier.efficiency, num_bytes, busy))
     return tuple(sorted(uses, key=lambda use: use.bandwidth))
 
 
-def _sliced_bytes(work: Work, setup: Setup) -> float:
+def _sliced_bytes(work: Workload, setup: Setup) -> float:
     """That a device sends for the all-reduces of tensor parallelism: 2(t−1)/t of each, forward and backward, and with
     full recomputation once more."""
     reduced = sum(block.reduced * block.reductions for block in work.blocks) / setup.pipeline
@@ -187,19 +187,19 @@ def _sliced_bytes(work: Work, setup: Setup) -> float:
     return reduced * times * 2 * (setup.tensor - 1) / setup.tensor
 
 
-def _hops(sent: Sequence[Sent], devices: Sequence[int]) -> dict[tuple[int, int], float]:
+def _hops(sent: Sequence[DeliveredMessage], devices: Sequence[int]) -> dict[tuple[int, int], float]:
     ranks = {device: rank for rank, device in enumerate(devices)}
     found: dict[tuple[int, int], list[float]] = {}
     for each in sent:
         if each.source in ranks and each.to in ranks:
-            found.setdefault((ranks[each.source], ranks[each.to]), []).append(each.end - each.asked)
+            found.setdefault((ranks[each.source], ranks[each.to]), []).append(each.end - each.requested)
     return {pair: sum(times) / len(times) for pair, times in found.items()}
 
 
 # -- steps with bad luck ----------------------------------------------------------------------------------------------
 
 
-def straggling(step: Step, stragglers: Stragglers, *, steps: int = 100, seed: int = 0) -> np.ndarray:
+def simulate_stragglers(step: SimulatedStep, stragglers: StragglerModel, *, steps: int = 100, seed: int = 0) -> np.ndarray:
     """Seconds of so many steps. Every device draws anew in each; slices wait for the slowest of their stage, stages for
     each other, replicas for the slowest. Messages take as long as in an even step."""
     setup = step.prediction.setup
@@ -213,6 +213,6 @@ def straggling(step: Step, stragglers: Stragglers, *, steps: int = 100, seed: in
         draws = stragglers.draw(devices, count, random)
         slower = draws.reshape(setup.data, setup.pipeline, setup.tensor, count).max(axis=2)
         slower = np.moveaxis(slower, 1, 0).reshape(setup.pipeline, setup.data * count)
-        times = totals(step.schedule, costs, slower, step.hops)
+        times = pipeline_totals(step.schedule, costs, slower, step.hops)
         found.append(times.reshape(setup.data, count).max(axis=0))
     return np.concatenate(found) + (step.seconds - step.pipeline)

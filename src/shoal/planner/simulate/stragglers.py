@@ -14,21 +14,21 @@ import numpy as np
 
 from shoal.errors import InputError
 
-NAMES = ("constant", "normal", "lognormal", "exponential", "slow")
-LEAST = 0.1  # of a normal draw
+DISTRIBUTIONS = ("constant", "normal", "lognormal", "exponential", "slow")
+MIN_FACTOR = 0.1  # of a normal draw
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stragglers:
+class StragglerModel:
     name: str = "constant"
     size: float = 0.0
 
     @classmethod
-    def read(cls, text: str) -> "Stragglers":
+    def parse(cls, text: str) -> "StragglerModel":
         """`lognormal:0.1`."""
         name, colon, size = text.strip().partition(":")
-        if name not in NAMES:
-            near = get_close_matches(name, NAMES, n=1, cutoff=0.5)
+        if name not in DISTRIBUTIONS:
+            near = get_close_matches(name, DISTRIBUTIONS, n=1, cutoff=0.5)
             raise InputError(
                 f"there is no distribution {name!r}", fix=f"did you mean {near[0]}?" if near else f"one of {_forms()}"
             )
@@ -56,7 +56,7 @@ class Stragglers:
         """Factors, `[worker, time]`."""
         shape = (workers, times)
         if self.name == "normal":
-            return np.asarray(np.maximum(LEAST, 1 + self.size * random.standard_normal(shape)))
+            return np.asarray(np.maximum(MIN_FACTOR, 1 + self.size * random.standard_normal(shape)))
         if self.name == "lognormal":
             return np.asarray(np.exp(self.size * random.standard_normal(shape) - self.size**2 / 2))
         if self.name == "exponential":

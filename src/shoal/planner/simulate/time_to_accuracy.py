@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.errors import InputError
-from shoal.planner.simulate.servers import Served, Servers
+from shoal.planner.simulate.servers import SimulatedServerRun, SimulatedServers
 
 ASSUMPTIONS = (
     "updates needed = least updates × (1 + staleness penalty × mean staleness + noise batch / batch of an update)",
@@ -24,41 +24,41 @@ ASSUMPTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law:
-    least: float = 1.0  # S_min; 1: times are relative
-    noise: float = 1.0  # B_noise, samples
+class ConvergenceLaw:
+    min_updates: float = 1.0  # S_min; 1: times are relative
+    noise_batch: float = 1.0  # B_noise, samples
     penalty: float = 1.0  # c
 
     def __post_init__(self) -> None:
-        if not (self.least > 0 and self.noise >= 0 and self.penalty >= 0):
+        if not (self.min_updates > 0 and self.noise_batch >= 0 and self.penalty >= 0):
             raise InputError(
-                f"least updates {self.least:g}, noise {self.noise:g}, penalty {self.penalty:g}: the first is above 0,"
+                f"least updates {self.min_updates:g}, noise {self.noise_batch:g}, penalty {self.penalty:g}: the first is above 0,"
                 " none is negative"
             )
 
     def updates(self, batch: float, staleness: float = 0.0) -> float:
-        return self.least * (1 + self.penalty * staleness + self.noise / batch)
+        return self.min_updates * (1 + self.penalty * staleness + self.noise_batch / batch)
 
     def samples(self, batch: float, staleness: float = 0.0) -> float:
         return batch * self.updates(batch, staleness)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
+class TimeToAccuracy:
     """When a mode is there."""
 
-    served: Served
+    run: SimulatedServerRun
     batch: float  # of an update
     updates: float
     seconds: float
 
 
-def time_to_accuracy(law: Law, setup: Servers, served: Served, batch: float) -> Reached:
+def time_to_accuracy(law: ConvergenceLaw, setup: SimulatedServers, run: SimulatedServerRun, batch: float) -> TimeToAccuracy:
     """`batch`: samples of all workers together."""
-    own = batch / setup.workers * served.gradients / served.updates
-    updates = law.updates(own, served.mean_staleness)
-    return Reached(served=served, batch=own, updates=updates, seconds=updates / served.updates_per_second)
+    own = batch / setup.workers * run.gradients / run.updates
+    updates = law.updates(own, run.mean_staleness)
+    return TimeToAccuracy(run=run, batch=own, updates=updates, seconds=updates / run.updates_per_second)
 
 
-def table(law: Law, setup: Servers, served: Sequence[Served], batch: float) -> list[Reached]:
-    return [time_to_accuracy(law, setup, each, batch) for each in served]
+def time_to_accuracy_table(law: ConvergenceLaw, setup: SimulatedServers, runs: Sequence[SimulatedServerRun], batch: float) -> list[TimeToAccuracy]:
+    return [time_to_accuracy(law, setup, each, batch) for each in runs]

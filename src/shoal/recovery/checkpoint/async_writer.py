@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from shoal.recovery.checkpoint.directory import Checkpoints, Overtaken, Snapshot, Written
-from shoal.recovery.checkpoint.shards import Share
+from shoal.recovery.checkpoint.directory import CheckpointDirectory, CheckpointOvertaken, Snapshot, WrittenCheckpoint
+from shoal.recovery.checkpoint.shards import ShardWriteTask
 
 FIRST_WAIT = 1.0  # seconds after a write that failed until the next try; doubled each time
 LAST_WAIT = 30.0
 
 
-class Patience:
+class RetryBackoff:
     """When to try again after writes that failed: a full disk has room again some time, and nobody says when."""
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class Patience:
     def succeeded(self) -> None:
         self._wait = 0.0
 
-    def again(self, now: float) -> bool:
+    def retry_due(self, now: float) -> bool:
         return self.failing and now >= self._next
 
 
-class Saver:
+class AsyncWriter:
     """At most one write at a time, on a thread of its own; the callbacks are called on that thread.
 
     A write that failed is told to `on_failed` and is nobody else's trouble; one that another worker has overtaken is
@@ -42,20 +42,20 @@ class Saver:
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
-        on_saved: Callable[[Written, Snapshot], None],
+        directory: CheckpointDirectory,
+        on_saved: Callable[[WrittenCheckpoint, Snapshot], None],
         on_failed: Callable[[int, Exception], None],
     ) -> None:
-        self._checkpoints = checkpoints
+        self._directory = directory
         self._on_saved = on_saved
         self._on_failed = on_failed
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
 
-    def save(self, snapshot: Snapshot, share: Share | None = None) -> None:
+    def save(self, snapshot: Snapshot, task: ShardWriteTask | None = None) -> None:
         """Returns at once, unless the write before is still running. With a `share` others write the rest."""
         self.wait()
-        self._running = self._thread.submit(self._write, snapshot, share)
+        self._running = self._thread.submit(self._write, snapshot, task)
 
     def close(self) -> None:
         """Waits for the last write and ends the thread."""
@@ -74,14 +74,14 @@ class Saver:
         if running is not None:
             running.result()
 
-    def _write(self, snapshot: Snapshot, share: Share | None) -> None:
-        written: Written | None
+    def _write(self, snapshot: Snapshot, task: ShardWriteTask | None) -> None:
+        written: WrittenCheckpoint | None
         try:
-            if share is None:
-                written = self._checkpoints.write(snapshot)
+            if task is None:
+                written = self._directory.write(snapshot)
             else:
-                written = self._checkpoints.write_part(snapshot, share)
-        except Overtaken:
+                written = self._directory.write_shard(snapshot, task)
+        except CheckpointOvertaken:
             return
         except Exception as error:
             self._on_failed(snapshot.step, error)

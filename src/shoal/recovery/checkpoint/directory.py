@@ -35,89 +35,89 @@ from shoal.errors import CheckpointError, InputError, RunFolderError
 from shoal.recovery.checkpoint import sharded
 from shoal.recovery.checkpoint.files import (
     FILES,
-    STATE,
-    TENSORS,
+    STATE_FILE,
+    TENSOR_FILES,
     Snapshot,
     encode_state,
     files_of,
     make_folder,
     open_weights,
-    part_files,
+    shard_files,
     read_snapshot,
     save_readable,
     step_name,
     writable,
 )
-from shoal.recovery.checkpoint.manifest import fsync, read_manifest, seal, verify
-from shoal.recovery.checkpoint.shards import Holding, Share, Stored, Unfit, note_file, num_bytes
+from shoal.recovery.checkpoint.manifest import fsync, read_manifest, write_manifest, verify
+from shoal.recovery.checkpoint.shards import StateShard, ShardWriteTask, StoredTensors, CheckpointMismatch, receipt_file, num_bytes
 from shoal.recovery.membership import process
 
-__all__ = ["Checkpoints", "Found", "Overtaken", "Snapshot", "Written"]
+__all__ = ["CheckpointDirectory", "FoundCheckpoint", "CheckpointOvertaken", "Snapshot", "WrittenCheckpoint"]
 
-_STANDING = re.compile(r"step-(\d{8,})(\.replaced-[0-9a-f]+)?")
+_COMPLETE = re.compile(r"step-(\d{8,})(\.replaced-[0-9a-f]+)?")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.([0-9a-f]+)-(\d+)-(\w+)\.[0-9a-f]+")
 _REMOVED = re.compile(r"\.removed\.[0-9a-f]+")
-_FORGOTTEN_SECONDS = 24 * 3600.0  # after which what another machine was writing is swept too
+_ABANDONED_SECONDS = 24 * 3600.0  # after which what another machine was writing is swept too
 _ATTEMPTS = 10  # to put a checkpoint where somebody else puts one at the same moment
 
 
-class Overtaken(CheckpointError):
+class CheckpointOvertaken(CheckpointError):
     """While this was written, another worker put a checkpoint of this step or a later one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class WrittenCheckpoint:
     path: Path
     num_bytes: int
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
+class FoundCheckpoint:
     snapshot: Snapshot
     path: Path
     skipped: list[str]  # newer ones that did not verify, each with its defect
 
 
-class Checkpoints:
+class CheckpointDirectory:
     """The checkpoints of one run, in one folder, of which the newest `keep` stay."""
 
-    def __init__(self, folder: Path, *, keep: int = 2, late_seconds: float = sharded.LATE_SECONDS) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2, stall_seconds: float = sharded.STALL_SECONDS) -> None:
         if keep < 1:
             raise InputError(f"keep={keep}: at least 1 checkpoint has to stay", fix="keep=2")
         self.folder = folder
         self.keep = keep
-        self.late_seconds = late_seconds
+        self.stall_seconds = stall_seconds
         self._verified: set[Path] = set()  # spares reading a checkpoint again each time another is written
 
-    def write(self, snapshot: Snapshot) -> Written:
+    def write(self, snapshot: Snapshot) -> WrittenCheckpoint:
         began = time.perf_counter()
         state = encode_state(snapshot)
-        tensors = {part: writable(getattr(snapshot, part)) for part in TENSORS}
+        tensors = {part: writable(getattr(snapshot, part)) for part in TENSOR_FILES}
         try:
             path, num_bytes = self._write(snapshot.step, state, tensors)
         except OSError as error:
             needed = len(state) + sum(tensor.nbytes for part in tensors.values() for tensor in part.values())
-            raise self._not_written(snapshot.step, needed, error) from error
+            raise self._write_error(snapshot.step, needed, error) from error
         self._verified.add(path)
         self._prune(path, snapshot.step)
-        return Written(path=path, num_bytes=num_bytes, seconds=time.perf_counter() - began)
+        return WrittenCheckpoint(path=path, num_bytes=num_bytes, seconds=time.perf_counter() - began)
 
-    def newest(self, holding: Holding | None = None) -> Found | None:
+    def newest(self, state_shard: StateShard | None = None) -> FoundCheckpoint | None:
         """The newest that verifies. None if there is no checkpoint at all; an error if there are only broken ones.
 
         With a `holding` its tensors are those pieces that a worker holds.
         """
         skipped: list[str] = []
-        for path in self._standing():
+        for path in self._complete():
             inode = _inode(path)
             try:
-                return Found(snapshot=self.read(path, holding), path=path, skipped=skipped)
-            except Unfit:
+                return FoundCheckpoint(snapshot=self.read(path, state_shard), path=path, skipped=skipped)
+            except CheckpointMismatch:
                 raise
             except CheckpointError as error:
                 if inode is None or _inode(path) != inode:  # the run is alive and has moved on meanwhile: look again
-                    return self.newest(holding)
+                    return self.newest(state_shard)
                 skipped.append(error.message)
         if not skipped:
             return None
@@ -127,15 +127,15 @@ class Checkpoints:
             fix="put back a good copy of one of them, or start again in another run folder",
         )
 
-    def read(self, path: Path, holding: Holding | None = None) -> Snapshot:
+    def read(self, path: Path, state_shard: StateShard | None = None) -> Snapshot:
         inode = _inode(path)
         manifest = read_manifest(path)
         verify(path, manifest, files_of(manifest))
-        named = _STANDING.fullmatch(path.name)
+        named = _COMPLETE.fullmatch(path.name)
         if named and int(named[1]) != manifest.step:
             raise CheckpointError(f"{path.name}: its manifest says step {manifest.step}", where=str(path))
         try:
-            snapshot = read_snapshot(path, manifest, holding)
+            snapshot = read_snapshot(path, manifest, state_shard)
             if _inode(path) != inode:
                 raise ValueError("another one was put there while it was read")
         except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, msgspec.ValidationError) as error:
@@ -145,91 +145,91 @@ class Checkpoints:
         return snapshot
 
     @property
-    def stands(self) -> bool:
+    def has_checkpoint(self) -> bool:
         """There is one, whole or not."""
-        return bool(self._standing())
+        return bool(self._complete())
 
     def of_step(self, step: int) -> Path | None:
         """A checkpoint of this step that verifies."""
-        for path in self._standing():
+        for path in self._complete():
             if int(path.name[len("step-") :].partition(".")[0]) == step and self._verifies(path):
                 return path
         return None
 
-    def weights(self, path: Path) -> tuple[Stored, dict[str, str]]:
+    def open_weights(self, path: Path) -> tuple[StoredTensors, dict[str, str]]:
         """The weights of one that verifies, to be read one by one, and their aliases. Close what is opened."""
         return open_weights(path)
 
     # -- several writers ----------------------------------------------------------------------------------------------
 
-    def write_part(self, snapshot: Snapshot, share: Share) -> Written | None:
+    def write_shard(self, snapshot: Snapshot, task: ShardWriteTask) -> WrittenCheckpoint | None:
         """One worker's part, of which the snapshot holds just what it writes. The leader finishes the whole, and has
         something to tell; the others leave even their failures to it."""
-        if share.holding.leads:
-            return self._lead(snapshot, share)
+        if task.state_shard.is_leader:
+            return self._write_as_leader(snapshot, task)
         try:
-            sharded.follow(self.folder, snapshot, share)
+            sharded.write_as_follower(self.folder, snapshot, task)
         except FileNotFoundError as error:
-            raise Overtaken(f"the leader gave up the checkpoint of step {snapshot.step} meanwhile") from error
+            raise CheckpointOvertaken(f"the leader gave up the checkpoint of step {snapshot.step} meanwhile") from error
         return None
 
-    def delivered(self, step: int, token: str, part: int) -> bool:
+    def has_shard(self, step: int, token: str, shard_index: int) -> bool:
         """Whether a part lies where the leader looks for it, or the whole stands already."""
-        note = sharded.shared_folder(self.folder, step, token) / note_file(part)
+        note = sharded.shared_folder(self.folder, step, token) / receipt_file(shard_index)
         return note.exists() or _is_ours(self.folder / step_name(step))
 
-    def _lead(self, snapshot: Snapshot, share: Share) -> Written:
+    def _write_as_leader(self, snapshot: Snapshot, task: ShardWriteTask) -> WrittenCheckpoint:
         began = time.perf_counter()
-        step, partial = snapshot.step, sharded.shared_folder(self.folder, snapshot.step, share.token)
+        step, partial = snapshot.step, sharded.shared_folder(self.folder, snapshot.step, task.token)
         try:
-            me = _me()
+            me = _process_identity()
             make_folder(self.folder)
-            self._sweep(spare=partial)
+            self._remove_abandoned(spare=partial)
             before = self._inodes()
             try:
                 with suppress(FileNotFoundError):
                     if sharded.owner_of(partial) != me:  # what a dead leader left there is not for us
                         self._discard(partial)
-                known = sharded.lead(partial, snapshot, share, owner=me, late_seconds=self.late_seconds)
-                seal(partial, step=step, names=part_files(share.holding.parts), known=known)
+                known = sharded.write_as_leader(partial, snapshot, task, owner=me, stall_seconds=self.stall_seconds)
+                write_manifest(partial, step=step, names=shard_files(task.state_shard.num_shards), known=known)
                 size = sum(file.stat().st_size for file in partial.iterdir())
-                path = self._put(partial, self.folder / step_name(step), step, before)
+                path = self._rename_into_place(partial, self.folder / step_name(step), step, before)
             except BaseException:
                 with suppress(OSError):
                     self._discard(partial)
                 raise
-        except sharded.PartFailed as error:
-            raise self._not_written(step, error.num_bytes, error) from error
+        except sharded.ShardWriteError as error:
+            raise self._write_error(step, error.num_bytes, error) from error
         except OSError as error:
-            needed = num_bytes({part: getattr(snapshot, part) for part in TENSORS})
-            raise self._not_written(step, needed, error) from error
+            needed = num_bytes({part: getattr(snapshot, part) for part in TENSOR_FILES})
+            raise self._write_error(step, needed, error) from error
         self._verified.add(path)
         self._prune(path, step)
-        return Written(path=path, num_bytes=size, seconds=time.perf_counter() - began)
+        return WrittenCheckpoint(path=path, num_bytes=size, seconds=time.perf_counter() - began)
 
     # -- one writer ---------------------------------------------------------------------------------------------------
 
     def _write(self, step: int, state: bytes, tensors: dict[str, dict[str, Tensor]]) -> tuple[Path, int]:
         make_folder(self.folder)
-        self._sweep()
+        self._remove_abandoned()
         before = self._inodes()
         name = step_name(step)
-        partial = self.folder / f".{name}.{_me()}.{secrets.token_hex(4)}"
+        partial = self.folder / f".{name}.{_process_identity()}.{secrets.token_hex(4)}"
         try:
             partial.mkdir()
-            (partial / STATE).write_bytes(state)
-            for part, file in TENSORS.items():
-                save_readable(tensors[part], partial, file, STATE)
-            seal(partial, step=step, names=FILES)
+            (partial / STATE_FILE).write_bytes(state)
+            for part, file in TENSOR_FILES.items():
+                save_readable(tensors[part], partial, file, STATE_FILE)
+            write_manifest(partial, step=step, names=FILES)
             num_bytes = sum(file.stat().st_size for file in partial.iterdir())
-            return self._put(partial, self.folder / name, step, before), num_bytes
+            return self._rename_into_place(partial, self.folder / name, step, before), num_bytes
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
     # -- what stands --------------------------------------------------------------------------------------------------
 
-    def _put(self, partial: Path, path: Path, step: int, before: dict[str, int]) -> Path:
+    def _rename_into_place(self, partial: Path, path: Path, step: int, before: dict[str, int]) -> Path:
         """A full folder cannot be renamed over another, so the old one steps aside, to where newest() still sees it."""
         self._verified.discard(path)
         for attempt in range(_ATTEMPTS):
@@ -252,11 +252,11 @@ class Checkpoints:
             if before.get(name) == inode or int(name[len("step-") :].partition(".")[0]) < step:
                 continue
             if _is_ours(self.folder / name):
-                raise Overtaken(f"the checkpoint of step {step} is not needed: {name} was put there meanwhile")
+                raise CheckpointOvertaken(f"the checkpoint of step {step} is not needed: {name} was put there meanwhile")
 
     def _inodes(self) -> dict[str, int]:
         """What stands, and which folder it is: the same name may later be another one's."""
-        found = {path.name: _inode(path) for path in self._standing()}
+        found = {path.name: _inode(path) for path in self._complete()}
         return {name: inode for name, inode in found.items() if inode is not None}
 
     def _prune(self, newest: Path, step: int) -> None:
@@ -268,7 +268,7 @@ class Checkpoints:
         kept = {step}
         # The new one stands. What stays too long, or is another writer's business too, is tried again next time.
         with suppress(OSError, RunFolderError, CheckpointError):
-            for path in self._standing():
+            for path in self._complete():
                 if path == newest or not _is_ours(path):
                     continue
                 step = read_manifest(path).step
@@ -294,17 +294,17 @@ class Checkpoints:
         self._verified.discard(path)
         shutil.rmtree(removed, ignore_errors=True)
 
-    def _sweep(self, spare: Path | None = None) -> None:
+    def _remove_abandoned(self, spare: Path | None = None) -> None:
         for path in self.folder.iterdir():
             partial = _PARTIAL.fullmatch(path.name)
-            forsaken = path != spare and sharded.is_forsaken(path, _machine())
+            forsaken = path != spare and sharded.is_abandoned(path, _machine_identity())
             if _REMOVED.fullmatch(path.name) or forsaken or (partial and _is_abandoned(path, *partial.groups())):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _standing(self) -> list[Path]:
+    def _complete(self) -> list[Path]:
         """Whatever is named as a checkpoint, newest first; of one step, the one that was replaced last."""
         try:
-            names = [match for name in os.listdir(self.folder) if (match := _STANDING.fullmatch(name))]
+            names = [match for name in os.listdir(self.folder) if (match := _COMPLETE.fullmatch(name))]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -312,13 +312,13 @@ class Checkpoints:
         names.sort(key=lambda match: (-int(match[1]), match[2] is not None))
         return [self.folder / match[0] for match in names]
 
-    def _not_written(self, step: int, needed_num_bytes: int, error: OSError) -> RunFolderError:
+    def _write_error(self, step: int, needed_num_bytes: int, error: OSError) -> RunFolderError:
         where = [f"{self.folder} needs {needed_num_bytes:,} bytes"]
         with suppress(OSError):
             existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
             where[0] += f", {shutil.disk_usage(existing).free:,} are free"
         with suppress(OSError, RunFolderError):
-            intact = [path.name for path in self._standing() if self._verifies(path)]
+            intact = [path.name for path in self._complete() if self._verifies(path)]
             where.append(f"still intact: {', '.join(intact) or 'no earlier checkpoint'}")
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return RunFolderError(
@@ -346,20 +346,20 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_abandoned(path: Path, machine: str, pid: str, began: str) -> bool:
-    if machine == _machine():
-        return process.began(int(pid)) != began
+    if machine == _machine_identity():
+        return process.start_ticks(int(pid)) != began
     with suppress(OSError):
-        return time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS
+        return time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
     return False
 
 
-def _me() -> str:
+def _process_identity() -> str:
     pid = os.getpid()
-    return f"{_machine()}-{pid}-{process.began(pid)}"
+    return f"{_machine_identity()}-{pid}-{process.start_ticks(pid)}"
 
 
 @lru_cache(maxsize=1)
-def _machine() -> str:
+def _machine_identity() -> str:
     """Where numbers of processes mean the same: this boot of this machine, within this container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return hashlib.blake2b(f"{boot}{os.readlink('/proc/self/ns/pid')}".encode(), digest_size=4).hexdigest()

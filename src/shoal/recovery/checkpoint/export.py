@@ -13,14 +13,14 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import tensor_bytes
-from shoal.recovery.checkpoint.safetensors_reader import TensorFile
+from shoal.recovery.checkpoint.safetensors_reader import SafetensorsFile
 from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES
-from shoal.recovery.checkpoint.shards import Holding, Stored, index_of
+from shoal.recovery.checkpoint.shards import StateShard, StoredTensors, index_of_files
 
 
 def export_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
     """Beside, fsync, rename. A tied weight is stored once; its other names are in the metadata."""
-    with _beside(path) as beside:
+    with _written_atomically(path) as beside:
         save_file(
             {name: tensor.contiguous() for name, tensor in weights.items()},
             beside,
@@ -28,7 +28,7 @@ def export_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, st
         )
 
 
-def export_stored(path: Path, stored: Stored, aliases: dict[str, str]) -> None:
+def export_stored(path: Path, stored: StoredTensors, aliases: dict[str, str]) -> None:
     """The same from the files of a checkpoint, with one tensor in memory at a time.
 
     safetensors writes only what is all in memory, so the format is written here: the length of a header, the header,
@@ -44,14 +44,14 @@ def export_stored(path: Path, stored: Stored, aliases: dict[str, str]) -> None:
         header[name] = {"dtype": stored.label("weights", name), "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with _beside(path) as beside, open(beside, "wb") as file:
+    with _written_atomically(path) as beside, open(beside, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
             file.write(tensor_bytes(stored.read("weights", name)))
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def _written_atomically(path: Path) -> Iterator[Path]:
     """Where to write; if that went well it is made durable and takes its place."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -85,7 +85,7 @@ def check_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], other: Coll
     `other`: further names of tied weights, which may be there."""
     fix = "a file that was written for this model, such as a run's model.safetensors"
     try:
-        with TensorFile(path) as file:
+        with SafetensorsFile(path) as file:
             aliases: dict[str, str] = json.loads(file.metadata.get("aliases", "{}"))
             there = {name: file.shape(name) for name in file}
     except (OSError, ValueError) as error:
@@ -108,38 +108,38 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{', …' if names[5:] else ''}"
 
 
-def initial_weights(path: Path, holding: Holding | None = None) -> dict[str, Tensor]:
+def initial_weights(path: Path, state_shard: StateShard | None = None) -> dict[str, Tensor]:
     """What a worker holds of the weights in a file, under every name that it holds: a tied one under each of them.
 
     Without a `holding` it is all that the file has.
     """
     try:
-        with TensorFile(path) as file:
+        with SafetensorsFile(path) as file:
             aliases: dict[str, str] = json.loads(file.metadata.get("aliases", "{}"))
-        index = index_of(path.parent, {"weights": path.name})
+        index = index_of_files(path.parent, {"weights": path.name})
     except (OSError, ValueError) as error:
         raise CheckpointError(f"the weights {path} cannot be read: {error}") from None
     entries = index["weights"]
-    if holding is None:
+    if state_shard is None:
         names = [*entries, *aliases]
     else:
-        names = list(holding.shapes if holding.held is None else holding.held)
+        names = list(state_shard.shapes if state_shard.held is None else state_shard.held)
     missing = [name for name in names if aliases.get(name, name) not in entries]
     if missing:
         raise CheckpointError(f"the weights {path} have no {', '.join(missing[:5])}{', …' if missing[5:] else ''}")
     read: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}
-    with Stored(path.parent, index) as stored:
+    with StoredTensors(path.parent, index) as stored:
         for name in names:
             target = aliases.get(name, name)
-            if holding is not None and name in holding.shapes and entries[target].shape != holding.shapes[name]:
-                then, now = entries[target].shape, holding.shapes[name]
+            if state_shard is not None and name in state_shard.shapes and entries[target].shape != state_shard.shapes[name]:
+                then, now = entries[target].shape, state_shard.shapes[name]
                 raise CheckpointError(f"{name}: {then} in the weights {path}, {now} in the model")
             if target not in read:
                 read[target] = (
                     stored.read("weights", target)
-                    if holding is None
-                    else stored.read("weights", target, holding.piece(name))
+                    if state_shard is None
+                    else stored.read("weights", target, state_shard.slice_of(name))
                 )
             found[name] = read[target]
     return found

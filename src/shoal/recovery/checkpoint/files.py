@@ -24,22 +24,22 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.recovery.checkpoint.manifest import Manifest, fsync
-from shoal.recovery.checkpoint.serialize import check_storable, plain
+from shoal.recovery.checkpoint.serialize import check_storable, to_plain
 from shoal.recovery.checkpoint.shards import (
-    KINDS,
-    Holding,
-    Index,
-    Merged,
-    Stored,
-    everything,
-    index_of,
-    part_file,
-    wanted_by,
+    FILE_STEMS,
+    StateShard,
+    TensorIndex,
+    MergedState,
+    StoredTensors,
+    all_slices,
+    index_of_files,
+    shard_file,
+    wanted_slices,
 )
 
-STATE = "state.json"
-TENSORS = {"weights": "model.safetensors", "optimizer": "optimizer.safetensors", "extra": "extra.safetensors"}
-FILES = (STATE, *TENSORS.values())
+STATE_FILE = "state.json"
+TENSOR_FILES = {"weights": "model.safetensors", "optimizer": "optimizer.safetensors", "extra": "extra.safetensors"}
+FILES = (STATE_FILE, *TENSOR_FILES.values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,7 +56,7 @@ class Snapshot:
     fingerprint: str
 
 
-class _State(msgspec.Struct, frozen=True, kw_only=True):
+class _StateFile(msgspec.Struct, frozen=True, kw_only=True):
     """state.json. `names` keeps the order of the tensors, which safetensors sorts and a digest depends on."""
 
     step: int
@@ -65,21 +65,21 @@ class _State(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, Any]
     aliases: dict[str, str]
     names: dict[str, list[str]]
-    index: Index | None = None  # of a checkpoint in parts: where the pieces lie
+    index: TensorIndex | None = None  # of a checkpoint in parts: where the pieces lie
 
 
 def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def part_files(parts: int) -> tuple[str, ...]:
-    return (STATE, TENSORS["extra"], *(part_file(kind, part) for part in range(parts) for kind in KINDS))
+def shard_files(num_shards: int) -> tuple[str, ...]:
+    return (STATE_FILE, TENSOR_FILES["extra"], *(shard_file(kind, part) for part in range(num_shards) for kind in FILE_STEMS))
 
 
 def files_of(manifest: Manifest) -> tuple[str, ...]:
     """What has to be in a checkpoint: that of one writer, or of as many as there are."""
     parts = sum(re.fullmatch(r"model-\d+\.safetensors", name) is not None for name in manifest.files)
-    return part_files(parts) if parts else FILES
+    return shard_files(parts) if parts else FILES
 
 
 def make_folder(folder: Path) -> None:
@@ -91,9 +91,9 @@ def make_folder(folder: Path) -> None:
 # ---- writing
 
 
-def encode_state(snapshot: Snapshot, merged: Merged | None = None) -> bytes:
+def encode_state(snapshot: Snapshot, merged: MergedState | None = None) -> bytes:
     """state.json; what was merged from parts takes the place of what the leader alone has."""
-    names = {part: list(getattr(snapshot, part)) for part in TENSORS}
+    names = {part: list(getattr(snapshot, part)) for part in TENSOR_FILES}
     state = {
         "step": snapshot.step,
         "fingerprint": snapshot.fingerprint,
@@ -127,7 +127,7 @@ def writable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if name == "__metadata__":
             raise CheckpointError(f"a tensor cannot be named {name!r}: safetensors keeps that name for itself")
         check_storable(tensor, name)
-        own = plain(tensor)
+        own = to_plain(tensor)
         if own.untyped_storage().data_ptr() in seen:
             own = own.clone()
         seen.add(own.untyped_storage().data_ptr())
@@ -135,7 +135,7 @@ def writable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def save(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path)
     except SafetensorError as error:  # says "I/O error: No space left on device (os error 28)"
@@ -146,7 +146,7 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
 
 def save_readable(tensors: dict[str, Tensor], folder: Path, name: str, ordinary: str) -> Path:
     """Readable by those who can read the ordinary file beside it: safetensors makes files for their owner alone."""
-    save(tensors, folder / name)
+    save_tensors(tensors, folder / name)
     (folder / name).chmod((folder / ordinary).stat().st_mode)
     return folder / name
 
@@ -154,16 +154,16 @@ def save_readable(tensors: dict[str, Tensor], folder: Path, name: str, ordinary:
 # ---- reading
 
 
-def read_snapshot(folder: Path, manifest: Manifest, holding: Holding | None = None) -> Snapshot:
+def read_snapshot(folder: Path, manifest: Manifest, state_shard: StateShard | None = None) -> Snapshot:
     """With a `holding` its tensors are those pieces that a worker holds. What does not fit together is a ValueError."""
     state = _read_state(folder)
     if state.step != manifest.step or not set(state.aliases.values()) <= set(state.names["weights"]):
-        raise ValueError(f"{STATE} does not fit the other files")
-    if state.index is None and holding is None:
-        tensors = {part: _load(folder / file, state.names[part]) for part, file in TENSORS.items()}
+        raise ValueError(f"{STATE_FILE} does not fit the other files")
+    if state.index is None and state_shard is None:
+        tensors = {part: _load(folder / file, state.names[part]) for part, file in TENSOR_FILES.items()}
         values = state.values
     else:
-        tensors, values = _load_pieces(folder, state, manifest, holding)
+        tensors, values = _load_slices(folder, state, manifest, state_shard)
     return Snapshot(
         step=state.step,
         aliases=state.aliases,
@@ -174,38 +174,38 @@ def read_snapshot(folder: Path, manifest: Manifest, holding: Holding | None = No
     )
 
 
-def open_weights(folder: Path) -> tuple[Stored, dict[str, str]]:
+def open_weights(folder: Path) -> tuple[StoredTensors, dict[str, str]]:
     """To be read one by one, and their aliases. Close what is opened."""
     state = _read_state(folder)
-    index = index_of(folder, {"weights": TENSORS["weights"]}) if state.index is None else state.index
-    return Stored(folder, index), state.aliases
+    index = index_of_files(folder, {"weights": TENSOR_FILES["weights"]}) if state.index is None else state.index
+    return StoredTensors(folder, index), state.aliases
 
 
-def _read_state(folder: Path) -> _State:
-    return msgspec.convert(json.loads((folder / STATE).read_bytes()), _State)
+def _read_state(folder: Path) -> _StateFile:
+    return msgspec.convert(json.loads((folder / STATE_FILE).read_bytes()), _StateFile)
 
 
 def _load(path: Path, names: list[str]) -> dict[str, Tensor]:
     """Fresh tensors in the order of `names`: safetensors maps the file, at offsets that no kernel should see."""
     with safe_open(path, framework="pt", device="cpu") as file:
         if sorted(file.keys()) != sorted(names):
-            raise ValueError(f"{path.name} holds other tensors than {STATE} names")
+            raise ValueError(f"{path.name} holds other tensors than {STATE_FILE} names")
         return {name: file.get_tensor(name).clone(memory_format=torch.contiguous_format) for name in names}
 
 
-def _load_pieces(
-    path: Path, state: _State, manifest: Manifest, holding: Holding | None
+def _load_slices(
+    path: Path, state: _StateFile, manifest: Manifest, state_shard: StateShard | None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """All tensors whole, or what a worker holds of them; one after the other."""
-    index = index_of(path, {kind: TENSORS[kind] for kind in KINDS}) if state.index is None else state.index
-    named = {placed.file for kind in KINDS for entry in index[kind].values() for placed in entry.pieces}
-    if not named <= manifest.files.keys() or any(sorted(index[kind]) != sorted(state.names[kind]) for kind in KINDS):
-        raise ValueError(f"{STATE} does not fit the other files")
-    wanted, values = everything(state.names), state.values
-    if holding is not None:
-        wanted, values = wanted_by(holding, index, state.names, state.aliases, state.values)
-    with Stored(path, index) as stored:
+    index = index_of_files(path, {kind: TENSOR_FILES[kind] for kind in FILE_STEMS}) if state.index is None else state.index
+    named = {placed.file for kind in FILE_STEMS for entry in index[kind].values() for placed in entry.slices}
+    if not named <= manifest.files.keys() or any(sorted(index[kind]) != sorted(state.names[kind]) for kind in FILE_STEMS):
+        raise ValueError(f"{STATE_FILE} does not fit the other files")
+    wanted, values = all_slices(state.names), state.values
+    if state_shard is not None:
+        wanted, values = wanted_slices(state_shard, index, state.names, state.aliases, state.values)
+    with StoredTensors(path, index) as stored:
         tensors = {
-            kind: {name: stored.read(kind, name, piece) for name, piece in wanted[kind].items()} for kind in KINDS
+            kind: {name: stored.read(kind, name, piece) for name, piece in wanted[kind].items()} for kind in FILE_STEMS
         }
-    return tensors | {"extra": _load(path / TENSORS["extra"], state.names["extra"])}, values
+    return tensors | {"extra": _load(path / TENSOR_FILES["extra"], state.names["extra"])}, values

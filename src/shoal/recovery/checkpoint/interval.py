@@ -24,15 +24,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 DAY = 24 * 3600.0
-WATCHED = 600.0  # seconds of watching that the assumption of one failure a day weighs as much as
-REPAIR = 2.0  # seconds until a lost worker's replacement has the state
-FIRST = 10.0  # seconds of training before the first checkpoint, by which saving is measured
-AGAIN = 10.0  # seconds after which the advice is worked out anew, though nothing happened
-NEWS = 1.25  # a change of the interval by this factor is worth telling
+PRIOR_SECONDS = 600.0  # seconds of watching that the assumption of one failure a day weighs as much as
+REPAIR_SECONDS = 2.0  # seconds until a lost worker's replacement has the state
+FIRST_SECONDS = 10.0  # seconds of training before the first checkpoint, by which saving is measured
+ADVISE_SECONDS = 10.0  # seconds after which the advice is worked out anew, though nothing happened
+CHANGE_RATIO = 1.25  # a change of the interval by this factor is worth telling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
+class IntervalAdvice:
     every: int  # steps
     seconds: float  # the same as time
     save_seconds: float  # C
@@ -40,7 +40,7 @@ class Advice:
     write_seconds: float
     save_share: float  # of all time: expected to go into saving
     repeat_share: float  # likewise into work that is done again
-    bound: str  # what fixed the interval: "daly", "write" (no faster than one can be written) or "step" (each of them)
+    limited_by: str  # what fixed the interval: "daly", "write" (no faster than one can be written) or "step" (each of them)
 
 
 def young(save_seconds: float, failure_seconds: float) -> float:
@@ -54,7 +54,7 @@ def daly(save_seconds: float, failure_seconds: float) -> float:
     return young(save_seconds, failure_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
 
 
-def advise(save_seconds: float, failure_seconds: float, step_seconds: float, write_seconds: float = 0.0) -> Advice:
+def advise(save_seconds: float, failure_seconds: float, step_seconds: float, write_seconds: float = 0.0) -> IntervalAdvice:
     """Whole steps between two checkpoints: at least one, and at least as many as pass while one is written."""
     if not (save_seconds >= 0 and failure_seconds > 0 and step_seconds > 0 and write_seconds >= 0):
         given = f"{save_seconds=}, {failure_seconds=}, {step_seconds=}, {write_seconds=}"
@@ -63,8 +63,8 @@ def advise(save_seconds: float, failure_seconds: float, step_seconds: float, wri
     least = math.ceil(write_seconds / step_seconds)
     every = max(best, least, 1)
     seconds = every * step_seconds
-    save, repeat = losses(seconds, save_seconds, failure_seconds, write_seconds)
-    return Advice(
+    save, repeat = time_shares(seconds, save_seconds, failure_seconds, write_seconds)
+    return IntervalAdvice(
         every=every,
         seconds=seconds,
         save_seconds=save_seconds,
@@ -72,11 +72,11 @@ def advise(save_seconds: float, failure_seconds: float, step_seconds: float, wri
         write_seconds=write_seconds,
         save_share=save,
         repeat_share=repeat,
-        bound="daly" if every == best else "write" if every == least else "step",
+        limited_by="daly" if every == best else "write" if every == least else "step",
     )
 
 
-def losses(seconds: float, save_seconds: float, failure_seconds: float, write_seconds: float) -> tuple[float, float]:
+def time_shares(seconds: float, save_seconds: float, failure_seconds: float, write_seconds: float) -> tuple[float, float]:
     """The expected shares of all time that go into saving and into repeated work, with failures at random."""
     useful = seconds + save_seconds
     # Until a stretch of this length passes without a failure: M (e^(length/M) − 1), the lost attempts included.
@@ -93,9 +93,9 @@ class FailureRate:
     of ten minutes of watching, and no more is concluded from a run without failures than that it has lasted.
     """
 
-    def __init__(self, now: float, *, watched: float = 0.0, failures: int = 0) -> None:
+    def __init__(self, now: float, *, observed_seconds: float = 0.0, failures: int = 0) -> None:
         """`watched`, `failures`: what is known from before, of an earlier process of the run."""
-        self._began = now - watched
+        self._began = now - observed_seconds
         self.failures = failures
 
     def failed(self, count: int = 1) -> None:
@@ -103,11 +103,11 @@ class FailureRate:
 
     def seconds(self, now: float) -> float:
         watched = max(0.0, now - self._began)
-        seen = (WATCHED + watched) / (WATCHED / DAY + self.failures)
+        seen = (PRIOR_SECONDS + watched) / (PRIOR_SECONDS / DAY + self.failures)
         return min(DAY + watched, seen)
 
 
-def one_by_one(failure_seconds: float, workers: int, repair_seconds: float) -> float:
+def all_lost_seconds(failure_seconds: float, workers: int, repair_seconds: float) -> float:
     """The mean time until all workers are lost by failures of single ones: each next before the last is made good.
 
     `failure_seconds` is the mean time between failures of any of them.
@@ -118,23 +118,23 @@ def one_by_one(failure_seconds: float, workers: int, repair_seconds: float) -> f
     return failure_seconds / chance if chance > 0 else math.inf
 
 
-class Pacer:
+class IntervalAdvisor:
     """Says when a checkpoint is due, and why then. Every worker keeps one and is told the same, so that whoever leads
     next goes on with it. All times are from one clock that never goes back."""
 
-    def __init__(self, now: float, *, workers: int, live: bool = True, losses: int = 0, watched: float = 0.0) -> None:
+    def __init__(self, now: float, *, workers: int, survives_loss: bool = True, losses: int = 0, observed_seconds: float = 0.0) -> None:
         """`losses`: how often the state was lost before, in `watched` seconds."""
         self.workers = workers
-        self.live = live
-        self.advice: Advice | None = None  # None until a step and a save have been measured
-        self._losses = FailureRate(now, watched=watched, failures=losses)
-        self._failures = FailureRate(now, watched=watched)
+        self.survives_loss = survives_loss
+        self.advice: IntervalAdvice | None = None  # None until a step and a save have been measured
+        self._losses = FailureRate(now, observed_seconds=observed_seconds, failures=losses)
+        self._failures = FailureRate(now, observed_seconds=observed_seconds)
         self._steps: deque[float] = deque(maxlen=64)
         self._saves: deque[float] = deque(maxlen=5)
         self._writes: deque[float] = deque(maxlen=5)
         self._saved_step, self._saved_at = 0, now
         self._advised_at = -math.inf
-        self._told: Advice | None = None
+        self._reported: IntervalAdvice | None = None
 
     # -- what happens -----------------------------------------------------------------------------------------------
 
@@ -154,12 +154,12 @@ class Pacer:
         self._writes.append(seconds)
         self._advised_at = -math.inf
 
-    def failed(self, count: int = 1) -> None:
+    def workers_lost(self, count: int = 1) -> None:
         """Workers were lost and the state was not. A worker that left as asked is no failure."""
-        (self._failures if self.live else self._losses).failed(count)
+        (self._failures if self.survives_loss else self._losses).failed(count)
         self._advised_at = -math.inf
 
-    def lost(self) -> None:
+    def state_lost(self) -> None:
         """The state was lost with everybody who had it."""
         self._losses.failed()
         self._advised_at = -math.inf
@@ -169,8 +169,8 @@ class Pacer:
     def failure_seconds(self, now: float) -> float:
         """The mean time until the state is lost, by whichever way."""
         rate = 1 / self._losses.seconds(now)
-        if self.live and self.workers > 1:
-            rate += 1 / one_by_one(self._failures.seconds(now), self.workers, REPAIR)
+        if self.survives_loss and self.workers > 1:
+            rate += 1 / all_lost_seconds(self._failures.seconds(now), self.workers, REPAIR_SECONDS)
         return 1 / rate
 
     def due(self, step: int, now: float) -> bool:
@@ -180,19 +180,19 @@ class Pacer:
         passed = now - self._saved_at
         advice = self._advise(now)
         if advice is None:
-            return passed >= FIRST
+            return passed >= FIRST_SECONDS
         return passed + _typical(self._steps) / 2 >= advice.seconds  # the step nearest to it
 
-    def news(self, now: float) -> Advice | None:
+    def changed_advice(self, now: float) -> IntervalAdvice | None:
         """The advice, if it is no longer what this returned last."""
         advice = self._advise(now)
-        if advice is None or (self._told and 1 / NEWS < advice.every / self._told.every < NEWS):
+        if advice is None or (self._reported and 1 / CHANGE_RATIO < advice.every / self._reported.every < CHANGE_RATIO):
             return None
-        self._told = advice
+        self._reported = advice
         return advice
 
-    def _advise(self, now: float) -> Advice | None:
-        if self._steps and self._saves and now - self._advised_at >= AGAIN:
+    def _advise(self, now: float) -> IntervalAdvice | None:
+        if self._steps and self._saves and now - self._advised_at >= ADVISE_SECONDS:
             self._advised_at = now
             step, save, write = _typical(self._steps), _typical(self._saves), _typical(self._writes)
             self.advice = advise(save, self.failure_seconds(now), step, write)

@@ -38,7 +38,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(sealed, order="sorted")
 
 
-class _Heading(msgspec.Struct):
+class _ManifestHeader(msgspec.Struct):
     """All that a version of the format has to share with the others."""
 
     format: str = ""
@@ -58,18 +58,18 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def durable(path: Path) -> FileSeal:
+def make_durable(path: Path) -> FileSeal:
     """What is said of a file, once it is safe on disk."""
     fsync(path)
     return FileSeal(num_bytes=path.stat().st_size, sha256=file_sha256(path))
 
 
-def seal(folder: Path, *, step: int, names: tuple[str, ...], known: Mapping[str, FileSeal] | None = None) -> None:
+def write_manifest(folder: Path, *, step: int, names: tuple[str, ...], known: Mapping[str, FileSeal] | None = None) -> None:
     """Make the files durable, then say so in the manifest, then make that durable too. `known`: others did it."""
     files = {**(known or {})}
     for name in names:
         if name not in files:
-            files[name] = durable(folder / name)
+            files[name] = make_durable(folder / name)
     (folder / MANIFEST).write_bytes(Manifest(format=FORMAT, version=VERSION, step=step, files=files).encode())
     fsync(folder / MANIFEST)
     fsync(folder)
@@ -90,8 +90,8 @@ def read_manifest(folder: Path) -> Manifest:
     if len(raw) > _MAX_MANIFEST_NUM_BYTES:
         raise _defect(folder, f"{MANIFEST}: more than {_MAX_MANIFEST_NUM_BYTES:,} bytes, not one of Shoal's")
     try:
-        heading = msgspec.json.decode(raw, type=_Heading)
-        _check_heading(folder, heading)
+        heading = msgspec.json.decode(raw, type=_ManifestHeader)
+        _check_header(folder, heading)
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _defect(folder, f"{MANIFEST}: damaged ({error})") from error
@@ -101,7 +101,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _check_heading(folder: Path, heading: _Heading) -> None:
+def _check_header(folder: Path, heading: _ManifestHeader) -> None:
     if heading.format != FORMAT:
         raise _defect(folder, f"{MANIFEST}: format {heading.format!r}, not {FORMAT!r}: not a Shoal checkpoint")
     if heading.version != VERSION:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LENGTH_BYTES = 8  # of the header, at the beginning
 # fmt: off
-LABELS: dict[str, torch.dtype] = {
+DTYPE_LABELS: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
@@ -23,7 +23,7 @@ LABELS: dict[str, torch.dtype] = {
 # fmt: on
 
 
-class TensorFile:
+class SafetensorsFile:
     """What is wrong with a file is an OSError or a ValueError."""
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +36,7 @@ class TensorFile:
             header: dict[str, Any] = json.loads(self._file.read(length))
             self._start = LENGTH_BYTES + length
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            self._tensors = {name: _Tensor(name, entry, size - self._start) for name, entry in header.items()}
+            self._tensors = {name: _SafetensorsEntry(name, entry, size - self._start) for name, entry in header.items()}
         except (AttributeError, KeyError, TypeError) as error:
             self._file.close()
             raise ValueError(f"{path.name} is no safetensors file: {error}") from None
@@ -44,7 +44,7 @@ class TensorFile:
             self._file.close()
             raise
 
-    def __enter__(self) -> "TensorFile":
+    def __enter__(self) -> "SafetensorsFile":
         return self
 
     def __exit__(
@@ -59,7 +59,7 @@ class TensorFile:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return LABELS[self._tensors[name].label]
+        return DTYPE_LABELS[self._tensors[name].label]
 
     def label(self, name: str) -> str:
         """The dtype as safetensors calls it."""
@@ -70,7 +70,7 @@ class TensorFile:
         found = self._tensors.get(name)
         if found is None:
             raise ValueError(f"{self._file.name} has no {name}")
-        shape, start, dtype = found.shape, found.start, LABELS[found.label]
+        shape, start, dtype = found.shape, found.start, DTYPE_LABELS[found.label]
         if box and shape:
             first, stop, _ = box[0].indices(shape[0])
             start += first * math.prod(shape[1:]) * dtype.itemsize
@@ -84,12 +84,12 @@ class TensorFile:
         return tensor[(slice(None), *box[1:])] if len(box) > 1 else tensor
 
 
-class _Tensor:
+class _SafetensorsEntry:
     def __init__(self, name: str, entry: dict[str, Any], size: int) -> None:
         self.label, self.shape = str(entry["dtype"]), tuple(int(each) for each in entry["shape"])
         self.start, stop = entry["data_offsets"]
-        if self.label not in LABELS:
+        if self.label not in DTYPE_LABELS:
             raise ValueError(f"{name} has the dtype {self.label}, which is not known")
-        length = math.prod(self.shape) * LABELS[self.label].itemsize
+        length = math.prod(self.shape) * DTYPE_LABELS[self.label].itemsize
         if not 0 <= self.start <= stop <= size or stop - self.start != length:
             raise ValueError(f"{name} does not lie within the file")

@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import tensor_bytes
 
-Take = Callable[[Tensor, str], Tensor]  # a tensor of the run and its name -> the plain one that a snapshot holds
+CopyTensor = Callable[[Tensor, str], Tensor]  # a tensor of the run and its name -> the plain one that a snapshot holds
 
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
 _TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
@@ -48,14 +48,14 @@ def check_storable(tensor: Tensor, name: str) -> None:
         )
 
 
-def plain(tensor: Tensor) -> Tensor:
+def to_plain(tensor: Tensor) -> Tensor:
     """The same values in main memory, row-major, without lazy conjugation; a view of the original where it is so."""
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def plain_copy(tensor: Tensor, name: str) -> Tensor:
     check_storable(tensor, name)
-    copy = plain(tensor)
+    copy = to_plain(tensor)
     shares = copy.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     return copy.clone() if shares else copy
 
@@ -63,37 +63,37 @@ def plain_copy(tensor: Tensor, name: str) -> Tensor:
 def plain_view(tensor: Tensor, name: str) -> Tensor:
     """The live tensor itself where it is plain already, else a copy."""
     check_storable(tensor, name)
-    return plain(tensor)
+    return to_plain(tensor)
 
 
-class Room:
+class SnapshotBuffers:
     """Memory for one snapshot, used again for the next: fresh memory costs several times what the copy itself does."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
-        self._before: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._previous: dict[str, Tensor] = {}
 
-    def clear(self) -> None:
+    def recycle(self) -> None:
         """For the next snapshot. What that one does not need is given back at the one after."""
-        self._held, self._before = {}, self._held
+        self._buffers, self._previous = {}, self._buffers
 
-    def take(self, part: str) -> Take:
+    def copier(self, section: str) -> CopyTensor:
         """Copies of tensors whose names differ within a part of the snapshot."""
 
         def copy(tensor: Tensor, name: str) -> Tensor:
             check_storable(tensor, name)
-            place = f"{part} {name}"
-            held = self._before.pop(place, None)
+            place = f"{section} {name}"
+            held = self._previous.pop(place, None)
             if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
                 held = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self._held[place] = held
+            self._buffers[place] = held
             return held.copy_(tensor.detach())
 
         return copy
 
 
 def encode(
-    value: Any, name: str, tensors: dict[str, Tensor] | None = None, take: Take = plain_copy, *, depth: int = 0
+    value: Any, name: str, tensors: dict[str, Tensor] | None = None, copy_tensor: CopyTensor = plain_copy, *, depth: int = 0
 ) -> Any:
     """JSON for a value. What is taken of its tensors goes into `tensors`, or into the JSON itself if that is None."""
     kind = type(value)
@@ -104,19 +104,19 @@ def encode(
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, Tensor):
-        return _encode_tensor(value, name, tensors, take)
+        return _encode_tensor(value, name, tensors, copy_tensor)
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$numpy": [value.dtype.str, value.tobytes().hex()]}
     if kind in (list, tuple):
-        items = [encode(item, f"{name}/{index}", tensors, take, depth=depth + 1) for index, item in enumerate(value)]
+        items = [encode(item, f"{name}/{index}", tensors, copy_tensor, depth=depth + 1) for index, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{name}/{key}", tensors, take, depth=depth + 1) for key, item in value.items()}
+        return {key: encode(item, f"{name}/{key}", tensors, copy_tensor, depth=depth + 1) for key, item in value.items()}
     if kind in _TAGS:
         pairs = [
             [
-                encode(key, f"a key of {name}", tensors, take, depth=depth + 1),
-                encode(item, f"{name}/{key}", tensors, take, depth=depth + 1),
+                encode(key, f"a key of {name}", tensors, copy_tensor, depth=depth + 1),
+                encode(item, f"{name}/{key}", tensors, copy_tensor, depth=depth + 1),
             ]
             for key, item in value.items()
         ]
@@ -127,13 +127,13 @@ def encode(
     )
 
 
-def _encode_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor] | None, take: Take) -> Any:
+def _encode_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor] | None, copy_tensor: CopyTensor) -> Any:
     if tensors is None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return {"$inline": [dtype, list(tensor.shape), tensor_bytes(plain_view(tensor, name)).hex()]}
     while name in tensors:  # "a/b" with key "c", and "a" with key "b/c"
         name += "'"
-    tensors[name] = take(tensor, name)
+    tensors[name] = copy_tensor(tensor, name)
     # A dense layout that is not row-major (channels last, a transpose) is part of the arithmetic: kernels take
     # other paths on other strides. empty_like keeps strides exactly if they are dense.
     if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
@@ -175,14 +175,14 @@ def _decode_tensor(name: str, stride: list[int] | None, tensors: Mapping[str, Te
     if name not in tensors:
         raise CheckpointError(f"the checkpoint's values name a tensor {name!r} that it does not hold")
     stored = tensors[name]
-    if own and stride is None and _is_whole(stored):
+    if own and stride is None and _owns_memory(stored):
         return stored.detach()
     if stride is None:
         return stored.detach().clone(memory_format=torch.contiguous_format)
     return torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
 
 
-def _is_whole(tensor: Tensor) -> bool:
+def _owns_memory(tensor: Tensor) -> bool:
     """As a fresh allocation would be: aligned, row-major, and all of its memory its own."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return whole and tensor.data_ptr() % ALIGNMENT == 0

@@ -25,174 +25,174 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import tensor_sha256
-from shoal.numerics.tensor_slice import WHOLE, Piece, Range
+from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, Range
 from shoal.recovery.checkpoint.manifest import FileSeal
-from shoal.recovery.checkpoint.safetensors_reader import TensorFile
+from shoal.recovery.checkpoint.safetensors_reader import SafetensorsFile
 from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES
 
-KINDS = {"weights": "model", "optimizer": "optimizer"}  # what is cut -> how its files are named
+FILE_STEMS = {"weights": "model", "optimizer": "optimizer"}  # what is cut -> how its files are named
 _OPEN_FILES = 64  # at once
 
-Shape = tuple[int, ...]
-Cuts = tuple[tuple[int, tuple[Range, ...]], ...]  # a piece as JSON and as a key: dimension and ranges, in order
+TensorShape = tuple[int, ...]
+SliceRanges = tuple[tuple[int, tuple[Range, ...]], ...]  # a piece as JSON and as a key: dimension and ranges, in order
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Holding:
+class StateShard:
     """What one worker holds of the whole state, and which part of a checkpoint it writes.
 
     Names are those that tensors are stored under: of a tied weight the first.
     """
 
-    shapes: Mapping[str, Shape]  # of every tensor of the whole model, in its order (state.shapes_of)
-    pieces: Mapping[str, Piece] = field(default_factory=dict)  # of what it holds; absent: whole
-    optimizer_pieces: Mapping[str, Piece] | None = None  # likewise for the optimizer's state; None: as the weights
+    shapes: Mapping[str, TensorShape]  # of every tensor of the whole model, in its order (state.shapes_of)
+    slices: Mapping[str, TensorSlice] = field(default_factory=dict)  # of what it holds; absent: whole
+    optimizer_slices: Mapping[str, TensorSlice] | None = None  # likewise for the optimizer's state; None: as the weights
     held: Collection[str] | None = None  # names that it holds; None: all
     writes: Collection[str] = ()  # whose weights it writes: it is the first that holds these pieces
     optimizer_writes: Collection[str] | None = None  # whose optimizer state it writes; None: as the weights
-    part: int | None = None  # which part it writes, 0 is the leader's; None: it holds what others write
-    parts: int = 1
+    shard_index: int | None = None  # which part it writes, 0 is the leader's; None: it holds what others write
+    num_shards: int = 1
 
     @property
-    def leads(self) -> bool:
-        return self.part == 0
+    def is_leader(self) -> bool:
+        return self.shard_index == 0
 
-    def piece(self, name: str) -> Piece:
-        return self.pieces.get(name, WHOLE)
+    def slice_of(self, name: str) -> TensorSlice:
+        return self.slices.get(name, FULL_SLICE)
 
-    def optimizer_piece(self, name: str) -> Piece:
-        return self.piece(name) if self.optimizer_pieces is None else self.optimizer_pieces.get(name, WHOLE)
+    def optimizer_slice_of(self, name: str) -> TensorSlice:
+        return self.slice_of(name) if self.optimizer_slices is None else self.optimizer_slices.get(name, FULL_SLICE)
 
     @property
-    def writes_state_of(self) -> Collection[str]:
+    def writes_optimizer_of(self) -> Collection[str]:
         return self.writes if self.optimizer_writes is None else self.optimizer_writes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Share:
+class ShardWriteTask:
     """One worker's share in writing one checkpoint. All writers of it have the same token."""
 
-    holding: Holding
+    state_shard: StateShard
     token: str
-    given_up: threading.Event = field(default_factory=threading.Event)  # the leader stops waiting for the others
+    cancelled: threading.Event = field(default_factory=threading.Event)  # the leader stops waiting for the others
 
 
-class Unfit(CheckpointError):
+class CheckpointMismatch(CheckpointError):
     """A checkpoint that is whole, but of another model."""
 
 
 # ---- what is in the files
 
 
-class Placed(msgspec.Struct, frozen=True, omit_defaults=True):
+class StoredSlice(msgspec.Struct, frozen=True, omit_defaults=True):
     """A piece of a tensor in a file."""
 
     file: str
-    cuts: Cuts = ()
+    ranges: SliceRanges = ()
     sha256: str = ""  # of what every part has whole, to see that it is the same
 
 
-class Entry(msgspec.Struct, frozen=True):
+class TensorEntry(msgspec.Struct, frozen=True):
     """A tensor, with the pieces that make it up."""
 
-    shape: Shape
+    shape: TensorShape
     dtype: str
-    pieces: list[Placed]
+    slices: list[StoredSlice]
 
 
-Index = dict[str, dict[str, Entry]]  # kind -> name -> entry
+TensorIndex = dict[str, dict[str, TensorEntry]]  # kind -> name -> entry
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class ShardFailure(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     errno: int = 0
     num_bytes: int = 0
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class ShardReceipt(msgspec.Struct, frozen=True, kw_only=True):
     """part-<k>.json: what a writer has written, or why it has not."""
 
-    part: int
-    parts: int
-    tensors: Index = {}
+    shard_index: int
+    num_shards: int
+    tensors: TensorIndex = {}
     state: dict[str, Any] = {}  # JSON of the optimizer's state, by parameter
     aliases: dict[str, str] = {}
     files: dict[str, FileSeal] = {}
-    failure: Failure | None = None
+    failure: ShardFailure | None = None
 
 
-def part_file(kind: str, part: int) -> str:
-    return f"{KINDS[kind]}-{part}.safetensors"
+def shard_file(kind: str, shard_index: int) -> str:
+    return f"{FILE_STEMS[kind]}-{shard_index}.safetensors"
 
 
-def note_file(part: int) -> str:
-    return f"part-{part}.json"
+def receipt_file(shard_index: int) -> str:
+    return f"part-{shard_index}.json"
 
 
-def state_of(values: Mapping[str, Any]) -> dict[str, Any]:
+def optimizer_state_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's state by parameter, in a snapshot's values."""
     found: dict[str, Any] = values.get("optimizer", {}).get("state", {})
     return found
 
 
-def referred(value: Any) -> Iterator[str]:
+def referenced_tensors(value: Any) -> Iterator[str]:
     """Names of the tensors that encoded values refer to, in the order in which they were encoded."""
     if isinstance(value, list):
         for item in value:
-            yield from referred(item)
+            yield from referenced_tensors(item)
     elif isinstance(value, dict):
         if "$tensor" in value:
             yield value["$tensor"]
         else:
-            yield from referred(list(value.values()))
+            yield from referenced_tensors(list(value.values()))
 
 
-def owners(state: Mapping[str, Any]) -> dict[str, str]:
+def parameter_of_tensor(state: Mapping[str, Any]) -> dict[str, str]:
     """Tensor of the optimizer's state -> its parameter."""
-    return {name: parameter for parameter, value in state.items() for name in referred(value)}
+    return {name: parameter for parameter, value in state.items() for name in referenced_tensors(value)}
 
 
-def unstrided(value: Any) -> Any:
+def without_strides(value: Any) -> Any:
     """Without the order of dimensions in memory: pieces are row-major."""
     if isinstance(value, list):
-        return [unstrided(item) for item in value]
+        return [without_strides(item) for item in value]
     if isinstance(value, dict):
-        return {key: unstrided(item) for key, item in value.items() if key != "stride" or "$tensor" not in value}
+        return {key: without_strides(item) for key, item in value.items() if key != "stride" or "$tensor" not in value}
     return value
 
 
-def describe(holding: Holding, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Index:
+def index_of_shard(state_shard: StateShard, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> TensorIndex:
     """What this worker writes, as pieces of the whole."""
-    part = holding.part or 0
-    owner = owners(state)
-    index: Index = {kind: {} for kind in KINDS}
-    unknown = [name for name in (*tensors["weights"], *state) if name not in holding.shapes]
+    part = state_shard.shard_index or 0
+    owner = parameter_of_tensor(state)
+    index: TensorIndex = {kind: {} for kind in FILE_STEMS}
+    unknown = [name for name in (*tensors["weights"], *state) if name not in state_shard.shapes]
     if unknown:
         raise CheckpointError(f"what is written has no shape in the whole model: {', '.join(unknown[:5])}")
     for name, tensor in tensors["weights"].items():
-        whole, piece = holding.shapes[name], holding.piece(name)
+        whole, piece = state_shard.shapes[name], state_shard.slice_of(name)
         if piece.shape(whole) != tuple(tensor.shape):
             raise CheckpointError(f"{name}: {tuple(tensor.shape)}, but its piece of {whole} is {piece.shape(whole)}")
-        index["weights"][name] = _entry(tensor, whole, Placed(part_file("weights", part), _cuts(piece, whole)))
+        index["weights"][name] = _entry(tensor, whole, StoredSlice(shard_file("weights", part), _slice_ranges(piece, whole)))
     for name, tensor in tensors["optimizer"].items():
-        parameter, shape, file = owner.get(name), tuple(tensor.shape), part_file("optimizer", part)
-        piece = WHOLE if parameter is None else holding.optimizer_piece(parameter)
+        parameter, shape, file = owner.get(name), tuple(tensor.shape), shard_file("optimizer", part)
+        piece = FULL_SLICE if parameter is None else state_shard.optimizer_slice_of(parameter)
         if parameter is None or not piece:
-            index["optimizer"][name] = _entry(tensor, shape, Placed(file))
-        elif shape == piece.shape(holding.shapes[parameter]):
-            whole = holding.shapes[parameter]
-            index["optimizer"][name] = _entry(tensor, whole, Placed(file, _cuts(piece, whole)))
+            index["optimizer"][name] = _entry(tensor, shape, StoredSlice(file))
+        elif shape == piece.shape(state_shard.shapes[parameter]):
+            whole = state_shard.shapes[parameter]
+            index["optimizer"][name] = _entry(tensor, whole, StoredSlice(file, _slice_ranges(piece, whole)))
         else:  # a count of steps: every holder of a piece has it
-            index["optimizer"][name] = _entry(tensor, shape, Placed(file, (), tensor_sha256(tensor)))
+            index["optimizer"][name] = _entry(tensor, shape, StoredSlice(file, (), tensor_sha256(tensor)))
     return index
 
 
-def _entry(tensor: Tensor, whole: Sequence[int], placed: Placed) -> Entry:
-    return Entry(tuple(whole), str(tensor.dtype).removeprefix("torch."), [placed])
+def _entry(tensor: Tensor, whole: Sequence[int], stored_slice: StoredSlice) -> TensorEntry:
+    return TensorEntry(tuple(whole), str(tensor.dtype).removeprefix("torch."), [stored_slice])
 
 
-def _cuts(piece: Piece, whole: Sequence[int]) -> Cuts:
-    kept = [(dim, tuple((a, b) for a, b in ranges if a < b)) for dim, ranges in sorted(piece.cuts.items())]
+def _slice_ranges(tensor_slice: TensorSlice, whole: Sequence[int]) -> SliceRanges:
+    kept = [(dim, tuple((a, b) for a, b in ranges if a < b)) for dim, ranges in sorted(tensor_slice.cuts.items())]
     return tuple((dim, ranges) for dim, ranges in kept if ranges != ((0, whole[dim]),))
 
 
@@ -200,52 +200,52 @@ def _cuts(piece: Piece, whole: Sequence[int]) -> Cuts:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Merged:
-    index: Index
+class MergedState:
+    index: TensorIndex
     names: dict[str, list[str]]  # in the order that the whole would have been captured in
     values: dict[str, Any]
     aliases: dict[str, str]
 
 
-def merge(notes: Sequence[Note], holding: Holding, values: Mapping[str, Any]) -> Merged:
+def merge_receipts(receipts: Sequence[ShardReceipt], state_shard: StateShard, values: Mapping[str, Any]) -> MergedState:
     """One description of the whole, from the parts' own. `values` are the leader's."""
-    index: Index = {kind: {} for kind in KINDS}
-    seen: dict[tuple[str, str, Cuts], Placed] = {}
+    index: TensorIndex = {kind: {} for kind in FILE_STEMS}
+    seen: dict[tuple[str, str, SliceRanges], StoredSlice] = {}
     state: dict[str, Any] = {}
     aliases: dict[str, str] = {}
-    for note in notes:
+    for note in receipts:
         aliases |= note.aliases
         for parameter, value in note.state.items():
             if state.setdefault(parameter, value) != value:
-                raise CheckpointError(f"the optimizer's state of {parameter} has another form in part {note.part}")
+                raise CheckpointError(f"the optimizer's state of {parameter} has another form in part {note.shard_index}")
         for kind, tensors in note.tensors.items():
             for name, entry in tensors.items():
-                known = index[kind].setdefault(name, Entry(entry.shape, entry.dtype, []))
+                known = index[kind].setdefault(name, TensorEntry(entry.shape, entry.dtype, []))
                 if (known.shape, known.dtype) != (entry.shape, entry.dtype):
                     raise CheckpointError(
-                        f"{name}: {entry.dtype} {entry.shape} in part {note.part}, {known.dtype} {known.shape} before"
+                        f"{name}: {entry.dtype} {entry.shape} in part {note.shard_index}, {known.dtype} {known.shape} before"
                     )
-                for placed in entry.pieces:
-                    twin = seen.setdefault((kind, name, placed.cuts), placed)
+                for placed in entry.slices:
+                    twin = seen.setdefault((kind, name, placed.ranges), placed)
                     if twin is placed:
-                        known.pieces.append(placed)
+                        known.slices.append(placed)
                     elif twin.sha256 != placed.sha256:
                         raise CheckpointError(
-                            f"{name} is kept whole beside a parameter that is cut, and differs in part {note.part}",
+                            f"{name} is kept whole beside a parameter that is cut, and differs in part {note.shard_index}",
                             fix="an optimizer whose state has the shape of the parameter, such as AdamW",
                         )
     merged = dict(values)
-    names = {"weights": [name for name in holding.shapes if name not in aliases], "optimizer": list(index["optimizer"])}
+    names = {"weights": [name for name in state_shard.shapes if name not in aliases], "optimizer": list(index["optimizer"])}
     if "optimizer" in values:
         merged["optimizer"], names["optimizer"] = _whole_optimizer(values["optimizer"], state)
-    for kind in KINDS:
+    for kind in FILE_STEMS:
         if sorted(names[kind]) != sorted(index[kind]):
             odd = sorted(set(names[kind]) ^ set(index[kind]))
             raise CheckpointError(f"the parts do not make up the {kind}: {', '.join(odd[:5]) or 'a name twice'}")
         for name, entry in index[kind].items():
-            if not covers(entry):
+            if not is_complete(entry):
                 raise CheckpointError(f"{name}: the parts' pieces do not make up {entry.shape}, each index once")
-    return Merged(index=index, names=names, values=merged, aliases=aliases)
+    return MergedState(index=index, names=names, values=merged, aliases=aliases)
 
 
 def _whole_optimizer(optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -255,25 +255,25 @@ def _whole_optimizer(optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> 
     for group in optimizer["groups"]:
         mine = {name: state[name] for name, _ in group["parameters"] if name in state}
         ordered |= mine
-        names += referred([list(mine.values()), group["settings"]])
-    names += referred(optimizer["common"])
+        names += referenced_tensors([list(mine.values()), group["settings"]])
+    names += referenced_tensors(optimizer["common"])
     return {**optimizer, "state": ordered}, names
 
 
-def covers(entry: Entry) -> bool:
+def is_complete(entry: TensorEntry) -> bool:
     """Each index of the tensor lies in exactly one piece. Counted on the grid of all pieces' edges."""
     edges = []
     for dim, size in enumerate(entry.shape):
-        cuts = [ranges for placed in entry.pieces for at, ranges in placed.cuts if at == dim]
+        cuts = [ranges for placed in entry.slices for at, ranges in placed.ranges if at == dim]
         edges.append(sorted({0, size, *(edge for ranges in cuts for each in ranges for edge in each)}))
         if edges[-1][0] < 0 or edges[-1][-1] > size:
             return False
     counts = np.zeros([len(each) - 1 for each in edges], dtype=np.int32)
     numbers = [{edge: number for number, edge in enumerate(each)} for each in edges]
-    for placed in entry.pieces:
+    for placed in entry.slices:
         cells = [range(len(each) - 1) for each in edges]
         found: list[list[int]] = [list(each) for each in cells]
-        for dim, ranges in placed.cuts:
+        for dim, ranges in placed.ranges:
             found[dim] = [cell for a, b in ranges for cell in range(numbers[dim][a], numbers[dim][b])]
         np.add.at(counts, np.ix_(*found) if found else (), 1)
     return bool((counts == 1).all())
@@ -282,15 +282,15 @@ def covers(entry: Entry) -> bool:
 # ---- reading any piece
 
 
-class Stored:
+class StoredTensors:
     """The tensors in a checkpoint's files: any piece of any of them, whatever pieces they were written in."""
 
-    def __init__(self, folder: Path, index: Index) -> None:
+    def __init__(self, folder: Path, index: TensorIndex) -> None:
         self.folder, self.index = folder, index
         self._stack = ExitStack()
-        self._open: dict[str, TensorFile] = {}
+        self._open: dict[str, SafetensorsFile] = {}
 
-    def __enter__(self) -> "Stored":
+    def __enter__(self) -> "StoredTensors":
         return self
 
     def __exit__(
@@ -299,14 +299,14 @@ class Stored:
         self._open.clear()
         self._stack.close()
 
-    def read(self, kind: str, name: str, piece: Piece = WHOLE) -> Tensor:
+    def read(self, kind: str, name: str, tensor_slice: TensorSlice = FULL_SLICE) -> Tensor:
         """Fresh memory of its own. Only what is wanted is read, and one stored piece of that is held beside it."""
         entry = self.index[kind][name]
-        wanted = dict(piece.cuts)
-        target = torch.empty(piece.shape(entry.shape), dtype=STORABLE_DTYPES[entry.dtype])
+        wanted = dict(tensor_slice.cuts)
+        target = torch.empty(tensor_slice.shape(entry.shape), dtype=STORABLE_DTYPES[entry.dtype])
         filled = 0
-        for placed in entry.pieces:
-            stored = dict(placed.cuts)
+        for placed in entry.slices:
+            stored = dict(placed.ranges)
             overlaps = [
                 _overlaps(stored.get(dim, ((0, size),)), wanted.get(dim, ((0, size),)))
                 for dim, size in enumerate(entry.shape)
@@ -323,24 +323,24 @@ class Stored:
 
     def label(self, kind: str, name: str) -> str:
         """The dtype as safetensors calls it."""
-        return self._file(self.index[kind][name].pieces[0].file).label(name)
+        return self._file(self.index[kind][name].slices[0].file).label(name)
 
-    def _file(self, name: str) -> TensorFile:
+    def _file(self, name: str) -> SafetensorsFile:
         if name not in self._open:
             if len(self._open) >= _OPEN_FILES:
                 self._open.clear()
                 self._stack.close()
-            self._open[name] = self._stack.enter_context(TensorFile(self.folder / name))
+            self._open[name] = self._stack.enter_context(SafetensorsFile(self.folder / name))
         return self._open[name]
 
 
-def index_of(folder: Path, files: Mapping[str, str]) -> Index:
+def index_of_files(folder: Path, files: Mapping[str, str]) -> TensorIndex:
     """Of files that hold whole tensors; kind -> file."""
-    index: Index = {}
+    index: TensorIndex = {}
     for kind, name in files.items():
-        with TensorFile(folder / name) as file:
+        with SafetensorsFile(folder / name) as file:
             index[kind] = {
-                tensor: Entry(file.shape(tensor), str(file.dtype(tensor)).removeprefix("torch."), [Placed(name)])
+                tensor: TensorEntry(file.shape(tensor), str(file.dtype(tensor)).removeprefix("torch."), [StoredSlice(name)])
                 for tensor in file
             }
     return index
@@ -362,42 +362,42 @@ def _overlaps(stored: Sequence[Range], wanted: Sequence[Range]) -> list[tuple[sl
     return found
 
 
-Wanted = dict[str, dict[str, Piece]]  # kind -> name -> the piece of it
+WantedSlices = dict[str, dict[str, TensorSlice]]  # kind -> name -> the piece of it
 
 
-def everything(names: Mapping[str, Sequence[str]]) -> Wanted:
-    return {kind: dict.fromkeys(names[kind], WHOLE) for kind in KINDS}
+def all_slices(names: Mapping[str, Sequence[str]]) -> WantedSlices:
+    return {kind: dict.fromkeys(names[kind], FULL_SLICE) for kind in FILE_STEMS}
 
 
-def wanted_by(
-    holding: Holding,
-    index: Index,
+def wanted_slices(
+    state_shard: StateShard,
+    index: TensorIndex,
     names: Mapping[str, Sequence[str]],
     aliases: Mapping[str, str],
     values: Mapping[str, Any],
-) -> tuple[Wanted, dict[str, Any]]:
+) -> tuple[WantedSlices, dict[str, Any]]:
     """What a worker needs of a checkpoint: pieces of tensors, and the values without the others' optimizer state."""
-    known = _under_stored_names(holding.shapes, aliases)
-    held = known if holding.held is None else _under_stored_names(holding.held, aliases)
-    _check_model(holding, index, known, held)
-    state = {name: value for name, value in state_of(values).items() if name in held}
-    others = owners({name: value for name, value in state_of(values).items() if name not in held})
-    owner = owners(state)
-    wanted: Wanted = {kind: {} for kind in KINDS}
+    known = _under_stored_names(state_shard.shapes, aliases)
+    held = known if state_shard.held is None else _under_stored_names(state_shard.held, aliases)
+    _check_model(state_shard, index, known, held)
+    state = {name: value for name, value in optimizer_state_of(values).items() if name in held}
+    others = parameter_of_tensor({name: value for name, value in optimizer_state_of(values).items() if name not in held})
+    owner = parameter_of_tensor(state)
+    wanted: WantedSlices = {kind: {} for kind in FILE_STEMS}
     for name in names["weights"]:
         if name in held:
-            wanted["weights"][name] = holding.piece(held[name])
+            wanted["weights"][name] = state_shard.slice_of(held[name])
     for name in names["optimizer"]:
         if name in others:
             continue
-        piece, parameter = WHOLE, owner.get(name)
-        if parameter is not None and index["optimizer"][name].shape == tuple(holding.shapes[known[parameter]]):
-            piece = holding.optimizer_piece(parameter)
+        piece, parameter = FULL_SLICE, owner.get(name)
+        if parameter is not None and index["optimizer"][name].shape == tuple(state_shard.shapes[known[parameter]]):
+            piece = state_shard.optimizer_slice_of(parameter)
         wanted["optimizer"][name] = piece
-    cut = {name for name in state if holding.optimizer_piece(name)}
+    cut = {name for name in state if state_shard.optimizer_slice_of(name)}
     if "optimizer" not in values:
         return wanted, dict(values)
-    mine = {name: unstrided(value) if name in cut else value for name, value in state.items()}
+    mine = {name: without_strides(value) if name in cut else value for name, value in state.items()}
     return wanted, {**values, "optimizer": {**values["optimizer"], "state": mine}}
 
 
@@ -406,22 +406,22 @@ def _under_stored_names(names: Collection[str], aliases: Mapping[str, str]) -> d
     return {aliases.get(name, name): name for name in sorted(names, key=lambda name: name not in aliases)}
 
 
-def _check_model(holding: Holding, index: Index, known: Mapping[str, str], held: Mapping[str, str]) -> None:
+def _check_model(state_shard: StateShard, index: TensorIndex, known: Mapping[str, str], held: Mapping[str, str]) -> None:
     stored = index["weights"]
     missing, unknown = [name for name in held if name not in stored], [name for name in stored if name not in known]
     if missing or unknown:
         sides = (("job", missing), ("checkpoint", unknown))
-        raise Unfit(
+        raise CheckpointMismatch(
             "the checkpoint holds other tensors than the job",
             where=[f"{len(odd)} only in the {side}: {', '.join(odd[:5])}" for side, odd in sides if odd],
         )
     for name in held:
-        then, now = stored[name].shape, tuple(holding.shapes[known[name]])
+        then, now = stored[name].shape, tuple(state_shard.shapes[known[name]])
         if then != now:
-            raise Unfit(f"{name}: {_shape(then)} in the checkpoint, {_shape(now)} in the model")
+            raise CheckpointMismatch(f"{name}: {_shape(then)} in the checkpoint, {_shape(now)} in the model")
 
 
-def _shape(shape: Shape) -> str:
+def _shape(shape: TensorShape) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 

@@ -20,21 +20,21 @@ from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import tensor_sha256
-from shoal.recovery.checkpoint.serialize import Take, decode, encode, plain_copy
+from shoal.recovery.checkpoint.serialize import CopyTensor, decode, encode, plain_copy
 
-Shapes = Mapping[str, tuple[int, ...]]
+ShapesByName = Mapping[str, tuple[int, ...]]
 
 # ---- weights
 
 
 def capture_weights(
-    model: nn.Module, take: Take = plain_copy, only: Container[str] | None = None
+    model: nn.Module, copy_tensor: CopyTensor = plain_copy, only: Container[str] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers by name; of those that are one tensor in memory, one, and aliases for it."""
     live = _live_tensors(model)
     aliases = _live_aliases(live)
     mine = [name for name in live if name not in aliases and not live[name].is_meta and (only is None or name in only)]
-    return {name: take(live[name], name) for name in mine}, aliases
+    return {name: copy_tensor(live[name], name) for name in mine}, aliases
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -108,8 +108,8 @@ def _live_aliases(live: Mapping[str, Tensor]) -> dict[str, str]:
 def capture_optimizer(
     optimizer: Optimizer,
     names: dict[int, str],
-    take: Take = plain_copy,
-    shapes: Shapes | None = None,
+    copy_tensor: CopyTensor = plain_copy,
+    shapes: ShapesByName | None = None,
     only: Container[str] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """`names` maps id(parameter) to its name. The JSON holds the groups, and the state with references to tensors.
@@ -117,16 +117,16 @@ def capture_optimizer(
     `only`: the parameters whose state is captured.
     """
     tensors: dict[str, Tensor] = {}
-    return tensors, _capture_optimizer(optimizer, names, tensors, take, "optimizer", shapes, only)
+    return tensors, _capture_optimizer(optimizer, names, tensors, copy_tensor, "optimizer", shapes, only)
 
 
 def _capture_optimizer(
     optimizer: Optimizer,
     names: Mapping[int, str],
     tensors: dict[str, Tensor],
-    take: Take,
+    copy_tensor: CopyTensor,
     label: str,
-    shapes: Shapes | None = None,
+    shapes: ShapesByName | None = None,
     only: Container[str] | None = None,
 ) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
@@ -142,17 +142,17 @@ def _capture_optimizer(
             name = names[id(parameter)]
             parameters.append([name, list(_whole_shape(name, parameter, shapes))])
             if parameter in optimizer.state and not parameter.is_meta and (only is None or name in only):
-                state[name] = encode(dict(optimizer.state[parameter]), name, tensors, take)
+                state[name] = encode(dict(optimizer.state[parameter]), name, tensors, copy_tensor)
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append(
-            {"parameters": parameters, "settings": encode(settings, f"{label}/param_groups/{index}", tensors, take)}
+            {"parameters": parameters, "settings": encode(settings, f"{label}/param_groups/{index}", tensors, copy_tensor)}
         )
     common = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     return {
         "kind": type(optimizer).__name__,
         "groups": groups,
         "state": state,
-        "common": encode(common, f"{label}/state", tensors, take),
+        "common": encode(common, f"{label}/state", tensors, copy_tensor),
     }
 
 
@@ -163,7 +163,7 @@ def restore_optimizer(
     values: Mapping[str, Any],
     *,
     own: bool = False,
-    shapes: Shapes | None = None,
+    shapes: ShapesByName | None = None,
 ) -> None:
     """Not by load_state_dict, which would cast fp32 state to the dtype of a bf16 parameter.
 
@@ -180,7 +180,7 @@ def restore_optimizer(
     optimizer.state.update(common)
     for group, listed, stored in zip(optimizer.param_groups, values["groups"], settings, strict=True):
         for key, value in stored.items():
-            group[key] = _refilled(group.get(key), value)
+            group[key] = _update_in_place(group.get(key), value)
         step_on_host = not (group.get("capturable") or group.get("fused"))
         for name, _ in listed["parameters"]:
             if name in states:
@@ -193,7 +193,7 @@ def restore_optimizer(
                 }
 
 
-def _whole_shape(name: str, parameter: Tensor, shapes: Shapes | None) -> tuple[int, ...]:
+def _whole_shape(name: str, parameter: Tensor, shapes: ShapesByName | None) -> tuple[int, ...]:
     return tuple(parameter.shape if shapes is None else shapes.get(name, parameter.shape))
 
 
@@ -201,7 +201,7 @@ def _check_groups(
     optimizer: Optimizer,
     named: Mapping[str, nn.Parameter],
     groups: list[dict[str, Any]],
-    shapes: Shapes | None = None,
+    shapes: ShapesByName | None = None,
 ) -> None:
     live_groups = optimizer.param_groups
     if len(groups) != len(live_groups):
@@ -247,15 +247,15 @@ def _scheduler_kind(scheduler: Any) -> str:
 # ---- what the user adds
 
 
-def capture_extra(state: Mapping[str, Any], take: Take = plain_copy) -> tuple[dict[str, Tensor], Any]:
+def capture_extra(state: Mapping[str, Any], copy_tensor: CopyTensor = plain_copy) -> tuple[dict[str, Tensor], Any]:
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for name, item in state.items():
         kind = _extra_kind(name, item)
         if kind == "optimizer":
-            held = _capture_optimizer(item, _numbered(item, name)[0], tensors, take, name)
+            held = _capture_optimizer(item, _numbered_names(item, name)[0], tensors, copy_tensor, name)
         else:
-            held = encode(item.state_dict() if kind == "object" else item, name, tensors, take)
+            held = encode(item.state_dict() if kind == "object" else item, name, tensors, copy_tensor)
         values[name] = {"kind": kind, "type": type(item).__name__, "state": held}
     return tensors, values
 
@@ -267,7 +267,7 @@ def restore_extra(state: Mapping[str, Any], tensors: Mapping[str, Tensor], value
         kind = _extra_kind(name, item)
         _check_kind(f"extra state {name!r}", values[name]["type"], type(item).__name__)
         if kind == "optimizer":
-            _check_groups(item, _numbered(item, name)[1], values[name]["state"]["groups"])
+            _check_groups(item, _numbered_names(item, name)[1], values[name]["state"]["groups"])
         else:
             decoded[name] = decode(values[name]["state"], tensors, own=own)
         if kind == "tensor":
@@ -275,11 +275,11 @@ def restore_extra(state: Mapping[str, Any], tensors: Mapping[str, Tensor], value
     for name, item in state.items():
         kind = values[name]["kind"]
         if kind == "optimizer":
-            restore_optimizer(item, _numbered(item, name)[1], tensors, values[name]["state"], own=own)
+            restore_optimizer(item, _numbered_names(item, name)[1], tensors, values[name]["state"], own=own)
         elif kind == "object":
             _load(item, decoded[name], f"extra state {name!r}")
         else:
-            _refilled(item, decoded[name])
+            _update_in_place(item, decoded[name])
 
 
 def _extra_kind(name: str, item: Any) -> str:
@@ -297,7 +297,7 @@ def _extra_kind(name: str, item: Any) -> str:
     )
 
 
-def _numbered(optimizer: Optimizer, label: str) -> tuple[dict[int, str], dict[str, nn.Parameter]]:
+def _numbered_names(optimizer: Optimizer, label: str) -> tuple[dict[int, str], dict[str, nn.Parameter]]:
     """Names for an optimizer whose parameters belong to no model that we know."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     named = {f"{label}/{number}": parameter for number, parameter in enumerate(parameters)}
@@ -307,7 +307,7 @@ def _numbered(optimizer: Optimizer, label: str) -> tuple[dict[int, str], dict[st
 # ---- shared by the above
 
 
-def _refilled(live: Any, stored: Any) -> Any:
+def _update_in_place(live: Any, stored: Any) -> Any:
     """`stored`, in the live object where that can be changed in place: other code may hold on to it."""
     if isinstance(live, Tensor) and isinstance(stored, Tensor):
         if live.shape != stored.shape or live.dtype != stored.dtype:
@@ -315,12 +315,12 @@ def _refilled(live: Any, stored: Any) -> Any:
         with torch.no_grad():
             return live.copy_(stored)
     if isinstance(live, dict) and type(live) is type(stored):
-        items = {key: _refilled(live.get(key), value) for key, value in stored.items()}
+        items = {key: _update_in_place(live.get(key), value) for key, value in stored.items()}
         live.clear()
         live.update(items)
         return live
     if isinstance(live, list) and type(live) is type(stored):
-        live[:] = [_refilled(live[i] if i < len(live) else None, value) for i, value in enumerate(stored)]
+        live[:] = [_update_in_place(live[i] if i < len(live) else None, value) for i, value in enumerate(stored)]
         return live
     return stored
 

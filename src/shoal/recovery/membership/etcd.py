@@ -20,12 +20,12 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from shoal.errors import InputError
-from shoal.recovery.membership.store import Entry, LeaseEnded, Reading
-from shoal.recovery.membership.store_errors import Absence
+from shoal.recovery.membership.store import StoreEntry, LeaseEnded, StoreSnapshot
+from shoal.recovery.membership.store_errors import StoreOutageTimer
 
-FORM = "etcd://host:port[,host:port…][/prefix]"
+ADDRESS_FORM = "etcd://host:port[,host:port…][/prefix]"
 DEFAULT_PORT, DEFAULT_PREFIX = 2379, "shoal"
-ANSWER_SECONDS = 2.0  # how long a connection or an answer may take, beyond what a wait asks for
+RESPONSE_SECONDS = 2.0  # how long a connection or an answer may take, beyond what a wait asks for
 
 # Codes of gRPC.
 INVALID, NOT_FOUND, NOT_ALLOWED, NOT_ENABLED, UNKNOWN_CALLER = 3, 5, 7, 9, 16
@@ -33,7 +33,7 @@ INVALID, NOT_FOUND, NOT_ALLOWED, NOT_ENABLED, UNKNOWN_CALLER = 3, 5, 7, 9, 16
 T = TypeVar("T")
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class EtcdAddress(msgspec.Struct, frozen=True, kw_only=True):
     """What an address says."""
 
     hosts: tuple[tuple[str, int], ...]
@@ -48,16 +48,16 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return f"etcd{'s' if self.secure else ''}://{user}{hosts}/{self.prefix}"
 
 
-def read_address(address: str) -> Place:
+def parse_address(address: str) -> EtcdAddress:
     scheme, _, rest = address.partition("://")
     authority, _, prefix = rest.partition("/")
     credentials, _, hosts = authority.rpartition("@")
     user, _, password = credentials.partition(":")
     try:
-        found = tuple(_host(each) for each in hosts.split(","))
+        found = tuple(_parse_host(each) for each in hosts.split(","))
     except ValueError as error:
-        raise InputError(f"{address} is not an address of an etcd: {error}", fix=f"--store {FORM}") from None
-    return Place(
+        raise InputError(f"{address} is not an address of an etcd: {error}", fix=f"--store {ADDRESS_FORM}") from None
+    return EtcdAddress(
         hosts=found,
         prefix=prefix.strip("/") or DEFAULT_PREFIX,
         secure=scheme == "etcds",
@@ -66,7 +66,7 @@ def read_address(address: str) -> Place:
     )
 
 
-def _host(text: str) -> tuple[str, int]:
+def _parse_host(text: str) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
     if not parts.hostname:
         raise ValueError(f"{text!r} names no host")
@@ -76,19 +76,19 @@ def _host(text: str) -> tuple[str, int]:
 # -- what etcd says: numbers as strings, bytes in base 64 --------------------------------------------------------------
 
 
-class _Header(msgspec.Struct):
+class _EtcdHeader(msgspec.Struct):
     revision: int = 0
 
 
-class _Pair(msgspec.Struct):
+class _EtcdKeyValue(msgspec.Struct):
     key: bytes = b""
     value: bytes = b""
     mod_revision: int = 0
 
 
-class _Answer(msgspec.Struct):
-    header: _Header = msgspec.field(default_factory=_Header)
-    kvs: list[_Pair] = []
+class _EtcdResponse(msgspec.Struct):
+    header: _EtcdHeader = msgspec.field(default_factory=_EtcdHeader)
+    kvs: list[_EtcdKeyValue] = []
     succeeded: bool = False
     ID: int = 0
     TTL: int = 0
@@ -97,45 +97,45 @@ class _Answer(msgspec.Struct):
     canceled: bool = False
 
 
-class _Piece(msgspec.Struct):
+class _EtcdChunk(msgspec.Struct):
     """Of an answer that comes in pieces."""
 
-    result: _Answer | None = None
+    result: _EtcdResponse | None = None
     error: Any = None
 
 
-class _Failure(msgspec.Struct):
+class _EtcdFailure(msgspec.Struct):
     error: str = "no reason given"
     code: int = -1
 
 
-class _Refused(Exception):
+class _EtcdRefused(Exception):
     """etcd answered that it will not, or cannot."""
 
-    def __init__(self, failure: _Failure) -> None:
+    def __init__(self, failure: _EtcdFailure) -> None:
         super().__init__(failure.error)
         self.code = failure.code
 
 
-class Etcd:
+class EtcdStore:
     """One request at a time; see embedded.Embedded. A host that fails is followed by the next one of the address.
 
     A write that may have arrived is never said twice: a swap that had happened would look like somebody else's.
     """
 
     def __init__(self, address: str, run: str) -> None:
-        self._place = read_address(address)
-        self.address = str(self._place)
-        self._base = f"{self._place.prefix}/{run}/"
-        self._turn = 0  # which host is asked
+        self._etcd_address = parse_address(address)
+        self.address = str(self._etcd_address)
+        self._base = f"{self._etcd_address.prefix}/{run}/"
+        self._host_index = 0  # which host is asked
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
         self._owner = 0
         self._token = ""
-        self._absence = Absence()
+        self._outage = StoreOutageTimer()
 
-    def read(self, prefix: str = "") -> Reading:
-        return self._reading(self._ask("kv/range", self._range(prefix), repeat=True))
+    def read(self, prefix: str = "") -> StoreSnapshot:
+        return self._snapshot(self._request("kv/range", self._range(prefix), repeat=True))
 
     def swap(self, key: str, value: bytes | None, expected: int, lease: int | None = None) -> int | None:
         if value is None:
@@ -143,32 +143,32 @@ class Etcd:
         else:
             change = {"request_put": self._record(key, value, lease)}
         unchanged = {"target": "MOD", "key": self._key(key), "mod_revision": str(expected)}
-        answer = self._ask("kv/txn", {"compare": [unchanged], "success": [change]})
+        answer = self._request("kv/txn", {"compare": [unchanged], "success": [change]})
         return answer.header.revision if answer.succeeded else None
 
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
-        return self._ask("kv/put", self._record(key, value, lease)).header.revision
+        return self._request("kv/put", self._record(key, value, lease)).header.revision
 
     def grant(self, seconds: float) -> int:
-        return self._ask("lease/grant", {"TTL": str(math.ceil(seconds))}).ID
+        return self._request("lease/grant", {"TTL": str(math.ceil(seconds))}).ID
 
     def renew(self, lease: int) -> bool:
-        return self._ask("lease/keepalive", {"ID": str(lease)}, repeat=True).TTL > 0
+        return self._request("lease/keepalive", {"ID": str(lease)}, repeat=True).TTL > 0
 
     def revoke(self, lease: int) -> None:
         with suppress(LeaseEnded):
-            self._ask("lease/revoke", {"ID": str(lease)}, repeat=True)
+            self._request("lease/revoke", {"ID": str(lease)}, repeat=True)
 
-    def wait(self, prefix: str, after: int, seconds: float) -> Reading | None:
+    def wait(self, prefix: str, after: int, seconds: float) -> StoreSnapshot | None:
         deadline = time.monotonic() + seconds
         watched = {"create_request": self._range(prefix) | {"start_revision": str(after + 1)}}
-        if not self._tried(lambda: self._watched(watched, after, deadline), repeat=True):
+        if not self._with_failover(lambda: self._changed_before(watched, after, deadline), repeat=True):
             return None
         return self.read(prefix)
 
     def close(self) -> None:
         with self._lock:
-            self._hang_up()
+            self._disconnect()
 
     # -- keys and records ---------------------------------------------------------------------------------------------
 
@@ -182,50 +182,50 @@ class Etcd:
     def _record(self, key: str, value: bytes, lease: int | None) -> dict[str, Any]:
         return {"key": self._key(key), "value": value, "lease": str(lease or 0)}
 
-    def _reading(self, answer: _Answer) -> Reading:
+    def _snapshot(self, answer: _EtcdResponse) -> StoreSnapshot:
         start = len(self._base.encode())
-        entries = {pair.key[start:].decode(): Entry(pair.value, pair.mod_revision) for pair in answer.kvs}
-        return Reading(answer.header.revision, entries)
+        entries = {pair.key[start:].decode(): StoreEntry(pair.value, pair.mod_revision) for pair in answer.kvs}
+        return StoreSnapshot(answer.header.revision, entries)
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def _ask(self, path: str, body: dict[str, Any], *, repeat: bool = False) -> _Answer:
-        return self._tried(lambda: self._exchange(path, body), repeat=repeat)
+    def _request(self, path: str, body: dict[str, Any], *, repeat: bool = False) -> _EtcdResponse:
+        return self._with_failover(lambda: self._exchange(path, body), repeat=repeat)
 
-    def _tried(self, function: Callable[[], T], *, repeat: bool) -> T:
+    def _with_failover(self, function: Callable[[], T], *, repeat: bool) -> T:
         """Calls it with a connection to one host after another, until one answers."""
         with self._lock:
             failure: Exception | None = None
-            for _ in range(len(self._place.hosts) + 1):  # the first once more: its connection may have been an old one
+            for _ in range(len(self._etcd_address.hosts) + 1):  # the first once more: its connection may have been an old one
                 connected = False
                 try:
                     self._connect()
                     connected = True
                     found = function()
-                    self._absence.over()
+                    self._outage.clear()
                     return found
-                except _Refused as refused:
+                except _EtcdRefused as refused:
                     failure = refused
                     if refused.code == NOT_FOUND:
                         raise LeaseEnded("nothing was written to the store: the lease has ended") from refused
-                    self._hang_up()
+                    self._disconnect()
                     if refused.code in (INVALID, NOT_ALLOWED, NOT_ENABLED):
                         raise self._not_allowed(refused) from refused
                     if not repeat and refused.code != UNKNOWN_CALLER:
                         break
                 except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
                     failure = error
-                    self._hang_up()
+                    self._disconnect()
                     if connected and not repeat:
                         break
                 except BaseException:  # Ctrl-C between a request and its answer
-                    self._hang_up()
+                    self._disconnect()
                     raise
             assert failure is not None
-            raise self._absence.error(self.address, failure) from failure
+            raise self._outage.error(self.address, failure) from failure
 
-    def _not_allowed(self, refused: _Refused) -> InputError:
-        who = f"user {self._place.user}" if self._place.user else "nobody in particular"
+    def _not_allowed(self, refused: _EtcdRefused) -> InputError:
+        who = f"user {self._etcd_address.user}" if self._etcd_address.user else "nobody in particular"
         return InputError(
             f"the store at {self.address}, asked by {who}, refuses: {refused}",
             fix="user:password@ before the host in --store, of a user that may read and write under the prefix",
@@ -236,39 +236,39 @@ class Etcd:
     def _connect(self) -> None:
         if self._connection is not None and self._owner == os.getpid():
             return
-        self._hang_up(turn=False)
-        self._connection, self._owner = self._dialled(), os.getpid()
-        if self._place.user:
-            who = {"name": self._place.user, "password": self._place.password}
+        self._disconnect(next_host=False)
+        self._connection, self._owner = self._open_connection(), os.getpid()
+        if self._etcd_address.user:
+            who = {"name": self._etcd_address.user, "password": self._etcd_address.password}
             self._token = self._exchange("auth/authenticate", who).token
 
-    def _dialled(self) -> http.client.HTTPConnection:
-        host, port = self._place.hosts[self._turn % len(self._place.hosts)]
-        kind = http.client.HTTPSConnection if self._place.secure else http.client.HTTPConnection
-        connection = kind(host, port, timeout=ANSWER_SECONDS)
+    def _open_connection(self) -> http.client.HTTPConnection:
+        host, port = self._etcd_address.hosts[self._host_index % len(self._etcd_address.hosts)]
+        kind = http.client.HTTPSConnection if self._etcd_address.secure else http.client.HTTPConnection
+        connection = kind(host, port, timeout=RESPONSE_SECONDS)
         connection.connect()
         return connection
 
-    def _hang_up(self, turn: bool = True) -> None:
+    def _disconnect(self, next_host: bool = True) -> None:
         if self._connection is not None:
             self._connection.close()
         self._connection, self._token = None, ""
-        self._turn += turn
+        self._host_index += next_host
 
-    def _exchange(self, path: str, body: dict[str, Any]) -> _Answer:
+    def _exchange(self, path: str, body: dict[str, Any]) -> _EtcdResponse:
         assert self._connection is not None
-        text = self._posted(self._connection, path, body).read()
+        text = self._post(self._connection, path, body).read()
         if path == "lease/keepalive":
-            return _piece(text)
-        return msgspec.json.decode(text, type=_Answer, strict=False)
+            return _decode_chunk(text)
+        return msgspec.json.decode(text, type=_EtcdResponse, strict=False)
 
-    def _watched(self, body: dict[str, Any], after: int, deadline: float) -> bool:
+    def _changed_before(self, body: dict[str, Any], after: int, deadline: float) -> bool:
         """Has something happened, or happens until the deadline? On a connection of its own: it ends with it."""
-        connection = self._dialled()
+        connection = self._open_connection()
         try:
             stream = connection.sock
-            response = self._posted(connection, "watch", body)
-            began = _piece(response.readline())
+            response = self._post(connection, "watch", body)
+            began = _decode_chunk(response.readline())
             if began.canceled or began.header.revision < after:  # of a store that was here before
                 return True
             while True:
@@ -280,13 +280,13 @@ class Etcd:
                     line = response.readline()
                 except TimeoutError:
                     return False
-                heard = _piece(line)
+                heard = _decode_chunk(line)
                 if heard.events or heard.canceled:  # cancelled: what happened since is no longer known one by one
                     return True
         finally:
             connection.close()
 
-    def _posted(
+    def _post(
         self, connection: http.client.HTTPConnection, path: str, body: dict[str, Any]
     ) -> http.client.HTTPResponse:
         headers = {"Authorization": self._token} if self._token else {}
@@ -296,16 +296,16 @@ class Etcd:
             return response
         text = response.read()
         try:
-            failure = msgspec.json.decode(text, type=_Failure, strict=False)
+            failure = msgspec.json.decode(text, type=_EtcdFailure, strict=False)
         except msgspec.DecodeError:
             raise http.client.HTTPException(f"it answers {response.status} {response.reason}: no etcd") from None
-        raise _Refused(failure)
+        raise _EtcdRefused(failure)
 
 
-def _piece(line: bytes) -> _Answer:
+def _decode_chunk(line: bytes) -> _EtcdResponse:
     if not line:
         raise ConnectionError("it closed the connection")
-    piece = msgspec.json.decode(line, type=_Piece, strict=False)
+    piece = msgspec.json.decode(line, type=_EtcdChunk, strict=False)
     if piece.result is None:
         raise ConnectionError(f"it ended the answer: {piece.error}")
     return piece.result

@@ -6,31 +6,31 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def began(pid: int) -> str | None:
+def start_ticks(pid: int) -> str | None:
     """When a process began, in ticks since boot; None if it is gone. Numbers of processes come back, in containers
     even always the same ones, but not with the same beginning."""
     found = _stat(pid)
     return None if found is None else found[1]
 
 
-def condition(pid: int, when: str) -> str | None:
+def process_state(pid: int, started: str) -> str | None:
     """R, S, D, T (stopped) and so on, as the kernel has it; None: that process is gone."""
     found = _stat(pid)
-    return found[0] if found is not None and found[1] == when else None
+    return found[0] if found is not None and found[1] == started else None
 
 
-def end(pid: int, when: str) -> bool:
+def kill_process(pid: int, started: str) -> bool:
     """Kills a process, also a stopped one, and waits until it cannot act any more. False: it was gone already."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:
         return False
     try:
-        if condition(pid, when) is None:  # the handle is held: from here on the number cannot change its owner
+        if process_state(pid, started) is None:  # the handle is held: from here on the number cannot change its owner
             return False
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
-        while condition(pid, when) is not None:
+        while process_state(pid, started) is not None:
             os.sched_yield()
         return True
     finally:

@@ -25,286 +25,286 @@ import msgspec
 from msgspec import structs
 
 
-class Who(msgspec.Struct, frozen=True, order=True):
+class WorkerId(msgspec.Struct, frozen=True, order=True):
     """One life of a worker: a process. Its number is a place in the run and is used again by whoever replaces it."""
 
     worker: int
-    life: int = 0
+    incarnation: int = 0
 
     def __str__(self) -> str:
-        return f"worker {self.worker}" if self.life == 0 else f"worker {self.worker} (life {self.life})"
+        return f"worker {self.worker}" if self.incarnation == 0 else f"worker {self.worker} (life {self.incarnation})"
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
+class MembershipView(msgspec.Struct, frozen=True, kw_only=True):
     """Who belongs to an epoch."""
 
-    epoch: int
-    members: tuple[Who, ...]  # by number; a member's rank is its place here
-    term: int = 0  # rises when the state was lost with all who had it
+    generation: int
+    members: tuple[WorkerId, ...]  # by number; a member's rank is its place here
+    restart: int = 0  # rises when the state was lost with all who had it
     step: int = 0  # committed by somebody when this was written; never falls within a term
     reason: str = ""
     boundary: bool = False  # made between two steps by members that all knew of it: nobody has to be interrupted
     removed: dict[int, int] = {}  # worker -> its last life that was a member and is none any more: it never comes back
 
-    def rank(self, who: Who) -> int:
-        return self.members.index(who)
+    def rank(self, worker_id: WorkerId) -> int:
+        return self.members.index(worker_id)
 
 
-NOTHING = View(epoch=0, members=())
+EMPTY_VIEW = MembershipView(generation=0, members=())
 
 
-class Position(msgspec.Struct, frozen=True, kw_only=True):
+class MemberPosition(msgspec.Struct, frozen=True, kw_only=True):
     """Where a member stands as it enters an epoch."""
 
-    who: Who
+    worker_id: WorkerId
     committed: int  # steps; -1: it has no state yet
-    doubt: bool = (
+    in_doubt: bool = (
         False  # it has said that it has the merged gradient of step `committed`, and does not know of the rest
     )
-    clean: bool = True  # between two steps, or before the update of one: its state can be handed over
+    can_donate: bool = True  # between two steps, or before the update of one: its state can be handed over
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class MembershipObservation:
     """What a worker has read from the store, at one moment."""
 
-    view: View
-    alive: Collection[Who]  # whoever holds a lease: members, and newcomers that wait to be let in
-    positions: Mapping[Who, Position] = field(default_factory=dict)  # of the view's epoch
+    view: MembershipView
+    alive: Collection[WorkerId]  # whoever holds a lease: members, and newcomers that wait to be let in
+    positions: Mapping[WorkerId, MemberPosition] = field(default_factory=dict)  # of the view's epoch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settlement:
+class RecoveryPlan:
     """What the members of an epoch make of their positions. All come to the same."""
 
-    view: View
+    view: MembershipView
     step: int  # the floor: everybody goes on from here
-    donors: tuple[Who | None, ...] = (None,)  # by part: gives its state to those behind; None: nobody can
-    behind: tuple[Who, ...]  # have no state, or an older one
-    finishing: tuple[Who, ...]  # hold the gradient of step - 1 and have yet to apply it
-    begins: bool = False  # a term: nobody has any state, and all take it from the job or from the newest checkpoint
-    lost: tuple[int, ...] = ()  # parts that nobody stands at the floor with, or comes to it: the state is gone
+    donors: tuple[WorkerId | None, ...] = (None,)  # by part: gives its state to those behind; None: nobody can
+    behind: tuple[WorkerId, ...]  # have no state, or an older one
+    finishing: tuple[WorkerId, ...]  # hold the gradient of step - 1 and have yet to apply it
+    fresh_start: bool = False  # a term: nobody has any state, and all take it from the job or from the newest checkpoint
+    lost_shards: tuple[int, ...] = ()  # parts that nobody stands at the floor with, or comes to it: the state is gone
 
     @property
-    def donor(self) -> Who | None:
+    def donor(self) -> WorkerId | None:
         """Of the first part: of a model that is not cut, all there is."""
         return self.donors[0]
 
-    def donor_of(self, who: Who) -> Who | None:
-        return self.donors[part_of(who.worker, len(self.donors))]
+    def donor_of(self, worker_id: WorkerId) -> WorkerId | None:
+        return self.donors[model_shard_of(worker_id.worker, len(self.donors))]
 
-    def takes_from(self, who: Who) -> Who | None:
+    def receives_from(self, worker_id: WorkerId) -> WorkerId | None:
         """Whose state a member takes; None for one that has it."""
-        return self.donor_of(who) if who in self.behind else None
+        return self.donor_of(worker_id) if worker_id in self.behind else None
 
-    def gives(self, who: Who) -> tuple[Who, ...]:
+    def receivers_of(self, worker_id: WorkerId) -> tuple[WorkerId, ...]:
         """Whom a member hands its state to."""
-        return tuple(other for other in self.behind if self.donor_of(other) == who)
+        return tuple(other for other in self.behind if self.donor_of(other) == worker_id)
 
 
 # What a member may be told to do.
 
 
 @dataclass(frozen=True)
-class Propose:
+class ProposeView:
     """Swap the view for this one, if it is still the one that was read."""
 
-    view: View
+    view: MembershipView
 
 
 @dataclass(frozen=True)
-class Post:
+class PostPosition:
     """Tell the others of this epoch where this member stands."""
 
-    epoch: int
-    position: Position
+    generation: int
+    position: MemberPosition
 
 
 @dataclass(frozen=True)
-class Form:
+class FormGroup:
     """Everybody's position is known: make the group of this epoch."""
 
-    settlement: Settlement
+    recovery: RecoveryPlan
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForStore:
     """Nothing to do until the store holds something else."""
 
 
 @dataclass(frozen=True)
-class Leave:
+class LeaveRun:
     """The others went on without this worker; or a part of the state is lost, and with it the worth of its own."""
 
-    view: View
-    lost: tuple[int, ...] = ()  # parts
+    view: MembershipView
+    lost_shards: tuple[int, ...] = ()  # parts
 
 
-Action = Propose | Post | Form | Wait | Leave
+MemberAction = ProposeView | PostPosition | FormGroup | WaitForStore | LeaveRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class BoundaryChange:
     """A change that all members know of since the last step: they make it together, between two steps."""
 
-    leaving: Collection[Who] = ()
+    leaving: Collection[WorkerId] = ()
 
 
 @dataclass(kw_only=True)
-class Member:
+class MemberState:
     """One worker's part. Facts come in by the methods below; `decide` says what to do about membership."""
 
-    who: Who
-    parts: int = 1  # that the state is cut into; this member has one of them
+    worker_id: WorkerId
+    model_shards: int = 1  # that the state is cut into; this member has one of them
     committed: int = -1
-    epoch: int = 0  # of the group that it has formed, or was told to form last
-    doubt: bool = False
-    clean: bool = True
-    broken: bool = True  # that group cannot be used: not made yet, or something in it failed
-    others: tuple[Who, ...] = ()  # members of that group
-    having: frozenset[Who] = frozenset()  # of all it has met, those that are known to have had the state
+    generation: int = 0  # of the group that it has formed, or was told to form last
+    in_doubt: bool = False
+    can_donate: bool = True
+    group_broken: bool = True  # that group cannot be used: not made yet, or something in it failed
+    group_members: tuple[WorkerId, ...] = ()  # members of that group
+    state_holders: frozenset[WorkerId] = frozenset()  # of all it has met, those that are known to have had the state
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def says(self) -> None:
+    def vote(self) -> None:
         """It has the merged gradient of step `committed` and is about to tell the others."""
-        self.doubt = True
+        self.in_doubt = True
 
-    def met(self) -> None:
+    def commit(self) -> None:
         """All members of the epoch have said so: the step is committed."""
-        assert self.doubt, "a step is committed by those who have its gradient"
-        assert not self.broken, "nothing is committed in a group that has failed"
+        assert self.in_doubt, "a step is committed by those who have its gradient"
+        assert not self.group_broken, "nothing is committed in a group that has failed"
         self.committed += 1
-        self.doubt = False
-        self.having = frozenset(self.others)
+        self.in_doubt = False
+        self.state_holders = frozenset(self.group_members)
 
-    def dropped(self) -> None:
+    def drop(self) -> None:
         """Nothing of the step is kept: it is done again."""
-        self.doubt = False
+        self.in_doubt = False
 
     # -- membership -------------------------------------------------------------------------------------------------
 
-    def lost(self) -> None:
+    def group_failed(self) -> None:
         """Something failed in the group."""
-        self.broken = True
+        self.group_broken = True
 
-    def position(self) -> Position:
-        return Position(who=self.who, committed=self.committed, doubt=self.doubt, clean=self.clean)
+    def position(self) -> MemberPosition:
+        return MemberPosition(worker_id=self.worker_id, committed=self.committed, in_doubt=self.in_doubt, can_donate=self.can_donate)
 
-    def forms(self, settlement: Settlement) -> None:
+    def group_forming(self, recovery: RecoveryPlan) -> None:
         """It begins to make the group of the settlement's epoch. If that fails, another epoch is needed."""
-        self.epoch, self.broken = settlement.view.epoch, True
-        self.others = settlement.view.members
-        behind = self.others if settlement.begins else settlement.behind
-        self.having = frozenset(who for who in self.others if who not in behind)
+        self.generation, self.group_broken = recovery.view.generation, True
+        self.group_members = recovery.view.members
+        behind = self.group_members if recovery.fresh_start else recovery.behind
+        self.state_holders = frozenset(who for who in self.group_members if who not in behind)
 
-    def formed(self, settlement: Settlement) -> None:
+    def group_formed(self, recovery: RecoveryPlan) -> None:
         """The group of the settlement's epoch stands. Those in doubt have committed; those behind have the state."""
-        self.epoch, self.broken, self.doubt = settlement.view.epoch, False, False
-        if not settlement.begins:
-            self.committed = settlement.step
+        self.generation, self.group_broken, self.in_doubt = recovery.view.generation, False, False
+        if not recovery.fresh_start:
+            self.committed = recovery.step
 
-    def begun(self, step: int) -> None:
+    def start_at(self, step: int) -> None:
         """It has taken the state that a term begins with."""
         self.committed = step
 
-    def decide(self, seen: Seen, gone: Mapping[Who, str], change: Change | None = None) -> Action:
+    def decide(self, observed: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange | None = None) -> MemberAction:
         """The next thing to do. `gone`: whoever is known to be dead or silent, with how that is known."""
-        view = seen.view
-        if self.who not in view.members:
-            return self._outside(seen, gone)
-        missing = self._missing(seen, gone)
+        view = observed.view
+        if self.worker_id not in view.members:
+            return self._not_a_member(observed, gone)
+        missing = self._missing(observed, gone)
         if missing:
             reason = "; ".join(f"{who} {gone[who]}" for who in missing)
-            return Propose(self._next(view, [who for who in view.members if who not in missing], reason, out=missing))
-        if view.epoch <= self.epoch:
-            if self.broken:
-                return Propose(self._next(view, view.members, "a connection failed"))
-            return Wait() if change is None else self._at_boundary(seen, gone, change)
-        if seen.positions.get(self.who) != self.position():
-            return Post(view.epoch, self.position())
-        if any(who not in seen.positions for who in view.members):
-            return Wait()
-        settlement = settle(view, seen.positions, self.parts)
-        if settlement.lost:
-            return self._without_a_part(seen, gone, settlement)
+            return ProposeView(self._next_view(view, [who for who in view.members if who not in missing], reason, out=missing))
+        if view.generation <= self.generation:
+            if self.group_broken:
+                return ProposeView(self._next_view(view, view.members, "a connection failed"))
+            return WaitForStore() if change is None else self._at_boundary(observed, gone, change)
+        if observed.positions.get(self.worker_id) != self.position():
+            return PostPosition(view.generation, self.position())
+        if any(who not in observed.positions for who in view.members):
+            return WaitForStore()
+        settlement = plan_recovery(view, observed.positions, self.model_shards)
+        if settlement.lost_shards:
+            return self._shard_lost(observed, gone, settlement)
         waiting = [who for who in settlement.behind if settlement.donor_of(who) is None]
         if waiting:  # who has their part is in the middle of something: newcomers wait for the next boundary
             stay = [who for who in view.members if who not in waiting]
-            return Propose(self._next(view, stay, "newcomers wait for the end of the step"))
-        if settlement.begins and not covers(view.members, self.parts):
-            return self._let_in(seen, gone)
-        return Form(settlement)
+            return ProposeView(self._next_view(view, stay, "newcomers wait for the end of the step"))
+        if settlement.fresh_start and not covers_model(view.members, self.model_shards):
+            return self._admit(observed, gone)
+        return FormGroup(settlement)
 
-    def _missing(self, seen: Seen, gone: Mapping[Who, str]) -> list[Who]:
+    def _missing(self, observed: MembershipObservation, gone: Mapping[WorkerId, str]) -> list[WorkerId]:
         """Members to go on without. A connection that broke must not cost the state, or a part of it: whoever holds a
         lease is dropped only by those who have the state, and while somebody stays who has the same part."""
-        missing = [who for who in seen.view.members if who in gone and who != self.who]
+        missing = [who for who in observed.view.members if who in gone and who != self.worker_id]
         if self.committed < 0:
-            return [who for who in missing if who not in seen.alive]
-        having = [who for who in seen.view.members if who in self.having and who not in missing]
-        kept = {part_of(who.worker, self.parts) for who in (self.who, *having)}
-        return [who for who in missing if who not in seen.alive or part_of(who.worker, self.parts) in kept]
+            return [who for who in missing if who not in observed.alive]
+        having = [who for who in observed.view.members if who in self.state_holders and who not in missing]
+        kept = {model_shard_of(who.worker, self.model_shards) for who in (self.worker_id, *having)}
+        return [who for who in missing if who not in observed.alive or model_shard_of(who.worker, self.model_shards) in kept]
 
-    def _without_a_part(self, seen: Seen, gone: Mapping[Who, str], settlement: Settlement) -> Action:
+    def _shard_lost(self, observed: MembershipObservation, gone: Mapping[WorkerId, str], recovery: RecoveryPlan) -> MemberAction:
         """The state is gone. Those who have some of it end; the others wait for that, and begin a term."""
-        view = seen.view
-        stateless = [who for who in view.members if seen.positions[who].committed < 0]
+        view = observed.view
+        stateless = [who for who in view.members if observed.positions[who].committed < 0]
         if self.committed >= 0:
-            return Leave(view, settlement.lost if self.parts > 1 else ())
-        if any(who not in settlement.behind for who in view.members):
-            return Wait()
-        if not covers(stateless, self.parts):
-            stateless = sorted([*stateless, *newcomers(view, seen.alive, gone)])
-        return self._new_term(view, stateless)
+            return LeaveRun(view, recovery.lost_shards if self.model_shards > 1 else ())
+        if any(who not in recovery.behind for who in view.members):
+            return WaitForStore()
+        if not covers_model(stateless, self.model_shards):
+            stateless = sorted([*stateless, *newcomers(view, observed.alive, gone)])
+        return self._new_restart(view, stateless)
 
-    def _let_in(self, seen: Seen, gone: Mapping[Who, str]) -> Action:
+    def _admit(self, observed: MembershipObservation, gone: Mapping[WorkerId, str]) -> MemberAction:
         """Nobody has any state, and some part nobody at all: there is no boundary to wait for."""
-        joining = newcomers(seen.view, seen.alive, gone)
+        joining = newcomers(observed.view, observed.alive, gone)
         if not joining:
-            return Wait()
+            return WaitForStore()
         reason = "; ".join(f"{who} joined" for who in joining)
-        return Propose(self._next(seen.view, sorted([*seen.view.members, *joining]), reason))
+        return ProposeView(self._next_view(observed.view, sorted([*observed.view.members, *joining]), reason))
 
-    def _outside(self, seen: Seen, gone: Mapping[Who, str]) -> Action:
-        view = seen.view
-        if self.committed >= 0 or not may_join(view, self.who):
-            return Leave(view)
-        if any(who.worker == self.who.worker and who.life > self.who.life for who in (*view.members, *seen.alive)):
-            return Leave(view)  # replaced before it came in
-        present = sorted(who for who in seen.alive if who not in gone and may_join(view, who))
-        if any(who not in gone for who in view.members) or self.who != min(present, default=self.who):
-            return Wait()
+    def _not_a_member(self, observed: MembershipObservation, gone: Mapping[WorkerId, str]) -> MemberAction:
+        view = observed.view
+        if self.committed >= 0 or not may_join(view, self.worker_id):
+            return LeaveRun(view)
+        if any(who.worker == self.worker_id.worker and who.incarnation > self.worker_id.incarnation for who in (*view.members, *observed.alive)):
+            return LeaveRun(view)  # replaced before it came in
+        present = sorted(who for who in observed.alive if who not in gone and may_join(view, who))
+        if any(who not in gone for who in view.members) or self.worker_id != min(present, default=self.worker_id):
+            return WaitForStore()
         # Nobody is left who could let anybody in: whoever waits begins a new epoch, from a checkpoint.
-        return self._new_term(view, newest(present or [self.who]))
+        return self._new_restart(view, newest_incarnations(present or [self.worker_id]))
 
-    def _at_boundary(self, seen: Seen, gone: Mapping[Who, str], change: Change) -> Action:
-        view = seen.view
+    def _at_boundary(self, observed: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange) -> MemberAction:
+        view = observed.view
         staying = [who for who in view.members if who not in change.leaving]
-        if self.who != staying[0]:
-            return Wait()
-        joining = newcomers(view, seen.alive, gone)
+        if self.worker_id != staying[0]:
+            return WaitForStore()
+        joining = newcomers(view, observed.alive, gone)
         leaving = [who for who in view.members if who in change.leaving]
         reason = "; ".join([*(f"{who} left" for who in leaving), *(f"{who} joined" for who in joining)])
-        return Propose(self._next(view, sorted([*staying, *joining]), reason, out=leaving, boundary=True))
+        return ProposeView(self._next_view(view, sorted([*staying, *joining]), reason, out=leaving, boundary=True))
 
-    def _new_term(self, view: View, members: Collection[Who]) -> Action:
+    def _new_restart(self, view: MembershipView, members: Collection[WorkerId]) -> MemberAction:
         """With somebody for every part."""
-        if not covers(members, self.parts):
-            return Wait()
+        if not covers_model(members, self.model_shards):
+            return WaitForStore()
         reason = "nobody is left who has the state: back to the newest checkpoint"
         out = [who for who in view.members if who not in members]
-        return Propose(structs.replace(self._next(view, members, reason, out=out), term=view.term + 1, step=0))
+        return ProposeView(structs.replace(self._next_view(view, members, reason, out=out), term=view.restart + 1, step=0))
 
-    def _next(
-        self, view: View, members: Collection[Who], reason: str, out: Collection[Who] = (), boundary: bool = False
-    ) -> View:
+    def _next_view(
+        self, view: MembershipView, members: Collection[WorkerId], reason: str, out: Collection[WorkerId] = (), boundary: bool = False
+    ) -> MembershipView:
         removed = dict(view.removed)
         for who in out:
-            removed[who.worker] = max(who.life, removed.get(who.worker, -1))
+            removed[who.worker] = max(who.incarnation, removed.get(who.worker, -1))
         return structs.replace(
             view,
-            epoch=view.epoch + 1,
+            epoch=view.generation + 1,
             members=tuple(members),
             step=max(view.step, self.committed),
             reason=reason,
@@ -313,35 +313,35 @@ class Member:
         )
 
 
-def part_of(worker: int, parts: int) -> int:
+def model_shard_of(worker: int, model_shards: int) -> int:
     """Which part of the state a worker has; whoever takes its number later has the same."""
-    return worker % parts
+    return worker % model_shards
 
 
-def covers(members: Collection[Who], parts: int) -> bool:
+def covers_model(members: Collection[WorkerId], model_shards: int) -> bool:
     """Whether there is somebody for every part."""
-    return len({part_of(who.worker, parts) for who in members}) == parts
+    return len({model_shard_of(who.worker, model_shards) for who in members}) == model_shards
 
 
-def may_join(view: View, who: Who) -> bool:
-    return who.life > view.removed.get(who.worker, -1)
+def may_join(view: MembershipView, worker_id: WorkerId) -> bool:
+    return worker_id.incarnation > view.removed.get(worker_id.worker, -1)
 
 
-def newcomers(view: View, alive: Collection[Who], gone: Collection[Who] = ()) -> list[Who]:
+def newcomers(view: MembershipView, alive: Collection[WorkerId], gone: Collection[WorkerId] = ()) -> list[WorkerId]:
     """Whoever waits to be let in."""
     present = {who.worker for who in view.members}
     waiting = [who for who in alive if who.worker not in present and who not in gone and may_join(view, who)]
-    return newest(waiting)
+    return newest_incarnations(waiting)
 
 
-def remove(view: View, gone: Mapping[Who, str]) -> View:
+def remove_dead(view: MembershipView, gone: Mapping[WorkerId, str]) -> MembershipView:
     """The next view, by somebody who is no member and knows who is dead: the driver. It may have no members at all."""
     removed = dict(view.removed)
     for who in gone:
-        removed[who.worker] = max(who.life, removed.get(who.worker, -1))
+        removed[who.worker] = max(who.incarnation, removed.get(who.worker, -1))
     return structs.replace(
         view,
-        epoch=view.epoch + 1,
+        epoch=view.generation + 1,
         members=tuple(who for who in view.members if who not in gone),
         reason="; ".join(f"{who} {why}" for who, why in gone.items()),
         boundary=False,
@@ -349,32 +349,32 @@ def remove(view: View, gone: Mapping[Who, str]) -> View:
     )
 
 
-def newest(present: Collection[Who]) -> list[Who]:
+def newest_incarnations(present: Collection[WorkerId]) -> list[WorkerId]:
     """Of several lives of a worker the last one."""
-    last: dict[int, Who] = {}
+    last: dict[int, WorkerId] = {}
     for who in sorted(present):
         last[who.worker] = who
     return sorted(last.values())
 
 
-def settle(view: View, positions: Mapping[Who, Position], parts: int = 1) -> Settlement:
+def plan_recovery(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], model_shards: int = 1) -> RecoveryPlan:
     """Where the members of an epoch go on from. Pure: everyone has the same positions, so all come to the same."""
     placed = [positions[who] for who in view.members]
     floor = max(view.step, *(each.committed for each in placed))
     if floor == 0 and all(each.committed < 0 for each in placed):
-        return Settlement(view=view, step=0, donors=(None,) * parts, behind=(), finishing=(), begins=True)
-    finishing = tuple(each.who for each in placed if each.doubt and each.committed == floor - 1)
-    behind = tuple(each.who for each in placed if each.committed < floor and each.who not in finishing)
-    held = {part_of(who.worker, parts) for who in view.members if who not in behind}
-    donors: list[Who | None] = [None] * parts
+        return RecoveryPlan(view=view, step=0, donors=(None,) * model_shards, behind=(), finishing=(), fresh_start=True)
+    finishing = tuple(each.worker_id for each in placed if each.in_doubt and each.committed == floor - 1)
+    behind = tuple(each.worker_id for each in placed if each.committed < floor and each.worker_id not in finishing)
+    held = {model_shard_of(who.worker, model_shards) for who in view.members if who not in behind}
+    donors: list[WorkerId | None] = [None] * model_shards
     for each in reversed(placed):
-        if each.committed == floor and each.clean:
-            donors[part_of(each.who.worker, parts)] = each.who
-    return Settlement(
+        if each.committed == floor and each.can_donate:
+            donors[model_shard_of(each.worker_id.worker, model_shards)] = each.worker_id
+    return RecoveryPlan(
         view=view,
         step=floor,
         donors=tuple(donors),
         behind=behind,
         finishing=finishing,
-        lost=tuple(part for part in range(parts) if part not in held),
+        lost_shards=tuple(part for part in range(model_shards) if part not in held),
     )

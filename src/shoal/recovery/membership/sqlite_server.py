@@ -31,17 +31,17 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-DATABASE, LOCK, RECORD, LOG = "store.db", "store.lock", "store.json", "store.log"
+DATABASE, LOCK, SERVER_INFO, LOG = "store.db", "store.lock", "store.json", "store.log"
 
 REQUEST_BYTES = 1 << 20  # the largest request
 HELLO_BYTES = 1 << 10  # and before the token was shown
 REPLY_BYTES = 1 << 26
 HELLO_SECONDS = 2.0  # how long a connection may take to show the token
 OTHER_SERVER_SECONDS = 10.0  # how long a second server waits until the first is ready, or gone
-FORGIVEN_SECONDS = 0.1  # a longer time without listening does not count against leases
+PAUSE_TOLERANCE_SECONDS = 0.1  # a longer time without listening does not count against leases
 SPARE_DESCRIPTORS = 50  # kept back from connections
 PF_EXITING = 0x4  # of the kernel: connections may have been closed already, the lock not yet
-REMOVED_KEPT = 2000  # removed records that are remembered, so that those who wait hear of them
+TOMBSTONES_KEPT = 2000  # removed records that are remembered, so that those who wait hear of them
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------
@@ -50,60 +50,60 @@ Key = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class StoreHello(msgspec.Struct, frozen=True, tag=True):
     token: str
 
 
-class Read(msgspec.Struct, frozen=True, tag=True):
+class StoreRead(msgspec.Struct, frozen=True, tag=True):
     prefix: str
 
 
-class Swap(msgspec.Struct, frozen=True, tag=True):
+class StoreSwap(msgspec.Struct, frozen=True, tag=True):
     key: Key
     value: bytes | None
     expected: int
     lease: int | None
 
 
-class Put(msgspec.Struct, frozen=True, tag=True):
+class StorePut(msgspec.Struct, frozen=True, tag=True):
     key: Key
     value: bytes
     lease: int | None
 
 
-class Grant(msgspec.Struct, frozen=True, tag=True):
+class StoreGrant(msgspec.Struct, frozen=True, tag=True):
     seconds: Seconds
 
 
-class Renew(msgspec.Struct, frozen=True, tag=True):
+class StoreRenew(msgspec.Struct, frozen=True, tag=True):
     lease: int
 
 
-class Revoke(msgspec.Struct, frozen=True, tag=True):
+class StoreRevoke(msgspec.Struct, frozen=True, tag=True):
     lease: int
 
 
-class Wait(msgspec.Struct, frozen=True, tag=True):
+class StoreWait(msgspec.Struct, frozen=True, tag=True):
     prefix: str
     after: int
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StoreStop(msgspec.Struct, frozen=True, tag=True):
     """End the server. What it holds stays on disk."""
 
 
-Request = Hello | Read | Swap | Put | Grant | Renew | Revoke | Wait | Stop
+StoreRequest = StoreHello | StoreRead | StoreSwap | StorePut | StoreGrant | StoreRenew | StoreRevoke | StoreWait | StoreStop
 
 
-class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    number: int | None = None  # a revision or a lease; None: not swapped, or the lease has ended
+class StoreReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    revision: int | None = None  # a revision or a lease; None: not swapped, or the lease has ended
     entries: dict[str, tuple[bytes, int]] | None = None  # value and revision; None: nothing has happened
     lease_ended: bool = False  # so nothing was written
     error: str | None = None  # nothing was done
 
 
-class Serving(msgspec.Struct, frozen=True, kw_only=True):
+class StoreServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Where a store is served: the content of store.json."""
 
     address: str
@@ -116,27 +116,27 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-_requests = msgspec.msgpack.Decoder(Request)
-_replies = msgspec.msgpack.Decoder(Reply)
+_requests = msgspec.msgpack.Decoder(StoreRequest)
+_replies = msgspec.msgpack.Decoder(StoreReply)
 
 
-def frame(message: Request | Reply) -> bytes:
+def frame(message: StoreRequest | StoreReply) -> bytes:
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
 
 
-def decode_reply(body: bytes | bytearray) -> Reply:
+def decode_reply(body: bytes | bytearray) -> StoreReply:
     return _replies.decode(body)
 
 
-def read_serving(folder: Path) -> Serving | None:
+def read_server_info(folder: Path) -> StoreServerInfo | None:
     try:
-        return msgspec.json.decode((folder / RECORD).read_bytes(), type=Serving)
+        return msgspec.json.decode((folder / SERVER_INFO).read_bytes(), type=StoreServerInfo)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def locked(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Does a server live that serves this folder? Asks the kernel, which lets go of the lock with its process."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
@@ -151,18 +151,18 @@ def locked(folder: Path) -> bool:
     return False
 
 
-def forget_serving(folder: Path) -> None:
+def remove_server_info(folder: Path) -> None:
     """Removes store.json if there is no server; one that starts now waits until that is done."""
     with suppress(OSError):
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (folder / RECORD).unlink(missing_ok=True)
+            (folder / SERVER_INFO).unlink(missing_ok=True)
         finally:
             os.close(descriptor)
 
 
-def process_started(pid: int) -> int | None:
+def process_start_ticks(pid: int) -> int | None:
     """In ticks since boot; None if there is no such process, or the kernel is taking it down."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -174,19 +174,19 @@ def process_started(pid: int) -> int | None:
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
-class Record(NamedTuple):
+class StoreRecord(NamedTuple):
     value: bytes | None  # None: removed at this revision
     revision: int
     lease: int | None
 
 
 @dataclass
-class Lease:
+class StoreLease:
     seconds: float
     due: float
 
 
-class LeaseGone(Exception):
+class UnknownLease(Exception):
     pass
 
 
@@ -198,7 +198,7 @@ insert or ignore into number values ('revision', 1), ('forgotten', 0);
 """
 
 
-class Records:
+class StoreRecords:
     """All of it in memory, and on disk before anybody sees it."""
 
     def __init__(self, path: Path, now: float) -> None:
@@ -208,13 +208,13 @@ class Records:
         self._disk.executescript(SCHEMA)
         numbers: dict[str, int] = dict(self._disk.execute("select name, value from number"))
         self.revision = numbers["revision"]
-        self._forgotten = numbers["forgotten"]  # of what was removed until then, nothing is known any more
-        self._records: dict[str, Record] = {
-            key: Record(*rest) for key, *rest in self._disk.execute("select key, value, revision, lease from record")
+        self._oldest_revision = numbers["forgotten"]  # of what was removed until then, nothing is known any more
+        self._records: dict[str, StoreRecord] = {
+            key: StoreRecord(*rest) for key, *rest in self._disk.execute("select key, value, revision, lease from record")
         }
         # Their holders could not renew them while nobody listened.
         self.leases = {
-            lease: Lease(seconds, now + seconds)
+            lease: StoreLease(seconds, now + seconds)
             for lease, seconds in self._disk.execute("select id, seconds from lease")
         }
 
@@ -230,7 +230,7 @@ class Records:
 
     def changed(self, prefix: str, after: int) -> bool:
         """Was anything under the prefix written or removed after that revision? In doubt yes."""
-        if after < self._forgotten or after > self.revision:  # the latter is of a store that was here before
+        if after < self._oldest_revision or after > self.revision:  # the latter is of a store that was here before
             return True
         return any(record.revision > after and key.startswith(prefix) for key, record in self._records.items())
 
@@ -247,7 +247,7 @@ class Records:
         if value is None:
             lease = None
         elif lease is not None and lease not in self.leases:
-            raise LeaseGone
+            raise UnknownLease
         self._write({key: (value, lease)})
         return self.revision
 
@@ -256,7 +256,7 @@ class Records:
         with self._disk:
             self._disk.execute("begin immediate")
             self._disk.execute("insert into lease values (?, ?)", (lease, seconds))
-        self.leases[lease] = Lease(seconds, now + seconds)
+        self.leases[lease] = StoreLease(seconds, now + seconds)
         return lease
 
     def renew(self, lease: int, now: float) -> bool:
@@ -266,22 +266,22 @@ class Records:
             known.due = now + known.seconds
         return known is not None
 
-    def end(self, leases: Collection[int]) -> None:
+    def end_leases(self, leases: Collection[int]) -> None:
         """Takes the records of these leases along, all at one revision."""
         going = set(leases) & self.leases.keys()
         if going:
             self._write({key: (None, None) for key, one in self._records.items() if one.lease in going}, going)
 
-    def forgive(self, seconds: float) -> None:
+    def extend_leases(self, seconds: float) -> None:
         for lease in self.leases.values():
             lease.due += seconds
 
     def _write(self, changes: Mapping[str, tuple[bytes | None, int | None]], ended: Collection[int] = ()) -> None:
         revision = self.revision + bool(changes)
-        rows = {key: Record(value, revision, lease) for key, (value, lease) in changes.items()}
+        rows = {key: StoreRecord(value, revision, lease) for key, (value, lease) in changes.items()}
         removed = sorted((one.revision, key) for key, one in self._records.items() if one.value is None)
-        too_old = removed[: len(removed) // 2] if len(removed) > REMOVED_KEPT else []
-        forgotten = too_old[-1][0] if too_old else self._forgotten
+        too_old = removed[: len(removed) // 2] if len(removed) > TOMBSTONES_KEPT else []
+        forgotten = too_old[-1][0] if too_old else self._oldest_revision
         stale = [key for _, key in too_old if key not in rows]
         with self._disk:  # commits, or rolls back and raises
             self._disk.execute("begin immediate")
@@ -298,44 +298,44 @@ class Records:
             del self._records[key]
         for lease in ended:
             del self.leases[lease]
-        self.revision, self._forgotten = revision, forgotten
+        self.revision, self._oldest_revision = revision, forgotten
 
 
 # -- who asks ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Connection:
+class StoreConnection:
     socket: socket.socket
     since: float
     trusted: bool = False
-    heard: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
     unsent: bytes = b""
-    waiting: Wait | None = None
-    until: float = 0.0
+    waiting: StoreWait | None = None
+    wait_until: float = 0.0
 
 
-class Broken(Exception):
+class StoreConnectionBroken(Exception):
     """This connection is of no use: it ended, or what came through it is not what a client says."""
 
 
-class Server:
+class StoreServer:
     def __init__(
         self,
         listener: socket.socket,
-        records: Records,
+        records: StoreRecords,
         token: str,
         idle_seconds: float,
-        most: int,
+        max_connections: int,
         owner: int | None = None,
     ) -> None:
         """`owner`: a pidfd; the server ends with that process."""
         self._listener, self._records = listener, records
         self._token = token.encode()
-        self._idle_seconds, self._most = idle_seconds, most
-        self._needed = time.monotonic()  # when somebody was last there
+        self._idle_seconds, self._most = idle_seconds, max_connections
+        self._last_needed = time.monotonic()  # when somebody was last there
         self._stopping = False
-        self._connections: set[Connection] = set()
+        self._connections: set[StoreConnection] = set()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -346,59 +346,59 @@ class Server:
     def run(self) -> None:
         """Until it is told to stop, or nobody has needed it for long."""
         now = time.monotonic()
-        while not self._stopping and now < self._unneeded():
-            due = max(now, self._due())
+        while not self._stopping and now < self._idle_deadline():
+            due = max(now, self._next_deadline())
             ready = self._selector.select(due - now)
             woken = time.monotonic()
-            if woken - due > FORGIVEN_SECONDS:  # it was stopped itself, nobody knows when since it last looked
-                self._forgive(woken - now)
+            if woken - due > PAUSE_TOLERANCE_SECONDS:  # it was stopped itself, nobody knows when since it last looked
+                self._extend_deadlines(woken - now)
             for key, events in ready:
                 if key.fd == self._owner:
                     self._stopping = True
                 elif key.data is None:
                     self._accept()
                 else:
-                    self._attend(key.data, events)
+                    self._handle_events(key.data, events)
             heard = time.monotonic()
-            self._forgive(heard - woken)  # the disk was slow
+            self._extend_deadlines(heard - woken)  # the disk was slow
             self._expire(heard)
             self._answer_waiting(heard)
-            self._dismiss(heard)
+            self._drop_silent(heard)
             now = time.monotonic()
-            self._forgive(now - heard)
+            self._extend_deadlines(now - heard)
         for connection in list(self._connections):
             self._drop(connection)
         self._selector.close()
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def _unneeded(self) -> float:
+    def _idle_deadline(self) -> float:
         """When to end if nothing happens until then."""
         if self._records.leases or any(each.trusted for each in self._connections):
-            self._needed = time.monotonic()
-        return self._needed + self._idle_seconds
+            self._last_needed = time.monotonic()
+        return self._last_needed + self._idle_seconds
 
-    def _due(self) -> float:
+    def _next_deadline(self) -> float:
         """When there is something to do even if nobody says anything."""
-        times = [self._unneeded()]
+        times = [self._idle_deadline()]
         times += [lease.due for lease in self._records.leases.values()]
-        times += [each.until for each in self._connections if each.waiting is not None]
+        times += [each.wait_until for each in self._connections if each.waiting is not None]
         times += [each.since + HELLO_SECONDS for each in self._connections if not each.trusted]
         return min(times)
 
-    def _forgive(self, seconds: float) -> None:
-        if seconds > FORGIVEN_SECONDS:
-            self._records.forgive(seconds)
+    def _extend_deadlines(self, seconds: float) -> None:
+        if seconds > PAUSE_TOLERANCE_SECONDS:
+            self._records.extend_leases(seconds)
 
     def _expire(self, now: float) -> None:
         due = [number for number, lease in self._records.leases.items() if lease.due <= now]
         try:
-            self._records.end(due)
+            self._records.end_leases(due)
         except sqlite3.Error:  # a full disk: they end when there is room
             for number in due:
-                self._records.leases[number].due = now + FORGIVEN_SECONDS
+                self._records.leases[number].due = now + PAUSE_TOLERANCE_SECONDS
 
-    def _dismiss(self, now: float) -> None:
+    def _drop_silent(self, now: float) -> None:
         for each in list(self._connections):
             if not each.trusted and now >= each.since + HELLO_SECONDS:
                 self._drop(each)
@@ -417,97 +417,97 @@ class Server:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that is gone does not keep us here
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
-        connection = Connection(accepted, time.monotonic())
+        connection = StoreConnection(accepted, time.monotonic())
         self._connections.add(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: StoreConnection) -> None:
         self._connections.remove(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
 
-    def _attend(self, connection: Connection, events: int) -> None:
+    def _handle_events(self, connection: StoreConnection, events: int) -> None:
         if connection not in self._connections:  # dropped a moment ago
             return
         try:
             if events & selectors.EVENT_WRITE:
                 self._send(connection)
             if events & selectors.EVENT_READ:
-                self._hear(connection)
-            self._serve(connection)
-        except (Broken, OSError):
+                self._receive(connection)
+            self._handle_requests(connection)
+        except (StoreConnectionBroken, OSError):
             self._drop(connection)
 
-    def _hear(self, connection: Connection) -> None:
+    def _receive(self, connection: StoreConnection) -> None:
         try:
             more = connection.socket.recv(1 << 16)
         except BlockingIOError:
             return
         if not more:
             # A client that lost patience: what it had said whole counts all the same.
-            with suppress(Broken):
-                self._serve(connection)
-            raise Broken
-        connection.heard += more
+            with suppress(StoreConnectionBroken):
+                self._handle_requests(connection)
+            raise StoreConnectionBroken
+        connection.received += more
 
-    def _serve(self, connection: Connection) -> None:
+    def _handle_requests(self, connection: StoreConnection) -> None:
         """Whatever has come in whole, one after another: the next when the one before has its answer."""
-        heard = connection.heard
+        heard = connection.received
         while len(heard) >= 4 and connection.waiting is None and not connection.unsent:
             length = int.from_bytes(heard[:4], "big")
             if length > (REQUEST_BYTES if connection.trusted else HELLO_BYTES):
-                raise Broken
+                raise StoreConnectionBroken
             if len(heard) < 4 + length:
                 return
             try:
                 request = _requests.decode(heard[4 : 4 + length])
             except msgspec.DecodeError as error:
-                raise Broken from error
+                raise StoreConnectionBroken from error
             del heard[: 4 + length]
             self._handle(connection, request)
         if len(heard) > REQUEST_BYTES + 4:  # it goes on talking while it is to listen
-            raise Broken
+            raise StoreConnectionBroken
 
-    def _handle(self, connection: Connection, request: Request) -> None:
+    def _handle(self, connection: StoreConnection, request: StoreRequest) -> None:
         if not connection.trusted:
-            if not isinstance(request, Hello) or not hmac.compare_digest(request.token.encode(), self._token):
-                raise Broken
+            if not isinstance(request, StoreHello) or not hmac.compare_digest(request.token.encode(), self._token):
+                raise StoreConnectionBroken
             connection.trusted = True
-        if isinstance(request, Wait) and not self._records.changed(request.prefix, request.after):
-            connection.waiting, connection.until = request, time.monotonic() + request.seconds
+        if isinstance(request, StoreWait) and not self._records.changed(request.prefix, request.after):
+            connection.waiting, connection.wait_until = request, time.monotonic() + request.seconds
             return
         before = self._records.revision
         try:
             reply = self._reply(request)
-        except LeaseGone:
-            reply = Reply(lease_ended=True)
+        except UnknownLease:
+            reply = StoreReply(lease_ended=True)
         except sqlite3.Error as error:
-            reply = Reply(error=f"cannot write to {DATABASE}: {error}")
-        self._say(connection, reply)
+            reply = StoreReply(error=f"cannot write to {DATABASE}: {error}")
+        self._queue_reply(connection, reply)
         if self._records.revision != before:
             self._answer_waiting(time.monotonic())
 
-    def _reply(self, request: Request) -> Reply:
+    def _reply(self, request: StoreRequest) -> StoreReply:
         records, now = self._records, time.monotonic()
         match request:
-            case Read(prefix=prefix) | Wait(prefix=prefix):
-                return self._reading(prefix)
-            case Swap(key, value, expected, lease):
-                return Reply(number=records.swap(key, value, expected, lease))
-            case Put(key, value, lease):
-                return Reply(number=records.put(key, value, lease))
-            case Grant(seconds):
-                return Reply(number=records.grant(seconds, now))
-            case Renew(lease):
-                return Reply(number=lease if records.renew(lease, now) else None)
-            case Revoke(lease):
-                records.end([lease])
-            case Stop():
+            case StoreRead(prefix=prefix) | StoreWait(prefix=prefix):
+                return self._read_reply(prefix)
+            case StoreSwap(key, value, expected, lease):
+                return StoreReply(revision=records.swap(key, value, expected, lease))
+            case StorePut(key, value, lease):
+                return StoreReply(revision=records.put(key, value, lease))
+            case StoreGrant(seconds):
+                return StoreReply(revision=records.grant(seconds, now))
+            case StoreRenew(lease):
+                return StoreReply(revision=lease if records.renew(lease, now) else None)
+            case StoreRevoke(lease):
+                records.end_leases([lease])
+            case StoreStop():
                 self._stopping = True
-        return Reply()
+        return StoreReply()
 
-    def _reading(self, prefix: str) -> Reply:
-        return Reply(number=self._records.revision, entries=self._records.read(prefix))
+    def _read_reply(self, prefix: str) -> StoreReply:
+        return StoreReply(revision=self._records.revision, entries=self._records.read(prefix))
 
     def _answer_waiting(self, now: float) -> None:
         for each in list(self._connections):
@@ -515,21 +515,21 @@ class Server:
             if wait is None:
                 continue
             changed = self._records.changed(wait.prefix, wait.after)
-            if changed or now >= each.until:
+            if changed or now >= each.wait_until:
                 each.waiting = None
                 try:
-                    self._say(each, self._reading(wait.prefix) if changed else Reply())
-                except (Broken, OSError):
+                    self._queue_reply(each, self._read_reply(wait.prefix) if changed else StoreReply())
+                except (StoreConnectionBroken, OSError):
                     self._drop(each)
 
-    def _say(self, connection: Connection, reply: Reply) -> None:
+    def _queue_reply(self, connection: StoreConnection, reply: StoreReply) -> None:
         message = frame(reply)
         if len(message) > REPLY_BYTES:
-            message = frame(Reply(error=f"{len(message):,} bytes are more than the {REPLY_BYTES:,} of an answer"))
+            message = frame(StoreReply(error=f"{len(message):,} bytes are more than the {REPLY_BYTES:,} of an answer"))
         connection.unsent = message
         self._send(connection)
 
-    def _send(self, connection: Connection) -> None:
+    def _send(self, connection: StoreConnection) -> None:
         with suppress(BlockingIOError):
             sent = connection.socket.send(connection.unsent)
             connection.unsent = connection.unsent[sent:]
@@ -563,7 +563,7 @@ def main() -> int:
 
 
 def _become_server(
-    folder: Path, address: str, descriptor: int | None, idle_seconds: float, owner: int | None, answer: int
+    folder: Path, address: str, descriptor: int | None, idle_seconds: float, owner: int | None, ready_fd: int
 ) -> int:
     os.setsid()
     os.umask(0o077)  # the token is for this user
@@ -575,27 +575,27 @@ def _become_server(
     try:
         handle = None if owner is None else os.pidfd_open(owner)
         lock = _lock(folder)
-        if isinstance(lock, Serving):
-            os.write(answer, msgspec.json.encode(lock))
+        if isinstance(lock, StoreServerInfo):
+            os.write(ready_fd, msgspec.json.encode(lock))
             return 0
-        records = Records(folder / DATABASE, time.monotonic())
+        records = StoreRecords(folder / DATABASE, time.monotonic())
         _sync_folder(folder)
-        before = read_serving(folder)
+        before = read_server_info(folder)
         token = secrets.token_hex(16) if before is None else before.token  # clients that are there may go on
         listener = _listen(address, descriptor, 0 if before is None else before.port)
-        started = process_started(os.getpid())
+        started = process_start_ticks(os.getpid())
         assert started is not None
         port = listener.getsockname()[1]
-        serving = Serving(address=address, port=port, pid=os.getpid(), started=started, token=token)
-        _write_serving(folder, serving)
+        serving = StoreServerInfo(address=address, port=port, pid=os.getpid(), started=started, token=token)
+        _write_server_info(folder, serving)
     except Exception as error:
-        os.write(answer, f"{type(error).__name__}: {error}".encode())
+        os.write(ready_fd, f"{type(error).__name__}: {error}".encode())
         return 1
-    os.write(answer, msgspec.json.encode(serving))
-    os.close(answer)
+    os.write(ready_fd, msgspec.json.encode(serving))
+    os.close(ready_fd)
     try:
-        Server(listener, records, token, idle_seconds, os.sysconf("SC_OPEN_MAX") - SPARE_DESCRIPTORS, handle).run()
-        (folder / RECORD).unlink(missing_ok=True)  # while the lock is ours
+        StoreServer(listener, records, token, idle_seconds, os.sysconf("SC_OPEN_MAX") - SPARE_DESCRIPTORS, handle).run()
+        (folder / SERVER_INFO).unlink(missing_ok=True)  # while the lock is ours
         records.close()
     except Exception:
         with suppress(OSError), open(folder / LOG, "a") as log:
@@ -604,7 +604,7 @@ def _become_server(
     return 0
 
 
-def _lock(folder: Path) -> int | Serving:
+def _lock(folder: Path) -> int | StoreServerInfo:
     """The lock on this folder, which the process keeps; or the server that has it, when that is ready."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + OTHER_SERVER_SECONDS
@@ -613,8 +613,8 @@ def _lock(folder: Path) -> int | Serving:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
         except BlockingIOError:
-            other = read_serving(folder)
-            if other is not None and process_started(other.pid) == other.started:
+            other = read_server_info(folder)
+            if other is not None and process_start_ticks(other.pid) == other.started:
                 return other
             if time.monotonic() > deadline:
                 raise TimeoutError(f"another process holds {folder / LOCK} and does not serve") from None
@@ -634,10 +634,10 @@ def _listen(address: str, descriptor: int | None, port: int) -> socket.socket:
         return socket.create_server((address, 0), family=family, backlog=128)
 
 
-def _write_serving(folder: Path, serving: Serving) -> None:
-    beside = folder / f".{RECORD}.{os.getpid()}.part"
-    beside.write_bytes(msgspec.json.encode(serving))
-    beside.rename(folder / RECORD)
+def _write_server_info(folder: Path, info: StoreServerInfo) -> None:
+    beside = folder / f".{SERVER_INFO}.{os.getpid()}.part"
+    beside.write_bytes(msgspec.json.encode(info))
+    beside.rename(folder / SERVER_INFO)
 
 
 def _sync_folder(folder: Path) -> None:

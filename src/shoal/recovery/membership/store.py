@@ -24,19 +24,19 @@ import msgspec
 from shoal.errors import RunError
 
 
-class Entry(msgspec.Struct, frozen=True):
+class StoreEntry(msgspec.Struct, frozen=True):
     value: bytes
     revision: int  # of the store when this was written
 
 
-class Reading(msgspec.Struct, frozen=True):
+class StoreSnapshot(msgspec.Struct, frozen=True):
     """Records under a prefix, all at one moment."""
 
     revision: int  # of the store at that moment
-    entries: dict[str, Entry]
+    entries: dict[str, StoreEntry]
 
 
-class StoreAway(RunError):
+class StoreUnavailable(RunError):
     """The store cannot be reached now. Whoever can go on without it does."""
 
 
@@ -44,12 +44,12 @@ class LeaseEnded(RunError):
     """Nothing was written: the lease that the record was to go with has ended."""
 
 
-class Store(Protocol):
+class RunStore(Protocol):
     """Every call either happens or raises StoreAway, after which it may have happened or not."""
 
     address: str  # as the user would write it
 
-    def read(self, prefix: str = "") -> Reading: ...
+    def read(self, prefix: str = "") -> StoreSnapshot: ...
 
     def swap(self, key: str, value: bytes | None, expected: int, lease: int | None = None) -> int | None:
         """Writes (None: removes) a record if its revision is still the expected one; 0: if there is none.
@@ -73,7 +73,7 @@ class Store(Protocol):
 
     def revoke(self, lease: int) -> None: ...
 
-    def wait(self, prefix: str, after: int, seconds: float) -> Reading | None:
+    def wait(self, prefix: str, after: int, seconds: float) -> StoreSnapshot | None:
         """Blocks until something under the prefix was written or removed after that revision; None: nothing was."""
         ...
 

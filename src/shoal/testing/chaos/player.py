@@ -19,20 +19,20 @@ from typing import Any
 import msgspec
 
 from shoal.driver.control import why
-from shoal.driver.driver import ENGINE_SOCKET, STANDING
-from shoal.driver.launchers.cleanup import NAMES, RECORDS, Record
-from shoal.driver.launchers.fork_server import LocalEngine
+from shoal.driver.driver import LAUNCHER_SOCKET, DRIVER_STATE
+from shoal.driver.launchers.cleanup import NAMES, RECORDS, LabRecord
+from shoal.driver.launchers.fork_server import LocalLauncher
 from shoal.driver.launchers.namespaces import inside
 from shoal.errors import RunError, ShoalError
 from shoal.recovery.membership import sqlite_client
-from shoal.recovery.membership.heartbeat import News
-from shoal.recovery.membership.process import began, condition, end
-from shoal.recovery.membership.sqlite_server import read_serving
-from shoal.recovery.membership.store import StoreAway
+from shoal.recovery.membership.heartbeat import MembershipState
+from shoal.recovery.membership.process import start_ticks, process_state, kill_process
+from shoal.recovery.membership.sqlite_server import read_server_info
+from shoal.recovery.membership.store import StoreUnavailable
 from shoal.report.events import (
     AnyEvent,
     DriverChanged,
-    Steps,
+    StepsCommitted,
     WorkerExited,
     WorkerLeft,
     WorkerLost,
@@ -41,23 +41,23 @@ from shoal.report.events import (
 )
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import render
-from shoal.testing.chaos.schedule import ON_WORKERS, Fault, Schedule, victim
-from shoal.testing.chaos.scorecard import Done, Scorecard, make_scorecard
+from shoal.testing.chaos.schedule import ON_WORKERS, ChaosFault, FaultSchedule, victim
+from shoal.testing.chaos.scorecard import InjectedFault, Scorecard, make_scorecard
 
 TICK_SECONDS = 0.02
 ATTACH_SECONDS = 1.0  # between the end of a driver and the start of the next
 STALL_SECONDS = 60.0  # without a commit: the run hangs
 END_SECONDS = 60.0  # for a run that was asked to stop
-PLAN, TRUTH, CARD = "faults.json", "faults.jsonl", "scorecard.json"  # in the run's folder
-TWIN = "twin"
+SCHEDULE_FILE, INJECTED_FILE, SCORECARD_FILE = "faults.json", "faults.jsonl", "scorecard.json"  # in the run's folder
+TWIN_FOLDER = "twin"
 STEPS = 1_000_000_000  # more than there is time for: the run ends when the schedule does
 LOG_LINES = 5
 
-Life = tuple[int, int]  # a worker's number, and which of its processes
+WorkerIncarnation = tuple[int, int]  # a worker's number, and which of its processes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ChaosTarget:
     """What is run: a job, on so many workers."""
 
     job: str
@@ -77,49 +77,49 @@ class Subject:
         return found if stop_after is None else [*found, "--stop-after", f"{stop_after}"]
 
 
-def run_chaos(subject: Subject, schedule: Schedule, folder: RunFolder, say: Callable[[str], None]) -> Scorecard:
+def run_chaos(target: ChaosTarget, schedule: FaultSchedule, folder: RunFolder, emit: Callable[[str], None]) -> Scorecard:
     """The run with its faults, then its twin without any, to the same step."""
-    folder.write_json(folder.path / PLAN, schedule)
+    folder.write_json(folder.path / SCHEDULE_FILE, schedule)
     with _ended_by_signals():
-        say(f"run {folder.path}: {len(schedule.faults)} faults in {schedule.duration:g} s")
-        player = Player(subject, folder.path, schedule, say)
+        emit(f"run {folder.path}: {len(schedule.faults)} faults in {schedule.duration:g} s")
+        player = ChaosPlayer(target, folder.path, schedule, emit)
         report = player.play()
-        say(f"twin {folder.path / TWIN}: {report['steps']:,} steps without faults")
-        twin = Player(subject, folder.path / TWIN, None, say, stop_after=report["steps"])
+        emit(f"twin {folder.path / TWIN_FOLDER}: {report['steps']:,} steps without faults")
+        twin = ChaosPlayer(target, folder.path / TWIN_FOLDER, None, emit, stop_after=report["steps"])
         twin_report = twin.play()
     card = make_scorecard(
-        job=subject.job,
-        workers=subject.workers,
+        job=target.job,
+        workers=target.workers,
         seed=schedule.seed,
         every=schedule.every,
         planned=dict(Counter(fault.kind for fault in schedule.faults)),
-        done=player.done,
+        injected=player.injected,
         events=folder.read_events(),
         report=report,
-        twin_events=RunFolder(folder.path / TWIN).read_events(),
+        twin_events=RunFolder(folder.path / TWIN_FOLDER).read_events(),
         twin_report=twin_report,
     )
-    folder.write_json(folder.path / CARD, card)
+    folder.write_json(folder.path / SCORECARD_FILE, card)
     return card
 
 
 @dataclass
-class Watch:
+class RunWatcher:
     """A run as its events tell of it, read as they are written."""
 
     path: Path
-    workers: dict[Life, tuple[int, str]] = field(
+    workers: dict[WorkerIncarnation, tuple[int, str]] = field(
         default_factory=dict
     )  # those who take part: process, and its beginning
     hosts: dict[int, str] = field(default_factory=dict)
     drivers: set[int] = field(default_factory=set)  # processes that took over
-    news: bool = False  # a driver took over: who started meanwhile may not have been told
+    driver_changed: bool = False  # a driver took over: who started meanwhile may not have been told
     step: int = 0
-    began: float | None = None  # when the first steps were told of; monotonic, as the next
-    moved: float = field(default_factory=time.monotonic)  # when the step last rose
+    began_at: float | None = None  # when the first steps were told of; monotonic, as the next
+    advanced_at: float = field(default_factory=time.monotonic)  # when the step last rose
     _offset: int = 0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
@@ -130,54 +130,54 @@ class Watch:
         self._offset += len(whole)
         for line in whole.splitlines():
             with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                self._learn(decode(line))
+                self._apply(decode(line))
 
-    def _learn(self, event: AnyEvent) -> None:
+    def _apply(self, event: AnyEvent) -> None:
         match event:
             case WorkerStarted():
-                when = began(event.pid)
+                when = start_ticks(event.pid)
                 self.hosts[event.rank] = event.host
                 if when is not None:
-                    self.workers[event.rank, event.life] = (event.pid, when)
+                    self.workers[event.rank, event.incarnation] = (event.pid, when)
             case WorkerExited() | WorkerLost() | WorkerLeft():
-                self.workers.pop((event.rank, event.life), None)
+                self.workers.pop((event.rank, event.incarnation), None)
             case DriverChanged():
                 self.drivers.add(event.pid)
-                self.news = True
-            case Steps() if event.step > self.step:
-                self.step, self.moved = event.step, time.monotonic()
-                self.began = self.began or self.moved
+                self.driver_changed = True
+            case StepsCommitted() if event.step > self.step:
+                self.step, self.advanced_at = event.step, time.monotonic()
+                self.began_at = self.began_at or self.advanced_at
 
 
-class Player:
+class ChaosPlayer:
     def __init__(
         self,
-        subject: Subject,
+        target: ChaosTarget,
         folder: Path,
-        schedule: Schedule | None,
-        say: Callable[[str], None],
+        schedule: FaultSchedule | None,
+        emit: Callable[[str], None],
         stop_after: int | None = None,
     ) -> None:
         """Without a schedule: the run is let alone until it ends."""
-        self.subject, self.folder, self.schedule, self.say, self.stop_after = subject, folder, schedule, say, stop_after
-        self.watch = Watch(folder / "events.jsonl")
-        self.left = [] if schedule is None else list(schedule.faults)
-        self.done: list[Done] = []
-        self.hit: set[Life] = set()
-        self.cut: dict[Life, float] = {}  # cut off now, and until when
+        self.target, self.folder, self.schedule, self.emit, self.stop_after = target, folder, schedule, emit, stop_after
+        self.watch = RunWatcher(folder / "events.jsonl")
+        self.pending_faults = [] if schedule is None else list(schedule.faults)
+        self.injected: list[InjectedFault] = []
+        self.hit: set[WorkerIncarnation] = set()
+        self.partitions: dict[WorkerIncarnation, float] = {}  # cut off now, and until when
         self.drivers = 0
-        self.killed: float | None = None  # when the driver was, until there is another
-        self.asked: float | None = None  # when the run was asked to stop
+        self.driver_killed_at: float | None = None  # when the driver was, until there is another
+        self.stop_asked_at: float | None = None  # when the run was asked to stop
         self.process: subprocess.Popen[bytes] | None = None
 
     def play(self) -> dict[str, Any]:
         """Returns the run's report."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._start(self.subject.command(self.folder, self.stop_after))
+            self._start(self.target.command(self.folder, self.stop_after))
             while not self._over():
-                self.watch.look()
-                self._ask_who_is_there()
+                self.watch.poll()
+                self._find_missed_workers()
                 self._heal()
                 self._play_due()
                 self._stop_at_the_end()
@@ -196,17 +196,17 @@ class Player:
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
             )
         self.drivers += 1
-        self.killed = None
-        self.watch.moved = time.monotonic()
+        self.driver_killed_at = None
+        self.watch.advanced_at = time.monotonic()
 
     def _over(self) -> bool:
         """Sees to it that there is a driver."""
         assert self.process is not None
         if self.process.poll() is None:
             return False
-        if self.killed is None:
+        if self.driver_killed_at is None:
             return True
-        if time.monotonic() - self.killed >= ATTACH_SECONDS:
+        if time.monotonic() - self.driver_killed_at >= ATTACH_SECONDS:
             self._start([sys.executable, "-m", "shoal", "attach", str(self.folder), "--json"])
         return False
 
@@ -214,22 +214,22 @@ class Player:
     def in_charge(self) -> bool:
         """The newest driver watches over the run."""
         assert self.process is not None
-        first = self.drivers == 1 and self.watch.began is not None
-        return self.killed is None and (first or self.process.pid in self.watch.drivers)
+        first = self.drivers == 1 and self.watch.began_at is not None
+        return self.driver_killed_at is None and (first or self.process.pid in self.watch.drivers)
 
     def _stop_at_the_end(self) -> None:
-        if self.schedule is None or self.watch.began is None or self.process is None:
+        if self.schedule is None or self.watch.began_at is None or self.process is None:
             return
-        over = time.monotonic() - self.watch.began >= self.schedule.duration
-        if over and self.asked is None and self.in_charge and not self.cut:
-            self.asked = time.monotonic()
+        over = time.monotonic() - self.watch.began_at >= self.schedule.duration
+        if over and self.stop_asked_at is None and self.in_charge and not self.partitions:
+            self.stop_asked_at = time.monotonic()
             self.process.send_signal(signal.SIGTERM)
 
     def _check_it_moves(self) -> None:
         now = time.monotonic()
-        if self.asked is not None and now - self.asked > END_SECONDS:
+        if self.stop_asked_at is not None and now - self.stop_asked_at > END_SECONDS:
             raise self._hangs(f"the run did not stop within {END_SECONDS:g} s")
-        if self.asked is None and now - self.watch.moved > STALL_SECONDS:
+        if self.stop_asked_at is None and now - self.watch.advanced_at > STALL_SECONDS:
             raise self._hangs(f"no step was committed for {STALL_SECONDS:g} s, the last was {self.watch.step}")
 
     def _hangs(self, message: str) -> RunError:
@@ -259,20 +259,20 @@ class Player:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def _play_due(self) -> None:
-        if self.watch.began is None or self.asked is not None:
+        if self.watch.began_at is None or self.stop_asked_at is not None:
             return
-        while self.left and time.monotonic() - self.watch.began >= self.left[0].at:
-            done = self._play(self.left[0])
+        while self.pending_faults and time.monotonic() - self.watch.began_at >= self.pending_faults[0].at:
+            done = self._play(self.pending_faults[0])
             if done is None:
                 return  # as soon as it can be
-            self.left.pop(0)
-            self.done.append(done)
-            with open(self.folder / TRUTH, "ab") as file:
+            self.pending_faults.pop(0)
+            self.injected.append(done)
+            with open(self.folder / INJECTED_FILE, "ab") as file:
                 file.write(msgspec.json.encode(done) + b"\n")
-            who = "" if done.worker is None else f"worker {done.worker}.{done.life}, "
-            self.say(f"{done.at:7.1f} s  {done.kind:9} {who}pid {done.pid}   after step {self.watch.step:,}")
+            who = "" if done.worker is None else f"worker {done.worker}.{done.incarnation}, "
+            self.emit(f"{done.at:7.1f} s  {done.kind:9} {who}pid {done.pid}   after step {self.watch.step:,}")
 
-    def _play(self, fault: Fault) -> Done | None:
+    def _play(self, fault: ChaosFault) -> InjectedFault | None:
         """None: there is nobody whom it could meet now."""
         if fault.kind in ON_WORKERS:
             return self._on_worker(fault)
@@ -280,71 +280,71 @@ class Player:
         if fault.kind == "driver":
             if not self.in_charge:
                 return None
-            done = self._done(fault, self.process.pid)
+            done = self._record_injected(fault, self.process.pid)
             self.process.kill()
             self.process.wait()
-            self.killed = time.monotonic()
+            self.driver_killed_at = time.monotonic()
             return done
-        serving = read_serving(self.folder)
-        if serving is None or not sqlite_client.running(self.folder):
+        serving = read_server_info(self.folder)
+        if serving is None or not sqlite_client.server_running(self.folder):
             return None
-        done = self._done(fault, serving.pid)
-        return done if end(serving.pid, f"{serving.started}") else None
+        done = self._record_injected(fault, serving.pid)
+        return done if kill_process(serving.pid, f"{serving.started}") else None
 
-    def _on_worker(self, fault: Fault) -> Done | None:
+    def _on_worker(self, fault: ChaosFault) -> InjectedFault | None:
         """Only while another is there who has the state: what becomes of a run that lost all is another question."""
         candidates = self._candidates()
         if len(candidates) < 2:
             return None
         life = candidates[victim(fault, range(len(candidates)))]
         pid, when = self.watch.workers[life]
-        done = self._done(fault, pid, life)
+        done = self._record_injected(fault, pid, life)
         if fault.kind == "partition":
             self._link(life[0], up=False)
-            self.cut[life] = time.monotonic() + fault.seconds
+            self.partitions[life] = time.monotonic() + fault.seconds
         elif not _send(pid, when, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP):
             return None
         self.hit.add(life)
         return done
 
-    def _ask_who_is_there(self) -> None:
+    def _find_missed_workers(self) -> None:
         """What workers say to a driver that is killed before it writes it down is lost. The store knows."""
-        if not self.watch.news:
+        if not self.watch.driver_changed:
             return
         store = sqlite_client.connect(self.folder)
         try:
-            news = News(store.read(""))
-        except StoreAway:
+            news = MembershipState(store.read(""))
+        except StoreUnavailable:
             return  # the next time
         finally:
             store.close()
-        self.watch.news = False
+        self.watch.driver_changed = False
         for who, alive in news.alive.items():
             if who in news.view.members:
-                self.watch.workers.setdefault((who.worker, who.life), (alive.pid, alive.began))
+                self.watch.workers.setdefault((who.worker, who.incarnation), (alive.pid, alive.started))
 
-    def _candidates(self) -> list[Life]:
+    def _candidates(self) -> list[WorkerIncarnation]:
         workers = self.watch.workers
-        return sorted(life for life in workers if life not in self.hit and condition(*workers[life]) not in (None, "T"))
+        return sorted(life for life in workers if life not in self.hit and process_state(*workers[life]) not in (None, "T"))
 
-    def _done(self, fault: Fault, pid: int, life: Life | None = None) -> Done:
-        assert self.watch.began is not None
-        return Done(
+    def _record_injected(self, fault: ChaosFault, pid: int, incarnation: WorkerIncarnation | None = None) -> InjectedFault:
+        assert self.watch.began_at is not None
+        return InjectedFault(
             time=time.time(),
-            at=round(time.monotonic() - self.watch.began, 3),
+            at=round(time.monotonic() - self.watch.began_at, 3),
             planned=fault.at,
             kind=fault.kind,
             pid=pid,
-            worker=None if life is None else life[0],
-            life=None if life is None else life[1],
+            worker=None if incarnation is None else incarnation[0],
+            incarnation=None if incarnation is None else incarnation[1],
             seconds=fault.seconds,
         )
 
     def _heal(self) -> None:
-        for life, until in list(self.cut.items()):
+        for life, until in list(self.partitions.items()):
             if time.monotonic() >= until:
                 self._link(life[0], up=True)
-                del self.cut[life]
+                del self.partitions[life]
                 self.hit.discard(life)  # it may be there still
 
     def _link(self, worker: int, up: bool) -> None:
@@ -368,9 +368,9 @@ class Player:
                     self.process.wait(5.0)
                     break
         with suppress(OSError, RunError):
-            LocalEngine.attach(self.folder / ENGINE_SOCKET).close()
-        sqlite_client.stop(self.folder)
-        (self.folder / STANDING).unlink(missing_ok=True)
+            LocalLauncher.attach(self.folder / LAUNCHER_SOCKET).close()
+        sqlite_client.stop_server(self.folder)
+        (self.folder / DRIVER_STATE).unlink(missing_ok=True)
 
 
 def _send(pid: int, when: str, number: int) -> bool:
@@ -378,7 +378,7 @@ def _send(pid: int, when: str, number: int) -> bool:
     with suppress(OSError):
         handle = os.pidfd_open(pid)  # from here on the number means one process
         try:
-            if condition(pid, when) is not None:
+            if process_state(pid, when) is not None:
                 signal.pidfd_send_signal(handle, number)
                 return True
         finally:
@@ -390,7 +390,7 @@ def _fabric(owner: int) -> str:
     """The namespace of the switches of the lab that a process made."""
     for path in RECORDS.glob("lab-*.json"):
         with suppress(OSError, msgspec.MsgspecError):
-            record = msgspec.json.decode(path.read_bytes(), type=Record)
+            record = msgspec.json.decode(path.read_bytes(), type=LabRecord)
             if record.owner == owner:
                 return record.names[-1]
     raise RunError(f"process {owner} has no lab")

@@ -25,38 +25,38 @@ CUT_SECONDS = (2.0, 10.0)  # how long a host is cut off: shorter than the usual 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class ChaosFault(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # seconds since training began
     kind: str
     draw: float = 0.0  # which of those who take part then, from 0 to below 1
     seconds: float = 0.0  # how long it lasts, where it ends by itself
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FaultSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: int
     every: float
     duration: float
     kinds: list[str]
     workers: int
-    faults: list[Fault]
+    faults: list[ChaosFault]
 
 
-def make_schedule(*, seed: int, every: float, duration: float, kinds: Sequence[str], workers: int) -> Schedule:
+def make_schedule(*, seed: int, every: float, duration: float, kinds: Sequence[str], workers: int) -> FaultSchedule:
     """A fault every so many seconds, at their exact multiples, for so long."""
-    check(every=every, duration=duration, kinds=kinds, workers=workers)
+    check_schedule(every=every, duration=duration, kinds=kinds, workers=workers)
     chance = random.Random(seed)
-    faults: list[Fault] = []
+    faults: list[ChaosFault] = []
     bag: list[str] = []
     while (at := every * (len(faults) + 1)) < duration:
         bag = bag or _shuffled(kinds, chance)  # each kind once before one comes again: few faults are even, too
         kind, draw, length = bag.pop(), chance.random(), chance.random()
         least, most = CUT_SECONDS
         seconds = round(least + (most - least) * length, 3) if kind == "partition" else 0.0
-        faults.append(Fault(at=round(at, 6), kind=kind, draw=round(draw, 6), seconds=seconds))
-    return Schedule(seed=seed, every=every, duration=duration, kinds=list(kinds), workers=workers, faults=faults)
+        faults.append(ChaosFault(at=round(at, 6), kind=kind, draw=round(draw, 6), seconds=seconds))
+    return FaultSchedule(seed=seed, every=every, duration=duration, kinds=list(kinds), workers=workers, faults=faults)
 
 
-def check(*, every: float, duration: float, kinds: Sequence[str], workers: int) -> None:
+def check_schedule(*, every: float, duration: float, kinds: Sequence[str], workers: int) -> None:
     if every <= 0:
         raise InputError(f"--every {every:g}s: seconds above 0")
     if duration <= every:
@@ -84,22 +84,22 @@ def check(*, every: float, duration: float, kinds: Sequence[str], workers: int) 
         )
 
 
-def read_schedule(path: Path) -> Schedule:
+def read_schedule(path: Path) -> FaultSchedule:
     """A stored one, to be played again."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Schedule)
+        found = msgspec.json.decode(path.read_bytes(), type=FaultSchedule)
     except OSError as error:
         raise InputError(f"--schedule {path}: {error.strerror}", fix="the faults.json of a run's folder") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InputError(f"--schedule {path} is not a schedule of faults: {error}") from None
-    check(every=found.every, duration=found.duration, kinds=found.kinds, workers=found.workers)
+    check_schedule(every=found.every, duration=found.duration, kinds=found.kinds, workers=found.workers)
     for fault in found.faults:
         if fault.kind not in found.kinds or not 0 <= fault.at < found.duration or not 0 <= fault.draw < 1:
             raise InputError(f"--schedule {path}: {fault} does not fit what the schedule says of itself")
     return found
 
 
-def victim(fault: Fault, candidates: Sequence[int]) -> int:
+def victim(fault: ChaosFault, candidates: Sequence[int]) -> int:
     """The place of the one it meets, among those who take part."""
     return min(int(fault.draw * len(candidates)), len(candidates) - 1)
 

@@ -12,18 +12,18 @@ import msgspec
 
 from shoal.report.events import (
     AnyEvent,
-    Changed,
+    MembershipChanged,
     DriverChanged,
-    Recovered,
-    Steps,
-    StoreAwayFor,
+    RunRecovered,
+    StepsCommitted,
+    StoreOutage,
     WorkerLost,
     WorkerStarted,
 )
 from shoal.testing.chaos.schedule import KINDS, ON_WORKERS
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
+class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
     """A fault as it was played: a line of faults.jsonl."""
 
     time: float  # seconds since 1970
@@ -32,11 +32,11 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     pid: int
     worker: int | None = None
-    life: int | None = None
+    incarnation: int | None = None
     seconds: float = 0.0  # how long it lasts, where it ends by itself
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class FaultOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one fault; seconds since it came. None: it did not happen, or nobody told."""
 
     kind: str
@@ -44,23 +44,23 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     worker: int | None
     noticed: float | None
     commit: float | None = None  # the next step is committed by those who are left
-    whole: float | None = None  # its place is filled again: by the next worker, driver or store
+    restored: float | None = None  # its place is filled again: by the next worker, driver or store
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class FaultKindSummary(msgspec.Struct, frozen=True, kw_only=True):
     """All faults of one kind."""
 
     kind: str
     planned: int
-    done: int
+    injected: int
     noticed: int
     commit_median: float | None
     commit_worst: float | None
-    whole_median: float | None
-    whole_worst: float | None
+    restored_median: float | None
+    restored_worst: float | None
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class StepRate(msgspec.Struct, frozen=True, kw_only=True):
     """Committed steps, and the time from the beginning of the first to the end of the last."""
 
     steps: int
@@ -79,12 +79,12 @@ class Scorecard(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     outcome: str
     trouble: str  # why it is not good; empty: it is
-    rows: list[Row]
-    answers: list[Answer]
+    rows: list[FaultKindSummary]
+    outcomes: list[FaultOutcome]
     steps: int
     seconds: float
     twin_seconds: float
-    committed: float | None  # steps per second against the twin's
+    relative_rate: float | None  # steps per second against the twin's
     participation: float | None
     goodput: float | None
     redone: int
@@ -103,46 +103,46 @@ class Scorecard(msgspec.Struct, frozen=True, kw_only=True):
         return not self.trouble
 
 
-def answers(done: Sequence[Done], events: Sequence[AnyEvent]) -> list[Answer]:
+def fault_outcomes(injected: Sequence[InjectedFault], events: Sequence[AnyEvent]) -> list[FaultOutcome]:
     """What became of each fault. Events need not be in order: some are told late, after a driver died."""
     told = sorted(events, key=lambda event: event.time)
-    return [_on_worker(each, told) if each.kind in ON_WORKERS else _on_helper(each, told) for each in done]
+    return [_on_worker(each, told) if each.kind in ON_WORKERS else _on_helper(each, told) for each in injected]
 
 
-def _on_worker(fault: Done, events: Sequence[AnyEvent]) -> Answer:
-    victim = (fault.worker, fault.life)
+def _on_worker(fault: InjectedFault, events: Sequence[AnyEvent]) -> FaultOutcome:
+    victim = (fault.worker, fault.incarnation)
     later = [event for event in events if event.time >= fault.time]
-    changes = [event for event in later if isinstance(event, Changed)]
+    changes = [event for event in later if isinstance(event, MembershipChanged)]
     before = _members_at(fault.time, events)
     # Of two sides that are cut off from each other the one with the store goes on, whoever the victim was.
     gone = {victim} if fault.kind != "partition" else before
     without = next((event for event in changes if gone - _members(event)), None)
-    lost = next((e for e in later if isinstance(e, WorkerLost) and (e.rank, e.life) == victim), None)
+    lost = next((e for e in later if isinstance(e, WorkerLost) and (e.rank, e.incarnation) == victim), None)
     commit = again = None
     if without is not None:
-        since, places = without.epoch, {worker for worker, _ in gone - _members(without)}
-        commit = next((e for e in later if isinstance(e, Recovered) and e.epoch >= since), None)
-        again = next((e for e in changes if e.epoch > since and places <= set(e.members)), None)
-    return Answer(
+        since, places = without.generation, {worker for worker, _ in gone - _members(without)}
+        commit = next((e for e in later if isinstance(e, RunRecovered) and e.generation >= since), None)
+        again = next((e for e in changes if e.generation > since and places <= set(e.members)), None)
+    return FaultOutcome(
         kind=fault.kind,
         at=fault.at,
         worker=fault.worker,
         noticed=_since(fault, without, lost),
         commit=_since(fault, commit),
-        whole=_since(fault, again),
+        restored=_since(fault, again),
     )
 
 
 def _members_at(moment: float, events: Sequence[AnyEvent]) -> set[tuple[int, int]]:
     """Those of the last change before; before the first change, whoever had started."""
     earlier = [event for event in events if event.time < moment]
-    told = [event for event in earlier if isinstance(event, Changed)]
+    told = [event for event in earlier if isinstance(event, MembershipChanged)]
     if told:
         return _members(told[-1])
-    return {(event.rank, event.life) for event in earlier if isinstance(event, WorkerStarted)}
+    return {(event.rank, event.incarnation) for event in earlier if isinstance(event, WorkerStarted)}
 
 
-def _on_helper(fault: Done, events: Sequence[AnyEvent]) -> Answer:
+def _on_helper(fault: InjectedFault, events: Sequence[AnyEvent]) -> FaultOutcome:
     """The driver or the store: training goes on meanwhile, so there is no commit to wait for."""
     later = [event for event in events if event.time >= fault.time]
     seen: AnyEvent | None
@@ -150,30 +150,30 @@ def _on_helper(fault: Done, events: Sequence[AnyEvent]) -> Answer:
     if fault.kind == "driver":
         seen = back = next((event for event in later if isinstance(event, DriverChanged)), None)
     else:
-        away = [event for event in later if isinstance(event, StoreAwayFor)]
+        away = [event for event in later if isinstance(event, StoreOutage)]
         seen = next(iter(away), None)
         back = next((event for event in away if event.seconds is not None), None)
-    return Answer(kind=fault.kind, at=fault.at, worker=None, noticed=_since(fault, seen), whole=_since(fault, back))
+    return FaultOutcome(kind=fault.kind, at=fault.at, worker=None, noticed=_since(fault, seen), restored=_since(fault, back))
 
 
-def _members(event: Changed) -> set[tuple[int, int]]:
-    return set(zip(event.members, event.lives, strict=True))
+def _members(event: MembershipChanged) -> set[tuple[int, int]]:
+    return set(zip(event.members, event.incarnations, strict=True))
 
 
-def _since(fault: Done, *events: AnyEvent | None) -> float | None:
+def _since(fault: InjectedFault, *events: AnyEvent | None) -> float | None:
     times = [event.time - fault.time for event in events if event is not None]
     return round(min(times), 4) if times else None
 
 
-def pace(events: Sequence[AnyEvent]) -> Pace:
+def step_rate(events: Sequence[AnyEvent]) -> StepRate:
     """From the leaders' word."""
-    told = sorted((e for e in events if isinstance(e, Steps) and e.leader), key=lambda event: event.time)
+    told = sorted((e for e in events if isinstance(e, StepsCommitted) and e.leader), key=lambda event: event.time)
     if not told:
-        return Pace(steps=0, seconds=0.0)
+        return StepRate(steps=0, seconds=0.0)
     first, last = told[0], max(event.step for event in told)
-    began = first.time - first.spent.total - first.lost
+    began = first.time - first.spent.total - first.lost_seconds
     ended = next(event.time for event in told if event.step == last)
-    return Pace(steps=last - (first.step - first.count), seconds=ended - began)
+    return StepRate(steps=last - (first.step - first.count), seconds=ended - began)
 
 
 def make_scorecard(
@@ -183,15 +183,15 @@ def make_scorecard(
     seed: int,
     every: float,
     planned: dict[str, int],
-    done: Sequence[Done],
+    injected: Sequence[InjectedFault],
     events: Sequence[AnyEvent],
     report: dict[str, Any],
     twin_events: Sequence[AnyEvent],
     twin_report: dict[str, Any],
 ) -> Scorecard:
     """`planned`: faults of each kind in the schedule."""
-    ours, theirs = pace(events), pace(twin_events)
-    found = answers(done, events)
+    ours, theirs = step_rate(events), step_rate(twin_events)
+    found = fault_outcomes(injected, events)
     committed = report.get("committed") or {}
     lost, doubled = committed.get("samples_lost", 0), committed.get("samples_doubled", 0)
     both = report.get("weights_sha256"), twin_report.get("weights_sha256")
@@ -204,11 +204,11 @@ def make_scorecard(
         outcome=str(report.get("outcome")),
         trouble=_trouble(report, twin_report, lost, doubled, both),
         rows=[_row(kind, planned[kind], found) for kind in KINDS if kind in planned],
-        answers=found,
+        outcomes=found,
         steps=ours.steps,
         seconds=round(ours.seconds, 3),
         twin_seconds=round(theirs.seconds, 3),
-        committed=ours.per_second / theirs.per_second if ours.steps and theirs.steps else None,
+        relative_rate=ours.per_second / theirs.per_second if ours.steps and theirs.steps else None,
         participation=report.get("participation"),
         goodput=report.get("goodput"),
         redone=committed.get("redone", 0),
@@ -234,23 +234,23 @@ def _trouble(
     return f"{lost} samples were lost, {doubled} seen twice" if lost or doubled else ""
 
 
-def _row(kind: str, planned: int, found: Sequence[Answer]) -> Row:
+def _row(kind: str, planned: int, found: Sequence[FaultOutcome]) -> FaultKindSummary:
     own = [answer for answer in found if answer.kind == kind]
     commits = [answer.commit for answer in own if answer.commit is not None]
-    wholes = [answer.whole for answer in own if answer.whole is not None]
-    return Row(
+    wholes = [answer.restored for answer in own if answer.restored is not None]
+    return FaultKindSummary(
         kind=kind,
         planned=planned,
-        done=len(own),
+        injected=len(own),
         noticed=sum(answer.noticed is not None for answer in own),
         commit_median=statistics.median(commits) if commits else None,
         commit_worst=max(commits, default=None),
-        whole_median=statistics.median(wholes) if wholes else None,
-        whole_worst=max(wholes, default=None),
+        restored_median=statistics.median(wholes) if wholes else None,
+        restored_worst=max(wholes, default=None),
     )
 
 
-def lines(card: Scorecard) -> list[str]:
+def scorecard_lines(card: Scorecard) -> list[str]:
     """For people."""
     mark = "✔" if card.good else "✘"
     told = [
@@ -259,14 +259,14 @@ def lines(card: Scorecard) -> list[str]:
         "                                 median     worst        median     worst",
     ]
     for row in card.rows:
-        done = f"{row.done}" if row.done == row.planned else f"{row.done} of {row.planned}"
-        times = (row.commit_median, row.commit_worst, row.whole_median, row.whole_worst)
+        done = f"{row.injected}" if row.injected == row.planned else f"{row.injected} of {row.planned}"
+        times = (row.commit_median, row.commit_worst, row.restored_median, row.restored_worst)
         first, second, third, fourth = (f"{time:.2f} s" if time is not None else "" for time in times)
         told.append(
             f"  {row.kind:9} {done:>7}  {row.noticed:>7}   {first:>8}  {second:>8}      {third:>8}  {fourth:>8}"
         )
     told += [
-        f"  committed    {_percent(card.committed)} of the steps per second of the twin without faults:"
+        f"  committed    {_percent(card.relative_rate)} of the steps per second of the twin without faults:"
         f" {card.steps:,} steps in {card.seconds:.1f} s, twin {card.twin_seconds:.1f} s",
         f"  took part    {_percent(card.participation)}; goodput {_percent(card.goodput)}",
         f"  steps        {card.redone} done again, {card.repeated} repeated from a checkpoint;"

@@ -19,21 +19,21 @@ truth.py; pushes.py, many over a bad line.
 from collections.abc import Callable
 from typing import Any
 
-from shoal.recovery.membership.protocol import Member
-from shoal.testing.simulation.invariants import Broken
-from shoal.testing.simulation.world import World
+from shoal.recovery.membership.protocol import MemberState
+from shoal.testing.simulation.invariants import InvariantViolated
+from shoal.testing.simulation.world import SimWorld
 
-__all__ = ["Broken", "World", "run"]
+__all__ = ["InvariantViolated", "SimWorld", "run"]
 
 
-def run(seed: int, member: Callable[..., Member] = Member, **planned: Any) -> set[str]:
+def run(seed: int, member: Callable[..., MemberState] = MemberState, **planned: Any) -> set[str]:
     """The cases that a seed met. Raises Broken with the story of the seed if a law did not hold."""
     try:
-        return World(seed, member, **planned).run()
-    except Broken:
+        return SimWorld(seed, member, **planned).run()
+    except InvariantViolated:
         pass
-    world = World(seed, member, trace=True, **planned)
+    world = SimWorld(seed, member, trace=True, **planned)
     try:
         return world.run()
-    except Broken as broken:
-        raise Broken(f"seed {seed}: {broken}\n" + "\n".join(world.trace or [])) from None
+    except InvariantViolated as broken:
+        raise InvariantViolated(f"seed {seed}: {broken}\n" + "\n".join(world.trace or [])) from None

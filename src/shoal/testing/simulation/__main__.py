@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from shoal.testing.simulation import Broken, World, invariants, run
+from shoal.testing.simulation import InvariantViolated, SimWorld, invariants, run
 
 CHUNK = 250
 
 
-def several(seeds: range, servers: bool) -> tuple[int, Counter[str], list[str]]:
+def run_seeds(seeds: range, servers: bool) -> tuple[int, Counter[str], list[str]]:
     """How many were run, how many met each case, and the stories of those that broke a law."""
     met: Counter[str] = Counter()
     stories = []
@@ -23,7 +23,7 @@ def several(seeds: range, servers: bool) -> tuple[int, Counter[str], list[str]]:
     for seed in seeds:
         try:
             met.update(plays(seed))
-        except Broken as broken:
+        except InvariantViolated as broken:
             stories.append(str(broken))
     return len(seeds), met, stories
 
@@ -41,10 +41,10 @@ def _servers() -> Any:
 def on_all_cores(first: int, seeds: int, servers: bool) -> Iterator[tuple[int, Counter[str], list[str]]]:
     chunks = [range(at, min(at + CHUNK, first + seeds)) for at in range(first, first + seeds, CHUNK)]
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        yield from pool.imap_unordered(partial(several, servers=servers), chunks)
+        yield from pool.imap_unordered(partial(run_seeds, servers=servers), chunks)
 
 
-def many(first: int, seeds: int, servers: bool) -> int:
+def simulate_seeds(first: int, seeds: int, servers: bool) -> int:
     began = time.monotonic()
     done, met, stories = 0, Counter[str](), list[str]()
     all_cases: tuple[str, ...] = _servers().CASES if servers else invariants.CASES
@@ -75,11 +75,11 @@ def many(first: int, seeds: int, servers: bool) -> int:
     return 1 if stories else 0
 
 
-def one(seed: int, trace: bool, servers: bool) -> int:
-    world: Any = _servers().World(seed, trace=True) if servers else World(seed, trace=True)
+def replay_seed(seed: int, trace: bool, servers: bool) -> int:
+    world: Any = _servers().World(seed, trace=True) if servers else SimWorld(seed, trace=True)
     try:
         met, verdict = world.run(), "every law held"
-    except Broken as broken:
+    except InvariantViolated as broken:
         met, verdict = world.met if servers else world.laws.met, f"broken: {broken}"
     print(f"seed {seed}: {world.plan}")
     if trace:
@@ -114,8 +114,8 @@ def main() -> int:
     if asked.pushes is not None:
         return pushes(asked.pushes, asked.seed or 0)
     if asked.seed is None:
-        return many(asked.first, asked.seeds, asked.servers)
-    return one(asked.seed, asked.trace, asked.servers)
+        return simulate_seeds(asked.first, asked.seeds, asked.servers)
+    return replay_seed(asked.seed, asked.trace, asked.servers)
 
 
 if __name__ == "__main__":

@@ -2,27 +2,27 @@
 
 from typing import TYPE_CHECKING
 
-from shoal.recovery.membership.protocol import Who
-from shoal.testing.simulation.scenario import AIMED
-from shoal.testing.simulation.worker import Worker
+from shoal.recovery.membership.protocol import WorkerId
+from shoal.testing.simulation.scenario import AIMED_FAULTS
+from shoal.testing.simulation.worker import SimWorker
 
 if TYPE_CHECKING:
-    from shoal.testing.simulation.world import World
+    from shoal.testing.simulation.world import SimWorld
 
 
-class Faults:
+class SimFaults:
     """Each kind of `plan.FAULTS` is a method."""
 
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world: "SimWorld") -> None:
         self.world, self.random = world, world.random
 
-    def strikes(self, worker: Worker, moment: str, other: Who | None) -> bool:
+    def strikes(self, worker: SimWorker, moment: str, other: WorkerId | None) -> bool:
         """Whether a fault hits a worker in the middle of something."""
         plan = self.world.plan
         if not self.world.chance(plan.focuses if moment == plan.focus else plan.aims):
             return False
-        kind = self.random.choices(list(AIMED), list(AIMED.values()))[0]
-        self.world.note("%s is struck at %s: %s", worker.who, moment, kind)
+        kind = self.random.choices(list(AIMED_FAULTS), list(AIMED_FAULTS.values()))[0]
+        self.world.log("%s is struck at %s: %s", worker.who, moment, kind)
         if kind == "crash":
             self.world.end(worker, f"crashed at {moment}")
         elif kind == "pause":
@@ -32,10 +32,10 @@ class Faults:
         elif kind == "store":
             self.store()
         elif other is not None:
-            self.world.cut(worker.member.epoch, worker.who, other)
+            self.world.break_connection(worker.member.generation, worker.who, other)
         return True
 
-    def _anybody(self) -> Worker | None:
+    def _anybody(self) -> SimWorker | None:
         living = self.world.living()
         return self.random.choice(living) if living else None
 
@@ -59,59 +59,59 @@ class Faults:
             others = others[:1]
         seconds = self.random.uniform(0.2, 2.5)
         pairs = {frozenset((one.who, other.who)) for other in others}
-        self.world.note("%s is apart from %s", one.who, tuple(other.who for other in others))
-        self.world.apart |= pairs
-        self.world.after(seconds, None, self.world.apart.difference_update, pairs)
+        self.world.log("%s is apart from %s", one.who, tuple(other.who for other in others))
+        self.world.partitioned |= pairs
+        self.world.after(seconds, None, self.world.partitioned.difference_update, pairs)
         if self.random.random() < 0.4:
-            self.world.note("%s cannot reach the store", one.who)
+            self.world.log("%s cannot reach the store", one.who)
             one.storeless = self.world.now + self.random.uniform(0.2, 2.5)
 
     def storeless(self) -> None:
         worker = self._anybody()
         if worker is not None:
-            self.world.note("%s cannot reach the store", worker.who)
+            self.world.log("%s cannot reach the store", worker.who)
             worker.storeless = self.world.now + self.random.uniform(0.3, 3.0)
 
     def cutoff(self) -> None:
-        self.world.note("no member can reach the store")
+        self.world.log("no member can reach the store")
         for who in self.world.store.view.members:
             if who in self.world.workers:
                 self.world.workers[who].storeless = self.world.now + self.random.uniform(1.0, 4.0)
 
     def store(self) -> None:
         if self.world.store.up:
-            self.world.note("the store is away")
-            self.world.laws.meets("the store was away")
-            self.world.store.went(self.world.now)
+            self.world.log("the store is away")
+            self.world.invariants.record_case("the store was away")
+            self.world.store.stop(self.world.now)
             self.world.after(self.random.uniform(0.1, 2.0), None, self._store_is_back)
 
     def _store_is_back(self) -> None:
         if not self.world.store.up:
-            self.world.note("the store is back")
-            self.world.store.restarted(self.world.now)
+            self.world.log("the store is back")
+            self.world.store.restart(self.world.now)
 
     def driver(self) -> None:
         if self.world.driver is not None:
-            self.world.note("the driver dies")
-            self.world.laws.meets("the driver died")
+            self.world.log("the driver dies")
+            self.world.invariants.record_case("the driver died")
             self.world.driver.ended, self.world.driver = "crashed", None
             if self.random.random() < 0.5:
                 self.world.after(self.random.uniform(0.2, 2.0), None, self._attach)
 
     def _attach(self) -> None:
         if self.world.driver is None:
-            self.world.note("another driver takes over")
+            self.world.log("another driver takes over")
             self.world.new_driver()
 
     def leave(self) -> None:
         worker = self._anybody()
         if worker is not None:
-            self.world.note("%s is asked to leave", worker.who)
+            self.world.log("%s is asked to leave", worker.who)
             worker.leaving = True
 
     def everything(self) -> None:
-        self.world.note("everything dies")
-        self.world.laws.meets("everything died")
+        self.world.log("everything dies")
+        self.world.invariants.record_case("everything died")
         self.driver()
         self.store()
         for worker in self.world.living():
@@ -119,8 +119,8 @@ class Faults:
 
     def heal(self) -> None:
         """The end of all faults: whoever was stopped wakes up, and somebody looks after the run."""
-        self.world.note("all faults end")
-        self.world.apart.clear()
+        self.world.log("all faults end")
+        self.world.partitioned.clear()
         self._store_is_back()
         self._attach()
         for worker in self.world.living():

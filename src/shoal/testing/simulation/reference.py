@@ -17,15 +17,15 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.numerics.grad_norm import clip, global_norm
+from shoal.numerics.grad_norm import clip_to_norm, global_norm
 from shoal.numerics.lanes import Span, fold
 from shoal.paramserver.messages import SparseSpec
 from shoal.paramserver.sparse_table import SparseTable
 
 LANES = 4
-LENGTH = 2  # steps of a round
+ROUND_STEPS = 2  # steps of a round
 MAX_NORM = 1.5
-OUTERS: dict[str, tuple[str, dict[str, float | bool]]] = {  # as serving.py has them
+OUTER_OPTIMIZERS: dict[str, tuple[str, dict[str, float | bool]]] = {  # as serving.py has them
     "average": ("sgd", {"lr": 1.0}),
     "nesterov": ("momentum", {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
 }
@@ -36,13 +36,13 @@ Gradient: TypeAlias = dict[int, Tensor]  # by row
 
 
 @dataclass(frozen=True)
-class Learned:
+class ReferenceState:
     """When so many steps are done."""
 
     values: list[Tensor]  # by server
     buffer: Tensor
     rows: Tensor  # of a table on one server, all that there can be
-    kept: Mapping[str, Tensor]  # of that table: with the optimizer's state (SparseTable.capture)
+    table_state: Mapping[str, Tensor]  # of that table: with the optimizer's state (SparseTable.capture)
 
 
 # -- a lane -----------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def row_gradient(values: Sequence[Tensor], lane: int, row: Tensor) -> Tensor:
     return row * 0.3 + (lane + 1) * 0.1 + learned_number(values) % 3
 
 
-def lane_share(values: Sequence[Tensor], buffer: Tensor, lane: int) -> Tensor:
+def buffer_share(values: Sequence[Tensor], buffer: Tensor, lane: int) -> Tensor:
     """What a lane brings to the buffer."""
     return buffer * 0.1 + (learned_number(values) + lane) % 5 / 7
 
@@ -105,17 +105,17 @@ def sum_of_rows(values: Sequence[Tensor], step: int, lanes: Iterable[int], rows:
 # -- local mode -------------------------------------------------------------------------------------------------------
 
 
-def way(values: Sequence[Tensor], number: int, worker: int) -> list[Tensor]:
+def local_progress(values: Sequence[Tensor], number: int, worker: int) -> list[Tensor]:
     """How far a worker comes in a round by itself, by server."""
     now = list(values)
-    for step in range(number * LENGTH, (number + 1) * LENGTH):
+    for step in range(number * ROUND_STEPS, (number + 1) * ROUND_STEPS):
         gradient = lane_gradient(now, step, worker)
         now = [each * 0.97 - gradient * 0.3 for each in now]
     return [before - after for before, after in zip(values, now, strict=True)]
 
 
 def own_buffer(values: Sequence[Tensor], worker: int, buffer: Tensor) -> Tensor:
-    return next_buffer(buffer, lane_share(values, buffer, worker))
+    return next_buffer(buffer, buffer_share(values, buffer, worker))
 
 
 def mean(buffers: Sequence[Tensor]) -> Tensor:
@@ -125,10 +125,10 @@ def mean(buffers: Sequence[Tensor]) -> Tensor:
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
-def sync_truth(steps: int, shards: int, size: int, *, rows: bool, clips: bool) -> list[Learned]:
+def sync_truth(steps: int, shards: int, size: int, *, rows: bool, clips: bool) -> list[ReferenceState]:
     """After 0, 1, 2, … steps."""
     table, every = SparseTable(ROWS), torch.arange(ROWS.rows)
-    found = [Learned([torch.zeros(size)] * shards, torch.zeros(size), table.pull(every), table.capture())]
+    found = [ReferenceState([torch.zeros(size)] * shards, torch.zeros(size), table.pull(every), table.capture())]
     for step in range(steps):
         values, buffer = found[-1].values, found[-1].buffer
         total = summed(range(LANES), partial(lane_gradient, values, step), add)
@@ -136,12 +136,12 @@ def sync_truth(steps: int, shards: int, size: int, *, rows: bool, clips: bool) -
         pulled = dict(enumerate(found[-1].rows))
         sparse = sum_of_rows(values, step, range(LANES), pulled) if rows else {}
         if clips:
-            clip([*gradients, *sparse.values()], MAX_NORM, _norm(gradients, sparse))
+            clip_to_norm([*gradients, *sparse.values()], MAX_NORM, _norm(gradients, sparse))
         if rows:
             table.push(torch.tensor(list(sparse)), torch.stack(list(sparse.values())), step + 1)
-        shares = summed(range(LANES), partial(lane_share, values, buffer), add)
+        shares = summed(range(LANES), partial(buffer_share, values, buffer), add)
         after = [each - gradient for each, gradient in zip(values, gradients, strict=True)]
-        found.append(Learned(after, next_buffer(buffer, shares), table.pull(every), table.capture()))
+        found.append(ReferenceState(after, next_buffer(buffer, shares), table.pull(every), table.capture()))
     return found
 
 
@@ -150,21 +150,21 @@ def _norm(gradients: Sequence[Tensor], sparse: Gradient) -> float:
     return global_norm([*gradients, *rows])
 
 
-def local_truth(rounds: int, shards: int, size: int, *, workers: int, outer: str) -> list[Learned]:
+def local_truth(rounds: int, shards: int, size: int, *, workers: int, outer: str) -> list[ReferenceState]:
     parameters = [torch.zeros(size, requires_grad=True) for _ in range(shards)]
-    _, settings = OUTERS[outer]
+    _, settings = OUTER_OPTIMIZERS[outer]
     momentum, nesterov = float(settings.get("momentum", 0.0)), bool(settings.get("nesterov", False))
     optimizer = torch.optim.SGD(parameters, lr=settings["lr"], momentum=momentum, nesterov=nesterov)
     none = torch.empty(0)
-    found = [Learned([torch.zeros(size)] * shards, torch.zeros(size), none, {})]
+    found = [ReferenceState([torch.zeros(size)] * shards, torch.zeros(size), none, {})]
     for number in range(rounds):
         values, buffer = found[-1].values, found[-1].buffer
-        ways = [way(values, number, worker) for worker in range(workers)]
+        ways = [local_progress(values, number, worker) for worker in range(workers)]
         for shard, parameter in enumerate(parameters):
             total = fold(workers, {(each, each + 1): ways[each][shard] for each in range(workers)}, add)
             assert total is not None
             parameter.grad = total * (1 / workers)
         optimizer.step()
         own = [own_buffer(values, worker, buffer) for worker in range(workers)]
-        found.append(Learned([each.detach().clone() for each in parameters], mean(own), none, {}))
+        found.append(ReferenceState([each.detach().clone() for each in parameters], mean(own), none, {}))
     return found

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from random import Random
 
 LANES = 4  # slices of a step; as many samples
-ROOM = 6  # for workers, where the model is cut: two or three replicas
+MAX_WORKERS = 6  # for workers, where the model is cut: two or three replicas
 
 # Seconds, on the virtual clock.
-BEAT, LEASE, PATIENCE = 0.25, 0.8, 1.6
-FORMING, STORE = 1.2, 0.5  # how long somebody waits for the others to form a group, or for the store to answer
-COLLECTIVE = 1000.0  # nobody may depend on giving up a collective because it takes long
-BOUND = 60.0  # from the end of all faults to the end of the run
+BEAT_SECONDS, LEASE_SECONDS, PATIENCE_SECONDS = 0.25, 0.8, 1.6
+FORMING_SECONDS, STORE_SECONDS = 1.2, 0.5  # how long somebody waits for the others to form a group, or for the store to answer
+COLLECTIVE_SECONDS = 1000.0  # nobody may depend on giving up a collective because it takes long
+BOUND_SECONDS = 60.0  # from the end of all faults to the end of the run
 
 FAULTS = {
     "crash": 6,
@@ -23,7 +23,7 @@ FAULTS = {
     "leave": 3,
     "everything": 1,  # every process at once, store and driver too
 }
-AIMED = {"crash": 6, "pause": 6, "cut": 4, "storeless": 1, "store": 1}  # in the middle of something
+AIMED_FAULTS = {"crash": 6, "pause": 6, "cut": 4, "storeless": 1, "store": 1}  # in the middle of something
 MOMENTS = (
     *("propose", "post", "hello", "take", "state", "begin", "begun"),  # membership
     *("offer", "vote", "vote", "met", "evaluation", "save", "boundary", "joining"),  # a step
@@ -31,7 +31,7 @@ MOMENTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SimScenario:
     workers: int
     parts: int  # that the model is cut into; a worker has one of them
     hosts: int
@@ -57,7 +57,7 @@ class Plan:
     faults: tuple[tuple[float, str], ...]
 
 
-def draw(random: Random, parts: int = 1) -> Plan:
+def draw_scenario(random: Random, parts: int = 1) -> SimScenario:
     def often(share: float, *values: float) -> float:
         return random.choice(values) if random.random() < share else 0.0
 
@@ -65,8 +65,8 @@ def draw(random: Random, parts: int = 1) -> Plan:
     heals = random.uniform(0.8, 4.0)
     kinds = random.choices(list(FAULTS), list(FAULTS.values()), k=random.choice((0, 1, 1, 2, 3, 5)))
     workers = random.choice((2, 3)) if crowded else random.choice((1, 2, 2, 3, 3, 4))
-    return Plan(
-        workers=workers if parts == 1 else parts * min((workers + 1) // 2, ROOM // parts),
+    return SimScenario(
+        workers=workers if parts == 1 else parts * min((workers + 1) // 2, MAX_WORKERS // parts),
         parts=parts,
         hosts=random.choice((1, 2, 4)),
         last=random.randint(4, 8),

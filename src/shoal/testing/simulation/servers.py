@@ -28,42 +28,42 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.numerics.lanes import Span, deal, subtrees
-from shoal.paramserver.dispatcher import Desk, Guest
+from shoal.numerics.lanes import Span, assign_lanes, subtrees
+from shoal.paramserver.dispatcher import RequestDispatcher, ClientConnection
 from shoal.paramserver.messages import (
-    Apply,
-    Contribute,
-    Declare,
+    ApplyRequest,
+    ContributeRequest,
+    DeclareRequest,
     DenseSpec,
-    Done,
-    Next,
-    Push,
-    Put,
-    Refused,
-    Request,
-    Slot,
+    AckReply,
+    LeaseRequest,
+    PushRequest,
+    PutRequest,
+    RefusedReply,
+    ServerRequest,
+    TableSlice,
     SparseSpec,
-    Squares,
-    Values,
-    Who,
+    SquaresRequest,
+    ValuesReply,
+    ClientId,
 )
-from shoal.paramserver.shard import Answer, Shard
-from shoal.paramserver.sharding import cut_dense
-from shoal.paramserver.snapshot import Captured
+from shoal.paramserver.shard import ShardReply, ParameterShard
+from shoal.paramserver.sharding import shard_dense
+from shoal.paramserver.snapshot import ShardSnapshot
 from shoal.paramserver.sparse_table import SparseTable
-from shoal.paramserver.step_coordinator import Pace
-from shoal.paramserver.sync_mode import Mode
+from shoal.paramserver.step_coordinator import StepCoordinator
+from shoal.paramserver.sync_mode import SyncMode
 from shoal.paramserver.wire_format import Frame
 from shoal.testing.simulation import reference
-from shoal.testing.simulation.invariants import Broken
-from shoal.testing.simulation.reference import LANES, Learned
-from shoal.testing.simulation.server_clients import BUFFER, ROWS, SCRIPTS, TABLE, Link, Peer
+from shoal.testing.simulation.invariants import InvariantViolated
+from shoal.testing.simulation.reference import LANES, ReferenceState
+from shoal.testing.simulation.server_clients import BUFFER, ROWS, SCRIPTS, TABLE, SimServerLink, SimClient
 
-BOUND = 60.0  # seconds from the end of all faults to the end of the run
-MOST_EVENTS = 100_000
+BOUND_SECONDS = 60.0  # seconds from the end of all faults to the end of the run
+MAX_EVENTS = 100_000
 ALIGNED = 64  # numbers; a shard's memory is laid out in such
-KEPT = 2  # snapshots of a shard
-SETTER = Who(1 << 20, 1)  # declares the table and gives its first values
+MAX_SNAPSHOTS = 2  # snapshots of a shard
+SETTER = ClientId(1 << 20, 1)  # declares the table and gives its first values
 
 CASES = (
     "a request was lost",
@@ -96,7 +96,7 @@ CASES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SimServersScenario:
     mode: str  # "push", or as --sync has it
     workers: int
     shards: int
@@ -120,7 +120,7 @@ class Plan:
 MODES = ("push", "push", "push", "async", "stale:0", "stale:2", "groups:2", "sync", "sync", "quorum:0.6")
 
 
-def draw(random: Random) -> Plan:
+def draw_servers_scenario(random: Random) -> SimServersScenario:
     def often(share: float, *values: float) -> float:
         return random.choice(values) if random.random() < share else 0.0
 
@@ -130,7 +130,7 @@ def draw(random: Random) -> Plan:
     heals = random.uniform(0.5, 2.5)
     some = random.choice((0, 0, 1, 1, 2, 3))
     deaths = random.choice((0, 0, 1, 2))
-    return Plan(
+    return SimServersScenario(
         mode=mode,
         workers=workers,
         shards=shards,
@@ -148,7 +148,7 @@ def draw(random: Random) -> Plan:
     )
 
 
-def widen(random: Random, plan: Plan) -> Plan:
+def add_features(random: Random, plan: SimServersScenario) -> SimServersScenario:
     """What else is played. Drawn by itself: what a seed was before stays that."""
     mode = plan.mode
     if random.random() < 0.15:
@@ -164,7 +164,7 @@ def widen(random: Random, plan: Plan) -> Plan:
     )
 
 
-def fitted(plan: Plan) -> Plan:
+def drop_unsupported(plan: SimServersScenario) -> SimServersScenario:
     """Without what is not played in its mode."""
     mode = plan.mode.partition(":")[0]
     whole = mode in ("sync", "local")
@@ -180,55 +180,55 @@ def fitted(plan: Plan) -> Plan:
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
-class Watched(Shard):
+class SimShard(ParameterShard):
     """A shard whose every answer is held against what it has been asked."""
 
-    world: "World"
+    world: "SimServersWorld"
 
-    def begin(self, world: "World") -> None:
+    def attach(self, world: "SimServersWorld") -> None:
         self.world = world
-        self.taken: dict[Who, list[int]] = {}  # tags of a worker's orders, in the order in which they were applied
+        self.applied_tags: dict[ClientId, list[int]] = {}  # tags of a worker's orders, in the order in which they were applied
 
     def handle(
-        self, who: Who, tag: int, sequence: int, epoch: int, request: Request, tensors: Sequence[Tensor] = ()
-    ) -> list[Answer]:
-        world, taken = self.world, self.taken.setdefault(who, [])
+        self, client: ClientId, tag: int, sequence: int, generation: int, request: ServerRequest, tensors: Sequence[Tensor] = ()
+    ) -> list[ShardReply]:
+        world, taken = self.world, self.applied_tags.setdefault(client, [])
         refused = self.refused["ticket"]
-        answers = super().handle(who, tag, sequence, epoch, request, tensors)
-        own = next((each.reply for each in answers if each.to == who and each.tag == tag), None)
-        code = own.code if isinstance(own, Refused) else ""
+        answers = super().handle(client, tag, sequence, generation, request, tensors)
+        own = next((each.reply for each in answers if each.client == client and each.tag == tag), None)
+        code = own.code if isinstance(own, RefusedReply) else ""
         if code == "incarnation":
             return answers
         if sequence > len(taken) + 1:
-            world.holds(code == "gap", f"order {sequence} was taken after order {len(taken)}")
-            world.meets("an order came too early")
+            world.require(code == "gap", f"order {sequence} was taken after order {len(taken)}")
+            world.record_case("an order came too early")
         elif sequence:
-            world.holds(code != "gap", f"order {sequence} was refused as too early after order {len(taken)}")
+            world.require(code != "gap", f"order {sequence} was refused as too early after order {len(taken)}")
             if sequence == len(taken) + 1:
                 taken.append(tag)
             else:
-                world.meets("a repeated order was answered again")
-                world.holds(taken[sequence - 1] == tag, f"order {sequence} is {tag} now, and was {taken[sequence - 1]}")
-        if isinstance(request, Next) and own is None and self._too_far_ahead(who):
-            world.meets("a worker was too far ahead")
-        if isinstance(request, Push) and isinstance(own, Done | Values):
+                world.record_case("a repeated order was answered again")
+                world.require(taken[sequence - 1] == tag, f"order {sequence} is {tag} now, and was {taken[sequence - 1]}")
+        if isinstance(request, LeaseRequest) and own is None and self._too_far_ahead(client):
+            world.record_case("a worker was too far ahead")
+        if isinstance(request, PushRequest) and isinstance(own, AckReply | ValuesReply):
             at = int(tensors[0].argmin())
             times = float(self.numbers[at])
             if self.refused["ticket"] > refused:
-                world.meets("a ticket was pushed twice")
-            world.holds(times == 1.0, f"number {at} was acknowledged, and was applied {times:g} times")
+                world.record_case("a ticket was pushed twice")
+            world.require(times == 1.0, f"number {at} was acknowledged, and was applied {times:g} times")
             world.rows_agree(self)
-        if isinstance(request, Apply) and own is None:
-            world.meets("an update waited for a contribution")
-        if isinstance(request, Squares) and isinstance(own, Values) and request.step < self.step:
-            world.meets("a norm was asked for again")
-        if isinstance(request, Apply | Contribute):
-            world.holds(self.version == self.step, f"{self.version} updates make step {self.step}")
+        if isinstance(request, ApplyRequest) and own is None:
+            world.record_case("an update waited for a contribution")
+        if isinstance(request, SquaresRequest) and isinstance(own, ValuesReply) and request.step < self.step:
+            world.record_case("a norm was asked for again")
+        if isinstance(request, ApplyRequest | ContributeRequest):
+            world.require(self.version == self.step, f"{self.version} updates make step {self.step}")
         return answers
 
-    def _too_far_ahead(self, who: Who) -> bool:
-        queue = self.pace.queue if self.pace is not None else None
-        return queue is not None and queue._too_far_ahead(queue._party(who.worker))
+    def _too_far_ahead(self, who: ClientId) -> bool:
+        queue = self.coordinator.queue if self.coordinator is not None else None
+        return queue is not None and queue._too_far_ahead(queue._holder(who.worker))
 
     @property
     def numbers(self) -> Tensor:
@@ -240,140 +240,140 @@ class Watched(Shard):
 
 
 @dataclass
-class Kept:
-    captured: Captured
-    taken: dict[Who, int]  # how many orders of each
+class SimSnapshot:
+    captured: ShardSnapshot
+    applied_counts: dict[ClientId, int]  # how many orders of each
 
 
-class Host:
+class SimServerHost:
     """A server: one process after another, and its disk."""
 
-    def __init__(self, world: "World", number: int) -> None:
+    def __init__(self, world: "SimServersWorld", number: int) -> None:
         self.world, self.number = world, number
-        self.boot = 0
+        self.incarnation = 0
         self.up = False
-        self.kept: list[Kept] = []
-        self.writing: Kept | None = None
-        self.connections: list[Connection] = []
-        self.history: dict[Who, list[int]] = {}
+        self.snapshots: list[SimSnapshot] = []
+        self.writing: SimSnapshot | None = None
+        self.connections: list[SimConnection] = []
+        self.history: dict[ClientId, list[int]] = {}
         self.start()
 
     def start(self) -> None:
         world, plan = self.world, self.world.plan
-        self.boot, self.up, self.writing = self.boot + 1, True, None
+        self.incarnation, self.up, self.writing = self.incarnation + 1, True, None
         pace = None
         if self.number == 0 and plan.mode != "push":
-            pace = Pace(Mode.read(plan.mode), plan.workers, plan.steps)
-        self.shard = Watched(shard=self.number, shards=plan.shards, boot=self.boot, pace=pace, kept=self._rewind)
-        self.shard.begin(world)
-        self.shard.before_rewind = self._let_it_be_written
-        self.desk = Desk(self.shard, number=self.number, count=plan.shards)
-        if self.kept:
-            if len(self.kept) > 1 and not world.lockstep and world.chance(plan.torn):  # there all need a common step
-                self.kept.pop()
-                world.meets("a server came back with the snapshot before the newest")
-            newest = self.kept[-1]
+            pace = StepCoordinator(SyncMode.parse(plan.mode), plan.workers, plan.steps)
+        self.shard = SimShard(shard=self.number, shards=plan.shards, server_incarnation=self.incarnation, coordinator=pace, load_snapshot=self._rewind)
+        self.shard.attach(world)
+        self.shard.before_rewind = self._finish_write
+        self.dispatcher = RequestDispatcher(self.shard, number=self.number, count=plan.shards)
+        if self.snapshots:
+            if len(self.snapshots) > 1 and not world.lockstep and world.chance(plan.torn):  # there all need a common step
+                self.snapshots.pop()
+                world.record_case("a server came back with the snapshot before the newest")
+            newest = self.snapshots[-1]
             self.shard.restore(newest.captured)
-            self.shard.taken = {who: self.history[who][:count] for who, count in newest.taken.items()}
-            world.meets("a server came back")
+            self.shard.applied_tags = {who: self.history[who][:count] for who, count in newest.applied_counts.items()}
+            world.record_case("a server came back")
             world.rows_agree(self.shard)
-            if plan.rows and self.shard.rows.held:
-                world.meets("rows came back with a server")
+            if plan.rows and self.shard.rows.num_rows:
+                world.record_case("rows came back with a server")
         else:
             self._fill()
-        self.shard.stood([each.captured.step for each in self.kept])
-        world.note("server %d begins, process %d, version %d", self.number, self.boot, self.shard.version)
-        world.after(world.plan.keeps, self.keep, self.boot)
+        self.shard.snapshot_done([each.captured.step for each in self.snapshots])
+        world.log("server %d begins, process %d, version %d", self.number, self.incarnation, self.shard.version)
+        world.after(world.plan.keeps, self.periodic_snapshot, self.incarnation)
 
     def _fill(self) -> None:
         specs = self.world.specs
-        dense = [Slot(name) for name, spec in specs.items() if isinstance(spec, DenseSpec)]
-        orders: list[tuple[Request, list[Tensor]]] = [(Declare(name, spec), []) for name, spec in specs.items()]
-        orders.append((Put(dense, fill=True), [torch.zeros(self.world.size) for _ in dense]))
+        dense = [TableSlice(name) for name, spec in specs.items() if isinstance(spec, DenseSpec)]
+        orders: list[tuple[ServerRequest, list[Tensor]]] = [(DeclareRequest(name, spec), []) for name, spec in specs.items()]
+        orders.append((PutRequest(dense, fill=True), [torch.zeros(self.world.size) for _ in dense]))
         for number, (request, tensors) in enumerate(orders, 1):
             (answer,) = self.shard.handle(SETTER, number, number, 0, request, tensors)
-            assert isinstance(answer.reply, Done), answer
-        self.write()
+            assert isinstance(answer.reply, AckReply), answer
+        self.write_snapshot()
         self.stands()
 
-    def _rewind(self, step: int) -> Captured:
+    def _rewind(self, step: int) -> ShardSnapshot:
         """As Snapshots.rewind: later ones are undone."""
         plan = self.world.plan
-        if step not in [each.captured.step for each in self.kept]:
+        if step not in [each.captured.step for each in self.snapshots]:
             raise CheckpointError(f"there is no snapshot of step {step}")
         local = self.world.mode.name == "local"
         cases = {"rows were rewound": plan.rows, "a buffer was rewound": plan.buffers, "a round was rewound": local}
         for case in (case for case, is_so in cases.items() if is_so):
-            self.world.meets(case)
-        self.kept = [each for each in self.kept if each.captured.step <= step]
-        return next(each.captured for each in reversed(self.kept) if each.captured.step == step)
+            self.world.record_case(case)
+        self.snapshots = [each for each in self.snapshots if each.captured.step <= step]
+        return next(each.captured for each in reversed(self.snapshots) if each.captured.step == step)
 
-    def _let_it_be_written(self) -> None:
+    def _finish_write(self) -> None:
         if self.writing is not None:
             self._add(self.writing)
             self.writing = None
 
     # -- its disk -----------------------------------------------------------------------------------------------------
 
-    def keep(self, boot: int) -> None:
+    def periodic_snapshot(self, incarnation: int) -> None:
         """Now and then, where steps are not kept as they are applied."""
-        if self.up and boot == self.boot:
+        if self.up and incarnation == self.incarnation:
             if not self.world.lockstep:
-                self.write()
-            self.world.after(self.world.plan.keeps, self.keep, boot)
+                self.write_snapshot()
+            self.world.after(self.world.plan.keeps, self.periodic_snapshot, incarnation)
 
-    def write(self) -> None:
+    def write_snapshot(self) -> None:
         if self.writing is not None:
             self.stands()
-        self.shard.begun()
-        taken = {who: len(tags) for who, tags in self.shard.taken.items()}
-        self.history.update({who: list(tags) for who, tags in self.shard.taken.items()})
-        self.writing = Kept(self.shard.capture(copy=True), taken)
+        self.shard.snapshot_begun()
+        taken = {who: len(tags) for who, tags in self.shard.applied_tags.items()}
+        self.history.update({who: list(tags) for who, tags in self.shard.applied_tags.items()})
+        self.writing = SimSnapshot(self.shard.capture(copy=True), taken)
         self.world.after(self.world.random.uniform(0.0, 0.15), self.stands, self.writing)
 
-    def stands(self, which: Kept | None = None) -> None:
+    def stands(self, which: SimSnapshot | None = None) -> None:
         if self.writing is None or (which is not None and which is not self.writing):
             return
         kept, self.writing = self.writing, None
         self._add(kept)
-        self.desk.tell(self.shard.stood([each.captured.step for each in self.kept]))
+        self.dispatcher.send_replies(self.shard.snapshot_done([each.captured.step for each in self.snapshots]))
 
-    def _add(self, kept: Kept) -> None:
+    def _add(self, kept: SimSnapshot) -> None:
         """As Snapshots.write."""
-        self.kept = [each for each in self.kept if each.captured.step < kept.captured.step or not self.world.lockstep]
-        self.kept = [*self.kept, kept][-KEPT:]
+        self.snapshots = [each for each in self.snapshots if each.captured.step < kept.captured.step or not self.world.lockstep]
+        self.snapshots = [*self.snapshots, kept][-MAX_SNAPSHOTS:]
 
     # -- its connections ----------------------------------------------------------------------------------------------
 
-    def take(self, connection: "Connection", frame: Frame) -> None:
-        if connection.guest is None or connection.guest.ended or not self.up:
+    def receive(self, connection: "SimConnection", frame: Frame) -> None:
+        if connection.server_end is None or connection.server_end.close_reason or not self.up:
             return
-        self.desk.take(connection.guest, frame)
-        if self.shard.due:
-            self.write()
+        self.dispatcher.dispatch(connection.server_end, frame)
+        if self.shard.snapshot_due:
+            self.write_snapshot()
 
     def crash(self) -> None:
         world = self.world
         if not self.up or (world.lockstep and any(host.shard.step >= world.plan.steps for host in world.hosts)):
             return  # workers that have the last step are gone, and cannot do it again with the others
         self.up = False
-        self.world.note("server %d dies, version %d", self.number, self.shard.version)
+        self.world.log("server %d dies, version %d", self.number, self.shard.version)
         self.world.at_most_once(self)
         for connection in self.connections:
-            connection.closes(server_too=False)
+            connection.break_off(server_too=False)
         self.connections = []
         self.world.after(self.world.random.uniform(0.05, 0.4), self.start)
 
 
 @dataclass(eq=False)
-class Connection:
+class SimConnection:
     """Both ways; what it carries arrives in order, unless it comes twice."""
 
-    world: "World"
-    link: Link
-    host: Host
+    world: "SimServersWorld"
+    link: SimServerLink
+    host: SimServerHost
     open: bool = True
-    guest: Guest | None = None
+    server_end: ClientConnection | None = None
     last: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
 
     def carry(self, frame: Frame, *, up: bool) -> None:
@@ -382,30 +382,30 @@ class Connection:
             return
         greeting = frame.tag == 0
         if world.chance(plan.breaks) or (greeting and world.chance(plan.drops / 4)):
-            world.meets("a connection broke")
-            self.closes()
+            world.record_case("a connection broke")
+            self.break_off()
             return
         if not greeting and world.chance(plan.drops):
-            world.meets("a request was lost" if up else "an answer was lost")
+            world.record_case("a request was lost" if up else "an answer was lost")
             return
         if not up:  # sent now: the shard's memory changes
             tensors = [tensor.clone() for tensor in frame.tensors]
-            frame = Frame(frame.kind, frame.worker, frame.incarnation, 0, frame.tag, frame.epoch, frame.meta, tensors)
+            frame = Frame(frame.kind, frame.worker, frame.incarnation, 0, frame.tag, frame.generation, frame.meta, tensors)
         self.last[up] = max(self.last[up], world.now + world.delay())
-        world.at(self.last[up], self.arrives, frame, up)
+        world.at(self.last[up], self.deliver, frame, up)
         if up and not greeting and world.chance(plan.doubles):
-            world.meets("a request came twice")
-            world.at(self.last[up] + world.delay() * world.random.choice((0, 1, 10)), self.arrives, frame, up)
+            world.record_case("a request came twice")
+            world.at(self.last[up] + world.delay() * world.random.choice((0, 1, 10)), self.deliver, frame, up)
 
-    def arrives(self, frame: Frame, up: bool) -> None:
+    def deliver(self, frame: Frame, up: bool) -> None:
         if not self.open:
             return
         if up:
-            self.host.take(self, frame)
+            self.host.receive(self, frame)
         else:
-            self.link.peer.hear(self.link, self, frame)
+            self.link.client.receive(self.link, self, frame)
 
-    def closes(self, *, server_too: bool = True) -> None:
+    def break_off(self, *, server_too: bool = True) -> None:
         """Each end notices in its own time."""
         if not self.open:
             return
@@ -416,9 +416,9 @@ class Connection:
             world.after(world.random.uniform(0.0, 0.3), self._server_notices)
 
     def _server_notices(self) -> None:
-        if self in self.host.connections and self.guest is not None:
+        if self in self.host.connections and self.server_end is not None:
             self.host.connections.remove(self)
-            self.host.desk.end(self.guest, "left", "")
+            self.host.dispatcher.close_connection(self.server_end, "left", "")
 
     # The server's end, as a transport.
 
@@ -433,39 +433,39 @@ class Connection:
 
     def close(self) -> None:
         """What was sent before arrives."""
-        self.world.at(max(self.world.now, self.last[False]), lambda: self.closes(server_too=False))
+        self.world.at(max(self.world.now, self.last[False]), lambda: self.break_off(server_too=False))
 
 
 # -- the world --------------------------------------------------------------------------------------------------------
 
 
-class World:
+class SimServersWorld:
     def __init__(self, seed: int, trace: bool = False, **planned: Any) -> None:
         self.random = Random(seed)
-        self.plan = fitted(replace(widen(Random(f"more of {seed}"), draw(self.random)), **planned))
+        self.plan = drop_unsupported(replace(add_features(Random(f"more of {seed}"), draw_servers_scenario(self.random)), **planned))
         self.now = 0.0
         self.trace: list[str] | None = [] if trace else None
-        self.met: set[str] = set()
+        self.cases: set[str] = set()
         self.broken = ""
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
         plan = self.plan
-        self.mode = Mode.read(plan.mode if plan.mode != "push" else "async")
+        self.mode = SyncMode.parse(plan.mode if plan.mode != "push" else "async")
         self.lockstep, self.shards = self.mode.lockstep, range(plan.shards)
         self.max_norm = reference.MAX_NORM if self.mode.exact else 1e9
         self.lanes = plan.workers if self.mode.name == "local" else LANES
-        spans = deal(self.lanes, [1.0] * plan.workers)
-        self.parts: list[tuple[Span, ...]] = [subtrees(self.lanes, span) for span in spans]  # by worker
+        spans = assign_lanes(self.lanes, [1.0] * plan.workers)
+        self.lane_subtrees: list[tuple[Span, ...]] = [subtrees(self.lanes, span) for span in spans]  # by worker
         self.size = self._numbers()
         self.specs = self._specs()
         self.ids = 0  # numbers of the table that pushes stand for
-        self.truth = self._truth()
-        self.meetings: dict[tuple[int, int], list[int]] = {}  # (epoch, step) -> who is in
-        self.given: dict[int, Who] = {}  # ticket -> who was given it first
-        self.barriers: dict[tuple[Any, ...], dict[Peer, Callable[[bool], None]]] = {}
-        self.hosts = [Host(self, number) for number in range(plan.shards)]
-        self.peers: list[Peer] = []
-        self.workers: dict[int, Peer] = {}
+        self.reference = self._truth()
+        self.step_members: dict[tuple[int, int], list[int]] = {}  # (epoch, step) -> who is in
+        self.leases: dict[int, ClientId] = {}  # ticket -> who was given it first
+        self.barriers: dict[tuple[Any, ...], dict[SimClient, Callable[[bool], None]]] = {}
+        self.hosts = [SimServerHost(self, number) for number in range(plan.shards)]
+        self.clients: list[SimClient] = []
+        self.workers: dict[int, SimClient] = {}
 
     def _numbers(self) -> int:
         plan = self.plan
@@ -474,12 +474,12 @@ class World:
 
     def _specs(self) -> dict[str, DenseSpec | SparseSpec]:
         plan, shards = self.plan, self.plan.shards
-        optimizer, settings = reference.OUTERS[self.mode.outer]
+        optimizer, settings = reference.OUTER_OPTIMIZERS[self.mode.outer]
 
         def dense(name: str, optimizer: str, settings: dict[str, float | bool]) -> DenseSpec:
             names = [f"{name} {shard}" for shard in self.shards]
             spec = DenseSpec(names, [[self.size]] * shards, ["float32"] * shards, optimizer, settings)
-            assert all(len(parts) == 1 for parts in cut_dense(spec, shards))
+            assert all(len(parts) == 1 for parts in shard_dense(spec, shards))
             return spec
 
         found: dict[str, DenseSpec | SparseSpec] = {TABLE: dense(TABLE, optimizer, settings)}
@@ -490,7 +490,7 @@ class World:
             found[BUFFER] = dense(BUFFER, "none", {})
         return found
 
-    def _truth(self) -> list[Learned]:
+    def _truth(self) -> list[ReferenceState]:
         plan = self.plan
         if self.mode.exact:
             return reference.sync_truth(plan.steps, plan.shards, self.size, rows=plan.rows, clips=plan.clips)
@@ -520,18 +520,18 @@ class World:
         seconds = 0.001 + 0.01 * self.random.random()
         return seconds + self.random.uniform(0.05, 0.5) if self.chance(self.plan.delays) else seconds
 
-    def note(self, text: str, *arguments: Any) -> None:
+    def log(self, text: str, *arguments: Any) -> None:
         if self.trace is not None:
             self.trace.append(f"{self.now:7.3f}  {text % arguments}")
 
-    def meets(self, case: str) -> None:
+    def record_case(self, case: str) -> None:
         assert case in CASES, case
-        self.met.add(case)
+        self.cases.add(case)
 
-    def holds(self, law: bool, text: str) -> None:
+    def require(self, law: bool, text: str) -> None:
         if not law:
             self.broken = self.broken or text  # a desk answers whatever fails behind it, and goes on
-            raise Broken(text)
+            raise InvariantViolated(text)
 
     def run(self) -> set[str]:
         plan = self.plan
@@ -541,16 +541,16 @@ class World:
             self.at(time, self.hosts[number].crash)
         for time, worker in plan.deaths:
             self.at(time, self.kill, worker)
-        bound = plan.heals + BOUND
-        while self.events and self.now < bound and self.count < MOST_EVENTS:
+        bound = plan.heals + BOUND_SECONDS
+        while self.events and self.now < bound and self.count < MAX_EVENTS:
             self.now, _, what, arguments = heappop(self.events)
             what(*arguments)
             if self.broken:
-                raise Broken(self.broken)
+                raise InvariantViolated(self.broken)
             if self.now > plan.heals and self._over():
                 self._final()
-                return self.met
-        raise Broken(f"no end in sight: {'; '.join(map(str, self.workers.values()))}")
+                return self.cases
+        raise InvariantViolated(f"no end in sight: {'; '.join(map(str, self.workers.values()))}")
 
     def _over(self) -> bool:
         return (
@@ -563,10 +563,10 @@ class World:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def begin(self, worker: int) -> None:
-        peer = Peer(self, worker)
-        self.peers.append(peer)
+        peer = SimClient(self, worker)
+        self.clients.append(peer)
         self.workers[worker] = peer
-        self.note("worker %d begins", worker)
+        self.log("worker %d begins", worker)
         peer.start(SCRIPTS["push" if self.plan.mode == "push" else "meet" if self.lockstep else "queue"])
 
     def kill(self, worker: int) -> None:
@@ -576,80 +576,80 @@ class World:
         if peer is None or peer.replaced or peer.finished:
             return
         peer.replaced = True
-        self.meets("a worker was replaced")
+        self.record_case("a worker was replaced")
         if self.random.random() < 0.7 or not peer.who.incarnation:
             peer.die()
-        self.note("worker %d is replaced; its old process %s", worker, "is dead" if peer.dead else "lives")
+        self.log("worker %d is replaced; its old process %s", worker, "is dead" if peer.dead else "lives")
         self.after(self.random.uniform(0.05, 0.3), self.begin, worker)
 
-    def dial(self, link: Link) -> Connection | None:
+    def dial(self, link: SimServerLink) -> SimConnection | None:
         host = self.hosts[link.shard]
         if not host.up:
             return None
-        connection = Connection(self, link, host)
+        connection = SimConnection(self, link, host)
         host.connections.append(connection)
-        connection.guest = Guest(connection, f"worker {link.peer.worker}")
+        connection.server_end = ClientConnection(connection, f"worker {link.client.worker}")
         self.after(self.delay(), self._greet, connection)
         return connection
 
-    def _greet(self, connection: Connection) -> None:
-        if connection.open and connection.guest is not None:
-            connection.host.desk.greet(connection.guest)
+    def _greet(self, connection: SimConnection) -> None:
+        if connection.open and connection.server_end is not None:
+            connection.host.dispatcher.send_challenge(connection.server_end)
 
     # -- laws ---------------------------------------------------------------------------------------------------------
 
-    def at_most_once(self, host: Host) -> None:
+    def at_most_once(self, host: SimServerHost) -> None:
         """I2."""
         self.rows_agree(host.shard)
-        if not self.truth:
+        if not self.reference:
             most = float(host.shard.numbers.max())
-            self.holds(most <= 1.0, f"server {host.number}: something was applied {most:g} times")
+            self.require(most <= 1.0, f"server {host.number}: something was applied {most:g} times")
 
-    def lost(self, link: Link, told: int) -> None:
+    def check_lost(self, link: SimServerLink, reported: int) -> None:
         """What a worker tells as lost when a server comes back is what the server does not have: I1."""
-        there = set(self.hosts[link.shard].shard.taken.get(link.peer.who, ()))
+        there = set(self.hosts[link.shard].shard.applied_tags.get(link.client.who, ()))
         missing = {tag for tag in link.acknowledged if tag not in there} - link.missing
-        self.holds(
-            told == len(missing), f"{link}: {told} orders were told as lost, and {len(missing)} are: {sorted(missing)}"
+        self.require(
+            reported == len(missing), f"{link}: {reported} orders were told as lost, and {len(missing)} are: {sorted(missing)}"
         )
         link.missing |= missing
         if missing:
-            self.meets("acknowledged orders were lost, and told")
+            self.record_case("acknowledged orders were lost, and told")
 
-    def met_at(self, epoch: int, step: int, workers: list[int]) -> None:
-        known = self.meetings.setdefault((epoch, step), workers)
-        self.holds(known == workers, f"step {step} was closed by {known}, and by {workers}")
+    def record_members(self, generation: int, step: int, workers: list[int]) -> None:
+        known = self.step_members.setdefault((generation, step), workers)
+        self.require(known == workers, f"step {step} was closed by {known}, and by {workers}")
 
-    def pulled(self, link: Link, reply: Values, tensors: Sequence[Tensor], asked: Sequence[Tensor]) -> None:
+    def check_pulled(self, link: SimServerLink, reply: ValuesReply, tensors: Sequence[Tensor], asked: Sequence[Tensor]) -> None:
         """I9 of all that a worker gets to see; and where rows count, they say what the numbers say."""
-        tables = [slot.table for slot in reply.slots]
-        if not self.truth:
+        tables = [slot.table for slot in reply.slices]
+        if not self.reference:
             if ROWS in tables:
                 self._agree(str(link), *tensors)
             return
-        learned = self.truth[reply.step]
+        learned = self.reference[reply.step]
         for table, found in zip(tables, tensors, strict=True):
             if table == ROWS:
                 wanted = learned.rows[asked[-1]]
             else:
                 wanted = learned.buffer if table == BUFFER else learned.values[link.shard]
             what = f"{link}: {table} of step {reply.step}"
-            self.holds(torch.equal(found, wanted), f"{what}: {found.tolist()}, one process {wanted.tolist()}")
+            self.require(torch.equal(found, wanted), f"{what}: {found.tolist()}, one process {wanted.tolist()}")
 
-    def rows_agree(self, shard: Watched) -> None:
-        if self.plan.rows and not self.truth:
+    def rows_agree(self, shard: SimShard) -> None:
+        if self.plan.rows and not self.reference:
             self._agree(f"server {shard.shard}", shard.numbers, shard.rows.pull(self.row_ids(shard.shard)))
 
     def _agree(self, where: str, numbers: Tensor, rows: Tensor) -> None:
         wanted = torch.cat([numbers, numbers.sum().view(1)])
         wrong = torch.nonzero(rows[:, 0] != wanted).view(-1).tolist()
         counted = {at: (float(rows[at, 0]), float(wanted[at])) for at in wrong}
-        self.holds(not wrong, f"{where}: rows were pushed to so often, and their numbers so often: {counted}")
+        self.require(not wrong, f"{where}: rows were pushed to so often, and their numbers so often: {counted}")
 
     def _final(self) -> None:
         for host in self.hosts:
             self.at_most_once(host)
-        if self.truth:
+        if self.reference:
             for host in self.hosts:
                 self._same(host)
         elif self.lockstep:
@@ -657,29 +657,29 @@ class World:
         else:
             self._pushes()
 
-    def _same(self, host: Host) -> None:
+    def _same(self, host: SimServerHost) -> None:
         """I9: of the last step, or of one that the server came back with."""
-        shard, learned = host.shard, self.truth[host.shard.step]
+        shard, learned = host.shard, self.reference[host.shard.step]
         pairs = {TABLE: (shard.numbers, learned.values[host.number])}
         if self.plan.buffers:
             pairs[BUFFER] = shard.tables.dense[BUFFER].parameters[0].detach(), learned.buffer
         if self.plan.rows:
-            mine = learned.kept["ids"] % self.plan.shards == host.number
+            mine = learned.table_state["ids"] % self.plan.shards == host.number
             there = shard.rows.capture()
-            pairs |= {name: (there[name], each[mine]) for name, each in learned.kept.items() if name != "counts"}
+            pairs |= {name: (there[name], each[mine]) for name, each in learned.table_state.items() if name != "counts"}
         for name, (found, wanted) in pairs.items():
-            self.holds(torch.equal(found, wanted), f"server {host.number}: not the same bits in {name}")
+            self.require(torch.equal(found, wanted), f"server {host.number}: not the same bits in {name}")
 
     def _quorums(self) -> None:
         """Whoever was in is in, and nobody else; on all servers alike."""
         for step in range(self.plan.steps):
-            epoch = max(epoch for epoch, at in self.meetings if at == step)
+            epoch = max(epoch for epoch, at in self.step_members if at == step)
             lanes = {
-                lane for worker in self.meetings[epoch, step] for span in self.parts[worker] for lane in range(*span)
+                lane for worker in self.step_members[epoch, step] for span in self.lane_subtrees[worker] for lane in range(*span)
             }
             for host in (host for host in self.hosts if host.shard.step > step):
                 there = {lane for lane in range(LANES) if host.shard.numbers[step * LANES + lane] == 1.0}
-                self.holds(there == lanes, f"step {step} has lanes {there} on server {host.number}, and not {lanes}")
+                self.require(there == lanes, f"step {step} has lanes {there} on server {host.number}, and not {lanes}")
 
     def _pushes(self) -> None:
         """I1: what was acknowledged is there. Else it was told as lost, or nobody lives who could tell."""
@@ -687,27 +687,27 @@ class World:
         for host in self.hosts:
             there = {at for at, times in enumerate(host.shard.numbers.tolist()) if times}
             excused: set[int] = set()
-            for peer in self.peers:
+            for peer in self.clients:
                 link = peer.links[host.number]
                 gone = {at for tag, at in link.pushed.items() if tag in link.missing}
-                if (peer.dead or peer.replaced) and link.boot != host.boot:  # nor hears of it
+                if (peer.dead or peer.replaced) and link.incarnation != host.incarnation:  # nor hears of it
                     gone |= {at for tag, at in link.pushed.items() if tag in link.acknowledged}
                 excused |= gone
                 lacking = {at for tag, at in link.pushed.items() if tag in link.acknowledged} - there - gone
-                self.holds(not lacking, f"{link}: {sorted(lacking)} were acknowledged, and are neither there nor lost")
+                self.require(not lacking, f"{link}: {sorted(lacking)} were acknowledged, and are neither there nor lost")
             if queue:
                 lacking = set(range(self.plan.steps)) - there - excused
-                self.holds(not lacking, f"server {host.number} lacks tickets {sorted(lacking)}")
+                self.require(not lacking, f"server {host.number} lacks tickets {sorted(lacking)}")
 
 
 def run(seed: int, **planned: Any) -> set[str]:
     """The cases that a seed met. Raises Broken with the story of the seed if a law did not hold."""
     try:
-        return World(seed, **planned).run()
-    except Broken:
+        return SimServersWorld(seed, **planned).run()
+    except InvariantViolated:
         pass
-    world = World(seed, trace=True, **planned)
+    world = SimServersWorld(seed, trace=True, **planned)
     try:
         return world.run()
-    except Broken as broken:
-        raise Broken(f"seed {seed}: {broken}\n{world.plan}\n" + "\n".join(world.trace or [])) from None
+    except InvariantViolated as broken:
+        raise InvariantViolated(f"seed {seed}: {broken}\n{world.plan}\n" + "\n".join(world.trace or [])) from None

@@ -2,71 +2,71 @@
 
 from dataclasses import dataclass
 
-from shoal.recovery.membership.protocol import NOTHING, Position, Seen, View, Who
-from shoal.testing.simulation.scenario import LEASE
+from shoal.recovery.membership.protocol import EMPTY_VIEW, MemberPosition, MembershipObservation, MembershipView, WorkerId
+from shoal.testing.simulation.scenario import LEASE_SECONDS
 
 
 @dataclass(slots=True)
-class Reading:
+class SimReading:
     """Everything, at one moment."""
 
     revision: int  # of the view
-    seen: Seen
+    seen: MembershipObservation
     done: bool
 
 
-class Store:
+class SimStore:
     def __init__(self) -> None:
         self.up = True
-        self.view = NOTHING
+        self.view = EMPTY_VIEW
         self.revision = 0
         self.written = 0.0  # when the view was
         self.done = False  # somebody has committed the last step
-        self.leases: dict[Who, float] = {}  # until when
-        self.returned: dict[Who, float] = {}  # when it was last granted one after a silence
-        self.positions: dict[Who, Position] = {}  # of the view's epoch
+        self.leases: dict[WorkerId, float] = {}  # until when
+        self.returned: dict[WorkerId, float] = {}  # when it was last granted one after a silence
+        self.positions: dict[WorkerId, MemberPosition] = {}  # of the view's epoch
 
-    def reading(self, now: float) -> Reading:
+    def reading(self, now: float) -> SimReading:
         self._expire(now)
-        return Reading(
-            self.revision, Seen(view=self.view, alive=tuple(self.leases), positions=dict(self.positions)), self.done
+        return SimReading(
+            self.revision, MembershipObservation(view=self.view, alive=tuple(self.leases), positions=dict(self.positions)), self.done
         )
 
-    def keep(self, who: Who, now: float) -> None:
+    def renew_lease(self, who: WorkerId, now: float) -> None:
         """Renews a worker's lease, or grants it a new one."""
         self._expire(now)
         if who not in self.leases:
             self.returned[who] = now
-        self.leases[who] = now + LEASE
+        self.leases[who] = now + LEASE_SECONDS
 
-    def revoke(self, who: Who) -> None:
+    def revoke(self, who: WorkerId) -> None:
         self.leases.pop(who, None)
         self.positions.pop(who, None)
 
-    def post(self, epoch: int, position: Position, now: float) -> bool:
+    def post_position(self, generation: int, position: MemberPosition, now: float) -> bool:
         """A position goes with its worker's lease, and is of interest in its own epoch only."""
         self._expire(now)
-        fits = epoch == self.view.epoch and position.who in self.leases
+        fits = generation == self.view.generation and position.worker_id in self.leases
         if fits:
-            self.positions[position.who] = position
+            self.positions[position.worker_id] = position
         return fits
 
-    def swap(self, view: View, expected: int, now: float) -> bool:
+    def swap(self, view: MembershipView, expected: int, now: float) -> bool:
         if self.revision != expected:
             return False
         self.view, self.revision, self.written, self.positions = view, self.revision + 1, now, {}
         return True
 
-    def went(self, now: float) -> None:
+    def stop(self, now: float) -> None:
         self._expire(now)
         self.up = False
 
-    def restarted(self, now: float) -> None:
+    def restart(self, now: float) -> None:
         """Leases that ran when it went get their full time again."""
         self.up = True
-        self.leases = dict.fromkeys(self.leases, now + LEASE)
+        self.leases = dict.fromkeys(self.leases, now + LEASE_SECONDS)
 
-    def silent(self, who: Who, now: float) -> bool:
+    def silent(self, who: WorkerId, now: float) -> bool:
         """Whether a worker had no lease at some moment since the view was written."""
         return self.leases.get(who, 0.0) <= now or self.returned[who] > self.written
 

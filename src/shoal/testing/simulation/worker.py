@@ -8,25 +8,25 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.recovery.membership.protocol import (
-    Change,
-    Form,
-    Leave,
-    Member,
-    Post,
-    Propose,
-    Settlement,
-    View,
-    Who,
-    covers,
+    BoundaryChange,
+    FormGroup,
+    LeaveRun,
+    MemberState,
+    PostPosition,
+    ProposeView,
+    RecoveryPlan,
+    MembershipView,
+    WorkerId,
+    covers_model,
     newcomers,
-    part_of,
+    model_shard_of,
 )
-from shoal.testing.simulation.invariants import Gradient, applied, gradient_of
-from shoal.testing.simulation.scenario import BEAT, COLLECTIVE, FORMING, LANES, PATIENCE, STORE
-from shoal.testing.simulation.store import Reading
+from shoal.testing.simulation.invariants import Gradient, apply_step, gradient_of
+from shoal.testing.simulation.scenario import BEAT_SECONDS, COLLECTIVE_SECONDS, FORMING_SECONDS, LANES, PATIENCE_SECONDS, STORE_SECONDS
+from shoal.testing.simulation.store import SimReading
 
 if TYPE_CHECKING:
-    from shoal.testing.simulation.world import World
+    from shoal.testing.simulation.world import SimWorld
 
 Waits = Generator[float, None, None]
 Key = tuple[int, str, int]  # epoch, kind and step of a message
@@ -34,70 +34,70 @@ CHANGE, LEAVE = 1, 2
 VOID = -1  # weights that are being written
 
 
-class Lost(Exception):
+class SimGroupFailed(Exception):
     """Something failed in the group."""
 
 
-class Away(Exception):
+class SimStoreAway(Exception):
     """The store did not answer: what was asked may have happened or not."""
 
 
-class Process:
+class SimProcess:
     """Something that can be stopped, woken and killed."""
 
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world: "SimWorld") -> None:
         self.world = world
         self.ended = ""  # how
         self.paused = False
-        self.held: list[tuple[Any, tuple[Any, ...]]] = []  # what arrived meanwhile
+        self.deferred: list[tuple[Any, tuple[Any, ...]]] = []  # what arrived meanwhile
         self.storeless = 0.0  # until when it cannot reach the store
 
 
-class Worker(Process):
-    def __init__(self, world: "World", who: Who, host: int) -> None:
+class SimWorker(SimProcess):
+    def __init__(self, world: "SimWorld", who: WorkerId, host: int) -> None:
         super().__init__(world)
         self.who, self.host = who, host
-        self.parts, self.part = world.plan.parts, part_of(who.worker, world.plan.parts)
-        self.member: Member = world.member(who=who, parts=self.parts)
+        self.parts, self.part = world.plan.parts, model_shard_of(who.worker, world.plan.parts)
+        self.member: MemberState = world.member(who=who, parts=self.parts)
         self.weights, self.steps = VOID, 0  # steps: how many the weights have seen
-        self.kept: Gradient = ()  # of the step in doubt
-        self.view: View | None = None  # of the group that was formed last
+        self.kept_gradient: Gradient = ()  # of the step in doubt
+        self.view: MembershipView | None = None  # of the group that was formed last
         self.leaving = False  # it was asked to
-        self.heard: dict[Key, dict[Who, Any]] = {}
-        self.closed: set[tuple[int, Who]] = set()  # connections, by epoch
-        self.dropped: set[tuple[int, Who]] = set()  # those of them that ended without a word
-        self.exits: set[Who] = set()  # processes of this host that are known to have ended
-        self.known: set[Who] = set()  # whose lease it has seen
-        self.absent: dict[Who, float] = {}
-        self.judging = 0.0  # before that, leases may be missing because the store was away
+        self.inbox: dict[Key, dict[WorkerId, Any]] = {}
+        self.closed: set[tuple[int, WorkerId]] = set()  # connections, by epoch
+        self.dropped: set[tuple[int, WorkerId]] = set()  # those of them that ended without a word
+        self.exits: set[WorkerId] = set()  # processes of this host that are known to have ended
+        self.known: set[WorkerId] = set()  # whose lease it has seen
+        self.absent: dict[WorkerId, float] = {}
+        self.judge_after = 0.0  # before that, leases may be missing because the store was away
         self.answered = 0.0  # when the store last did
         self.alarm = ""
-        self.newcomers: list[Who] = []  # wait to be let in
-        self.asked, self.answer = 0, (0, None)  # requests to the store
+        self.newcomers: list[WorkerId] = []  # wait to be let in
+        self.request_number, self.answer = 0, (0, None)  # requests to the store
         self.listening = self.watching = False  # for whatever arrives; for a change in the store
-        self.ticket = 0
-        self.main = self._live()
+        self.timer_id = 0
+        self.main = self._run()
 
     # -- being run ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self.beat()
+        self.heartbeat()
         self._go_on()
 
     def _go_on(self) -> None:
         self.listening = self.watching = False
-        self.ticket += 1
+        self.timer_id += 1
         try:
             seconds = next(self.main)
         except StopIteration:
             return
-        self.world.after(seconds, self, self._timer, self.ticket)
+        self.world.after(seconds, self, self._timer, self.timer_id)
 
-    def _timer(self, ticket: int) -> None:
-        if ticket == self.ticket:
+    def _timer(self, timer_id: int) -> None:
+        if timer_id == self.timer_id:
             self._go_on()
 
-    def poke(self) -> None:
+    def notify(self) -> None:
         if self.listening:
             self._go_on()
 
@@ -105,22 +105,22 @@ class Worker(Process):
         self.listening = True
         return seconds
 
-    def _maybe(self, moment: str, other: Who | None = None) -> Waits:
+    def _fault_point(self, moment: str, other: WorkerId | None = None) -> Waits:
         """A place where the world likes to strike; maybe the connection to another."""
         if self.world.faults.strikes(self, moment, other):
             yield 0.0
 
     # -- the beat -----------------------------------------------------------------------------------------------------
 
-    def beat(self) -> None:
-        self.world.beat(self)
-        self.world.after(BEAT, self, self.beat)
+    def heartbeat(self) -> None:
+        self.world.heartbeat(self)
+        self.world.after(BEAT_SECONDS, self, self.heartbeat)
 
-    def hears(self, reading: Reading) -> None:
+    def on_store_reading(self, reading: SimReading) -> None:
         """What the beat learns from the store."""
         now = self.world.now
-        if now - self.answered > 2 * STORE:
-            self.judging = now + 2 * BEAT
+        if now - self.answered > 2 * STORE_SECONDS:
+            self.judge_after = now + 2 * BEAT_SECONDS
         self.answered = now
         view, current = reading.seen.view, self.view
         gone = self._gone(reading)
@@ -130,67 +130,67 @@ class Worker(Process):
         lost = [who for who in current.members if who in gone]
         if lost:
             self.alarm = f"{lost[0]} {gone[lost[0]]}"
-        elif view.epoch > current.epoch and not (view.boundary and self.who in view.members):
-            self.alarm = f"epoch {view.epoch} has begun"
+        elif view.generation > current.generation and not (view.boundary and self.who in view.members):
+            self.alarm = f"epoch {view.generation} has begun"
         if self.alarm:
-            self.poke()
+            self.notify()
 
-    def _gone(self, reading: Reading) -> dict[Who, str]:
+    def _gone(self, reading: SimReading) -> dict[WorkerId, str]:
         now, alive = self.world.now, reading.seen.alive
         self.known.update(alive)
-        found: dict[Who, str] = {}
+        found: dict[WorkerId, str] = {}
         for who in reading.seen.view.members:
             if who == self.who:
                 continue
             if who in self.exits:
                 found[who] = "died"
-            elif self.world.plan.judges and (reading.seen.view.epoch, who) in self.dropped:
+            elif self.world.plan.judges and (reading.seen.view.generation, who) in self.dropped:
                 found[who] = "closed its connection"
             elif who in alive:
                 self.absent.pop(who, None)
-            elif now >= self.judging:
+            elif now >= self.judge_after:
                 absent = now - self.absent.setdefault(who, now)
-                if who in self.known or absent > PATIENCE:
+                if who in self.known or absent > PATIENCE_SECONDS:
                     found[who] = "is silent"
         return found
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def receive(self, key: Key, sender: Who, body: Any) -> None:
-        if key[0] < self.member.epoch:
+    def receive(self, key: Key, sender: WorkerId, body: Any) -> None:
+        if key[0] < self.member.generation:
             if key[1] == "vote":
-                self.world.laws.meets("a vote came late")
+                self.world.invariants.record_case("a vote came late")
             return
-        self.heard.setdefault(key, {})[sender] = body
-        self.poke()
+        self.inbox.setdefault(key, {})[sender] = body
+        self.notify()
 
-    def disconnected(self, epoch: int, other: Who, gave_up: bool) -> None:
+    def disconnected(self, generation: int, other: WorkerId, gave_up: bool) -> None:
         """`gave_up`: the other end said so; otherwise it may be dead."""
-        if epoch >= self.member.epoch:
-            self.closed.add((epoch, other))
+        if generation >= self.member.generation:
+            self.closed.add((generation, other))
             if not gave_up:
-                self.dropped.add((epoch, other))
-            self.poke()
+                self.dropped.add((generation, other))
+            self.notify()
 
-    def ends(self, who: Who) -> None:
+    def on_exit(self, who: WorkerId) -> None:
         self.exits.add(who)
         if self.view is not None and who in self.view.members and not self.alarm:
             self.alarm = f"{who} died"
-        self.poke()
+        self.notify()
 
-    def _gather(self, kind: str, step: int, body: Any, seconds: float) -> Generator[float, None, dict[Who, Any]]:
+    def _gather(self, kind: str, step: int, body: Any, seconds: float) -> Generator[float, None, dict[WorkerId, Any]]:
         """Tells all, and waits until all have told."""
-        epoch, others = self.member.epoch, self._others()
+        epoch, others = self.member.generation, self._others()
         for other in others:
-            yield from self._maybe("joining" if kind == "vote" and self.newcomers else kind, other)
+            yield from self._fault_point("joining" if kind == "vote" and self.newcomers else kind, other)
             self.world.send(self, other, (epoch, kind, step), body)
         return (yield from self._await((epoch, kind, step), others, seconds))
 
-    def _await(self, key: Key, senders: Sequence[Who], seconds: float) -> Generator[float, None, dict[Who, Any]]:
+    def _await(self, key: Key, senders: Sequence[WorkerId], seconds: float) -> Generator[float, None, dict[WorkerId, Any]]:
         """If all has arrived and something has failed as well, either may be noticed first."""
         world, epoch = self.world, key[0]
         until = world.now + seconds
-        heard = self.heard.setdefault(key, {})
+        heard = self.inbox.setdefault(key, {})
         while True:
             trouble = self.alarm or (
                 self.closed and next((f"{who} is cut off" for who in senders if (epoch, who) in self.closed), "")
@@ -199,48 +199,48 @@ class Worker(Process):
             if whole and (not trouble or world.random.random() < 0.5):
                 return heard
             if trouble or world.now >= until:
-                raise Lost(f"{key[1]} of step {key[2]}: {trouble or 'takes too long'}")
+                raise SimGroupFailed(f"{key[1]} of step {key[2]}: {trouble or 'takes too long'}")
             yield self._until(until - world.now)
 
-    def _others(self) -> list[Who]:
+    def _others(self) -> list[WorkerId]:
         assert self.view is not None
         return [who for who in self.view.members if who != self.who]
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
-    def answers(self, number: int, answer: Any) -> None:
+    def on_store_reply(self, number: int, answer: Any) -> None:
         self.answer = number, answer
-        self.poke()
+        self.notify()
 
     def _ask(self, what: str, *arguments: Any) -> Generator[float, None, Any]:
-        self.asked += 1
-        number, until = self.asked, self.world.now + STORE
-        self.world.request(self, number, what, arguments)
+        self.request_number += 1
+        number, until = self.request_number, self.world.now + STORE_SECONDS
+        self.world.request_store(self, number, what, arguments)
         while self.answer[0] != number:
             if self.world.now >= until:
-                raise Away
+                raise SimStoreAway
             yield self._until(until - self.world.now)
         return self.answer[1]
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
-    def _live(self) -> Waits:
-        change: Change | None = None
+    def _run(self) -> Waits:
+        change: BoundaryChange | None = None
         while not self.ended:
             try:
                 yield from self._enter(change)
                 if not self.ended:
                     change = yield from self._train()
-            except Lost as lost:
+            except SimGroupFailed as lost:
                 change = None
                 self._fails(str(lost))
 
     def _fails(self, why: str) -> None:
-        self.world.note("%s: %s", self.who, why)
-        self.member.lost()
-        self.world.hang_up(self, self.member.epoch)
+        self.world.log("%s: %s", self.who, why)
+        self.member.group_failed()
+        self.world.close_connections(self, self.member.generation)
 
-    def _enter(self, change: Change | None) -> Waits:
+    def _enter(self, change: BoundaryChange | None) -> Waits:
         """Does what the protocol says until a group stands."""
         world = self.world
         while not self.ended:
@@ -248,26 +248,26 @@ class Worker(Process):
                 self._fails(f"at the boundary: {self.alarm or 'cut off'}")
                 change = None
             try:
-                reading: Reading = yield from self._ask("read")
+                reading: SimReading = yield from self._ask("read")
                 if reading.done and self._unneeded(reading.seen.view):
                     world.end(self, "is not needed any more")
                     return
                 action = self.member.decide(reading.seen, self._gone(reading), change)
                 match action:
-                    case Propose(view):
-                        world.note("%s proposes epoch %d %s: %s", self.who, view.epoch, view.members, view.reason)
-                        yield from self._maybe("propose")
+                    case ProposeView(view):
+                        world.log("%s proposes epoch %d %s: %s", self.who, view.generation, view.members, view.reason)
+                        yield from self._fault_point("propose")
                         yield from self._ask("swap", view, reading.revision)
-                    case Post(epoch, position):
-                        world.laws.entered[self.who] = max(epoch, world.laws.entered.get(self.who, 0))
-                        yield from self._maybe("post")
+                    case PostPosition(epoch, position):
+                        world.invariants.entered[self.who] = max(epoch, world.invariants.entered.get(self.who, 0))
+                        yield from self._fault_point("post")
                         yield from self._ask("post", epoch, position)
-                    case Form(settlement):
+                    case FormGroup(settlement):
                         yield from self._form(settlement)
                         return
-                    case Leave(_, lost):
+                    case LeaveRun(_, lost):
                         members = reading.seen.view.members if world.store.view == reading.seen.view else ()
-                        world.laws.leaves(self, reading.seen, lost, [world.workers[who] for who in members])
+                        world.invariants.check_leave(self, reading.seen, lost, [world.workers[who] for who in members])
                         if lost:  # it waits for what it is saving
                             yield world.random.uniform(0.0, 0.5)
                         world.end(self, "was left behind")
@@ -275,165 +275,165 @@ class Worker(Process):
                     case _:
                         self.watching = True
                         yield self._until(0.2)
-            except Away:
+            except SimStoreAway:
                 yield 0.05
 
-    def _unneeded(self, view: View) -> bool:
+    def _unneeded(self, view: MembershipView) -> bool:
         """Outside; or inside with too few to begin, and nobody else will come."""
-        return self.who not in view.members or (self.member.committed < 0 and not covers(view.members, self.parts))
+        return self.who not in view.members or (self.member.committed < 0 and not covers_model(view.members, self.parts))
 
     def _cut_off(self) -> bool:
-        return any((self.member.epoch, other) in self.closed for other in self._others())
+        return any((self.member.generation, other) in self.closed for other in self._others())
 
-    def _form(self, settlement: Settlement) -> Waits:
+    def _form(self, settlement: RecoveryPlan) -> Waits:
         world, member, view = self.world, self.member, settlement.view
-        world.forms(self, settlement)
-        member.forms(settlement)
+        world.on_group_formed(self, settlement)
+        member.group_forming(settlement)
         self.view, self.alarm = view, ""
-        self.heard = {key: heard for key, heard in self.heard.items() if key[0] >= view.epoch}
-        self.closed = {each for each in self.closed if each[0] >= view.epoch}
-        yield from self._gather("hello", 0, None, FORMING)
+        self.inbox = {key: heard for key, heard in self.inbox.items() if key[0] >= view.generation}
+        self.closed = {each for each in self.closed if each[0] >= view.generation}
+        yield from self._gather("hello", 0, None, FORMING_SECONDS)
         if self.who in settlement.behind:
-            yield from self._take(settlement)
+            yield from self._receive_state(settlement)
         elif self.who in settlement.finishing:
             self._apply()
-            world.laws.meets("a step in doubt was finished")
-        elif member.doubt:
-            world.laws.meets("a step in doubt was done again")
-        member.formed(settlement)
-        world.note("%s stands in epoch %d at step %d", self.who, view.epoch, settlement.step)
-        world.laws.stands(self, settlement)
-        if settlement.begins:
+            world.invariants.record_case("a step in doubt was finished")
+        elif member.in_doubt:
+            world.invariants.record_case("a step in doubt was done again")
+        member.group_formed(settlement)
+        world.log("%s stands in epoch %d at step %d", self.who, view.generation, settlement.step)
+        world.invariants.check_stand(self, settlement)
+        if settlement.fresh_start:
             yield from self._begin(view)
-        elif settlement.gives(self.who):
-            world.laws.gives(self, settlement)
-            for other in settlement.gives(self.who):
-                world.send_state(self, other, view.epoch, (self.weights, self.steps))
-                yield from self._maybe("state")
+        elif settlement.receivers_of(self.who):
+            world.invariants.check_donor(self, settlement)
+            for other in settlement.receivers_of(self.who):
+                world.send_state(self, other, view.generation, (self.weights, self.steps))
+                yield from self._fault_point("state")
 
-    def _take(self, settlement: Settlement) -> Waits:
+    def _receive_state(self, settlement: RecoveryPlan) -> Waits:
         """State from the donor; it is written over what was there."""
-        donor = settlement.takes_from(self.who)
+        donor = settlement.receives_from(self.who)
         assert donor is not None
-        self.world.laws.takes(self, donor)
+        self.world.invariants.check_received(self, donor)
         self.weights = VOID
-        yield from self._maybe("take")
+        yield from self._fault_point("take")
         try:
-            heard = yield from self._await((settlement.view.epoch, "state", 0), [donor], COLLECTIVE)
-        except Lost:
-            self.world.laws.meets("a donor was lost")
+            heard = yield from self._await((settlement.view.generation, "state", 0), [donor], COLLECTIVE_SECONDS)
+        except SimGroupFailed:
+            self.world.invariants.record_case("a donor was lost")
             raise
         weights, steps = heard[donor]
         if weights == VOID:
-            self.world.laws.meets("a state arrived changed")
-            raise Lost("the state arrived changed")
-        self.weights, self.steps, self.member.clean = weights, steps, True
+            self.world.invariants.record_case("a state arrived changed")
+            raise SimGroupFailed("the state arrived changed")
+        self.weights, self.steps, self.member.can_donate = weights, steps, True
 
-    def _begin(self, view: View) -> Waits:
+    def _begin(self, view: MembershipView) -> Waits:
         """The leader says which checkpoint; all load it."""
-        world, leader, epoch = self.world, view.members[0], view.epoch
+        world, leader, epoch = self.world, view.members[0], view.generation
         if self.who == leader:
-            step = world.newest_checkpoint(self, view.term)
+            step = world.newest_checkpoint(self, view.restart)
             for other in self._others():
-                yield from self._maybe("begin", other)
+                yield from self._fault_point("begin", other)
                 world.send(self, other, (epoch, "begin", 0), step)
         else:
-            step = (yield from self._await((epoch, "begin", 0), [leader], COLLECTIVE))[leader]
+            step = (yield from self._await((epoch, "begin", 0), [leader], COLLECTIVE_SECONDS))[leader]
         yield world.random.uniform(0.01, 0.2)
-        self.weights, self.steps, self.member.clean = world.laws.truth[step][self.part], step, True
-        self.member.begun(step)
-        yield from self._maybe("begun")
+        self.weights, self.steps, self.member.can_donate = world.invariants.reference[step][self.part], step, True
+        self.member.start_at(step)
+        yield from self._fault_point("begun")
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _train(self) -> Generator[float, None, Change | None]:
+    def _train(self) -> Generator[float, None, BoundaryChange | None]:
         """Until the run is over, or its members change between two steps."""
         world, member = self.world, self.member
-        if not member.clean:
+        if not member.can_donate:
             yield from self._evaluate_alone()
         while member.committed < world.plan.last:
             asks = yield from self._step()
-            epoch = member.epoch
-            yield from self._body()
+            epoch = member.generation
+            yield from self._after_step()
             leaving = [who for who, asked in asks.items() if asked & LEAVE]
-            if not covers([who for who in asks if who not in leaving], self.parts):
+            if not covers_model([who for who in asks if who not in leaving], self.parts):
                 leaving = []
             if self.who in leaving:
                 yield from self._leave()
                 return None
-            if any(asks.values()) and member.epoch == epoch and member.committed < world.plan.last:
-                yield from self._maybe("boundary")
-                return Change(leaving=leaving)
-        world.laws.equal(self, "finishes")
+            if any(asks.values()) and member.generation == epoch and member.committed < world.plan.last:
+                yield from self._fault_point("boundary")
+                return BoundaryChange(leaving=leaving)
+        world.invariants.check_weights(self, "finishes")
         while not self.ended:
             try:
                 yield from self._ask("done")
                 world.end(self, "finished")
-            except Away:
+            except SimStoreAway:
                 yield 0.1
         return None
 
-    def _step(self) -> Generator[float, None, dict[Who, int]]:
+    def _step(self) -> Generator[float, None, dict[WorkerId, int]]:
         """Commits one step. Returns what everybody asked for."""
         world, member, view = self.world, self.member, self.view
         assert view is not None
         step = member.committed
-        world.laws.begins(self)
+        world.invariants.check_begin(self)
         yield world.random.uniform(0.03, 0.15)
         mine = {(self.part, lane): gradient_of(self.weights, lane, step) for lane in self._lanes(view)}
         waiting = any(who not in view.members for who in self.newcomers)
         asks = (CHANGE if waiting else 0) | (LEAVE if self.leaving else 0)
-        offers = dict((yield from self._gather("offer", step, (asks, mine), COLLECTIVE)))
+        offers = dict((yield from self._gather("offer", step, (asks, mine), COLLECTIVE_SECONDS)))
         offers[self.who] = asks, mine
         lanes = {lane: gradient for _, some in offers.values() for lane, gradient in some.items()}
-        world.laws.samples(self, [lane for _, some in offers.values() for lane in some])
-        self.kept = tuple(lanes[lane] for lane in sorted(lanes))
-        member.says()
-        world.laws.said[member.epoch, step].add(self.who)
-        yield from self._gather("vote", step, None, COLLECTIVE)
-        member.met()
+        world.invariants.check_samples(self, [lane for _, some in offers.values() for lane in some])
+        self.kept_gradient = tuple(lanes[lane] for lane in sorted(lanes))
+        member.vote()
+        world.invariants.votes[member.generation, step].add(self.who)
+        yield from self._gather("vote", step, None, COLLECTIVE_SECONDS)
+        member.commit()
         self._apply()
-        world.commits(self, view)
-        yield from self._maybe("met")
+        world.on_commit(self, view)
+        yield from self._fault_point("met")
         return {who: asked for who, (asked, _) in sorted(offers.items())}
 
-    def _lanes(self, view: View) -> range:
+    def _lanes(self, view: MembershipView) -> range:
         """Lanes are dealt to replicas, of one member for each part. Those left over have none, and follow."""
-        parts, laws = range(self.parts), self.world.laws
-        by_part = [[who for who in view.members if part_of(who.worker, self.parts) == part] for part in parts]
+        parts, laws = range(self.parts), self.world.invariants
+        by_part = [[who for who in view.members if model_shard_of(who.worker, self.parts) == part] for part in parts]
         replicas = min(map(len, by_part))
         if len(view.members) > replicas * self.parts:
-            laws.meets("a replica was broken, and its mates stayed")
+            laws.record_case("a replica was broken, and its mates stayed")
         if any(len({own[number].worker // self.parts for own in by_part}) > 1 for number in range(replicas)):
-            laws.meets("two broken replicas made one")
+            laws.record_case("two broken replicas made one")
         own = by_part[self.part].index(self.who)
         return range(own, LANES, replicas) if own < replicas else range(0)
 
     def _apply(self) -> None:
-        self.weights = applied(self.weights, self.steps, self.kept)
+        self.weights = apply_step(self.weights, self.steps, self.kept_gradient)
         self.steps += 1
 
-    def _body(self) -> Waits:
+    def _after_step(self) -> Waits:
         """What the user's loop does after a step."""
         world, step, plan = self.world, self.member.committed, self.world.plan
-        if plan.saves and step % plan.saves == 0 and self._writes():
+        if plan.saves and step % plan.saves == 0 and self._writes_checkpoint():
             world.save(self)
-            yield from self._maybe("save")
+            yield from self._fault_point("save")
         if plan.evaluates and step % plan.evaluates == 0:
-            self.member.clean = False
+            self.member.can_donate = False
             yield world.random.uniform(0.01, 0.05)
-            yield from self._gather("evaluation", step, None, COLLECTIVE)
-            self.member.clean = True
+            yield from self._gather("evaluation", step, None, COLLECTIVE_SECONDS)
+            self.member.can_donate = True
 
-    def _writes(self) -> bool:
+    def _writes_checkpoint(self) -> bool:
         """The first of each part writes that part of a checkpoint."""
         members = () if self.view is None else self.view.members
-        return next((who for who in members if part_of(who.worker, self.parts) == self.part), None) == self.who
+        return next((who for who in members if model_shard_of(who.worker, self.parts) == self.part), None) == self.who
 
     def _evaluate_alone(self) -> Waits:
-        self.world.laws.meets("an evaluation was interrupted")
+        self.world.invariants.record_case("an evaluation was interrupted")
         yield self.world.random.uniform(0.01, 0.1)
-        self.member.clean = True
+        self.member.can_donate = True
 
     def _leave(self) -> Waits:
         """Its step is done: it goes when the others have gone on without it."""
@@ -441,12 +441,12 @@ class Worker(Process):
         until = world.now + 1.0
         while world.now < until:
             try:
-                reading: Reading = yield from self._ask("read")
+                reading: SimReading = yield from self._ask("read")
                 if self.who not in reading.seen.view.members:
                     break
                 self.watching = True
                 yield self._until(0.2)
-            except Away:
+            except SimStoreAway:
                 break
-        world.laws.meets("a worker left")
+        world.invariants.record_case("a worker left")
         world.end(self, "left")

@@ -16,75 +16,75 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.collectives.compression import Compressor, read_compression
-from shoal.collectives.group import Alone
+from shoal.collectives.compression import Compressor, parse_compression
+from shoal.collectives.group import SoloGroup
 from shoal.errors import NonFiniteError
 from shoal.job.loss import Objective
 from shoal.numerics import kernels
-from shoal.numerics.digest import combine, digests
-from shoal.parallel.data_parallel import Outcome, Work
+from shoal.numerics.digest import model_digest, tensor_digests
+from shoal.parallel.data_parallel import StepResult, StepInput
 from shoal.parallel.optimizer_view import check_elementwise
-from shoal.parallel.replica import Replica
-from shoal.parallel.server_step import Home, ServerParallel, split_rows
-from shoal.paramserver.client import Away, Client, Lost, Notice, RefusedError
+from shoal.parallel.replica import ModelReplica
+from shoal.parallel.server_step import DensePacker, ServerParallel, split_rows
+from shoal.paramserver.client import ServerAwayNotice, ParameterClient, WritesLostNotice, ClientNotice, RefusedError
 from shoal.paramserver.embedding import Embedding, tables_of
-from shoal.paramserver.messages import Declare, DenseSpec, Keep, Pull, Put, Slot, Standing, State, Stood
-from shoal.paramserver.reduce import Rows
-from shoal.paramserver.sync_mode import Mode
-from shoal.recovery.checkpoint.directory import Found
+from shoal.paramserver.messages import DeclareRequest, DenseSpec, SnapshotRequest, PullRequest, PutRequest, TableSlice, StatusRequest, TableStateRequest, StatusReply
+from shoal.paramserver.reduce import SparseGradient
+from shoal.paramserver.sync_mode import SyncMode
+from shoal.recovery.checkpoint.directory import FoundCheckpoint
 from shoal.report.events import (
-    Carried,
-    Evaluated,
-    Finished,
+    ModelShardReported,
+    ModelEvaluated,
+    WorkerFinished,
     PushesLost,
-    Resumed,
-    ServerAway,
-    Skipped,
+    RunResumed,
+    ServerOutage,
+    StepSkipped,
     StepDigest,
     WorkerStarted,
 )
-from shoal.worker.build_model import Built, build
-from shoal.worker.checkpoint_policy import Saving
-from shoal.worker.checkpointer import Live
-from shoal.worker.context import Seat
-from shoal.worker.evaluate import evaluate, one_by_one
+from shoal.worker.build_model import WorkerModel, build_worker_model
+from shoal.worker.checkpoint_policy import CheckpointPolicy
+from shoal.worker.checkpointer import LiveState
+from shoal.worker.context import WorkerContext
+from shoal.worker.evaluate import evaluate, measure_locally
 from shoal.worker.main import OpenJob
-from shoal.worker.memory import Meter, cap, return_freed
-from shoal.worker.server_worker.optimizer_state import deal_state, gather_state, outer_optimizer
-from shoal.worker.server_worker.table_rows import keep_rows
-from shoal.worker.step_timer import Journal
+from shoal.worker.memory import MemoryMeter, cap_memory, return_freed_memory
+from shoal.worker.server_worker.optimizer_state import slice_state, gather_state, outer_optimizer
+from shoal.worker.server_worker.table_rows import save_rows
+from shoal.worker.step_timer import StepTimer
 
 MODEL, BUFFERS = "/model", "/buffers"  # tables; those of modules have their paths for names
-UNFILLED_SECONDS = 0.02  # between two looks whether the first values are there
-EMPTY = ("table", "unfilled")  # why a server refuses that was lost before it had kept anything
+UNFILLED_POLL_SECONDS = 0.02  # between two looks whether the first values are there
+UNFILLED_CODES = ("table", "unfilled")  # why a server refuses that was lost before it had kept anything
 DIGEST_BYTES = 256 << 20  # of a table that is fetched for one
-LOOK_STEPS = 25  # between two looks at the memory in use
+MEMORY_CHECK_STEPS = 25  # between two looks at the memory in use
 
 
-class Served:
-    def __init__(self, opened: OpenJob, seat: Seat) -> None:
-        job, plan = opened.job, seat.plan
+class ServerWorker:
+    def __init__(self, opened: OpenJob, context: WorkerContext) -> None:
+        job, plan = opened.job, context.plan
         assert plan is not None
-        kernels.settle(threads=job.threads, exact=seat.settings.exact)
-        if seat.settings.memory is not None:
-            return_freed()
-        self.meter = Meter()
-        if seat.settings.memory is not None:
-            cap(seat.settings.memory)
-        self.opened, self.job, self.plan, self.seat, self.settings = opened, job, plan, seat, seat.settings
-        self.mode = Mode.read(plan.sync)
-        self.worker = seat.rank
+        kernels.configure(threads=job.threads, exact=context.settings.exact)
+        if context.settings.memory is not None:
+            return_freed_memory()
+        self.meter = MemoryMeter()
+        if context.settings.memory is not None:
+            cap_memory(context.settings.memory)
+        self.opened, self.job, self.plan, self.context, self.settings = opened, job, plan, context, context.settings
+        self.sync_mode = SyncMode.parse(plan.sync)
+        self.worker = context.rank
         self.source = opened.source
         self.schedule = job.schedule(opened.source.samples, opened.source.last)
         self.steps = opened.steps
-        self.built: Built = build(job, plan, seat.rank, None)
-        self.optimizer = job.optimizer(self.built.named)
+        self.built: WorkerModel = build_worker_model(job, plan, context.rank, None)
+        self.optimizer = job.optimizer(self.built.named_parameters)
         check_elementwise(self.optimizer, f"--servers {plan.servers} cuts parameters")
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler is not None else None
-        self.outer: Optimizer | None = None  # of local; its state is here between servers and checkpoint only
-        if self.mode.name == "local":
-            self.outer = outer_optimizer(self.mode, list(self.built.update.seen.items()))
-        self.replica = Replica(self.built.model, self.built.blocks, job.seed, recompute=plan.recompute)
+        self.outer_optimizer: Optimizer | None = None  # of local; its state is here between servers and checkpoint only
+        if self.sync_mode.name == "local":
+            self.outer_optimizer = outer_optimizer(self.sync_mode, list(self.built.update.optimizer_params.items()))
+        self.replica = ModelReplica(self.built.model, self.built.blocks, job.seed, recompute=plan.recompute)
         self.tables: list[tuple[str, Embedding]] = tables_of(self.built.model)
         for name, table in self.tables:
             table.name = name  # what its rows begin with follows from it
@@ -92,16 +92,16 @@ class Served:
             self.replica,
             lanes=plan.lanes,
             microbatches=job.microbatches,
-            deal=plan.deal,
+            assignment=plan.assignment,
             tables=[table for _, table in self.tables],
         )
         self.objective = Objective(job, self.built.model)
         self.step = 0  # done by all, as far as this worker knows
         self.resumed_step = 0
-        self.begins: list[Any] | None = None  # what servers go on from, where this worker tells them
-        self.restored: int | None = None  # the step of the checkpoint that the optimizer here is of
-        self.inexact = "" if self.mode.exact else str(self.mode)  # how the run was done so far, or a part of it
-        self.leads = False  # speaks for the run, evaluates and saves
+        self.initial_state: list[Any] | None = None  # what servers go on from, where this worker tells them
+        self.restored_step: int | None = None  # the step of the checkpoint that the optimizer here is of
+        self.inexact = "" if self.sync_mode.exact else str(self.sync_mode)  # how the run was done so far, or a part of it
+        self.is_leader = False  # speaks for the run, evaluates and saves
         self.loss: float | None = None
         self.metrics: dict[str, float | None] = {}
         self.stopped: str | None = None
@@ -110,41 +110,41 @@ class Served:
         self._order: tuple[int, Sequence[int]] = (-1, ())
         traits = kernels.traits()
         self.traits = traits
-        self.live = Live(
-            model=self.built.saved,
-            parameters=dict(self.built.update.seen),
+        self.live_state = LiveState(
+            model=self.built.saved_model,
+            parameters=dict(self.built.update.optimizer_params),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             state={},
             arithmetic=job.arithmetic() | opened.source.arithmetic(self.schedule),
             traits=traits,
-            aside={} if self.outer is None else {f"outer={self.mode.outer}": self.outer},
+            extra_optimizers={} if self.outer_optimizer is None else {f"outer={self.sync_mode.outer}": self.outer_optimizer},
         )
-        self.saving = Saving(
-            seat.folder,
-            self.live,
-            seat.wire.send,
+        self.checkpoints = CheckpointPolicy(
+            context.folder,
+            self.live_state,
+            context.channel.emit,
             every=self.settings.checkpoint_every or job.checkpoint_every,
             auto=self.settings.checkpoint_auto,
             steps_per_epoch=self.schedule.steps_per_epoch,
             workers=plan.workers,
-            survives=True,
+            survives_loss=True,
         )
-        self.saving.regroup(plan.workers, leads=True)
-        self.journal = Journal(seat.wire, self.worker, samples=self.settings.samples)
+        self.checkpoints.regroup(plan.workers, is_leader=True)
+        self.timer = StepTimer(context.channel, self.worker, samples=self.settings.samples)
         self.compressor: Compressor | None = _compressor(plan.compress)
-        self.client = Client(
-            seat.servers,
+        self.client = ParameterClient(
+            context.servers,
             worker=self.worker,
-            token=seat.token or None,
+            token=context.token or None,
             timeout=self.settings.timeout.total_seconds(),
-            tell=self._notice,
+            notify=self._on_notice,
         )
-        values = {name: each.detach() for name, each in self.built.update.seen.items()}
+        values = {name: each.detach() for name, each in self.built.update.optimizer_params.items()}
         self.values: Mapping[str, Tensor] = values
-        self.home = Home(MODEL, _spec(values, "job"), plan.servers)
+        self.model_table = DensePacker(MODEL, _spec(values, "job"), plan.servers)
         kept = {name: _buffer(self.built.model, name) for name in self.replica.buffers.names}
-        self.buffers = Home(BUFFERS, _spec(kept, "none"), plan.servers) if kept else None
+        self.buffer_table = DensePacker(BUFFERS, _spec(kept, "none"), plan.servers) if kept else None
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
@@ -156,18 +156,18 @@ class Served:
         while True:
             try:
                 self._declare()
-                found = self.standings()
-                if all(each.filled and each.kept for each in found):
+                found = self.shard_states()
+                if all(each.filled and each.snapshot_steps for each in found):
                     self._attach()
                     break
                 if self.worker == 0:
                     self._fill(found)
                 else:
-                    time.sleep(UNFILLED_SECONDS)
+                    time.sleep(UNFILLED_POLL_SECONDS)
             except RefusedError as refused:
-                if refused.code not in EMPTY:
-                    self.refused_at_entry(refused)
-        self.let_go()
+                if refused.code not in UNFILLED_CODES:
+                    self.entry_refused(refused)
+        self.clear_outer_state()
         self.inexact = found[0].inexact or self.inexact
         event = WorkerStarted(
             time=time.time(),
@@ -175,77 +175,77 @@ class Served:
             pid=os.getpid(),
             host=os.environ.get("SHOAL_HOST") or os.uname().nodename,
             fingerprint=kernels.fingerprint(self.traits),
-            life=self.seat.life,
+            incarnation=self.context.incarnation,
             elastic=True,
         )
-        self.seat.wire.send(event)
+        self.context.channel.emit(event)
 
-    def refused_at_entry(self, refused: RefusedError) -> None:
+    def entry_refused(self, refused: RefusedError) -> None:
         raise refused
 
     def _declare(self) -> None:
         shards = range(self.plan.servers)
-        specs: list[tuple[str, Any]] = [(MODEL, self.home.spec)]
-        specs += [(BUFFERS, self.buffers.spec)] if self.buffers is not None else []
+        specs: list[tuple[str, Any]] = [(MODEL, self.model_table.spec)]
+        specs += [(BUFFERS, self.buffer_table.spec)] if self.buffer_table is not None else []
         specs += [(name, table.spec(self.job.seed)) for name, table in self.tables]
-        for future in [self.client.request(shard, Declare(name, spec)) for name, spec in specs for shard in shards]:
+        for future in [self.client.request(shard, DeclareRequest(name, spec)) for name, spec in specs for shard in shards]:
             future.wait()
 
     def _attach(self) -> None:
         for name, table in self.tables:
-            table.cache = 0 if self.mode.exact else table.cache  # what it has may be some steps old
+            table.cache = 0 if self.sync_mode.exact else table.cache  # what it has may be some steps old
             table.attach(name, self.client.sparse(name, table.spec(self.job.seed)))
 
-    def _fill(self, found: Sequence[Stood]) -> None:
+    def _fill(self, found: Sequence[StatusReply]) -> None:
         """Those that have no values yet, with what a checkpoint has, or the seed's. Then their first snapshot: from now
         on a server can come back."""
-        unkept = [shard for shard, each in enumerate(found) if not (each.filled and each.kept)]
+        unkept = [shard for shard, each in enumerate(found) if not (each.filled and each.snapshot_steps)]
         if self.settings.resume:
-            if self.begins is None:
-                self.begins = self._resume()
-            state = {"begin": self.begins}
-            for future in [self.client.request(shard, Put([], state=state)) for shard in unkept]:
+            if self.initial_state is None:
+                self.initial_state = self._resume()
+            state = {"begin": self.initial_state}
+            for future in [self.client.request(shard, PutRequest([], state=state)) for shard in unkept]:
                 future.wait()
         for shard in unkept:
             self._fill_shard(shard)
-        for future in [self.client.request(shard, Keep()) for shard in unkept]:
+        for future in [self.client.request(shard, SnapshotRequest()) for shard in unkept]:
             future.wait()
 
     def _resume(self) -> list[Any]:
         """What the servers are to begin with: see Shard."""
-        found = self.restore()
+        found = self.restore_checkpoint()
         told = found.snapshot.values["told"]
         self.resumed_step = self.step = found.snapshot.step
         self.loss, self.metrics = told["loss"], told["metrics"]
         before = told.get("inexact", "")
-        event = Resumed(
+        event = RunResumed(
             time=time.time(),
             step=self.step,
             path=str(found.path),
             skipped=list(found.skipped),
-            repeated=max(0, self.settings.committed - self.step),
-            inexact=before,
+            repeated=max(0, self.settings.committed_before - self.step),
+            inexact_sync_mode=before,
         )
-        self.seat.wire.send(event)
-        first, above = self.begin_at(told.get("done_above", []))
+        self.context.channel.emit(event)
+        first, above = self.first_step(told.get("done_above", []))
         return [first, list(above), told.get("rows", ""), self.resumed_step, before]
 
-    def restore(self) -> Found:
-        found = self.saving.resume(Alone(), lost=False)
-        self.restored = found.snapshot.step
+    def restore_checkpoint(self) -> FoundCheckpoint:
+        found = self.checkpoints.resume(SoloGroup(), state_lost=False)
+        self.restored_step = found.snapshot.step
         return found
 
-    def let_go(self) -> None:
+    def clear_outer_state(self) -> None:
         """The outer optimizer's state is for the servers to hold."""
-        if self.outer is not None:
-            self.outer.state.clear()
+        if self.outer_optimizer is not None:
+            self.outer_optimizer.state.clear()
 
     @property
-    def learns_there(self) -> tuple[Optimizer, Any]:
+    def server_optimizer(self) -> tuple[Optimizer, Any]:
         """The servers' optimizer and schedule, as they are here: of the whole model."""
-        return (self.optimizer, self.scheduler) if self.outer is None else (self.outer, None)
+        return (self.optimizer, self.scheduler) if self.outer_optimizer is None else (self.outer_optimizer, None)
 
-    def begin_at(self, above: Sequence[int]) -> tuple[int, Sequence[int]]:
+    def first_step(self, above: Sequence[int]) -> tuple[int, Sequence[int]]:
         """The step that servers go on from, as they count, and those above it that are done. `above`: of the
         checkpoint, where its steps came from a queue. Only a queue can do what is missing among them."""
         return self.resumed_step, ()
@@ -253,70 +253,70 @@ class Served:
     def _fill_shard(self, shard: int) -> None:
         """The values come last: with them the table stands, and when all do, others begin."""
         if self.settings.resume:
-            found, tensors = deal_state(*self.learns_there, self.built.update.seen, self.home, shard)
+            found, tensors = slice_state(*self.server_optimizer, self.built.update.optimizer_params, self.model_table, shard)
             named = {"table": MODEL, "names": found.names} | found.values
-            self.client.request(shard, Put([], state=named), tensors).wait()
-        slots: list[Slot] = []
+            self.client.request(shard, PutRequest([], state=named), tensors).wait()
+        slots: list[TableSlice] = []
         tensors = []
-        homes = [(self.home, self.values)]
-        homes += [(self.buffers, self._buffer_values())] if self.buffers is not None else []
+        homes = [(self.model_table, self.values)]
+        homes += [(self.buffer_table, self._buffer_values())] if self.buffer_table is not None else []
         for home, values in homes:
             packed = home.pack(shard, values)
             if packed is not None:
                 slots.append(packed[0])
                 tensors += packed[1]
-        self.client.request(shard, Put(slots, fill=True), tensors).wait()
+        self.client.request(shard, PutRequest(slots, fill=True), tensors).wait()
 
-    def standings(self) -> list[Stood]:
-        futures = [self.client.request(shard, Standing()) for shard in range(self.plan.servers)]
+    def shard_states(self) -> list[StatusReply]:
+        futures = [self.client.request(shard, StatusRequest()) for shard in range(self.plan.servers)]
         return [future.wait()[0] for future in futures]
 
     # -- values -------------------------------------------------------------------------------------------------------
 
     def pull(self) -> list[int]:
         """Weights and buffers as they are on the servers now. In lockstep: the step that each of them is at."""
-        slots = [Slot(MODEL), *([Slot(BUFFERS)] if self.buffers is not None else [])]
-        futures = [self.client.request(shard, Pull(slots)) for shard in range(self.plan.servers)]
+        slots = [TableSlice(MODEL), *([TableSlice(BUFFERS)] if self.buffer_table is not None else [])]
+        futures = [self.client.request(shard, PullRequest(slots)) for shard in range(self.plan.servers)]
         steps = []
         for shard, future in enumerate(futures):
             reply, tensors = future.wait()
             self.versions[shard] = reply.version
             steps.append(reply.step)
-            self.take(shard, tensors)
-            if self.buffers is not None:
-                self.buffers.unpack(shard, tensors[self.home.tensors_of(shard) :], self._buffer_values())
-        self.built.update.after()
+            self.store_values(shard, tensors)
+            if self.buffer_table is not None:
+                self.buffer_table.unpack(shard, tensors[self.model_table.flat_count(shard) :], self._buffer_values())
+        self.built.update.after_step()
         return steps
 
-    def forget_rows(self) -> None:
+    def drop_prefetched_rows(self) -> None:
         """Rows that were asked for ahead are of another time."""
         for _, table in self.tables:
-            table.begin_step(self.strategy.begun, keep_ahead=False)
+            table.begin_step(self.strategy.steps_begun, keep_prefetched=False)
 
-    def take(self, shard: int, tensors: Sequence[Tensor]) -> None:
-        self.home.unpack(shard, tensors[: self.home.tensors_of(shard)], self.values)
+    def store_values(self, shard: int, tensors: Sequence[Tensor]) -> None:
+        self.model_table.unpack(shard, tensors[: self.model_table.flat_count(shard)], self.values)
 
     def _buffer_values(self) -> dict[str, Tensor]:
         return {name: _buffer(self.built.model, name) for name in self.replica.buffers.names}
 
     def gradient_slots(
-        self, shard: int, gradients: Mapping[str, Tensor | None], sparse: Sequence[Rows | None], key: Any = None
-    ) -> tuple[list[Slot], list[Tensor]]:
+        self, shard: int, gradients: Mapping[str, Tensor | None], sparse: Sequence[SparseGradient | None], key: Any = None
+    ) -> tuple[list[TableSlice], list[Tensor]]:
         """What a shard needs of a gradient. `key`: names it, for what a compressor remembers."""
-        slots: list[Slot] = []
+        slots: list[TableSlice] = []
         tensors: list[Tensor] = []
-        packed = self.home.pack(shard, gradients)
+        packed = self.model_table.pack(shard, gradients)
         if packed is not None:
             slot, flats = packed
             if self.compressor is not None and len(flats) == 1:
                 payload = self.compressor.encode(flats[0], (MODEL, shard, key))
-                slot, flats = Slot(MODEL, slot.keys, codec=self.compressor.name, count=flats[0].numel()), [payload]
+                slot, flats = TableSlice(MODEL, slot.keys, codec=self.compressor.name, count=flats[0].numel()), [payload]
             slots.append(slot)
             tensors += flats
         for (name, _), rows in zip(self.tables, sparse, strict=True):
             mine = None if rows is None else split_rows(rows, self.plan.servers)[shard]
             if mine is not None:
-                slots.append(Slot(name, sparse=True))
+                slots.append(TableSlice(name, sparse=True))
                 tensors += mine
         return slots, tensors
 
@@ -326,66 +326,66 @@ class Served:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def work(self, step: int) -> tuple[Work, Sequence[int]]:
+    def step_input(self, step: int) -> tuple[StepInput, Sequence[int]]:
         epoch, within = self.schedule.position(step)
         if self._order[0] != epoch:
             self._order = (epoch, self.source.order(epoch))
         size = self.schedule.batch
         indices = self._order[1][within * size : (within + 1) * size]
-        work = Work(step=step, indices=indices, batch=size, fetch=lambda some: self.source.fetch(some, epoch))
+        work = StepInput(step=step, indices=indices, batch_size=size, fetch=lambda some: self.source.fetch(some, epoch))
         return work, indices
 
     @property
     def prefetches(self) -> bool:
         return any(table.ids is not None for _, table in self.tables)
 
-    def prefetch(self, step: int, *, beside: bool = False) -> None:
+    def prefetch(self, step: int, *, keep_previous: bool = False) -> None:
         """The rows that this worker's lanes of a step will look up are asked for now; for that its samples are read.
         `beside`: those that were asked for last are still to be used, too."""
         if step >= self.steps or not self.prefetches:
             return
-        work, indices = self.work(step)
-        mine = [index for piece in self.strategy.requests(indices, work.batch) for index in piece]
+        work, indices = self.step_input(step)
+        mine = [index for piece in self.strategy.microbatch_indices(indices, work.batch_size) for index in piece]
         if mine:
             batch = work.fetch(mine)
             for _, table in self.tables:
-                table.prefetch(batch, beside=beside)
+                table.prefetch(batch, keep_last=keep_previous)
 
-    def committed(self, step: int, outcome: Outcome, indices: Sequence[int], members: Sequence[int]) -> None:
+    def committed(self, step: int, result: StepResult, indices: Sequence[int], members: Sequence[int]) -> None:
         """`step`: how many are done now."""
-        self.loss = None if math.isnan(outcome.loss) else outcome.loss
-        self.journal.committed(outcome, np.asarray(indices, dtype=np.int64), self.leads, members)
-        if self.journal.due:
-            self.tell(step)
-        if step % LOOK_STEPS == 0:
-            self.meter.look()
+        self.loss = None if math.isnan(result.loss) else result.loss
+        self.timer.committed(result, np.asarray(indices, dtype=np.int64), self.is_leader, members)
+        if self.timer.due:
+            self.report(step)
+        if step % MEMORY_CHECK_STEPS == 0:
+            self.meter.sample()
 
-    def tell(self, step: int) -> None:
+    def report(self, step: int) -> None:
         groups = self.optimizer.param_groups
         rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
         epoch = max(0, step - 1) // self.schedule.steps_per_epoch
-        self.journal.tell(
-            step=step, epoch=epoch, loss=self.loss, lanes=self.strategy.held, rate=rate, leader=self.leads
+        self.timer.report(
+            step=step, epoch=epoch, loss=self.loss, lanes=self.strategy.own_lanes, rate=rate, leader=self.is_leader
         )
 
-    def check_finite(self, step: int, outcome: Outcome) -> bool:
+    def check_finite(self, step: int, result: StepResult) -> bool:
         """False: the step is left out."""
-        if not outcome.not_finite:
+        if not result.not_finite:
             return True
-        where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in outcome.not_finite)
+        where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in result.not_finite)
         if self.settings.nonfinite == "stop":
             raise NonFiniteError(
                 f"step {step}: the loss is not finite ({where})",
                 where=f"nothing of step {step} was applied",
                 fix="a smaller learning rate or clip_norm; --nonfinite skip leaves such steps out",
             )
-        if self.leads:
-            self.seat.wire.send(Skipped(time=time.time(), step=step, where=outcome.not_finite))
+        if self.is_leader:
+            self.context.channel.emit(StepSkipped(time=time.time(), step=step, where=result.not_finite))
         return False
 
-    def tell_digests(self, step: int) -> None:
-        if self.settings.digests and self.leads:
-            self.seat.wire.send(StepDigest(time=time.time(), step=step, tensors=self.digests()))
+    def report_digests(self, step: int) -> None:
+        if self.settings.digests and self.is_leader:
+            self.context.channel.emit(StepDigest(time=time.time(), step=step, tensors=self.digests()))
 
     # -- now and then -------------------------------------------------------------------------------------------------
 
@@ -400,20 +400,20 @@ class Served:
         """With the values that are here. True: the target is reached."""
         assert self.opened.held_out is not None
         began = time.perf_counter()
-        self.journal.aside()
+        self.timer.pause()
         lanes = (0, self.plan.lanes)
         self.metrics = evaluate(
             self.opened.held_out,
-            one_by_one(self.objective.measured()),
+            measure_locally(self.objective.evaluation()),
             replica=self.replica,
-            group=Alone(),
-            deal=[lanes],
-            own=lanes,
-            tellers=[0],
+            group=SoloGroup(),
+            assignment=[lanes],
+            own_lanes=lanes,
+            reporters=[0],
             batch=self.schedule.batch,
         )
         reached = self.job.target is not None and self.job.target.reached(self.metrics)
-        event = Evaluated(
+        event = ModelEvaluated(
             time=time.time(),
             step=step,
             epoch=max(0, step - 1) // self.schedule.steps_per_epoch,
@@ -421,51 +421,51 @@ class Served:
             seconds=time.perf_counter() - began,
             target_reached=reached,
         )
-        self.tell(step)
-        self.seat.wire.send(event)
-        self.journal.begin()
+        self.report(step)
+        self.context.channel.emit(event)
+        self.timer.begin()
         return reached
 
     def save(self, step: int, done_above: Sequence[int] = ()) -> None:
         """A checkpoint like any other run's: it can be gone on with in another mode, or without servers."""
-        self.journal.aside()
-        rows = self._keep_rows(step)
+        self.timer.pause()
+        rows = self._save_rows(step)
         self._fetch_state()
         told: dict[str, Any] = {"loss": self.loss, "metrics": self.metrics}
         told |= {"passes": step // self.schedule.steps_per_epoch}
         told |= {"done_above": list(done_above)} if done_above else {}
         told |= {"rows": rows} if rows else {}
         told |= {"inexact": self.inexact} if self.inexact else {}
-        self.saving.save(step, told, token=str(step))
-        self.let_go()
-        self.journal.begin()
+        self.checkpoints.save(step, told, token=str(step))
+        self.clear_outer_state()
+        self.timer.begin()
 
-    def _keep_rows(self, step: int) -> str:
+    def _save_rows(self, step: int) -> str:
         """Tables are too large to pass through a worker: the servers write what they have. With a queue they do so in
         any case: what is in a checkpoint is not lost with a server."""
-        if self.tables or not self.mode.lockstep:
-            for future in [self.client.request(shard, Keep()) for shard in range(self.plan.servers)]:
+        if self.tables or not self.sync_mode.lockstep:
+            for future in [self.client.request(shard, SnapshotRequest()) for shard in range(self.plan.servers)]:
                 future.wait()
-        if not self.tables or self.seat.folder is None:
+        if not self.tables or self.context.folder is None:
             return ""
-        return keep_rows(self.seat.folder, step, self.plan.servers)
+        return save_rows(self.context.folder, step, self.plan.servers)
 
     def _fetch_state(self) -> None:
         """The servers' optimizer has its state there, row by row."""
-        futures = [self.client.request(shard, State(MODEL)) for shard in range(self.plan.servers)]
+        futures = [self.client.request(shard, TableStateRequest(MODEL)) for shard in range(self.plan.servers)]
         told = [future.wait() for future in futures]
-        gather_state(*self.learns_there, self.built.update.seen, self.home, told)
+        gather_state(*self.server_optimizer, self.built.update.optimizer_params, self.model_table, told)
 
     def digests(self) -> dict[str, str]:
-        kept = self.built.saved.state_dict(keep_vars=True)
-        buffers = [(name, each) for name, each in self.built.saved.named_buffers() if name in kept]
-        return digests([*self.values.items(), *buffers, *self._table_values()])
+        kept = self.built.saved_model.state_dict(keep_vars=True)
+        buffers = [(name, each) for name, each in self.built.saved_model.named_buffers() if name in kept]
+        return tensor_digests([*self.values.items(), *buffers, *self._table_values()])
 
     def _table_values(self) -> list[tuple[str, Tensor]]:
         """Rows of tables, rising, as far as they are not too many to be fetched for a digest."""
         found: list[tuple[str, Tensor]] = []
         for name, _ in self.tables:
-            futures = [self.client.request(shard, State(name)) for shard in range(self.plan.servers)]
+            futures = [self.client.request(shard, TableStateRequest(name)) for shard in range(self.plan.servers)]
             parts = [dict(zip(reply.names, tensors, strict=True)) for reply, tensors in (f.wait() for f in futures)]
             ids, rows = torch.cat([part["ids"] for part in parts]), torch.cat([part["values"] for part in parts])
             if rows.nbytes <= DIGEST_BYTES:
@@ -477,51 +477,51 @@ class Served:
 
     def write_result(self, step: int, done_above: Sequence[int] = ()) -> None:
         self.save(step, done_above)
-        self.saving.export()
-        self.saving.close()
+        self.checkpoints.export()
+        self.checkpoints.close()
 
     def finish(self, step: int) -> None:
-        self.tell(step)
-        speaks = self.leads or (self.mode.exact and not self.tables)
+        self.report(step)
+        speaks = self.is_leader or (self.sync_mode.exact and not self.tables)
         tensors = self.digests() if speaks else {}
-        self.seat.wire.send(self._carried())
-        event = Finished(
+        self.context.channel.emit(self._resource_usage())
+        event = WorkerFinished(
             time=time.time(),
             rank=self.worker,
             step=step,
-            samples=self.schedule.consumed(step),
-            weights_sha256=combine(tensors) if speaks else "",
+            samples=self.schedule.samples_before(step),
+            weights_sha256=model_digest(tensors) if speaks else "",
             final_loss=self.loss,
             metrics=self.metrics,
             stopped=self.stopped,
             resumable=self.resumable,
-            tensors=tensors if self.leads else {},
+            tensors=tensors if self.is_leader else {},
         )
-        self.seat.wire.send(event)
+        self.context.channel.emit(event)
         self.replica.close()
         self.client.close()
 
-    def _carried(self) -> Carried:
-        return Carried(
+    def _resource_usage(self) -> ModelShardReported:
+        return ModelShardReported(
             time=time.time(),
             rank=self.worker,
             replica=self.worker,
             stage=0,
-            slice=0,
+            tensor_shard=0,
             blocks=[],
             num_parameters=sum(parameter.numel() for _, parameter in self.replica.parameters),
-            peak_bytes=self.meter.peak(),
+            peak_bytes=self.meter.peak_bytes(),
             limit_bytes=self.settings.memory,
         )
 
-    def _notice(self, notice: Notice) -> None:
+    def _on_notice(self, notice: ClientNotice) -> None:
         match notice:
-            case Away(shard, address, seconds):
-                event = ServerAway(time=time.time(), rank=self.worker, shard=shard, address=address, seconds=seconds)
-                self.seat.wire.send(event)
-            case Lost(shard, _, updates):
-                if updates and not self.mode.lockstep:  # in lockstep they are done again
-                    self.seat.wire.send(PushesLost(time=time.time(), rank=self.worker, shard=shard, number=updates))
+            case ServerAwayNotice(shard, address, seconds):
+                event = ServerOutage(time=time.time(), rank=self.worker, shard=shard, address=address, seconds=seconds)
+                self.context.channel.emit(event)
+            case WritesLostNotice(shard, _, updates):
+                if updates and not self.sync_mode.lockstep:  # in lockstep they are done again
+                    self.context.channel.emit(PushesLost(time=time.time(), rank=self.worker, shard=shard, number=updates))
 
 
 def _spec(tensors: Mapping[str, Tensor], optimizer: str) -> DenseSpec:
@@ -539,4 +539,4 @@ def _buffer(model: torch.nn.Module, name: str) -> Tensor:
 
 
 def _compressor(text: str) -> Compressor | None:
-    return None if not text else read_compression(text).get("host")
+    return None if not text else parse_compression(text).get("host")

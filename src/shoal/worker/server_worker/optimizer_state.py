@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.parallel.server_step import Home
-from shoal.paramserver.dense_table import fitted, plain
-from shoal.paramserver.messages import Found
-from shoal.paramserver.sync_mode import Mode
+from shoal.parallel.server_step import DensePacker
+from shoal.paramserver.dense_table import with_types_of, to_plain_value
+from shoal.paramserver.messages import TableStateReply
+from shoal.paramserver.sync_mode import SyncMode
 
-Told = tuple[Found, Sequence[Tensor]]  # what a shard says of its rows
+ShardState = tuple[TableStateReply, Sequence[Tensor]]  # what a shard says of its rows
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9  # of DiLoCo
 
 
-def outer_optimizer(mode: Mode, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+def outer_optimizer(sync_mode: SyncMode, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
     """What the workers' mean movement is a gradient for."""
-    if mode.outer == "nesterov":
+    if sync_mode.outer == "nesterov":
         return torch.optim.SGD(named, lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
     return torch.optim.SGD(named, lr=1.0)
 
@@ -29,27 +29,27 @@ def outer_optimizer(mode: Mode, named: Sequence[tuple[str, nn.Parameter]]) -> Op
 def settings_of(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
     """What a schedule changes, and where in it the optimizer is: plain values."""
     groups = [
-        {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        {key: to_plain_value(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
-    return {"groups": groups, "scheduler": None if scheduler is None else plain(scheduler.state_dict())}
+    return {"groups": groups, "scheduler": None if scheduler is None else to_plain_value(scheduler.state_dict())}
 
 
-def put_settings(optimizer: Optimizer, scheduler: Any, values: Mapping[str, Any]) -> None:
+def restore_settings(optimizer: Optimizer, scheduler: Any, values: Mapping[str, Any]) -> None:
     for group, stored in zip(optimizer.param_groups, values["groups"], strict=False):
         for key, value in stored.items():
-            group[key] = fitted(group.get(key), value)
+            group[key] = with_types_of(group.get(key), value)
     if scheduler is not None and values["scheduler"] is not None:
-        scheduler.load_state_dict(fitted(scheduler.state_dict(), values["scheduler"]))
+        scheduler.load_state_dict(with_types_of(scheduler.state_dict(), values["scheduler"]))
 
 
 def gather_state(
-    optimizer: Optimizer, scheduler: Any, named: Mapping[str, nn.Parameter], home: Home, told: Sequence[Told]
+    optimizer: Optimizer, scheduler: Any, named: Mapping[str, nn.Parameter], table: DensePacker, shard_states: Sequence[ShardState]
 ) -> None:
     """What the shards say becomes the state of an optimizer of the whole model."""
     optimizer.state.clear()
-    for shard, (found, tensors) in enumerate(told):
-        rows = {part.name: part for part in home.parts[shard]}
+    for shard, (found, tensors) in enumerate(shard_states):
+        rows = {part.name: part for part in table.shard_slices[shard]}
         for label, tensor in zip(found.names, tensors, strict=True):
             name, _, field = label.partition("\t")
             state, parameter = optimizer.state[named[name]], named[name]
@@ -63,17 +63,17 @@ def gather_state(
         for label, (value, dtype) in found.values["steps"].items():
             name, _, field = label.partition("\t")
             optimizer.state[named[name]][field] = torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
-        put_settings(optimizer, scheduler, found.values)
+        restore_settings(optimizer, scheduler, found.values)
 
 
-def deal_state(
-    optimizer: Optimizer, scheduler: Any, named: Mapping[str, nn.Parameter], home: Home, shard: int
-) -> tuple[Found, list[Tensor]]:
+def slice_state(
+    optimizer: Optimizer, scheduler: Any, named: Mapping[str, nn.Parameter], table: DensePacker, shard: int
+) -> tuple[TableStateReply, list[Tensor]]:
     """A shard's rows of an optimizer's state, as it takes them."""
     names: list[str] = []
     tensors: list[Tensor] = []
     steps: dict[str, list[Any]] = {}
-    for part in home.parts[shard]:
+    for part in table.shard_slices[shard]:
         parameter = named[part.name]
         for field, value in optimizer.state.get(parameter, {}).items():
             label = f"{part.name}\t{field}"
@@ -84,4 +84,4 @@ def deal_state(
                 steps[label] = [value.tolist(), str(value.dtype).removeprefix("torch.")]
             else:
                 steps[label] = [value, ""]
-    return Found(names, settings_of(optimizer, scheduler) | {"steps": steps}), tensors
+    return TableStateReply(names, settings_of(optimizer, scheduler) | {"steps": steps}), tensors

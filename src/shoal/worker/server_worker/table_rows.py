@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from shoal.errors import CheckpointError, InputError
 from shoal.paramserver.embedding import tables_of
 from shoal.paramserver.sharding import shard_of
-from shoal.paramserver.snapshot import Snapshots, lowered
+from shoal.paramserver.snapshot import SnapshotFolder, insert_tensors
 from shoal.paramserver.sparse_table import SparseTable
 
 TABLES = "tables"
-KEPT = 2
-Kept = dict[str, Tensor]  # a table's rows as a shard captures them
+STEPS_KEPT = 2
+TableRows = dict[str, Tensor]  # a table's rows as a shard captures them
 
 
-def keep_rows(run: Path, step: int, servers: int) -> str:
+def save_rows(run: Path, step: int, servers: int) -> str:
     """What these servers have just written is kept as this step's. Returns its name, for the checkpoint."""
     name = f"step-{step:08d}"
     beside = run / TABLES / f".{name}"
@@ -38,32 +38,32 @@ def keep_rows(run: Path, step: int, servers: int) -> str:
             os.link(file, target / file.name)
     shutil.rmtree(run / TABLES / name, ignore_errors=True)
     beside.rename(run / TABLES / name)
-    for older in sorted((run / TABLES).glob("step-*"))[:-KEPT]:
+    for older in sorted((run / TABLES).glob("step-*"))[:-STEPS_KEPT]:
         shutil.rmtree(older, ignore_errors=True)
     return name
 
 
-def read_rows(run: Path, name: str) -> dict[str, list[Kept]]:
+def read_rows(run: Path, name: str) -> dict[str, list[TableRows]]:
     """By table, what each of the servers had."""
-    found: dict[str, list[Kept]] = {}
+    found: dict[str, list[TableRows]] = {}
     folders = sorted((run / TABLES / name).glob("shard-*"))
     if not folders:
         raise CheckpointError(f"the rows of tables that belong to the checkpoint are gone: {TABLES}/{name}")
     for folder in folders:
-        with Snapshots(folder) as snapshots:
+        with SnapshotFolder(folder) as snapshots:
             captured = snapshots.newest()
         if captured is None:
             raise CheckpointError(f"{TABLES}/{name}/{folder.name} holds no snapshot")
-        for table, kept in lowered(captured.values["tables"]["sparse"], captured.tensors).items():
+        for table, kept in insert_tensors(captured.values["tables"]["sparse"], captured.tensors).items():
             found.setdefault(table, []).append(kept["rows"])
     return found
 
 
-def rows_of_shard(run: Path, name: str, shard: int, shards: int) -> Mapping[str, Kept]:
+def rows_of_shard(run: Path, name: str, shard: int, shards: int) -> Mapping[str, TableRows]:
     """By table, the rows that are this shard's now."""
-    found: dict[str, Kept] = {}
+    found: dict[str, TableRows] = {}
     for table, parts in read_rows(run, name).items():
-        mine: list[Kept] = []
+        mine: list[TableRows] = []
         for part in parts:
             ids = part["ids"]
             keep = shard_of(ids, shards) == shard
