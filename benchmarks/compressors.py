@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.compression import Compressor, CompressionStats, parse_compressor
+from shoal.collectives.compression import CompressionStats, Compressor, parse_compressor
 from shoal.numerics.kernels import configure
 from train import machine
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from contenders import forked, scratch_folder
 from shoal.paramserver.client import ParameterClient, RemoteSparseTable
 from shoal.paramserver.local_servers import LocalServers
-from shoal.paramserver.messages import StatsReply, SparseSpec, StatsRequest
+from shoal.paramserver.messages import SparseSpec, StatsReply, StatsRequest
 from shoal.paramserver.row_cache import RowCache
 from train import machine
 
@@ -62,7 +62,9 @@ class Meeting:
             time.sleep(0.0005)
 
 
-def work(rank: int, servers: LocalServers, meeting: Meeting, folder: Path, *, rows: int, batches: int, rounds: int) -> None:
+def work(
+    rank: int, servers: LocalServers, meeting: Meeting, folder: Path, *, rows: int, batches: int, rounds: int
+) -> None:
     generator = np.random.default_rng(rank)
     spec = SparseSpec(rows=rows, dim=DIM, optimizer="row_adagrad", settings={"lr": 0.01})
     gradient = torch.randn(BATCH, DIM, generator=torch.Generator().manual_seed(rank))

@@ -25,7 +25,7 @@ from notes import COMMITTED, STARTED, Fault, Note, Tail, judge
 from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
 from shoal.errors import ShoalError
-from shoal.report.events import MembershipChanged, StateTransferred, RunRecovered, StepsCommitted, WorkerStarted, decode
+from shoal.report.events import MembershipChanged, RunRecovered, StateTransferred, StepsCommitted, WorkerStarted, decode
 
 HERE = Path(__file__).parent
 WORKERS = 2

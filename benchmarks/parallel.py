@@ -251,7 +251,13 @@ def _sharded_memory(options: argparse.Namespace) -> dict[str, Any]:
             skipped[layout] = str(error).splitlines()[0]
             continue
         rows.append(
-            {"layout": layout, "peak": peak, "formula": need.total, "parts": need.by_category(), "ratio": peak / need.total}
+            {
+                "layout": layout,
+                "peak": peak,
+                "formula": need.total,
+                "parts": need.by_category(),
+                "ratio": peak / need.total,
+            }
         )
         print(f"memory  {layout}: {peak} of {need.total}", file=sys.stderr)
     return {"sharding": rows, "parameters": sum(p.numel() for p in case.model().parameters()), "skipped": skipped}

@@ -133,7 +133,10 @@ class Half(nn.Module):
 
 def border(case: Case) -> int:
     """How many blocks the first stage has: as Shoal cuts it, so that both compute the same."""
-    job, options = _job(case, {"microbatches": MICROBATCHES}), RunOptions(layout=ParallelLayout.parse("pipeline=2"), quiet=True)
+    job, options = (
+        _job(case, {"microbatches": MICROBATCHES}),
+        RunOptions(layout=ParallelLayout.parse("pipeline=2"), quiet=True),
+    )
     stages = make_outline(job, open_job(job).source, plan_for(job, options)).stages
     assert stages is not None
     return sum(name.startswith("blocks.") for name in stages.blocks_of(0))

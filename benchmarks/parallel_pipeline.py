@@ -15,7 +15,7 @@ from shoal.parallel import pipeline_schedule as schedules
 from shoal.parallel.layout import ParallelLayout
 from shoal.worker.context import RunSettings
 from shoal.worker.memory import MemoryEstimate
-from shoal.worker.model_partition import memory_of, make_outline
+from shoal.worker.model_partition import make_outline, memory_of
 
 GENEROUS = 6 << 30  # a cap that nobody comes near: freed memory goes back to the kernel, so a peak is what was alive
 

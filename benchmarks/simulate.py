@@ -68,7 +68,9 @@ def speeds() -> dict[str, float]:
     work, place = workload_of_shape(TransformerShape.parse(shape), "bf16"), find_cluster(cluster, hosts=hosts)
     took, step = timed(lambda: simulate_step(work, setup, place))
     found = {"step of 16,384 devices": took}
-    found["100 such steps with stragglers"], _ = timed(lambda: simulate_stragglers(step, StragglerModel.parse("lognormal:0.05")), 1)
+    found["100 such steps with stragglers"], _ = timed(
+        lambda: simulate_stragglers(step, StragglerModel.parse("lognormal:0.05")), 1
+    )
     trial = FailureScenario(seconds=54 * DAY, devices=16384, step=step.seconds, replicas=128, copies=128, save=5.0, write=60.0,
                   failures=466)  # fmt: skip
     found["54 days, 466 failures"], _ = timed(lambda: [simulate_failures(trial, policy) for policy in POLICIES])

@@ -55,7 +55,7 @@ from helpers.faults import (
 from shoal.collectives.group import DistributedGroup
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.namespaces import INTERFACE
-from shoal.driver.outcome import RunInterrupted, RunFailed
+from shoal.driver.outcome import RunFailed, RunInterrupted
 from shoal.planner.cluster import even_cluster
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing import batch_norm_net, everything, job_for, samples_for
@@ -292,7 +292,7 @@ def test_a_run_is_scaled_up_and_down_and_stopped(call: Caller, tmp_path: Path, m
         assert call.good("scale", "run", "--workers", "2").out.startswith("run: 2 workers take part: 0, ")
         assert call.good("stop", "run").out.startswith("run stopped, ")
         assert driver.end().code == 3
-    assert all(one.get("redone", 0) == 0 for one in events(Path("run"), "changed")), "nothing was done again"
+    assert all(one.get("redone", 0) == 0 for one in events(Path("run"), "membership-changed")), "nothing was done again"
     step = newest(Path("run")).snapshot.step
     monkeypatch.delenv("PACE")
     assert call("train", "job.py", "--stop-after", str(step), "--run-dir", "plain").code == 3

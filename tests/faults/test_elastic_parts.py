@@ -51,7 +51,7 @@ from helpers.faults import (
     until_true,
 )
 from shoal.driver.launchers.lab import Lab
-from shoal.driver.outcome import RunInterrupted, RunFailed
+from shoal.driver.outcome import RunFailed, RunInterrupted
 from shoal.planner.cluster import even_cluster
 from shoal.recovery.checkpoint import sharded
 from shoal.recovery.membership.protocol import WorkerId

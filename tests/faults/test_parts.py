@@ -26,7 +26,7 @@ from helpers.command import forked
 from shoal.errors import CheckpointError
 from shoal.recovery.checkpoint import directory, files
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
-from shoal.recovery.checkpoint.shards import StateShard, ShardWriteTask
+from shoal.recovery.checkpoint.shards import ShardWriteTask, StateShard
 
 
 @pytest.fixture(autouse=True)

@@ -92,7 +92,9 @@ def test_a_state_digest_that_differs(faults: Faults, monkeypatch: pytest.MonkeyP
 
     def flipped(group: DistributedGroup, tensor: Any, source: int) -> None:
         receive(group, tensor, source)
-        if tensor.numel() > 1000 and bytes(tensor[:1].tolist()) != b"{" and crew().worker_id.incarnation <= times:  # not the header
+        if (
+            tensor.numel() > 1000 and bytes(tensor[:1].tolist()) != b"{" and crew().worker_id.incarnation <= times
+        ):  # not the header
             tensor[1000] ^= 1
 
     monkeypatch.setattr(DistributedGroup, "receive", flipped)

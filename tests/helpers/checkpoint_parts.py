@@ -12,7 +12,7 @@ from shoal.numerics.digest import tensor_digests
 from shoal.numerics.tensor_slice import TensorSlice, even_slice, row_slice
 from shoal.recovery.checkpoint import directory
 from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
-from shoal.recovery.checkpoint.shards import StateShard, ShardWriteTask
+from shoal.recovery.checkpoint.shards import ShardWriteTask, StateShard
 from shoal.recovery.checkpoint.state import shapes_of
 from shoal.worker.checkpointer import LiveState
 
@@ -99,7 +99,8 @@ def cut(whole: LiveState, holding: StateShard, rate: Any = 0.01) -> LiveState:
         if state and not parameter.is_meta:
             piece, shape = holding.optimizer_slice_of(name), SHAPES[name]
             live.optimizer.state[parameter] = {
-                key: piece.extract(value) if tuple(value.shape) == shape else value.clone() for key, value in state.items()
+                key: piece.extract(value) if tuple(value.shape) == shape else value.clone()
+                for key, value in state.items()
             }
     live.state["shadow"].copy_(whole.state["shadow"])
     return live
@@ -138,13 +139,19 @@ def sliced(parts: int = 2) -> Layout:
 
     return [
         StateShard(
-            shapes=SHAPES, slices=pieces(part), writes=set(ALL if part == 0 else pieces(part)), shard_index=part, num_shards=parts
+            shapes=SHAPES,
+            slices=pieces(part),
+            writes=set(ALL if part == 0 else pieces(part)),
+            shard_index=part,
+            num_shards=parts,
         )
         for part in range(parts)
     ]
 
 
-def write(checkpoints: CheckpointDirectory, whole: LiveState, layout: Layout, step: int, token: str = "t") -> directory.WrittenCheckpoint:
+def write(
+    checkpoints: CheckpointDirectory, whole: LiveState, layout: Layout, step: int, token: str = "t"
+) -> directory.WrittenCheckpoint:
     """Every worker on a thread of its own, the leader last to begin."""
     found: list[Any] = []
 

@@ -262,7 +262,7 @@ class Faults:
 
     def drive(self, job: Job, *, workers: int = 3, resume: bool = False, **settings: Any) -> Forked:
         """Likewise by a process of its own, which the run outlives. Faults happen in the test's own time."""
-        options = replace(self._options(workers, resume, settings), outlives=True)
+        options = replace(self._options(workers, resume, settings), detached=True)
         self._armed = True
         try:
             return Forked(call=lambda: train_with(job, options))

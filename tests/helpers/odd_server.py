@@ -6,12 +6,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shoal.paramserver.messages import (
+    ClientId,
     HelloRequest,
     RefusedReply,
     ServerReply,
     ServerRequest,
     WelcomeReply,
-    ClientId,
 )
 
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shoal.paramserver.messages import (
-    ChallengeReply,
     AckReply,
+    ChallengeReply,
+    ClientId,
     HelloRequest,
     PullRequest,
     PutRequest,
@@ -17,7 +18,6 @@ from shoal.paramserver.messages import (
     StatusRequest,
     ValuesReply,
     WelcomeReply,
-    ClientId,
     decode_reply,
     encode,
 )

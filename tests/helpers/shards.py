@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.paramserver.messages import (
+    AckReply,
+    ClientId,
     ContributeRequest,
     DeclareRequest,
     DenseSpec,
-    AckReply,
     HelloRequest,
     PullRequest,
     PushRequest,
@@ -20,10 +21,9 @@ from shoal.paramserver.messages import (
     TableSlice,
     ValuesReply,
     WelcomeReply,
-    ClientId,
 )
-from shoal.paramserver.shard import ShardReply, ParameterShard
-from shoal.paramserver.sharding import shard_dense, flat_layout
+from shoal.paramserver.shard import ParameterShard, ShardReply
+from shoal.paramserver.sharding import flat_layout, shard_dense
 from shoal.paramserver.snapshot import ShardSnapshot
 
 SHAPES: dict[str, list[int]] = {
@@ -101,7 +101,9 @@ class Worker:
             view.copy_(whole[parts[key].start : parts[key].stop] if whole.dim() else whole)
         return (None if len(keys) == len(parts) else keys), flats
 
-    def push(self, spec: DenseSpec, gradients: Mapping[str, Tensor], table: str = "model", **more: Any) -> list[ShardReply]:
+    def push(
+        self, spec: DenseSpec, gradients: Mapping[str, Tensor], table: str = "model", **more: Any
+    ) -> list[ShardReply]:
         found = []
         for shard in range(len(self.shards)):
             keys, flats = self.flats(spec, gradients, shard)

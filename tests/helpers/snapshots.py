@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shoal.numerics.digest import tensor_digests
 from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
-from shoal.report.events import Event, CheckpointSaved, SaveFailed
+from shoal.report.events import CheckpointSaved, Event, SaveFailed
 from shoal.worker.checkpointer import Checkpointer, LiveState
 
 

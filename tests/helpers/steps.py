@@ -16,7 +16,7 @@ from shoal.job.dataset import open_data
 from shoal.numerics.digest import tensor_digests
 from shoal.numerics.lanes import fold
 from shoal.parallel.blocks import find_blocks
-from shoal.parallel.data_parallel import Closure, DataParallel, StepResult, StepInput
+from shoal.parallel.data_parallel import Closure, DataParallel, StepInput, StepResult
 from shoal.parallel.replica import ModelReplica
 from shoal.testing import (
     cross_entropy,
@@ -99,7 +99,9 @@ def in_sequence(lanes: Sequence[Named | None]) -> Named:
 
 def same(left: Named, right: Named) -> bool:
     """To the bit, the sign of zero and what is absent included."""
-    bits = [tensor_digests((name, value) for name, value in side.items() if value is not None) for side in (left, right)]
+    bits = [
+        tensor_digests((name, value) for name, value in side.items() if value is not None) for side in (left, right)
+    ]
     return left.keys() == right.keys() and bits[0] == bits[1]
 
 
@@ -192,7 +194,9 @@ class Noisy(nn.Module):
         return out
 
 
-def masks(model: Noisy, *, seed: int = 0, step: int = 0, group: WorkerGroup | None = None, deal: Any = None) -> list[Tensor]:
+def masks(
+    model: Noisy, *, seed: int = 0, step: int = 0, group: WorkerGroup | None = None, deal: Any = None
+) -> list[Tensor]:
     strategy = strategy_for(model, 4, microbatches=2, seed=seed, group=group, deal=deal)
     take_step(strategy, mlp_data(16), lambda batch: plain_loss(model, batch), step=step)
     return model.notes

@@ -319,7 +319,12 @@ CASES: dict[str, Case] = {
     ),
     "sequence": case(
         LM,
-        {**LANGUAGE, "norm": TensorRule("sequence"), "mlp.norm": TensorRule("sequence"), "last": TensorRule("sequence")},
+        {
+            **LANGUAGE,
+            "norm": TensorRule("sequence"),
+            "mlp.norm": TensorRule("sequence"),
+            "last": TensorRule("sequence"),
+        },
         flat_entropy(),
         words,
         norm="sequence",

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.command import Caller, write_job
 from shoal.driver.auto_layout import LayoutChooser
-from shoal.driver.predict_run import RunPredictor, PredictionBasis, NoPrediction, predict_plan
+from shoal.driver.predict_run import NoPrediction, PredictionBasis, RunPredictor, predict_plan
 from shoal.errors import MemoryNeeded, PlanError
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan, make_plan
@@ -37,7 +37,9 @@ class Told(RunPredictor):
     """What is foreseen, without a job."""
 
     def __init__(self, work: Workload | None, cluster: str | None = None) -> None:
-        self.ground = PredictionBasis(cluster=find_cluster(cluster or "laptop"), name=cluster or "", named=cluster is not None)
+        self.ground = PredictionBasis(
+            cluster=find_cluster(cluster or "laptop"), name=cluster or "", named=cluster is not None
+        )
         self.told = work
         self.job = self.source = None  # type: ignore[assignment]
 
@@ -55,7 +57,9 @@ def chooser(
 ) -> LayoutChooser:
     """`need`: MB that a worker needs at the least."""
 
-    def make(layout: ParallelLayout, *, schedule: str = "1f1b", chunks: int | None = None, recompute: bool = False) -> Plan:
+    def make(
+        layout: ParallelLayout, *, schedule: str = "1f1b", chunks: int | None = None, recompute: bool = False
+    ) -> Plan:
         return make_plan(
             lanes=4, workers=layout.workers, layout=layout, schedule=schedule, chunks=chunks, recompute=recompute
         )
@@ -156,7 +160,9 @@ def test_a_known_cluster_may_make_another_one_faster_by_much() -> None:
 
 
 def test_fewer_workers_are_fewer_of_the_same_replicas() -> None:
-    old = make_plan(lanes=4, workers=8, layout=ParallelLayout.parse("data=4,pipeline=2"), schedule="gpipe", recompute=True)
+    old = make_plan(
+        lanes=4, workers=8, layout=ParallelLayout.parse("data=4,pipeline=2"), schedule="gpipe", recompute=True
+    )
     plan = chooser(Told(None)).choose_again(old, left=5, least=1)
     assert (str(plan.layout), plan.schedule, plan.recompute) == ("data=2,pipeline=2", "gpipe", True)
     again = chooser(Told(None)).choose_again

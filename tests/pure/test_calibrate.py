@@ -11,7 +11,14 @@ import pytest
 from shoal.errors import InputError
 from shoal.planner.calibration_runs import load_calibration, observe_run, read_calibration, write_calibration
 from shoal.planner.cluster import Cluster, find_cluster
-from shoal.planner.cost.calibrate import FACTORS, NO_CALIBRATION, Calibration, ObservedRun, apply_calibration, fit_calibration
+from shoal.planner.cost.calibrate import (
+    FACTORS,
+    NO_CALIBRATION,
+    Calibration,
+    ObservedRun,
+    apply_calibration,
+    fit_calibration,
+)
 from shoal.planner.cost.predict import predict
 from shoal.planner.cost.prediction import TERMS
 from shoal.planner.cost.runtime import SHOAL, Runtime
@@ -45,7 +52,11 @@ def test_many_runs_find_the_factors() -> None:
 
 
 def test_one_run_moves_it_less_than_three_and_neither_too_far() -> None:
-    none, one, three = away(NO_CALIBRATION), away(fit_calibration([run()])), away(fit_calibration([run("a"), run("b"), run("c")]))
+    none, one, three = (
+        away(NO_CALIBRATION),
+        away(fit_calibration([run()])),
+        away(fit_calibration([run("a"), run("b"), run("c")])),
+    )
     assert none > one > three > 0
     moved = fit_calibration([run()])
     assert all(min(1, TRUTH[name]) < moved.constants[name] < max(1, TRUTH[name]) for name in FACTORS)
@@ -62,7 +73,9 @@ def test_what_is_small_or_missing_leaves_its_factor() -> None:
     assert found.step < 0, "a step takes less by what they were predicted to take"
     assert found.compute > 1.1
     without = ObservedRun(run="a", cluster="x", steps=100, predicted={"compute": 1.0}, measured={"compute": 2.0})
-    assert fit_calibration([without]).constants == NO_CALIBRATION.constants | {"compute": fit_calibration([without]).compute}
+    assert fit_calibration([without]).constants == NO_CALIBRATION.constants | {
+        "compute": fit_calibration([without]).compute
+    }
 
 
 def test_one_run_cannot_say_whatever_it_likes() -> None:
@@ -168,7 +181,9 @@ def test_runs_are_read_from_their_folders(tmp_path: Path) -> None:
 def test_a_calibration_is_kept_in_a_file(tmp_path: Path) -> None:
     found = load_calibration([folder(tmp_path / "a")])
     write_calibration(tmp_path / "c.json", found)
-    assert read_calibration(tmp_path / "c.json") == load_calibration([str(tmp_path / "c.json")], "laptop preset") == found
+    assert (
+        read_calibration(tmp_path / "c.json") == load_calibration([str(tmp_path / "c.json")], "laptop preset") == found
+    )
     with pytest.raises(InputError, match=r"c\.json calibrates cluster laptop preset, and dgx-a100 is to be"):
         load_calibration([str(tmp_path / "c.json")], "dgx-a100")
 

@@ -12,17 +12,24 @@ from helpers.job_files import JOB
 from shoal.errors import InputError
 from shoal.report.events import (
     AnyEvent,
-    MembershipChanged,
     DriverChanged,
+    MembershipChanged,
     RunRecovered,
-    TimeSpent,
     StepsCommitted,
     StoreOutage,
+    TimeSpent,
     WorkerLost,
     WorkerStarted,
 )
 from shoal.testing.chaos.schedule import ChaosFault, FaultSchedule, make_schedule, read_schedule, read_seconds, victim
-from shoal.testing.chaos.scorecard import InjectedFault, Scorecard, fault_outcomes, scorecard_lines, make_scorecard, step_rate
+from shoal.testing.chaos.scorecard import (
+    InjectedFault,
+    Scorecard,
+    fault_outcomes,
+    make_scorecard,
+    scorecard_lines,
+    step_rate,
+)
 
 
 def schedule(**more: Any) -> FaultSchedule:

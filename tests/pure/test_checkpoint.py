@@ -20,7 +20,7 @@ from helpers.snapshots import assert_same, found, names, run_of, snapshot, told,
 from shoal.errors import CheckpointError, InputError, RunFolderError
 from shoal.numerics.digest import tensor_sha256
 from shoal.recovery.checkpoint import directory, manifest
-from shoal.recovery.checkpoint.async_writer import RetryBackoff, AsyncWriter
+from shoal.recovery.checkpoint.async_writer import AsyncWriter, RetryBackoff
 from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot, WrittenCheckpoint
 from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES, SnapshotBuffers
 from shoal.report.events import Event
@@ -505,7 +505,9 @@ def test_a_room_is_used_again_and_holds_the_same_bits_as_a_copy() -> None:
     second, plain = live.capture(2, {}, room), live.capture(2, {})
     assert_same(second, plain)
     assert {name: tensor.data_ptr() for name, tensor in (second.weights | second.optimizer).items()} == places
-    live_places = {tensor.data_ptr() for tensor in (*live.model.parameters(), *live.live_snapshot(2, {}).optimizer.values())}
+    live_places = {
+        tensor.data_ptr() for tensor in (*live.model.parameters(), *live.live_snapshot(2, {}).optimizer.values())
+    }
     assert not set(places.values()) & live_places
     odd = SnapshotBuffers()
     take = odd.copier("weights")

@@ -5,10 +5,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.planner.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack, tiers
+from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack, tiers
 from shoal.planner.cost.predict import predict
 from shoal.planner.cost.runtime import SHOAL
-from shoal.planner.cost.runtime_overhead import RuntimeOverheads, StepLoad, exchange_seconds, queueing_seconds, step_seconds, sum_seconds, core_sharing_factor, update_seconds
+from shoal.planner.cost.runtime_overhead import (
+    RuntimeOverheads,
+    StepLoad,
+    core_sharing_factor,
+    exchange_seconds,
+    queueing_seconds,
+    step_seconds,
+    sum_seconds,
+    update_seconds,
+)
 from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.workload import Block, Op, Workload
 
@@ -19,7 +28,9 @@ INSIDE = HostInterconnect(link=ClusterLink(bytes_per_second=1e10, latency_second
 
 def machine(cores: int = 2) -> Cluster:
     wire = ClusterLink(bytes_per_second=1e8)
-    host = ClusterHost(name="r0h0", rack="r0", workers=cores, link=wire, device=CORE, devices=cores, interconnect=INSIDE)
+    host = ClusterHost(
+        name="r0h0", rack="r0", workers=cores, link=wire, device=CORE, devices=cores, interconnect=INSIDE
+    )
     return Cluster(racks=(Rack(name="r0", hosts=(host,), uplink=wire),))
 
 
@@ -89,7 +100,9 @@ def test_each_level_of_zero_sends_more_often() -> None:
 
 
 def test_tied_weights_of_two_stages_travel_once_for_each_lane_and_back() -> None:
-    told = exchange_seconds(RuntimeOverheads(), load(ranks=2, tied=np.array([0.01])), CORE, tiers(machine()), np.ones(1))
+    told = exchange_seconds(
+        RuntimeOverheads(), load(ranks=2, tied=np.array([0.01])), CORE, tiers(machine()), np.ones(1)
+    )
     assert told == pytest.approx(0.05)
 
 

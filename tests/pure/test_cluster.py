@@ -7,7 +7,16 @@ import pytest
 from helpers.places import DOCS
 from shoal.driver.launchers.lab_network import fabric_links, fabric_rates, picture, summary
 from shoal.errors import InputError
-from shoal.planner.cluster import Cluster, ClusterLink, Order, bandwidth_text, assign_workers, even_cluster, latency_text, parse_cluster
+from shoal.planner.cluster import (
+    Cluster,
+    ClusterLink,
+    Order,
+    assign_workers,
+    bandwidth_text,
+    even_cluster,
+    latency_text,
+    parse_cluster,
+)
 
 LINK = '[links.host]\nbandwidth = "1 Gbit/s"\n'
 FILE = """\

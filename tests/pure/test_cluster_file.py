@@ -11,10 +11,10 @@ from helpers.places import ROOT
 from shoal.errors import InputError
 from shoal.planner.cluster import (
     Cluster,
-    Device,
     ClusterHost,
-    HostInterconnect,
     ClusterLink,
+    Device,
+    HostInterconnect,
     Rack,
     cluster_text,
     find_cluster,
@@ -113,9 +113,13 @@ def test_figures_of_a_probe_survive_to_the_last_bit() -> None:
     rates = {"aten.gelu": 2e9 / 3, "conv 2d": 7e7}
     device = Device(name="core.of-this", peak={"fp32": 1e11 / 3}, memory=4_123_456_789, memory_bandwidth=1e10 / 7,
                     half_flops=0.0, overhead=1 / 3e5, crowded=1.37, rates=rates)  # fmt: skip
-    inside = HostInterconnect(link=ClusterLink(bytes_per_second=1e10 / 9, latency_seconds=1e-5 / 7), kind="memory", shared=True)
+    inside = HostInterconnect(
+        link=ClusterLink(bytes_per_second=1e10 / 9, latency_seconds=1e-5 / 7), kind="memory", shared=True
+    )
     link = ClusterLink(bytes_per_second=1e9 / 7)
-    host = ClusterHost(name="here", rack="r0", workers=2, devices=2, device=device, interconnect=inside, link=link, cards=3)
+    host = ClusterHost(
+        name="here", rack="r0", workers=2, devices=2, device=device, interconnect=inside, link=link, cards=3
+    )
     far = replace(host, name="there", link=ClusterLink(bytes_per_second=1e9 / 11, efficiency=0.123456789))
     cluster = Cluster(racks=(Rack(name="r0", hosts=(host, far), uplink=ClusterLink(bytes_per_second=1e8 / 3)),))
     assert parse_cluster(cluster_text(cluster)) == cluster

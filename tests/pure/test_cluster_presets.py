@@ -11,7 +11,7 @@ import pytest
 from helpers.places import GOLDEN
 from shoal.cli.cluster_text import narrowest, text
 from shoal.cli.main import main
-from shoal.cli.parser import CommandParser, cluster_of, cluster_options, cluster_label, clusters_of
+from shoal.cli.parser import CommandParser, cluster_label, cluster_of, cluster_options, clusters_of
 from shoal.errors import InputError
 from shoal.planner.cluster import (
     Cluster,
@@ -122,7 +122,10 @@ def test_the_tiers_of_the_picture() -> None:
         count = 2
         hosts = 4
     """)
-    assert [(tier.name, tier.size, tier.latency, tier.single_bandwidth / 1e9, tier.shared_bandwidth / 1e9) for tier in tiers(cluster)] == [
+    assert [
+        (tier.name, tier.size, tier.latency, tier.single_bandwidth / 1e9, tier.shared_bandwidth / 1e9)
+        for tier in tiers(cluster)
+    ] == [
         ("inside", 8, 7e-6, 300, 300),
         ("host", 32, 15e-6, 25, 25),
         ("rack", 64, 20e-6, 25, 6.25),

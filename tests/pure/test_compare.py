@@ -19,12 +19,12 @@ from shoal.report.compare_runs import ComparedRun, LossPoint, best, loss_at, rea
 from shoal.report.events import (
     AnyEvent,
     ModelEvaluated,
-    WorkerFinished,
     RunStarted,
     ServerReported,
     ServerStarted,
-    TimeSpent,
     StepsCommitted,
+    TimeSpent,
+    WorkerFinished,
     WorkerStarted,
 )
 from shoal.report.run_folder import RunFolder
@@ -65,13 +65,17 @@ def events_of(sync: str, losses: Sequence[float], *, step_seconds: float, target
             metrics: dict[str, float | None] = {"loss": 0.2, "accuracy": 0.975}
             reached = True
             events.append(
-                ModelEvaluated(time=time, step=10 * number, epoch=0, metrics=metrics, seconds=0.1, target_reached=reached)
+                ModelEvaluated(
+                    time=time, step=10 * number, epoch=0, metrics=metrics, seconds=0.1, target_reached=reached
+                )
             )
     if servers:
         staleness = {0: 10, 1: 30} if sync != "sync" else {}
         refused = {"late": 4, "gap": 3} if sync.startswith("quorum") else {}
         events.append(
-            ServerReported(time=time, shard=0, version=30, updates=30, staleness=staleness, refused=refused, busy_seconds=1.0)
+            ServerReported(
+                time=time, shard=0, version=30, updates=30, staleness=staleness, refused=refused, busy_seconds=1.0
+            )
         )
     steps = 10 * len(losses)
     finished = WorkerFinished(
@@ -192,7 +196,11 @@ def test_only_the_last_sitting_of_a_run_is_drawn(tmp_path: Path) -> None:
 def test_without_events_the_report_s_losses_are_drawn(tmp_path: Path) -> None:
     path = make_run(tmp_path, "aaaa")
     (path / "events.jsonl").unlink()
-    assert read_compared_run(RunFolder(path)).loss_curve == [LossPoint(1.0, 10, 2.0), LossPoint(2.0, 20, 1.0), LossPoint(3.0, 30, 0.5)]
+    assert read_compared_run(RunFolder(path)).loss_curve == [
+        LossPoint(1.0, 10, 2.0),
+        LossPoint(2.0, 20, 1.0),
+        LossPoint(3.0, 30, 0.5),
+    ]
 
 
 def test_an_older_report_can_be_compared(call: Caller, tmp_path: Path) -> None:

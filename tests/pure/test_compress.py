@@ -12,9 +12,9 @@ from torch import Tensor
 from helpers.places import DOCS
 from shoal.collectives.compression import (
     COMPRESSORS,
+    CompressionStats,
     Compressor,
     ErrorFeedback,
-    CompressionStats,
     compressor_for_level,
     parse_compression,
     parse_compressor,

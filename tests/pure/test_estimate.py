@@ -26,8 +26,8 @@ from shoal.parallel.blocks import find_blocks
 from shoal.planner.cluster import find_cluster
 from shoal.planner.cost.predict import predict
 from shoal.planner.cost.setup import Setup
-from shoal.planner.cost.shoal_memory import memory_bytes, gradient_sets
-from shoal.planner.cost.trace import TracedModel, fake_batch, fake_mode, fake_copy, trace
+from shoal.planner.cost.shoal_memory import gradient_sets, memory_bytes
+from shoal.planner.cost.trace import TracedModel, fake_batch, fake_copy, fake_mode, trace
 from shoal.planner.cost.transformer_shape import TransformerShape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.trace_job import workload_of, workload_of_script

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from helpers.exchange_values import LANES, added, expected, lane_values
-from shoal.collectives.group import SoloGroup, ReadyTensor, PendingTensor
+from shoal.collectives.group import PendingTensor, ReadyTensor, SoloGroup
 from shoal.collectives.shm_segment import map_segment, new_segment
 from shoal.parallel.buckets import make_buckets
 from shoal.parallel.gradient_exchange import CollectiveExchange

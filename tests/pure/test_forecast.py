@@ -13,7 +13,7 @@ from shoal.errors import InputError
 from shoal.report import live_view
 from shoal.report.aggregate import RunTally
 from shoal.report.closing_report import _prediction, error_text
-from shoal.report.events import RunPredicted, RunStarted, TimeSpent, StepsCommitted, WorkerStarted
+from shoal.report.events import RunPredicted, RunStarted, StepsCommitted, TimeSpent, WorkerStarted
 from shoal.report.predicted_vs_measured import LINES, reconcile
 
 

@@ -16,9 +16,9 @@ from shoal.recovery.checkpoint.interval import (
     FailureRate,
     IntervalAdvisor,
     advise,
+    all_lost_seconds,
     daly,
     time_shares,
-    all_lost_seconds,
     young,
 )
 
@@ -164,7 +164,9 @@ def test_never_twice_for_one_step_and_not_before_something_was_done() -> None:
 
 
 def test_failures_of_single_workers_change_little_and_losses_change_much() -> None:
-    calm, stormy, lossy, old = (IntervalAdvisor(0.0, workers=4, survives_loss=live) for live in (True, True, True, False))
+    calm, stormy, lossy, old = (
+        IntervalAdvisor(0.0, workers=4, survives_loss=live) for live in (True, True, True, False)
+    )
     for pacer in (calm, stormy, lossy, old):
         play(pacer, 300.0)
     stormy.workers_lost(20)

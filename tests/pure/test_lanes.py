@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.numerics.lanes import Span, cut_batch, assign_lanes, fold, reassign_lanes, split_point, subtrees
+from shoal.numerics.lanes import Span, assign_lanes, cut_batch, fold, reassign_lanes, split_point, subtrees
 from shoal.numerics.sampling import SampleSchedule, sequential_order, shuffled_order
 
 TREES = {

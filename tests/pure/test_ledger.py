@@ -11,11 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.numerics.lanes import cut_batch, assign_lanes
+from shoal.numerics.lanes import assign_lanes, cut_batch
 from shoal.numerics.sampling import SampleSchedule, sequential_order, shuffled_order
-from shoal.recovery.sample_audit import SampleAudit, SampleRecord, audit_samples, sample_digest, sample_records
+from shoal.recovery.sample_audit import SampleAudit, SampleRecord, audit_steps, sample_digest, sample_records
 from shoal.report.event_queries import audit_samples, committed_floor
-from shoal.report.events import AnyEvent, MembershipChanged, WorkerFinished, RunResumed, CheckpointSaved, TimeSpent, StepsCommitted, WorkerStarted, encode
+from shoal.report.events import (
+    AnyEvent,
+    CheckpointSaved,
+    MembershipChanged,
+    RunResumed,
+    StepsCommitted,
+    TimeSpent,
+    WorkerFinished,
+    WorkerStarted,
+    encode,
+)
 from shoal.report.run_folder import RunFolder
 
 SCHEDULE = SampleSchedule(samples=50, batch=8, last="short")
@@ -36,7 +46,7 @@ def whole(steps: int, *, listed: bool = False) -> list[SampleRecord]:
 
 
 def check(record: Sequence[SampleRecord], committed: int | None = None) -> SampleAudit:
-    return audit_samples(record, SCHEDULE, ORDER, committed)
+    return audit_steps(record, SCHEDULE, ORDER, committed)
 
 
 # ---- the digest
@@ -128,13 +138,13 @@ def test_an_order_that_repeats_samples_is_said_and_not_held_against_the_run() ->
         return [random.Random(epoch).randrange(50) for _ in range(50)]
 
     record = [entry(step, drawn(step // 7)[step % 7 * 8 : step % 7 * 8 + 8]) for step in range(7)]
-    report = audit_samples(record, SCHEDULE, drawn)
+    report = audit_steps(record, SCHEDULE, drawn)
     assert report.sound and not report.each_once
     assert "as the order says, some more than once" in str(report)
 
 
 def test_many_defects_are_counted_and_the_first_are_listed() -> None:
-    report = audit_samples([entry(step, [step]) for step in range(700)], SCHEDULE, sequential_order(50))
+    report = audit_steps([entry(step, [step]) for step in range(700)], SCHEDULE, sequential_order(50))
     assert (report.defect_count, len(report.defects)) == (700, 20)
     assert "and 680 more" in str(report)
 
@@ -192,7 +202,7 @@ def test_through_joins_leaves_and_redone_steps_every_sample_is_seen_once(
             step += 1
             if fate > 0.7:
                 saved = step
-    report = audit_samples(record, schedule, order, committed=target)
+    report = audit_steps(record, schedule, order, committed=target)
     assert report.sound and report.each_once, report
     assert report.epochs == passes
     assert report.repeated == len(record) - target
@@ -209,8 +219,10 @@ def test_through_joins_leaves_and_redone_steps_every_sample_is_seen_once(
                 replace(each, consumed=sample_digest(seen[other]), indices=None) if each.step == wrong else each
                 for each in record
             ]
-            assert not audit_samples(bad, schedule, order, committed=target).sound
-        assert not audit_samples([each for each in record if each.step != wrong], schedule, order, committed=target).sound
+            assert not audit_steps(bad, schedule, order, committed=target).sound
+        assert not audit_steps(
+            [each for each in record if each.step != wrong], schedule, order, committed=target
+        ).sound
 
 
 # ---- read back from events
@@ -243,7 +255,7 @@ def test_the_record_is_read_from_the_events_of_whoever_led(tmp_path: Path) -> No
         steps(14, 5, rank=1),
     ]
     (tmp_path / "events.jsonl").write_bytes(
-        b"".join(encode(event) + b"\n" for event in events) + b'{"event":"steps","ti'
+        b"".join(encode(event) + b"\n" for event in events) + b'{"event":"steps-committed","ti'
     )
     report = audit_samples(RunFolder(tmp_path).read_events(), SCHEDULE, ORDER, committed=14)
     assert report.sound
@@ -263,7 +275,9 @@ def test_the_record_is_read_from_the_events_of_whoever_led(tmp_path: Path) -> No
 def test_how_many_steps_had_been_committed() -> None:
     saved = CheckpointSaved(time=1.0, step=6, path="p", num_bytes=1, seconds=0.1)
     resumed = RunResumed(time=1.0, step=6, path="p", repeated=8)
-    ended = WorkerFinished(time=1.0, rank=0, step=30, samples=1, weights_sha256="", final_loss=None, metrics={}, stopped=None)
+    ended = WorkerFinished(
+        time=1.0, rank=0, step=30, samples=1, weights_sha256="", final_loss=None, metrics={}, stopped=None
+    )
     changed = MembershipChanged(time=1.0, generation=4, members=[0], step=16, reason="")
     assert committed_floor([]) == 0
     assert committed_floor([], recorded=12) == 12
@@ -278,7 +292,12 @@ def test_how_many_steps_had_been_committed() -> None:
     lost = MembershipChanged(time=1.0, generation=5, members=[0], step=6, reason="", restart=1)
     assert (
         committed_floor(
-            [steps(14, 14), lost, steps(8, 2), MembershipChanged(time=1.0, generation=6, members=[0], step=7, reason="", restart=1)]
+            [
+                steps(14, 14),
+                lost,
+                steps(8, 2),
+                MembershipChanged(time=1.0, generation=6, members=[0], step=7, reason="", restart=1),
+            ]
         )
         == 8
     )

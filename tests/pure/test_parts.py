@@ -36,9 +36,18 @@ from shoal.recovery.checkpoint import sharded as sharding
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.export import export_weights, initial_weights, load_weights
 from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES
-from shoal.recovery.checkpoint.shards import TensorEntry, StateShard, StoredSlice, ShardWriteTask, StoredTensors, CheckpointMismatch, is_complete, index_of_files
+from shoal.recovery.checkpoint.shards import (
+    CheckpointMismatch,
+    ShardWriteTask,
+    StateShard,
+    StoredSlice,
+    StoredTensors,
+    TensorEntry,
+    index_of_files,
+    is_complete,
+)
 from shoal.recovery.checkpoint.state import capture_weights, restore_weights
-from shoal.report.events import Event, CheckpointSaved, SaveFailed
+from shoal.report.events import CheckpointSaved, Event, SaveFailed
 from shoal.worker.checkpointer import Checkpointer, LiveState
 
 
@@ -77,11 +86,19 @@ def both() -> Layout:
     for part in range(4):
         stage, number = divmod(part, 2)
         held = [n for n in ALL if n.startswith(("embed", "qkv")) == (stage == 0)]
-        pieces = {"embed.weight": TensorSlice({0: ((number * 5, number * 5 + 5),)}), "qkv.bias": row_slice((12,), 2, number)}
-        pieces |= {"qkv.weight": TensorSlice({1: ((number * 2, number * 2 + 2),)}), "out.weight": row_slice((4, 4), 2, number)}
+        pieces = {
+            "embed.weight": TensorSlice({0: ((number * 5, number * 5 + 5),)}),
+            "qkv.bias": row_slice((12,), 2, number),
+        }
+        pieces |= {
+            "qkv.weight": TensorSlice({1: ((number * 2, number * 2 + 2),)}),
+            "out.weight": row_slice((4, 4), 2, number),
+        }
         pieces = {name: piece for name, piece in pieces.items() if name in held}
         writes = set(held if number == 0 else pieces)
-        found.append(StateShard(shapes=SHAPES, held=set(held), slices=pieces, writes=writes, shard_index=part, num_shards=4))
+        found.append(
+            StateShard(shapes=SHAPES, held=set(held), slices=pieces, writes=writes, shard_index=part, num_shards=4)
+        )
     return found
 
 
@@ -367,7 +384,9 @@ class Crew:
         self.keepers = []
         for holding, told in zip(layout, self.events, strict=True):
             live = cut(whole, holding)
-            keeper = Checkpointer(folder, live, told.append, writes=holding.shard_index is not None, state_shard=holding)
+            keeper = Checkpointer(
+                folder, live, told.append, writes=holding.shard_index is not None, state_shard=holding
+            )
             keeper.directory.stall_seconds = late
             self.keepers.append(keeper)
 
@@ -451,7 +470,9 @@ def test_a_file_of_weights_is_read_piece_by_piece(tmp_path: Path) -> None:
     for layout in LAYOUTS.values():
         for holding in layout():
             mine = capture_weights(cut(whole, holding).model)[0]
-            assert tensor_digests(sorted(initial_weights(path, holding).items())) == tensor_digests(sorted(mine.items()))
+            assert tensor_digests(sorted(initial_weights(path, holding).items())) == tensor_digests(
+                sorted(mine.items())
+            )
     last = initial_weights(
         path, StateShard(shapes=SHAPES, held=["head.weight"], slices={"head.weight": row_slice((10, 4), 2, 1)})
     )

@@ -21,7 +21,7 @@ from shoal.errors import InputError, PlanError
 from shoal.job.load import load_job
 from shoal.parallel.balance import cut_stages
 from shoal.parallel.layout import ParallelLayout
-from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, schedule_fits, make_schedule
+from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, make_schedule, schedule_fits
 from shoal.parallel.plan import make_plan, read_plan
 from shoal.planner.calibration_runs import write_calibration
 from shoal.planner.cluster import Cluster, find_cluster, find_device
@@ -33,10 +33,18 @@ from shoal.planner.cost.setup_table import SetupTable
 from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import INEXACT, SearchSpace, candidates, marks, runnable, space_of, without_inexact
-from shoal.planner.search.explain import scale_devices, explain, larger_batch, more_hosts, widen_links
+from shoal.planner.search.explain import explain, larger_batch, more_hosts, scale_devices, widen_links
 from shoal.planner.search.heterogeneous import assigned_counts
 from shoal.planner.search.scaling_curve import fit_laws, scaling_curve
-from shoal.planner.search.search import best_exact_plan, cheapest_plans, first_hosts, host_counts, candidate_to_plan, search, duration_text
+from shoal.planner.search.search import (
+    best_exact_plan,
+    candidate_to_plan,
+    cheapest_plans,
+    duration_text,
+    first_hosts,
+    host_counts,
+    search,
+)
 from shoal.report import chart
 from shoal.report.scaling_laws import usl_peak, usl_speedup
 from shoal.worker.model_partition import make_outline

@@ -8,7 +8,7 @@ import pytest
 from helpers.places import BENCHMARKS
 from shoal.planner.cost.prediction import TERMS
 from shoal.planner.cost.setup import Setup
-from shoal.report.events import TimeSpent, StepsCommitted
+from shoal.report.events import StepsCommitted, TimeSpent
 
 sys.path.insert(0, str(BENCHMARKS))
 planner = pytest.importorskip("planner")

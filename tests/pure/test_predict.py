@@ -23,13 +23,13 @@ from shoal.planner.cost.blocks import CutVariants, block_costs
 from shoal.planner.cost.comm import HALF, collective_seconds, message_seconds, server_seconds, updates_per_second
 from shoal.planner.cost.csv_table import (
     ADDED_COLUMNS,
-    training_system,
-    relative_errors,
     kendall_tau,
     predict_row,
     predict_table,
     read_lines,
     read_row,
+    relative_errors,
+    training_system,
 )
 from shoal.planner.cost.memory import in_flight, model_state_bytes
 from shoal.planner.cost.pipeline import stage_bounds
@@ -60,7 +60,9 @@ def test_parameters_are_those_of_the_formula() -> None:
 
 
 def test_parameters_of_a_gated_shape_with_fewer_key_heads() -> None:
-    llama = TransformerShape(layers=32, hidden=4096, heads=32, seq=8192, vocab=128256, ffn=14336, kv_heads=8, gated=True)
+    llama = TransformerShape(
+        layers=32, hidden=4096, heads=32, seq=8192, vocab=128256, ffn=14336, kv_heads=8, gated=True
+    )
     assert llama.parameters == pytest.approx(8.03e9, rel=1e-3)
 
 
@@ -104,8 +106,12 @@ def test_a_shape_that_cannot_be_is_refused_by_name(text: str, says: str) -> None
 
 
 def test_a_shape_is_read_as_it_is_written() -> None:
-    found = TransformerShape.parse("layers=32, hidden=4096,heads=32,seq=8192,vocab=128256,ffn=14336,kv_heads=8,gated=true")
-    assert found == TransformerShape(layers=32, hidden=4096, heads=32, seq=8192, vocab=128256, ffn=14336, kv_heads=8, gated=True)
+    found = TransformerShape.parse(
+        "layers=32, hidden=4096,heads=32,seq=8192,vocab=128256,ffn=14336,kv_heads=8,gated=true"
+    )
+    assert found == TransformerShape(
+        layers=32, hidden=4096, heads=32, seq=8192, vocab=128256, ffn=14336, kv_heads=8, gated=True
+    )
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -13,16 +13,16 @@ from shoal.report import live_view
 from shoal.report.aggregate import RunTally
 from shoal.report.events import (
     AnyEvent,
-    ModelEvaluated,
-    WorkerFailed,
-    WorkerPrinted,
-    RunStarted,
     CheckpointSaved,
+    ModelEvaluated,
+    RunStarted,
     SaveFailed,
+    StepsCommitted,
     StepSkipped,
     TimeSpent,
-    StepsCommitted,
     WorkerExited,
+    WorkerFailed,
+    WorkerPrinted,
     WorkerStarted,
 )
 from shoal.report.progress import LiveView, PlainLines, Progress, QuietProgress, choose_progress
@@ -172,7 +172,9 @@ def test_plain_lines_hold_no_control_codes() -> None:
     stream, clock = io.StringIO(), Clock()
     view = PlainLines(stream, clock=clock)
     bar = "10 %\r50 %\r\x1b[2K\x1b[32m100 %\x1b[0m\r"
-    tally = play(view, [*TWO_WORKERS, WorkerPrinted(time=1.0, rank=0, text=bar), WorkerPrinted(time=1.0, rank=1, text=bar)])
+    tally = play(
+        view, [*TWO_WORKERS, WorkerPrinted(time=1.0, rank=0, text=bar), WorkerPrinted(time=1.0, rank=1, text=bar)]
+    )
     clock.now += 11
     view.tick(tally)
     view.close()
@@ -260,7 +262,9 @@ def live(width: int = 110, height: int = 30) -> tuple[LiveView, Console, Clock]:
 
 def test_live_view_shows_step_loss_and_every_worker() -> None:
     view, console, _ = live()
-    tally = play(view, [*TWO_WORKERS, ModelEvaluated(time=1.0, step=1240, epoch=4, metrics={"loss": 1.66}, seconds=0.1)])
+    tally = play(
+        view, [*TWO_WORKERS, ModelEvaluated(time=1.0, step=1240, epoch=4, metrics={"loss": 1.66}, seconds=0.1)]
+    )
     view.tick(tally)
     shown = text_of(console)
     view.close()
@@ -279,7 +283,9 @@ def test_live_view_shows_step_loss_and_every_worker() -> None:
 
 
 def test_split_of_a_worker_is_drawn_to_scale() -> None:
-    tally = play(QuietProgress(), [started(1), steps(0, 10, TimeSpent(compute=0.5, merge=0.2, wait=0.1, data=0.1, apply=0.1))])
+    tally = play(
+        QuietProgress(), [started(1), steps(0, 10, TimeSpent(compute=0.5, merge=0.2, wait=0.1, data=0.1, apply=0.1))]
+    )
     lines = [line.plain for line in live_view.live_lines(tally, now=0.0, width=120, height=30)]
     (row,) = [line for line in lines if line.startswith(" 0")]
     assert [row.count(mark) for mark in "█▓░·─"] == [20, 8, 4, 4, 4]
@@ -346,7 +352,11 @@ def test_live_view_before_the_first_step_and_without_an_end() -> None:
 def test_live_area_fits_the_terminal_and_keeps_the_slowest(width: int, height: int) -> None:
     tally = play(QuietProgress(), [started(64)])
     for rank in range(64):
-        play(QuietProgress(), [steps(rank, 10, SLOW if rank == 40 else FAST, slowest={40: 10} if rank == 0 else {})], tally)
+        play(
+            QuietProgress(),
+            [steps(rank, 10, SLOW if rank == 40 else FAST, slowest={40: 10} if rank == 0 else {})],
+            tally,
+        )
     lines = live_view.live_lines(tally, now=1001.0, width=width, height=height)
     assert len(lines) < max(height, 9)
     assert any(line.plain.startswith(" 40 ") and "1.7 × slow" in line.plain for line in lines)

@@ -12,16 +12,16 @@ from msgspec import structs
 
 from shoal.recovery.membership import protocol
 from shoal.recovery.membership.protocol import (
-    MemberAction,
     BoundaryChange,
     FormGroup,
     LeaveRun,
-    MemberState,
+    MemberAction,
     MemberPosition,
-    ProposeView,
     MembershipObservation,
-    RecoveryPlan,
     MembershipView,
+    MemberState,
+    ProposeView,
+    RecoveryPlan,
     WaitForStore,
     WorkerId,
     covers_model,
@@ -66,7 +66,9 @@ def doubt_is_done_again(view: MembershipView, positions: Mapping[WorkerId, Membe
     return replace(found, step=found.step - 1, finishing=()) if found.finishing else found
 
 
-def a_lost_part_is_ignored(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int) -> RecoveryPlan:
+def a_lost_part_is_ignored(
+    view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int
+) -> RecoveryPlan:
     return replace(plan_recovery(view, positions, parts), lost=())
 
 
@@ -77,7 +79,9 @@ def one_donor_for_all(view: MembershipView, positions: Mapping[WorkerId, MemberP
     return replace(found, donors=(first,) * parts, lost=() if first is not None else found.lost_shards)
 
 
-def a_part_is_lost_with_whoever_is_in_doubt(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int) -> RecoveryPlan:
+def a_part_is_lost_with_whoever_is_in_doubt(
+    view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int
+) -> RecoveryPlan:
     """One that has yet to apply a step is taken for one that has nothing."""
     found = plan_recovery(view, positions, parts)
     if found.fresh_start:
@@ -109,13 +113,17 @@ class EndsATermEarly(MemberState):
 class KeepsTheTerm(MemberState):
     def _new_term(self, view: MembershipView, members: Collection[WorkerId]) -> MemberAction:
         action = super()._new_restart(view, members)
-        return ProposeView(structs.replace(action.view, term=view.restart)) if isinstance(action, ProposeView) else action
+        return (
+            ProposeView(structs.replace(action.view, term=view.restart)) if isinstance(action, ProposeView) else action
+        )
 
 
 class DropsHoldersOfTheState(MemberState):
     """One without the state takes a broken connection for the death of those who have it."""
 
-    def decide(self, seen: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange | None = None) -> MemberAction:
+    def decide(
+        self, seen: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange | None = None
+    ) -> MemberAction:
         return super().decide(replace(seen, alive=[who for who in seen.alive if who not in gone]), gone, change)
 
 
@@ -143,7 +151,9 @@ class BelievesNewcomers(MemberState):
 class StaysWithAWorthlessState(MemberState):
     """Those who have some of a state that is gone stay, and nobody can begin a term."""
 
-    def _without_a_part(self, seen: MembershipObservation, gone: Mapping[WorkerId, str], settlement: RecoveryPlan) -> MemberAction:
+    def _without_a_part(
+        self, seen: MembershipObservation, gone: Mapping[WorkerId, str], settlement: RecoveryPlan
+    ) -> MemberAction:
         action = super()._shard_lost(seen, gone, settlement)
         return WaitForStore() if isinstance(action, LeaveRun) else action
 
@@ -158,7 +168,9 @@ class NeverLetsIn(MemberState):
 class DoesNotWaitForThoseWhoEnd(MemberState):
     """A term begins while others still have some of the state."""
 
-    def _without_a_part(self, seen: MembershipObservation, gone: Mapping[WorkerId, str], settlement: RecoveryPlan) -> MemberAction:
+    def _without_a_part(
+        self, seen: MembershipObservation, gone: Mapping[WorkerId, str], settlement: RecoveryPlan
+    ) -> MemberAction:
         stateless = [who for who in seen.view.members if seen.positions[who].committed < 0]
         if self.worker_id in stateless and covers_model(stateless, self.model_shards):
             return self._new_restart(seen.view, stateless)
@@ -227,7 +239,9 @@ def test_a_wrong_member_is_found(wrong: type[MemberState], law: str, planned: di
 def test_a_commit_without_all_votes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     awaits = SimWorker._await
 
-    def early(self: SimWorker, key: Key, senders: Sequence[WorkerId], seconds: float) -> Generator[float, None, dict[WorkerId, Any]]:
+    def early(
+        self: SimWorker, key: Key, senders: Sequence[WorkerId], seconds: float
+    ) -> Generator[float, None, dict[WorkerId, Any]]:
         return (yield from awaits(self, key, senders[:1] if key[1] == "vote" else senders, seconds))
 
     monkeypatch.setattr(SimWorker, "_await", early)
@@ -287,7 +301,10 @@ def test_members_without_state_begin_a_term_and_one_outside_with_state_leaves() 
 def test_all_members_come_to_the_same_settlement() -> None:
     view = MembershipView(generation=2, members=(A, B), step=3)
     seen = MembershipObservation(view=view, alive=[A, B], positions={A: at(A, 4), B: at(B, 3, doubt=True)})
-    members = [MemberState(worker_id=A, committed=4, generation=1), MemberState(worker_id=B, committed=3, generation=1, in_doubt=True)]
+    members = [
+        MemberState(worker_id=A, committed=4, generation=1),
+        MemberState(worker_id=B, committed=3, generation=1, in_doubt=True),
+    ]
     first, second = (member.decide(seen, {}) for member in members)
     assert isinstance(first, FormGroup)
     assert first == second
@@ -311,15 +328,21 @@ def test_a_part_is_lost_when_nobody_stands_at_the_floor_with_it_or_comes_to_it()
     assert settled(at(A, -1), at(B, -1), step=3, parts=2).lost_shards == (0, 1)
 
 
-def acts(member: MemberState, *positions: MemberPosition, alive: Sequence[WorkerId] = (), step: int = 0, **gone: str) -> MemberAction:
+def acts(
+    member: MemberState, *positions: MemberPosition, alive: Sequence[WorkerId] = (), step: int = 0, **gone: str
+) -> MemberAction:
     view = MembershipView(generation=2, members=tuple(each.worker_id for each in positions), restart=1, step=step)
-    seen = MembershipObservation(view=view, alive=alive or view.members, positions={each.worker_id: each for each in positions})
+    seen = MembershipObservation(
+        view=view, alive=alive or view.members, positions={each.worker_id: each for each in positions}
+    )
     return member.decide(seen, {WorkerId(int(name[1:])): why for name, why in gone.items()})
 
 
 def test_those_who_have_some_of_a_lost_state_end_and_the_others_wait_for_that() -> None:
     stand = at(A, 5), at(C, -1), at(D, -1)
-    assert acts(MemberState(worker_id=A, model_shards=2, committed=5), *stand) == LeaveRun(MembershipView(generation=2, members=(A, C, D), restart=1), (1,))
+    assert acts(MemberState(worker_id=A, model_shards=2, committed=5), *stand) == LeaveRun(
+        MembershipView(generation=2, members=(A, C, D), restart=1), (1,)
+    )
     assert acts(MemberState(worker_id=C, model_shards=2), *stand) == WaitForStore()
     action = acts(MemberState(worker_id=C, model_shards=2), *stand[1:], step=5)
     assert isinstance(action, ProposeView)
@@ -347,7 +370,9 @@ def test_a_first_view_that_lost_a_member_lets_another_in_before_it_begins() -> N
 
 
 def test_newcomers_of_one_part_wait_while_those_of_another_come_in() -> None:
-    action = acts(MemberState(worker_id=A, model_shards=2, committed=5), at(A, 5), at(B, 5, clean=False), at(C, -1), at(D, -1))
+    action = acts(
+        MemberState(worker_id=A, model_shards=2, committed=5), at(A, 5), at(B, 5, clean=False), at(C, -1), at(D, -1)
+    )
     assert isinstance(action, ProposeView)
     assert action.view.members == (A, B, C)
 

@@ -14,7 +14,7 @@ from helpers.relay_lanes import Halves, add, held, lane, summed
 from helpers.routes import LINKS, any_deal, any_places, at
 from shoal.collectives.choose_algorithm import candidates
 from shoal.collectives.cost_model import DirectedLink, collective_cost, links_between
-from shoal.collectives.run_tree import TensorPool, TreeExecutor, ByteCounts, tree_all_reduce, split_pieces
+from shoal.collectives.run_tree import ByteCounts, TensorPool, TreeExecutor, split_pieces, tree_all_reduce
 from shoal.collectives.topology import RankPlace
 from shoal.collectives.trees import TreeRoute, direct, hierarchical, reroot, tree
 from shoal.numerics.lanes import fold
@@ -164,7 +164,9 @@ def test_the_combination_is_called_in_the_order_of_the_lanes(size: int) -> None:
     """A difference tells left from right."""
 
     def work(mail: ThreadMail) -> torch.Tensor:
-        return tree_all_reduce(mail, direct(size), {(mail.rank, mail.rank + 1): lane(mail.rank, 300)}, combine=torch.sub)
+        return tree_all_reduce(
+            mail, direct(size), {(mail.rank, mail.rank + 1): lane(mail.rank, 300)}, combine=torch.sub
+        )
 
     expected = summed((0, size), 300, lambda left, right: left - right)
     assert all(torch.equal(found, expected) for found in in_threads(Office("early"), size, work))
@@ -175,7 +177,9 @@ def test_other_combinations_and_types(combine: Any) -> None:
     dtype = torch.int64 if combine is torch.bitwise_xor else torch.bfloat16
 
     def work(mail: ThreadMail) -> torch.Tensor:
-        return tree_all_reduce(mail, tree(3), {(mail.rank, mail.rank + 1): lane(mail.rank, 100).to(dtype)}, combine=combine)
+        return tree_all_reduce(
+            mail, tree(3), {(mail.rank, mail.rank + 1): lane(mail.rank, 100).to(dtype)}, combine=combine
+        )
 
     values = [lane(rank, 100).to(dtype) for rank in range(3)]
     expected = combine(combine(values[0], values[1]), values[2])
@@ -210,7 +214,9 @@ def test_down_only_is_an_all_gather_or_a_broadcast() -> None:
         gathered = [lane(piece, 100) if piece == mail.rank else torch.empty(100) for piece in range(5)]
         relay = TreeExecutor(mail, own, {}, gathered, up=False, chunk_bytes=256)
         flat = lane(9, 1000) if mail.rank == 3 else torch.empty(1000)
-        TreeExecutor(mail, from_three, {}, split_pieces(from_three, flat), up=False, chunk_bytes=256, base=relay.tags).wait()
+        TreeExecutor(
+            mail, from_three, {}, split_pieces(from_three, flat), up=False, chunk_bytes=256, base=relay.tags
+        ).wait()
         relay.wait()
         return [*gathered, flat]
 
@@ -308,7 +314,9 @@ def test_compressed_ways_leave_the_same_bits_on_all_ranks(text: str, levels: tup
             tallies = [tally for _, _, tally in results]
             sent = sum(tally.sent["rack"] for tally in tallies)
             assert sent * 2 == sum(tally.plain["rack"] for tally in tallies)
-            assert sent == sum(num for wire, num in predicted.items() if wire.level == "rack" and wire.direction == "out")
+            assert sent == sum(
+                num for wire, num in predicted.items() if wire.level == "rack" and wire.direction == "out"
+            )
 
 
 def test_integers_are_never_compressed_and_exact_sums_refuse() -> None:

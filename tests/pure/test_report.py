@@ -20,19 +20,19 @@ from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, RunTally
 from shoal.report.closing_report import closing, runs_table
 from shoal.report.events import (
     AnyEvent,
+    CheckpointSaved,
+    LaneCost,
     LanesAssigned,
     ModelEvaluated,
-    WorkerFailed,
-    WorkerFinished,
-    LaneCost,
     RunFinished,
     RunStarted,
-    CheckpointSaved,
     SaveFailed,
+    StepsCommitted,
     StepSkipped,
     TimeSpent,
-    StepsCommitted,
     WorkerExited,
+    WorkerFailed,
+    WorkerFinished,
     WorkerStarted,
     decode,
 )
@@ -58,7 +58,9 @@ def started(workers: int = 2, *, time: float = 100.0, steps: int = 40, **more: A
     )
 
 
-def steps(rank: int, step: int, spent: TimeSpent, *, time: float = 0.0, loss: float | None = 0.5, **more: Any) -> StepsCommitted:
+def steps(
+    rank: int, step: int, spent: TimeSpent, *, time: float = 0.0, loss: float | None = 0.5, **more: Any
+) -> StepsCommitted:
     lanes = {0: (0, 2), 1: (2, 4)}[rank]
     facts = {"count": 10, "samples": 640, "epoch": step // 20, "lanes": lanes, "memory": 900_000_000, **more}
     facts.setdefault("leader", rank == 0)

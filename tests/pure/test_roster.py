@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.driver.failure_policy import FALSE_STARTS, WorkerRoster, FailurePolicy, check_policy, worker_count_error
+from shoal.driver.failure_policy import FALSE_STARTS, FailurePolicy, WorkerRoster, check_policy, worker_count_error
 from shoal.errors import InputError
 from shoal.recovery.membership.protocol import WorkerId
 
@@ -155,7 +155,9 @@ def test_processes_that_end_before_they_take_part_are_started_only_so_often() ->
 def test_a_step_that_kills_everybody_is_named_though_the_run_goes_back_to_a_checkpoint() -> None:
     own = roster(2)
     known = [4, 5, 4, 4, 5, 4, 4, 5]  # the driver hears of commits late, and of older ones after a return
-    verdicts = [own.worker_lost(WorkerId(number % 2, number), took_part=True, step=step) for number, step in enumerate(known)]
+    verdicts = [
+        own.worker_lost(WorkerId(number % 2, number), took_part=True, step=step) for number, step in enumerate(known)
+    ]
     ending = next(number for number, verdict in enumerate(verdicts) if verdict.end_reason)
     assert ending == 6
     assert verdicts[ending].end_reason == "6 workers in a row were lost in step 5: others would be, too"

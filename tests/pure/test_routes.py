@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 from helpers.routes import LINKS, any_deal, any_places, at
 from shoal.collectives.choose_algorithm import ALGORITHMS, candidates, choose_algorithm
 from shoal.collectives.cost_model import collective_cost, message_hops
-from shoal.collectives.topology import RankPlace, ranks_by_host, link_level
-from shoal.collectives.trees import TreeRoute, piece_bounds, direct, tree_tasks, halving, hierarchical, ring, reroot, tree
+from shoal.collectives.topology import RankPlace, link_level, ranks_by_host
+from shoal.collectives.trees import (
+    TreeRoute,
+    direct,
+    halving,
+    hierarchical,
+    piece_bounds,
+    reroot,
+    ring,
+    tree,
+    tree_tasks,
+)
 from shoal.errors import InputError
 from shoal.numerics.lanes import Span, fold, subtrees
 
@@ -245,7 +255,9 @@ def test_direct_costs_what_its_formula_says(size: int) -> None:
 
 
 def test_tree_and_halving_cost_what_their_formulas_say() -> None:
-    assert collective_cost(tree(8), alone(8), LINKS, MB, chunk_bytes=MB).seconds == pytest.approx(6 * 5e-5 + 6 * MB / 1e9)
+    assert collective_cost(tree(8), alone(8), LINKS, MB, chunk_bytes=MB).seconds == pytest.approx(
+        6 * 5e-5 + 6 * MB / 1e9
+    )
     assert collective_cost(halving(8), alone(8), LINKS, MB).seconds == pytest.approx(14 * 5e-5 + 2 * 7 / 8 * MB / 1e9)
 
 
@@ -282,7 +294,9 @@ def test_the_reason_is_a_sentence_with_figures() -> None:
         "tree: 256 B over 8 ranks on 8 hosts in 1 rack take 302 µs, 300 µs of it for messages; "
         "halving would take 302 µs"
     )
-    assert choose_algorithm(alone(1), LINKS, 256).reason == "direct: 256 B over 1 rank on 1 host in 1 rack need no message"
+    assert (
+        choose_algorithm(alone(1), LINKS, 256).reason == "direct: 256 B over 1 rank on 1 host in 1 rack need no message"
+    )
     found = choose_algorithm(alone(3), LINKS, MB)
     assert found.refused["halving"] == "halving needs a power of two, and there are 3 ranks"
     assert "exact" in found.refused["ring"]
@@ -291,7 +305,9 @@ def test_the_reason_is_a_sentence_with_figures() -> None:
 def test_other_collectives_have_choices_too() -> None:
     spread = choose_algorithm(IN_ORDER, LINKS, 64 * MB, root=3, up=False)
     assert set(spread.route.roots) == {3}
-    assert spread.seconds < choose_algorithm(IN_ORDER, LINKS, 64 * MB, root=3, up=False, algorithm="direct").seconds / 1.2
+    assert (
+        spread.seconds < choose_algorithm(IN_ORDER, LINKS, 64 * MB, root=3, up=False, algorithm="direct").seconds / 1.2
+    )
     scattered = choose_algorithm(INTERLEAVED, LINKS, 64 * MB, own_pieces=True, down=False)
     assert scattered.route.roots == (0, 1, 2, 3) and "tree" in scattered.refused
 
@@ -323,7 +339,9 @@ def test_an_algorithm_that_is_unknown_or_does_not_fit_is_refused(
 def test_a_link_that_nobody_measured_is_asked_for() -> None:
     with pytest.raises(InputError, match="nothing is known of links of level 'host'; known: memory"):
         choose_algorithm(alone(2), {"memory": LINKS["memory"]}, MB)
-    assert choose_algorithm(IN_ORDER, {"host": LINKS["host"]}, MB).name, "between racks as between hosts, if nothing else is said"
+    assert choose_algorithm(IN_ORDER, {"host": LINKS["host"]}, MB).name, (
+        "between racks as between hosts, if nothing else is said"
+    )
 
 
 def test_halving_refuses_what_is_no_power_of_two() -> None:

@@ -14,12 +14,12 @@ from shoal.parallel.pipeline_schedule import (
     SCHEDULE_NAMES,
     PipelineAction,
     PipelineSchedule,
+    dependencies,
     draw_schedule,
+    ideal_bubble,
     in_flight,
     make_schedule,
-    dependencies,
     time_schedule,
-    ideal_bubble,
 )
 
 ALL_SIZES = [(1, 1), (1, 4), (2, 2), (2, 4), (2, 7), (3, 3), (3, 6), (3, 8), (4, 4), (4, 8), (4, 11), (4, 16)]

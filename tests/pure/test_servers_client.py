@@ -18,19 +18,19 @@ from shoal.paramserver.client import ParameterClient, RefusedError, ServerUnreac
 from shoal.paramserver.connections import DIAL_SECONDS, ShardLinks
 from shoal.paramserver.local_servers import LocalServers
 from shoal.paramserver.messages import (
+    AckReply,
+    ClientId,
     DeclareRequest,
     DenseSpec,
-    AckReply,
     PullRequest,
     PushRequest,
     PutRequest,
     RefusedReply,
     ServerRequest,
-    TableSlice,
     SparseSpec,
-    StatusRequest,
     StatsRequest,
-    ClientId,
+    StatusRequest,
+    TableSlice,
 )
 from shoal.paramserver.session import ShardSession
 from shoal.paramserver.shard import ParameterShard
@@ -271,7 +271,9 @@ def test_large_tables_travel_in_pieces_to_the_same_end(whole: bool, monkeypatch:
         (lambda table: table.pull({"w": torch.ones(4)}), r"but this tensor has \[4\]"),
     ],
 )
-def test_what_does_not_fit_is_told_with_both_sides(client: ParameterClient, push: Callable[[Any], Any], message: str) -> None:
+def test_what_does_not_fit_is_told_with_both_sides(
+    client: ParameterClient, push: Callable[[Any], Any], message: str
+) -> None:
     table = client.dense("m", {"w": torch.zeros(4, 3)}, lr=1.0)
     with pytest.raises(InputError, match=message):
         push(table)

@@ -12,8 +12,17 @@ from hypothesis import given, settings
 
 from shoal.errors import InputError
 from shoal.paramserver import messages
-from shoal.paramserver.messages import LeaseReply, EndReply, TaskReply, LateReply, BarrierReply, LeaseRequest, RefusedReply, ClientId
-from shoal.paramserver.step_coordinator import StepCoordinator, CoordinatorReply
+from shoal.paramserver.messages import (
+    BarrierReply,
+    ClientId,
+    EndReply,
+    LateReply,
+    LeaseReply,
+    LeaseRequest,
+    RefusedReply,
+    TaskReply,
+)
+from shoal.paramserver.step_coordinator import CoordinatorReply, StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
 
 
@@ -28,10 +37,14 @@ def ask(
     made: StepCoordinator, worker: int, done: int = -1, note: bytes = b"", incarnation: int = 1, failed: int = -1
 ) -> list[CoordinatorReply]:
     group = made.sync_mode.group_of(worker)
-    return made.next_lease(ClientId(worker, incarnation), LeaseRequest(group=group, finished=done, note=note, failed_generation=failed))
+    return made.next_lease(
+        ClientId(worker, incarnation), LeaseRequest(group=group, finished=done, note=note, failed_generation=failed)
+    )
 
 
-def meet(made: StepCoordinator, worker: int, step: int, incarnation: int = 1, note: bytes = b"") -> list[CoordinatorReply]:
+def meet(
+    made: StepCoordinator, worker: int, step: int, incarnation: int = 1, note: bytes = b""
+) -> list[CoordinatorReply]:
     return made.arrive(ClientId(worker, incarnation), step, note or b"%d" % worker, [])
 
 
@@ -261,7 +274,11 @@ def then(made: StepCoordinator, worker: int, done: int = -1) -> list[tuple[int, 
     """(worker, its ticket, the one that is kept for it)."""
     request = LeaseRequest(group=made.sync_mode.group_of(worker), finished=done, wants_next=True)
     told = made.next_lease(ClientId(worker, 1), request)
-    return [(each.client.worker, each.reply.lease, each.reply.next_lease) for each in told if isinstance(each.reply, LeaseReply)]
+    return [
+        (each.client.worker, each.reply.lease, each.reply.next_lease)
+        for each in told
+        if isinstance(each.reply, LeaseReply)
+    ]
 
 
 def test_the_ticket_that_was_told_ahead_comes_next() -> None:
@@ -290,7 +307,9 @@ def test_what_is_kept_is_taken_by_who_has_nothing_else_to_do() -> None:
     assert then(made, 1, done=2) == [(1, 3, -1)]
     assert then(made, 1, done=3) == [(1, 1, -1)], "worker 0 is still at ticket 0"
     assert then(made, 1, done=1) == []
-    assert len(made.next_lease(ClientId(0, 1), LeaseRequest(group=0, finished=0, wants_next=True))) == 2, "the run is over"
+    assert len(made.next_lease(ClientId(0, 1), LeaseRequest(group=0, finished=0, wants_next=True))) == 2, (
+        "the run is over"
+    )
 
 
 def test_what_is_kept_is_in_a_snapshot() -> None:
@@ -516,7 +535,9 @@ def test_a_group_is_answered_together() -> None:
     for worker in (0, 2):
         assert ask(made, worker, done=0) == []
     told = computes(ask(made, 4, done=0))
-    assert told[0][1] == LeaseReply(lease=2, generation=1, members=(0, 2, 4), steps_done=1), "three said so: it counts once"
+    assert told[0][1] == LeaseReply(lease=2, generation=1, members=(0, 2, 4), steps_done=1), (
+        "three said so: it counts once"
+    )
 
 
 def test_a_group_that_lost_a_member_does_the_ticket_again() -> None:
@@ -537,7 +558,9 @@ def test_the_death_of_the_last_one_that_had_not_asked_sets_the_others_free() -> 
     made = pace("groups:1", workers=3)
     ask(made, 0)
     ask(made, 1)
-    assert computes(made.on_disconnect(2)) == [(worker, LeaseReply(lease=0, generation=1, members=(0, 1))) for worker in (0, 1)]
+    assert computes(made.on_disconnect(2)) == [
+        (worker, LeaseReply(lease=0, generation=1, members=(0, 1))) for worker in (0, 1)
+    ]
 
 
 def test_a_replaced_member_makes_another_epoch_even_if_nobody_noticed() -> None:
@@ -668,7 +691,9 @@ class Play:
                 continue  # said to nobody
             assert self.state[worker] == "waits", "an answer without a question"
             reply = each.reply
-            assert not isinstance(reply, EndReply) or bool(self.written) == self.finish, "the end came before the result"
+            assert not isinstance(reply, EndReply) or bool(self.written) == self.finish, (
+                "the end came before the result"
+            )
             self.state[worker] = "ended" if isinstance(reply, EndReply) else reply
             if isinstance(reply, LeaseReply):
                 self._given(worker, reply)

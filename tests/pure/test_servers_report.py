@@ -23,20 +23,20 @@ from shoal.report.events import (
     AnyEvent,
     MembershipChanged,
     ModelEvaluated,
-    WorkerFinished,
     PushesLost,
     RunRecovered,
-    WorkerAdded,
     RunResumed,
-    ServersRolledBack,
     RunStarted,
-    ServerReported,
-    ServerOutage,
     ServerLost,
+    ServerOutage,
+    ServerReported,
+    ServersRolledBack,
     ServerStarted,
-    TimeSpent,
     StepsCommitted,
+    TimeSpent,
+    WorkerAdded,
     WorkerExited,
+    WorkerFinished,
     WorkerLost,
     WorkerStarted,
 )
@@ -56,7 +56,9 @@ def started(sync: str, *, servers: int = 2, workers: int = 2, **more: Any) -> Ru
 
 
 def hello(rank: int, *, time: float = 101.0, life: int = 0) -> WorkerStarted:
-    return WorkerStarted(time=time, rank=rank, pid=10 + rank + 10 * life, host="host-a", fingerprint="f00d", incarnation=life)
+    return WorkerStarted(
+        time=time, rank=rank, pid=10 + rank + 10 * life, host="host-a", fingerprint="f00d", incarnation=life
+    )
 
 
 def server(shard: int, *, time: float = 100.5, pid: int = 90, **more: Any) -> ServerStarted:
@@ -269,7 +271,13 @@ REWOUND: list[AnyEvent] = [
 def test_what_follows_a_rewind_is_no_sample_twice() -> None:
     tally = tallied(REWOUND)
     commits = tally.commits
-    assert (tally.step, tally.steps, commits.repeated, commits.samples_repeated, commits.unreported) == (24, 24, 6, 0, 0)
+    assert (tally.step, tally.steps, commits.repeated, commits.samples_repeated, commits.unreported) == (
+        24,
+        24,
+        6,
+        0,
+        0,
+    )
     assert tally.samples == 32 * 24
     assert commits.goodput is not None and commits.goodput < 1
     assert tally.servers.repeated == 6, "every worker tells, and it is one rewind"
@@ -292,7 +300,9 @@ def test_a_rewind_lowers_what_a_resumed_run_counts_from() -> None:
 
 
 def test_steps_that_were_repeated_untold_are_counted() -> None:
-    tally = tallied([*REWOUND[:7], ServersRolledBack(time=105.0, rank=0, generation=1, step=12, repeated=3), lockstep(0, 22, 106.0)])
+    tally = tallied(
+        [*REWOUND[:7], ServersRolledBack(time=105.0, rank=0, generation=1, step=12, repeated=3), lockstep(0, 22, 106.0)]
+    )
     assert (tally.step, tally.commits.repeated) == (22, 3), "nobody had told of 13 to 15"
 
 
@@ -510,7 +520,14 @@ def test_what_a_server_had_told_of_and_lost_is_counted_though_the_workers_are_go
 
 def test_a_worker_is_replaced_and_takes_part_without_any_epoch() -> None:
     lost = WorkerLost(
-        time=103.2, rank=1, incarnation=0, host="host-a", pid=11, detected_by="its process ended", code=-9, action="replaced"
+        time=103.2,
+        rank=1,
+        incarnation=0,
+        host="host-a",
+        pid=11,
+        detected_by="its process ended",
+        code=-9,
+        action="replaced",
     )
     events = [
         *QUEUE[:9],
@@ -519,7 +536,9 @@ def test_a_worker_is_replaced_and_takes_part_without_any_epoch() -> None:
         WorkerAdded(time=103.3, rank=1, incarnation=1, reason="replacement"),
         RunRecovered(time=103.4, generation=1, step=22, seconds=0.2),
         hello(1, time=104.0, life=1),
-        MembershipChanged(time=104.0, generation=2, members=[0, 1], incarnations=[0, 1], step=21, reason="worker 1 was replaced"),
+        MembershipChanged(
+            time=104.0, generation=2, members=[0, 1], incarnations=[0, 1], step=21, reason="worker 1 was replaced"
+        ),
     ]
     tally = tallied(events)
     assert tally.num_participating == 2
@@ -534,7 +553,9 @@ def test_a_worker_is_replaced_and_takes_part_without_any_epoch() -> None:
 
 
 def test_nobody_is_missed_who_was_not_replaced() -> None:
-    lost = WorkerLost(time=103.2, rank=1, incarnation=0, host="h", pid=11, detected_by="n", code=-9, action="the others go on")
+    lost = WorkerLost(
+        time=103.2, rank=1, incarnation=0, host="h", pid=11, detected_by="n", code=-9, action="the others go on"
+    )
     tally, telling = tallied(QUEUE), IncidentLines()
     assert telling.ready(tally.incident_log, 0.0) == []
     for event in (WorkerExited(time=103.2, rank=1, code=-9), lost):
@@ -566,7 +587,10 @@ def test_what_goes_with_servers() -> None:
     assert check_servers(None, "", workers=4) is None
     assert check_servers(0, "", workers=4) is None
     assert str(check_servers(2, "", workers=4)) == "sync"
-    assert str(check_servers(1, "local:8,outer=nesterov", workers=1, layout=ParallelLayout(data=1))) == "local:8,outer=nesterov"
+    assert (
+        str(check_servers(1, "local:8,outer=nesterov", workers=1, layout=ParallelLayout(data=1)))
+        == "local:8,outer=nesterov"
+    )
 
 
 @pytest.mark.parametrize(

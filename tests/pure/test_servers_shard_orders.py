@@ -26,33 +26,33 @@ from helpers.shards import (
 from shoal.numerics.grad_norm import clip_to_norm, global_norm, total_norm
 from shoal.numerics.lanes import fold, subtrees
 from shoal.paramserver.messages import (
+    AckReply,
     ApplyRequest,
-    LeaseReply,
+    BarrierReply,
+    BarrierRequest,
+    ClientId,
     ContributeRequest,
-    StatsReply,
     DeclareRequest,
     DenseSpec,
-    AckReply,
     HelloRequest,
     LateReply,
-    BarrierRequest,
-    BarrierReply,
+    LeaseReply,
     LeaseRequest,
     PullRequest,
     PushRequest,
     PutRequest,
     RefusedReply,
-    TableSlice,
     SquaresRequest,
-    StatusRequest,
+    StatsReply,
     StatsRequest,
     StatusReply,
+    StatusRequest,
+    TableSlice,
     ValuesReply,
     WelcomeReply,
-    ClientId,
 )
 from shoal.paramserver.reduce import SparseGradient, add_sparse
-from shoal.paramserver.shard import ShardReply, ParameterShard
+from shoal.paramserver.shard import ParameterShard, ShardReply
 from shoal.paramserver.sharding import shard_dense
 from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
@@ -102,7 +102,8 @@ def test_a_new_process_of_a_worker_takes_its_place() -> None:
     newer = Worker([shard], 0)
     assert newer.who.incarnation > worker.who.incarnation
     reason = refused(
-        worker.order(PushRequest([TableSlice("model")]), worker.flats(spec, {"count": torch.ones(3)}, 0)[1]), "incarnation"
+        worker.order(PushRequest([TableSlice("model")]), worker.flats(spec, {"count": torch.ones(3)}, 0)[1]),
+        "incarnation",
     )
     assert "worker 0" in reason
     assert isinstance(shard.on_hello(HelloRequest(0, worker.who.incarnation)), RefusedReply)
@@ -279,7 +280,9 @@ def test_an_apply_waits_for_what_it_names_and_leaves_out_the_rest() -> None:
     assert shard.handle(first.who, first.tag, first.sequence[0], 0, asked) == []
     second.sequence[0] += 1
     one = [torch.cat([torch.ones(3), torch.zeros(61)])]
-    answers = shard.handle(second.who, 77, second.sequence[0], 0, ContributeRequest(0, (1, 2), [TableSlice("model")]), one)
+    answers = shard.handle(
+        second.who, 77, second.sequence[0], 0, ContributeRequest(0, (1, 2), [TableSlice("model")]), one
+    )
     assert [(answer.client, answer.tag, answer.reply) for answer in answers] == [
         (second.who, 77, AckReply(1)),
         (first.who, first_tag, AckReply(1)),
@@ -402,7 +405,9 @@ def test_values_that_come_with_a_step_are_put_once_with_it() -> None:
     assert first.answers(wrong, values) == [], "waits for contributions"
     values[0].fill_(9)
     first.contribute(spec, 0, (0, 1), {"count": torch.ones(3)})
-    answers = second.answers(ContributeRequest(0, (1, 2), [TableSlice("model")]), second.flats(spec, {"count": torch.ones(3)}, 0)[1])
+    answers = second.answers(
+        ContributeRequest(0, (1, 2), [TableSlice("model")]), second.flats(spec, {"count": torch.ones(3)}, 0)[1]
+    )
     assert [type(answer.reply) for answer in answers] == [AckReply, ValuesReply]
     assert second.order(wrong, values).reply == ValuesReply(1, [TableSlice("model")], 1)
     assert second.look(PullRequest(put)).tensors[0][:2].tolist() == [5, 5]

@@ -11,29 +11,29 @@ from torch import Tensor
 from helpers.shards import ONE, Worker, captured_at, counting, one_worker, refused, same, spec_of, values_of
 from shoal.errors import CheckpointError, InputError
 from shoal.paramserver.messages import (
+    AckReply,
     ApplyRequest,
+    BarrierRequest,
+    ClientId,
     ContributeRequest,
     DeclareRequest,
     DenseSpec,
-    AckReply,
     HelloRequest,
-    SnapshotRequest,
-    BarrierRequest,
     PullRequest,
     PushRequest,
     PutRequest,
-    ServerRequest,
     RewindRequest,
-    TableSlice,
+    ServerRequest,
+    SnapshotRequest,
     SparseSpec,
-    StatusRequest,
     StatusReply,
+    StatusRequest,
+    TableSlice,
     WelcomeReply,
-    ClientId,
 )
 from shoal.paramserver.rollback import MAX_POLLS, NoCommonSnapshotError, are_consistent, plan_rewind
-from shoal.paramserver.shard import ShardReply, ParameterShard
-from shoal.paramserver.sharding import shard_dense, flat_layout
+from shoal.paramserver.shard import ParameterShard, ShardReply
+from shoal.paramserver.sharding import flat_layout, shard_dense
 from shoal.paramserver.snapshot import ShardSnapshot, SnapshotFolder
 from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
@@ -119,7 +119,9 @@ def test_the_same_orders_give_the_same_bits_also_across_a_restart(tmp_path: Path
 
 def test_rewind_goes_back_to_a_snapshot_once_for_each_epoch(tmp_path: Path) -> None:
     with SnapshotFolder(tmp_path / "shard-0") as snapshots:
-        shard = ParameterShard(load_snapshot=snapshots.rewind, coordinator=StepCoordinator(SyncMode.parse("sync"), 1, 100))
+        shard = ParameterShard(
+            load_snapshot=snapshots.rewind, coordinator=StepCoordinator(SyncMode.parse("sync"), 1, 100)
+        )
         worker, spec = Worker([shard]), spec_of("adam", ONE, lr=1.0)
         worker.declare(spec, {"count": torch.zeros(3)})
         seen = {}
@@ -162,18 +164,34 @@ def test_a_rewind_is_for_one_process_of_a_shard() -> None:
     (worker,), _ = counting()
     first = worker.shards[0]
     captured = first.capture(copy=True)
-    second = ParameterShard(server_incarnation=2, coordinator=StepCoordinator(SyncMode.parse("sync"), 1, 100), load_snapshot=lambda step: captured)
+    second = ParameterShard(
+        server_incarnation=2,
+        coordinator=StepCoordinator(SyncMode.parse("sync"), 1, 100),
+        load_snapshot=lambda step: captured,
+    )
     second.restore(captured)
     worker.shards = [second]
     assert "process 1 of shard 0 was to go back, and this is process 2" in refused(
         worker.order(RewindRequest(7, 0, server_incarnation=1)), "fenced"
     )
     assert second.generation == 0
-    assert isinstance(worker.order(RewindRequest(7, 0, server_incarnation=2)).reply, AckReply) and second.generation == 7
+    assert (
+        isinstance(worker.order(RewindRequest(7, 0, server_incarnation=2)).reply, AckReply) and second.generation == 7
+    )
 
 
-def stood(boot: int = 1, epoch: int = 0, step: int = 4, kept: Sequence[int] = (2, 4), back: bool = False) -> StatusReply:
-    return StatusReply(server_incarnation=boot, generation=epoch, version=step, step=step, filled=True, snapshot_steps=list(kept), needs_rewind=back)
+def stood(
+    boot: int = 1, epoch: int = 0, step: int = 4, kept: Sequence[int] = (2, 4), back: bool = False
+) -> StatusReply:
+    return StatusReply(
+        server_incarnation=boot,
+        generation=epoch,
+        version=step,
+        step=step,
+        filled=True,
+        snapshot_steps=list(kept),
+        needs_rewind=back,
+    )
 
 
 def test_servers_that_are_not_at_one_step_go_back_to_one_that_all_have_kept() -> None:
@@ -183,7 +201,12 @@ def test_servers_that_are_not_at_one_step_go_back_to_one_that_all_have_kept() ->
 
     back = [stood(step=7, kept=[4, 6]), stood(boot=2, back=True)]
     first, second = plan_rewind(back, polls=1)
-    assert (first.step, first.server_incarnation, second.step, second.server_incarnation) == (4, 1, 4, 2) and first.generation == second.generation
+    assert (first.step, first.server_incarnation, second.step, second.server_incarnation) == (
+        4,
+        1,
+        4,
+        2,
+    ) and first.generation == second.generation
 
     # Whatever it has forgotten: no epoch comes again, not even when all were lost.
     again = [stood(boot=2, back=True), stood(boot=3, back=True)]

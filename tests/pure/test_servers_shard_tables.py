@@ -24,28 +24,28 @@ from helpers.shards import (
     values_of,
 )
 from shoal.paramserver.messages import (
+    AckReply,
     ApplyRequest,
     ContributeRequest,
-    StatsReply,
     DeclareRequest,
     DenseSpec,
-    AckReply,
-    TableStateReply,
     PullRequest,
     PushRequest,
     PutRequest,
     ServerRequest,
-    TableSlice,
     SparseSpec,
     SquaresRequest,
-    StatusRequest,
-    TableStateRequest,
+    StatsReply,
     StatsRequest,
     StatusReply,
+    StatusRequest,
+    TableSlice,
+    TableStateReply,
+    TableStateRequest,
     ValuesReply,
 )
 from shoal.paramserver.shard import ParameterShard
-from shoal.paramserver.sharding import MIN_SPLIT_BYTES, balance, shard_dense, flat_layout
+from shoal.paramserver.sharding import MIN_SPLIT_BYTES, balance, flat_layout, shard_dense
 
 # -- cuts -------------------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,13 @@ def test_a_pull_reads_the_tables_own_memory_and_a_push_leaves_the_gradient_alone
     assert all(parameter.grad is None for parameter in table.parameters)
     some = worker.look(PullRequest([TableSlice("model", (3, 1))]))
     assert same(
-        dict(zip(("scale", "bias"), flat_layout([table.ranges[3], table.ranges[1]], spec).views(some.tensors), strict=True)),
+        dict(
+            zip(
+                ("scale", "bias"),
+                flat_layout([table.ranges[3], table.ranges[1]], spec).views(some.tensors),
+                strict=True,
+            )
+        ),
         {name: worker.pull(spec)[name] for name in ("scale", "bias")},
     )
 

@@ -54,7 +54,10 @@ def test_every_law_holds_and_every_case_is_met() -> None:
 
 @pytest.mark.parametrize("mode", ["push", "groups:2", "sync", "quorum:0.6", "local:2"])
 def test_a_seed_tells_the_same_story_again(mode: str) -> None:
-    worlds = [SimServersWorld(7, trace=True, mode=mode, workers=2, shards=2, drops=0.1, doubles=0.1, rows=True) for _ in range(2)]
+    worlds = [
+        SimServersWorld(7, trace=True, mode=mode, workers=2, shards=2, drops=0.1, doubles=0.1, rows=True)
+        for _ in range(2)
+    ]
     first, second = (world.run() for world in worlds)
     assert first == second
     assert worlds[0].trace == worlds[1].trace
@@ -73,7 +76,9 @@ def test_a_shard_that_applies_a_repeated_order_is_found(monkeypatch: pytest.Monk
         return again(self, record, asked, epoch, request, tensors)
 
     monkeypatch.setattr(ParameterShard, "_again", twice)
-    with pytest.raises(InvariantViolated, match=r"seed \d+: number \d+ was acknowledged, and was applied 2 times\n(.|\n)*begins"):
+    with pytest.raises(
+        InvariantViolated, match=r"seed \d+: number \d+ was acknowledged, and was applied 2 times\n(.|\n)*begins"
+    ):
         some(mode="push", doubles=0.2)
 
 

@@ -21,24 +21,33 @@ from shoal.errors import InputError
 from shoal.paramserver import server as server_module
 from shoal.paramserver.dispatcher import token_proof
 from shoal.paramserver.messages import (
-    ChallengeReply,
     AckReply,
+    ChallengeReply,
+    ClientId,
     HelloRequest,
-    SnapshotRequest,
     PullRequest,
     PutRequest,
     RefusedReply,
-    TableSlice,
+    SnapshotRequest,
     StatusRequest,
+    TableSlice,
     WelcomeReply,
-    ClientId,
     encode,
 )
 from shoal.paramserver.server import ParameterServer
 from shoal.paramserver.shm_ring import RingReader, RingWriter, create_ring
 from shoal.paramserver.spin_wait import MAX_CREDIT, RETRY_AFTER, SpinWait
 from shoal.paramserver.transport import ConnectionLost, SocketTransport, dial, listen, read_address
-from shoal.paramserver.wire_format import DTYPES, IN_SHARED_MEMORY, REPLY, REQUEST, BadFrame, Frame, FrameLimits, pack_prefix
+from shoal.paramserver.wire_format import (
+    DTYPES,
+    IN_SHARED_MEMORY,
+    REPLY,
+    REQUEST,
+    BadFrame,
+    Frame,
+    FrameLimits,
+    pack_prefix,
+)
 
 
 @pytest.fixture
@@ -66,7 +75,9 @@ def carried(sender: SocketTransport, receiver: SocketTransport, frames: Sequence
 
 
 def same(frame: Frame, other: Frame) -> bool:
-    words = [(each.kind, each.worker, each.incarnation, each.sequence, each.tag, each.generation) for each in (frame, other)]
+    words = [
+        (each.kind, each.worker, each.incarnation, each.sequence, each.tag, each.generation) for each in (frame, other)
+    ]
     return (
         words[0] == words[1]
         and frame.meta == other.meta
@@ -305,7 +316,10 @@ AFTER_HELLO = {
     "an unknown dtype": (header(meta=PUT, table=entry(99, 4), body=64), "cannot be read"),
     "a table cut short": (header(meta=PUT, table=entry(0, 4)[:-3], body=64), "cannot be read"),
     "too many dimensions": (header(meta=PUT, table=b"\x00\xff" + bytes(20), body=64), "cannot be read"),
-    "memory that there is not": (header(meta=PUT, flags=IN_SHARED_MEMORY, table=entry(0, 16), body=64), "there is none"),
+    "memory that there is not": (
+        header(meta=PUT, flags=IN_SHARED_MEMORY, table=entry(0, 16), body=64),
+        "there is none",
+    ),
     "another worker's name": (header(meta=PUT, worker=3), "worker 0 spoke as worker 3"),
     "half a checksum": (header(meta=PUT)[:4] + bytes(4) + header(meta=PUT)[8:], "the checksum is"),
 }

@@ -17,30 +17,36 @@ from helpers.places import GOLDEN
 from shoal.collectives import cost_model as runtime_cost
 from shoal.collectives import trees
 from shoal.errors import InputError, PlanError
-from shoal.parallel.pipeline_schedule import fit_schedule, make_schedule, time_schedule, ideal_bubble
+from shoal.parallel.pipeline_schedule import fit_schedule, ideal_bubble, make_schedule, time_schedule
 from shoal.paramserver.sync_mode import SyncMode
-from shoal.planner.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack, tiers
+from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack, tiers
 from shoal.planner.cost.comm import collective_seconds as estimated
 from shoal.planner.cost.runtime import MEGATRON, MEGATRON_2021, SHOAL
 from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.simulate.chrome_trace import chrome_trace, timeline
-from shoal.planner.simulate.clock import SimulatedClock, SimulatedNetwork, DeliveredMessage, LinkPath, SimulatedLink
+from shoal.planner.simulate.clock import DeliveredMessage, LinkPath, SimulatedClock, SimulatedLink, SimulatedNetwork
 from shoal.planner.simulate.comm import (
     StridedGroup,
-    tiered_collective,
-    links_of,
     collective_phases,
+    links_of,
     places_of,
-    simulate_route,
+    ring_or_tree,
     simulate_every_message,
     simulate_every_ring,
-    ring_or_tree,
+    simulate_route,
+    tiered_collective,
 )
 from shoal.planner.simulate.failures import CAUSES, POLICIES, REDO, RESTART_ALL, FailureScenario, simulate_failures
 from shoal.planner.simulate.network import LinkTopology
-from shoal.planner.simulate.pipeline import StageCost, SimulatedReplica, simulate_pipeline, simulate_pipelines, pipeline_totals
+from shoal.planner.simulate.pipeline import (
+    SimulatedReplica,
+    StageCost,
+    pipeline_totals,
+    simulate_pipeline,
+    simulate_pipelines,
+)
 from shoal.planner.simulate.servers import SimulatedServers, compare_modes, simulate_servers
 from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_stragglers
 from shoal.planner.simulate.stragglers import StragglerModel
@@ -176,7 +182,9 @@ def test_without_links_a_pipeline_is_what_the_runtime_plays(name: str, chunks: i
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_hops_that_do_not_meet_are_those_of_the_runtime(name: str) -> None:
     schedule = fit_schedule(name, ranks=4, microbatches=8)
-    flow = simulate_pipeline(schedule, [StageCost(1.0, 2.0)] * schedule.stages, lambda source, to: LinkPath("host", 0.25, 1.0))
+    flow = simulate_pipeline(
+        schedule, [StageCost(1.0, 2.0)] * schedule.stages, lambda source, to: LinkPath("host", 0.25, 1.0)
+    )
     assert flow.total == time_schedule(schedule, hop=0.25).total
 
 
@@ -195,7 +203,8 @@ def test_unequal_stages_take_the_sum_and_the_slowest_for_each_further_microbatch
         closed = 3 * (sum(stages) + (microbatches - 1) * max(stages))
         costs = [StageCost(each, 2 * each) for each in stages]
         gpipe, mixed = (
-            simulate_pipeline(make_schedule(name, ranks=4, microbatches=microbatches), costs).total for name in ("gpipe", "1f1b")
+            simulate_pipeline(make_schedule(name, ranks=4, microbatches=microbatches), costs).total
+            for name in ("gpipe", "1f1b")
         )
         assert gpipe == closed
         assert 0.85 * closed < mixed <= closed, "forwards of the slowest fill what it waits for the others' backwards"
@@ -207,9 +216,13 @@ def test_many_draws_at_once_are_the_single_ones() -> None:
     for name in ("1f1b", "interleaved", "zbv"):
         schedule = fit_schedule(name, ranks=4, microbatches=8)
         costs = [StageCost(0.5 + stage, 1.0 + stage) for stage in range(schedule.stages)]
-        found = pipeline_totals(schedule, costs, slower, dict.fromkeys(((a, b) for a in range(4) for b in range(4)), 0.25))
+        found = pipeline_totals(
+            schedule, costs, slower, dict.fromkeys(((a, b) for a in range(4) for b in range(4)), 0.25)
+        )
         for draw in range(5):
-            replica = SimulatedReplica(devices=(0, 1, 2, 3), path=lambda a, b: LinkPath("x", 0.0, 1.0), slower=tuple(slower[:, draw]))
+            replica = SimulatedReplica(
+                devices=(0, 1, 2, 3), path=lambda a, b: LinkPath("x", 0.0, 1.0), slower=tuple(slower[:, draw])
+            )
             hopping = replace(replica, way=lambda a, b: None)
             plain = pipeline_totals(schedule, costs, slower)
             assert simulate_pipelines(schedule, costs, [hopping]).total == pytest.approx(plain[draw])
@@ -383,7 +396,9 @@ def test_a_step_adds_up_and_is_near_its_prediction(work: Workload, layout: dict[
 @pytest.mark.parametrize("runtime", [MEGATRON, SHOAL], ids=lambda each: each.name)
 @pytest.mark.parametrize("over", [1.0, 8.0])
 @pytest.mark.parametrize("layout", LAYOUTS[1:5], ids=str)
-def test_playing_every_replica_changes_nothing(work: Workload, layout: dict[str, Any], over: float, runtime: Any) -> None:
+def test_playing_every_replica_changes_nothing(
+    work: Workload, layout: dict[str, Any], over: float, runtime: Any
+) -> None:
     """Narrow links that replicas share, so that messages hold each other up."""
     cluster = a_cluster(racks=2, hosts=4, devices=2, link=2.0**28, over=over)
     once = a_step(work, cluster, runtime=runtime, **layout)
@@ -506,7 +521,9 @@ def test_a_step_waits_for_the_slowest_of_all_replicas(work: Workload) -> None:
     harmonic = sum(1 / n for n in range(1, 17))
     assert times.mean() == pytest.approx(step.seconds + step.pipeline * harmonic, rel=0.03)
     assert np.array_equal(times, simulate_stragglers(step, StragglerModel.parse("exponential:1"), steps=2000, seed=3))
-    assert not np.array_equal(times, simulate_stragglers(step, StragglerModel.parse("exponential:1"), steps=2000, seed=4))
+    assert not np.array_equal(
+        times, simulate_stragglers(step, StragglerModel.parse("exponential:1"), steps=2000, seed=4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -555,7 +572,9 @@ def test_a_quorum_waits_for_its_order_statistic(quorum: int) -> None:
 
 def test_sync_is_the_quorum_of_all() -> None:
     kind = StragglerModel.parse("lognormal:0.5")
-    sync, quorum = (simulate_servers(replace(EIGHT, stragglers=kind, mode=SyncMode.parse(mode))) for mode in ("sync", "quorum:8"))
+    sync, quorum = (
+        simulate_servers(replace(EIGHT, stragglers=kind, mode=SyncMode.parse(mode))) for mode in ("sync", "quorum:8")
+    )
     assert (sync.seconds, sync.updates, sync.staleness) == (quorum.seconds, quorum.updates, quorum.staleness)
     assert sync.mean_staleness == 0
 
@@ -698,7 +717,9 @@ def test_async_needs_the_samples_of_sync_and_gains_the_waiting() -> None:
 
 # -- failures ---------------------------------------------------------------------------------------------------------
 
-LLAMA = FailureScenario(seconds=54 * DAY, devices=16384, step=10.0, replicas=128, copies=128, save=5.0, write=60.0, failures=466)
+LLAMA = FailureScenario(
+    seconds=54 * DAY, devices=16384, step=10.0, replicas=128, copies=128, save=5.0, write=60.0, failures=466
+)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda each: each.name)

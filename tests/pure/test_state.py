@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as schedulers
 
 from shoal.errors import CheckpointError
-from shoal.numerics.digest import tensor_digests, quick_digest, tensor_sha256
+from shoal.numerics.digest import quick_digest, tensor_digests, tensor_sha256
 from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
 from shoal.recovery.checkpoint.serialize import decode, encode
 from shoal.recovery.checkpoint.state import (
@@ -249,7 +249,9 @@ def test_a_newcomer_whose_optimizer_never_stepped_goes_on_like_the_donor(
     arrived = carried(lent)
     for part in PARTS:
         sent, received = getattr(lent, part), getattr(arrived, part)
-        assert {name: quick_digest(tensor) for name, tensor in sent.items()} == {n: quick_digest(t) for n, t in received.items()}
+        assert {name: quick_digest(tensor) for name, tensor in sent.items()} == {
+            n: quick_digest(t) for n, t in received.items()
+        }
     live(newcomer, shadow=mine).restore(arrived, own=own)
     assert mine.tolist() == [0.0, 1.0, 2.0]
     for run in (donor, newcomer):

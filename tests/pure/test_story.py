@@ -15,20 +15,20 @@ from shoal.report.aggregate import RunTally
 from shoal.report.closing_report import closing
 from shoal.report.events import (
     AnyEvent,
-    MembershipChanged,
+    CheckpointSaved,
     DriverChanged,
-    WorkerFailed,
-    WorkerFinished,
-    StateTransferred,
+    MembershipChanged,
     RunRecovered,
-    WorkerAdded,
     RunResumed,
     RunStarted,
-    CheckpointSaved,
-    TimeSpent,
+    StateTransferred,
     StepsCommitted,
     StoreOutage,
+    TimeSpent,
+    WorkerAdded,
     WorkerExited,
+    WorkerFailed,
+    WorkerFinished,
     WorkerLeft,
     WorkerLost,
     WorkerStarted,
@@ -37,13 +37,13 @@ from shoal.report.events import (
 )
 from shoal.report.incidents import Incident
 from shoal.report.live_view import header, live_lines
-from shoal.report.oom import OomWatch, kill_counter, count_kills, killed_pid
+from shoal.report.oom import OomWatch, count_kills, kill_counter, killed_pid
 from shoal.report.participation import ParticipationSpan
 from shoal.report.progress import PlainLines
-from shoal.report.stacks import WorkerActivity, longest_wait_chain, find_wait_cycles, conclusion, find_blockers, render
+from shoal.report.stacks import WorkerActivity, conclusion, find_blockers, find_wait_cycles, longest_wait_chain, render
 from shoal.report.summarize import summarize_run
 from shoal.report.timeline import draw
-from shoal.report.wording import sentence, stamp, full_text
+from shoal.report.wording import full_text, sentence, stamp
 
 SHA256 = "c5d391c5" + "0" * 53 + "8e8"
 
@@ -64,13 +64,17 @@ def started(workers: int = 4, time: float = 100.0) -> RunStarted:
 
 def hello(rank: int, life: int = 0, time: float = 100.0) -> WorkerStarted:
     host = "host-a" if rank < 2 else "host-b"
-    return WorkerStarted(time=time, rank=rank, pid=4120 + rank + 10 * life, host=host, fingerprint="f00d", incarnation=life)
+    return WorkerStarted(
+        time=time, rank=rank, pid=4120 + rank + 10 * life, host=host, fingerprint="f00d", incarnation=life
+    )
 
 
 def steps(rank: int, step: int, count: int, *, time: float, leader: bool = False, **more: Any) -> StepsCommitted:
     """Steps of 0.1 s, 64 samples each."""
     facts = {"samples": 64 * count, "epoch": 0, "loss": 1.0, "lanes": (2 * rank, 2 * rank + 2), **more}
-    return StepsCommitted(time=time, rank=rank, step=step, count=count, leader=leader, spent=TimeSpent(compute=0.1 * count), **facts)
+    return StepsCommitted(
+        time=time, rank=rank, step=step, count=count, leader=leader, spent=TimeSpent(compute=0.1 * count), **facts
+    )
 
 
 def finished(rank: int, time: float = 200.0, **more: Any) -> WorkerFinished:
@@ -93,12 +97,16 @@ DRIVER: list[AnyEvent] = [
     WorkerAdded(time=180.1, rank=3, incarnation=1, reason="replacement"),
 ]
 LEADER: list[AnyEvent] = [
-    MembershipChanged(time=180.2, generation=2, members=[0, 1, 2], step=800, reason="worker 3 died", redone=1, seconds=0.2),
+    MembershipChanged(
+        time=180.2, generation=2, members=[0, 1, 2], step=800, reason="worker 3 died", redone=1, seconds=0.2
+    ),
     RunRecovered(time=180.42, generation=2, step=801, seconds=0.42),
 ]
 RETURN: list[AnyEvent] = [
     StateTransferred(time=181.2, rank=3, donor=0, step=805, num_bytes=24_000_000, seconds=0.05),
-    MembershipChanged(time=181.3, generation=3, members=[0, 1, 2, 3], step=805, reason="worker 3 (life 1) joined", seconds=0.1),
+    MembershipChanged(
+        time=181.3, generation=3, members=[0, 1, 2, 3], step=805, reason="worker 3 (life 1) joined", seconds=0.1
+    ),
     RunRecovered(time=181.4, generation=3, step=806, seconds=0.2),
     hello(3, life=1, time=181.5),
 ]
@@ -225,7 +233,9 @@ def test_a_resumed_run_whose_epochs_go_on_counting_begins_quietly() -> None:
         started(),
         RunResumed(time=100.5, step=700, path="x"),
         hello(0, life=1),
-        MembershipChanged(time=100.6, generation=7, members=[0, 1, 2, 3], incarnations=[1, 1, 1, 1], step=700, reason="resumed"),
+        MembershipChanged(
+            time=100.6, generation=7, members=[0, 1, 2, 3], incarnations=[1, 1, 1, 1], step=700, reason="resumed"
+        ),
         *(hello(rank, life=1) for rank in (1, 2, 3)),
         steps(0, 710, 10, time=102.0, leader=True),
     ]
@@ -274,14 +284,18 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
         (
             [
                 WorkerAdded(time=181.0, rank=4, incarnation=0, reason="scaled to 5 workers"),
-                MembershipChanged(time=182.0, generation=2, members=[0, 1, 2, 3, 4], step=810, reason="worker 4 joined"),
+                MembershipChanged(
+                    time=182.0, generation=2, members=[0, 1, 2, 3, 4], step=810, reason="worker 4 joined"
+                ),
                 RunRecovered(time=182.1, generation=2, step=811, seconds=0.15),
             ],
             ["worker 4 joined at step 810: scaled to 5 workers; next commit after 0.15 s"],
         ),
         (
             [
-                MembershipChanged(time=181.0, generation=2, members=[0, 1, 2, 3], step=800, reason="a connection failed", redone=1),
+                MembershipChanged(
+                    time=181.0, generation=2, members=[0, 1, 2, 3], step=800, reason="a connection failed", redone=1
+                ),
                 RunRecovered(time=181.1, generation=2, step=801, seconds=0.3),
             ],
             ["a connection failed; step 801 done again by 0 1 2 3; next commit after 0.30 s"],
@@ -318,7 +332,10 @@ def test_other_things_that_happen_to_members(events: list[AnyEvent], told: list[
 
 
 def test_members_that_a_run_begins_with_are_no_story() -> None:
-    events = [started(), MembershipChanged(time=100.0, generation=1, members=[0, 1, 2, 3], step=0, reason="all are there")]
+    events = [
+        started(),
+        MembershipChanged(time=100.0, generation=1, members=[0, 1, 2, 3], step=0, reason="all are there"),
+    ]
     tally = tallied([*events, *(hello(rank, time=101.0) for rank in range(4)), *BEFORE[5:]])
     assert tally.incidents == []
     assert (tally.num_alive, tally.num_participating, tally.participation) == (4, 4, pytest.approx(1.0))
@@ -416,13 +433,19 @@ def test_alive_participating_and_committed_are_counted_apart() -> None:
 def test_participation_follows_the_number_that_was_asked_for() -> None:
     events: list[AnyEvent] = [
         *BEFORE,
-        *(WorkerLeft(time=180.0, rank=rank, incarnation=0, step=800, reason="the run was scaled to 2") for rank in (2, 3)),
+        *(
+            WorkerLeft(time=180.0, rank=rank, incarnation=0, step=800, reason="the run was scaled to 2")
+            for rank in (2, 3)
+        ),
         MembershipChanged(time=180.0, generation=2, members=[0, 1], step=800, reason="workers 2 3 left"),
         steps(0, 1000, 200, time=200.0, leader=True),
     ]
     assert tallied(events).participation == pytest.approx(1.0)
     assert tallied(events).num_workers == 2
-    more = [*events, *(WorkerAdded(time=200.0, rank=rank, incarnation=1, reason="scaled to 4 workers") for rank in (2, 3))]
+    more = [
+        *events,
+        *(WorkerAdded(time=200.0, rank=rank, incarnation=1, reason="scaled to 4 workers") for rank in (2, 3)),
+    ]
     more += [steps(0, 1100, 100, time=210.0, leader=True)]
     assert tallied(more).num_workers == 4
     assert tallied(more).participation == pytest.approx((80 * 4 + 20 * 2 + 10 * 2) / (80 * 4 + 20 * 2 + 10 * 4))

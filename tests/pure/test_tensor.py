@@ -31,7 +31,15 @@ from helpers.tensor_cases import (
 from shoal.collectives.group import SoloGroup
 from shoal.errors import JobError
 from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, assemble_tensor
-from shoal.parallel.tensor import MetaTensorGroup, TensorRule, ShardedTensor, TensorGroup, find_rules, install, copy_to_meta
+from shoal.parallel.tensor import (
+    MetaTensorGroup,
+    ShardedTensor,
+    TensorGroup,
+    TensorRule,
+    copy_to_meta,
+    find_rules,
+    install,
+)
 from shoal.parallel.tensor.collective_ops import copy_to_shards
 from shoal.parallel.tensor.reshape import new_shard_dim
 
@@ -142,9 +150,13 @@ def test_what_several_operators_read_is_copied_once() -> None:
     first = copy_to_shards(x, MetaTensorGroup(2))
     assert first is copy_to_shards(x, MetaTensorGroup(2)) and first is not x
     x.add_(torch.ones(3, requires_grad=True))
-    assert copy_to_shards(x, MetaTensorGroup(2)) is not first, "it is not the same value any more, and has another gradient"
+    assert copy_to_shards(x, MetaTensorGroup(2)) is not first, (
+        "it is not the same value any more, and has another gradient"
+    )
     leaf = torch.ones(3, requires_grad=True)
-    assert copy_to_shards(leaf, MetaTensorGroup(2)) is not copy_to_shards(leaf, MetaTensorGroup(2)), "it outlives the step"
+    assert copy_to_shards(leaf, MetaTensorGroup(2)) is not copy_to_shards(leaf, MetaTensorGroup(2)), (
+        "it outlives the step"
+    )
 
 
 def test_one_worker_splits_nothing() -> None:

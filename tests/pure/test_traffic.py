@@ -17,7 +17,7 @@ from shoal.errors import InputError
 from shoal.job.load import load_job
 from shoal.report import summarize
 from shoal.report.aggregate import RunTally
-from shoal.report.events import RunStarted, TimeSpent, StepsCommitted, TrafficReported, WorkerStarted
+from shoal.report.events import RunStarted, StepsCommitted, TimeSpent, TrafficReported, WorkerStarted
 
 ONE_HOST = [RankPlace("a")] * 2
 ONE_RACK = [RankPlace("a", "x"), RankPlace("b", "x"), RankPlace("b", "x")]
@@ -55,7 +55,9 @@ def test_the_environment_says_what_nobody_asked_for(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(f"SHOAL_{name}", value)
     links = {"host": (1e-3, 1e6)}
     assert options_from_environment() == CommOptions(algorithm="tree", compress="int8", links=links)
-    assert options_from_environment(CommOptions(compress="bf16")) == CommOptions(algorithm="tree", compress="bf16", links=links)
+    assert options_from_environment(CommOptions(compress="bf16")) == CommOptions(
+        algorithm="tree", compress="bf16", links=links
+    )
 
 
 def test_two_hosts_with_one_name_are_told_apart() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shoal
-from shoal.collectives import ordered_reduce, open_shared_buffers, prefix_sum
+from shoal.collectives import open_shared_buffers, ordered_reduce, prefix_sum
 from shoal.collectives.group import WorkerGroup
 from shoal.collectives.shm_segment import SEGMENT_BYTES
 from shoal.numerics.digest import tensor_sha256

@@ -11,7 +11,7 @@ from shoal.collectives import shm_segment
 from shoal.collectives.group import WorkerGroup
 from shoal.numerics.lanes import assign_lanes, fold, subtrees
 from shoal.parallel.buckets import make_buckets
-from shoal.parallel.gradient_exchange import GradientExchange, SharedMemoryExchange, CollectiveExchange, open_exchange
+from shoal.parallel.gradient_exchange import CollectiveExchange, GradientExchange, SharedMemoryExchange, open_exchange
 from shoal.testing import ranks
 
 
@@ -21,7 +21,9 @@ def merged(group: WorkerGroup, kind: str, steps: int) -> list[list[Any]]:
         for index, (shape, dtype) in enumerate(zip(SHAPES, DTYPES, strict=True))
     ]
     buckets = make_buckets(like, bucket_bytes=2048)
-    exchange: GradientExchange = {"shared": SharedMemoryExchange, "wire": CollectiveExchange}[kind](group, LANES, buckets, len(SHAPES))
+    exchange: GradientExchange = {"shared": SharedMemoryExchange, "wire": CollectiveExchange}[kind](
+        group, LANES, buckets, len(SHAPES)
+    )
     found = []
     for step in range(steps):
         # Lanes are dealt anew half way, so that a worker hands on another number of partial sums.

@@ -12,7 +12,7 @@ from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.testing import RanksFailed, ranks
 from shoal.worker import state_transfer
 from shoal.worker.checkpointer import LiveState
-from shoal.worker.state_transfer import receive_state, send_state, preallocate
+from shoal.worker.state_transfer import preallocate, receive_state, send_state
 
 
 def live(seed: int, steps: int) -> LiveState:
@@ -38,7 +38,9 @@ def live(seed: int, steps: int) -> LiveState:
 def state(run: LiveState) -> str:
     snapshot = run.live_snapshot(0, {})
     parts = {"weights": snapshot.weights, "optimizer": snapshot.optimizer}
-    return model_digest(tensor_digests([(f"{part}/{name}", each) for part, named in parts.items() for name, each in named.items()]))
+    return model_digest(
+        tensor_digests([(f"{part}/{name}", each) for part, named in parts.items() for name, each in named.items()])
+    )
 
 
 def hand_over(group: WorkerGroup) -> list[Any]:

@@ -16,20 +16,27 @@ from torch import Tensor, nn
 from helpers.command import forked
 from helpers.odd_server import Answer, Odd
 from shoal.errors import InputError, RunError
-from shoal.paramserver.client import ServerAwayNotice, ParameterClient, WritesLostNotice, ClientNotice, RefusedError, ServerUnreachable
+from shoal.paramserver.client import (
+    ClientNotice,
+    ParameterClient,
+    RefusedError,
+    ServerAwayNotice,
+    ServerUnreachable,
+    WritesLostNotice,
+)
 from shoal.paramserver.local_servers import LocalServers, connect
 from shoal.paramserver.messages import (
+    AckReply,
     DeclareRequest,
     DenseSpec,
-    AckReply,
-    SnapshotRequest,
     PullRequest,
     PutRequest,
     ServerRequest,
-    TableSlice,
+    SnapshotRequest,
     SparseSpec,
-    StatusRequest,
     StatsRequest,
+    StatusRequest,
+    TableSlice,
 )
 from shoal.paramserver.server import ParameterServer
 from shoal.paramserver.shard import ParameterShard
@@ -154,7 +161,10 @@ def counted(table: Any) -> int:
 def test_a_server_that_is_killed_goes_on_from_its_snapshot_and_says_what_is_lost(tmp_path: Path) -> None:
     notices: list[ClientNotice] = []
     ones = [torch.ones(2000)] * 4
-    with LocalServers(1, folder=tmp_path) as servers, ParameterClient(servers.addresses, notify=notices.append) as client:
+    with (
+        LocalServers(1, folder=tmp_path) as servers,
+        ParameterClient(servers.addresses, notify=notices.append) as client,
+    ):
         table = counters(client)
         for _ in range(5):
             table.push(ones).wait()
@@ -170,7 +180,9 @@ def test_a_server_that_is_killed_goes_on_from_its_snapshot_and_says_what_is_lost
         assert counted(table) == 5 + 2
         assert client.lost_writes == 3
         assert client.server_incarnations == [2]
-        assert [notice for notice in notices if isinstance(notice, WritesLostNotice)] == [WritesLostNotice(0, 3, pushes=3)]
+        assert [notice for notice in notices if isinstance(notice, WritesLostNotice)] == [
+            WritesLostNotice(0, 3, pushes=3)
+        ]
         away = [notice for notice in notices if isinstance(notice, ServerAwayNotice)]
         assert [notice.seconds is None for notice in away] == [True, False]
         assert away[0].address == servers.addresses[0]
@@ -246,7 +258,10 @@ def test_an_answer_that_takes_long_is_waited_for() -> None:
         odd.answer = lambda who, tag, sequence, request: [] if sequence else [Answer(who, tag, AckReply(1))]
         return odd
 
-    with LocalServers(1, make_shard=made) as servers, ParameterClient(servers.addresses, timeout=0.1, notify=notices.append) as client:
+    with (
+        LocalServers(1, make_shard=made) as servers,
+        ParameterClient(servers.addresses, timeout=0.1, notify=notices.append) as client,
+    ):
         with pytest.raises(RunError, match=r"no answer within 0\.4 s: Put by shard 0"):
             client.request(0, PutRequest([])).wait(0.4)
         assert client.request(0, StatusRequest()).wait()[0] == AckReply(1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.collectives.group import SoloGroup, WorkerGroup
 from shoal.errors import JobError, PeerLost, RunError
 from shoal.numerics.grad_norm import clip_to_norm
-from shoal.numerics.lanes import TreeAccumulator, Span, assign_lanes
+from shoal.numerics.lanes import Span, TreeAccumulator, assign_lanes
 from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, assemble_tensor, row_slice
 from shoal.parallel import zero
 from shoal.parallel.blocks import find_blocks
@@ -377,7 +377,9 @@ def test_what_else_can_happen() -> None:
             loss = cross_entropy(strategy.replica.model(*inputs), target)
             return loss * float("inf") if strategy.current_lane == 1 else loss
 
-        work = StepInput(step=0, indices=range(16), batch_size=BATCH, fetch=lambda at: tuple(each[list(at)] for each in data))
+        work = StepInput(
+            step=0, indices=range(16), batch_size=BATCH, fetch=lambda at: tuple(each[list(at)] for each in data)
+        )
         strategy.compute(work, closure)
         strategy.commit()
         assert strategy.finish().not_finite == [(1, 1)]  # the worker that computed it

@@ -443,7 +443,9 @@ def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
 def test_etcd_away_and_back(tmp_path: Path) -> None:
     port, peers, nobody = free_ports(3)
     store = EtcdStore(f"etcd://127.0.0.1:{port},127.0.0.1:{nobody}", "run")
-    with pytest.raises(StoreUnavailable, match=rf"the store at etcd://127.0.0.1:{port},.* has been away since .*refused"):
+    with pytest.raises(
+        StoreUnavailable, match=rf"the store at etcd://127.0.0.1:{port},.* has been away since .*refused"
+    ):
         store.read()
     with etcd_server(tmp_path / "data", port, peers) as server:
         assert store.swap("a", b"1", 0)

@@ -23,7 +23,7 @@ from helpers.tensor_cases import (
 )
 from shoal.collectives.group import SoloGroup, WorkerGroup
 from shoal.numerics.tensor_slice import TensorSlice
-from shoal.parallel.tensor import ShardedTensor, TensorGroup, find_rules, gather_tree, install, copy_to_meta
+from shoal.parallel.tensor import ShardedTensor, TensorGroup, copy_to_meta, find_rules, gather_tree, install
 from shoal.testing import ranks
 
 TOLERANCE = 1e-9  # in double precision: what remains is the order of sums

@@ -85,7 +85,7 @@ def test_a_step_that_is_skipped_is_recorded_and_the_same_on_any_workers(
         result = call.train("job.py", "--workers", str(workers), "--nonfinite", "skip")
         assert result.value["steps"] == 8
         assert result.value["skipped_steps"] == [{"step": 5, "where": [[workers - 1, 2]]}]
-        assert [event["step"] for event in events(Path(result.value["folder"]), "skipped")] == [5]
+        assert [event["step"] for event in events(Path(result.value["folder"]), "step-skipped")] == [5]
         found.append(result.sha256)
     assert found[0] == found[1] != undisturbed
 
@@ -182,7 +182,7 @@ def test_a_damaged_checkpoint_is_left_for_the_older_one(
     assert "step-00000004" in result.err
     assert DAMAGES[damage] in result.err
     report = json.loads((run / "report.json").read_text())
-    assert (report["weights_sha256"], events(run, "resumed")[0]["step"]) == (undisturbed, 2)
+    assert (report["weights_sha256"], events(run, "run-resumed")[0]["step"]) == (undisturbed, 2)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

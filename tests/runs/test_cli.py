@@ -97,7 +97,7 @@ def test_a_run_folder_holds_everything(call: Caller, tmp_path: Path, monkeypatch
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["step"] == 8
     assert events(folder, "run-finished")[0]["outcome"] == "done"
-    assert [event["weights_sha256"] for event in events(folder, "finished")] == [result.sha256] * 2
+    assert [event["weights_sha256"] for event in events(folder, "worker-finished")] == [result.sha256] * 2
 
 
 def test_a_plan_is_replayed(call: Caller, tmp_path: Path) -> None:

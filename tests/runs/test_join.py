@@ -269,7 +269,7 @@ def test_whoever_goes_first_takes_nothing_from_an_evaluation_after_the_end(
 def test_a_joined_run_is_told_of_like_a_job(call: Caller) -> None:
     write()
     result = run(call, "--run-dir", "run", workers=2)
-    assert [event["rank"] for event in events(Path("run"), "finished")].count(0) == 1
+    assert [event["rank"] for event in events(Path("run"), "worker-finished")].count(0) == 1
     assert len(result.value["weights_sha256"]) == 64
     assert result.value["lanes"] == 4
     assert {"plan.json", "config.json", "report.json", "model.safetensors", "checkpoints"} <= {

@@ -161,7 +161,7 @@ def test_tables_have_the_same_rows_on_any_number_of_servers_and_after_a_resume(t
     expected = train(table_job(), tmp_path / "one", workers=1, servers=1)
     found = train(table_job(), tmp_path / "more", workers=2, servers=3)
     assert found.weights_sha256 == expected.weights_sha256
-    told = [event["tensors"] for event in events(tmp_path / "more", "finished") if event.get("tensors")]
+    told = [event["tensors"] for event in events(tmp_path / "more", "worker-finished") if event.get("tensors")]
     assert len(told) == 1 and "words.rows" in told[0]
     run = tmp_path / "resumed"
     with pytest.raises(shoal.Stopped):
@@ -311,7 +311,7 @@ def test_after_a_server_was_killed_lockstep_has_the_same_bits(shard: int, tmp_pa
     found = train(this, run, workers=2, servers=2)
     assert found.weights_sha256 == train(job(loss=nn.functional.cross_entropy), tmp_path / "alone").weights_sha256
     assert [event["shard"] for event in events(run, "server-lost")] == [shard]
-    rewound = {event["rank"]: event for event in events(run, "rewound")}
+    rewound = {event["rank"]: event for event in events(run, "servers-rolled-back")}
     assert rewound.keys() == {0, 1} and all(event["step"] == 0 < event["repeated"] for event in rewound.values())
     assert found.value["servers"]["steps_repeated"] == max(event["repeated"] for event in rewound.values())
 
@@ -334,7 +334,7 @@ def test_servers_that_were_left_at_different_steps_go_back_together(
     this = plain_job(steps=10)
     found = train(this, tmp_path / "run", workers=1, servers=2)
     assert mark.exists() and found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256
-    assert events(tmp_path / "run", "rewound")[0]["step"] == 0
+    assert events(tmp_path / "run", "servers-rolled-back")[0]["step"] == 0
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -397,7 +397,7 @@ def test_a_checkpoint_has_nothing_of_a_server_that_came_back_meanwhile(
     monkeypatch.setattr(ParameterClient, "request", request)
     with pytest.raises(shoal.Stopped):
         train(plain_job(steps=12), run, workers=2, servers=2, stop_after=7)
-    assert mark.exists() and events(run, "rewound")
+    assert mark.exists() and events(run, "servers-rolled-back")
     last = shoal.train(plain_job(steps=12), resume=str(run), quiet=True)
     assert last.weights_sha256 == train(plain_job(steps=12), tmp_path / "alone").weights_sha256
 
@@ -444,12 +444,12 @@ def test_local_steps_are_averaged(tmp_path: Path) -> None:
     this = job(loss=nn.functional.cross_entropy, evaluate_every=5)
     found = train(this, tmp_path / "run", workers=2, servers=1, sync="local:8,outer=nesterov")
     assert found.steps == STEPS and found.metrics["loss"] < 1.0
-    evaluated = [event["step"] for event in events(tmp_path / "run", "evaluated")]
+    evaluated = [event["step"] for event in events(tmp_path / "run", "model-evaluated")]
     assert evaluated == [8, 16, 24], "what was due at 5, 10, 15 and 20, each at its round's end"
-    (served,) = {event["updates"] for event in events(tmp_path / "run", "served") if event.get("final")}
+    (served,) = {event["updates"] for event in events(tmp_path / "run", "server-reported") if event.get("final")}
     assert served == STEPS // 8
     consumed = found.value["samples"]
-    assert sum(event["samples"] for event in events(tmp_path / "run", "steps") if event.get("leader")) == consumed
+    assert sum(event["samples"] for event in events(tmp_path / "run", "steps-committed") if event.get("leader")) == consumed
 
 
 def simple_job(**more: Any) -> shoal.Job:
@@ -469,7 +469,7 @@ def test_a_resumed_run_has_its_outer_optimizer_back_on_any_number_of_servers(tmp
     stopped = tmp_path / "stopped"
     with pytest.raises(shoal.Stopped):  # within a round: that is ended first
         train(simple_job(), stopped, servers=2, stop_after=7, **how)
-    assert [event["step"] for event in events(stopped, "saved")] == [8]
+    assert [event["step"] for event in events(stopped, "checkpoint-saved")] == [8]
 
     def resumed(name: str, **other: Any) -> shoal.Report:
         shutil.copytree(stopped, tmp_path / name)
@@ -511,7 +511,7 @@ def test_a_round_that_is_begun_in_its_middle_is_the_same_for_all_workers(tmp_pat
     with pytest.raises(shoal.Stopped):
         train(simple_job(), run, workers=2, servers=1, sync="local:3", stop_after=6)
     shoal.train(simple_job(), resume=str(run), workers=2, servers=1, sync="local:4", quiet=True)
-    counts = {rank: sum(each["count"] for each in events(run, "steps") if each["rank"] == rank) for rank in (0, 1)}
+    counts = {rank: sum(each["count"] for each in events(run, "steps-committed") if each["rank"] == rank) for rank in (0, 1)}
     assert counts == {0: 16, 1: 16}
 
 
@@ -534,7 +534,7 @@ def test_local_steps_go_on_from_any_step_at_its_rate(killed: bool, tmp_path: Pat
         train(job(loss=loss), run, workers=2, servers=1, stop_after=5)
     shoal.train(job(loss=loss), resume=str(run), workers=2, servers=1, sync="local:4", quiet=True)
     assert run.with_suffix(".killed").exists() == killed
-    told = [event for event in events(run, "steps") if event["step"] > 5]
+    told = [event for event in events(run, "steps-committed") if event["step"] > 5]
     last = {event["rank"]: event["rate"] for event in told if event["step"] == STEPS}
     assert last == {0: 3e-3 * 0.5**3, 1: 3e-3 * 0.5**3}
     for rank in (0, 1):
@@ -565,14 +565,14 @@ def test_servers_with_a_queue_are_kept_with_every_checkpoint(tmp_path: Path, mon
 
     monkeypatch.setattr(ParameterClient, "request", request)
     train(plain_job(checkpoint_every=8, steps=16), tmp_path / "run", workers=1, servers=1, sync="async")
-    saved = events(tmp_path / "run", "saved")
+    saved = events(tmp_path / "run", "checkpoint-saved")
     assert len(told.read_text().split()) == 1 + len(saved) == 3, "the first values, and each of these"
 
 
 def test_checkpoints_are_written_on_the_way_in_every_mode(tmp_path: Path) -> None:
     for mode in ("sync", "async"):
         train(plain_job(checkpoint_every=8), tmp_path / mode, workers=2, servers=1, sync=mode)
-        saved = [event["step"] for event in events(tmp_path / mode, "saved")]
+        saved = [event["step"] for event in events(tmp_path / mode, "checkpoint-saved")]
         assert len(saved) >= 2 and saved[-1] == STEPS
 
 

@@ -59,7 +59,7 @@ def test_a_compressed_run_says_what_it_saved_and_what_error_it_made(call: Caller
     assert between["bytes_per_step"] == between["bytes"] / 8
     assert between["bytes_saved"] == pytest.approx((3 - 4 / 256) / 4 * whole, rel=0.01)
     assert 0.001 < between["error"] < 0.02, "int8 is good for about half a percent"
-    told = [each for each in events(Path("run"), "travelled") if each.get("final")]
+    told = [each for each in events(Path("run"), "traffic-reported") if each.get("final")]
     assert between["bytes"] == sum(each["sent"]["host"] for each in told) and len(told) == 4
 
     closing = " ".join(call.good("report", "run").out.split())
@@ -138,7 +138,7 @@ def test_a_run_that_asks_for_nothing_says_little(call: Caller) -> None:
     write_job(Path.cwd())
     call.good("train", "job.py", "--run-dir", "one")
     found = call.good("train", "job.py", "--workers", "2", "--run-dir", "two")
-    assert report("one")["travel"] is None and events(Path("one"), "travelled") == []
+    assert report("one")["travel"] is None and events(Path("one"), "traffic-reported") == []
     assert "  gradients   through shared memory\n" in found.out
     assert report("two")["travel"]["way"] == "shared memory"
 

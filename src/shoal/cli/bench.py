@@ -147,7 +147,9 @@ def measure_links(
     if "rack" in links and "host" not in links:
         links["host"] = links["rack"]  # no two hosts share a rack: their own links are at least as fast
     links = _broadcast_links(links)
-    return links, _memory(process_group.transport, rounds) if isinstance(process_group.transport, SingleHostTransport) else None
+    return links, _memory(process_group.transport, rounds) if isinstance(
+        process_group.transport, SingleHostTransport
+    ) else None
 
 
 def pairs(places: Sequence[RankPlace]) -> dict[Level, Pairs]:
@@ -321,7 +323,8 @@ def text(found: BenchResult) -> str:
         lines.append(f"{level:8} {BETWEEN[level]:20} {readable_seconds(latency):>10} {bandwidth_text(bandwidth):>14}")
     if found.call_seconds is not None and found.turn_seconds is not None and found.copy_speed is not None:
         lines.append(
-            f"all at once: a barrier takes {readable_seconds(found.call_seconds)}, a turn in it {readable_seconds(found.turn_seconds)};"
+            f"all at once: a barrier takes {readable_seconds(found.call_seconds)},"
+            f" a turn in it {readable_seconds(found.turn_seconds)};"
             f" each copies {readable_bytes(found.copy_speed)}/s"
         )
     lines += ["", f"{'all-reduce':12} {'by':14} {'predicted':>10} {'measured':>10} {'predicted / measured':>21}"]

@@ -44,7 +44,9 @@ def _line(row: BlockGraph, made: ModelOutline, number: int) -> BlockLine:
         flops=segment.flops,
         share=costs[number] / (sum(costs) or 1.0),
         stage=next((stage for stage, (start, stop) in enumerate(spans) if start <= number < stop), None),
-        sent_values=tuple(row.names[each] for each in row.boundary_values(number + 1)) if number + 1 < len(row.segments) else (),
+        sent_values=tuple(row.names[each] for each in row.boundary_values(number + 1))
+        if number + 1 < len(row.segments)
+        else (),
         split_operators=tuple(
             f"{name.removeprefix(segment.block).lstrip('.') or name} {rule}"
             for name, rule in inside

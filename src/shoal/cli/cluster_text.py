@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from shoal.planner.cluster import (
     Cluster,
-    Device,
     ClusterHost,
     ClusterLink,
-    Rack,
+    Device,
     LinkTier,
+    Rack,
     bandwidth_text,
     bytes_text,
     find_cluster,
@@ -78,7 +78,9 @@ def _cause(cluster: Cluster, tier: LinkTier) -> str:
         return f"the link between the sockets of host {host.name}, {_speed(host.interconnect.between.bytes_per_second)}"
     near = host.devices // host.interconnect.sockets
     shared = f", which {_counted(near, 'device')} share" if host.interconnect.shared else ""
-    return f"{host.interconnect.kind} inside host {host.name}, {_speed(host.interconnect.link.bytes_per_second)}{shared}"
+    return (
+        f"{host.interconnect.kind} inside host {host.name}, {_speed(host.interconnect.link.bytes_per_second)}{shared}"
+    )
 
 
 def _uplink_each(rack: Rack) -> float:
@@ -182,10 +184,17 @@ def _table(cluster: Cluster) -> list[str]:
     rows = [("between", "devices", "latency", "one alone", "all at once", "large messages", "")]
     last: LinkTier | None = None
     for tier in found:
-        ratio = "" if last is None else f"{_times(last.shared_bandwidth / tier.shared_bandwidth)} less" if tier.shared_bandwidth < last.shared_bandwidth else "no less"
+        ratio = (
+            ""
+            if last is None
+            else f"{_times(last.shared_bandwidth / tier.shared_bandwidth)} less"
+            if tier.shared_bandwidth < last.shared_bandwidth
+            else "no less"
+        )
         mark = "  ◄ narrowest" if tier is worst and len(found) > 1 else ""
         rows.append((
-            _near(cluster, tier), f"{tier.size:,}", latency_text(tier.latency), _speed(tier.single_bandwidth), _speed(tier.shared_bandwidth),
+            _near(cluster, tier), f"{tier.size:,}", latency_text(tier.latency), _speed(tier.single_bandwidth),
+            _speed(tier.shared_bandwidth),
             f"reach {tier.efficiency:.0%}".replace("%", " %"), f"{ratio}{mark}",
         ))  # fmt: skip
         last = tier
@@ -210,7 +219,9 @@ def presets_text() -> str:
     for name in presets():
         host = find_cluster(name).hosts[0]
         device = "" if host.device is None else host.device.name
-        inside = f"{host.interconnect.kind} {_speed(host.interconnect.link.bytes_per_second)}" if host.interconnect else ""
+        inside = (
+            f"{host.interconnect.kind} {_speed(host.interconnect.link.bytes_per_second)}" if host.interconnect else ""
+        )
         rows.append((name, f"{host.devices} × {device}", inside, _cards(host), preset_note(name)))
     rows.insert(0, ("preset", "a host has", "inside", "network", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -264,7 +275,11 @@ def presets_value() -> list[dict[str, Any]]:
     for name in presets():
         host = find_cluster(name).hosts[0]
         device = host.device.name if host.device else None
-        links = {"link": asdict(host.link), "cards": host.cards, "inside": asdict(host.interconnect) if host.interconnect else None}
+        links = {
+            "link": asdict(host.link),
+            "cards": host.cards,
+            "inside": asdict(host.interconnect) if host.interconnect else None,
+        }
         found.append({"name": name, "device": device, "devices": host.devices, **links, "note": preset_note(name)})
     return found
 

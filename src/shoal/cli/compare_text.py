@@ -84,7 +84,9 @@ def charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         return []
     return [
         _chart(
-            "Loss against time", "seconds", {label: [(p.seconds, p.loss) for p in run.loss_curve] for label, run in drawn}
+            "Loss against time",
+            "seconds",
+            {label: [(p.seconds, p.loss) for p in run.loss_curve] for label, run in drawn},
         ),
         _chart("Loss against steps", "steps", {label: _by_step(run.loss_curve) for label, run in drawn}),
     ]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from shoal.cli.estimate_text import estimate, text, value
-from shoal.cli.parser import cluster_of, cluster_options, cluster_label, command, job_options
+from shoal.cli.parser import cluster_label, cluster_of, cluster_options, command, job_options
 from shoal.errors import InputError
 from shoal.job.dataset import open_data
 from shoal.job.load import load_job

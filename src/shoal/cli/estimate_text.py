@@ -55,7 +55,9 @@ class JobEstimate:
         return self.single_device.peak <= self.memory
 
 
-def estimate(work: Workload, cluster: Cluster, *, microbatch: int | None = None, batch: int | None = None) -> JobEstimate:
+def estimate(
+    work: Workload, cluster: Cluster, *, microbatch: int | None = None, batch: int | None = None
+) -> JobEstimate:
     """`microbatch` and `batch`: of a shape; a job has its own."""
     for name, given in (("microbatch", microbatch), ("batch", batch)):
         if given is not None and given < 1:

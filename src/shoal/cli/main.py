@@ -27,7 +27,7 @@ from shoal.cli import simulate as simulate_command
 from shoal.cli.bench import bench_collectives, text
 from shoal.cli.blocks_text import text as blocks_text
 from shoal.cli.blocks_text import value as blocks_value
-from shoal.cli.parser import HelpAll, CommandParser, command, job_options, rare_option
+from shoal.cli.parser import CommandParser, HelpAll, command, job_options, rare_option
 from shoal.cli.reexec_isa import pin_isa
 from shoal.cli.schedule_text import text as schedule_text
 from shoal.cli.schedule_text import value as schedule_value
@@ -39,7 +39,7 @@ from shoal.driver.launchers.cleanup import clean
 from shoal.driver.launchers.lab import Lab, check_machine
 from shoal.driver.launchers.lab_network import picture, summary
 from shoal.driver.launchers.programs import check_program, run_program
-from shoal.driver.outcome import RunInterrupted, RunFailed
+from shoal.driver.outcome import RunFailed, RunInterrupted
 from shoal.driver.predict_run import prediction_enabled
 from shoal.driver.verify import (
     PLAIN_TOLERANCE,
@@ -274,13 +274,23 @@ def _layout_options(parser: CommandParser) -> None:
     parser.add_argument("--layout", metavar="LIST",
                         help="data=2,pipeline=2,tensor=2,zero=1: copies, stages, slices, sharded states")  # fmt: skip
     for axis, words in (("data", "copies"), ("pipeline", "stages"), ("tensor", "slices")):
-        rare_option(parser, f"--{axis}", type=int, metavar="N", help=f"{words} of the model; the same as --layout {axis}=N")
-    rare_option(parser, "--zero", type=int, metavar="1|2|3", help="cut optimizer state, gradients, weights among copies")
+        rare_option(
+            parser, f"--{axis}", type=int, metavar="N", help=f"{words} of the model; the same as --layout {axis}=N"
+        )
+    rare_option(
+        parser, "--zero", type=int, metavar="1|2|3", help="cut optimizer state, gradients, weights among copies"
+    )
     rare_option(parser, "--schedule", default="1f1b", metavar="NAME",
          help="of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipe (1f1b)")  # fmt: skip
-    rare_option(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)")
-    rare_option(parser, "--recompute", action="store_true", help="keep only the inputs of blocks, and compute them again")
-    rare_option(parser, "--memory", metavar="SIZE", help="what a worker may use at the most: 250MB; enforced (no limit)")
+    rare_option(
+        parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)"
+    )
+    rare_option(
+        parser, "--recompute", action="store_true", help="keep only the inputs of blocks, and compute them again"
+    )
+    rare_option(
+        parser, "--memory", metavar="SIZE", help="what a worker may use at the most: 250MB; enforced (no limit)"
+    )
     rare_option(parser, "--cluster", metavar="NAME|FILE", help="what the run is predicted and planned for (laptop)")
     rare_option(parser, "--calibrate", nargs="+", default=[], metavar="RUN",
          help="earlier runs, whose predictions say how to correct this one's")  # fmt: skip
@@ -315,9 +325,13 @@ def _run_options(parser: CommandParser) -> None:
     )
     _comm_options(parser)
     _membership_options(parser)
-    rare_option(parser, "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (one pass over the data)")
+    rare_option(
+        parser, "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (one pass over the data)"
+    )
     rare_option(parser, "--stop-after", type=int, metavar="N", help="stop after this step, resumable")
-    rare_option(parser, "--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait for other workers (1800)")
+    rare_option(
+        parser, "--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait for other workers (1800)"
+    )
     rare_option(parser, "--pin", action="store_true", help="give each worker cores of its own")
     rare_option(
         parser,
@@ -335,14 +349,24 @@ def _membership_options(parser: CommandParser) -> None:
     parser.add_argument("--on-failure", choices=["replace", "shrink", "stop"], default="replace",
                         help="a worker is lost: replace it (default), go on with the others, or stop")  # fmt: skip
     rare_option(parser, "--min-workers", type=int, default=1, metavar="N", help="with fewer the run stops, saved (1)")
-    rare_option(parser, "--max-workers", type=int, metavar="N", help="never more, whatever shoal scale asks for (the lanes)")
-    rare_option(parser, "--max-failures", type=int, default=100, metavar="N", help="lost workers after which it stops (100)")
+    rare_option(
+        parser, "--max-workers", type=int, metavar="N", help="never more, whatever shoal scale asks for (the lanes)"
+    )
+    rare_option(
+        parser, "--max-failures", type=int, default=100, metavar="N", help="lost workers after which it stops (100)"
+    )
     rare_option(parser, "--slow", choices=["rebalance", "evict", "ignore"], default="rebalance",
          help="a worker that falls behind: fewer lanes (default), replaced, or waited for")  # fmt: skip
-    rare_option(parser, "--lease", type=float, default=5.0, metavar="S", help="seconds of silence after which one is lost (5)")
-    rare_option(parser, "--store", metavar="URL", help="etcd://host:port[/prefix] for several machines (a process of its own)")
+    rare_option(
+        parser, "--lease", type=float, default=5.0, metavar="S", help="seconds of silence after which one is lost (5)"
+    )
+    rare_option(
+        parser, "--store", metavar="URL", help="etcd://host:port[/prefix] for several machines (a process of its own)"
+    )
     rare_option(parser, "--samples", action="store_true", help="record which samples each step saw, not only a digest")
-    rare_option(parser, "--checkpoint", metavar="auto|N", help="steps between checkpoints, or auto: by their measured cost")
+    rare_option(
+        parser, "--checkpoint", metavar="auto|N", help="steps between checkpoints, or auto: by their measured cost"
+    )
 
 
 def _comm_options(parser: CommandParser) -> None:

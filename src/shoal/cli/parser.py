@@ -107,7 +107,9 @@ def _sized(given: argparse.Namespace, hosts: int | None) -> Cluster:
     if given.cluster is not None:
         return find_cluster(given.cluster, hosts=hosts, racks=racks)
     found = this_machine()
-    return found if hosts is None and racks is None else resize_cluster(found, 1 if hosts is None else hosts, racks=racks)
+    return (
+        found if hosts is None and racks is None else resize_cluster(found, 1 if hosts is None else hosts, racks=racks)
+    )
 
 
 def _numbers(text: str) -> list[int]:

@@ -11,7 +11,16 @@ from typing import Any
 import msgspec
 
 from shoal.cli import plan_text as show
-from shoal.cli.parser import HelpAll, CommandParser, cluster_options, cluster_label, clusters_of, command, job_options, rare_option
+from shoal.cli.parser import (
+    CommandParser,
+    HelpAll,
+    cluster_label,
+    cluster_options,
+    clusters_of,
+    command,
+    job_options,
+    rare_option,
+)
 from shoal.errors import InputError
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime
@@ -21,7 +30,15 @@ from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import SearchSpace, space_of
 from shoal.planner.search.explain import explain, larger_batch, seconds_text
 from shoal.planner.search.scaling_curve import scaling_curve
-from shoal.planner.search.search import OBJECTIVES, CheapestPlans, Candidate, PlanRanking, cheapest_plans, candidate_to_plan, search
+from shoal.planner.search.search import (
+    OBJECTIVES,
+    Candidate,
+    CheapestPlans,
+    PlanRanking,
+    candidate_to_plan,
+    cheapest_plans,
+    search,
+)
 from shoal.report import chart
 from shoal.worker.memory import parse_size
 
@@ -147,7 +164,7 @@ def _shape_question(given: argparse.Namespace, memory: float | None) -> PlanQuer
 
     def space(work: Workload, cluster: Cluster) -> SearchSpace:
         found = space_of(work, cluster, batch=given.batch, heads=shape.kv_heads, workers=given.workers)
-        return replace(found, modes=SEARCHED_MODES)
+        return replace(found, sync_modes=SEARCHED_MODES)
 
     return PlanQuery(
         command_words=["--gpt", given.gpt, "--batch", str(given.batch)],
@@ -170,7 +187,7 @@ def _job_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
     opened = open_job(job)
 
     def space(work: Workload, cluster: Cluster) -> SearchSpace:
-        return replace(job_space(job, opened.source, work, cluster, workers=given.workers), modes=SEARCHED_MODES)
+        return replace(job_space(job, opened.source, work, cluster, workers=given.workers), sync_modes=SEARCHED_MODES)
 
     def refused(candidate: Candidate) -> str | None:
         return plan_refusal(job, opened.source, candidate_to_plan(candidate, threads=job.threads))

@@ -9,7 +9,15 @@ from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS, StagePrediction
 from shoal.planner.search.candidates import EXACT
 from shoal.planner.search.explain import PlanExplanation, percent, seconds_text
 from shoal.planner.search.scaling_curve import ScalingCurve
-from shoal.planner.search.search import CheapestPlans, Candidate, PlanRanking, describe, gigabytes_text, memory_share_text, duration_text
+from shoal.planner.search.search import (
+    Candidate,
+    CheapestPlans,
+    PlanRanking,
+    describe,
+    duration_text,
+    gigabytes_text,
+    memory_share_text,
+)
 from shoal.report import chart
 from shoal.report.human import parts_that_add_up, rate
 from shoal.report.scaling_laws import amdahl_limit, usl_peak
@@ -116,7 +124,8 @@ def memory_lines(stages: Sequence[StagePrediction], limit: float) -> list[str]:
 def rejected_lines(ranking: PlanRanking, most: int = 3) -> list[str]:
     """How many were looked at, and what the largest part of those is that do not fit."""
     lines = [
-        f"looked at {len(ranking.setups):,} ways; {len(ranking.rejected):,} do not fit in {gigabytes_text(ranking.memory)}"
+        f"looked at {len(ranking.setups):,} ways; {len(ranking.rejected):,} do not fit"
+        f" in {gigabytes_text(ranking.memory)}"
     ]
     for part, (count, fastest) in list(ranking.rejections().items())[:most]:
         needs = f"{gigabytes_text(fastest.peak)}, {gigabytes_text(fastest.binds_bytes)} of it {part}"
@@ -256,7 +265,9 @@ def ranking_value(ranking: PlanRanking, shown: Sequence[Candidate], notes: Mappi
         "fit": len(ranking.order),
         "set_aside": len(ranking.inexact),
         "best": [candidate_value(each, notes.get(number)) for number, each in enumerate(shown, start=1)],
-        "stages": [{"blocks": stage.blocks, "memory": dict(stage.memory)} for stage in ranking.full_prediction(shown[0]).stages],
+        "stages": [
+            {"blocks": stage.blocks, "memory": dict(stage.memory)} for stage in ranking.full_prediction(shown[0]).stages
+        ],
         "rejected": {
             part: {"count": count, "fastest": candidate_value(fastest)}
             for part, (count, fastest) in ranking.rejections().items()

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.cli.parser import cluster_of, cluster_options, cluster_label, command, job_options
+from shoal.cli.parser import cluster_label, cluster_of, cluster_options, command, job_options
 from shoal.cli.predict_text import against_measured, text, value
 from shoal.errors import InputError
 from shoal.parallel.layout import ParallelLayout
@@ -123,7 +123,9 @@ def _job(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, str]
     job = load_job(given.file, given.settings)
     work = workload_of(job, open_data(job.data, seed=job.seed, shuffle=job.shuffle))
     cluster = cluster_of(given)
-    setup = _setup(given, ParallelLayout.parse(given.layout), batch=work.batch or 1, microbatch=work.samples, lanes=work.lanes)
+    setup = _setup(
+        given, ParallelLayout.parse(given.layout), batch=work.batch or 1, microbatch=work.samples, lanes=work.lanes
+    )
     runtime = None
     if given.calibrate:
         from shoal.driver.predict_run import PRESET

@@ -6,7 +6,7 @@ from statistics import mean, median
 from typing import Any
 
 from shoal.planner.cluster import Device
-from shoal.planner.cost.csv_table import relative_errors, kendall_tau
+from shoal.planner.cost.csv_table import kendall_tau, relative_errors
 from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS, Prediction, StagePrediction
 from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.workload import Workload

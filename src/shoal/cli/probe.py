@@ -23,12 +23,22 @@ import msgspec
 import torch
 
 from shoal.cli.bench import measure_links
-from shoal.cli.probe_device import ContentionSample, DeviceSpeed, fit_products, sample_contention, measure
+from shoal.cli.probe_device import ContentionSample, DeviceSpeed, fit_products, measure, sample_contention
 from shoal.collectives.group import DistributedGroup
 from shoal.collectives.stats import places_of
 from shoal.driver.launchers.lab import Lab
 from shoal.errors import InputError
-from shoal.planner.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack, bandwidth_text, cluster_text, latency_text
+from shoal.planner.cluster import (
+    Cluster,
+    ClusterHost,
+    ClusterLink,
+    Device,
+    HostInterconnect,
+    Rack,
+    bandwidth_text,
+    cluster_text,
+    latency_text,
+)
 from shoal.planner.cluster.local_machine import cores, memory_bytes
 from shoal.report import human
 from shoal.report.events import RunStarted
@@ -39,7 +49,9 @@ from shoal.worker.context import torchrun_store
 AT_ONCE = (1, 2, 4)  # workers; and one for each core
 DEADLINE_SECONDS = 600.0
 REDUCED_BYTES, QUICK_REDUCED_BYTES = 16 << 20, 1 << 20
-DEFAULT_LINK = ClusterLink(bytes_per_second=125e6)  # 1 Gbit/s, as in a lab: what leads out of a single host was not measured
+DEFAULT_LINK = ClusterLink(
+    bytes_per_second=125e6
+)  # 1 Gbit/s, as in a lab: what leads out of a single host was not measured
 DIGITS = 3  # of every figure that is written
 MATMUL_SHARE = 0.75  # of a step on a processor, as in the jobs of benchmarks/planner.py; the rest moves memory
 
@@ -54,7 +66,9 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     hosts: list[str]  # by rank of those that measured links
     racks: list[str]
     links: dict[str, tuple[float, float]]  # by level: seconds of a message, bytes a second
-    reduce_speed: float | None = None  # bytes a second of an all-reduce in memory that all share, as a link would have them
+    reduce_speed: float | None = (
+        None  # bytes a second of an all-reduce in memory that all share, as a link would have them
+    )
     barrier_seconds: float | None = None  # seconds for all workers of a host to meet
 
 
@@ -111,7 +125,9 @@ def probe(
 ) -> ProbeResult:
     """`workers`: that measure the links between them, all of a lab's or one per core unless it is said."""
     count = max(2, workers or (cores() if lab is None else lab.cluster.workers))
-    pace = msgspec.convert(_forked(1, lambda group: msgspec.to_builtins(measure(quick=quick, progress=progress)))[0], DeviceSpeed)
+    pace = msgspec.convert(
+        _forked(1, lambda group: msgspec.to_builtins(measure(quick=quick, progress=progress)))[0], DeviceSpeed
+    )
     crowd: dict[int, ContentionSample] = {}
     # Each three times, with time between.
     for number in (1, 2) if quick else 3 * sorted({*AT_ONCE, cores()}):
@@ -138,7 +154,9 @@ def probe_launched(*, quick: bool) -> ProbeResult | None:
         if size > 1:
             mine = msgspec.convert(_measure_contention(group, quick), ContentionSample)
             rows = group.gather_rows(torch.tensor([mine.product, mine.stream], dtype=torch.float64)).tolist()
-            crowd[local] = _fastest_sample([ContentionSample(product=product, stream=stream) for product, stream in rows[:local]])
+            crowd[local] = _fastest_sample(
+                [ContentionSample(product=product, stream=stream) for product, stream in rows[:local]]
+            )
         between = _measure_between(group, quick, say)
     finally:
         group.close()
@@ -206,7 +224,10 @@ def device_of(found: ProbeResult, *, share: float = 1.0) -> Device:
     speed, half = fits["fp32"]
     best = max(flops / seconds for flops, seconds in pace.products["fp32"])
     efficiency = min(1.0, speed / best)
-    alone, crowded = found.contention[1], found.contention[max(count for count in found.contention if count <= max(1, found.cores))]
+    alone, crowded = (
+        found.contention[1],
+        found.contention[max(count for count in found.contention if count <= max(1, found.cores))],
+    )
     product, stream = crowded.product / alone.product, crowded.stream / alone.stream
     slower = max(1.0, MATMUL_SHARE * product + (1 - MATMUL_SHARE) * stream)
     fastest = max(pace.memory_speed, pace.cache_speed)
@@ -306,14 +327,17 @@ def text(found: ProbeResult, cluster: Cluster) -> str:
     slow = sorted((rate, name) for name, rate in device.rates.items() if not _is_product(name))[:3]
     lines.append("              " + ", ".join(f"{name} {rate / 1e9:.2g} GB/s" for rate, name in slow))
     lines.append(
-        f"  models      {found.speed.model_slowdown:.2f} times as long as their operators by themselves (the file has it)"
+        f"  models      {found.speed.model_slowdown:.2f} times as long as their operators by themselves"
+        " (the file has it)"
     )
     lines += _contention_lines(found)
     lines += ["", f"  {'level':8} {'latency':>10} {'bandwidth':>14}"]
     for level, (latency, bandwidth) in found.links.items():
         lines.append(f"  {level:8} {latency_text(latency):>10} {bandwidth_text(bandwidth):>14}")
     if found.reduce_speed is not None and found.barrier_seconds is not None:
-        lines.append(f"  {'merge':8} {latency_text(found.barrier_seconds):>10} {bandwidth_text(found.reduce_speed):>14}")
+        lines.append(
+            f"  {'merge':8} {latency_text(found.barrier_seconds):>10} {bandwidth_text(found.reduce_speed):>14}"
+        )
     return "\n".join(lines)
 
 

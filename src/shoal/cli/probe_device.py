@@ -50,7 +50,9 @@ class DeviceSpeed(msgspec.Struct, frozen=True, kw_only=True):
     cache_speed: float  # the same of tensors of ordinary size
     overhead: float  # seconds of the host for one operator, of a model of ordinary modules
     rates: dict[str, float]  # by operator: FLOP/s, or bytes a second
-    model_slowdown: float = 1.0  # times as long a model takes as its operators by themselves: caches are colder, memory moves
+    model_slowdown: float = (
+        1.0  # times as long a model takes as its operators by themselves: caches are colder, memory moves
+    )
 
 
 class ContentionSample(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,15 +5,15 @@ from typing import Any
 
 from shoal.errors import PlanError
 from shoal.parallel.pipeline_schedule import (
-    SCHEDULE_NAMES,
     ONE_STAGE,
+    SCHEDULE_NAMES,
     V_SHAPED,
     PipelineSchedule,
     draw_schedule,
+    ideal_bubble,
     in_flight,
     make_schedule,
     time_schedule,
-    ideal_bubble,
 )
 
 ALL = "all"

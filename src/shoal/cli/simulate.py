@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from shoal.cli import simulate_text as show
-from shoal.cli.parser import HelpAll, cluster_of, cluster_options, cluster_label, command, job_options, rare_option
+from shoal.cli.parser import HelpAll, cluster_label, cluster_of, cluster_options, command, job_options, rare_option
 from shoal.errors import InputError, PlanError
 from shoal.numerics.lanes import Span
 from shoal.parallel.layout import ParallelLayout
@@ -75,7 +75,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
     job_options(parser)
     rare_option(parser, "--microbatch", type=int, metavar="N", help="samples, of a shape (1)")
-    rare_option(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)")
+    rare_option(
+        parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)"
+    )
     rare_option(parser, "--recompute", choices=RECOMPUTE, help="what backward computes again (none)")
     rare_option(parser, "--sequence-parallel", action="store_true", help="with tensor: cut the rest along the sequence")
     rare_option(parser, "--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16, fp32, fp8")
@@ -83,7 +85,9 @@ def add(commands: Any) -> None:
     rare_option(
         parser, "--slow", metavar="LIST", help="5=3,9=1.5: device 5 takes 3 times as long, device 9 half as long again"
     )
-    rare_option(parser, "--save", metavar="TIME", help="that steps wait for a checkpoint (state of a device at 10 GB/s)")
+    rare_option(
+        parser, "--save", metavar="TIME", help="that steps wait for a checkpoint (state of a device at 10 GB/s)"
+    )
 
 
 def call(given: argparse.Namespace) -> int:
@@ -198,7 +202,9 @@ def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cl
             (
                 each.setup
                 for each in search(work, cluster).top(DEEP)
-                if each.mark == EXACT and each.runnable and plan_refusal(job, opened.source, candidate_to_plan(each)) is None
+                if each.mark == EXACT
+                and each.runnable
+                and plan_refusal(job, opened.source, candidate_to_plan(each)) is None
             ),
             None,
         )
@@ -320,7 +326,9 @@ def _servers(
         workers=setup.data,
         servers=servers,
         compute=step.pipeline + step.terms["optimizer"],
-        num_bytes=sum(stage.parameters for stage in step.prediction.stages) * setup.tensor * request.work.gradient_bytes,
+        num_bytes=sum(stage.parameters for stage in step.prediction.stages)
+        * setup.tensor
+        * request.work.gradient_bytes,
         bandwidth=far.shared_bandwidth * far.efficiency * span,
         server_bandwidth=min(host.link.bytes_per_second * host.link.efficiency for host in cluster.hosts),
         latency=far.latency,
@@ -331,7 +339,7 @@ def _servers(
     usual = usual if base.workers > 2 else [each for each in usual if each.name != "quorum"]
     usual += [SyncMode.parse("groups:2")] if base.workers > 2 else []
     mode = SyncMode.parse(given.mode or setup.sync or "sync")
-    replace(base, mode=mode)  # whether it fits
+    replace(base, sync_mode=mode)  # whether it fits
     modes = [mode]
     if given.compare_modes:
         modes = list({str(each): each for each in (*usual, mode)}.values())

@@ -114,7 +114,12 @@ def straggler_lines(step: SimulatedStep, times: np.ndarray, stragglers: Straggle
 
 
 def server_lines(
-    setup: SimulatedServers, results: Sequence[SimulatedServerRun], reached: Sequence[TimeToAccuracy], law: ConvergenceLaw, *, relative: bool
+    setup: SimulatedServers,
+    results: Sequence[SimulatedServerRun],
+    reached: Sequence[TimeToAccuracy],
+    law: ConvergenceLaw,
+    *,
+    relative: bool,
 ) -> list[str]:
     """One table: sync against quorum against stale against async."""
     first = reached[0].seconds

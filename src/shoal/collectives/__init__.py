@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.collectives.process_group import ShoalProcessGroup
     from shoal.collectives.shared_buffers import SharedBuffers
 
-__all__ = ["CommOptions", "ordered_reduce", "open_shared_buffers", "prefix_sum"]
+__all__ = ["CommOptions", "open_shared_buffers", "ordered_reduce", "prefix_sum"]
 
 
 def prefix_sum(tensor: "Tensor", group: Any = None, *, exclusive: bool = False) -> "Tensor":
@@ -32,7 +32,9 @@ def prefix_sum(tensor: "Tensor", group: Any = None, *, exclusive: bool = False) 
     return _shoal_group(group).prefix_sum(tensor, exclusive)
 
 
-def ordered_reduce(lanes: int, assignment: Sequence[Span], partials: "Mapping[Span, Tensor]", group: Any = None) -> "Tensor":
+def ordered_reduce(
+    lanes: int, assignment: Sequence[Span], partials: "Mapping[Span, Tensor]", group: Any = None
+) -> "Tensor":
     """The sum of `lanes` tensors that ranks hold as partial sums, added in the order of the lanes' tree.
 
     `deal` says which lanes each rank holds, from and to; `parts` has this rank's sums by subtree

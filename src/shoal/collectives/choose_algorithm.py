@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from shoal.collectives.cost_model import CollectiveCost, LinkSpeed, PayloadSizer, collective_cost
 from shoal.collectives.topology import RankPlace, ranks_by_host
-from shoal.collectives.trees import TreeRoute, direct, halving, hierarchical, ring, reroot, tree
+from shoal.collectives.trees import TreeRoute, direct, halving, hierarchical, reroot, ring, tree
 from shoal.errors import InputError
 from shoal.numerics.lanes import Span
 
@@ -132,7 +132,12 @@ def unknown_algorithm(name: str) -> InputError:
 
 
 def _reason(
-    name: str, asked: bool, places: Sequence[RankPlace], num_bytes: int, price: CollectiveCost, others: Sequence[tuple[str, float]]
+    name: str,
+    asked: bool,
+    places: Sequence[RankPlace],
+    num_bytes: int,
+    price: CollectiveCost,
+    others: Sequence[tuple[str, float]],
 ) -> str:
     racks = ranks_by_host(places)
     hosts = sum(len(rack) for rack in racks)

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
-from shoal.collectives.topology import LEVELS, Level, RankPlace, link_level, level_setting
-from shoal.collectives.trees import GRAIN, TreeRoute, piece_bounds, chunk_size, tree_tasks
+from shoal.collectives.topology import LEVELS, Level, RankPlace, level_setting, link_level
+from shoal.collectives.trees import GRAIN, TreeRoute, chunk_size, piece_bounds, tree_tasks
 from shoal.errors import InputError
 from shoal.numerics.lanes import Span
 
@@ -94,7 +94,9 @@ def message_hops(
     return tuple(sorted(found))
 
 
-def compressed_level(route: TreeRoute, places: Sequence[RankPlace], compress: Mapping[str, object]) -> tuple[Level | None, ...]:
+def compressed_level(
+    route: TreeRoute, places: Sequence[RankPlace], compress: Mapping[str, object]
+) -> tuple[Level | None, ...]:
     """For each piece the farthest level that is compressed on its way, or None.
 
     Its compressor makes the one payload in which the result travels down, on all links: so all ranks get the same bits.
@@ -103,13 +105,20 @@ def compressed_level(route: TreeRoute, places: Sequence[RankPlace], compress: Ma
     for parents in route.parents:
         levels = {link_level(places[rank], places[parent]) for rank, parent in enumerate(parents)}
         found.append(
-            next((each for each in reversed(LEVELS) if each in levels and level_setting(compress, each) is not None), None)
+            next(
+                (each for each in reversed(LEVELS) if each in levels and level_setting(compress, each) is not None),
+                None,
+            )
         )
     return tuple(found)
 
 
 def hop_bytes(
-    route: TreeRoute, places: Sequence[RankPlace], num_bytes: int, element_bytes: int, compress: Mapping[str, PayloadSizer]
+    route: TreeRoute,
+    places: Sequence[RankPlace],
+    num_bytes: int,
+    element_bytes: int,
+    compress: Mapping[str, PayloadSizer],
 ) -> Callable[[MessageHop], int]:
     """How many bytes a hop carries: plain sums, or one payload where it is compressed."""
     pieces = [stop - start for start, stop in piece_bounds(num_bytes, len(route.parents), GRAIN * element_bytes)]
@@ -132,7 +141,11 @@ def links_between(places: Sequence[RankPlace], source: int, to: int) -> tuple[Di
     if between == "memory":
         return DirectedLink("memory", f"{source}", "out"), DirectedLink("memory", f"{to}", "in")
     hosts = DirectedLink("host", _host(here), "out"), DirectedLink("host", _host(there), "in")
-    return hosts if between == "host" else (*hosts, DirectedLink("rack", here.rack, "out"), DirectedLink("rack", there.rack, "in"))
+    return (
+        hosts
+        if between == "host"
+        else (*hosts, DirectedLink("rack", here.rack, "out"), DirectedLink("rack", there.rack, "in"))
+    )
 
 
 def _host(place: RankPlace) -> str:
@@ -196,7 +209,9 @@ def collective_cost(
     )
 
 
-def complete_assignment(size: int, lanes: int | None, assignment: Sequence[Span] | None) -> tuple[int, tuple[Span, ...]]:
+def complete_assignment(
+    size: int, lanes: int | None, assignment: Sequence[Span] | None
+) -> tuple[int, tuple[Span, ...]]:
     """What was said, or else a lane for each rank."""
     if lanes is None or assignment is None:
         return size, tuple((rank, rank + 1) for rank in range(size))

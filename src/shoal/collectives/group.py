@@ -58,7 +58,9 @@ class WorkerGroup(Protocol):
         """Every worker's row, one below the other."""
         ...
 
-    def ordered_reduce(self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None) -> PendingTensor:
+    def ordered_reduce(
+        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+    ) -> PendingTensor:
         """Begins the sum over all workers of flat tensors of one length, this worker's given by subtree.
 
         The memory of `parts` belongs to the merge until it is done, and may hold the result afterwards. `key` names
@@ -130,7 +132,9 @@ class SoloGroup:
     def gather_rows(self, row: Tensor) -> Tensor:
         return row.unsqueeze(0)
 
-    def ordered_reduce(self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None) -> PendingTensor:
+    def ordered_reduce(
+        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+    ) -> PendingTensor:
         total = fold(lanes, partials, _add)
         assert total is not None
         return ReadyTensor(total)
@@ -194,7 +198,9 @@ class DistributedGroup:
         limit = timeout if form_timeout is None else form_timeout
         try:
             if self.owned:
-                dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=limit, pg_options=options)
+                dist.init_process_group(
+                    NAME, store=store, rank=rank, world_size=size, timeout=limit, pg_options=options
+                )
                 found = dist.group.WORLD
             else:
                 found = dist.new_group(backend=NAME, timeout=limit, pg_options=options)
@@ -221,7 +227,9 @@ class DistributedGroup:
     def gather_rows(self, row: Tensor) -> Tensor:
         return self.process_group.gather_rows(row)
 
-    def ordered_reduce(self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None) -> PendingTensor:
+    def ordered_reduce(
+        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+    ) -> PendingTensor:
         return _ReduceHandle(self.process_group, lanes, assignment, partials, key)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -249,7 +257,11 @@ class DistributedGroup:
         )
         try:
             made = dist.new_group(
-                list(ranks), timeout=self._timeout, backend=NAME, pg_options=self._options, use_local_synchronization=True
+                list(ranks),
+                timeout=self._timeout,
+                backend=NAME,
+                pg_options=self._options,
+                use_local_synchronization=True,
             )
         except (RuntimeError, ValueError) as error:
             raise PeerLost(f"rank {self.rank} could not form a group with ranks {list(ranks)}: {error}") from error
@@ -282,12 +294,18 @@ class DistributedGroup:
                 members = (
                     list(range(group.size)) if group is self else dist.get_process_group_ranks(group.process_group)
                 )
-                return CollectiveStatus(operation=found[0], missing_ranks=[members[rank] for rank in found[1]], seconds=found[2])
+                return CollectiveStatus(
+                    operation=found[0], missing_ranks=[members[rank] for rank in found[1]], seconds=found[2]
+                )
         return None
 
     def comm_stats(self) -> CommStats:
         way, members = self.process_group.transport, self.process_group.members
-        return single_host_stats(places_of(members), members[0].options) if isinstance(way, SingleHostTransport) else cast("MultiHostTransport", way).comm_stats()
+        return (
+            single_host_stats(places_of(members), members[0].options)
+            if isinstance(way, SingleHostTransport)
+            else cast("MultiHostTransport", way).comm_stats()
+        )
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -25,11 +25,11 @@ from shoal.collectives.options import CommConfig
 from shoal.collectives.peer_monitor import PeerMonitor
 from shoal.collectives.recv_any import AnySourceMatcher, AnySourceReceive
 from shoal.collectives.reduction import SUM, Reduction, ScratchBuffers
-from shoal.collectives.run_tree import TensorPool, TreeExecutor, ByteCounts, split_pieces
+from shoal.collectives.run_tree import ByteCounts, TensorPool, TreeExecutor, split_pieces
 from shoal.collectives.shm_p2p import ANY_SOURCE, ShmMessenger
 from shoal.collectives.shm_segment import ShmSegment
 from shoal.collectives.single_host import check_lengths
-from shoal.collectives.stats import CommStats, places_of, make_comm_stats
+from shoal.collectives.stats import CommStats, make_comm_stats, places_of
 from shoal.errors import CollectiveError, PeerLost
 from shoal.numerics.lanes import Span
 
@@ -47,7 +47,13 @@ class GlooMessage:
     error: CollectiveError | None = None
 
     def __init__(
-        self, router: "MessageRouter", work: Any, peer: int, num_bytes: int, op: CollectiveOp | None = None, tag: int = 0
+        self,
+        router: "MessageRouter",
+        work: Any,
+        peer: int,
+        num_bytes: int,
+        op: CollectiveOp | None = None,
+        tag: int = 0,
     ) -> None:
         self._router, self._work, self.source, self._num_bytes = router, work, peer, num_bytes
         self._op, self._tag = op, tag
@@ -87,7 +93,9 @@ class GlooMessage:
 class MessageRouter:
     """Messages to any rank: through shared memory to those of this host, through gloo to others."""
 
-    def __init__(self, gloo: Any, members: Sequence[GroupMember], rank: int, messenger: ShmMessenger | None, limit: float) -> None:
+    def __init__(
+        self, gloo: Any, members: Sequence[GroupMember], rank: int, messenger: ShmMessenger | None, limit: float
+    ) -> None:
         self.rank, self.size = rank, len(members)
         self.gloo, self.messenger, self.limit = gloo, messenger, limit
         self.completed = 0  # letters that have arrived
@@ -109,7 +117,9 @@ class MessageRouter:
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         if self.messenger is not None and source in self._local_ranks:
-            return self.messenger.receive(tensor.view(torch.uint8), self._local_ranks[source], tag, self.op, self.op_number)
+            return self.messenger.receive(
+                tensor.view(torch.uint8), self._local_ranks[source], tag, self.op, self.op_number
+            )
         return self.begin(lambda: self.gloo.recv([tensor], source, tag), source, tensor.nbytes)
 
     def begin(
@@ -138,7 +148,13 @@ class MessageRouter:
 
 class MultiHostTransport:
     def __init__(
-        self, store: Store, members: list[GroupMember], rank: int, segment: ShmSegment | None, timeout: timedelta, config: CommConfig
+        self,
+        store: Store,
+        members: list[GroupMember],
+        rank: int,
+        segment: ShmSegment | None,
+        timeout: timedelta,
+        config: CommConfig,
     ) -> None:
         self.members, self.rank, self.size = members, rank, len(members)
         self.places = places_of(members)
@@ -264,7 +280,9 @@ class MultiHostTransport:
         token = torch.zeros(1, dtype=torch.uint8)
         route = self._choose(1, 1).route
         pieces = split_pieces(route, token)
-        TreeExecutor(self.router, route, {(self.rank, self.rank + 1): pieces}, pieces, base=base, pool=self._pool).wait()
+        TreeExecutor(
+            self.router, route, {(self.rank, self.rank + 1): pieces}, pieces, base=base, pool=self._pool
+        ).wait()
 
     def barrier(self, name: str = "barrier") -> None:
         with self._collective(CollectiveOp(name)) as base:
@@ -353,7 +371,15 @@ class MultiHostTransport:
 
     def _broadcast_down(self, route: Any, pieces: list[Tensor], base: int) -> None:
         TreeExecutor(
-            self.router, route, {}, pieces, base=base, up=False, places=self.places, byte_counts=self.move_bytes, pool=self._pool
+            self.router,
+            route,
+            {},
+            pieces,
+            base=base,
+            up=False,
+            places=self.places,
+            byte_counts=self.move_bytes,
+            pool=self._pool,
         ).wait()
 
     def gather(self, outputs: Sequence[Tensor] | None, source: Tensor, root: int, op: CollectiveOp) -> None:

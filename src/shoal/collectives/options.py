@@ -14,7 +14,7 @@ import msgspec
 from shoal.collectives.choose_algorithm import ALGORITHMS, unknown_algorithm
 from shoal.collectives.compression import MeteredCompressor, parse_compression
 from shoal.collectives.cost_model import LinkSpeed
-from shoal.collectives.topology import LEVELS, Level, RankPlace, link_level, level_setting
+from shoal.collectives.topology import LEVELS, Level, RankPlace, level_setting, link_level
 from shoal.errors import InputError
 
 # What the cost model assumes until it is told: a busy core's copies, and ten gigabits per second, also between racks.

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 from shoal.collectives.handshake import GroupMember, relayed_error
-from shoal.collectives.liveness import SendCountRequest, PeerStatus, SendCountReply, PeerLink
+from shoal.collectives.liveness import PeerLink, PeerStatus, SendCountReply, SendCountRequest
 from shoal.collectives.operation import CollectiveOp, read_record
 from shoal.errors import CollectiveError, PeerLost
 
@@ -58,7 +58,9 @@ class PeerMonitor:
     ) -> None:
         self.members, self.rank, self.limit = members, rank, limit
         self.error: CollectiveError | None = None
-        self.on_message: Callable[[int, SendCountRequest | SendCountReply], None] = lambda peer, words: None  # who hears what is no note
+        self.on_message: Callable[[int, SendCountRequest | SendCountReply], None] = lambda peer, words: (
+            None
+        )  # who hears what is no note
         self._links = dict(links)
         self._progress, self._abort_waits = progress, abort_waits
         self._seen_progress = 0

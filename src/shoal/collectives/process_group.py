@@ -24,22 +24,22 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.collectives.arguments import (
     FlatTensor,
     as_bytes,
+    as_list,
     check_same,
     flatten,
-    as_list,
     move_call,
     read_op,
-    read_root,
     read_rank_list,
+    read_root,
     reduce_call,
 )
 from shoal.collectives.handshake import GroupMember, fresh_store
 from shoal.collectives.operation import CollectiveOp
 from shoal.collectives.options import CommOptions
 from shoal.collectives.shm_p2p import ANY_SOURCE
-from shoal.collectives.transport import TransportMessage, CollectiveTransport, open_transport
-from shoal.collectives.work_handles import MessageWork, CombinedWork
-from shoal.collectives.work_queue import WorkQueue, CollectiveWork
+from shoal.collectives.transport import CollectiveTransport, TransportMessage, open_transport
+from shoal.collectives.work_handles import CombinedWork, MessageWork
+from shoal.collectives.work_queue import CollectiveWork, WorkQueue
 from shoal.errors import CallError, CollectiveError, PeerLost
 from shoal.numerics.lanes import Span
 
@@ -114,7 +114,9 @@ def _first_tensor(arguments: Any) -> Tensor | None:
 
 
 class ShoalProcessGroup(dist.ProcessGroup):
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, options: CommOptions | None = None) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, options: CommOptions | None = None
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a subclass may use
         store = fresh_store(store, rank)
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
@@ -413,7 +415,9 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def ordered_reduce(self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None) -> CollectiveWork:
+    def ordered_reduce(
+        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+    ) -> CollectiveWork:
         """The sum over all ranks of partial sums, each rank's by subtree of the lanes' tree, added in its order.
 
         The sum ends up in the memory of each rank's first part. Flat contiguous tensors of one length.
@@ -686,7 +690,9 @@ class ShoalProcessGroup(dist.ProcessGroup):
         (tensor,) = as_list(tensors)
         self._check_peer(to, "send")
         flat = flatten(tensor)
-        return self._message(self.transport.send(as_bytes(flat), to, tag, move_call("send", tensor, to)), [tensor], None)
+        return self._message(
+            self.transport.send(as_bytes(flat), to, tag, move_call("send", tensor, to)), [tensor], None
+        )
 
     @_route_by_device
     def recv(self, tensors: Any, source: int, tag: int = 0) -> "MessageWork":

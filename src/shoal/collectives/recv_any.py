@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from shoal.collectives.liveness import SendCountRequest, SendCountReply
+from shoal.collectives.liveness import SendCountReply, SendCountRequest
 from shoal.collectives.operation import CollectiveOp
 from shoal.collectives.peer_monitor import PeerMonitor
 from shoal.errors import CollectiveError
@@ -33,7 +33,9 @@ class AnySourceReceive:
     done = False
     source = -1
 
-    def __init__(self, matcher: "AnySourceMatcher", op: CollectiveOp, kind: Kind, begin: Callable[[int], WaitableMessage]) -> None:
+    def __init__(
+        self, matcher: "AnySourceMatcher", op: CollectiveOp, kind: Kind, begin: Callable[[int], WaitableMessage]
+    ) -> None:
         self.kind = kind
         self._matcher, self._op, self._begin = matcher, op, begin
         self._message: WaitableMessage | None = None

@@ -63,7 +63,9 @@ class Reduction:
         if len(operands) == 2:
             self.combine(operands[0], operands[1], out=out)
         else:
-            fold_partials(len(operands), {(rank, rank + 1): part for rank, part in enumerate(operands)}, out, self, scratch)
+            fold_partials(
+                len(operands), {(rank, rank + 1): part for rank, part in enumerate(operands)}, out, self, scratch
+            )
 
 
 class ScratchBuffers:
@@ -82,7 +84,9 @@ class ScratchBuffers:
 SUM = Reduction("sum", torch.add)
 
 
-def fold_partials(lanes: int, partials: Mapping[Span, Tensor | None], out: Tensor, reduction: Reduction, scratch: ScratchBuffers) -> None:
+def fold_partials(
+    lanes: int, partials: Mapping[Span, Tensor | None], out: Tensor, reduction: Reduction, scratch: ScratchBuffers
+) -> None:
     """Combines partial sums in the order of the lanes' tree. `out` may be one of them. An absent one is no operand."""
     used = 0
 

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.collectives.cost_model import compressed_level, complete_assignment
+from shoal.collectives.cost_model import complete_assignment, compressed_level
 from shoal.collectives.reduction import Combine
-from shoal.collectives.topology import Level, RankPlace, link_level, level_setting
-from shoal.collectives.trees import GRAIN, TreeTask, TreeRoute, piece_bounds, chunk_size, tree_tasks
+from shoal.collectives.topology import Level, RankPlace, level_setting, link_level
+from shoal.collectives.trees import GRAIN, TreeRoute, TreeTask, chunk_size, piece_bounds, tree_tasks
 from shoal.numerics.lanes import Span
 
 RECEIVES_AHEAD = 8  # turns; also how long a send has before it is waited for
@@ -135,7 +135,10 @@ class TreeExecutor:
         self.dtype = next(tensor.dtype for tensor in everything if tensor is not None)
         score = _task_order(route, *complete_assignment(messenger.size, lanes, assignment), ordered)
         self._tasks = score.tasks[messenger.rank]
-        self._reduce_order, self._broadcast_order = score.reduce_order[messenger.rank], score.broadcast_order[messenger.rank]
+        self._reduce_order, self._broadcast_order = (
+            score.reduce_order[messenger.rank],
+            score.broadcast_order[messenger.rank],
+        )
         self._heights = score.heights
 
         first = next(iter(partials.values()), None)
@@ -162,7 +165,9 @@ class TreeExecutor:
             if ordered and up and any(farthest):
                 raise ValueError("compressed sums are not exact: play the route with ordered=False")
 
-        self._arriving: dict[tuple[int, int], list[tuple[PendingMessage, Tensor]]] = {}  # by piece and chunk, in slot order
+        self._arriving: dict[
+            tuple[int, int], list[tuple[PendingMessage, Tensor]]
+        ] = {}  # by piece and chunk, in slot order
         self._results: dict[tuple[int, int], tuple[PendingMessage, Tensor]] = {}
         self._sends: deque[tuple[int, PendingMessage, Tensor, bool]] = deque()  # by turn; whether the pool gets it back
         self._skew = min(SKEW, self._turns)
@@ -401,7 +406,12 @@ def _farthest(route: TreeRoute, places: tuple[RankPlace, ...], levels: frozenset
 
 
 def tree_all_reduce(
-    messenger: Messenger, route: TreeRoute, partials: Mapping[Span, Tensor], *, out: Tensor | None = None, **options: Any
+    messenger: Messenger,
+    route: TreeRoute,
+    partials: Mapping[Span, Tensor],
+    *,
+    out: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """The sum of flat tensors over all ranks, in the memory of this rank's first part, or in `out`."""
     result = next(iter(partials.values())) if out is None else out

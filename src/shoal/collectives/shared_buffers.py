@@ -31,7 +31,12 @@ PIECE_BYTES = 1 << 18  # added up at a time: everybody's pieces stay in cache
 class SharedBuffers:
     """`flats` are everybody's bytes, by rank; `own` is this rank's."""
 
-    def __init__(self, transport: SingleHostTransport, buffers: Sequence[Tensor], run_in_order: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        transport: SingleHostTransport,
+        buffers: Sequence[Tensor],
+        run_in_order: Callable[[Callable[[], None]], None],
+    ) -> None:
         self.transport = transport
         self._run_in_order = run_in_order  # runs something in the order of the group's collectives
         self.buffers = list(buffers)
@@ -66,7 +71,9 @@ class SharedBuffers:
 
         self._run_in_order(action)
 
-    def reduce_own_share(self, lanes: int, partials: PartialSums, targets: Sequence[Tensor], reduction: Reduction) -> None:
+    def reduce_own_share(
+        self, lanes: int, partials: PartialSums, targets: Sequence[Tensor], reduction: Reduction
+    ) -> None:
         """This rank's share of a sum, written to everybody."""
         rank, size = self.transport.rank, self.transport.size
         own, itemsize = targets[rank], targets[rank].element_size()

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from shoal.collectives.operation import CollectiveOp
-from shoal.collectives.shm_segment import CONTROL_BYTES, HEADS, P2P_BYTES, SLOT_BYTES, SLOTS, TAILS, ShmSegment, BackoffWait
+from shoal.collectives.shm_segment import (
+    CONTROL_BYTES,
+    HEADS,
+    P2P_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    TAILS,
+    BackoffWait,
+    ShmSegment,
+)
 from shoal.errors import CollectiveError
 
 RING_SLOTS = 4
@@ -28,7 +37,9 @@ ANY_SOURCE = -1
 class ShmMessage:
     """A message under way, from either side."""
 
-    def __init__(self, messenger: "ShmMessenger", op: CollectiveOp, number: int, flat: Tensor, peer: int, tag: int) -> None:
+    def __init__(
+        self, messenger: "ShmMessenger", op: CollectiveOp, number: int, flat: Tensor, peer: int, tag: int
+    ) -> None:
         self.messenger, self.op, self.op_number, self.flat, self.peer, self.tag = messenger, op, number, flat, peer, tag
         self.moved = 0
         self.done = False

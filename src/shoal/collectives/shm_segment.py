@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shoal.collectives import futex
-from shoal.collectives.handshake import GroupMember, relayed_error, left_midway_error
+from shoal.collectives.handshake import GroupMember, left_midway_error, relayed_error
 from shoal.collectives.operation import RECORD_BYTES, CollectiveOp, read_record
 from shoal.errors import CollectiveError, PeerLost
 
@@ -106,7 +106,9 @@ def unsupported_reason() -> str:
 class ShmSegment:
     """The ranks of one host. `rank` counts within the host; `members` tells who they are in the group."""
 
-    def __init__(self, members: Sequence[GroupMember], rank: int, segments: Sequence[mmap.mmap], timeout: float) -> None:
+    def __init__(
+        self, members: Sequence[GroupMember], rank: int, segments: Sequence[mmap.mmap], timeout: float
+    ) -> None:
         self.members = list(members)
         self.rank, self.size = rank, len(members)
         self.others = [each for each in range(self.size) if each != rank]
@@ -207,7 +209,9 @@ class ShmSegment:
             asleep[0] = 0
             if wait.check_due() and posted[0] < turn:
                 what = f"{read_record(self._record)}, number {self.sequence}"
-                self.check_peers(lambda: [each for each in self.others if self._turns[each][0] < turn], wait.began, what)
+                self.check_peers(
+                    lambda: [each for each in self.others if self._turns[each][0] < turn], wait.began, what
+                )
 
     def backoff(self, tries: int) -> None:
         """Between two looks of a short wait."""
@@ -240,12 +244,18 @@ class ShmSegment:
         left = [rank for rank in absent if states[rank] == LEFT]
         for rank in absent:
             if states[rank] == LEFT and (not any_of_them or len(left) == len(absent)):
-                self.fail_and_raise(PeerLost(f"{self._lost_reason(rank, doing)}: it has left the group{self._last_known(rank)}"))
+                self.fail_and_raise(
+                    PeerLost(f"{self._lost_reason(rank, doing)}: it has left the group{self._last_known(rank)}")
+                )
             if rank in ended and states[rank] == LIVE:
-                self.fail_and_raise(PeerLost(f"{self._lost_reason(rank, doing)}: its process has ended{self._last_known(rank)}"))
+                self.fail_and_raise(
+                    PeerLost(f"{self._lost_reason(rank, doing)}: its process has ended{self._last_known(rank)}")
+                )
         for other in self.others:  # somebody in trouble stops coming: pass on why
             if states[other] in (LOST, REFUSED):
-                self.fail_and_raise((PeerLost if states[other] == LOST else CollectiveError)(self._reported_reason(other)))
+                self.fail_and_raise(
+                    (PeerLost if states[other] == LOST else CollectiveError)(self._reported_reason(other))
+                )
         limit = self.timeout if timeout is None else timeout
         if time.monotonic() - since > limit:
             rest = "".join(f", nor of rank {self.members[rank].rank}" for rank in absent[1:] if not any_of_them)

@@ -14,7 +14,7 @@ from shoal.collectives.handshake import GroupMember
 from shoal.collectives.operation import CollectiveOp
 from shoal.collectives.reduction import SUM, Reduction, ScratchBuffers, fold_partials
 from shoal.collectives.remote_read import ReadProbe, can_read, read_memory
-from shoal.collectives.shm_p2p import ShmMessenger, ShmMessage
+from shoal.collectives.shm_p2p import ShmMessage, ShmMessenger
 from shoal.collectives.shm_segment import SLOT_BYTES, ShmSegment
 from shoal.errors import CollectiveError
 from shoal.numerics.lanes import Span, subtrees
@@ -103,7 +103,9 @@ class SingleHostTransport:
             processes = [member.pid for member in self.segment.members]
             mine = all(can_read(processes[each], rows[each]) for each in self.segment.others)
             self.segment.end()
-            self._peers_readable = all(row[0] for row in self._exchange_rows(op, [int(mine)]))  # also the end of the proof
+            self._peers_readable = all(
+                row[0] for row in self._exchange_rows(op, [int(mine)])
+            )  # also the end of the proof
             self.segment.end()
         return self._peers_readable
 
@@ -226,7 +228,9 @@ class SingleHostTransport:
 
         self._turns(op, len(pieces), stage, take)
 
-    def _pipelined_reduce(self, flat: Tensor, reduction: Reduction, op: CollectiveOp, everybody: bool, root: int = -1) -> None:
+    def _pipelined_reduce(
+        self, flat: Tensor, reduction: Reduction, op: CollectiveOp, everybody: bool, root: int = -1
+    ) -> None:
         """Each rank reduces its share of every piece and hands it round. Three things are under way at a time:
 
         turn t    piece t goes into the slot · this rank's share of piece t - 1 is reduced and goes in behind it

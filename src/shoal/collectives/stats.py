@@ -12,7 +12,9 @@ from shoal.collectives.topology import Level, RankPlace
 SHARED_MEMORY = "shared memory"
 
 
-SquaredError = tuple[float, float]  # of messages that were looked at: squared lengths of what they left out, and should carry
+SquaredError = tuple[
+    float, float
+]  # of messages that were looked at: squared lengths of what they left out, and should carry
 
 
 class CommStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +61,9 @@ def make_comm_stats(
     uncompressed_bytes: dict[Level, int] | None = None,
     squared_errors: dict[str, SquaredError] | None = None,
 ) -> CommStats:
-    asked = {level: each.name for level, each in parse_compression(options.compress).items()} if options.compress else {}
+    asked = (
+        {level: each.name for level, each in parse_compression(options.compress).items()} if options.compress else {}
+    )
     crossed = crossed_levels(places)
     # What crosses racks leaves hosts as well.
     reached = {level for level in LEVELS if level in crossed or (level == "host" and "rack" in crossed)}

@@ -18,19 +18,26 @@ from torch._C._distributed_c10d import Store
 
 from shoal.collectives.handshake import (
     GroupMember,
-    host_identity,
     exchange_members,
+    exchange_notes,
+    host_identity,
     host_members,
     new_token,
     own_address,
-    exchange_notes,
     store_host,
 )
 from shoal.collectives.operation import CollectiveOp
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.collectives.reduction import Reduction
 from shoal.collectives.shm_p2p import ShmMessenger
-from shoal.collectives.shm_segment import MAX_RANKS, SEGMENT_BYTES, ShmSegment, map_segment, new_segment, unsupported_reason
+from shoal.collectives.shm_segment import (
+    MAX_RANKS,
+    SEGMENT_BYTES,
+    ShmSegment,
+    map_segment,
+    new_segment,
+    unsupported_reason,
+)
 from shoal.collectives.single_host import SingleHostTransport
 from shoal.errors import CollectiveError, InputError, PeerLost, ShoalError
 from shoal.numerics.lanes import Span
@@ -59,7 +66,9 @@ class CollectiveTransport(Protocol):
     def barrier(self, name: str = "barrier") -> None: ...
     def all_reduce(self, flat: Tensor, reduction: Reduction, op: CollectiveOp) -> None: ...
     def reduce(self, flat: Tensor, root: int, reduction: Reduction, op: CollectiveOp) -> None: ...
-    def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, reduction: Reduction, op: CollectiveOp) -> None: ...
+    def reduce_scatter(
+        self, inputs: Sequence[Tensor], output: Tensor, reduction: Reduction, op: CollectiveOp
+    ) -> None: ...
     def ordered_reduce(
         self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable, op: CollectiveOp
     ) -> Tensor: ...
@@ -96,7 +105,9 @@ class CollectiveTransport(Protocol):
     def close(self) -> None: ...
 
 
-def open_transport(store: Store, rank: int, size: int, timeout: timedelta, options: Any = None) -> tuple[list[GroupMember], CollectiveTransport]:
+def open_transport(
+    store: Store, rank: int, size: int, timeout: timedelta, options: Any = None
+) -> tuple[list[GroupMember], CollectiveTransport]:
     """`wish`: a Wish; None: what the environment says."""
     options, trouble = _read_options(options)
     token, why = new_token(), unsupported_reason()
@@ -134,7 +145,9 @@ def open_transport(store: Store, rank: int, size: int, timeout: timedelta, optio
         return members, SingleHostTransport(arena, ShmMessenger(arena))
     from shoal.collectives.multi_host import MultiHostTransport  # only where hosts differ: it brings gloo with it
 
-    return members, MultiHostTransport(store, members, rank, arena, timeout, CommConfig.from_options(members[0].options))
+    return members, MultiHostTransport(
+        store, members, rank, arena, timeout, CommConfig.from_options(members[0].options)
+    )
 
 
 def _read_options(options: Any) -> tuple[CommOptions, ShoalError | None]:
@@ -154,7 +167,9 @@ def _read_options(options: Any) -> tuple[CommOptions, ShoalError | None]:
     return options, None
 
 
-def _open_segment(store: Store, members: list[GroupMember], rank: int, size: int, timeout: timedelta) -> ShmSegment | None:
+def _open_segment(
+    store: Store, members: list[GroupMember], rank: int, size: int, timeout: timedelta
+) -> ShmSegment | None:
     """The memory that this host's ranks share; None, on all of them, where one cannot. Says so."""
     local = host_members(members, rank)
     segments, why = [], ""

@@ -215,7 +215,9 @@ class TreeTask:
 
 
 @lru_cache(maxsize=128)
-def tree_tasks(route: TreeRoute, lanes: int, assignment: tuple[Span, ...], ordered: bool = True) -> tuple[tuple[TreeTask, ...], ...]:
+def tree_tasks(
+    route: TreeRoute, lanes: int, assignment: tuple[Span, ...], ordered: bool = True
+) -> tuple[tuple[TreeTask, ...], ...]:
     """Everybody's duties, by rank and piece.
 
     With `ordered=False` everybody hands on one sum, its own and its children's in order of their first lanes.
@@ -224,7 +226,9 @@ def tree_tasks(route: TreeRoute, lanes: int, assignment: tuple[Span, ...], order
     return tuple(tuple(piece[rank] for piece in by_piece) for rank in range(route.size))
 
 
-def _piece_tasks(piece: int, parents: tuple[int, ...], lanes: int, assignment: tuple[Span, ...], ordered: bool) -> dict[int, TreeTask]:
+def _piece_tasks(
+    piece: int, parents: tuple[int, ...], lanes: int, assignment: tuple[Span, ...], ordered: bool
+) -> dict[int, TreeTask]:
     depth = {rank: _depth(parents, rank) for rank in range(len(parents))}
     height = dict.fromkeys(depth, 0)
     children: dict[int, list[int]] = {rank: [] for rank in depth}

@@ -15,7 +15,9 @@ from shoal.collectives.transport import TransportMessage
 class MessageWork(dist.Work):
     """A send or receive that has been issued."""
 
-    def __init__(self, message: TransportMessage, tensors: list[Tensor], flat: "FlatTensor | None", timeout: float) -> None:
+    def __init__(
+        self, message: TransportMessage, tensors: list[Tensor], flat: "FlatTensor | None", timeout: float
+    ) -> None:
         super().__init__()
         self._message, self._tensors, self._flat, self._timeout = message, tensors, flat, timeout
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shoal.driver.predict_run import RunPredictor, NoPrediction, predict_plan
+from shoal.driver.predict_run import NoPrediction, RunPredictor, predict_plan
 from shoal.errors import MemoryNeeded, PlanError, ShoalError
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan
@@ -115,7 +115,9 @@ class LayoutChooser:
                     refused.append(error)
         raise self._nothing_fits(ranking, workers, has, refused)
 
-    def _nothing_fits(self, ranking: "PlanRanking", workers: int, has: int | None, refused: Sequence[ShoalError]) -> ShoalError:
+    def _nothing_fits(
+        self, ranking: "PlanRanking", workers: int, has: int | None, refused: Sequence[ShoalError]
+    ) -> ShoalError:
         """What the least would need, or what spoke against all of them."""
         who = human.plural(workers, "worker")
         short = min((error for error in refused if isinstance(error, MemoryNeeded)), key=_needed, default=None)

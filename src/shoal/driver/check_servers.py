@@ -10,7 +10,9 @@ from shoal.paramserver.sync_mode import SyncMode
 MOST_SERVERS = 256  # a typing mistake above that: every worker speaks with every server
 
 
-def check_servers(servers: int | None, sync_mode: str, *, workers: int, layout: ParallelLayout | None = None) -> SyncMode | None:
+def check_servers(
+    servers: int | None, sync_mode: str, *, workers: int, layout: ParallelLayout | None = None
+) -> SyncMode | None:
     """The mode that was asked for ("sync" if nobody says one), or None where there are no servers."""
     mode = SyncMode.parse(sync_mode) if sync_mode else None
     if servers is not None and not 0 <= servers <= MOST_SERVERS:

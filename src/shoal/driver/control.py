@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from shoal.collectives.handshake import host_identity
-from shoal.driver.driver import DRIVER_PROCESS, DRIVER_STATE, RunDriver, RunOptions, DriverState, failure_policy_of
+from shoal.driver.driver import DRIVER_PROCESS, DRIVER_STATE, DriverState, RunDriver, RunOptions, failure_policy_of
 from shoal.driver.failure_policy import worker_count_error
 from shoal.driver.store_monitor import living_driver
 from shoal.errors import InputError, RunError, RunFolderError
-from shoal.recovery.membership.heartbeat import WorkerProcess, MembershipState, RunRequest, store_key
+from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess, store_key
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state
-from shoal.recovery.membership.store import StoreSnapshot, RunStore, StoreUnavailable
+from shoal.recovery.membership.store import RunStore, StoreSnapshot, StoreUnavailable
 from shoal.report.event_queries import committed_floor
 from shoal.report.events import WorkerStarted
 from shoal.report.run_folder import RunFolder
@@ -51,7 +51,9 @@ def scale(folder: RunFolder, workers: int) -> list[int]:
     """Another number of workers from the next step on. Returns the numbers of those that take part then."""
     _refuse_servers(folder, "it has as many workers as it began with")
     standing = read_driver_state(folder)
-    refused = worker_count_error(workers, failure_policy_of(standing.settings), standing.lanes, standing.model_shards, standing.no_replicas)
+    refused = worker_count_error(
+        workers, failure_policy_of(standing.settings), standing.lanes, standing.model_shards, standing.no_replicas
+    )
     if refused is not None:
         raise refused
     with _store(folder) as store:
@@ -120,7 +122,9 @@ def _running(folder: RunFolder, store: RunStore) -> MembershipState:
 
 def _alive_workers(news: MembershipState) -> list[WorkerProcess]:
     here = host_identity()
-    return [each for each in news.alive.values() if each.host != here or process_state(each.pid, each.started) is not None]
+    return [
+        each for each in news.alive.values() if each.host != here or process_state(each.pid, each.started) is not None
+    ]
 
 
 def _wait_until(store: RunStore, done: Callable[[MembershipState], bool], what: str) -> MembershipState:
@@ -157,11 +161,20 @@ def _seen_from_outside(alive: WorkerProcess, member: bool) -> WorkerActivity:
         seen = process_state(alive.pid, alive.started)
         state = "gone" if seen is None else "stopped" if seen == "T" else "silent"
     phase = "takes part" if member else "waits to be let in"
-    return WorkerActivity(worker=alive.worker_id.worker, incarnation=alive.worker_id.incarnation, host=alive.host_name, pid=alive.pid, state=state, phase=phase)
+    return WorkerActivity(
+        worker=alive.worker_id.worker,
+        incarnation=alive.worker_id.incarnation,
+        host=alive.host_name,
+        pid=alive.pid,
+        state=state,
+        phase=phase,
+    )
 
 
 def _activity_of(event: WorkerStarted, phase: str = "the store is away") -> WorkerActivity:
-    return WorkerActivity(worker=event.rank, incarnation=event.incarnation, host=event.host, pid=event.pid, state="silent", phase=phase)
+    return WorkerActivity(
+        worker=event.rank, incarnation=event.incarnation, host=event.host, pid=event.pid, state="silent", phase=phase
+    )
 
 
 # -- runs with parameter servers, which have no store -----------------------------------------------------------------

@@ -22,8 +22,8 @@ from rich.console import Console
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.driver import outcome
-from shoal.driver.failure_policy import WorkerRoster, FailurePolicy, LossDecision, uncovered_text, uncovered_shards
-from shoal.driver.launchers.fork_server import ProcessExit, LocalLauncher, WorkerStartup
+from shoal.driver.failure_policy import FailurePolicy, LossDecision, WorkerRoster, uncovered_shards, uncovered_text
+from shoal.driver.launchers.fork_server import LocalLauncher, ProcessExit, WorkerStartup
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.namespaces import LabHost, call_on
 from shoal.driver.store_monitor import StoreMonitor
@@ -38,19 +38,19 @@ from shoal.recovery.membership.store import RunStore as Records
 from shoal.report.aggregate import RunTally
 from shoal.report.events import (
     AnyEvent,
-    MembershipChanged,
     DriverChanged,
-    WorkerFailed,
-    RunPredicted,
-    WorkerPrinted,
-    WorkerAdded,
-    RunResumed,
+    MembershipChanged,
     RunFinished,
+    RunPredicted,
+    RunResumed,
     RunStarted,
     SaveFailed,
+    WorkerAdded,
     WorkerExited,
+    WorkerFailed,
     WorkerLeft,
     WorkerLost,
+    WorkerPrinted,
     WorkerStarted,
     decode,
     encode,
@@ -62,7 +62,16 @@ from shoal.report.run_folder import RunFolder
 from shoal.report.run_sockets import listen
 from shoal.report.summarize import summarize_run
 from shoal.report.tensorboard import TensorBoard
-from shoal.worker.context import DRIVER_SOCKET, ACK_WORD, STOP_WORD, UNDELIVERED, WorkerContext, RunSettings, EventChannel, torchrun_store
+from shoal.worker.context import (
+    ACK_WORD,
+    DRIVER_SOCKET,
+    STOP_WORD,
+    UNDELIVERED,
+    EventChannel,
+    RunSettings,
+    WorkerContext,
+    torchrun_store,
+)
 from shoal.worker.elastic_membership import LOG_ONLY, MODEL_SHARD_LOST, TOO_SLOW
 from shoal.worker.main import TRACEBACK_FOLLOWS, reporting_failures
 
@@ -177,7 +186,9 @@ class RunDriver:
             failures=0 if previous is None else previous.roster.failures,
         )
         self.store_monitor: StoreMonitor | None = None
-        self.pending_losses: list[tuple[WorkerId, int | None, str]] = []  # ended: with which code, and what was lost with them
+        self.pending_losses: list[
+            tuple[WorkerId, int | None, str]
+        ] = []  # ended: with which code, and what was lost with them
         self.participants: set[WorkerId] = set()
         self.leave_reasons: dict[WorkerId, str] = {}  # why
         self.seen_events: set[bytes] = set()  # what another driver has written: workers may tell some of it again
@@ -355,7 +366,9 @@ class RunDriver:
             self.roster.active.discard(who)
             state = MODEL_SHARD_LOST if who in self.leave_reasons else self._lost_state()
             self.pending_losses.append((who, ended.code, state))
-            self.loss_reasons[who] = self.store_monitor.drop_reason(who) or self.loss_reasons.get(who) or "its process ended"
+            self.loss_reasons[who] = (
+                self.store_monitor.drop_reason(who) or self.loss_reasons.get(who) or "its process ended"
+            )
             self._decide_losses(launcher)
 
     def _decide_losses(self, launcher: LocalLauncher) -> None:
@@ -371,7 +384,9 @@ class RunDriver:
         for who, code, state in undecided:
             if who not in self.leave_reasons:
                 self._worker_lost(launcher, who, code, state)
-            elif not self.ending and launcher.can_start and self._has_checkpoint:  # from a checkpoint, with other processes
+            elif (
+                not self.ending and launcher.can_start and self._has_checkpoint
+            ):  # from a checkpoint, with other processes
                 self.roster.worker_left(who, replaced=True)
                 self.store_monitor.remove(who, f"left: {MODEL_SHARD_LOST}")
                 self._start_missing(launcher, "replacement")
@@ -409,7 +424,9 @@ class RunDriver:
         if launcher.can_start:
             self._start_missing(launcher, "replacement")
 
-    def _loss_event(self, launcher: LocalLauncher, who: WorkerId, code: int | None, decision: LossDecision) -> WorkerLost:
+    def _loss_event(
+        self, launcher: LocalLauncher, who: WorkerId, code: int | None, decision: LossDecision
+    ) -> WorkerLost:
         pid = launcher.pids.get((who.worker, who.incarnation))
         known = self.tally.workers.get(who.worker)
         return WorkerLost(
@@ -435,7 +452,9 @@ class RunDriver:
         try:
             self.next_plan = self.launch.replan(left), f"{plural(left, 'worker')} left"
         except ShoalError as error:
-            return LossDecision(decision.action, f"{decision.end_reason}; no other layout for those who are left: {error.message}")
+            return LossDecision(
+                decision.action, f"{decision.end_reason}; no other layout for those who are left: {error.message}"
+            )
         return LossDecision(f"the run goes on with layout {self.next_plan[0].layout}")
 
     def _lost_state(self) -> str:

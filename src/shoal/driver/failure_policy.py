@@ -85,7 +85,8 @@ class WorkerRoster:
             return LossDecision("the run ends", f"{self.false_starts} processes in a row ended before they took part")
         if self.losses_at_step > 2 * self.wanted + 1:
             return LossDecision(
-                "the run ends", f"{self.losses_at_step} workers in a row were lost in step {self.step}: others would be, too"
+                "the run ends",
+                f"{self.losses_at_step} workers in a row were lost in step {self.step}: others would be, too",
             )
         if self.policy.on_failure == "replace":
             return LossDecision("replaced")
@@ -100,7 +101,10 @@ class WorkerRoster:
 
     def scale(self, workers: int) -> bool:
         """Another number of workers from now on. False: it is that already, or cannot be."""
-        if workers == self.wanted or worker_count_error(workers, self.policy, self.lanes, self.model_shards, self.no_replicas) is not None:
+        if (
+            workers == self.wanted
+            or worker_count_error(workers, self.policy, self.lanes, self.model_shards, self.no_replicas) is not None
+        ):
             return False
         self.wanted = workers
         return True
@@ -120,7 +124,9 @@ def uncovered_text(workers: Collection[WorkerId], model_shards: int) -> str:
     return f"no worker is left that has part{'' if len(without) == 1 else 's'} {names} of the model"
 
 
-def worker_count_error(workers: int, policy: FailurePolicy, lanes: int, model_shards: int = 1, no_replicas: bool = False) -> InputError | None:
+def worker_count_error(
+    workers: int, policy: FailurePolicy, lanes: int, model_shards: int = 1, no_replicas: bool = False
+) -> InputError | None:
     """Why a run cannot have that many workers."""
     if workers < 1:
         return InputError(f"{workers} workers: at least 1 is needed", fix="shoal stop ends a run")
@@ -139,7 +145,8 @@ def worker_count_error(workers: int, policy: FailurePolicy, lanes: int, model_sh
         )
     if model_shards > 1 and lanes and workers // model_shards > lanes:
         return InputError(
-            f"{workers} workers are {workers // model_shards} replicas but there are {lanes} lanes: each replica needs a lane",
+            f"{workers} workers are {workers // model_shards} replicas but there are {lanes} lanes:"
+            " each replica needs a lane",
             fix=f"--workers {lanes * model_shards} at the most; more lanes would be another job, with other bits",
         )
     if model_shards == 1 and lanes and workers > lanes:

@@ -11,7 +11,7 @@ from shoal.parallel.tensor.find_rules import find_rules
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import SearchSpace, space_of, without_inexact
-from shoal.worker.model_partition import check_optimizer, as_computed, example_microbatch, make_outline, sketch_model
+from shoal.worker.model_partition import as_computed, check_optimizer, example_microbatch, make_outline, sketch_model
 
 
 def job_space(

@@ -15,7 +15,7 @@ from shoal.collectives.options import CommConfig, CommOptions, options_from_envi
 from shoal.collectives.topology import RankPlace
 from shoal.driver.auto_layout import LayoutChooser
 from shoal.driver.check_servers import check_servers
-from shoal.driver.driver import RunDriver, LaunchSpec, RunOptions, failure_policy_of
+from shoal.driver.driver import LaunchSpec, RunDriver, RunOptions, failure_policy_of
 from shoal.driver.failure_policy import check_policy
 from shoal.driver.predict_run import BACKGROUND_SECONDS, RunPredictor, prediction_basis, prediction_enabled
 from shoal.driver.result import Report
@@ -32,10 +32,16 @@ from shoal.report.event_queries import committed_floor
 from shoal.report.events import RunStarted
 from shoal.report.run_folder import DEFAULT_ROOT, RunFolder, find_run
 from shoal.report.tensorboard import TensorBoard
-from shoal.worker.context import WorkerContext, RunSettings
+from shoal.worker.context import RunSettings, WorkerContext
 from shoal.worker.main import OpenJob, run_script, train_job
 from shoal.worker.memory import parse_size
-from shoal.worker.model_partition import ModelOutline, check_memory, check_optimizer, check_initial_weights, make_outline
+from shoal.worker.model_partition import (
+    ModelOutline,
+    check_initial_weights,
+    check_memory,
+    check_optimizer,
+    make_outline,
+)
 
 # -- the job's door -----------------------------------------------------------------------------------------------
 
@@ -215,7 +221,7 @@ def train_opened(opened: OpenJob, options: RunOptions, *, name: str | None = Non
     with PreparedJob(opened, options) as prepared:
         prepared.choose_plan()
         check_initial_weights(opened.job, prepared.opened.outline)
-        options = replace(options, settings=replace(options.settings, wish=comm_options_of(options)))
+        options = replace(options, settings=replace(options.settings, communication=comm_options_of(options)))
         folder, settings = open_folder(options)
         with folder:
             if options.predict:
@@ -300,7 +306,9 @@ class PreparedJob:
         return made
 
     def chooser(self) -> LayoutChooser:
-        def make(layout: ParallelLayout, *, schedule: str = "", chunks: int | None = None, recompute: bool = False) -> Plan:
+        def make(
+            layout: ParallelLayout, *, schedule: str = "", chunks: int | None = None, recompute: bool = False
+        ) -> Plan:
             asked = self.options
             recompute = recompute or asked.recompute
             wanted = replace(
@@ -335,7 +343,9 @@ def _previous_plan(options: RunOptions) -> Plan | None:
     return None
 
 
-def _launch_spec(prepared: PreparedJob, folder: RunFolder, options: RunOptions, name: str | None, previous_layout: str = "") -> LaunchSpec:
+def _launch_spec(
+    prepared: PreparedJob, folder: RunFolder, options: RunOptions, name: str | None, previous_layout: str = ""
+) -> LaunchSpec:
     opened, plan = prepared.opened, prepared.plan
     job = opened.job
     schedule = job.schedule(opened.source.samples, opened.source.last)
@@ -355,7 +365,9 @@ def _launch_spec(prepared: PreparedJob, folder: RunFolder, options: RunOptions, 
         layout_reason=prepared.layout_reason,
         previous_layout=previous_layout,
     )
-    config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job} | placement_record(options, plan.workers)
+    config = {"job": job.resolved(), "arithmetic": job.arithmetic(), "name": started.job} | placement_record(
+        options, plan.workers
+    )
 
     if plan.servers:
         served = importlib.import_module("shoal.worker.server_worker.server_process")  # now, not in each process
@@ -388,14 +400,16 @@ def _next_driver(prepared: PreparedJob, driver: RunDriver, plan: Plan, why: str,
     old, prepared.layout_reason = prepared.plan.layout, why
     prepared.set_plan(plan)
     folder = driver.folder
-    settings = replace(driver.settings, resume=True, committed=committed_floor(folder.read_events()))
+    settings = replace(driver.settings, resume=True, committed_before=committed_floor(folder.read_events()))
     launch = _launch_spec(prepared, folder, driver.options, name, previous_layout=str(old))
     return RunDriver(launch, folder, settings, driver.options, previous=driver)
 
 
 def placement_record(options: RunOptions, workers: int) -> dict[str, Any]:
     """For the run's folder: which host of a lab each worker ran on, and what was asked for the way between hosts."""
-    found = {name: value for name in ("algorithm", "compress") if (value := getattr(options.settings.communication, name))}
+    found = {
+        name: value for name in ("algorithm", "compress") if (value := getattr(options.settings.communication, name))
+    }
     return found if options.lab is None else found | {"hosts": [s.host.name for s in options.lab.slots(workers)]}
 
 
@@ -431,7 +445,7 @@ def open_folder(options: RunOptions) -> tuple[RunFolder, RunSettings]:
     except OSError as error:
         fix = "free some space there or make it writable; the run's checkpoints are as they were"
         raise RunFolderError(f"cannot write to {folder.path}: {error.strerror}", fix=fix) from None
-    return folder, replace(options.settings, resume=True, committed=committed_floor(folder.read_events()))
+    return folder, replace(options.settings, resume=True, committed_before=committed_floor(folder.read_events()))
 
 
 # -- any script's door ----------------------------------------------------------------------------------------------
@@ -449,7 +463,7 @@ def run_with(script: Path, arguments: list[str], options: RunOptions) -> Report:
     check_policy(failure_policy_of(options.settings), size)
     servers = options.servers or 0
     check_servers(servers, options.sync, workers=size)
-    options = replace(options, settings=replace(options.settings, wish=comm_options_of(options)))
+    options = replace(options, settings=replace(options.settings, communication=comm_options_of(options)))
     folder, settings = open_folder(options)
     started = RunStarted(
         time=time.time(),

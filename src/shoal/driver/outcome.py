@@ -4,10 +4,10 @@ from typing import Any
 
 from shoal.errors import MismatchError, ShoalError, Stopped, WorkerError
 from shoal.report.aggregate import RunTally
-from shoal.report.events import WorkerFailed, WorkerExited
+from shoal.report.events import WorkerExited, WorkerFailed
 from shoal.report.human import plural
 from shoal.report.incidents import Incident
-from shoal.report.wording import exit_text, end_text, sentence
+from shoal.report.wording import end_text, exit_text, sentence
 
 LOG_LINES = 3  # of a lost worker's last words
 SELF_EXPLAINING = (  # their message names the place

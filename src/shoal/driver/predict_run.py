@@ -75,7 +75,9 @@ class PredictionBasis:
         from shoal.planner.cost.calibrate import NO_CALIBRATION, apply_calibration
         from shoal.planner.cost.runtime import SHOAL, SHOAL_CAPPED
 
-        return apply_calibration(self.cluster, SHOAL_CAPPED if self.memory_capped else SHOAL, self.calibration or NO_CALIBRATION)
+        return apply_calibration(
+            self.cluster, SHOAL_CAPPED if self.memory_capped else SHOAL, self.calibration or NO_CALIBRATION
+        )
 
 
 def prediction_basis(
@@ -94,7 +96,9 @@ def prediction_basis(
         from shoal.planner.calibration_runs import load_calibration
 
         found = load_calibration(calibrate, told)
-    return PredictionBasis(cluster=cluster, name=told, named=name is not None, calibration=found, memory_capped=memory_capped)
+    return PredictionBasis(
+        cluster=cluster, name=told, named=name is not None, calibration=found, memory_capped=memory_capped
+    )
 
 
 def _with_devices(lab: Cluster, like: ClusterHost) -> Cluster:
@@ -102,7 +106,7 @@ def _with_devices(lab: Cluster, like: ClusterHost) -> Cluster:
         replace(
             rack,
             hosts=tuple(
-                replace(host, device=like.device, devices=max(1, host.workers), inside=like.interconnect)
+                replace(host, device=like.device, devices=max(1, host.workers), interconnect=like.interconnect)
                 for host in rack.hosts
             ),
         )

@@ -14,23 +14,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.driver.driver import DRIVER_PROCESS, RunDriver, LaunchSpec, RunOptions
+from shoal.driver.driver import DRIVER_PROCESS, LaunchSpec, RunDriver, RunOptions
 from shoal.driver.failure_policy import LossDecision
-from shoal.driver.launchers.fork_server import ProcessExit, LocalLauncher, WorkerStartup
+from shoal.driver.launchers.fork_server import LocalLauncher, ProcessExit, WorkerStartup
 from shoal.recovery.membership.process import start_ticks
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.report.events import (
     AnyEvent,
     RunRecovered,
-    WorkerAdded,
     ServerLost,
     ServerStarted,
     StepsCommitted,
+    WorkerAdded,
     WorkerExited,
     WorkerLost,
 )
 from shoal.report.run_folder import RunFolder
-from shoal.worker.context import STOP_WORD, WorkerContext, RunSettings
+from shoal.worker.context import STOP_WORD, RunSettings, WorkerContext
 from shoal.worker.main import reporting_failures
 
 FIRST_PORT = 7470  # on the hosts of a lab
@@ -48,7 +48,7 @@ def server_addresses(folder: Path, servers: int, options: RunOptions) -> list[st
 class ServerRunDriver(RunDriver):
     def __init__(self, launch: LaunchSpec, folder: RunFolder, settings: RunSettings, options: RunOptions) -> None:
         """Where the run is kept from outliving its driver: servers and workers go with it."""
-        super().__init__(launch, folder, settings, replace(options, elastic=False, outlives=False))
+        super().__init__(launch, folder, settings, replace(options, elastic=False, detached=False))
         self.sockets = Path(tempfile.mkdtemp(prefix="shoal-"))
         self.addresses = server_addresses(self.sockets, launch.servers, options)
         self.token = secrets.token_hex(16) if options.lab is not None else ""
@@ -128,7 +128,9 @@ class ServerRunDriver(RunDriver):
             self.failed_at = time.monotonic()
             return
         for fresh in self.roster.fill():
-            self._emit(WorkerAdded(time=time.time(), rank=fresh.worker, incarnation=fresh.incarnation, reason="replacement"))
+            self._emit(
+                WorkerAdded(time=time.time(), rank=fresh.worker, incarnation=fresh.incarnation, reason="replacement")
+            )
             self._start(launcher, fresh)
 
     def _server_exited(self, launcher: LocalLauncher, shard: int, ended: ProcessExit) -> None:

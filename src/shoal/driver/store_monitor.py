@@ -16,7 +16,7 @@ from shoal.errors import RunError, RunFolderError, ShoalError
 from shoal.recovery.membership import sqlite_client, sqlite_server
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
 from shoal.recovery.membership.open_store import open_store
-from shoal.recovery.membership.process import start_ticks, process_state
+from shoal.recovery.membership.process import process_state, start_ticks
 from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.report.events import AnyEvent, StoreOutage
@@ -55,8 +55,13 @@ class StoreMonitor:
         self.folder, self.address, self.host, self.detached = folder, address, host, detached
         self.wanted: int | None = None  # workers, as the user asked since the run began
         self.committed = 0  # at least so many steps were, at some time
-        self.dropped: dict[WorkerId, tuple[str, float]] = {}  # members that the others went on without: why, and since when
-        self.taken_over: tuple[MembershipView, int] = EMPTY_VIEW, 0  # when it was taken over: who took part, and what was committed
+        self.dropped: dict[
+            WorkerId, tuple[str, float]
+        ] = {}  # members that the others went on without: why, and since when
+        self.taken_over: tuple[MembershipView, int] = (
+            EMPTY_VIEW,
+            0,
+        )  # when it was taken over: who took part, and what was committed
         self._members: set[WorkerId] = set()
         self._removing: dict[WorkerId, str] = {}
         self._request: RunRequest | None = None
@@ -140,10 +145,14 @@ class StoreMonitor:
     def _refuse_if_alive(self, news: MembershipState) -> None:
         here = host_identity()
         alive = [
-            each for each in news.alive.values() if each.host != here or process_state(each.pid, each.started) is not None
+            each
+            for each in news.alive.values()
+            if each.host != here or process_state(each.pid, each.started) is not None
         ]
         if alive:
-            names = ", ".join(f"worker {each.worker_id.worker} (process {each.pid} on {each.host_name})" for each in alive)
+            names = ", ".join(
+                f"worker {each.worker_id.worker} (process {each.pid} on {each.host_name})" for each in alive
+            )
             raise RunFolderError(f"the run is alive: {names}", fix=f"shoal attach {self.folder} watches it")
 
     def _claim(self) -> None:

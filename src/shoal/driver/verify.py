@@ -135,7 +135,7 @@ def placements(
     found += [VerifyPlacement(workers=most if text == "auto" else text.count(",") + 1, shares=text) for text in shares]
     if resume:
         found.append(VerifyPlacement(workers=most, stop_after=max(1, steps // 2), resume_workers=max(1, most - 1)))
-    return [replace(placement, lab=lab, wish=comm_options or CommOptions()) for placement in found]
+    return [replace(placement, lab=lab, comm_options=comm_options or CommOptions()) for placement in found]
 
 
 def layout_placements(
@@ -147,7 +147,9 @@ def layout_placements(
     found = []
     for text in layouts:
         layout = ParallelLayout.parse(text)
-        names = SCHEDULE_NAMES if schedule == "all" and layout.pipeline > 1 else ["1f1b" if schedule == "all" else schedule]
+        names = (
+            SCHEDULE_NAMES if schedule == "all" and layout.pipeline > 1 else ["1f1b" if schedule == "all" else schedule]
+        )
         for name in names:
             found.append(
                 VerifyPlacement(
@@ -217,9 +219,14 @@ def verify(job: Job, wanted: list[VerifyPlacement], steps: int, *, name: str) ->
             return
 
 
-def _trace(opened: OpenJob, placement: VerifyPlacement, folder: Path, name: str) -> tuple[VerifyRow, dict[int, dict[str, str]]]:
+def _trace(
+    opened: OpenJob, placement: VerifyPlacement, folder: Path, name: str
+) -> tuple[VerifyRow, dict[int, dict[str, str]]]:
     settings = RunSettings(
-        digests=True, stop_after=placement.stop_after, checkpoint_every=opened.steps + 1, communication=placement.comm_options
+        digests=True,
+        stop_after=placement.stop_after,
+        checkpoint_every=opened.steps + 1,
+        communication=placement.comm_options,
     )
     options = replace(placement.options(), run_dir=folder, quiet=True, elastic=False, settings=settings)
     if placement.stop_after is None:
@@ -233,7 +240,9 @@ def _trace(opened: OpenJob, placement: VerifyPlacement, folder: Path, name: str)
         report = train_opened(
             opened, replace(options, workers=placement.resume_workers, resume=True, settings=settings), name=name
         )
-    row = VerifyRow(label=placement.label, weights_sha256=report.weights_sha256, seconds=report.seconds, steps=report.steps)
+    row = VerifyRow(
+        label=placement.label, weights_sha256=report.weights_sha256, seconds=report.seconds, steps=report.steps
+    )
     events = (decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines())
     return row, {event.step: event.tensors for event in events if isinstance(event, StepDigest)}
 
@@ -269,7 +278,7 @@ def _measure(
     """Runs both again up to the step where they part, and looks at the numbers."""
     names = [key for key, value in expected.get(step, {}).items() if found.get(step, {}).get(key) != value]
     short = replace(opened, steps=step)
-    again = replace(placement, stop_after=None, then=None)
+    again = replace(placement, stop_after=None, resume_workers=None)
     _trace(short, VerifyPlacement(workers=1), root / "reference-again", name)
     _trace(short, again, root / "again", name)
     left, _ = load_weights(root / "reference-again" / "model.safetensors")

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from shoal.errors import JobError
 from shoal.job.prefetch import Prefetcher
 from shoal.numerics.sampling import SampleOrder, SampleSchedule, sequential_order, shuffled_order
-from shoal.numerics.seeds import ORDER, seed_everything, preserve_generators
+from shoal.numerics.seeds import ORDER, preserve_generators, seed_everything
 
 Fetch = Callable[[Sequence[int], int], Any]  # (sample numbers, pass over the data) -> a batch, aligned
 

@@ -131,7 +131,9 @@ def _assign_lanes(lanes: int, speeds: tuple[float, ...]) -> tuple[Span, ...]:
     return tuple(reversed(spans))
 
 
-def reassign_lanes(assignment: Sequence[Span], seconds: Sequence[float], *, min_gain: float = 0.1) -> tuple[tuple[Span, ...], str] | None:
+def reassign_lanes(
+    assignment: Sequence[Span], seconds: Sequence[float], *, min_gain: float = 0.1
+) -> tuple[tuple[Span, ...], str] | None:
     """New lanes for workers whose speed has drifted, with the reason; None while the present deal is good enough.
 
     `seconds` is what each worker lately needed for the lanes it holds. Moves only for a gain above `worth`.
@@ -152,7 +154,9 @@ def reassign_lanes(assignment: Sequence[Span], seconds: Sequence[float], *, min_
     return better, reason
 
 
-def find_stragglers(assignment: Sequence[Span], seconds: Sequence[float], *, min_left: int = 1, factor: float = 3.0) -> list[int]:
+def find_stragglers(
+    assignment: Sequence[Span], seconds: Sequence[float], *, min_left: int = 1, factor: float = 3.0
+) -> list[int]:
     """Ranks that need several times as long for a lane as the middle one; the slowest first, and never so many that
     fewer than `least` are left."""
     paces = [second / (stop - start) for (start, stop), second in zip(assignment, seconds, strict=True)]

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.errors import JobError
 from shoal.numerics.kernels import is_aligned
-from shoal.numerics.seeds import INITIAL, initialise, seed_everything, seed_torch, preserve_generators
+from shoal.numerics.seeds import INITIAL, initialise, preserve_generators, seed_everything, seed_torch
 
 SMALL = 4096  # bytes; what is no larger is made for real while the model is built
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -99,7 +99,9 @@ def build_meta_model(build: Callable[[], nn.Module], seed: int) -> MetaModel:
     return made
 
 
-def _record_build(build: Callable[[], nn.Module], tape: "_OpTape") -> "tuple[nn.Module, dict[str, Tensor | _RecordedView]] | str":
+def _record_build(
+    build: Callable[[], nn.Module], tape: "_OpTape"
+) -> "tuple[nn.Module, dict[str, Tensor | _RecordedView]] | str":
     """The skeleton and where its tensors come from; or why it cannot be recorded."""
     recorder = _InitRecorder(tape)
     try:
@@ -119,7 +121,9 @@ def _record_build(build: Callable[[], nn.Module], tape: "_OpTape") -> "tuple[nn.
         sources = {name: tape.view(tensor) if tensor.is_meta else tensor.detach() for name, tensor in named}
         del named
         _empty(model)
-        _materialize_leftovers(tape, {source.storage for source in sources.values() if isinstance(source, _RecordedView)})
+        _materialize_leftovers(
+            tape, {source.storage for source in sources.values() if isinstance(source, _RecordedView)}
+        )
     except Exception as error:  # also the user's own: building whole raises it again
         return recorder.refused or f"{type(error).__name__}: {error}"
     return model, sources
@@ -384,13 +388,17 @@ class _InitRecorder(TorchDispatchMode):
         self._append(func, self._recorded(func, args, kwargs), number, (), None, outputs)
         return outputs
 
-    def _run_in_place(self, func: Any, args: Any, kwargs: dict[str, Any], number: int | None, changed: list[Tensor]) -> Any:
+    def _run_in_place(
+        self, func: Any, args: Any, kwargs: dict[str, Any], number: int | None, changed: list[Tensor]
+    ) -> Any:
         """Large tensors, in place."""
         writes = {self.tape.view(tensor).storage for tensor in changed}
         recorded = self._recorded(func, args, kwargs)
         covers = None
         if _name(func) in _FRESH and self.tape.covers(self.tape.view(changed[0])):
-            sources = [leaf.storage for leaf in tree_leaves((recorded[0][1:], recorded[1])) if isinstance(leaf, _RecordedView)]
+            sources = [
+                leaf.storage for leaf in tree_leaves((recorded[0][1:], recorded[1])) if isinstance(leaf, _RecordedView)
+            ]
             covers = None if writes & set(sources) else min(writes)
         try:
             outputs = self._run_on_meta(func, args, kwargs)

@@ -276,7 +276,9 @@ class _GraphRecorder(TorchFunctionMode):
 
     def _check_replaced(self) -> None:
         """functional_call leaves what the model's code put in the place of a buffer."""
-        shadows = {name: shadow for shadow, name in ((each, self.tensor_names.get(id(each))) for each in self.kept) if name}
+        shadows = {
+            name: shadow for shadow, name in ((each, self.tensor_names.get(id(each))) for each in self.kept) if name
+        }
         for name, tensor in self.meta_tensors.items():
             if tensor is not shadows[name] and self._block_of(name) not in {each.block for each in self.segments}:
                 raise JobError(
@@ -327,7 +329,9 @@ class _GraphRecorder(TorchFunctionMode):
             if self.block_depth:
                 return
             self._write(name, (args, kwargs), output)
-            segment = BlockSegment(block=name, operations=tuple(self.operations), flops=self._flops(), elements=self.elements)
+            segment = BlockSegment(
+                block=name, operations=tuple(self.operations), flops=self._flops(), elements=self.elements
+            )
             self.segments.append(segment)
             self.operations, self.elements = [], 0
 

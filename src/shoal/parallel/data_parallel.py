@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.collectives.group import WorkerGroup
 from shoal.errors import JobError
 from shoal.numerics.lanes import Span, cut_batch, fold, split_point, subtrees
-from shoal.parallel.gradient_exchange import GradientExchange, SubtreeSums, GradList, open_exchange
+from shoal.parallel.gradient_exchange import GradientExchange, GradList, SubtreeSums, open_exchange
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.sharded_norm import ShardedNorm
@@ -95,7 +95,11 @@ class DataParallel:
 
     def lane_owners(self) -> dict[int, int]:
         """Who tells of a lane, as a rank of everyone."""
-        return {lane: self.groups.loss_ranks[replica] for replica, held in enumerate(self.assignment) for lane in range(*held)}
+        return {
+            lane: self.groups.loss_ranks[replica]
+            for replica, held in enumerate(self.assignment)
+            for lane in range(*held)
+        }
 
     def refresh(self) -> None:
         """The weights were updated, or restored: whatever was made of them is made again. All do it together."""
@@ -128,7 +132,9 @@ class DataParallel:
         rows = self.group.gather_rows(self._pad_row(lap.stats_row(request, compute_seconds)))
         wait_seconds = time.perf_counter() - arrived + lap.idle_seconds
         sizes = [sum(map(len, pieces)) for pieces in lap.lane_microbatches]
-        told = GatheredStepStats(rows, sizes, self.lane_owners(), self.groups, self.gradient_count, len(self.replica.buffers.names))
+        told = GatheredStepStats(
+            rows, sizes, self.lane_owners(), self.groups, self.gradient_count, len(self.replica.buffers.names)
+        )
 
         began = time.perf_counter()
         loss, scale = told.loss(work)
@@ -164,7 +170,11 @@ class DataParallel:
         return lambda fetches: ((number, closure(fetch())) for number, fetch in enumerate(fetches))
 
     def _local_step(self, work: StepInput, closure: Closure) -> "LocalStep":
-        return LocalStep(self, work, closure) if self.own_lanes[1] > self.own_lanes[0] else FollowerStep(self, work, closure)
+        return (
+            LocalStep(self, work, closure)
+            if self.own_lanes[1] > self.own_lanes[0]
+            else FollowerStep(self, work, closure)
+        )
 
     def _pad_row(self, row: Tensor) -> Tensor:
         """Rows of workers that hold different things differ in length; those of a gather must not."""
@@ -230,7 +240,7 @@ class DataParallel:
         else:
             self._apply(ready.reduced, ready.stats, ready.scale)
         seconds = ready.result.reduce_seconds + commit_seconds + time.perf_counter() - began
-        return replace(ready.result, merge_seconds=seconds)
+        return replace(ready.result, reduce_seconds=seconds)
 
     def drop(self) -> None:
         """Nothing of the step is kept."""
@@ -435,7 +445,8 @@ class GatheredStepStats:
 
         def total(which: int) -> float:
             parts = {
-                (lane, lane + 1): self.lane_losses[lane][which] if lane in self.lane_losses else None for lane in range(self.lanes)
+                (lane, lane + 1): self.lane_losses[lane][which] if lane in self.lane_losses else None
+                for lane in range(self.lanes)
             }
             return fold(self.lanes, parts, lambda a, b: a + b) or 0.0
 

@@ -76,9 +76,13 @@ def open_exchange(
 
 
 class CollectiveExchange:
-    def __init__(self, group: WorkerGroup, lanes: int, buckets: list[Bucket], count: int, compressible: int | None = None) -> None:
+    def __init__(
+        self, group: WorkerGroup, lanes: int, buckets: list[Bucket], count: int, compressible: int | None = None
+    ) -> None:
         self.group, self.lanes, self.buckets, self.count = group, lanes, buckets, count
-        self.compressible = len(buckets) if compressible is None else compressible  # so many of the first may be compressed
+        self.compressible = (
+            len(buckets) if compressible is None else compressible
+        )  # so many of the first may be compressed
         self._flats: dict[tuple[int, int], Tensor] = {}  # bucket and partial sum -> memory, kept from step to step
 
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:

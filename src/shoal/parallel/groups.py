@@ -30,13 +30,13 @@ class ParallelGroups:
         """Every worker holds everything."""
         ranks = tuple(range(group.size))
         return cls(
-            everyone=group,
-            part=group,
-            part_ranks=ranks,
+            world=group,
+            shard_group=group,
+            shard_ranks=ranks,
             replica=group.rank,
-            line=(group.rank,),
-            slices=SoloGroup(),
-            tellers=ranks,
+            pipeline_ranks=(group.rank,),
+            tensor_group=SoloGroup(),
+            loss_ranks=ranks,
         )
 
     @property

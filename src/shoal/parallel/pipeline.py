@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_flatten
 
 from shoal.collectives.group import WorkerGroup
 from shoal.errors import JobError
-from shoal.numerics.lanes import TreeAccumulator, Span
+from shoal.numerics.lanes import Span, TreeAccumulator
 from shoal.parallel.block_graph import BlockGraph, check_blocks, run_segments
-from shoal.parallel.data_parallel import Closure, DataParallel, LocalStep, GatheredStepStats, StepInput
-from shoal.parallel.gradient_exchange import GradientExchange, SubtreeSums, GradList
+from shoal.parallel.data_parallel import Closure, DataParallel, GatheredStepStats, LocalStep, StepInput
+from shoal.parallel.gradient_exchange import GradientExchange, GradList, SubtreeSums
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.pipeline_schedule import PipelineAction
 from shoal.parallel.pipeline_schedule import time_schedule as play_schedule
@@ -82,14 +82,18 @@ class PipelineParallel(DataParallel):
         recompute: bool = False,
     ) -> None:
         """`record`: the model's row for inputs like these, in training or in evaluation."""
-        super().__init__(replica, group, lanes=lanes, microbatches=microbatches, assignment=assignment, needs_norm=needs_norm)
+        super().__init__(
+            replica, group, lanes=lanes, microbatches=microbatches, assignment=assignment, needs_norm=needs_norm
+        )
         self.stages, self.objective, self.recompute = stages, objective, recompute
         self.block_names = frozenset(stages.blocks)
         self._record = record
         self._graphs: dict[Any, BlockGraph] = {}
         self.received_meta: dict[Any, list[ActivationMeta]] = {}  # what arrives at a stage, for inputs of some shapes
         self.announced: set[Any] = set()  # of what the next stage was told
-        self.step_times: deque[tuple[float, float]] = deque(maxlen=KEPT_STEP_TIMES)  # of each step: seconds waited, and in all
+        self.step_times: deque[tuple[float, float]] = deque(
+            maxlen=KEPT_STEP_TIMES
+        )  # of each step: seconds waited, and in all
         numbers = {name: index for index, (name, _) in enumerate(replica.parameters)}
         self.tied = {numbers[name]: ranks for name, ranks in stages.tied.items() if name in numbers}
 
@@ -146,7 +150,11 @@ class PipelineParallel(DataParallel):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def _local_step(self, work: StepInput, closure: Closure) -> LocalStep:
-        return PipelineLocalStep(self, work, closure) if self.groups.replica is not None else super()._local_step(work, closure)
+        return (
+            PipelineLocalStep(self, work, closure)
+            if self.groups.replica is not None
+            else super()._local_step(work, closure)
+        )
 
     def _share_reduced(self, exchange: GradientExchange, reduced: GradList, stats: GatheredStepStats) -> GradList:
         """The first stage of a tied weight gives the others what its gradient comes to."""
@@ -217,7 +225,9 @@ class PipelineLocalStep(LocalStep):
         self.channel = StageChannel(strategy)
         first, stop = strategy.own_lanes
         self.microbatches = [
-            LaneMicrobatch(lane=lane, number=number, positions=positions, first=number == 0, last=number == len(pieces) - 1)
+            LaneMicrobatch(
+                lane=lane, number=number, positions=positions, first=number == 0, last=number == len(pieces) - 1
+            )
             for lane in range(first, stop)
             for pieces in (self.lane_microbatches[lane],)
             for number, positions in enumerate(pieces)
@@ -249,7 +259,11 @@ class PipelineLocalStep(LocalStep):
     def partial_sums(self, exchange: GradientExchange) -> SubtreeSums:
         strategy = self.pipeline
         began = time.perf_counter()
-        actions = strategy.stages.schedule_for(max(1, len(self.microbatches))).rows[strategy.groups.stage] if self.microbatches else ()
+        actions = (
+            strategy.stages.schedule_for(max(1, len(self.microbatches))).rows[strategy.groups.stage]
+            if self.microbatches
+            else ()
+        )
         for action in actions:
             strategy.group.raise_if_failed()
             self._run_action(action)
@@ -300,7 +314,9 @@ class PipelineLocalStep(LocalStep):
             samples = sum(len(piece) for piece in self.lane_microbatches[each.lane])
             found = strategy.replica.buffers.end_lane(samples / len(self.work.indices), each.lane, self.buffers[stage])
             kept = self.buffer_shares.setdefault(each.lane, [None] * len(found))
-            self.buffer_shares[each.lane] = [new if new is not None else old for new, old in zip(found, kept, strict=True)]
+            self.buffer_shares[each.lane] = [
+                new if new is not None else old for new, old in zip(found, kept, strict=True)
+            ]
         if stage == max(strategy.own_stages):
             self.batches.pop(number, None)
 
@@ -320,7 +336,9 @@ class PipelineLocalStep(LocalStep):
             return microbatch.outputs, None
         found = self.channel.receive_gradients(stage, microbatch.outputs)
         pairs = [
-            (tensor, gradient) for tensor, gradient in zip(microbatch.outputs, found, strict=True) if gradient is not None
+            (tensor, gradient)
+            for tensor, gradient in zip(microbatch.outputs, found, strict=True)
+            if gradient is not None
         ]
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
@@ -340,7 +358,9 @@ class PipelineLocalStep(LocalStep):
         weights = [leaf for _, _, leaf in self.leaves[stage]]
 
         def go() -> None:
-            passing.pending = backward_of_inputs(tensors, gradients, inputs, weights) if tensors else PendingWeightGrads(None)
+            passing.pending = (
+                backward_of_inputs(tensors, gradients, inputs, weights) if tensors else PendingWeightGrads(None)
+            )
 
         self._accumulate(stage, number, go, last=False)
         if stage > 0:
@@ -356,7 +376,9 @@ class PipelineLocalStep(LocalStep):
         """Runs a part of backward with the gradients of the microbatch's own lane in `.grad`."""
         each, leaves = self.microbatches[number], self.leaves[stage]
         self.pipeline.current_lane = each.lane
-        for (_, _, leaf), gradient in zip(leaves, self.lane_grads.pop((stage, each.lane), [None] * len(leaves)), strict=True):
+        for (_, _, leaf), gradient in zip(
+            leaves, self.lane_grads.pop((stage, each.lane), [None] * len(leaves)), strict=True
+        ):
             leaf.grad = gradient
         go()
         found: list[Tensor | None] = []

@@ -156,7 +156,8 @@ def check_schedule_name(name: str) -> None:
         )
     near = get_close_matches(plain, SCHEDULE_NAMES, n=1, cutoff=0.5)
     raise PlanError(
-        f"there is no schedule {name}", fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(SCHEDULE_NAMES)}"
+        f"there is no schedule {name}",
+        fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(SCHEDULE_NAMES)}",
     )
 
 
@@ -300,7 +301,9 @@ def in_flight(schedule: PipelineSchedule, rank: int) -> int:
 # -- as a picture -----------------------------------------------------------------------------------------------------
 
 
-def draw_schedule(schedule: PipelineSchedule, timeline: ScheduleTimeline | None = None, *, width: int = 120, colour: bool = False) -> str:
+def draw_schedule(
+    schedule: PipelineSchedule, timeline: ScheduleTimeline | None = None, *, width: int = 120, colour: bool = False
+) -> str:
     """Time to the right, a line for each stage of each rank, blank where it waits.
 
     As wide as the cheapest action needs: F3 and a space, or F3, or where that is too wide the letter alone: the

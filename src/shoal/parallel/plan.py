@@ -36,7 +36,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.version != 1:
             raise PlanError(f"the plan has version {self.version}; this Shoal reads version 1")
         if len(self.assignment) * self.pipeline * self.tensor != self.workers:
-            whom = f"{len(self.assignment)}" if not self.splits_replica else f"{len(self.assignment)} replicas of {self.layout.replica_size} each"
+            whom = (
+                f"{len(self.assignment)}"
+                if not self.splits_replica
+                else f"{len(self.assignment)} replicas of {self.layout.replica_size} each"
+            )
             raise PlanError(f"the plan has {self.workers} workers but deals lanes to {whom}")
         if self.stages and (len(self.stages) != self.pipeline or min(self.stages) <= 0):
             told = ", ".join(f"{weight:g}" for weight in self.stages)

@@ -115,7 +115,8 @@ class ModelReplica:
     def take_gradients(self) -> list[Tensor | None]:
         """What a lane's backward passes left, one per parameter; None where it got no gradient."""
         return [
-            sum_tied([take_grad(leaf, name) for leaf in self.leaves(name, parameter)]) for name, parameter in self.parameters
+            sum_tied([take_grad(leaf, name) for leaf in self.leaves(name, parameter)])
+            for name, parameter in self.parameters
         ]
 
     def close(self) -> None:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from shoal.collectives.group import SoloGroup, WorkerGroup
 from shoal.numerics.lanes import Span, cut_batch, fold, split_point, subtrees
-from shoal.parallel.data_parallel import Closure, DataParallel, LocalStep, StepResult, GatheredStepStats, StepInput
-from shoal.parallel.gradient_exchange import SubtreeSums, GradList
+from shoal.parallel.data_parallel import Closure, DataParallel, GatheredStepStats, LocalStep, StepInput, StepResult
+from shoal.parallel.gradient_exchange import GradList, SubtreeSums
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.replica import ModelReplica
 from shoal.paramserver.messages import DenseSpec, TableSlice
 from shoal.paramserver.reduce import SparseGradient, add_sparse, with_empty_lanes
-from shoal.paramserver.sharding import ALIGNMENT, RowRange, shard_dense, flat_layout, shard_of
+from shoal.paramserver.sharding import ALIGNMENT, RowRange, flat_layout, shard_dense, shard_of
 
 
 class StepTable(Protocol):
@@ -143,7 +143,7 @@ class ServerParallel(DataParallel):
         if seen:  # else nobody who is in has samples of a short batch
             sizes = [size if lane in owners else 0 for lane, size in enumerate(sizes)]
         ranks = tuple(range(len(members)))
-        teams = replace(ParallelGroups.replicated(SoloGroup()), part_ranks=ranks, tellers=ranks)
+        teams = replace(ParallelGroups.replicated(SoloGroup()), shard_ranks=ranks, loss_ranks=ranks)
         table = torch.stack([rows[worker] for worker in members])
         told = GatheredStepStats(table, sizes, owners, teams, self.gradient_count, len(self.replica.buffers.names))
         loss, scale = told.loss(work)

@@ -35,7 +35,9 @@ class ShardedNorm:
             NormShare(name, _rows(replica.shapes.get(name, tuple(parameter.shape))), pieces.get(name, FULL_SLICE))
             for name, parameter in replica.parameters
         ]
-        tables = [msgspec.json.decode(text, type=list[NormShare]) for text in gather_bytes(group, msgspec.json.encode(own))]
+        tables = [
+            msgspec.json.decode(text, type=list[NormShare]) for text in gather_bytes(group, msgspec.json.encode(own))
+        ]
         self.parameter_order = replica.parameter_order
         told: dict[tuple[str, bytes], int] = {}
         for rank, shares in enumerate(tables):

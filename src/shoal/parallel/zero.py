@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from shoal.collectives.group import WorkerGroup, DistributedGroup
+from shoal.collectives.group import DistributedGroup, WorkerGroup
 from shoal.errors import JobError, RunError
-from shoal.numerics.lanes import TreeAccumulator, Span, cut_batch
+from shoal.numerics.lanes import Span, TreeAccumulator, cut_batch
 from shoal.parallel.buckets import make_buckets
 from shoal.parallel.data_parallel import Closure, DataParallel, LocalStep, StepInput
-from shoal.parallel.gradient_exchange import GradientExchange, SubtreeSums, GradList
+from shoal.parallel.gradient_exchange import GradientExchange, GradList, SubtreeSums
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.replica import ModelReplica
-from shoal.parallel.row_shards import FullTensorSpec, RowMessage, FullParameter
+from shoal.parallel.row_shards import FullParameter, FullTensorSpec, RowMessage
 from shoal.parallel.zero3_schedule import ROOT, BlockPass, guard_paused
 
 BUFFER_BYTES = 1 << 16  # of a bucket: a large buffer that nobody changed does not travel with small ones
@@ -52,7 +52,9 @@ class ShardedParallel(DataParallel):
     ) -> None:
         """The replica's parameters are this worker's rows; `shapes` are those of what the workers of its part have
         together, the replica's own if not given. `regroup`, then `refresh`, and it is ready."""
-        super().__init__(replica, group, lanes=lanes, microbatches=microbatches, assignment=assignment, needs_norm=needs_norm)
+        super().__init__(
+            replica, group, lanes=lanes, microbatches=microbatches, assignment=assignment, needs_norm=needs_norm
+        )
         self.level = level
         self.local_params: list[tuple[str, nn.Parameter]] = replica.parameters
         self.full_params: list[FullParameter] = []
@@ -124,7 +126,9 @@ class ShardedParallel(DataParallel):
         return {lane: self.groups.loss_ranks[lane % self.shard_group.size] for lane in range(self.lanes)}
 
     def microbatch_indices(self, indices: Sequence[int], batch: int) -> list[list[int]]:
-        lanes = cut_batch(len(indices), batch, self.lanes, self.microbatches)[self.shard_group.rank :: self.shard_group.size]
+        lanes = cut_batch(len(indices), batch, self.lanes, self.microbatches)[
+            self.shard_group.rank :: self.shard_group.size
+        ]
         return [[indices[position] for position in piece] for lane in lanes for piece in lane]
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -208,7 +212,9 @@ class ShardedParallel(DataParallel):
             self.wait_seconds += time.perf_counter() - began
             fold = self._folds.get(tuple(trained))
             if fold is None:
-                fold = self._folds[tuple(trained)] = TreeAccumulator(self.lanes, (0, self.lanes), _skip_absent(rows.add))
+                fold = self._folds[tuple(trained)] = TreeAccumulator(
+                    self.lanes, (0, self.lanes), _skip_absent(rows.add)
+                )
             for place, message in enumerate(incoming):
                 if self.lane_round.first + place < self.lanes:
                     fold.add(self.lane_round.first + place, message if lanes[place] is not None else None)
@@ -223,7 +229,9 @@ class ShardedParallel(DataParallel):
                     fold.add(lane, None)
             total = fold.partials[0, self.lanes]
             assert total is not None
-            for index, view in zip(indices, self._row_message(indices).views(total, self.shard_group.rank), strict=True):
+            for index, view in zip(
+                indices, self._row_message(indices).views(total, self.shard_group.rank), strict=True
+            ):
                 found[index] = view if anywhere[index] else None
         self._folds = {}
         return found
@@ -301,7 +309,8 @@ class ShardedParallel(DataParallel):
                     self.block_pass.enter_block(number)
             elif self.level == 3:
                 raise JobError(
-                    f"block {self.block_name(number)} is called outside of a step: its weights are spread over the workers",
+                    f"block {self.block_name(number)} is called outside of a step:"
+                    " its weights are spread over the workers",
                     fix="evaluate with shoal, or --layout with zero=2",
                 )
 
@@ -423,7 +432,9 @@ class _ShardedExchange:
         for bucket in make_buckets(list(enumerate(starts)), BUFFER_BYTES):
             if not bucket.has_any(anywhere):
                 continue
-            fold: TreeAccumulator[Tensor] = TreeAccumulator(strategy.lanes, (0, strategy.lanes), lambda left, right: left.add_(right))
+            fold: TreeAccumulator[Tensor] = TreeAccumulator(
+                strategy.lanes, (0, strategy.lanes), lambda left, right: left.add_(right)
+            )
             for first in range(0, strategy.lanes, size):
                 flat = torch.zeros(bucket.length, dtype=bucket.dtype)
                 bucket.fill(bucket.views(flat), self.buffer_shares.get(first + rank, [None] * len(starts)))

@@ -109,7 +109,9 @@ class BlockPass:
         told = strategy.shard_group.gather_rows(torch.tensor([number], dtype=torch.int64)).flatten().tolist()
         found = sorted({each for each in told if each != IDLE})
         if len(found) > 1:
-            who = ", ".join(f"worker {rank}: {strategy.block_name(each)}" for rank, each in enumerate(told) if each > OVER)
+            who = ", ".join(
+                f"worker {rank}: {strategy.block_name(each)}" for rank, each in enumerate(told) if each > OVER
+            )
             raise JobError(
                 f"workers call different blocks in their first pass ({who}): with zero=3 all must call the same",
                 fix="--layout with zero=2",

@@ -23,26 +23,26 @@ from shoal.errors import InputError, RunError
 from shoal.paramserver.connections import (
     CHALLENGED,
     CONNECTED,
-    ServerAwayNotice,
+    ClientNotice,
+    RefusedError,
     ReplyCallback,
+    SentRequest,
+    ServerAwayNotice,
+    ServerUnreachable,
     ShardLink,
     ShardLinks,
     WritesLostNotice,
-    ClientNotice,
-    RefusedError,
-    SentRequest,
-    ServerUnreachable,
 )
 from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.messages import (
     WRITES,
+    ClientId,
     DenseSpec,
     PushRequest,
     RefusedReply,
     ServerRequest,
     SparseSpec,
     StatusRequest,
-    ClientId,
     decode_reply,
     encode,
 )
@@ -51,9 +51,19 @@ from shoal.paramserver.remote_sparse import RemoteSparseTable
 from shoal.paramserver.shm_ring import RingWriter
 from shoal.paramserver.spin_wait import SpinWait
 from shoal.paramserver.transport import MIN_SHARED_BYTES, ConnectionLost, LocalTransport, SocketTransport, read_address
-from shoal.paramserver.wire_format import REPLY, BadFrame, Frame, FrameLimits, body_bytes, copy_into, split_body, padded
+from shoal.paramserver.wire_format import REPLY, BadFrame, Frame, FrameLimits, body_bytes, copy_into, padded, split_body
 
-__all__ = ["ServerAwayNotice", "ParameterClient", "RemoteDenseTable", "ReplyFuture", "WritesLostNotice", "ClientNotice", "RefusedError", "ServerUnreachable", "RemoteSparseTable"]
+__all__ = [
+    "ClientNotice",
+    "ParameterClient",
+    "RefusedError",
+    "RemoteDenseTable",
+    "RemoteSparseTable",
+    "ReplyFuture",
+    "ServerAwayNotice",
+    "ServerUnreachable",
+    "WritesLostNotice",
+]
 
 WINDOW_REQUESTS = 256  # without an answer, of one shard
 WINDOW_BYTES = 16 << 20  # ... unless it is one alone
@@ -137,7 +147,9 @@ class ParameterClient:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def request(self, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[tuple[Any, list[Tensor]]]:
+    def request(
+        self, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()
+    ) -> ReplyFuture[tuple[Any, list[Tensor]]]:
         """Any request to one shard. The tensors must stay as they are until it is answered; those of the answer are
         the caller's own. Does not wait, unless very much is under way."""
         future: ReplyFuture[tuple[Any, list[Tensor]]] = ReplyFuture(self)
@@ -330,7 +342,11 @@ class ParameterClient:
             if found or not end:
                 break
             if end < 0:
-                end = self._spin.deadline() if self._connections.by_descriptor and not self._connections.disconnected else 0.0
+                end = (
+                    self._spin.deadline()
+                    if self._connections.by_descriptor and not self._connections.disconnected
+                    else 0.0
+                )
             elif time.perf_counter() > end:
                 self._spin.record(False)
                 return False
@@ -346,7 +362,9 @@ class ParameterClient:
         if net.disconnected:
             now = time.monotonic()
             for link in list(net.disconnected):
-                if net.try_connect(link, now) and self._receive(link):  # it has spoken already: whoever waits need not sleep
+                if net.try_connect(link, now) and self._receive(
+                    link
+                ):  # it has spoken already: whoever waits need not sleep
                     seconds = 0.0
             if net.disconnected:
                 first = min(link.next_try for link in net.disconnected)
@@ -430,7 +448,12 @@ class ParameterClient:
             return
         if asked.sequence:
             link.gaps = 0
-        if frame.on_release is None and frame.tensors and type(link.transport) is SocketTransport and link.transport.writer is not None:
+        if (
+            frame.on_release is None
+            and frame.tensors
+            and type(link.transport) is SocketTransport
+            and link.transport.writer is not None
+        ):
             size = body_bytes(frame.tensors)
             if size > link.transport.writer.size:  # it came through the socket: the next one should not
                 link.ring_bytes, link.wants_larger_ring = max(link.ring_bytes, 2 * size), True

@@ -20,7 +20,15 @@ from torch import Tensor
 from shoal.errors import InputError, RunError, ShoalError
 from shoal.paramserver.dispatcher import connect_local, token_proof
 from shoal.paramserver.futures import ReplyFuture
-from shoal.paramserver.messages import ChallengeReply, HelloRequest, RefusedReply, ServerReply, WelcomeReply, ClientId, encode
+from shoal.paramserver.messages import (
+    ChallengeReply,
+    ClientId,
+    HelloRequest,
+    RefusedReply,
+    ServerReply,
+    WelcomeReply,
+    encode,
+)
 from shoal.paramserver.session import PendingRequest, ShardSession
 from shoal.paramserver.shm_ring import RingWriter
 from shoal.paramserver.transport import ConnectionLost, LocalTransport, SocketTransport, dial
@@ -277,7 +285,9 @@ class ShardLinks:
             sent.generation,
             sent.meta,
             sent.tensors,
-            sent.ring_offset if sent.ring is not None and type(wire) is SocketTransport and sent.ring is wire.writer else -1,
+            sent.ring_offset
+            if sent.ring is not None and type(wire) is SocketTransport and sent.ring is wire.writer
+            else -1,
         )
         try:
             wire.send(frame)

@@ -20,7 +20,9 @@ from shoal.paramserver.messages import DenseSpec, TableStateReply
 from shoal.paramserver.optimizers import bare_step, make_optimizer
 from shoal.paramserver.sharding import FlatLayout, RowRange, flat_layout
 
-OptimizerFactory: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], tuple[Optimizer, Any]]  # ... and a scheduler, or None
+OptimizerFactory: TypeAlias = Callable[
+    [list[tuple[str, nn.Parameter]]], tuple[Optimizer, Any]
+]  # ... and a scheduler, or None
 Keys: TypeAlias = tuple[int, ...] | None
 
 _MAX_LAYOUTS = 256  # of different keys that are remembered
@@ -242,7 +244,9 @@ def with_types_of(live: Any, stored: Any) -> Any:
         with torch.no_grad():
             return live.copy_(torch.as_tensor(stored))
     if isinstance(live, tuple) and isinstance(stored, list):
-        return tuple(with_types_of(a, b) for a, b in zip(live, stored, strict=True)) if len(live) == len(stored) else live
+        return (
+            tuple(with_types_of(a, b) for a, b in zip(live, stored, strict=True)) if len(live) == len(stored) else live
+        )
     if isinstance(live, Counter):
         return Counter(stored)
     if isinstance(live, dict) and isinstance(stored, dict):

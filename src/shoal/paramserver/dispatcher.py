@@ -18,9 +18,25 @@ import msgspec
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.paramserver.messages import ChallengeReply, HelloRequest, RefusedReply, ServerReply, ServerRequest, WelcomeReply, ClientId, decode_request, encode
-from shoal.paramserver.transport import ConnectionLost, LocalTransport, LocalReplyTransport, SocketTransport, FrameTransport
-from shoal.paramserver.wire_format import REPLY, REQUEST, HELLO_LIMITS, BadFrame, Frame, FrameLimits
+from shoal.paramserver.messages import (
+    ChallengeReply,
+    ClientId,
+    HelloRequest,
+    RefusedReply,
+    ServerReply,
+    ServerRequest,
+    WelcomeReply,
+    decode_request,
+    encode,
+)
+from shoal.paramserver.transport import (
+    ConnectionLost,
+    FrameTransport,
+    LocalReplyTransport,
+    LocalTransport,
+    SocketTransport,
+)
+from shoal.paramserver.wire_format import HELLO_LIMITS, REPLY, REQUEST, BadFrame, Frame, FrameLimits
 
 REASONS_KEPT = 100
 NONCE_BYTES = 32
@@ -48,7 +64,13 @@ class ShardHandler(Protocol):
     def take_replies(self) -> Iterable[Any]: ...
     def on_disconnect(self, client: ClientId) -> Iterable[Any]: ...
     def handle(
-        self, client: ClientId, tag: int, sequence: int, generation: int, request: ServerRequest, tensors: Sequence[Tensor]
+        self,
+        client: ClientId,
+        tag: int,
+        sequence: int,
+        generation: int,
+        request: ServerRequest,
+        tensors: Sequence[Tensor],
     ) -> Iterable[Any]: ...
 
 
@@ -114,7 +136,11 @@ class RequestDispatcher:
             return
         except Exception as error:  # a mistake of ours: one request of one worker must not end all the others' work
             traceback.print_exc(file=sys.stderr)
-            self._send(connection, frame.tag, RefusedReply("failed", f"{type(request).__name__} failed on the server: {error!r}"))
+            self._send(
+                connection,
+                frame.tag,
+                RefusedReply("failed", f"{type(request).__name__} failed on the server: {error!r}"),
+            )
             return
         self.send_replies(answers)
 
@@ -144,7 +170,9 @@ class RequestDispatcher:
     def _on_hello(self, connection: ClientConnection, tag: int, hello: HelloRequest) -> None:
         if self._token and not hmac.compare_digest(hello.proof, token_proof(self._token, connection.nonce)):
             what = "a wrong token" if hello.proof else "no token"
-            self.close_connection(connection, "refused", f"worker {hello.worker} came with {what}: this server needs the right one")
+            self.close_connection(
+                connection, "refused", f"worker {hello.worker} came with {what}: this server needs the right one"
+            )
             return
         word = self.shard.on_hello(msgspec.structs.replace(hello, proof=b""))
         if not isinstance(word, WelcomeReply):

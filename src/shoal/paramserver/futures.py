@@ -18,7 +18,7 @@ class ReplyPump(Protocol):
 class ReplyFuture(Generic[T]):
     """Settled by `parts` answers: `value` is called when all have come, or the first error is raised."""
 
-    __slots__ = ("_error", "_left", "_pump", "_value", "unobserved", "make_value")
+    __slots__ = ("_error", "_left", "_pump", "_value", "make_value", "unobserved")
 
     def __init__(self, pump: ReplyPump, make_value: Callable[[], T] | None = None, replies: int = 1) -> None:
         self._pump, self._left = pump, replies

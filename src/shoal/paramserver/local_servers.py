@@ -44,7 +44,12 @@ class LocalServers:
             raise InputError(f"{count} servers, but {len(addresses)} addresses")
         self._temporary = Path(tempfile.mkdtemp(prefix="shoal-"))
         self._folder = Path(folder) if folder is not None else None
-        self._token, self._snapshot_seconds, self._make_shard, self._settings = token, snapshot_seconds, make_shard, settings
+        self._token, self._snapshot_seconds, self._make_shard, self._settings = (
+            token,
+            snapshot_seconds,
+            make_shard,
+            settings,
+        )
         self._requested = list(addresses or (f"unix:{self._temporary}/shard-{shard}" for shard in range(count)))
         self.addresses: list[str] = list(self._requested)
         self.pids: list[int] = [0] * count
@@ -154,7 +159,9 @@ class LocalServers:
         server.serve(lambda: False)
 
 
-def connect(addresses: Sequence[str] | str | None = None, worker: int | None = None, **settings: Any) -> ParameterClient:
+def connect(
+    addresses: Sequence[str] | str | None = None, worker: int | None = None, **settings: Any
+) -> ParameterClient:
     """A client of servers that are named here or in the environment: SHOAL_SERVERS (their addresses, with commas),
     SHOAL_TOKEN, and RANK for the number of the worker."""
     if addresses is None:

@@ -316,7 +316,9 @@ class StatsReply(ServerReply, frozen=True):
     loads: dict[str, list[float]]  # table -> touches, by key or by range of rows
     busy_seconds: float
     evicted: dict[str, int] = {}  # sparse table -> rows that were forgotten
-    hot_rows: dict[str, list[tuple[int, float]]] = {}  # sparse table -> rows asked for most, and in which share of requests
+    hot_rows: dict[
+        str, list[tuple[int, float]]
+    ] = {}  # sparse table -> rows asked for most, and in which share of requests
 
 
 class RefusedReply(ServerReply, frozen=True):
@@ -327,14 +329,27 @@ class RefusedReply(ServerReply, frozen=True):
     fix: str = ""
 
 
-WRITES = (DeclareRequest, PutRequest, PushRequest, ContributeRequest, ApplyRequest, BarrierRequest, LeaseRequest, TaskRequest, EndRequest, RewindRequest)
+WRITES = (
+    DeclareRequest,
+    PutRequest,
+    PushRequest,
+    ContributeRequest,
+    ApplyRequest,
+    BarrierRequest,
+    LeaseRequest,
+    TaskRequest,
+    EndRequest,
+    RewindRequest,
+)
 READS = (PullRequest, SquaresRequest, TableStateRequest, StatusRequest, StatsRequest, SnapshotRequest)
 AnyRequest: TypeAlias = (
-    HelloRequest | DeclareRequest | PutRequest | PushRequest | ContributeRequest | ApplyRequest | BarrierRequest | LeaseRequest | TaskRequest | EndRequest | RewindRequest | PullRequest | SquaresRequest | TableStateRequest
+    HelloRequest | DeclareRequest | PutRequest | PushRequest | ContributeRequest | ApplyRequest | BarrierRequest
+    | LeaseRequest | TaskRequest | EndRequest | RewindRequest | PullRequest | SquaresRequest | TableStateRequest
     | StatusRequest | StatsRequest | SnapshotRequest
 )  # fmt: skip
 AnyReply: TypeAlias = (
-    ChallengeReply | WelcomeReply | AckReply | ValuesReply | LateReply | BarrierReply | LeaseReply | TaskReply | EndReply | TableStateReply | StatusReply | StatsReply | RefusedReply
+    ChallengeReply | WelcomeReply | AckReply | ValuesReply | LateReply | BarrierReply | LeaseReply | TaskReply
+    | EndReply | TableStateReply | StatusReply | StatsReply | RefusedReply
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -196,7 +196,11 @@ def _adam(*, decoupled: bool) -> Callable[..., RowKernel]:
             size, root = corrections(steps, values.dtype)
             values.add_((average * size).div_(square.sqrt().div_(root).add_(eps)))
 
-        fields = {"step": RowStateField(width=1, is_count=True), "exp_avg": RowStateField(), "exp_avg_sq": RowStateField()}
+        fields = {
+            "step": RowStateField(width=1, is_count=True),
+            "exp_avg": RowStateField(),
+            "exp_avg_sq": RowStateField(),
+        }
         return RowKernel(fields, update)
 
     return make

@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from shoal.numerics.grad_norm import row_squares, total_norm
-from shoal.paramserver.messages import ApplyRequest, ContributeRequest, PutRequest, TableSlice, SquaresRequest, ValuesReply
-from shoal.paramserver.reduce import StepContributions, DenseGradient, ReducedContributions, span_error
+from shoal.paramserver.messages import (
+    ApplyRequest,
+    ContributeRequest,
+    PutRequest,
+    SquaresRequest,
+    TableSlice,
+    ValuesReply,
+)
+from shoal.paramserver.reduce import DenseGradient, ReducedContributions, StepContributions, span_error
 from shoal.paramserver.request_log import ReplyAddress
-from shoal.paramserver.tables import ShardTables, RequestRefused
+from shoal.paramserver.tables import RequestRefused, ShardTables
 
 ParkedRequest: TypeAlias = tuple[ReplyAddress, ApplyRequest | SquaresRequest]
 
@@ -30,7 +37,9 @@ class PendingSteps:
         self.contributions = StepContributions()
         self.puts: dict[int, tuple[PutRequest, list[Tensor]]] = {}  # by step: values that come with its Apply
         self.parked: list[ParkedRequest] = []  # who wait for contributions
-        self._last_squares: tuple[int, ValuesReply, Sequence[Tensor]] | None = None  # of the last step that was asked for
+        self._last_squares: tuple[int, ValuesReply, Sequence[Tensor]] | None = (
+            None  # of the last step that was asked for
+        )
 
     # -- what has come ------------------------------------------------------------------------------------------------
 
@@ -124,7 +133,9 @@ class PendingSteps:
     def _norm(self, reduced: ReducedContributions) -> float:
         """Of the whole gradient, if it is all here."""
         if self._tables.shards > 1 or reduced.sparse or len(reduced.dense) > 1:
-            raise RequestRefused("norm", "a shard alone cannot know the norm of the whole gradient", "ask all for Squares first")
+            raise RequestRefused(
+                "norm", "a shard alone cannot know the norm of the whole gradient", "ask all for Squares first"
+            )
         return total_norm([rows for name, flats in reduced.dense.items() for rows in self._squares_of(name, flats)])
 
     def _squares_of(self, table: str, gradient: DenseGradient) -> list[Tensor]:

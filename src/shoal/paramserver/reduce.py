@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.numerics.grad_norm import clip_to_norm
 from shoal.numerics.lanes import fold, subtrees
-from shoal.paramserver.dense_table import Keys, DenseLayout
+from shoal.paramserver.dense_table import DenseLayout, Keys
 from shoal.paramserver.messages import Span
 
 T = TypeVar("T")
@@ -96,7 +96,9 @@ class StepContributions:
         held = self.steps.get(step, {})
         return step in self.reduced or all(tuple(span) in held for span in spans)
 
-    def reduce(self, step: int, lanes: int, spans: Sequence[Span], scale: float, layouts: TableLayouts) -> ReducedContributions:
+    def reduce(
+        self, step: int, lanes: int, spans: Sequence[Span], scale: float, layouts: TableLayouts
+    ) -> ReducedContributions:
         """Once for each step; what was added up is used up."""
         found = self.reduced.get(step)
         if found is None:
@@ -132,7 +134,9 @@ def span_error(lanes: int, spans: Sequence[Span]) -> str:
     return ""
 
 
-def reduce_contributions(lanes: int, contributions: Mapping[Span, Gradients], scale: float, layouts: TableLayouts) -> ReducedContributions:
+def reduce_contributions(
+    lanes: int, contributions: Mapping[Span, Gradients], scale: float, layouts: TableLayouts
+) -> ReducedContributions:
     """In the tree, then times the scale, then in the dtype of the values."""
     found = ReducedContributions(lanes, sorted_spans(list(contributions)), scale)
     for table in sorted({table for gradients in contributions.values() for table in gradients}):
@@ -150,7 +154,9 @@ def reduce_contributions(lanes: int, contributions: Mapping[Span, Gradients], sc
     return found
 
 
-def reduce_dense(lanes: int, gradients: Mapping[Span, DenseGradient], layout: Callable[[Keys], DenseLayout]) -> DenseGradient:
+def reduce_dense(
+    lanes: int, gradients: Mapping[Span, DenseGradient], layout: Callable[[Keys], DenseLayout]
+) -> DenseGradient:
     """What has a gradient in some of the parts only is added where it has one."""
     if len({part.keys for part in gradients.values()}) == 1:
         keys = next(iter(gradients.values())).keys

@@ -16,19 +16,19 @@ from torch import Tensor
 from shoal.errors import InputError
 from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.messages import (
+    AckReply,
     DeclareRequest,
     DenseSpec,
-    AckReply,
     PullRequest,
     PushRequest,
     PutRequest,
     ServerRequest,
-    TableSlice,
     Span,
     SparseSpec,
+    TableSlice,
     ValuesReply,
 )
-from shoal.paramserver.sharding import RowRange, shard_dense, dtype_of, flat_layout
+from shoal.paramserver.sharding import RowRange, dtype_of, flat_layout, shard_dense
 from shoal.paramserver.wire_format import padded
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class RemoteDenseTable:
             for piece in pieces:
                 last = piece is pieces[-1]
                 whole = targets is not None and last and not streams
-                about = partial(PushRequest, ticket=lease, basis=known, pull=whole, last=last)
+                about = partial(PushRequest, lease=lease, base_version=known, pull=whole, last=last)
                 self._send(shard, piece, present, about, future, versions, targets if whole else None, True)
                 if streams and targets is not None:
                     self._pull_streamed(shard, piece, targets, future, versions)

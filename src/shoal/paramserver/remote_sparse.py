@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.errors import InputError
 from shoal.paramserver.futures import ReplyFuture
-from shoal.paramserver.messages import PullRequest, PushRequest, TableSlice, SparseSpec
+from shoal.paramserver.messages import PullRequest, PushRequest, SparseSpec, TableSlice
 from shoal.paramserver.remote_dense import declare_table, dtype_name
 from shoal.paramserver.sharding import shard_of
 from shoal.paramserver.shm_ring import RingWriter

@@ -24,7 +24,9 @@ class ClientRecord:
     incarnation: int
     sequence: int = 0
     replies: dict[int, AnyReply] = field(default_factory=dict)  # by order; without tensors
-    partial_pushes: list[Gradients] = field(default_factory=list)  # of an update with a ticket, until its last part comes
+    partial_pushes: list[Gradients] = field(
+        default_factory=list
+    )  # of an update with a ticket, until its last part comes
     lease: int = -1  # that they are of
 
     def remember(self, sequence: int, reply: AnyReply) -> None:

@@ -40,5 +40,7 @@ def plan_rewind(statuses: Sequence[StatusReply], polls: int) -> list[RewindReque
         return []
     common = set.intersection(*(set(each.snapshot_steps) for each in statuses))
     if not common:
-        raise NoCommonSnapshotError("; ".join(f"server {shard} has {each.snapshot_steps}" for shard, each in enumerate(statuses)))
+        raise NoCommonSnapshotError(
+            "; ".join(f"server {shard} has {each.snapshot_steps}" for shard, each in enumerate(statuses))
+        )
     return [RewindRequest(epoch + 1, max(common), each.server_incarnation) for each in statuses]

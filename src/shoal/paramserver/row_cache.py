@@ -147,7 +147,9 @@ class RowCache:
         self._fetched[places[kept]] = step
         self._values.index_copy_(0, torch.from_numpy(places[kept]), rows.index_select(0, torch.from_numpy(kept)))
 
-    def _try_insert(self, new: Ids, ids: Ids, hashes: Words, heat: Heats, places: Ids, step: int) -> npt.NDArray[np.bool_]:
+    def _try_insert(
+        self, new: Ids, ids: Ids, hashes: Words, heat: Heats, places: Ids, step: int
+    ) -> npt.NDArray[np.bool_]:
         """Each of `new` tries the place of the least hot of its set. Of several who want one place, one gets it; who
         may try again is told."""
         which = self._which_set(hashes[new])

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.paramserver.dispatcher import RequestDispatcher, ClientConnection
+from shoal.paramserver.dispatcher import ClientConnection, RequestDispatcher
 from shoal.paramserver.shm_ring import RING_BYTES
 from shoal.paramserver.spin_wait import SpinWait
 from shoal.paramserver.transport import ConnectionLost, SocketTransport, listen, read_address
@@ -144,7 +144,9 @@ class ParameterServer:
             connection, there = listener.accept()
         except OSError:
             return
-        guest = ClientConnection(SocketTransport(connection, copies=True), f"{there[0]}:{there[1]}" if there else "this host")
+        guest = ClientConnection(
+            SocketTransport(connection, copies=True), f"{there[0]}:{there[1]}" if there else "this host"
+        )
         guest.descriptor = connection.fileno()
         self._connections[guest.descriptor] = guest
         self._unidentified[guest] = time.monotonic()
@@ -157,7 +159,9 @@ class ParameterServer:
         assert isinstance(wire, SocketTransport)
         try:
             for _ in range(FRAMES_PER_TURN):
-                if wire.unsent_bytes >= self.max_unsent_bytes:  # it does not read what it gets: `_settle` comes back to it
+                if (
+                    wire.unsent_bytes >= self.max_unsent_bytes
+                ):  # it does not read what it gets: `_settle` comes back to it
                     break
                 frame = wire.receive()
                 if frame is None:
@@ -216,7 +220,9 @@ class ParameterServer:
             if guest.client is not None:
                 del self._unidentified[guest]
             elif now - since > HELLO_SECONDS:
-                self.dispatcher.close_connection(guest, "refused", f"it has not said who it is within {HELLO_SECONDS:g} s")
+                self.dispatcher.close_connection(
+                    guest, "refused", f"it has not said who it is within {HELLO_SECONDS:g} s"
+                )
         self._update_polling()
         if (
             self.snapshot_seconds is not None
@@ -239,7 +245,9 @@ class ParameterServer:
         self._snapshot_at, self._snapshot_version = time.monotonic(), self.shard.version
         self.shard.begun()
         descriptors = [*self._listeners, self._poll.fileno()]
-        self._snapshot_writer = _SnapshotWriter(lambda: self.snapshots.write(self.shard.capture(copy=False)), descriptors)
+        self._snapshot_writer = _SnapshotWriter(
+            lambda: self.snapshots.write(self.shard.capture(copy=False)), descriptors
+        )
         self._poll.register(self._snapshot_writer.descriptor, select.EPOLLIN)
 
     def _wait_for_writer(self) -> None:

@@ -46,7 +46,9 @@ class ShardSession(Generic[T]):
         self.sequence = 0  # of the last order
         self.lost = 0
         self.answered = 0  # orders, of those up to `sequence`
-        self.unanswered: dict[int, PendingRequest[T]] = {}  # without an answer: by tag, in the order in which they were asked
+        self.unanswered: dict[
+            int, PendingRequest[T]
+        ] = {}  # without an answer: by tag, in the order in which they were asked
         self._answered_pushes: deque[int] = deque(maxlen=REMEMBERED)  # numbers of pushes that were answered
 
     def register(self, tag: int, payload: T, *, writes: bool, is_push: bool = False) -> PendingRequest[T]:
@@ -80,7 +82,9 @@ class ShardSession(Generic[T]):
         self.lost += lost
         gone = sum(number > sequence for number in self._answered_pushes) if lost else 0
         if gone:
-            self._answered_pushes = deque((number for number in self._answered_pushes if number <= sequence), maxlen=REMEMBERED)
+            self._answered_pushes = deque(
+                (number for number in self._answered_pushes if number <= sequence), maxlen=REMEMBERED
+            )
         return SessionResume(lost, list(self.unanswered.values()), gone)
 
     def abandon(self) -> list[PendingRequest[T]]:

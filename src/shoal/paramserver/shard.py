@@ -27,34 +27,34 @@ from shoal.errors import CheckpointError, ShoalError
 from shoal.paramserver import messages
 from shoal.paramserver.dense_table import OptimizerFactory
 from shoal.paramserver.messages import (
+    AckReply,
     AnyReply,
     ApplyRequest,
+    BarrierRequest,
+    ClientId,
     ContributeRequest,
-    StatsReply,
     DeclareRequest,
-    AckReply,
     HelloRequest,
     LateReply,
-    BarrierRequest,
     LeaseRequest,
     PullRequest,
     PushRequest,
     PutRequest,
     RefusedReply,
-    ServerRequest,
     RewindRequest,
+    ServerRequest,
     SquaresRequest,
+    StatsReply,
     StatusReply,
     ValuesReply,
     WelcomeReply,
-    ClientId,
 )
 from shoal.paramserver.pending_steps import PendingSteps
 from shoal.paramserver.reduce import Gradients, copy_gradients
-from shoal.paramserver.request_log import ReplyAddress, ClientRecord, AppliedLeases
+from shoal.paramserver.request_log import AppliedLeases, ClientRecord, ReplyAddress
 from shoal.paramserver.snapshot import ShardSnapshot, extract_tensors, insert_tensors
-from shoal.paramserver.step_coordinator import StepCoordinator, CoordinatorReply
-from shoal.paramserver.tables import ShardTables, RequestRefused
+from shoal.paramserver.step_coordinator import CoordinatorReply, StepCoordinator
+from shoal.paramserver.tables import RequestRefused, ShardTables
 
 _ANY_GENERATION = (RewindRequest, messages.StatusRequest, messages.StatsRequest)
 
@@ -167,7 +167,13 @@ class ParameterShard:
     # -- order, then apply --------------------------------------------------------------------------------------------
 
     def handle(
-        self, client: ClientId, tag: int, sequence: int, generation: int, request: ServerRequest, tensors: Sequence[Tensor] = ()
+        self,
+        client: ClientId,
+        tag: int,
+        sequence: int,
+        generation: int,
+        request: ServerRequest,
+        tensors: Sequence[Tensor] = (),
     ) -> list[ShardReply]:
         asked = ReplyAddress(client, tag, sequence)
         outcome: HandlerResult
@@ -187,7 +193,9 @@ class ParameterShard:
             elif sequence:
                 outcome = self._repeat(record, asked, generation, request, tensors)
             elif isinstance(request, messages.WRITES):
-                raise RequestRefused("sequence", f"{type(request).__name__} is an order, and has no number", "number it")
+                raise RequestRefused(
+                    "sequence", f"{type(request).__name__} is an order, and has no number", "number it"
+                )
             else:
                 outcome = self._execute(asked, generation, request, tensors)
         except RequestRefused as no:
@@ -201,7 +209,9 @@ class ParameterShard:
                 self.bytes_out += tensor.nbytes
         return answers
 
-    def _execute(self, asked: ReplyAddress, generation: int, request: ServerRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _execute(
+        self, asked: ReplyAddress, generation: int, request: ServerRequest, tensors: Sequence[Tensor]
+    ) -> HandlerResult:
         kind = type(request)
         try:
             if generation != self.generation and kind not in _ANY_GENERATION:
@@ -220,10 +230,21 @@ class ParameterShard:
     def _fenced(self, generation: int) -> RequestRefused:
         both = f"this is of epoch {generation}, and shard {self.shard} is in epoch {self.generation}"
         if generation < self.generation:
-            return RequestRefused("fenced", f"{both}, which began at step {self._generation_step}", f"go on from step {self._generation_step}")
+            return RequestRefused(
+                "fenced",
+                f"{both}, which began at step {self._generation_step}",
+                f"go on from step {self._generation_step}",
+            )
         return RequestRefused("behind", both, "rewind all shards first")
 
-    def _repeat(self, record: ClientRecord, asked: ReplyAddress, generation: int, request: ServerRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _repeat(
+        self,
+        record: ClientRecord,
+        asked: ReplyAddress,
+        generation: int,
+        request: ServerRequest,
+        tensors: Sequence[Tensor],
+    ) -> HandlerResult:
         """Not the next order: one that was here before, or one too far."""
         sequence = asked.sequence
         if sequence > record.sequence:
@@ -268,7 +289,9 @@ class ParameterShard:
             self.tables.put(request, tensors)
         return AckReply(self.version), ()
 
-    def _start_from(self, first: int, done: Sequence[int], rows: str = "", start_step: int = 0, inexact: str = "") -> None:
+    def _start_from(
+        self, first: int, done: Sequence[int], rows: str = "", start_step: int = 0, inexact: str = ""
+    ) -> None:
         """The run goes on from a checkpoint, of the job's step `began`: nothing has been done here yet. Whoever says it
         may be lost before all servers have their values, and another one says it again. `inexact`: kept for workers."""
         word = [first, list(done), rows, start_step, inexact]
@@ -323,9 +346,13 @@ class ParameterShard:
         return ValuesReply(self.version, slots, self.step), found
 
     def _pull(self, asked: ReplyAddress, request: PullRequest, tensors: Sequence[Tensor]) -> HandlerResult:
-        return ValuesReply(self.version, request.slices, self.step), self.tables.pull(request.slices, tensors, self.version)
+        return ValuesReply(self.version, request.slices, self.step), self.tables.pull(
+            request.slices, tensors, self.version
+        )
 
-    def _state(self, asked: ReplyAddress, request: messages.TableStateRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _state(
+        self, asked: ReplyAddress, request: messages.TableStateRequest, tensors: Sequence[Tensor]
+    ) -> HandlerResult:
         return self.tables.state(request.table)
 
     # -- lockstep -----------------------------------------------------------------------------------------------------
@@ -334,7 +361,9 @@ class ParameterShard:
         """A shard that came back has none of the contributions that were acknowledged: in lockstep all go back first,
         even if no step is missing."""
         if self._needs_rewind:
-            raise RequestRefused("ahead", f"shard {self.shard} came back, at step {self.step}", "go back with all servers (Rewind)")
+            raise RequestRefused(
+                "ahead", f"shard {self.shard} came back, at step {self.step}", "go back with all servers (Rewind)"
+            )
 
     def _contribute(self, asked: ReplyAddress, request: ContributeRequest, tensors: Sequence[Tensor]) -> HandlerResult:
         self._check_rewound()
@@ -352,7 +381,9 @@ class ParameterShard:
         """A contribution has come: what waited for it goes on."""
         for asked, request in self._pending_steps.pop_ready(step):
             try:
-                outcome = self._squares_now(request) if isinstance(request, SquaresRequest) else self._apply_now(request)
+                outcome = (
+                    self._squares_now(request) if isinstance(request, SquaresRequest) else self._apply_now(request)
+                )
             except RequestRefused as no:
                 outcome = self._refuse(no)
             self._queue_reply(asked, *outcome)
@@ -407,21 +438,29 @@ class ParameterShard:
         if self.coordinator is not None:
             self._queue_replies(self.coordinator.on_applied(step))
         for asked, parked in waited:
-            self._queue_reply(asked, *(self._applied(parked) if isinstance(parked, ApplyRequest) else (LateReply(self.step), ())))
+            self._queue_reply(
+                asked, *(self._applied(parked) if isinstance(parked, ApplyRequest) else (LateReply(self.step), ()))
+            )
         return self._applied(request)
 
     def _applied(self, request: ApplyRequest) -> tuple[AnyReply, Sequence[Tensor]]:
         return self._values() if request.pull else (AckReply(self.version), ())
 
     def _rewind(self, asked: ReplyAddress, request: RewindRequest, tensors: Sequence[Tensor]) -> HandlerResult:
-        if request.server_incarnation not in (0, self.server_incarnation):  # sent again to one that came back: with it the epoch would, too
-            reason = f"process {request.server_incarnation} of shard {self.shard} was to go back, and this is process {self.server_incarnation}"
+        if request.server_incarnation not in (
+            0,
+            self.server_incarnation,
+        ):  # sent again to one that came back: with it the epoch would, too
+            reason = f"process {request.server_incarnation} of shard {self.shard} was to go back,"
+            reason += f" and this is process {self.server_incarnation}"
             raise RequestRefused("fenced", reason, "look again")
         if request.generation < self.generation:
             raise self._fenced(request.generation)
         if request.generation == self.generation:
             if request.step != self._generation_step:
-                raise RequestRefused("rewind", f"epoch {self.generation} began at step {self._generation_step}, not at {request.step}")
+                raise RequestRefused(
+                    "rewind", f"epoch {self.generation} began at step {self._generation_step}, not at {request.step}"
+                )
             return AckReply(self.version), ()
         if self._load_snapshot is None:
             raise RequestRefused("snapshot", f"shard {self.shard} keeps no snapshots", "give the servers a folder")
@@ -447,7 +486,9 @@ class ParameterShard:
         self._check_rewound()
         pace = self._require_coordinator()
         self._waiting[asked.client] = asked
-        self._queue_replies(pace.arrive(asked.client, request.step, request.note, [tensor.clone() for tensor in tensors]))
+        self._queue_replies(
+            pace.arrive(asked.client, request.step, request.note, [tensor.clone() for tensor in tensors])
+        )
         return None
 
     def _next_lease(self, asked: ReplyAddress, request: LeaseRequest, tensors: Sequence[Tensor]) -> HandlerResult:
@@ -466,7 +507,9 @@ class ParameterShard:
 
     def _require_coordinator(self) -> StepCoordinator:
         if self.coordinator is None:
-            raise RequestRefused("pace", f"shard {self.shard} gives out no steps", "ask shard 0 of servers that a run has started")
+            raise RequestRefused(
+                "pace", f"shard {self.shard} gives out no steps", "ask shard 0 of servers that a run has started"
+            )
         return self.coordinator
 
     def _queue_replies(self, replies: Sequence[CoordinatorReply]) -> None:
@@ -518,7 +561,9 @@ class ParameterShard:
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
-    def _snapshot(self, asked: ReplyAddress, request: messages.SnapshotRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _snapshot(
+        self, asked: ReplyAddress, request: messages.SnapshotRequest, tensors: Sequence[Tensor]
+    ) -> HandlerResult:
         self._snapshot_requests.append(asked)
         self.snapshot_due = True
         return None
@@ -554,7 +599,8 @@ class ParameterShard:
             "granted": [self.server_incarnation, self._granted],
             "records": [[worker, record.capture()] for worker, record in sorted(self._records.items())],
             "asked": [
-                [each.client.worker, each.client.incarnation, each.tag, each.sequence] for each in self._waiting.values()
+                [each.client.worker, each.client.incarnation, each.tag, each.sequence]
+                for each in self._waiting.values()
             ],
             "tickets": [self._applied_leases.floor, sorted(self._applied_leases.above)],
             "counters": [self.updates, self.duplicates, dict(self.refused), dict(self.staleness)],

@@ -66,7 +66,9 @@ class SnapshotFolder:
         that writes: that is waited for."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _acquire_lock(self.folder, self.folder.name.replace("-", " ") if shard is None else f"shard {shard}")
+        self._lock = _acquire_lock(
+            self.folder, self.folder.name.replace("-", " ") if shard is None else f"shard {shard}"
+        )
 
     def close(self) -> None:
         if self._lock >= 0:

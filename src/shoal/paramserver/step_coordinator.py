@@ -21,7 +21,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shoal.paramserver.messages import AnyReply, LeaseReply, EndReply, TaskReply, LateReply, BarrierReply, LeaseRequest, RefusedReply, ClientId
+from shoal.paramserver.messages import (
+    AnyReply,
+    BarrierReply,
+    ClientId,
+    EndReply,
+    LateReply,
+    LeaseReply,
+    LeaseRequest,
+    RefusedReply,
+    TaskReply,
+)
 from shoal.paramserver.sync_mode import SyncMode
 
 if TYPE_CHECKING:
@@ -81,14 +91,25 @@ class StepCoordinator:
         """It is not any more. What it did not finish goes to others; what it has asked is answered if it comes back."""
         return [] if self.sync_mode.lockstep else self.queue.on_disconnect(worker)
 
-    def arrive(self, client: ClientId, step: int, note: bytes, tensors: "Sequence[Tensor]" = ()) -> list[CoordinatorReply]:
+    def arrive(
+        self, client: ClientId, step: int, note: bytes, tensors: "Sequence[Tensor]" = ()
+    ) -> list[CoordinatorReply]:
         if not self.sync_mode.lockstep:
-            return [CoordinatorReply(client, RefusedReply("mode", f"in mode {self.sync_mode} nobody meets", "ask for the next step"))]
+            return [
+                CoordinatorReply(
+                    client, RefusedReply("mode", f"in mode {self.sync_mode} nobody meets", "ask for the next step")
+                )
+            ]
         return self.barriers.arrive(client, step, note, tensors)
 
     def next_lease(self, client: ClientId, request: LeaseRequest) -> list[CoordinatorReply]:
         if self.sync_mode.lockstep:
-            return [CoordinatorReply(client, RefusedReply("mode", f"in mode {self.sync_mode} there is no queue of steps", "meet at a step"))]
+            return [
+                CoordinatorReply(
+                    client,
+                    RefusedReply("mode", f"in mode {self.sync_mode} there is no queue of steps", "meet at a step"),
+                )
+            ]
         return self.queue.next_lease(client, request)
 
     def on_applied(self, step: int) -> list[CoordinatorReply]:
@@ -160,7 +181,11 @@ class StepBarriers:
     def arrive(self, client: ClientId, step: int, note: bytes, tensors: "Sequence[Tensor]") -> list[CoordinatorReply]:
         meeting = self.barriers.get(step)
         if meeting is not None and meeting.closed:
-            return [self._barrier_reply(step, client)] if client.worker in meeting.entries else [self._late_reply(step, client)]
+            return (
+                [self._barrier_reply(step, client)]
+                if client.worker in meeting.entries
+                else [self._late_reply(step, client)]
+            )
         if self.end_reply is not None:
             return [CoordinatorReply(client, self.end_reply)]
         if step < self.step:
@@ -214,14 +239,19 @@ class StepBarriers:
         told = []
         for step in sorted(self.barriers):
             if which(step) and not self.barriers[step].closed:
-                told += [CoordinatorReply(seat.client, LateReply(step=self.step)) for seat in self.barriers.pop(step).entries.values()]
+                told += [
+                    CoordinatorReply(seat.client, LateReply(step=self.step))
+                    for seat in self.barriers.pop(step).entries.values()
+                ]
         return told
 
     def end_run(self, reason: str, resumable: bool) -> list[CoordinatorReply]:
         self.end_reply = EndReply(reason=reason, resumable=resumable, steps_done=self.step)
         waiting = [meeting for meeting in self.barriers.values() if not meeting.closed]
         self.barriers = {step: meeting for step, meeting in self.barriers.items() if meeting.closed}
-        return [CoordinatorReply(seat.client, self.end_reply) for meeting in waiting for seat in meeting.entries.values()]
+        return [
+            CoordinatorReply(seat.client, self.end_reply) for meeting in waiting for seat in meeting.entries.values()
+        ]
 
     def capture(self) -> dict[str, Any]:
         held, tensors = [], []
@@ -324,8 +354,16 @@ class LeaseQueue:
         return self._answer_waiting()
 
     def next_lease(self, client: ClientId, request: LeaseRequest) -> list[CoordinatorReply]:
-        told = self.on_connect(client.worker, client.incarnation) if self.live.get(client.worker) != client.incarnation else []
-        if request.finished >= 0 and not self.first <= request.finished < self.steps and not self.is_done(request.finished):
+        told = (
+            self.on_connect(client.worker, client.incarnation)
+            if self.live.get(client.worker) != client.incarnation
+            else []
+        )
+        if (
+            request.finished >= 0
+            and not self.first <= request.finished < self.steps
+            and not self.is_done(request.finished)
+        ):
             reason = f"ticket {request.finished} is said to be done, and the run has {self.first} to {self.steps - 1}"
             return [*told, CoordinatorReply(client, RefusedReply("ticket", reason))]
         if self.running_tasks.pop(client.worker, None) == FINISH:  # an errand is done when its worker asks again
@@ -458,7 +496,9 @@ class LeaseQueue:
             return told + self._assign_finish()
         if self.end_reply is not None:
             end = EndReply(reason=self.end_reply.reason, resumable=self.end_reply.resumable, steps_done=self.steps_done)
-            told += [CoordinatorReply(self.parked.pop(worker), end) for worker in list(self.parked) if worker in self.live]
+            told += [
+                CoordinatorReply(self.parked.pop(worker), end) for worker in list(self.parked) if worker in self.live
+            ]
         return told
 
     def _assign_finish(self) -> list[CoordinatorReply]:
@@ -475,7 +515,11 @@ class LeaseQueue:
         party = self.holders[group]
         if self.tasks:
             self.running_tasks[members[0]] = self.tasks[0]
-            return [CoordinatorReply(self.parked.pop(members[0]), TaskReply(task=self.tasks.pop(0), steps_done=self.steps_done))]
+            return [
+                CoordinatorReply(
+                    self.parked.pop(members[0]), TaskReply(task=self.tasks.pop(0), steps_done=self.steps_done)
+                )
+            ]
         again = party.lease >= 0 and not self.is_done(party.lease)
         if not again:
             if self._too_far_ahead(party):
@@ -494,7 +538,12 @@ class LeaseQueue:
         goes on from one step, in any mode."""
         party, highest = self.holders[group], max(self.above, default=-1)
         again = party.lease >= 0 and not self.is_done(party.lease)
-        if self.end_reply is None or not self.end_reply.resumable or self.running_tasks or (again and party.lease > highest):
+        if (
+            self.end_reply is None
+            or not self.end_reply.resumable
+            or self.running_tasks
+            or (again and party.lease > highest)
+        ):
             return []
         if not again:
             taken = self._leases_in_progress()
@@ -514,7 +563,13 @@ class LeaseQueue:
         if again or present != holder.members:
             holder.generation += 1
         holder.members = present
-        reply = LeaseReply(lease=holder.lease, generation=holder.generation, members=tuple(members), steps_done=self.steps_done, next_lease=holder.next_lease)
+        reply = LeaseReply(
+            lease=holder.lease,
+            generation=holder.generation,
+            members=tuple(members),
+            steps_done=self.steps_done,
+            next_lease=holder.next_lease,
+        )
         return [CoordinatorReply(who, reply) for who in present]
 
     def _too_far_ahead(self, holder: LeaseHolder) -> bool:
@@ -556,7 +611,13 @@ class LeaseQueue:
         self.floor, self.above = values["floor"], set(values["above"])
         self.next_fresh, self.returned = values["fresh"], list(values["returned"])
         self.holders = {
-            group: LeaseHolder(lease=ticket, next_lease=then, generation=max(epoch, server_incarnation << 20), clock=clock, active=counts)
+            group: LeaseHolder(
+                lease=ticket,
+                next_lease=then,
+                generation=max(epoch, server_incarnation << 20),
+                clock=clock,
+                active=counts,
+            )
             for group, ticket, epoch, clock, counts, then in values["parties"]
         }
         self.live = {}

@@ -16,8 +16,16 @@ from torch import Tensor
 from shoal.collectives.compression.base import Compressor
 from shoal.collectives.compression.parse import parse_compressor
 from shoal.errors import ShoalError
-from shoal.paramserver.dense_table import DenseTable, OptimizerFactory, Keys, DenseLayout
-from shoal.paramserver.messages import DenseSpec, TableStateReply, PutRequest, RefusedReply, TableSlice, SparseSpec, TableSpec
+from shoal.paramserver.dense_table import DenseLayout, DenseTable, Keys, OptimizerFactory
+from shoal.paramserver.messages import (
+    DenseSpec,
+    PutRequest,
+    RefusedReply,
+    SparseSpec,
+    TableSlice,
+    TableSpec,
+    TableStateReply,
+)
 from shoal.paramserver.reduce import DenseGradient, Gradients, SparseGradient
 from shoal.paramserver.sharding import shard_dense
 from shoal.paramserver.sparse_table import SparseTable
@@ -53,7 +61,8 @@ class ShardTables:
         elif known != spec:
             raise RequestRefused(
                 "declared",
-                f"table {table!r} is declared with {_spec_difference(known, spec)}, and now with {_spec_difference(spec, known)}",
+                f"table {table!r} is declared with {_spec_difference(known, spec)},"
+                f" and now with {_spec_difference(spec, known)}",
                 "the same from everybody, or another name",
             )
 
@@ -92,7 +101,9 @@ class ShardTables:
         for slot in request.slices:
             if slot.sparse:
                 fix = "push to them, or put the table's state"
-                raise RequestRefused("sparse", f"rows of table {slot.table!r} are not put: they come from their seed", fix)
+                raise RequestRefused(
+                    "sparse", f"rows of table {slot.table!r} are not put: they come from their seed", fix
+                )
             table = self._dense(slot.table)
             keys = self._keys(slot, table)
             laid = table.layout(keys).flat
@@ -117,7 +128,9 @@ class ShardTables:
         name = state.get("table") or (request.slices[0].table if request.slices else "")
         names = list(state.get("names", ()))
         if len(names) != len(tensors):
-            raise RequestRefused("shape", f"table {name!r}: {len(names)} tensors of state are named, and {len(tensors)} came")
+            raise RequestRefused(
+                "shape", f"table {name!r}: {len(names)} tensors of state are named, and {len(tensors)} came"
+            )
         if name in self.sparse:
             if not (request.fill and self.sparse[name].num_rows):
                 self._put_rows(self.sparse[name], dict(zip(names, tensors, strict=True)))
@@ -127,7 +140,9 @@ class ShardTables:
         for each, tensor in zip(names, tensors, strict=True):
             mine = shapes.get(each.partition("\t")[0])
             if mine is not None and mine != tuple(tensor.shape):
-                raise RequestRefused("shape", f"{each!r}: {list(tensor.shape)} came, and this shard's rows are {list(mine)}")
+                raise RequestRefused(
+                    "shape", f"{each!r}: {list(tensor.shape)} came, and this shard's rows are {list(mine)}"
+                )
         if not (request.fill and table.ready and table.ranges):
             table.put_state(names, tensors, state)
 
@@ -162,7 +177,9 @@ class ShardTables:
             is_one, asked = ("dense", "sparse") if sparse else ("sparse", "dense")
             return RequestRefused("table", f"table {name!r} is {is_one}, and was asked for as {asked}")
         there = ", ".join(sorted([*self.dense, *self.sparse])) or "none"
-        return RequestRefused("table", f"there is no table {name!r} on shard {self.shard}; there are: {there}", "declare it first")
+        return RequestRefused(
+            "table", f"there is no table {name!r} on shard {self.shard}; there are: {there}", "declare it first"
+        )
 
     def _filled_table(self, name: str) -> DenseTable:
         table = self.dense.get(name)
@@ -182,10 +199,14 @@ class ShardTables:
         if keys is None or keys == table.all_keys:
             return None
         if len(set(keys)) != len(keys):
-            raise RequestRefused("key", f"keys of table {slot.table!r} come more than once: {list(keys)[:8]}", "each key once")
+            raise RequestRefused(
+                "key", f"keys of table {slot.table!r} come more than once: {list(keys)[:8]}", "each key once"
+            )
         wrong = [key for key in keys if not 0 <= key < count]
         if wrong:
-            raise RequestRefused("key", f"key {wrong[0]} of table {slot.table!r}, but shard {self.shard} has keys 0 to {count - 1}")
+            raise RequestRefused(
+                "key", f"key {wrong[0]} of table {slot.table!r}, but shard {self.shard} has keys 0 to {count - 1}"
+            )
         return keys
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -196,7 +217,9 @@ class ShardTables:
         found: Gradients = {}
         for slot in slices:
             if slot.table in found:
-                raise RequestRefused("slot", f"table {slot.table!r} comes twice in one request", "one slot for each table")
+                raise RequestRefused(
+                    "slot", f"table {slot.table!r} comes twice in one request", "one slot for each table"
+                )
             found[slot.table] = self._rows(slot, stream) if slot.sparse else self._flats(slot, stream)
         if stream:
             raise _too_many(stream, slices)
@@ -205,7 +228,9 @@ class ShardTables:
     def _flats(self, slot: TableSlice, stream: list[Tensor]) -> DenseGradient:
         table = self._filled_table(slot.table)
         if not table.has_optimizer:
-            raise RequestRefused("optimizer", f"table {slot.table!r} has no optimizer: nothing can be pushed", "put values")
+            raise RequestRefused(
+                "optimizer", f"table {slot.table!r} has no optimizer: nothing can be pushed", "put values"
+            )
         keys = self._keys(slot, table)
         laid = table.layout(keys).flat
         flats = _pop_tensors(stream, len(laid.dtypes), slot)
@@ -236,7 +261,9 @@ class ShardTables:
     def _check_ids(self, table: SparseTable, ids: Tensor) -> None:
         name, count = table.name, table.spec.rows
         if ids.dtype != torch.int64 or ids.dim() != 1:
-            raise RequestRefused("dtype", f"ids of table {name!r} are {list(ids.shape)} {_dtype_name(ids)}", "one dimension of int64")
+            raise RequestRefused(
+                "dtype", f"ids of table {name!r} are {list(ids.shape)} {_dtype_name(ids)}", "one dimension of int64"
+            )
         if not ids.numel():
             return
         if not is_rising(ids):
@@ -245,12 +272,16 @@ class ShardTables:
         first, last = given[0], given[-1]
         if first < 0 or last >= count:
             wrong = first if first < 0 else last
-            raise RequestRefused("row", f"row {wrong} of table {name!r}, but it has rows 0 to {count - 1}", f"ids below {count}")
+            raise RequestRefused(
+                "row", f"row {wrong} of table {name!r}, but it has rows 0 to {count - 1}", f"ids below {count}"
+            )
         if self.shards > 1:
             foreign = given[given % self.shards != self.shard]
             if len(foreign):
                 row = foreign[0]
-                raise RequestRefused("row", f"row {row} of table {name!r} is on shard {row % self.shards}, not on {self.shard}")
+                raise RequestRefused(
+                    "row", f"row {row} of table {name!r} is on shard {row % self.shards}, not on {self.shard}"
+                )
 
     def _decoded(self, slot: TableSlice, payload: Tensor, count: int) -> Tensor:
         if slot.count != count:  # before memory is taken for it
@@ -267,7 +298,9 @@ class ShardTables:
 
     # -- what is done with them ---------------------------------------------------------------------------------------
 
-    def update(self, gradients: Mapping[str, DenseGradient | SparseGradient], version: int, *, last: bool = True) -> None:
+    def update(
+        self, gradients: Mapping[str, DenseGradient | SparseGradient], version: int, *, last: bool = True
+    ) -> None:
         """`version`: that it makes."""
         for table, gradient in gradients.items():
             if isinstance(gradient, DenseGradient):
@@ -396,7 +429,9 @@ def _span_of(slot: TableSlice, values: Sequence[Tensor]) -> Tensor:
     start, stop = slot.span
     if len(values) != 1 or not 0 <= start <= stop <= values[0].numel():
         sizes = ", ".join(f"{each.numel():,}" for each in values)
-        raise RequestRefused("key", f"elements {start:,} to {stop:,} of table {slot.table!r}, whose flat tensors here have {sizes}")
+        raise RequestRefused(
+            "key", f"elements {start:,} to {stop:,} of table {slot.table!r}, whose flat tensors here have {sizes}"
+        )
     return values[0][start:stop]
 
 
@@ -426,7 +461,9 @@ def _check_flat(slot: TableSlice, flat: Tensor, total: int, dtypes: Sequence[tor
 def _check_dtype(slot: TableSlice, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     if tensor.dtype not in dtypes:
         wanted = str(dtypes[0]).removeprefix("torch.")
-        raise RequestRefused("dtype", f"table {slot.table!r} holds {wanted}, and {_dtype_name(tensor)} came", f"convert it to {wanted}")
+        raise RequestRefused(
+            "dtype", f"table {slot.table!r} holds {wanted}, and {_dtype_name(tensor)} came", f"convert it to {wanted}"
+        )
 
 
 def _check_finite(slot: TableSlice, tensor: Tensor) -> None:

@@ -30,21 +30,21 @@ from shoal.paramserver.wire_format import (
     HEADER_BYTES,
     IN_SHARED_MEMORY,
     BadFrame,
-    FrameTensor,
     Frame,
     FrameHeader,
     FrameLimits,
-    body_bytes,
+    FrameTensor,
     as_memoryview,
+    body_bytes,
+    body_tensors,
     check_magic,
-    packed_body,
     copy_into,
     pack_prefix,
-    tensor_bytes,
+    packed_body,
+    prefix_bytes,
     read_header,
     read_prefix,
-    body_tensors,
-    prefix_bytes,
+    tensor_bytes,
 )
 
 MIN_SHARED_BYTES = 4096  # bytes of a body that goes through shared memory
@@ -434,7 +434,9 @@ def _aligned(num_bytes: int) -> memoryview:
 
 
 def _make_frame(header: FrameHeader, meta: bytes, tensors: Sequence[Tensor]) -> Frame:
-    return Frame(header.kind, header.worker, header.incarnation, header.sequence, header.tag, header.generation, meta, tensors)
+    return Frame(
+        header.kind, header.worker, header.incarnation, header.sequence, header.tag, header.generation, meta, tensors
+    )
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -471,7 +473,9 @@ def listen(text: str, token: str | None) -> tuple[socket.socket, str]:
                 os.umask(before)
         except OSError as error:
             listener.close()
-            raise InputError(f"cannot listen on {text}: {_error_text(error)}", fix="a folder that can be written") from None
+            raise InputError(
+                f"cannot listen on {text}: {_error_text(error)}", fix="a folder that can be written"
+            ) from None
         listener.listen(128)
         listener.setblocking(False)
         return listener, text

@@ -21,7 +21,7 @@ from shoal.parallel.blocks import BlockList, find_blocks
 from shoal.parallel.data_parallel import read_loss
 from shoal.parallel.optimizer_view import to_bfloat16
 from shoal.parallel.tensor.find_rules import find_rules
-from shoal.planner.cost.trace import TensorCut, TracedModel, fake_batch, fake_mode, needs_values, fake_copy, trace
+from shoal.planner.cost.trace import TensorCut, TracedModel, fake_batch, fake_copy, fake_mode, needs_values, trace
 from shoal.planner.cost.workload import Workload
 from shoal.planner.trace_script import TracedScript, run_until_backward
 from shoal.report import human
@@ -103,8 +103,8 @@ def _traced(job: Job, model: nn.Module, blocks: BlockList, batch: Any) -> Traced
         size = sum(each.nbytes for each in model.parameters())
         if size > MAX_REAL_BYTES:
             limit = f"{human.size(size)} of weights are too many to run it once instead (at most"
-            raise JobError(f"{error.message}; {limit} {human.size(MAX_REAL_BYTES)})", where=error.where, fix=error.fix) \
-                from error.__cause__  # fmt: skip
+            message = f"{error.message}; {limit} {human.size(MAX_REAL_BYTES)})"
+            raise JobError(message, where=error.where, fix=error.fix) from error.__cause__
         note = f"it was run once, with weights of {human.size(size)}, since shapes are not enough: {error.message}"
     real = sketch_model(job)
     real.install(name for name, _ in (*real.model.named_parameters(), *real.model.named_buffers()))

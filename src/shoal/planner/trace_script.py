@@ -136,7 +136,9 @@ class _ScriptTracer:
             for module in model.modules():
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else fake(buffer, self.mode)
-            found = TracedScript(job=job, model=model, optimizer=optimizer, source=source, closure=closure, mode=self.mode)
+            found = TracedScript(
+                job=job, model=model, optimizer=optimizer, source=source, closure=closure, mode=self.mode
+            )
             raise _TraceComplete(self.look(found))
 
         return _FakeRun(source, job, backward)

@@ -40,17 +40,17 @@ class ConsumedSteps(Protocol):
     @property
     def step(self) -> int: ...
     @property
-    def consumed(self) -> list[str]: ...
+    def sample_digests(self) -> list[str]: ...
     @property
-    def indices(self) -> list[list[int]]: ...
+    def sample_indices(self) -> list[list[int]]: ...
 
 
 def sample_records(messages: Iterable[ConsumedSteps]) -> Iterator[SampleRecord]:
     """What messages say about single steps. Those without digests say nothing here."""
     for message in messages:
-        first = message.step - len(message.consumed)
-        for position, digest in enumerate(message.consumed):
-            indices = message.indices[position] if message.indices else None
+        first = message.step - len(message.sample_digests)
+        for position, digest in enumerate(message.sample_digests):
+            indices = message.sample_indices[position] if message.sample_indices else None
             yield SampleRecord(step=first + position, consumed=digest, indices=indices)
 
 
@@ -87,8 +87,11 @@ class SampleAudit:
         return f"{self.steps:,} steps, {self.epochs:,} whole passes: {seen}{again}"
 
 
-def audit_samples(
-    records: Iterable[SampleRecord], schedule: AuditSchedule, order: Callable[[int], Sequence[int]], committed: int | None = None
+def audit_steps(
+    records: Iterable[SampleRecord],
+    schedule: AuditSchedule,
+    order: Callable[[int], Sequence[int]],
+    committed: int | None = None,
 ) -> SampleAudit:
     """Compares a record with the order of the job. `committed`: how many steps there should be, if that is known."""
     defects: list[str] = []
@@ -136,7 +139,9 @@ def _missing_steps(by_step: dict[int, SampleRecord], steps: int) -> list[str]:
     ]
 
 
-def _wrong_steps(by_step: dict[int, SampleRecord], schedule: AuditSchedule, numbers: NDArray[np.int64], first: int, steps: int) -> list[str]:
+def _wrong_steps(
+    by_step: dict[int, SampleRecord], schedule: AuditSchedule, numbers: NDArray[np.int64], first: int, steps: int
+) -> list[str]:
     """Defects of one pass, whose steps begin with `first`."""
     within = range(schedule.steps_per_epoch)
     expected = [sample_digest(numbers[step * schedule.batch : (step + 1) * schedule.batch]) for step in within]
@@ -153,7 +158,11 @@ def _wrong_steps(by_step: dict[int, SampleRecord], schedule: AuditSchedule, numb
             place = step - first
             own = numbers[place * schedule.batch : (place + 1) * schedule.batch].tolist()
             lost, foreign = sorted(set(own) - set(entry.indices)), sorted(set(entry.indices) - set(own))
-            what = f"missed {_shortened(lost)}, saw {_shortened(foreign)} instead" if lost or foreign else "in another order"
+            what = (
+                f"missed {_shortened(lost)}, saw {_shortened(foreign)} instead"
+                if lost or foreign
+                else "in another order"
+            )
             found.append(f"step {step} saw other samples than the order says: {what}")
         else:
             found.append(f"step {step} saw other samples than the order says")

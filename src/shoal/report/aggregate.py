@@ -7,32 +7,32 @@ from dataclasses import dataclass, field
 from shoal.report.commits import CommitLog
 from shoal.report.events import (
     AnyEvent,
-    ModelShardReported,
-    MembershipChanged,
-    LanesAssigned,
-    ModelEvaluated,
-    WorkerFailed,
-    WorkerFinished,
-    StateTransferred,
+    CheckpointSaved,
     LaneCost,
-    RunPredicted,
-    WorkerPrinted,
+    LanesAssigned,
+    MembershipChanged,
+    ModelEvaluated,
+    ModelShardReported,
     PushesLost,
+    RunFinished,
+    RunPredicted,
     RunRecovered,
     RunResumed,
-    ServersRolledBack,
-    RunFinished,
     RunStarted,
-    CheckpointSaved,
     SaveFailed,
-    ServerReported,
     ServerLost,
+    ServerReported,
+    ServersRolledBack,
     ServerStarted,
+    StateTransferred,
+    StepsCommitted,
     StepSkipped,
     TimeSpent,
-    StepsCommitted,
     TrafficReported,
     WorkerExited,
+    WorkerFailed,
+    WorkerFinished,
+    WorkerPrinted,
     WorkerStarted,
 )
 from shoal.report.incidents import Incident, IncidentLog
@@ -201,7 +201,9 @@ class RunTally:
             case StepsCommitted():
                 self._add_steps(event)
             case ModelEvaluated():
-                if self.evaluated is None or event.step >= self.evaluated.step or not self.is_queue:  # the last one done
+                if (
+                    self.evaluated is None or event.step >= self.evaluated.step or not self.is_queue
+                ):  # the last one done
                     self.evaluated = event
                 self.evaluation_seconds += event.seconds
                 if event.target_reached and self.target_reached is None:

@@ -17,7 +17,7 @@ from shoal.report.live_view import metric_label, unused_level_text
 from shoal.report.participation import ParticipationSpan
 from shoal.report.run_folder import DEFAULT_ROOT, RunLine
 from shoal.report.timeline import draw
-from shoal.report.wording import stamp, full_text
+from shoal.report.wording import full_text, stamp
 from shoal.report.worker_output import clean
 
 _PARTS_IN_ORDER = ("compute", "merge", "wait", "data", "apply", "other")
@@ -68,7 +68,18 @@ def _encodable(line: Text, options: ConsoleOptions) -> Text:
 
 def rows(report: Report, *, prediction: bool = False) -> list[Row]:
     """`prediction`: line by line; and of servers the staleness as a drawing, and each by itself."""
-    before = (_failure, _weights, _results, _layout, _speed, _step, _lanes, _model_shards, _traffic, servers_text.servers)
+    before = (
+        _failure,
+        _weights,
+        _results,
+        _layout,
+        _speed,
+        _step,
+        _lanes,
+        _model_shards,
+        _traffic,
+        servers_text.servers,
+    )
     after = (_incidents, _members, _most_gain, _files, _next)
     told = (servers_text.staleness, servers_text.server_rows, _prediction) if prediction else ()
     return [row for part in (*before, *told, *after) for row in part(report)]
@@ -420,7 +431,9 @@ def _members_lost(report: Report, incidents: list[Incident]) -> list[str]:
     if number["driver"]:
         parts.append(f"driver replaced {human.times_text(number['driver'])}")
     shares = [
-        f"{name} {human.precise_percent(report[name])}" for name in ("goodput", "participation") if report[name] is not None
+        f"{name} {human.precise_percent(report[name])}"
+        for name in ("goodput", "participation")
+        if report[name] is not None
     ]
     return [", ".join(parts), *([", ".join(shares)] if shares else [])]
 

@@ -8,11 +8,29 @@ The leader speaks for the run, but it may die, and whoever takes over has told s
 
 from collections.abc import Sequence
 
-from shoal.report.events import MembershipChanged, WorkerFinished, StateTransferred, RunResumed, ServersRolledBack, ServerLost, StepsCommitted, WorkerStarted
+from shoal.report.events import (
+    MembershipChanged,
+    RunResumed,
+    ServerLost,
+    ServersRolledBack,
+    StateTransferred,
+    StepsCommitted,
+    WorkerFinished,
+    WorkerStarted,
+)
 
 DIGESTS_KEPT = 4096  # a step is told twice only around a change of leader, so the last ones will do
 
-CommitEvent = StepsCommitted | RunResumed | MembershipChanged | WorkerFinished | StateTransferred | WorkerStarted | ServersRolledBack | ServerLost
+CommitEvent = (
+    StepsCommitted
+    | RunResumed
+    | MembershipChanged
+    | WorkerFinished
+    | StateTransferred
+    | WorkerStarted
+    | ServersRolledBack
+    | ServerLost
+)
 
 
 class CommitLog:

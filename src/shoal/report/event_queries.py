@@ -4,8 +4,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from shoal.numerics.sampling import SampleOrder, SampleSchedule
-from shoal.recovery.sample_audit import SampleAudit, SampleRecord, audit_samples, sample_records
-from shoal.report.events import AnyEvent, MembershipChanged, WorkerFinished, RunRecovered, RunResumed, ServersRolledBack, CheckpointSaved, StepsCommitted
+from shoal.recovery.sample_audit import SampleAudit, SampleRecord, audit_steps, sample_records
+from shoal.report.events import (
+    AnyEvent,
+    CheckpointSaved,
+    MembershipChanged,
+    RunRecovered,
+    RunResumed,
+    ServersRolledBack,
+    StepsCommitted,
+    WorkerFinished,
+)
 
 
 def committed_floor(events: Iterable[AnyEvent], recorded: int = 0) -> int:
@@ -27,9 +36,11 @@ def committed_floor(events: Iterable[AnyEvent], recorded: int = 0) -> int:
     return max(floor, recorded)
 
 
-def audit_samples(events: Iterable[AnyEvent], schedule: SampleSchedule, order: SampleOrder, committed: int | None = None) -> SampleAudit:
+def audit_samples(
+    events: Iterable[AnyEvent], schedule: SampleSchedule, order: SampleOrder, committed: int | None = None
+) -> SampleAudit:
     """Whether every committed step saw its samples, and each pass each sample once."""
-    return audit_samples(_audit_entries(events), schedule, order, committed)
+    return audit_steps(_audit_entries(events), schedule, order, committed)
 
 
 def _audit_entries(events: Iterable[AnyEvent]) -> Iterator[SampleRecord]:

@@ -30,7 +30,7 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     previous_layout: str = ""  # the layout that the run had until now: it goes on with another one
 
 
-class RunPredicted(Event, frozen=True, kw_only=True, tag="predicted"):
+class RunPredicted(Event, frozen=True, kw_only=True, tag="run-predicted"):
     """What was foreseen of the run: the short of prediction.json. Told by the driver when it is known."""
 
     cluster: str
@@ -76,7 +76,7 @@ class TimeSpent(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class StepsCommitted(Event, frozen=True, kw_only=True, tag="steps"):
+class StepsCommitted(Event, frozen=True, kw_only=True, tag="steps-committed"):
     """Committed steps of one worker since its last such message; several at a time, so that telling costs little."""
 
     rank: int
@@ -96,7 +96,7 @@ class StepsCommitted(Event, frozen=True, kw_only=True, tag="steps"):
     sample_indices: list[list[int]] = []  # likewise the samples themselves, where the user asked for them
 
 
-class ModelEvaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
+class ModelEvaluated(Event, frozen=True, kw_only=True, tag="model-evaluated"):
     step: int
     epoch: int
     metrics: dict[str, float | None]  # None: not finite
@@ -104,7 +104,7 @@ class ModelEvaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
     target_reached: bool = False
 
 
-class LanesAssigned(Event, frozen=True, kw_only=True, tag="dealt"):
+class LanesAssigned(Event, frozen=True, kw_only=True, tag="lanes-assigned"):
     """Lanes were dealt anew."""
 
     step: int
@@ -113,7 +113,7 @@ class LanesAssigned(Event, frozen=True, kw_only=True, tag="dealt"):
     members: list[int] = []  # whose lanes these are, in the same order; empty: workers 0, 1, 2, …
 
 
-class CheckpointIntervalChanged(Event, frozen=True, kw_only=True, tag="interval"):
+class CheckpointIntervalChanged(Event, frozen=True, kw_only=True, tag="checkpoint-interval-changed"):
     """How often checkpoints are worth their cost, and why. Told by the leader when it changes."""
 
     step: int
@@ -123,7 +123,7 @@ class CheckpointIntervalChanged(Event, frozen=True, kw_only=True, tag="interval"
     auto: bool = True  # and they are written that often; else it is advice
 
 
-class CheckpointSaved(Event, frozen=True, kw_only=True, tag="saved"):
+class CheckpointSaved(Event, frozen=True, kw_only=True, tag="checkpoint-saved"):
     step: int
     path: str
     num_bytes: int
@@ -136,7 +136,7 @@ class SaveFailed(Event, frozen=True, kw_only=True, tag="save-failed"):
     reason: str
 
 
-class RunResumed(Event, frozen=True, kw_only=True, tag="resumed"):
+class RunResumed(Event, frozen=True, kw_only=True, tag="run-resumed"):
     step: int
     path: str
     skipped: list[str] = []  # checkpoints that did not verify, with why
@@ -144,7 +144,7 @@ class RunResumed(Event, frozen=True, kw_only=True, tag="resumed"):
     inexact_sync_mode: str = ""  # the way of keeping in step that it comes from, if that was not exact
 
 
-class StepSkipped(Event, frozen=True, kw_only=True, tag="skipped"):
+class StepSkipped(Event, frozen=True, kw_only=True, tag="step-skipped"):
     """A step whose loss was not finite was dropped."""
 
     step: int
@@ -158,7 +158,7 @@ class StepDigest(Event, frozen=True, kw_only=True, tag="step-digest"):
     tensors: dict[str, str]
 
 
-class TrafficReported(Event, frozen=True, kw_only=True, tag="travelled"):
+class TrafficReported(Event, frozen=True, kw_only=True, tag="traffic-reported"):
     """How gradients travel, as one worker saw it: from rank 0 once the first have, and from all at the end."""
 
     rank: int
@@ -171,11 +171,13 @@ class TrafficReported(Event, frozen=True, kw_only=True, tag="travelled"):
     unused_levels: tuple[str, ...] = ()  # of these levels the ones that no message can cross
     sent_bytes: dict[str, int] = {}  # level -> bytes of gradients that this worker sent
     uncompressed_bytes: dict[str, int] = {}  # likewise, without compression
-    squared_errors: dict[str, tuple[float, float]] = {}  # level -> squared lengths: what was left out, what should be carried
+    squared_errors: dict[
+        str, tuple[float, float]
+    ] = {}  # level -> squared lengths: what was left out, what should be carried
     final: bool = False
 
 
-class ModelShardReported(Event, frozen=True, kw_only=True, tag="carried"):
+class ModelShardReported(Event, frozen=True, kw_only=True, tag="model-shard-reported"):
     """What a worker held of the model, and what that took. Told at its end."""
 
     rank: int
@@ -199,7 +201,7 @@ class LaneCost(Event, frozen=True, kw_only=True, tag="lane-cost"):
     joint_seconds: float
 
 
-class WorkerFailed(Event, frozen=True, kw_only=True, tag="failed"):
+class WorkerFailed(Event, frozen=True, kw_only=True, tag="worker-failed"):
     rank: int
     kind: str  # name of the exception's class
     message: str
@@ -211,7 +213,7 @@ class WorkerFailed(Event, frozen=True, kw_only=True, tag="failed"):
     log: str | None = None
 
 
-class WorkerFinished(Event, frozen=True, kw_only=True, tag="finished"):
+class WorkerFinished(Event, frozen=True, kw_only=True, tag="worker-finished"):
     rank: int
     step: int
     samples: int
@@ -252,7 +254,7 @@ class WorkerLeft(Event, frozen=True, kw_only=True, tag="worker-left"):
     reason: str  # "asked to by SIGTERM", "the run was scaled to 2 workers", "too slow"
 
 
-class WorkerAdded(Event, frozen=True, kw_only=True, tag="replaced"):
+class WorkerAdded(Event, frozen=True, kw_only=True, tag="worker-added"):
     """A process was started for a worker's place. Told by the driver."""
 
     rank: int
@@ -260,7 +262,7 @@ class WorkerAdded(Event, frozen=True, kw_only=True, tag="replaced"):
     reason: str  # "replacement", "scaled to 4 workers"
 
 
-class MembershipChanged(Event, frozen=True, kw_only=True, tag="changed"):
+class MembershipChanged(Event, frozen=True, kw_only=True, tag="membership-changed"):
     """The members of the run are others now. Told by the leader of the new epoch, when its group stands."""
 
     generation: int
@@ -273,7 +275,7 @@ class MembershipChanged(Event, frozen=True, kw_only=True, tag="changed"):
     restart: int = 0  # rises when the state was lost with all who had it
 
 
-class RunRecovered(Event, frozen=True, kw_only=True, tag="recovered"):
+class RunRecovered(Event, frozen=True, kw_only=True, tag="run-recovered"):
     """The first step that was committed after a change. Told by the leader."""
 
     generation: int
@@ -281,7 +283,7 @@ class RunRecovered(Event, frozen=True, kw_only=True, tag="recovered"):
     seconds: float  # since the leader noticed that something was wrong, or that a change was due
 
 
-class StateTransferred(Event, frozen=True, kw_only=True, tag="handed-over"):
+class StateTransferred(Event, frozen=True, kw_only=True, tag="state-transferred"):
     """A newcomer has weights, optimizer and buffers from a member. Told by the newcomer, when the digest is right."""
 
     rank: int
@@ -291,7 +293,7 @@ class StateTransferred(Event, frozen=True, kw_only=True, tag="handed-over"):
     seconds: float
 
 
-class StoreOutage(Event, frozen=True, kw_only=True, tag="store-away"):
+class StoreOutage(Event, frozen=True, kw_only=True, tag="store-outage"):
     """The store cannot be reached (seconds None), or can be again after that many seconds."""
 
     rank: int | None  # None: the driver says so
@@ -329,7 +331,7 @@ class ServerLost(Event, frozen=True, kw_only=True, tag="server-lost"):
     action: str = ""  # "started again", "the run ends: …"
 
 
-class ServerOutage(Event, frozen=True, kw_only=True, tag="server-away"):
+class ServerOutage(Event, frozen=True, kw_only=True, tag="server-outage"):
     """A worker cannot reach a server (seconds None), or can again after that many seconds."""
 
     rank: int
@@ -346,7 +348,7 @@ class PushesLost(Event, frozen=True, kw_only=True, tag="pushes-lost"):
     number: int
 
 
-class ServersRolledBack(Event, frozen=True, kw_only=True, tag="rewound"):
+class ServersRolledBack(Event, frozen=True, kw_only=True, tag="servers-rolled-back"):
     """In lockstep all servers went back to a step that each has a snapshot of; what followed is done again."""
 
     rank: int
@@ -355,7 +357,7 @@ class ServersRolledBack(Event, frozen=True, kw_only=True, tag="rewound"):
     repeated: int
 
 
-class ServerReported(Event, frozen=True, kw_only=True, tag="served"):
+class ServerReported(Event, frozen=True, kw_only=True, tag="server-reported"):
     """What a server has done since it was first started. Told by itself now and then, and at its end."""
 
     shard: int
@@ -374,7 +376,7 @@ class ServerReported(Event, frozen=True, kw_only=True, tag="served"):
     final: bool = False
 
 
-class WorkerPrinted(Event, frozen=True, kw_only=True, tag="printed"):
+class WorkerPrinted(Event, frozen=True, kw_only=True, tag="worker-printed"):
     rank: int
     text: str
 

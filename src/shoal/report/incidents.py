@@ -10,26 +10,26 @@ import msgspec
 
 from shoal.report.events import (
     AnyEvent,
-    MembershipChanged,
     DriverChanged,
-    StateTransferred,
+    MembershipChanged,
     PushesLost,
     RunRecovered,
-    WorkerAdded,
     RunResumed,
-    ServersRolledBack,
     RunStarted,
-    ServerReported,
-    ServerOutage,
     ServerLost,
+    ServerOutage,
+    ServerReported,
+    ServersRolledBack,
     ServerStarted,
+    StateTransferred,
     StepsCommitted,
     StoreOutage,
+    WorkerAdded,
     WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
-from shoal.report.participation import Incarnation, MembershipHistory, MembershipDelta
+from shoal.report.participation import Incarnation, MembershipDelta, MembershipHistory
 
 RUN_ENDS = "the run ends"  # how a WorkerLost's action begins if nobody goes on
 LATE_SECONDS = 2.0  # after a server is back: a worker that says so late speaks of the same absence
@@ -118,11 +118,17 @@ class IncidentLog:
         self._removed_by: dict[Incarnation, _CommittedChange] = {}  # with which change a process went out
         self._missing: dict[int, set[int]] = {}  # shard -> workers that cannot reach it
         self._versions: dict[int, int] = {}  # shard -> updates that it last told of
-        self._reported_pushes_lost: Counter[tuple[int, float]] = Counter()  # shard, and when it was lost -> updates, by workers
+        self._reported_pushes_lost: Counter[tuple[int, float]] = (
+            Counter()
+        )  # shard, and when it was lost -> updates, by workers
 
     def find(self, incarnation: Incarnation, *kinds: str) -> Incident | None:
         """The last thing of these kinds that happened to a process."""
-        found = (each for each in reversed(self.incidents) if (each.worker, each.incarnation) == incarnation and each.kind in kinds)
+        found = (
+            each
+            for each in reversed(self.incidents)
+            if (each.worker, each.incarnation) == incarnation and each.kind in kinds
+        )
         return next(found, None)
 
     def count(self, kind: str) -> int:
@@ -141,7 +147,9 @@ class IncidentLog:
             case WorkerLost():
                 self._worker_lost(event)
             case WorkerLeft():
-                left = Incident(kind="left", time=event.time, worker=event.rank, incarnation=event.incarnation, reason=event.reason)
+                left = Incident(
+                    kind="left", time=event.time, worker=event.rank, incarnation=event.incarnation, reason=event.reason
+                )
                 left.step, left.with_servers = event.step, self.membership.with_servers
                 self._add(left)
             case WorkerAdded():
@@ -221,7 +229,13 @@ class IncidentLog:
             before.next_incarnation = event.incarnation
         else:
             self.incidents.append(
-                Incident(kind="joined", time=event.time, worker=event.rank, incarnation=event.incarnation, reason=event.reason)
+                Incident(
+                    kind="joined",
+                    time=event.time,
+                    worker=event.rank,
+                    incarnation=event.incarnation,
+                    reason=event.reason,
+                )
             )
 
     def _last_of(self, worker: int) -> Incident | None:
@@ -273,7 +287,9 @@ class IncidentLog:
         if fault is None:
             if not self._training:  # the members that the run begins with
                 return
-            fault = Incident(kind="joined", time=event.time, worker=incarnation[0], incarnation=incarnation[1], reason=event.reason)
+            fault = Incident(
+                kind="joined", time=event.time, worker=incarnation[0], incarnation=incarnation[1], reason=event.reason
+            )
             self.incidents.append(fault)
         if fault.kind == "joined":
             _attach(fault, change)
@@ -391,7 +407,12 @@ class IncidentLog:
 
 def _attach(incident: Incident, change: _CommittedChange) -> None:
     event = change.change
-    incident.generation, incident.members, incident.step, incident.redone = event.generation, list(event.members), event.step, event.redone
+    incident.generation, incident.members, incident.step, incident.redone = (
+        event.generation,
+        list(event.members),
+        event.step,
+        event.redone,
+    )
     incident.seconds, incident.committed_at = change.seconds, change.committed_at
     if incident.kind == "lost":
         incident.reason = event.reason

@@ -9,18 +9,18 @@ from shoal.report import human
 from shoal.report.aggregate import RunTally, WorkerTally
 from shoal.report.events import (
     AnyEvent,
-    LanesAssigned,
-    DriverChanged,
-    ModelEvaluated,
-    WorkerFailed,
     CheckpointIntervalChanged,
+    CheckpointSaved,
+    DriverChanged,
+    LanesAssigned,
+    ModelEvaluated,
     RunResumed,
     RunStarted,
-    CheckpointSaved,
     SaveFailed,
     StepSkipped,
     TimeSpent,
     TrafficReported,
+    WorkerFailed,
 )
 from shoal.report.participation import ENDED, JOINING, LEFT, STARTING, TAKES_PART
 from shoal.report.servers import summarize_histogram
@@ -356,7 +356,9 @@ def _interval_text(event: CheckpointIntervalChanged) -> str:
 
 def _traffic_text(event: TrafficReported, *, routine: bool) -> str | None:
     shared = f"through {event.transport}" if event.transport == "shared memory" else ""
-    lossy = [f"{name} between {level}s" for level, name in event.compressors.items() if level not in event.unused_levels]
+    lossy = [
+        f"{name} between {level}s" for level, name in event.compressors.items() if level not in event.unused_levels
+    ]
     told = [
         *(part for part in (shared, event.reason) if part),
         *([f"{', '.join(lossy)}: not exact"] if lossy else []),

@@ -11,12 +11,12 @@ import msgspec
 from shoal.report.events import (
     AnyEvent,
     MembershipChanged,
-    WorkerFinished,
-    WorkerAdded,
     RunFinished,
     RunStarted,
     StepsCommitted,
+    WorkerAdded,
     WorkerExited,
+    WorkerFinished,
     WorkerLeft,
     WorkerLost,
     WorkerStarted,
@@ -110,7 +110,9 @@ class MembershipHistory:
                 self.with_servers = event.servers > 0
             case WorkerAdded():
                 self._appear(event.rank, event.incarnation, event.time, STARTING)
-                self._set_wanted(max(self.wanted or 0, self._num_filled()), event.time)  # more than before: it was scaled
+                self._set_wanted(
+                    max(self.wanted or 0, self._num_filled()), event.time
+                )  # more than before: it was scaled
             case WorkerStarted():
                 self._join((event.rank, event.incarnation), event.time)
             case StepsCommitted() if self.generation is None and event.rank not in self.states:
@@ -164,7 +166,9 @@ class MembershipHistory:
 
     def _join(self, incarnation: Incarnation, now: float) -> None:
         """May come late: who is let in says so when its group stands, and the leader may have told of it before."""
-        if self.with_servers and incarnation[1] >= self.incarnation_of(incarnation[0]):  # whoever comes in a worker's place takes it at once
+        if self.with_servers and incarnation[1] >= self.incarnation_of(
+            incarnation[0]
+        ):  # whoever comes in a worker's place takes it at once
             self._members = [each for each in self._members if each[0] != incarnation[0]]
         if self.generation is None and incarnation[0] not in self.members:
             self._members.append(incarnation)

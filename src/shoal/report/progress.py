@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shoal.report import live_view
 from shoal.report.aggregate import RunTally
-from shoal.report.events import AnyEvent, WorkerPrinted, RunStarted, TrafficReported
+from shoal.report.events import AnyEvent, RunStarted, TrafficReported, WorkerPrinted
 from shoal.report.incident_lines import IncidentLines
 from shoal.report.wording import stamp
 from shoal.report.worker_output import PrintBuffer
@@ -72,7 +72,9 @@ class _ScrollingLines:
 
     def _event(self, event: AnyEvent) -> list[str]:
         line = live_view.event_line(event, routine=self._routine)
-        if line is not None and isinstance(event, TrafficReported):  # told again by every new group: news only if it differs
+        if line is not None and isinstance(
+            event, TrafficReported
+        ):  # told again by every new group: news only if it differs
             travel = line[len(stamp(event.time)) :]
             line, self._traffic = (None if travel == self._traffic else line), travel
         return [] if line is None else [line]

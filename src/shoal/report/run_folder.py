@@ -16,7 +16,16 @@ import msgspec
 
 from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write
-from shoal.report.events import AnyEvent, ModelEvaluated, WorkerFinished, RunFinished, RunStarted, StepsCommitted, decode, encode
+from shoal.report.events import (
+    AnyEvent,
+    ModelEvaluated,
+    RunFinished,
+    RunStarted,
+    StepsCommitted,
+    WorkerFinished,
+    decode,
+    encode,
+)
 
 DEFAULT_ROOT = Path("runs")
 

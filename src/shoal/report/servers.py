@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.report.events import PushesLost, ServersRolledBack, ServerReported, ServerLost, ServerStarted
+from shoal.report.events import PushesLost, ServerLost, ServerReported, ServersRolledBack, ServerStarted
 
 # Why gradients are refused; for other causes it is requests, which are made again.
 GRADIENT_REFUSALS = ("late", "ticket", "nonfinite", "shape", "dtype", "key", "row", "codec")
@@ -43,7 +43,9 @@ class ServerTally:
                 self._versions[event.shard] = event.version
             case PushesLost():
                 self.pushes_lost[event.shard] += event.number
-            case ServersRolledBack() if event.generation >= self._generation:  # every worker tells of it; who was furthest is right
+            case ServersRolledBack() if (
+                event.generation >= self._generation
+            ):  # every worker tells of it; who was furthest is right
                 before = self._repeated if event.generation == self._generation else 0
                 self._generation, self._repeated = event.generation, max(before, event.repeated)
                 self.repeated += self._repeated - before

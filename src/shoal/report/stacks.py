@@ -128,7 +128,11 @@ def _reached(waits: Mapping[int, Sequence[int]], worker: int) -> set[int]:
 
 
 def _blocked_lines(
-    workers: Mapping[int, WorkerActivity], waits: Mapping[int, Sequence[int]], blocker: int, waiting: Sequence[int], run: str
+    workers: Mapping[int, WorkerActivity],
+    waits: Mapping[int, Sequence[int]],
+    blocker: int,
+    waiting: Sequence[int],
+    run: str,
 ) -> list[str]:
     at = workers.get(blocker)
     whom = "the others" if len(waiting) == len(workers) - 1 > 1 else _names(waiting)
@@ -144,7 +148,9 @@ def _blocked_lines(
     return lines + [f"  {line}" for line in _advice(at, run)]
 
 
-def _cycle_lines(workers: Mapping[int, WorkerActivity], waits: Mapping[int, Sequence[int]], cycle: Sequence[int]) -> list[str]:
+def _cycle_lines(
+    workers: Mapping[int, WorkerActivity], waits: Mapping[int, Sequence[int]], cycle: Sequence[int]
+) -> list[str]:
     inside = {each: workers[each].operation for each in cycle}
     longest = max(workers[each].since for each in cycle)
     lines = [f"{_names(cycle)} wait for each other, for {human.duration(longest)}: none of them can go on"]

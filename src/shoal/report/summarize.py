@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shoal.report.aggregate import RunTally, WorkerTally
-from shoal.report.events import ModelShardReported, WorkerFailed, TimeSpent, TrafficReported
+from shoal.report.events import ModelShardReported, TimeSpent, TrafficReported, WorkerFailed
 from shoal.report.predicted_vs_measured import reconcile
 from shoal.report.scaling_laws import amdahl_limit, gustafson_speedup, parallel_fraction
 from shoal.report.wording import exit_text
@@ -83,7 +83,10 @@ def summarize_run(
             for s in tally.saved
         ],
         "checkpoints_failed": [{"step": each.step, "reason": each.reason} for each in tally.save_failed],
-        "deals": [{"step": d.step, "deal": [list(lanes) for lanes in d.assignment], "reason": d.reason} for d in tally.assignments],
+        "deals": [
+            {"step": d.step, "deal": [list(lanes) for lanes in d.assignment], "reason": d.reason}
+            for d in tally.assignments
+        ],
         "skipped_steps": [{"step": each.step, "where": [list(at) for at in each.where]} for each in tally.skipped],
         "failure": _failure(tally, failure) if outcome == "failed" else None,
         "resumed_from": tally.resumed.step if tally.resumed else None,
@@ -343,7 +346,9 @@ def _traffic(tally: RunTally) -> dict[str, Any] | None:
     if first is None:
         return None
     told = final if tally.steps else []
-    crossed = [level for level in ("memory", "host", "rack") if any(each.uncompressed_bytes.get(level) for each in told)]
+    crossed = [
+        level for level in ("memory", "host", "rack") if any(each.uncompressed_bytes.get(level) for each in told)
+    ]
     return {
         "way": first.transport,
         "reason": first.reason,
@@ -358,7 +363,10 @@ def _traffic(tally: RunTally) -> dict[str, Any] | None:
 
 def _level(events: Sequence[TrafficReported], level: str, steps: int) -> dict[str, Any]:
     """What crossed a level, and the error that its compressor made: that between hosts serves racks too."""
-    sent, plain = sum(each.sent_bytes.get(level, 0) for each in events), sum(each.uncompressed_bytes.get(level, 0) for each in events)
+    sent, plain = (
+        sum(each.sent_bytes.get(level, 0) for each in events),
+        sum(each.uncompressed_bytes.get(level, 0) for each in events),
+    )
     where = "host" if level == "rack" and "rack" not in events[0].squared_errors else level
     left_out, values = (sum(each.squared_errors.get(where, (0.0, 0.0))[part] for each in events) for part in (0, 1))
     return {

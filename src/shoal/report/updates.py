@@ -12,7 +12,7 @@ a server no longer had when it came back, so that they were made again.
 """
 
 from shoal.report.commits import CommitEvent
-from shoal.report.events import WorkerFinished, RunResumed, ServerLost, StepsCommitted
+from shoal.report.events import RunResumed, ServerLost, StepsCommitted, WorkerFinished
 
 QUEUE_MODES = ("async", "stale", "groups")  # names of modes
 

@@ -42,14 +42,19 @@ def replacement_text(incident: Incident) -> str | None:
     if incident.rejoin_step is None or incident.rejoin_seconds is None:
         return None
     by = "came back" if incident.next_incarnation == incident.incarnation else f"life {incident.next_incarnation}"
-    return f"{by} took part again from step {incident.rejoin_step + 1:,}, after {human.duration(incident.rejoin_seconds)}"
+    return (
+        f"{by} took part again from step {incident.rejoin_step + 1:,}, after {human.duration(incident.rejoin_seconds)}"
+    )
 
 
 def full_text(incident: Incident) -> str:
     """The story in one line, for the closing report."""
     parts = [sentence(incident, place=True)]
     if incident.kind in ("lost", "left"):
-        parts += [replacement_text(incident) or ("" if incident.next_incarnation is None else f"life {incident.next_incarnation} never took part")]
+        parts += [
+            replacement_text(incident)
+            or ("" if incident.next_incarnation is None else f"life {incident.next_incarnation} never took part")
+        ]
     return "; ".join(part for part in parts if part)
 
 
@@ -60,7 +65,8 @@ def stamp(when: float) -> str:
 def sentence_parts(incident: Incident, *, place: bool) -> Iterator[str]:
     match incident.kind:
         case "lost":
-            yield f"{_who(incident, place=place)} {end_text(incident)}{' before it took part' if incident.not_member else ''}"
+            early = " before it took part" if incident.not_member else ""
+            yield f"{_who(incident, place=place)} {end_text(incident)}{early}"
             if place and incident.code is not None and incident.detected_by and not incident.unresponsive:
                 yield f"noticed: {incident.detected_by}"
             yield from _aftermath(incident)

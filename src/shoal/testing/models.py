@@ -66,7 +66,11 @@ class _MeanPool(nn.Module):
 
 def attention() -> nn.Module:
     return nn.Sequential(
-        nn.Embedding(WORDS, WIDTH), _TransformerLayer(0.0), _TransformerLayer(0.0), _MeanPool(), nn.Linear(WIDTH, CLASSES)
+        nn.Embedding(WORDS, WIDTH),
+        _TransformerLayer(0.0),
+        _TransformerLayer(0.0),
+        _MeanPool(),
+        nn.Linear(WIDTH, CLASSES),
     )
 
 

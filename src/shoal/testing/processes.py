@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from shoal.collectives.group import WorkerGroup, DistributedGroup
+from shoal.collectives.group import DistributedGroup, WorkerGroup
 from shoal.driver.launchers.fork_server import PR_SET_PDEATHSIG
 from shoal.driver.launchers.namespaces import LabHost, call_on, enter
 from shoal.errors import InputError, PeerLost, WorkerError

@@ -22,7 +22,7 @@ from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice
 from shoal.parallel.block_graph import BlockGraph, record_graph
 from shoal.parallel.blocks import BlockList, find_blocks
 from shoal.parallel.data_parallel import DataParallel
-from shoal.parallel.optimizer_view import OptimizerView, to_bfloat16, clone_with_params
+from shoal.parallel.optimizer_view import OptimizerView, clone_with_params, to_bfloat16
 from shoal.parallel.pipeline import PipelineParallel
 from shoal.parallel.pipeline_stages import PipelineStages
 from shoal.parallel.plan import Plan
@@ -54,7 +54,9 @@ class WorkerModel:
     update: OptimizerView
     blocks: BlockList
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of everything there is, where it is cut
-    tensor_slices: Mapping[str, TensorSlice] = field(default_factory=dict)  # of what computes here, where that is not whole
+    tensor_slices: Mapping[str, TensorSlice] = field(
+        default_factory=dict
+    )  # of what computes here, where that is not whole
     stages: PipelineStages | None = None
     rules: TensorRules | None = None
     record_graph: Callable[[Sequence[Any], bool], BlockGraph] | None = None
@@ -96,7 +98,8 @@ def build_worker_model(job: Job, plan: Plan, worker: int, outline: ModelOutline 
         built.tensor_shapes = outline.shapes
     built.shapes, built.stages, built.rules = outline.shapes, outline.stages, outline.rules
     shares = [
-        share.as_global(layout.zero, masters) for share in (partition_of(outline, layout, part) for part in range(layout.shards))
+        share.as_global(layout.zero, masters)
+        for share in (partition_of(outline, layout, part) for part in range(layout.shards))
     ]
     own = shares[worker % layout.shards]
     built.tensor_slices = share.slices
@@ -106,7 +109,9 @@ def build_worker_model(job: Job, plan: Plan, worker: int, outline: ModelOutline 
         optimizer_slices=own.optimizer_slices if layout.zero == 1 else None,
         held=[name for name in stored if name in own.held],
         writes=_first_owned(shares, worker % layout.shards, lambda share: share.slices),
-        optimizer_writes=_first_owned(shares, worker % layout.shards, lambda share: share.optimizer_slices or share.slices),
+        optimizer_writes=_first_owned(
+            shares, worker % layout.shards, lambda share: share.optimizer_slices or share.slices
+        ),
     )
     if outline.rules is not None:
         built.tensor_group = TensorGroup(PendingTensorGroup(layout.position(worker).tensor_rank, layout.tensor))
@@ -128,7 +133,9 @@ class PendingTensorGroup:
     size: int
 
 
-def _first_owned(shares: Sequence[WorkerPartition], model_shard: int, which: Callable[[WorkerPartition], Mapping[str, TensorSlice]]) -> list[str]:
+def _first_owned(
+    shares: Sequence[WorkerPartition], model_shard: int, which: Callable[[WorkerPartition], Mapping[str, TensorSlice]]
+) -> list[str]:
     """Names of which this part has a piece that none before it has."""
     own = shares[model_shard]
 
@@ -140,7 +147,9 @@ def _first_owned(shares: Sequence[WorkerPartition], model_shard: int, which: Cal
 
 def whole_model(model: nn.Module, blocks: BlockList) -> WorkerModel:
     """A model that is all here, with an optimizer of its own."""
-    return WorkerModel(model=model, saved_model=model, update=OptimizerView(list(model.named_parameters())), blocks=blocks)
+    return WorkerModel(
+        model=model, saved_model=model, update=OptimizerView(list(model.named_parameters())), blocks=blocks
+    )
 
 
 def _finish(
@@ -199,10 +208,14 @@ def choose_strategy(
             needs_norm=clips,
             shapes=built.tensor_shapes,
         )
-    return DataParallel(replica, SoloGroup(), lanes=plan.lanes, microbatches=microbatches, assignment=deal, needs_norm=clips)
+    return DataParallel(
+        replica, SoloGroup(), lanes=plan.lanes, microbatches=microbatches, assignment=deal, needs_norm=clips
+    )
 
 
-def _load_initial_weights(model: nn.Module, job: Job, slices: Mapping[str, TensorSlice], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _load_initial_weights(
+    model: nn.Module, job: Job, slices: Mapping[str, TensorSlice], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     assert job.start_from is not None
     tensors: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
     held = [name for name in shapes if not tensors[name].is_meta]

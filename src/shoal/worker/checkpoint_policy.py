@@ -10,7 +10,7 @@ from shoal.errors import CheckpointError
 from shoal.recovery.checkpoint.directory import FoundCheckpoint
 from shoal.recovery.checkpoint.interval import IntervalAdvisor
 from shoal.recovery.checkpoint.shards import StateShard
-from shoal.report.events import Event, CheckpointIntervalChanged
+from shoal.report.events import CheckpointIntervalChanged, Event
 from shoal.worker.checkpointer import Checkpointer, LiveState
 
 MIN_INTERVAL_SECONDS = 10.0  # between checkpoints that nobody asked for
@@ -36,7 +36,9 @@ class CheckpointPolicy:
         raises when somebody is lost whose part of it may be waited for."""
         self.checkpointer = None
         if folder is not None:
-            self.checkpointer = Checkpointer(folder, live, emit, writes=False, state_shard=state_shard, check_peers=check_peers)
+            self.checkpointer = Checkpointer(
+                folder, live, emit, writes=False, state_shard=state_shard, check_peers=check_peers
+            )
         self.every, self.auto, self.steps_per_epoch = every, auto, steps_per_epoch
         self._emit = emit
         self._saved_at = time.monotonic()

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from shoal.collectives.group import WorkerGroup
 from shoal.errors import CheckpointError, ShoalError
 from shoal.numerics.kernels import fingerprint
-from shoal.recovery.checkpoint.async_writer import RetryBackoff, AsyncWriter
+from shoal.recovery.checkpoint.async_writer import AsyncWriter, RetryBackoff
 from shoal.recovery.checkpoint.directory import CheckpointDirectory, FoundCheckpoint, Snapshot, WrittenCheckpoint
 from shoal.recovery.checkpoint.export import export_stored, export_weights
-from shoal.recovery.checkpoint.serialize import SnapshotBuffers, CopyTensor, plain_copy, plain_view
+from shoal.recovery.checkpoint.serialize import CopyTensor, SnapshotBuffers, plain_copy, plain_view
 from shoal.recovery.checkpoint.sharded import CheckpointAbandoned
-from shoal.recovery.checkpoint.shards import StateShard, ShardWriteTask
+from shoal.recovery.checkpoint.shards import ShardWriteTask, StateShard
 from shoal.recovery.checkpoint.state import (
     capture_extra,
     capture_optimizer,
@@ -29,7 +29,7 @@ from shoal.recovery.checkpoint.state import (
     restore_scheduler,
     restore_weights,
 )
-from shoal.report.events import Event, CheckpointSaved, SaveFailed
+from shoal.report.events import CheckpointSaved, Event, SaveFailed
 
 # Before each look for the newest checkpoint, seconds. A folder that hosts share, or that a worker thought dead still
 # writes to, may look different to two of them for a moment.
@@ -54,7 +54,12 @@ class LiveState:
     extra_optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
 
     def capture(
-        self, step: int, progress: dict[str, Any], buffers: SnapshotBuffers | None = None, *, task: ShardWriteTask | None = None
+        self,
+        step: int,
+        progress: dict[str, Any],
+        buffers: SnapshotBuffers | None = None,
+        *,
+        task: ShardWriteTask | None = None,
     ) -> Snapshot:
         """A copy of it all; training may go on while it is written. `told` is what a resumed run should still know.
 
@@ -71,7 +76,11 @@ class LiveState:
         return self._snapshot(step, progress, lambda part: plain_view)
 
     def _snapshot(
-        self, step: int, progress: dict[str, Any], copy_tensor: Callable[[str], CopyTensor], task: ShardWriteTask | None = None
+        self,
+        step: int,
+        progress: dict[str, Any],
+        copy_tensor: Callable[[str], CopyTensor],
+        task: ShardWriteTask | None = None,
     ) -> Snapshot:
         writes = None if task is None else task.state_shard.writes
         writes_state_of = None if task is None else task.state_shard.writes_optimizer_of
@@ -80,7 +89,9 @@ class LiveState:
         optimizer, optimizer_values = capture_optimizer(
             self.optimizer, names, copy_tensor("optimizer"), self._shapes, writes_state_of
         )
-        state = self.state if task is None or task.state_shard.is_leader else {}  # the same everywhere: the leader writes it
+        state = (
+            self.state if task is None or task.state_shard.is_leader else {}
+        )  # the same everywhere: the leader writes it
         extra, extra_values = capture_extra(state, copy_tensor("extra"))
         aside_values = {}
         for label, each in self.extra_optimizers.items():

@@ -18,7 +18,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from shoal.collectives.group import SoloGroup, WorkerGroup, DistributedGroup
+from shoal.collectives.group import DistributedGroup, SoloGroup, WorkerGroup
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.errors import InputError, RunFolderError
 from shoal.parallel.plan import Plan
@@ -79,7 +79,9 @@ class EventChannel:
         self._last_attempt = 0.0
         self._lock = threading.Lock()  # checkpoints are told of from their own thread
         self._sent_bytes = 0  # bytes
-        self._unacknowledged: deque[tuple[int, bytes]] = deque()  # lines that may not be on disk, with what was sent up to them
+        self._unacknowledged: deque[tuple[int, bytes]] = (
+            deque()
+        )  # lines that may not be on disk, with what was sent up to them
         self._partial_line = b""  # the beginning of a line
 
     def emit(self, event: Event) -> None:
@@ -191,7 +193,9 @@ class WorkerContext:
             return SoloGroup(wish)
         if self.open_torch_store is None:
             raise InputError(f"worker {self.rank} of {self.size} has no store to meet the others at")
-        return DistributedGroup(self.open_torch_store(), rank=self.rank, size=self.size, timeout=self.settings.timeout, options=wish)
+        return DistributedGroup(
+            self.open_torch_store(), rank=self.rank, size=self.size, timeout=self.settings.timeout, options=wish
+        )
 
 
 _installed: WorkerContext | None = None  # set once, by the engine, in a worker process

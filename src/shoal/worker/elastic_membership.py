@@ -21,29 +21,29 @@ from typing import Protocol
 import msgspec
 from torch._C._distributed_c10d import TCPStore
 
-from shoal.collectives.group import SoloGroup, WorkerGroup, DistributedGroup
-from shoal.collectives.handshake import host_identity, abort_wait_if
+from shoal.collectives.group import DistributedGroup, SoloGroup, WorkerGroup
+from shoal.collectives.handshake import abort_wait_if, host_identity
 from shoal.collectives.options import CommOptions as Travelling
 from shoal.errors import PeerLost, RunError
 from shoal.numerics.user_frames import user_stack
-from shoal.recovery.membership.heartbeat import WorkerProcess, Heartbeat, MembershipState, RunRequest, store_key
-from shoal.recovery.membership.process import start_ticks, kill_process
+from shoal.recovery.membership.heartbeat import Heartbeat, MembershipState, RunRequest, WorkerProcess, store_key
+from shoal.recovery.membership.process import kill_process, start_ticks
 from shoal.recovery.membership.protocol import (
     BoundaryChange,
     FormGroup,
     LeaveRun,
+    MembershipObservation,
+    MembershipView,
     MemberState,
     PostPosition,
     ProposeView,
-    MembershipObservation,
     RecoveryPlan,
-    MembershipView,
     WaitForStore,
     WorkerId,
     covers_model,
     may_join,
-    newcomers,
     model_shard_of,
+    newcomers,
 )
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.report.events import Event, StoreOutage
@@ -169,7 +169,9 @@ class ElasticMembership:
         self.waiting_for: list[int] = []
         self.phase_since = time.monotonic()
         self._emit, self._should_stop, self._should_leave = emit, should_stop, should_leave
-        self._watched: tuple[int, tuple[WorkerId, ...], WorkerGroup] | None = None  # epoch, members, group: what the beat watches
+        self._watched: tuple[int, tuple[WorkerId, ...], WorkerGroup] | None = (
+            None  # epoch, members, group: what the beat watches
+        )
         self._rendezvous: TCPStore | None = None
         self._failed_attempts = 0
         self._waiting_since = (0, 0.0)  # an epoch, and since when its members are waited for
@@ -234,7 +236,9 @@ class ElasticMembership:
     def _replica_rank(self) -> int:
         """This worker's rank among the members that have the same part."""
         part = model_shard_of(self.worker_id.worker, self.model_shards)
-        return [who for who in self.view.members if model_shard_of(who.worker, self.model_shards) == part].index(self.worker_id)
+        return [who for who in self.view.members if model_shard_of(who.worker, self.model_shards) == part].index(
+            self.worker_id
+        )
 
     def known_committed(self) -> int:
         with suppress(StoreUnavailable):
@@ -324,7 +328,9 @@ class ElasticMembership:
                         error.present = view.members
                         raise error
                     case LeaveRun(view):
-                        raise WorkerEvicted(f"the others went on without {self.worker_id}: epoch {view.generation}, {view.reason}")
+                        raise WorkerEvicted(
+                            f"the others went on without {self.worker_id}: epoch {view.generation}, {view.reason}"
+                        )
                     case FormGroup(settlement):
                         if self._form(settlement, news):
                             return settlement
@@ -372,7 +378,9 @@ class ElasticMembership:
                 raise PeerLost(f"{view.members[0]} is not at {host}: {str(error).splitlines()[0]}") from None
         store.set_timeout(forming)
         with abort_wait_if(lambda: self._obsolete_reason(view)):
-            return DistributedGroup(store, rank=rank, size=size, timeout=self.timeout, options=self.options, form_timeout=forming)
+            return DistributedGroup(
+                store, rank=rank, size=size, timeout=self.timeout, options=self.options, form_timeout=forming
+            )
 
     def _obsolete_reason(self, view: MembershipView) -> str:
         """Why the group of this view need not be made any more."""
@@ -451,7 +459,11 @@ class ElasticMembership:
 
     def _loss_reason(self, view: MembershipView, lost: Sequence[int]) -> str:
         parts = ("part " if len(lost) == 1 else "parts ") + " and ".join(map(str, lost))
-        had = [who for who in self.view.members if model_shard_of(who.worker, self.model_shards) in lost and who not in view.members]
+        had = [
+            who
+            for who in self.view.members
+            if model_shard_of(who.worker, self.model_shards) in lost and who not in view.members
+        ]
         those = f" with {' and '.join(map(str, had))}" if had else ""
         was = "was" if len(lost) == 1 else "were"
         return f"{parts} of the model {was} lost{those}: the run goes on from the newest checkpoint"
@@ -511,7 +523,9 @@ class ElasticMembership:
 
     def _on_store_retry(self, seconds: float) -> None:
         """The driver has had its time; then the members try, one after the other: the first may be gone."""
-        place = self.view.members.index(self.worker_id) if self.worker_id in self.view.members else len(self.view.members)
+        place = (
+            self.view.members.index(self.worker_id) if self.worker_id in self.view.members else len(self.view.members)
+        )
         if self._restart_store is not None and seconds > STORE_RESTART_SECONDS * (1 + place):
             with suppress(RunError, OSError):
                 self._restart_store()

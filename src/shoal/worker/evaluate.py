@@ -20,7 +20,9 @@ NAMES_BYTES = 4096
 UNNAMED_METRIC = "value"  # of a closure that returns no dict
 SumCount = tuple[float, float]  # sum and count
 FetchBatch = Callable[[], Any]  # a batch
-Measure = Callable[[Sequence[FetchBatch]], Iterable[tuple[int, Any]]]  # batches -> (number of a batch, what it comes to)
+Measure = Callable[
+    [Sequence[FetchBatch]], Iterable[tuple[int, Any]]
+]  # batches -> (number of a batch, what it comes to)
 
 
 def measure_locally(closure: Callable[[Any], Any]) -> Measure:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shoal.numerics.lanes import Span, assign_lanes
 from shoal.parallel.groups import ParallelGroups, make_groups
-from shoal.parallel.layout import ParallelLayout, model_shard_of, form_replicas
+from shoal.parallel.layout import ParallelLayout, form_replicas, model_shard_of
 from shoal.parallel.plan import Plan, parse_shares
 from shoal.recovery.checkpoint.shards import StateShard
 from shoal.recovery.membership.protocol import WorkerId
@@ -20,7 +20,9 @@ def form_groups(layout: ParallelLayout, membership: RunMembership, built: Worker
         return ParallelGroups.replicated(membership.group)
     workers = [who.worker for who in membership.view.members]
     if layout.zero:  # nobody is missing: a loss ends in another term
-        whole = [tuple(workers[first : first + layout.replica_size]) for first in range(0, len(workers), layout.replica_size)]
+        whole = [
+            tuple(workers[first : first + layout.replica_size]) for first in range(0, len(workers), layout.replica_size)
+        ]
         left: list[int] = []
     else:
         whole, left = form_replicas(workers, layout.replica_size)
@@ -39,7 +41,9 @@ def form_groups(layout: ParallelLayout, membership: RunMembership, built: Worker
     return teams
 
 
-def checkpoint_writers(layout: ParallelLayout, membership: RunMembership, state_shard: StateShard | None) -> tuple[StateShard | None, Sequence[WorkerId]]:
+def checkpoint_writers(
+    layout: ParallelLayout, membership: RunMembership, state_shard: StateShard | None
+) -> tuple[StateShard | None, Sequence[WorkerId]]:
     """What this worker writes of a checkpoint, and who writes the parts: the first that hold them."""
     if state_shard is None:
         return None, ()
@@ -48,10 +52,10 @@ def checkpoint_writers(layout: ParallelLayout, membership: RunMembership, state_
         first.setdefault(model_shard_of(who.worker, layout.shards), who)
     writers = sorted(first.values(), key=membership.view.rank)
     part = writers.index(membership.worker_id) if membership.worker_id in writers else None
-    return replace(state_shard, part=part, parts=len(writers)), writers
+    return replace(state_shard, shard_index=part, num_shards=len(writers)), writers
 
 
-def assign_lanes(plan: Plan, members: Sequence[WorkerId], replicas: int) -> tuple[Span, ...]:
+def assign_to_members(plan: Plan, members: Sequence[WorkerId], replicas: int) -> tuple[Span, ...]:
     """Lanes for as many replicas: as planned while all are there."""
     if [who.worker for who in members] == list(range(plan.workers)):
         return plan.assignment

@@ -116,7 +116,14 @@ def as_job(model: nn.Module, source: DataSource, **arithmetic: Any) -> Job:
     """The same checks as a job's, by the same code."""
     last: Any = "drop" if source.last == "drop" else "short"
     return Job(
-        model=model, data=None, loss=_not_callable, optimizer=_not_callable, batch=source.batch, epochs=1, last=last, **arithmetic
+        model=model,
+        data=None,
+        loss=_not_callable,
+        optimizer=_not_callable,
+        batch=source.batch,
+        epochs=1,
+        last=last,
+        **arithmetic,
     )
 
 

@@ -24,10 +24,10 @@ from shoal.numerics.seeds import MODULE_LOAD, seed_everything
 from shoal.numerics.user_frames import user_line
 from shoal.parallel.optimizer_view import check_elementwise
 from shoal.report import human
-from shoal.report.events import ModelShardReported, ModelEvaluated, WorkerFailed, WorkerLeft
+from shoal.report.events import ModelEvaluated, ModelShardReported, WorkerFailed, WorkerLeft
 from shoal.worker.build_model import build_worker_model
 from shoal.worker.context import WorkerContext, install_context
-from shoal.worker.elastic_membership import MODEL_SHARD_LOST, WorkerEvicted, ModelShardLost
+from shoal.worker.elastic_membership import MODEL_SHARD_LOST, ModelShardLost, WorkerEvicted
 from shoal.worker.join import finish_joined, joined_run
 from shoal.worker.lane_overhead import measure_lane_cost
 from shoal.worker.memory import MemoryMeter, cap_memory, is_out_of_memory, return_freed_memory
@@ -228,7 +228,11 @@ def reporting_failures(context: WorkerContext, log: str) -> Iterator[list[int]]:
         step = 0 if run is None else run.step
         if run is not None:
             run.checkpoints.drop_missing_writers(error.present)
-        context.channel.emit(WorkerLeft(time=time.time(), rank=context.rank, incarnation=context.incarnation, step=step, reason=MODEL_SHARD_LOST))
+        context.channel.emit(
+            WorkerLeft(
+                time=time.time(), rank=context.rank, incarnation=context.incarnation, step=step, reason=MODEL_SHARD_LOST
+            )
+        )
         print(error.message, file=sys.stderr)
         code[0] = error.exit_code
         _finish_saving()
@@ -252,7 +256,9 @@ def _finish_saving(failed: str = "") -> None:
         run.close(failed)
 
 
-def failure_event(error: BaseException, rank: int, run: Run | None, log: str, memory: int | None = None) -> WorkerFailed:
+def failure_event(
+    error: BaseException, rank: int, run: Run | None, log: str, memory: int | None = None
+) -> WorkerFailed:
     """`memory`: what the worker may use."""
     if is_out_of_memory(error):
         error = _out_of_memory(error, memory)

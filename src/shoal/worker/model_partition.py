@@ -106,7 +106,9 @@ def as_computed(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def _check_evaluation(job: Job, model: nn.Module, blocks: BlockList, example: Sequence[Any], stages: PipelineStages) -> None:
+def _check_evaluation(
+    job: Job, model: nn.Module, blocks: BlockList, example: Sequence[Any], stages: PipelineStages
+) -> None:
     """What cannot be evaluated in stages is said before it is trained."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -136,7 +138,9 @@ def check_optimizer(job: Job, outline: ModelOutline, plan: Plan) -> None:
 
 
 def sketch_model(job: Job) -> MetaModel:
-    return MetaModel.from_model(job.model) if isinstance(job.model, nn.Module) else build_meta_model(job.model, job.seed)
+    return (
+        MetaModel.from_model(job.model) if isinstance(job.model, nn.Module) else build_meta_model(job.model, job.seed)
+    )
 
 
 def check_memory(job: Job, outline: ModelOutline, plan: Plan, limit: int | None) -> None:
@@ -164,15 +168,21 @@ def memory_of(job: Job, outline: ModelOutline, plan: Plan, model_shard: int) -> 
     own = [name for name in order if name in share.held]
     weights = size(own, share.slices)
     if plan.zero == 2:  # kernels use them whole, beside the rows that are updated
-        weights += size(own, {} if outline.rules is None else partition_of(outline, replace(plan.layout, zero=0), model_shard).slices)
+        weights += size(
+            own,
+            {} if outline.rules is None else partition_of(outline, replace(plan.layout, zero=0), model_shard).slices,
+        )
     masters = job.precision == "bf16-weights"
     updated = size(
-        own, {name: piece.compose(share.slices.get(name, FULL_SLICE)) for name, piece in share.optimizer_slices.items()} or share.slices
+        own,
+        {name: piece.compose(share.slices.get(name, FULL_SLICE)) for name, piece in share.optimizer_slices.items()}
+        or share.slices,
     )
     start, stop = plan.assignment[0]
     return estimate_memory(
         weights // 2 if masters else weights,
-        state=state_factor(job.optimizer, {name: len(outline.shapes[name]) for name in order}) + (1.0 if masters else 0.0),
+        state=state_factor(job.optimizer, {name: len(outline.shapes[name]) for name in order})
+        + (1.0 if masters else 0.0),
         trained=updated if plan.zero >= 2 else None,
         stored=updated,
         lanes=stop - start if plan.zero < 2 else 1,
@@ -191,9 +201,11 @@ class WorkerPartition:
 
     def as_global(self, zero: int, masters: bool) -> "WorkerPartition":
         """As pieces of the whole."""
-        within = {name: piece.compose(self.slices.get(name, FULL_SLICE)) for name, piece in self.optimizer_slices.items()}
+        within = {
+            name: piece.compose(self.slices.get(name, FULL_SLICE)) for name, piece in self.optimizer_slices.items()
+        }
         pieces = {**self.slices, **within} if masters and zero == 1 else self.slices
-        return replace(self, pieces=pieces, updated=within if zero == 1 else {})
+        return replace(self, slices=pieces, optimizer_slices=within if zero == 1 else {})
 
 
 def partition_of(outline: ModelOutline, layout: ParallelLayout, worker: int) -> WorkerPartition:

@@ -151,7 +151,12 @@ def receive_state(group: WorkerGroup, source: int, donor: str = "") -> tuple[Sna
 
 
 def _receive_large(
-    group: WorkerGroup, source: int, header: _TransferHeader, tensors: list[Tensor], flats: list[Tensor], large: list[Tensor]
+    group: WorkerGroup,
+    source: int,
+    header: _TransferHeader,
+    tensors: list[Tensor],
+    flats: list[Tensor],
+    large: list[Tensor],
 ) -> list[int]:
     """Gets the large tensors, one copy each where the donor's memory can be read. Returns digests of all: each is
     taken beside the next one's copy."""
@@ -181,7 +186,9 @@ def _read(process: int, described: _TensorHeader, flat: Tensor, source: int) -> 
         ) from error
 
 
-def check_digests(described: Sequence[_TensorHeader], expected: Sequence[int], found: Sequence[int], donor: str) -> None:
+def check_digests(
+    described: Sequence[_TensorHeader], expected: Sequence[int], found: Sequence[int], donor: str
+) -> None:
     for tensor, sent, arrived in zip(described, expected, found, strict=True):
         if arrived != sent:
             raise MismatchError(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shoal.parallel.data_parallel import StepResult
 from shoal.recovery.sample_audit import sample_digest
-from shoal.report.events import TimeSpent, StepsCommitted
+from shoal.report.events import StepsCommitted, TimeSpent
 from shoal.worker.context import EventChannel
 
 REPORT_SECONDS = 0.2

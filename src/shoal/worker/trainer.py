@@ -26,26 +26,26 @@ from shoal.errors import JobError, NonFiniteError, PeerLost
 from shoal.job.dataset import DataSource, open_data
 from shoal.job.loss import Objective
 from shoal.numerics import kernels
-from shoal.numerics.digest import model_digest, tensor_digests, quick_digest
-from shoal.numerics.lanes import Span, reassign_lanes, find_stragglers
+from shoal.numerics.digest import model_digest, quick_digest, tensor_digests
+from shoal.numerics.lanes import Span, find_stragglers, reassign_lanes
 from shoal.numerics.sampling import SampleSchedule
 from shoal.numerics.seeds import LOOP, seed_everything
-from shoal.parallel.data_parallel import Closure, StepResult, StepInput
+from shoal.parallel.data_parallel import Closure, StepInput, StepResult
 from shoal.parallel.plan import Plan
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.sharded_norm import gather_bytes
 from shoal.recovery.checkpoint.directory import Snapshot
 from shoal.recovery.membership.protocol import RecoveryPlan, WorkerId, covers_model
 from shoal.report.events import (
-    MembershipChanged,
     LanesAssigned,
-    WorkerFinished,
-    StateTransferred,
+    MembershipChanged,
     RunRecovered,
     RunResumed,
-    StepSkipped,
+    StateTransferred,
     StepDigest,
+    StepSkipped,
     TrafficReported,
+    WorkerFinished,
     WorkerLeft,
     WorkerStarted,
 )
@@ -61,14 +61,14 @@ from shoal.worker.elastic_membership import (
     SAVE,
     STOP,
     TOO_SLOW,
-    RunAbandoned,
-    RunMembership,
-    RunCompleted,
     ModelShardLost,
+    RunAbandoned,
+    RunCompleted,
+    RunMembership,
 )
 from shoal.worker.evaluate import evaluate, measure_locally
-from shoal.worker.form_groups import assign_lanes, form_groups, checkpoint_writers
-from shoal.worker.state_transfer import receive_state, send_state, preallocate
+from shoal.worker.form_groups import assign_to_members, checkpoint_writers, form_groups
+from shoal.worker.state_transfer import preallocate, receive_state, send_state
 from shoal.worker.step_timer import StepTimer
 
 REASSIGN_STEPS = 10  # how many steps are watched before lanes are dealt anew
@@ -112,7 +112,13 @@ class Run:
         """`objective`: a job's; a loop of the user's own has closures. `clips`: the gradient's norm will be wanted.
         `share`: the weights may differ from worker to worker, and all begin with the first one's."""
         self.built, self.model, self.optimizer = built, built.saved_model, optimizer
-        self.source, self.schedule, self.plan, self.context, self.membership = source, schedule, plan, context, membership
+        self.source, self.schedule, self.plan, self.context, self.membership = (
+            source,
+            schedule,
+            plan,
+            context,
+            membership,
+        )
         self.layout = plan.layout
         self.step_limit = steps
         self.replica = ModelReplica(
@@ -182,7 +188,9 @@ class Run:
 
     def _enter(self) -> None:
         """Takes this worker's place: with all others at the beginning, or among those that train already."""
-        if self.membership.worker_id.incarnation:  # it takes somebody's place: memory for the state is there before the others wait for it
+        if (
+            self.membership.worker_id.incarnation
+        ):  # it takes somebody's place: memory for the state is there before the others wait for it
             preallocate(parameter for _, parameter in self.replica.parameters)
         settlement = self.membership.enter()
         while True:
@@ -237,7 +245,11 @@ class Run:
         view, who = recovery.view, self.membership.worker_id
         takers, donor = recovery.receivers_of(who), recovery.receives_from(who)
         if takers:
-            send_state(self.group, [view.rank(taker) for taker in takers], self._live.live_snapshot(self.step, self._progress()))
+            send_state(
+                self.group,
+                [view.rank(taker) for taker in takers],
+                self._live.live_snapshot(self.step, self._progress()),
+            )
         if donor is not None:
             self._disrupted_at = time.monotonic()
             began = time.perf_counter()
@@ -268,7 +280,9 @@ class Run:
                 settlement = self.membership.recover(error)
                 if inside_step and self.membership.worker_id in settlement.finishing:
                     self._commit_found = True
-                    self.membership.set_busy(True)  # it counts as committed from now on, and its update has yet to be made
+                    self.membership.set_busy(
+                        True
+                    )  # it counts as committed from now on, and its update has yet to be made
                 if inside_step and not self._commit_found:
                     self.strategy.drop()  # before the state is handed to anybody: lanes have touched buffers
                 self._synchronise(settlement)
@@ -288,7 +302,7 @@ class Run:
         """Lanes are dealt to whoever is there now. `next_step`: whose samples are needed next, if not `step`'s."""
         self._compute_times.clear()
         members = self.membership.view.members
-        self.strategy.regroup(self._groups, assign_lanes(self.plan, members, self._groups.replicas))
+        self.strategy.regroup(self._groups, assign_to_members(self.plan, members, self._groups.replicas))
         holding, self._writers = checkpoint_writers(self.layout, self.membership, self.built.state_shard)
         self.checkpoints.regroup(self.workers, self.leader, holding, self._writers)
         self._traffic_reported = False
@@ -340,7 +354,9 @@ class Run:
         self.finished = True
         self._report()
         who = self.membership.worker_id
-        event = WorkerLeft(time=time.time(), rank=who.worker, incarnation=who.incarnation, step=self.step, reason=reason)
+        event = WorkerLeft(
+            time=time.time(), rank=who.worker, incarnation=who.incarnation, step=self.step, reason=reason
+        )
         self.context.channel.emit(event)
         self.membership.leave()
         self.membership.close()
@@ -463,7 +479,9 @@ class Run:
             self.strategy.refresh()
         except PeerLost as error:
             self._recover(error)  # whoever is lost has taken rows with it: it does not come back from there
-            left = ModelShardLost(f"rows of step {self.step} did not arrive: the run goes on from the newest checkpoint")
+            left = ModelShardLost(
+                f"rows of step {self.step} did not arrive: the run goes on from the newest checkpoint"
+            )
             left.present = self.membership.view.members
             raise left from error
 
@@ -495,7 +513,9 @@ class Run:
                 self._regroup(self._recover(error), redone=0, next_step=self.step + (self._reduced is not None))
             return self._evaluate_in(source, closure, *alone)
 
-    def _evaluate_in(self, source: DataSource, closure: Callable[[Any], Any], group: WorkerGroup, assignment: Sequence[Span]) -> Any:
+    def _evaluate_in(
+        self, source: DataSource, closure: Callable[[Any], Any], group: WorkerGroup, assignment: Sequence[Span]
+    ) -> Any:
         return evaluate(
             source,
             measure_locally(closure),
@@ -567,7 +587,9 @@ class Run:
         self._timer.committed(outcome, numbers, self.leader, [who.worker for who in self.membership.view.members])
         if self._disrupted_at is not None and self.leader:
             seconds = time.monotonic() - self._disrupted_at
-            self.context.channel.emit(RunRecovered(time=time.time(), generation=self.membership.generation, step=self.step, seconds=seconds))
+            self.context.channel.emit(
+                RunRecovered(time=time.time(), generation=self.membership.generation, step=self.step, seconds=seconds)
+            )
         self._disrupted_at = None
         if self._timer.due:
             self._report()
@@ -648,18 +670,24 @@ class Run:
         typical = [sorted(times)[len(times) // 2] for times in zip(*self._compute_times, strict=True)]
         self._compute_times.clear()
         if self.context.settings.slow == "evict" and self.membership.elastic:
-            self._evicted = self.rank in find_stragglers(self.strategy.assignment, typical, min_left=self.context.settings.min_workers)
+            self._evicted = self.rank in find_stragglers(
+                self.strategy.assignment, typical, min_left=self.context.settings.min_workers
+            )
             return
         if self.plan.shares not in ("even", "auto"):
             return  # shares that the user gave are kept
-        decision = reassign_lanes(self.strategy.assignment, typical, min_gain=0.1 if self.plan.shares == "auto" else MIN_SPEEDUP)
+        decision = reassign_lanes(
+            self.strategy.assignment, typical, min_gain=0.1 if self.plan.shares == "auto" else MIN_SPEEDUP
+        )
         if decision is not None:
             self.strategy.assignment, reason = decision
             self._prefetch_samples(self.step)
             if self.leader:
                 spans = list(self.strategy.assignment)
                 members = [who.worker for who in self.membership.view.members]
-                event = LanesAssigned(time=time.time(), step=self.step, assignment=spans, reason=reason, members=members)
+                event = LanesAssigned(
+                    time=time.time(), step=self.step, assignment=spans, reason=reason, members=members
+                )
                 self.context.channel.emit(event)
 
     def _prefetch_samples(self, step: int) -> None:
@@ -675,7 +703,9 @@ class Run:
         ]
         limit = None if self.step_limit is None else self.step_limit - step
         requests = [
-            request for batch in batches[:limit] for request in self.strategy.microbatch_indices(batch, self.schedule.batch)
+            request
+            for batch in batches[:limit]
+            for request in self.strategy.microbatch_indices(batch, self.schedule.batch)
         ]
         self.source.prefetcher.announce([(tuple(request), self.epoch) for request in requests])
 
@@ -693,7 +723,9 @@ class Run:
         travel = self.traffic
         if self.workers > 1 or travel.compressors or travel.reason:
             rank = self.membership.worker_id.worker
-            self.context.channel.emit(TrafficReported(time=time.time(), rank=rank, final=final, **structs.asdict(travel)))
+            self.context.channel.emit(
+                TrafficReported(time=time.time(), rank=rank, final=final, **structs.asdict(travel))
+            )
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Parameters and persistent buffers, a tied weight once."""
@@ -732,7 +764,9 @@ class Run:
         found = self.checkpoints.resume(self.group, state_lost=self.membership.view.restart > 0)
         self._restore_all(found.snapshot)
         if self.leader:
-            repeated = max(0, max(self.membership.known_committed(), self.context.settings.committed_before) - self.step)
+            repeated = max(
+                0, max(self.membership.known_committed(), self.context.settings.committed_before) - self.step
+            )
             event = RunResumed(
                 time=time.time(),
                 step=self.step,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives.group import SoloGroup, WorkerGroup, PendingTensor
+from shoal.collectives.group import PendingTensor, SoloGroup, WorkerGroup
 from shoal.errors import InputError, MismatchError
 from shoal.numerics.digest import quick_digest, tensor_bytes
 from shoal.numerics.lanes import Span
@@ -237,7 +237,9 @@ class _TorchValueGroup:
         dist.all_gather(list(rows.unbind(0)), row, group=self.group)
         return rows
 
-    def ordered_reduce(self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None) -> PendingTensor:
+    def ordered_reduce(
+        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+    ) -> PendingTensor:
         """One part each, as here; the same tree as everywhere."""
         (own,) = partials.values()
         rows = self.gather_rows(own.view(torch.uint8)).view(own.dtype)

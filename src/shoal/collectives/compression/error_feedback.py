@@ -17,7 +17,9 @@ class ErrorFeedback:
         # A compressor that is called "…-feedback" has it by default: round it, the plain name is the right one.
         plain = inner.name.removesuffix("-feedback")
         self.name = plain if plain != inner.name else f"{plain}+feedback"
-        self.cost_summary = f"{inner.cost_summary}; what is left out comes with the next message, 4 bytes of memory per element"
+        self.cost_summary = (
+            f"{inner.cost_summary}; what is left out comes with the next message, 4 bytes of memory per element"
+        )
         self._residuals: dict[str, Tensor] = {}
 
     def payload_bytes(self, count: int) -> int:

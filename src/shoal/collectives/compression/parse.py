@@ -61,7 +61,9 @@ def parse_compressor(word: str, where: str | None = None) -> Compressor:
     return compressor
 
 
-CompressorFactory = Callable[[str | None, str], Compressor]  # from the parameter, if there is one, and the setting it stands in
+CompressorFactory = Callable[
+    [str | None, str], Compressor
+]  # from the parameter, if there is one, and the setting it stands in
 
 
 def _without_parameter(make: Callable[[], Compressor]) -> CompressorFactory:

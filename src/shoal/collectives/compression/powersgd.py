@@ -66,7 +66,11 @@ class PowerSGD:
         return {WARM_START_PREFIX + key: basis.clone() for key, basis in self._warm.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self._warm = {name.removeprefix(WARM_START_PREFIX): basis.clone() for name, basis in state.items() if name.startswith(WARM_START_PREFIX)}
+        self._warm = {
+            name.removeprefix(WARM_START_PREFIX): basis.clone()
+            for name, basis in state.items()
+            if name.startswith(WARM_START_PREFIX)
+        }
 
     def _plain(self, count: int) -> bool:
         return self.payload_bytes(count) == VALUE_BYTES * count

@@ -10,7 +10,9 @@ from torch import Tensor
 from shoal.collectives.compression.base import Compressor
 from shoal.collectives.compression.error_feedback import ErrorFeedback
 
-ERROR_INTERVAL = 17  # one encode in so many is decoded again to see its error; a prime, so that every piece has its turn
+ERROR_INTERVAL = (
+    17  # one encode in so many is decoded again to see its error; a prime, so that every piece has its turn
+)
 
 
 @dataclass

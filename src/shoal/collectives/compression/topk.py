@@ -24,7 +24,9 @@ class TopK(StatelessCompressor):
         self.fraction = float(f"{fraction:g}")  # exactly what the name says
         self.name = f"topk:{fraction:g}-feedback"
         error = sqrt(1 - self.fraction)
-        self.cost_summary = f"8 bytes for each of the {100 * fraction:g} % kept; error <= {error:.3g} of the values (norm)"
+        self.cost_summary = (
+            f"8 bytes for each of the {100 * fraction:g} % kept; error <= {error:.3g} of the values (norm)"
+        )
 
     def kept_count(self, count: int) -> int:
         return min(count, ceil(self.fraction * count))

@@ -92,7 +92,9 @@ class _OrphanWorker:
 
 
 class LocalLauncher:
-    def __init__(self, work: Callable[[WorkerStartup], int], *, fresh_thread: bool = False, address: Path | None = None) -> None:
+    def __init__(
+        self, work: Callable[[WorkerStartup], int], *, fresh_thread: bool = False, address: Path | None = None
+    ) -> None:
         """Forks the server now, so everything the work needs must be loaded by now.
 
         `fresh_thread`: let workers compute in a thread of their own; needed when they use several OpenMP threads and
@@ -155,7 +157,13 @@ class LocalLauncher:
     ) -> None:
         """`host`: of a lab; else the worker is on this machine like any other process."""
         ours, theirs = socket.socketpair()
-        order = {"rank": rank, "life": incarnation, "environment": environment, "log": str(log), "cores": sorted(cores or ())}
+        order = {
+            "rank": rank,
+            "life": incarnation,
+            "environment": environment,
+            "log": str(log),
+            "cores": sorted(cores or ()),
+        }
         order["host"] = None if host is None else asdict(host)
         try:
             socket.send_fds(self._control, [msgspec.json.encode(order)], [theirs.fileno()])
@@ -301,7 +309,9 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _run_fork_server(control: socket.socket, work: Callable[[WorkerStartup], int], fresh_thread: bool, address: Path | None) -> None:
+def _run_fork_server(
+    control: socket.socket, work: Callable[[WorkerStartup], int], fresh_thread: bool, address: Path | None
+) -> None:
     """The server's whole life. Runs no kernel and no thread, so that each fork is clean."""
     code = 1
     try:

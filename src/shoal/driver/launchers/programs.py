@@ -126,7 +126,10 @@ class _HostProgram:
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         prefix = host.name if slot.local_size == 1 else f"{host.name}:{slot.local_rank}"
-        self.pipes = [_PrefixedPipe(self.process.stdout, sys.stdout, prefix), _PrefixedPipe(self.process.stderr, sys.stderr, prefix)]
+        self.pipes = [
+            _PrefixedPipe(self.process.stdout, sys.stdout, prefix),
+            _PrefixedPipe(self.process.stderr, sys.stderr, prefix),
+        ]
 
     @property
     def running(self) -> bool:

@@ -4,10 +4,21 @@
 `Sliced` stands for the whole tensor in the code between them.
 """
 
-from shoal.parallel.tensor.find_rules import find_rules, copy_to_meta
+from shoal.parallel.tensor.find_rules import copy_to_meta, find_rules
 from shoal.parallel.tensor.group import MetaTensorGroup, TensorGroup
 from shoal.parallel.tensor.install import InstalledForwards, install
 from shoal.parallel.tensor.rules import TensorRule, TensorRules
 from shoal.parallel.tensor.sharded_tensor import ShardedTensor, gather_tree
 
-__all__ = ["MetaTensorGroup", "InstalledForwards", "TensorRule", "TensorRules", "ShardedTensor", "TensorGroup", "find_rules", "gather_tree", "install", "copy_to_meta"]
+__all__ = [
+    "InstalledForwards",
+    "MetaTensorGroup",
+    "ShardedTensor",
+    "TensorGroup",
+    "TensorRule",
+    "TensorRules",
+    "copy_to_meta",
+    "find_rules",
+    "gather_tree",
+    "install",
+]

@@ -26,7 +26,7 @@ from shoal.parallel.tensor.group import MetaTensorGroup
 from shoal.parallel.tensor.install import InstalledForwards
 from shoal.parallel.tensor.modules import ShardedForward
 from shoal.parallel.tensor.rules import TensorRule, TensorRules, check_heads, kinds_of, parse_rules
-from shoal.parallel.tensor.sharded_tensor import FusedProjectionFound, ColumnOrigin, ShardedTensor, sharded_tensors_in
+from shoal.parallel.tensor.sharded_tensor import ColumnOrigin, FusedProjectionFound, ShardedTensor, sharded_tensors_in
 
 WHOLE = TensorRule("whole")
 _FIX = 'tensor_rules={"module": "column"} that name all that is split, or a layout without tensor'
@@ -145,7 +145,12 @@ class _RuleSearch:
                 if rule == WHOLE:
                     return type(module).forward(module, *args, **kwargs)
                 split = ShardedForward(
-                    module=module, rule=rule, group=self.group, read=self._read, sequence=self.sequence, make_origin=origin
+                    module=module,
+                    rule=rule,
+                    group=self.group,
+                    read=self._read,
+                    sequence=self.sequence,
+                    make_origin=origin,
                 )
                 return split(*args, **kwargs)
             finally:
@@ -158,7 +163,11 @@ class _RuleSearch:
         if name in self.whole:
             return WHOLE
         if forced is not None:
-            return TensorRule("column", self.fused[name]) if forced == TensorRule("column") and name in self.fused else forced
+            return (
+                TensorRule("column", self.fused[name])
+                if forced == TensorRule("column") and name in self.fused
+                else forced
+            )
         if isinstance(module, nn.Linear):
             if isinstance(value, ShardedTensor) and value.shard_dim == value.ndim - 1:
                 return TensorRule("row", value.segments)

@@ -52,6 +52,8 @@ def install(model: nn.Module, rules: TensorRules, group: TensorGroup) -> Install
         module = modules.get(name)
         # The output projection of an attention is part of that one's forward.
         if module is not None and rule.kind != "whole":
-            installed.replace_forward(module, ShardedForward(module=module, rule=rule, group=group, sequence=rules.sequence))
+            installed.replace_forward(
+                module, ShardedForward(module=module, rule=rule, group=group, sequence=rules.sequence)
+            )
     installed.disable_fast_path(model)
     return installed

@@ -77,7 +77,9 @@ def elementwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def plain(func: Func, args: Args, kwargs: Kwargs) -> Any:
     first = args[0]
     if not isinstance(first, ShardedTensor):  # x.to(sliced): only its type is asked
-        return func(first, *(torch.empty_like(a.local[:0]) if isinstance(a, ShardedTensor) else a for a in args[1:]), **kwargs)
+        return func(
+            first, *(torch.empty_like(a.local[:0]) if isinstance(a, ShardedTensor) else a for a in args[1:]), **kwargs
+        )
     rest = [a.local if isinstance(a, ShardedTensor) else a for a in args[1:]]
     found = func(first.local, *rest, **kwargs)
     if not isinstance(found, Tensor):  # x.type() is a name

@@ -63,7 +63,9 @@ class ShardedTensor(Tensor):
     origin: ColumnOrigin | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, shard_dim: int, group: TensorGroup, segments: int = 1, origin: ColumnOrigin | None = None) -> "ShardedTensor":
+    def __new__(
+        cls, local: Tensor, shard_dim: int, group: TensorGroup, segments: int = 1, origin: ColumnOrigin | None = None
+    ) -> "ShardedTensor":
         shape = list(local.shape)
         shard_dim %= len(shape)
         shape[shard_dim] *= group.size
@@ -132,7 +134,9 @@ class ShardedTensor(Tensor):
             self.origin.gathered = True
         # Dimensions keep their order in memory: dropout masks are drawn in that order.
         order = self.memory_order()
-        found = collective_ops.all_gather(self.local.permute(order), order.index(self.shard_dim), self.group, self.segments)
+        found = collective_ops.all_gather(
+            self.local.permute(order), order.index(self.shard_dim), self.group, self.segments
+        )
         return found.permute([order.index(dim) for dim in range(self.ndim)])
 
     def mark_computed(self) -> None:

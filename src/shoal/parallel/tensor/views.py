@@ -100,7 +100,11 @@ def squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     asked = range(value.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = [dim % value.ndim for dim in asked if value.shape[dim] == 1]
-    return value.like(value.local.squeeze(tuple(gone)), reshape.dim_after_reduce(value.cut, gone, keep=False)) if gone else value
+    return (
+        value.like(value.local.squeeze(tuple(gone)), reshape.dim_after_reduce(value.cut, gone, keep=False))
+        if gone
+        else value
+    )
 
 
 @handles("expand", "expand_as")

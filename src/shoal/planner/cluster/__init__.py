@@ -1,7 +1,7 @@
 """What to train on: devices in hosts in racks, and the links between them. Pure."""
 
 from shoal.planner.cluster.assign import ORDERS, Order, WorkerSlot, assign_workers
-from shoal.planner.cluster.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack
+from shoal.planner.cluster.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack
 from shoal.planner.cluster.parse import even_cluster, parse_cluster, read_cluster
 from shoal.planner.cluster.presets import find_cluster, find_device, laptop, presets, resize_cluster
 from shoal.planner.cluster.tiers import LinkTier, tiers
@@ -11,18 +11,18 @@ from shoal.planner.cluster.write import cluster_text
 __all__ = [
     "ORDERS",
     "Cluster",
-    "Device",
     "ClusterHost",
-    "HostInterconnect",
     "ClusterLink",
+    "Device",
+    "HostInterconnect",
+    "LinkTier",
     "Order",
     "Rack",
     "WorkerSlot",
-    "LinkTier",
+    "assign_workers",
     "bandwidth_text",
     "bytes_text",
     "cluster_text",
-    "assign_workers",
     "even_cluster",
     "find_cluster",
     "find_device",

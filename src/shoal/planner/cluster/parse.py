@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack
+from shoal.planner.cluster.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack
 from shoal.planner.cluster.library import device_tables
 from shoal.planner.cluster.toml_lines import key_lines, line_of
 from shoal.planner.cluster.units import (
@@ -212,7 +212,9 @@ class _ClusterReader:
             racks.append(Rack(name=rack, hosts=hosts, uplink=self._uplink(uplink, uplink_key, hosts)))
         return racks
 
-    def _hosts(self, value: Any, key: str, rack: str, said: _HostTable, devices: Mapping[str, Device]) -> list[ClusterHost]:
+    def _hosts(
+        self, value: Any, key: str, rack: str, said: _HostTable, devices: Mapping[str, Device]
+    ) -> list[ClusterHost]:
         if not isinstance(value, list) or not value:
             made = self._host(rack, said, devices)
             return [made(f"{rack}h{number}") for number in range(self._count(value, key))]

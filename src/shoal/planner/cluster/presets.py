@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, Device, ClusterHost, Rack
+from shoal.planner.cluster.cluster import Cluster, ClusterHost, Device, Rack
 from shoal.planner.cluster.library import aliases, cluster_tables, device_tables
 from shoal.planner.cluster.parse import cluster_from, device_from, read_cluster
 
@@ -74,7 +74,9 @@ def laptop(cores: int, memory: int) -> Cluster:
     (host,) = rack.hosts
     assert host.device is not None
     device = replace(host.device, memory=memory // cores)
-    host = replace(host, device=device, devices=cores, workers=cores, inside=host.interconnect if cores > 1 else None)
+    host = replace(
+        host, device=device, devices=cores, workers=cores, interconnect=host.interconnect if cores > 1 else None
+    )
     return Cluster(racks=(replace(rack, hosts=(host,)),))
 
 

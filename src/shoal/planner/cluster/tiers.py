@@ -11,7 +11,7 @@ Bandwidths are what the links are made for; `efficiency` is the share that large
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.planner.cluster.cluster import Cluster, ClusterHost, HostInterconnect, ClusterLink, Rack
+from shoal.planner.cluster.cluster import Cluster, ClusterHost, ClusterLink, HostInterconnect, Rack
 
 TIER_NAMES = ("inside", "socket", "host", "rack")
 # Where a file does not say: priors, as in the presets.
@@ -73,7 +73,9 @@ def _host_tiers(inside: HostInterconnect, devices: int) -> Iterator[LinkTier]:
 
 def _tier(name: str, size: int, link: ClusterLink, usual: float, alone: float, each: float) -> LinkTier:
     latency = usual if link.latency_seconds is None else link.latency_seconds
-    return LinkTier(name=name, size=size, latency=latency, single_bandwidth=alone, shared_bandwidth=each, efficiency=link.efficiency)
+    return LinkTier(
+        name=name, size=size, latency=latency, single_bandwidth=alone, shared_bandwidth=each, efficiency=link.efficiency
+    )
 
 
 def _narrowest(found: Sequence[LinkTier]) -> LinkTier:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack
+from shoal.planner.cluster.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack
 from shoal.planner.cluster.units import exact_text
 
 Table = dict[str, Any]  # of values as TOML has them: text, numbers, booleans, lists, tables

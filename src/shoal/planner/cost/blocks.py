@@ -48,7 +48,9 @@ class BlockCosts:
         return replace(self, **{each.name: getattr(self, each.name)[:, places] for each in fields(self)})
 
 
-def block_costs(work: Workload, ways: CutVariants, device: Device, tiers: Sequence[LinkTier], runtime: Runtime) -> BlockCosts:
+def block_costs(
+    work: Workload, ways: CutVariants, device: Device, tiers: Sequence[LinkTier], runtime: Runtime
+) -> BlockCosts:
     distinct = list({id(block): block for block in work.blocks}.values())
     places = {id(block): number for number, block in enumerate(distinct)}
     found = _distinct_costs(work, distinct, ways, device, tiers, runtime)
@@ -56,7 +58,12 @@ def block_costs(work: Workload, ways: CutVariants, device: Device, tiers: Sequen
 
 
 def _distinct_costs(
-    work: Workload, blocks: Sequence[Block], ways: CutVariants, device: Device, tiers: Sequence[LinkTier], runtime: Runtime
+    work: Workload,
+    blocks: Sequence[Block],
+    ways: CutVariants,
+    device: Device,
+    tiers: Sequence[LinkTier],
+    runtime: Runtime,
 ) -> BlockCosts:
     scale, t = ways.microbatch[:, None] / work.samples, ways.tensor[:, None].astype(float)
     along = np.where(ways.sequence[:, None] > 0, t, 1.0)  # what sequence parallelism divides by

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.errors import InputError
-from shoal.planner.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack
+from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack
 from shoal.planner.cost.runtime import Runtime
 from shoal.planner.cost.runtime_overhead import RuntimeOverheads
 
@@ -127,7 +127,7 @@ def apply_calibration(cluster: Cluster, runtime: Runtime, calibration: Calibrati
         # An update goes at the speed of a device's memory and of its host, which have been changed with its compute.
         update_bytes=runtime.update_bytes * calibration.optimizer / compute,
         update_operators=runtime.update_operators * calibration.optimizer / compute,
-        chores=None if runtime.overheads is None else _overheads(runtime.overheads, calibration),
+        overheads=None if runtime.overheads is None else _overheads(runtime.overheads, calibration),
         allocator=runtime.allocator * calibration.memory,
     )
     return replace(cluster, racks=racks), changed
@@ -157,7 +157,7 @@ def _rack(rack: Rack, compute: float, traffic: float) -> Rack:
 def _host(host: ClusterHost, compute: float, traffic: float) -> ClusterHost:
     device = None if host.device is None else _device(host.device, compute)
     inside = None if host.interconnect is None else _inside(host.interconnect, traffic)
-    return replace(host, device=device, link=_link(host.link, traffic), inside=inside)
+    return replace(host, device=device, link=_link(host.link, traffic), interconnect=inside)
 
 
 def _device(device: Device, factor: float) -> Device:

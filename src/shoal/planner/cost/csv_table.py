@@ -23,7 +23,14 @@ from shoal.planner.cost.predict import predict, slowest_device
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.runtime import FSDP, MEGATRON, MEGATRON_2021, MEGATRON_2022, Runtime
 from shoal.planner.cost.setup import RECOMPUTE, Setup
-from shoal.planner.cost.transformer_shape import GPT, GPT_2021, PLAIN, TransformerShape, TransformerStyle, workload_of_shape
+from shoal.planner.cost.transformer_shape import (
+    GPT,
+    GPT_2021,
+    PLAIN,
+    TransformerShape,
+    TransformerStyle,
+    workload_of_shape,
+)
 from shoal.planner.cost.workload import Workload
 
 SIZES = ("layers", "hidden", "heads", "seq", "vocab")
@@ -80,7 +87,12 @@ def training_system(row: TableRow, device: Device) -> TrainingSystem:
 def predict_row(row: TableRow, cluster: Cluster | None = None) -> Prediction:
     """`cluster`: instead of the one that the row names, which has as many hosts as it needs."""
     cluster = cluster_for(row.cluster, row.setup.devices) if cluster is None else cluster
-    return predict(workload_of_row(row, cluster), row.setup, cluster, training_system(row, slowest_device(cluster, row.dtype)).runtime)
+    return predict(
+        workload_of_row(row, cluster),
+        row.setup,
+        cluster,
+        training_system(row, slowest_device(cluster, row.dtype)).runtime,
+    )
 
 
 def workload_of_row(row: TableRow, cluster: Cluster) -> Workload:
@@ -169,7 +181,8 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
     def flag(name: str) -> bool:
         return word(name, (*FALSE, *TRUE), "0") in TRUE
 
-    shape = TransformerShape(**{name: number(name) for name in SIZES}, ffn=number("ffn", 0), kv_heads=number("kv_heads", 0),
+    shape = TransformerShape(**{name: number(name) for name in SIZES}, ffn=number("ffn", 0),
+                             kv_heads=number("kv_heads", 0),
                   gated=flag("gated"))  # fmt: skip
     tensor, ranks, chunks, batch = number("tp"), number("pp"), number("vp"), number("global_batch")
     gpus = number("gpus") if values.get("gpus", "").strip() else None
@@ -206,7 +219,15 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
 
 
 def check_divisible(
-    shape: TransformerShape, tensor: int, ranks: int, chunks: int, data: int, batch: int, micro: int, *, even: bool = True
+    shape: TransformerShape,
+    tensor: int,
+    ranks: int,
+    chunks: int,
+    data: int,
+    batch: int,
+    micro: int,
+    *,
+    even: bool = True,
 ) -> None:
     """Of a shape and how it is cut: Megatron's rules. Tables also have runs whose stages are not `even`."""
     if shape.layers < ranks * chunks:

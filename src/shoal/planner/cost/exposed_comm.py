@@ -11,7 +11,7 @@ import numpy as np
 from shoal.planner.cluster import LinkTier
 from shoal.planner.cost.comm import ALL_REDUCE, HALF, collective_seconds, message_seconds, server_seconds
 from shoal.planner.cost.runtime import Runtime
-from shoal.planner.cost.setup import EXCHANGES, SYNC_MODES, DEFAULT_NUMBERS
+from shoal.planner.cost.setup import DEFAULT_NUMBERS, EXCHANGES, SYNC_MODES
 from shoal.planner.cost.workload import Workload
 
 
@@ -96,7 +96,9 @@ def data_seconds(
     # The first and the last stage add up the gradients of tied embeddings.
     tied = work.tied * wire / column["tensor"]
     if ranks > 1 and work.tied:
-        waits = waits + collective_seconds(levels, np.full(len(m), 2.0), strides["pipeline"] * (ranks - 1), tied, ALL_REDUCE)
+        waits = waits + collective_seconds(
+            levels, np.full(len(m), 2.0), strides["pipeline"] * (ranks - 1), tied, ALL_REDUCE
+        )
     servers = column["exchange"] == EXCHANGES.index("servers")
     if servers.any():
         waits = np.where(servers, _server_seconds(levels, column, gradients.sum(axis=1), m, forward + backward), waits)
@@ -120,7 +122,9 @@ def _server_seconds(
     # turns with the servers, and the batch of one is computed while others exchange theirs.
     number = column["number"]
     grouped = column["mode"] == SYNC_MODES.index("groups")
-    parties = np.where(grouped, np.minimum(np.where(number > 0, number, int(DEFAULT_NUMBERS["groups"])), workers), workers)
+    parties = np.where(
+        grouped, np.minimum(np.where(number > 0, number, int(DEFAULT_NUMBERS["groups"])), workers), workers
+    )
     mates = workers / parties
     inside = collective_seconds(levels, mates, np.ones(len(m)), size, ALL_REDUCE)
     alone = server_seconds(size, np.ones(len(m)), servers, speed, link.latency)
@@ -130,7 +134,9 @@ def _server_seconds(
     of_job = column["lanes"] > 0
     waits = np.where(mode == SYNC_MODES.index("stale"), behind, exchange)
     waits = np.where(mode == SYNC_MODES.index("async"), free, waits)
-    waits = np.where(of_job & np.isin(mode, [SYNC_MODES.index("stale"), SYNC_MODES.index("async")]) | grouped, queue, waits)
+    waits = np.where(
+        of_job & np.isin(mode, [SYNC_MODES.index("stale"), SYNC_MODES.index("async")]) | grouped, queue, waits
+    )
     every = np.where(number > 0, number, int(DEFAULT_NUMBERS["local"]))
     found: np.ndarray = np.where(mode == SYNC_MODES.index("local"), exchange / every, waits)
     return found

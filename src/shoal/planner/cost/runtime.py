@@ -88,4 +88,4 @@ SHOAL = Runtime(
     overheads=RuntimeOverheads(),
 )
 # The same under `--memory`: what is freed goes back.
-SHOAL_CAPPED = replace(SHOAL, name="shoal --memory", allocator=1.0, keeps=0.0)
+SHOAL_CAPPED = replace(SHOAL, name="shoal --memory", allocator=1.0, fragmentation=0.0)

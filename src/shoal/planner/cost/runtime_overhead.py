@@ -85,7 +85,9 @@ def sum_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device) -> 
     return seconds
 
 
-def update_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device, num_bytes: float, operators: float) -> np.ndarray:
+def update_seconds(
+    overheads: RuntimeOverheads, load: StepLoad, device: Device, num_bytes: float, operators: float
+) -> np.ndarray:
     """Seconds of the optimizer; `num_bytes` and `operators` are Adam's, for each parameter and each tensor."""
     share = overheads.plain_update + (1 - overheads.plain_update) * min(1.0, load.state_bytes / 8)
     cut, rows = np.where(load.zero >= 1, load.data, 1.0)[:, None], np.where(load.zero >= 2, load.data, 1.0)[:, None]
@@ -98,17 +100,21 @@ def update_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device, 
     return seconds
 
 
-def exchange_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device, tiers: Sequence[LinkTier], stride: np.ndarray) -> np.ndarray:
+def exchange_seconds(
+    overheads: RuntimeOverheads, load: StepLoad, device: Device, tiers: Sequence[LinkTier], stride: np.ndarray
+) -> np.ndarray:
     """Seconds until every worker has what its weights are to be next."""
     data, stride = load.data[:, None], stride[:, None]
     gradients, weights = load.parameters * load.gradient_bytes, load.parameters * load.weight_bytes
     if not tiers:
         return np.zeros(load.parameters.shape)
     merge = collective_seconds(tiers, data, stride, gradients, ALL_REDUCE)
-    scatter = collective_seconds(tiers, data, stride, gradients, HALF) + overheads.copy_bytes * load.parameters / _bandwidth(
-        device
-    )
-    gather = collective_seconds(tiers, data, stride, weights, HALF) + overheads.copy_bytes * load.parameters / _bandwidth(device)
+    scatter = collective_seconds(
+        tiers, data, stride, gradients, HALF
+    ) + overheads.copy_bytes * load.parameters / _bandwidth(device)
+    gather = collective_seconds(
+        tiers, data, stride, weights, HALF
+    ) + overheads.copy_bytes * load.parameters / _bandwidth(device)
     calls = (overheads.moved * load.tensors + overheads.call * load.blocks[None, :]) * device.overhead
     rounds, passes = load.own_lanes[:, None], load.m[:, None]
     by_level = (

@@ -6,7 +6,12 @@ RECOMPUTE = ("none", "selective", "full")
 EXCHANGES = ("collectives", "servers")
 SYNC_MODES = ("sync", "quorum", "stale", "async", "local", "groups")  # of servers
 SEARCHED_MODES = SYNC_MODES[:4]  # those that a search looks at
-DEFAULT_NUMBERS = {"quorum": "0.9", "stale": "2", "local": "16", "groups": "2"}  # what follows a mode that has no number
+DEFAULT_NUMBERS = {
+    "quorum": "0.9",
+    "stale": "2",
+    "local": "16",
+    "groups": "2",
+}  # what follows a mode that has no number
 
 
 @dataclass(frozen=True, kw_only=True)

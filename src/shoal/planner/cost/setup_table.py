@@ -8,7 +8,7 @@ from typing import Any, overload
 import numpy as np
 
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES as SCHEDULES
-from shoal.planner.cost.setup import EXCHANGES, SYNC_MODES, RECOMPUTE, Setup
+from shoal.planner.cost.setup import EXCHANGES, RECOMPUTE, SYNC_MODES, Setup
 
 # Columns of words hold their places in these.
 WORDS: Mapping[str, tuple[str, ...]] = {

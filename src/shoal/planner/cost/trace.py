@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_map
 from shoal.errors import JobError
 from shoal.numerics.user_frames import user_line
 from shoal.parallel.blocks import BlockList
-from shoal.planner.cost.op_recorder import PRODUCTS, TensorCut, RecordedOp, OpRecorder
+from shoal.planner.cost.op_recorder import PRODUCTS, OpRecorder, RecordedOp, TensorCut
 from shoal.planner.cost.workload import Block, Op
 
 ONE_TO_ONE = ("add", "add_", "_to_copy", "copy_", "clone", "mul", "mul_", "div")
 LONGEST = 160  # letters of an error that is quoted
 
-__all__ = ["TensorCut", "TracedModel", "fake_batch", "fake_mode", "needs_values", "fake_copy", "trace"]
+__all__ = ["TensorCut", "TracedModel", "fake_batch", "fake_copy", "fake_mode", "needs_values", "trace"]
 
 
 @dataclass(frozen=True, kw_only=True)

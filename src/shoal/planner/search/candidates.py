@@ -18,7 +18,7 @@ import numpy as np
 from shoal.errors import InputError
 from shoal.parallel.pipeline_schedule import ONE_STAGE, V_SHAPED, schedule_fits
 from shoal.planner.cluster import Cluster
-from shoal.planner.cost.setup import EXCHANGES, SYNC_MODES, RECOMPUTE
+from shoal.planner.cost.setup import EXCHANGES, RECOMPUTE, SYNC_MODES
 from shoal.planner.cost.setup_table import WORDS, SetupTable
 from shoal.planner.cost.workload import Workload
 
@@ -70,7 +70,9 @@ def space_of(
         size = work.batch if batch is None else batch
         if size is None:
             raise InputError("how large is a step's batch?", fix="--batch 1536")
-        return SearchSpace(devices=(workers or devices,), batch=size, layers=_layers(work), tensors=tensors, servers=servers)
+        return SearchSpace(
+            devices=(workers or devices,), batch=size, layers=_layers(work), tensors=tensors, servers=servers
+        )
     if work.batch is None or work.microbatches is None:
         raise InputError(f"{work.name} has lanes, but no batch or microbatches")
     return SearchSpace(
@@ -211,7 +213,7 @@ def simplicity(made: SetupTable) -> list[np.ndarray]:
 
 def without_inexact(space: SearchSpace) -> SearchSpace:
     """Only what gives one sha256 on any cluster."""
-    return replace(space, tensors=(1,), modes=("sync",), servers=())
+    return replace(space, tensors=(1,), sync_modes=("sync",), servers=())
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

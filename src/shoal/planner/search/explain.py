@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shoal.errors import InputError
-from shoal.planner.cluster import Cluster, Device, ClusterHost, HostInterconnect, ClusterLink, Rack, tiers
+from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack, tiers
 from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import SearchSpace, worker_counts
 from shoal.planner.search.search import Candidate, PlanRanking, gigabytes_text, memory_share_text
@@ -68,7 +68,9 @@ def explain(ranking: PlanRanking, rank: RankFunction) -> PlanExplanation:
 
 
 def _time(best: Candidate) -> str:
-    parts = sorted((term for term in best.terms if best.terms[term] > MIN_GAIN * best.seconds), key=best.terms.__getitem__)
+    parts = sorted(
+        (term for term in best.terms if best.terms[term] > MIN_GAIN * best.seconds), key=best.terms.__getitem__
+    )
     told = ", ".join(f"{TERM_PHRASES[term]} {percent(best.terms[term] / best.seconds)}" for term in reversed(parts))
     return f"--layout {best.setup} takes {seconds_text(best.seconds)} a step: {told}."
 
@@ -234,7 +236,7 @@ def widen_links(cluster: Cluster, tier: str, times: float = 2.0) -> Cluster:
         return replace(host.interconnect, between=None if between is None else _link(between, times))
 
     def host_of(host: ClusterHost) -> ClusterHost:
-        return replace(host, inside=inside(host), link=_link(host.link, times if tier == "host" else 1.0))
+        return replace(host, interconnect=inside(host), link=_link(host.link, times if tier == "host" else 1.0))
 
     def rack_of(rack: Rack) -> Rack:
         return replace(

@@ -72,7 +72,9 @@ def scaling_curve(
         for hosts, devices, best in found
     )
     pairs = [(point.devices / first_devices, point.speedup) for point in points]
-    return ScalingCurve(points=points, fits=fit_laws(pairs) if len(points) > 1 else None, missing=tuple(missing), weak=weak)
+    return ScalingCurve(
+        points=points, fits=fit_laws(pairs) if len(points) > 1 else None, missing=tuple(missing), weak=weak
+    )
 
 
 # -- laws ---------------------------------------------------------------------------------------------------------
@@ -84,7 +86,9 @@ def fit_laws(pairs: Sequence[tuple[float, float]]) -> ScalingFits:
     if not more:
         raise ValueError("a law is fitted to more than one number of devices")
     contention, coherence = fit_usl(more)
-    return ScalingFits(amdahl=fit_amdahl(more), gustafson=fit_gustafson(more), contention=contention, coherence=coherence)
+    return ScalingFits(
+        amdahl=fit_amdahl(more), gustafson=fit_gustafson(more), contention=contention, coherence=coherence
+    )
 
 
 def fit_amdahl(pairs: Sequence[tuple[float, float]]) -> float:

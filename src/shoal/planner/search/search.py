@@ -329,9 +329,11 @@ def cheapest_plans(
         found = [pair for pair in found if pair[0].seconds * steps <= deadline]
         if not found:
             raise PlanError(
-                f"no plan does {steps:,} steps in {duration_text(deadline)}: the fastest takes {duration_text(fastest.seconds * steps)},"
+                f"no plan does {steps:,} steps in {duration_text(deadline)}: the fastest takes"
+                f" {duration_text(fastest.seconds * steps)},"
                 f" on {fastest.hosts} of {len(cluster.hosts)} hosts with --layout {describe(fastest)}",
-                fix=f"--deadline {duration_text(fastest.seconds * steps * 1.02).replace(' ', '')}, more hosts, or fewer steps",
+                fix=f"--deadline {duration_text(fastest.seconds * steps * 1.02).replace(' ', '')},"
+                " more hosts, or fewer steps",
             )
     found.sort(key=lambda pair: (pair[0].cost or 0.0, pair[0].seconds, pair[0].hosts))
     looked = sum(len(ranking.setups) for ranking in rankings)

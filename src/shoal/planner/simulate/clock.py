@@ -140,7 +140,9 @@ class SimulatedNetwork:
     ) -> None:
         """Asks for a message; `then` is called when it has arrived. The sender goes on at once."""
         self._sequence += 1
-        message = _SimulatedMessage(name, source, to, num_bytes, path, self.clock.now, on_arrival, (priority, self._sequence))
+        message = _SimulatedMessage(
+            name, source, to, num_bytes, path, self.clock.now, on_arrival, (priority, self._sequence)
+        )
         self._sending.setdefault(source, {})[message] = None
         self._receiving.setdefault(to, {})[message] = None
         self._queue_start(message)

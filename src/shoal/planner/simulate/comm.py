@@ -26,12 +26,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shoal.collectives.choose_algorithm import AlgorithmChoice, choose_algorithm
-from shoal.collectives.cost_model import MessageHop, LinkSpeed, hop_bytes, message_hops, complete_assignment
+from shoal.collectives.cost_model import LinkSpeed, MessageHop, complete_assignment, hop_bytes, message_hops
 from shoal.collectives.topology import RankPlace
 from shoal.collectives.trees import TreeRoute, chunk_size
 from shoal.errors import PlanError
 from shoal.numerics.lanes import Span
-from shoal.planner.simulate.clock import SimulatedClock, SimulatedNetwork, DeliveredMessage, LinkPath
+from shoal.planner.simulate.clock import DeliveredMessage, LinkPath, SimulatedClock, SimulatedNetwork
 from shoal.planner.simulate.network import LinkTopology
 
 MAX_RANKS = 16  # of a group whose every message is played
@@ -62,7 +62,9 @@ def links_of(topology: LinkTopology) -> dict[str, LinkSpeed]:
     rack, host = topology.cluster.racks[0], topology.hosts[0]
     tiers = topology.tiers
     if "inside" in tiers:
-        found["memory"] = LinkSpeed(tiers["inside"].latency, tiers["inside"].single_bandwidth * tiers["inside"].efficiency)
+        found["memory"] = LinkSpeed(
+            tiers["inside"].latency, tiers["inside"].single_bandwidth * tiers["inside"].efficiency
+        )
     if "host" in tiers:
         found["host"] = LinkSpeed(tiers["host"].latency, host.link.bytes_per_second * host.link.efficiency)
     if "rack" in tiers:
@@ -116,7 +118,12 @@ class _RouteChunk:
     """One chunk of every piece on its way."""
 
     def __init__(
-        self, route: TreeRoute, found: Sequence[MessageHop], network: SimulatedNetwork, topology: LinkTopology, devices: Sequence[int]
+        self,
+        route: TreeRoute,
+        found: Sequence[MessageHop],
+        network: SimulatedNetwork,
+        topology: LinkTopology,
+        devices: Sequence[int],
     ) -> None:
         self.network, self.topology, self.devices = network, topology, devices
         self._leaving: dict[_RouteStop, list[MessageHop]] = {}
@@ -204,7 +211,9 @@ class SimulatedCollective:
         return found
 
 
-def collective_phases(topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2) -> tuple[CollectivePhase, ...]:
+def collective_phases(
+    topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2
+) -> tuple[CollectivePhase, ...]:
     """Passes: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, which go through the tiers once."""
     _check(topology, group)
     found: list[CollectivePhase] = []
@@ -238,7 +247,9 @@ def _tier_phases(tier: str, parts: int, num_bytes: float, reach: int) -> list[Co
     return [CollectivePhase(tier, parts, parts - 1, num_bytes / parts, reach)] if parts > 1 else []
 
 
-def ring_or_tree(topology: LinkTopology, group: StridedGroup, num_bytes: float, *, passes: int = 2) -> SimulatedCollective:
+def ring_or_tree(
+    topology: LinkTopology, group: StridedGroup, num_bytes: float, *, passes: int = 2
+) -> SimulatedCollective:
     """Rings or trees through all hosts: whichever is sooner."""
     loads, count, depth = _ring_loads(topology, group, num_bytes)
     if not loads:
@@ -255,7 +266,9 @@ def ring_or_tree(topology: LinkTopology, group: StridedGroup, num_bytes: float, 
     return min(found, key=lambda each: each.seconds)
 
 
-def _ring_loads(topology: LinkTopology, group: StridedGroup, num_bytes: float) -> tuple[list[CollectivePhase], int, int]:
+def _ring_loads(
+    topology: LinkTopology, group: StridedGroup, num_bytes: float
+) -> tuple[list[CollectivePhase], int, int]:
     """What a device sends on each tier while a ring goes round once, in one round; the group's size; a tree's depth."""
     _check(topology, group)
     found: list[CollectivePhase] = []
@@ -275,10 +288,14 @@ def _ring_loads(topology: LinkTopology, group: StridedGroup, num_bytes: float) -
     return found, group.size, near - 1 + math.ceil(math.log2(hosts))
 
 
-def tiered_collective(topology: LinkTopology, group: StridedGroup, num_bytes: float, *, passes: int = 2, buckets: int = 1) -> SimulatedCollective:
+def tiered_collective(
+    topology: LinkTopology, group: StridedGroup, num_bytes: float, *, passes: int = 2, buckets: int = 1
+) -> SimulatedCollective:
     """Equal parts once: one message of a round, among all that are under way with it."""
     found = collective_phases(topology, group, num_bytes / buckets, passes)
-    return SimulatedCollective(phases=tuple((phase, _round_seconds(topology, phase)) for phase in found), buckets=buckets)
+    return SimulatedCollective(
+        phases=tuple((phase, _round_seconds(topology, phase)) for phase in found), buckets=buckets
+    )
 
 
 def _round_seconds(topology: LinkTopology, phase: CollectivePhase) -> float:
@@ -294,7 +311,7 @@ def _contended_path(topology: LinkTopology, reach: int) -> LinkPath:
         to = device + reach if device + reach < topology.devices else device - reach
         way = topology.path(device, to)
         found.append(
-            way._replace(wires=tuple(wire._replace(times=_sharers(topology, wire.tier, device)) for wire in way.links))
+            way._replace(links=tuple(wire._replace(times=_sharers(topology, wire.tier, device)) for wire in way.links))
         )
     return min(found, key=_speed)
 
@@ -313,7 +330,9 @@ def _sharers(topology: LinkTopology, tier: str, device: int) -> int:
     return host.devices if tier == "host" else sum(each.devices for each in topology.cluster.racks[seat.rack].hosts)
 
 
-def simulate_every_message(topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2) -> MessageTrace:
+def simulate_every_message(
+    topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2
+) -> MessageTrace:
     """The same with every message of every device: for small clusters, and to see that once is enough."""
     network = SimulatedNetwork(SimulatedClock())
     devices = range(topology.devices)
@@ -372,8 +391,16 @@ def _ring_order(members: Sequence[int], near: int, ring: int) -> list[int]:
 
 
 class _SimulatedRing:
-    def __init__(self, network: SimulatedNetwork, topology: LinkTopology, order: Sequence[int], num_bytes: float, rounds: int) -> None:
-        self.network, self.topology, self.order, self.num_bytes, self.rounds = network, topology, order, num_bytes, rounds
+    def __init__(
+        self, network: SimulatedNetwork, topology: LinkTopology, order: Sequence[int], num_bytes: float, rounds: int
+    ) -> None:
+        self.network, self.topology, self.order, self.num_bytes, self.rounds = (
+            network,
+            topology,
+            order,
+            num_bytes,
+            rounds,
+        )
 
     def begin(self) -> None:
         for place in range(len(self.order)):

@@ -166,7 +166,11 @@ class _FailureSimulation:
             return  # nobody was there
         holders = [each for each in gone if each % self.parts == device % self.parts]
         if self.elastic and len(holders) + 1 < self.trial.copies:
-            again = 0.0 if self.outages else min(share * self.trial.step * self._strength(), self.useful - self.checkpointed)
+            again = (
+                0.0
+                if self.outages
+                else min(share * self.trial.step * self._strength(), self.useful - self.checkpointed)
+            )
             self.useful -= again
             self.lost["repeated"] += again
             self.outages += [("detection", self.policy.detect), ("regrouping", self.policy.regroup)]

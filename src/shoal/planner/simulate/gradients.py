@@ -16,9 +16,16 @@ from shoal.planner.cost.runtime import Runtime
 from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.workload import Workload
 from shoal.planner.simulate.clock import DeliveredMessage
-from shoal.planner.simulate.comm import MAX_RANKS, StridedGroup, choose_route, tiered_collective, simulate_route, ring_or_tree
+from shoal.planner.simulate.comm import (
+    MAX_RANKS,
+    StridedGroup,
+    choose_route,
+    ring_or_tree,
+    simulate_route,
+    tiered_collective,
+)
 from shoal.planner.simulate.network import LinkTopology
-from shoal.planner.simulate.replicas import ReplicaAssignment, DeviceGrid
+from shoal.planner.simulate.replicas import DeviceGrid, ReplicaAssignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +40,17 @@ class GradientTraffic:
 
     @classmethod
     def of(
-        cls, work: Workload, prediction: Prediction, topology: LinkTopology, grid: DeviceGrid, runtime: Runtime, assignment: ReplicaAssignment
+        cls,
+        work: Workload,
+        prediction: Prediction,
+        topology: LinkTopology,
+        grid: DeviceGrid,
+        runtime: Runtime,
+        assignment: ReplicaAssignment,
     ) -> "GradientTraffic":
         setup, stages = prediction.setup, prediction.stages
         if (setup.data == 1 and not (work.tied and setup.pipeline > 1)) or not topology.tiers:
-            return cls(exposed=(0.0,) * len(stages), after=0.0, sent={}, busy={}, route="none")
+            return cls(exposed=(0.0,) * len(stages), tied=0.0, sent={}, busy={}, route="none")
         wire = work.gradient_bytes if runtime.wire_bytes is None else runtime.wire_bytes
         sent: dict[str, float] = {}
         busy: dict[str, float] = {}
@@ -59,14 +72,16 @@ class GradientTraffic:
         if runtime.overheads is not None and setup.data > 1:
             # What is predicted of packing and calling stays; the links' part is what was played.
             largest = max(stage.parameters for stage in stages)
-            guessed = made.shoal_seconds(largest * wire, largest * work.weight_bytes, made.estimated_seconds, made.estimated_all_reduce)
+            guessed = made.shoal_seconds(
+                largest * wire, largest * work.weight_bytes, made.estimated_seconds, made.estimated_all_reduce
+            )
             besides = max(0.0, prediction.terms["data"] - guessed)
             exposed = [each + besides for each in exposed]
         after, route = 0.0, made.route if setup.data > 1 else "none"
         if work.tied and setup.pipeline > 1 and runtime.overheads is None:
             group = StridedGroup(size=2, stride=grid.strides["pipeline"] * (setup.pipeline - 1))
             after = made.seconds(group, work.tied * wire / setup.tensor, passes=2)
-        return cls(exposed=tuple(exposed), after=after, sent=sent, busy=busy, route=route)
+        return cls(exposed=tuple(exposed), tied=after, sent=sent, busy=busy, route=route)
 
 
 class _PassSeconds(Protocol):
@@ -74,16 +89,22 @@ class _PassSeconds(Protocol):
 
 
 class _TrafficModel:
-    def __init__(self, setup: Setup, topology: LinkTopology, grid: DeviceGrid, runtime: Runtime, assignment: ReplicaAssignment) -> None:
+    def __init__(
+        self, setup: Setup, topology: LinkTopology, grid: DeviceGrid, runtime: Runtime, assignment: ReplicaAssignment
+    ) -> None:
         self.setup, self.topology, self.runtime, self.assignment = setup, topology, runtime, assignment
         self.group = StridedGroup(size=setup.data, stride=grid.strides["data"])
         # Of its own runtime, alone on its links, every message is played.
-        self.plays_messages = runtime.overheads is not None and setup.devices == setup.data <= MAX_RANKS and not setup.zero
+        self.plays_messages = (
+            runtime.overheads is not None and setup.devices == setup.data <= MAX_RANKS and not setup.zero
+        )
         self.route = "hierarchical, tier by tier"
         self.sent: dict[str, float] = {}
         self.busy: dict[str, float] = {}
 
-    def shoal_seconds(self, gradients: float, weights: float, half: "_PassSeconds", all_reduce: Callable[[float], float]) -> float:
+    def shoal_seconds(
+        self, gradients: float, weights: float, half: "_PassSeconds", all_reduce: Callable[[float], float]
+    ) -> float:
         """What Shoal's own runtime does with its links, zero by zero (cost/runtime_overhead.py has the same)."""
         setup, group = self.setup, self.group
         if setup.zero <= 1:
@@ -135,7 +156,9 @@ class _TrafficModel:
             best = ring_or_tree(self.topology, group, num_bytes, passes=passes)
             self.route = f"{best.name} through all hosts"
         else:
-            tried = [tiered_collective(self.topology, group, num_bytes, passes=passes, buckets=each) for each in (1, 2, 4, 8)]
+            tried = [
+                tiered_collective(self.topology, group, num_bytes, passes=passes, buckets=each) for each in (1, 2, 4, 8)
+            ]
             best = min(tried, key=lambda each: (each.seconds, each.buckets))
         for tier, sent in best.bytes_by_tier.items():
             self.sent[tier] = self.sent.get(tier, 0.0) + times * sent

@@ -12,8 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline_schedule import PipelineAction, ScheduleTimeline, PipelineSchedule, TimedAction, dependencies, time_schedule
-from shoal.planner.simulate.clock import SimulatedClock, SimulatedNetwork, LinkPath
+from shoal.parallel.pipeline_schedule import (
+    PipelineAction,
+    PipelineSchedule,
+    ScheduleTimeline,
+    TimedAction,
+    dependencies,
+    time_schedule,
+)
+from shoal.planner.simulate.clock import LinkPath, SimulatedClock, SimulatedNetwork
 
 
 class StageCost(NamedTuple):
@@ -37,7 +44,9 @@ class SimulatedReplica:
     devices: tuple[int, ...]  # by rank
     path: RankPath
     slower: tuple[float, ...] = ()  # by rank: times as long; empty: none
-    schedule: PipelineSchedule | None = None  # of a replica that has another number of microbatches; None: as the others
+    schedule: PipelineSchedule | None = (
+        None  # of a replica that has another number of microbatches; None: as the others
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +61,9 @@ class SimulatedPipelines:
         return max(played.total for played in self.replicas)
 
 
-def simulate_pipelines(schedule: PipelineSchedule, costs: Sequence[StageCost], replicas: Sequence[SimulatedReplica]) -> SimulatedPipelines:
+def simulate_pipelines(
+    schedule: PipelineSchedule, costs: Sequence[StageCost], replicas: Sequence[SimulatedReplica]
+) -> SimulatedPipelines:
     """Pipelines of the same stages side by side, on links that they may share."""
     if len(costs) != schedule.stages:
         raise PlanError(f"{len(costs)} costs for the {schedule.stages} stages of {schedule.name}")
@@ -66,21 +77,31 @@ def simulate_pipelines(schedule: PipelineSchedule, costs: Sequence[StageCost], r
     return SimulatedPipelines(replicas=tuple(each.played() for each in running), network=network)
 
 
-def simulate_pipeline(schedule: PipelineSchedule, costs: Sequence[StageCost], path: RankPath | None = None) -> SimulatedPipelines:
+def simulate_pipeline(
+    schedule: PipelineSchedule, costs: Sequence[StageCost], path: RankPath | None = None
+) -> SimulatedPipelines:
     """One pipeline on ranks that are devices 0, 1, 2, …"""
     replica = SimulatedReplica(devices=tuple(range(schedule.ranks)), path=path or (lambda source, to: None))
     return simulate_pipelines(schedule, costs, [replica])
 
 
 class _RunningReplica:
-    def __init__(self, schedule: PipelineSchedule, costs: Sequence[StageCost], replica: SimulatedReplica, network: SimulatedNetwork) -> None:
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        costs: Sequence[StageCost],
+        replica: SimulatedReplica,
+        network: SimulatedNetwork,
+    ) -> None:
         self.schedule, self.costs, self.replica, self.network = schedule, costs, replica, network
         self.rows: list[list[TimedAction]] = [[] for _ in schedule.rows]
         self._seconds = [{kind: cost.seconds(kind) for kind in "FBIW"} for cost in costs]
         self._ranks = [schedule.rank_of(stage) for stage in range(schedule.stages)]
         self._slower = replica.slower or (1.0,) * schedule.ranks
         self._busy = [False] * schedule.ranks
-        self._received: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]  # what has come from other stages
+        self._received: list[set[tuple[str, int, int]]] = [
+            set() for _ in schedule.rows
+        ]  # what has come from other stages
         self._paths = {
             (source, to): replica.path(source, to)
             for low, high in zip(self._ranks, self._ranks[1:], strict=False)
@@ -142,7 +163,10 @@ class _RunningReplica:
 
 
 def pipeline_totals(
-    schedule: PipelineSchedule, costs: Sequence[StageCost], slower: np.ndarray, hops: Mapping[tuple[int, int], float] | None = None
+    schedule: PipelineSchedule,
+    costs: Sequence[StageCost],
+    slower: np.ndarray,
+    hops: Mapping[tuple[int, int], float] | None = None,
 ) -> np.ndarray:
     """Seconds until the last rank is done, for many draws of the ranks' slowness at once: `slower[rank, draw]`.
 

@@ -44,7 +44,7 @@ class ReplicaAssignment(NamedTuple):
     spans: tuple[Span, ...]  # lanes of each replica
 
 
-def assign_lanes(setup: Setup, spans: Sequence[Span] | None) -> ReplicaAssignment:
+def assign_replicas(setup: Setup, spans: Sequence[Span] | None) -> ReplicaAssignment:
     if setup.lanes is None:
         if spans is not None:
             raise PlanError("a shape has no lanes to deal", fix="a job has")
@@ -99,7 +99,11 @@ def period(setup: Setup, grid: DeviceGrid, topology: LinkTopology) -> int:
 
 
 def cells_of(
-    setup: Setup, grid: DeviceGrid, topology: LinkTopology, slowdown: DeviceSlowdown, schedules: Sequence[PipelineSchedule]
+    setup: Setup,
+    grid: DeviceGrid,
+    topology: LinkTopology,
+    slowdown: DeviceSlowdown,
+    schedules: Sequence[PipelineSchedule],
 ) -> list[list[SimulatedReplica]]:
     """The first replicas, one for each schedule; those that share a link are together, in the order of their first."""
     ranks, slices = setup.pipeline, setup.tensor

@@ -130,9 +130,11 @@ def simulate_servers(setup: SimulatedServers, *, rounds: int = 100, seed: int = 
     return _ServerSimulation(setup, rounds, seed).run()
 
 
-def compare_modes(setup: SimulatedServers, modes: list[SyncMode], *, rounds: int = 100, seed: int = 0) -> list[SimulatedServerRun]:
+def compare_modes(
+    setup: SimulatedServers, modes: list[SyncMode], *, rounds: int = 100, seed: int = 0
+) -> list[SimulatedServerRun]:
     """The same workers, servers and bad luck in other modes."""
-    return [simulate_servers(replace(setup, mode=mode), rounds=rounds, seed=seed) for mode in modes]
+    return [simulate_servers(replace(setup, sync_mode=mode), rounds=rounds, seed=seed) for mode in modes]
 
 
 class _ServerLinks:

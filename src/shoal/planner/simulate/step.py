@@ -18,7 +18,7 @@ import numpy as np
 
 from shoal.errors import PlanError
 from shoal.numerics.lanes import Span
-from shoal.parallel.pipeline_schedule import ScheduleTimeline, PipelineSchedule
+from shoal.parallel.pipeline_schedule import PipelineSchedule, ScheduleTimeline
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.predict import predict
 from shoal.planner.cost.prediction import TERMS, Prediction, StagePrediction
@@ -28,8 +28,16 @@ from shoal.planner.cost.workload import Workload
 from shoal.planner.simulate.clock import DeliveredMessage
 from shoal.planner.simulate.gradients import GradientTraffic, by_tier
 from shoal.planner.simulate.network import LinkTopology
-from shoal.planner.simulate.pipeline import StageCost, simulate_pipelines, pipeline_totals
-from shoal.planner.simulate.replicas import DeviceGrid, DeviceSlowdown, cells_of, assign_lanes, period, schedule_of, signature
+from shoal.planner.simulate.pipeline import StageCost, pipeline_totals, simulate_pipelines
+from shoal.planner.simulate.replicas import (
+    DeviceGrid,
+    DeviceSlowdown,
+    assign_replicas,
+    cells_of,
+    period,
+    schedule_of,
+    signature,
+)
 from shoal.planner.simulate.stragglers import StragglerModel
 
 BUSY_TERMS = ("compute", "recompute", "tensor", "host")  # terms that a stage's own seconds are made of
@@ -97,7 +105,7 @@ def simulate_step(
             fix=f"--hosts {hosts}, or a layout of at most {wiring.devices}",
         )
     prediction = predict(work, setup, cluster, runtime)
-    dealt = assign_lanes(setup, assignment)
+    dealt = assign_replicas(setup, assignment)
     schedules = [schedule_of(setup, count) for count in dealt.counts]
     schedule = max(schedules, key=lambda each: each.microbatches)
     grid = DeviceGrid(setup, runtime.order)
@@ -163,7 +171,12 @@ def _terms(prediction: Prediction, played: ScheduleTimeline, waits: float) -> di
 
 
 def _links(
-    topology: LinkTopology, work: Workload, setup: Setup, sent: Sequence[DeliveredMessage], data: GradientTraffic, terms: Mapping[str, float]
+    topology: LinkTopology,
+    work: Workload,
+    setup: Setup,
+    sent: Sequence[DeliveredMessage],
+    data: GradientTraffic,
+    terms: Mapping[str, float],
 ) -> tuple[LinkUsage, ...]:
     passed = by_tier(sent)
     uses = []
@@ -199,7 +212,9 @@ def _hops(sent: Sequence[DeliveredMessage], devices: Sequence[int]) -> dict[tupl
 # -- steps with bad luck ----------------------------------------------------------------------------------------------
 
 
-def simulate_stragglers(step: SimulatedStep, stragglers: StragglerModel, *, steps: int = 100, seed: int = 0) -> np.ndarray:
+def simulate_stragglers(
+    step: SimulatedStep, stragglers: StragglerModel, *, steps: int = 100, seed: int = 0
+) -> np.ndarray:
     """Seconds of so many steps. Every device draws anew in each; slices wait for the slowest of their stage, stages for
     each other, replicas for the slowest. Messages take as long as in an even step."""
     setup = step.prediction.setup

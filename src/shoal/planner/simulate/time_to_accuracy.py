@@ -32,7 +32,8 @@ class ConvergenceLaw:
     def __post_init__(self) -> None:
         if not (self.min_updates > 0 and self.noise_batch >= 0 and self.penalty >= 0):
             raise InputError(
-                f"least updates {self.min_updates:g}, noise {self.noise_batch:g}, penalty {self.penalty:g}: the first is above 0,"
+                f"least updates {self.min_updates:g}, noise {self.noise_batch:g}, penalty {self.penalty:g}:"
+                " the first is above 0,"
                 " none is negative"
             )
 
@@ -53,12 +54,16 @@ class TimeToAccuracy:
     seconds: float
 
 
-def time_to_accuracy(law: ConvergenceLaw, setup: SimulatedServers, run: SimulatedServerRun, batch: float) -> TimeToAccuracy:
+def time_to_accuracy(
+    law: ConvergenceLaw, setup: SimulatedServers, run: SimulatedServerRun, batch: float
+) -> TimeToAccuracy:
     """`batch`: samples of all workers together."""
     own = batch / setup.workers * run.gradients / run.updates
     updates = law.updates(own, run.mean_staleness)
     return TimeToAccuracy(run=run, batch=own, updates=updates, seconds=updates / run.updates_per_second)
 
 
-def time_to_accuracy_table(law: ConvergenceLaw, setup: SimulatedServers, runs: Sequence[SimulatedServerRun], batch: float) -> list[TimeToAccuracy]:
+def time_to_accuracy_table(
+    law: ConvergenceLaw, setup: SimulatedServers, runs: Sequence[SimulatedServerRun], batch: float
+) -> list[TimeToAccuracy]:
     return [time_to_accuracy(law, setup, each, batch) for each in runs]

@@ -42,17 +42,24 @@ from shoal.recovery.checkpoint.files import (
     files_of,
     make_folder,
     open_weights,
-    shard_files,
     read_snapshot,
     save_readable,
+    shard_files,
     step_name,
     writable,
 )
-from shoal.recovery.checkpoint.manifest import fsync, read_manifest, write_manifest, verify
-from shoal.recovery.checkpoint.shards import StateShard, ShardWriteTask, StoredTensors, CheckpointMismatch, receipt_file, num_bytes
+from shoal.recovery.checkpoint.manifest import fsync, read_manifest, verify, write_manifest
+from shoal.recovery.checkpoint.shards import (
+    CheckpointMismatch,
+    ShardWriteTask,
+    StateShard,
+    StoredTensors,
+    num_bytes,
+    receipt_file,
+)
 from shoal.recovery.membership import process
 
-__all__ = ["CheckpointDirectory", "FoundCheckpoint", "CheckpointOvertaken", "Snapshot", "WrittenCheckpoint"]
+__all__ = ["CheckpointDirectory", "CheckpointOvertaken", "FoundCheckpoint", "Snapshot", "WrittenCheckpoint"]
 
 _COMPLETE = re.compile(r"step-(\d{8,})(\.replaced-[0-9a-f]+)?")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.([0-9a-f]+)-(\d+)-(\w+)\.[0-9a-f]+")
@@ -252,7 +259,9 @@ class CheckpointDirectory:
             if before.get(name) == inode or int(name[len("step-") :].partition(".")[0]) < step:
                 continue
             if _is_ours(self.folder / name):
-                raise CheckpointOvertaken(f"the checkpoint of step {step} is not needed: {name} was put there meanwhile")
+                raise CheckpointOvertaken(
+                    f"the checkpoint of step {step} is not needed: {name} was put there meanwhile"
+                )
 
     def _inodes(self) -> dict[str, int]:
         """What stands, and which folder it is: the same name may later be another one's."""

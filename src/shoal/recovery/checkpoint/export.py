@@ -132,7 +132,11 @@ def initial_weights(path: Path, state_shard: StateShard | None = None) -> dict[s
     with StoredTensors(path.parent, index) as stored:
         for name in names:
             target = aliases.get(name, name)
-            if state_shard is not None and name in state_shard.shapes and entries[target].shape != state_shard.shapes[name]:
+            if (
+                state_shard is not None
+                and name in state_shard.shapes
+                and entries[target].shape != state_shard.shapes[name]
+            ):
                 then, now = entries[target].shape, state_shard.shapes[name]
                 raise CheckpointError(f"{name}: {then} in the weights {path}, {now} in the model")
             if target not in read:

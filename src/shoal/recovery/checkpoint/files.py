@@ -27,10 +27,10 @@ from shoal.recovery.checkpoint.manifest import Manifest, fsync
 from shoal.recovery.checkpoint.serialize import check_storable, to_plain
 from shoal.recovery.checkpoint.shards import (
     FILE_STEMS,
-    StateShard,
-    TensorIndex,
     MergedState,
+    StateShard,
     StoredTensors,
+    TensorIndex,
     all_slices,
     index_of_files,
     shard_file,
@@ -73,7 +73,11 @@ def step_name(step: int) -> str:
 
 
 def shard_files(num_shards: int) -> tuple[str, ...]:
-    return (STATE_FILE, TENSOR_FILES["extra"], *(shard_file(kind, part) for part in range(num_shards) for kind in FILE_STEMS))
+    return (
+        STATE_FILE,
+        TENSOR_FILES["extra"],
+        *(shard_file(kind, part) for part in range(num_shards) for kind in FILE_STEMS),
+    )
 
 
 def files_of(manifest: Manifest) -> tuple[str, ...]:
@@ -197,9 +201,13 @@ def _load_slices(
     path: Path, state: _StateFile, manifest: Manifest, state_shard: StateShard | None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """All tensors whole, or what a worker holds of them; one after the other."""
-    index = index_of_files(path, {kind: TENSOR_FILES[kind] for kind in FILE_STEMS}) if state.index is None else state.index
+    index = (
+        index_of_files(path, {kind: TENSOR_FILES[kind] for kind in FILE_STEMS}) if state.index is None else state.index
+    )
     named = {placed.file for kind in FILE_STEMS for entry in index[kind].values() for placed in entry.slices}
-    if not named <= manifest.files.keys() or any(sorted(index[kind]) != sorted(state.names[kind]) for kind in FILE_STEMS):
+    if not named <= manifest.files.keys() or any(
+        sorted(index[kind]) != sorted(state.names[kind]) for kind in FILE_STEMS
+    ):
         raise ValueError(f"{STATE_FILE} does not fit the other files")
     wanted, values = all_slices(state.names), state.values
     if state_shard is not None:

@@ -40,7 +40,9 @@ class IntervalAdvice:
     write_seconds: float
     save_share: float  # of all time: expected to go into saving
     repeat_share: float  # likewise into work that is done again
-    limited_by: str  # what fixed the interval: "daly", "write" (no faster than one can be written) or "step" (each of them)
+    limited_by: (
+        str  # what fixed the interval: "daly", "write" (no faster than one can be written) or "step" (each of them)
+    )
 
 
 def young(save_seconds: float, failure_seconds: float) -> float:
@@ -54,7 +56,9 @@ def daly(save_seconds: float, failure_seconds: float) -> float:
     return young(save_seconds, failure_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
 
 
-def advise(save_seconds: float, failure_seconds: float, step_seconds: float, write_seconds: float = 0.0) -> IntervalAdvice:
+def advise(
+    save_seconds: float, failure_seconds: float, step_seconds: float, write_seconds: float = 0.0
+) -> IntervalAdvice:
     """Whole steps between two checkpoints: at least one, and at least as many as pass while one is written."""
     if not (save_seconds >= 0 and failure_seconds > 0 and step_seconds > 0 and write_seconds >= 0):
         given = f"{save_seconds=}, {failure_seconds=}, {step_seconds=}, {write_seconds=}"
@@ -76,7 +80,9 @@ def advise(save_seconds: float, failure_seconds: float, step_seconds: float, wri
     )
 
 
-def time_shares(seconds: float, save_seconds: float, failure_seconds: float, write_seconds: float) -> tuple[float, float]:
+def time_shares(
+    seconds: float, save_seconds: float, failure_seconds: float, write_seconds: float
+) -> tuple[float, float]:
     """The expected shares of all time that go into saving and into repeated work, with failures at random."""
     useful = seconds + save_seconds
     # Until a stretch of this length passes without a failure: M (e^(length/M) − 1), the lost attempts included.
@@ -122,7 +128,9 @@ class IntervalAdvisor:
     """Says when a checkpoint is due, and why then. Every worker keeps one and is told the same, so that whoever leads
     next goes on with it. All times are from one clock that never goes back."""
 
-    def __init__(self, now: float, *, workers: int, survives_loss: bool = True, losses: int = 0, observed_seconds: float = 0.0) -> None:
+    def __init__(
+        self, now: float, *, workers: int, survives_loss: bool = True, losses: int = 0, observed_seconds: float = 0.0
+    ) -> None:
         """`losses`: how often the state was lost before, in `watched` seconds."""
         self.workers = workers
         self.survives_loss = survives_loss

@@ -64,7 +64,9 @@ def make_durable(path: Path) -> FileSeal:
     return FileSeal(num_bytes=path.stat().st_size, sha256=file_sha256(path))
 
 
-def write_manifest(folder: Path, *, step: int, names: tuple[str, ...], known: Mapping[str, FileSeal] | None = None) -> None:
+def write_manifest(
+    folder: Path, *, step: int, names: tuple[str, ...], known: Mapping[str, FileSeal] | None = None
+) -> None:
     """Make the files durable, then say so in the manifest, then make that durable too. `known`: others did it."""
     files = {**(known or {})}
     for name in names:

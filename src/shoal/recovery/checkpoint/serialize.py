@@ -93,7 +93,12 @@ class SnapshotBuffers:
 
 
 def encode(
-    value: Any, name: str, tensors: dict[str, Tensor] | None = None, copy_tensor: CopyTensor = plain_copy, *, depth: int = 0
+    value: Any,
+    name: str,
+    tensors: dict[str, Tensor] | None = None,
+    copy_tensor: CopyTensor = plain_copy,
+    *,
+    depth: int = 0,
 ) -> Any:
     """JSON for a value. What is taken of its tensors goes into `tensors`, or into the JSON itself if that is None."""
     kind = type(value)
@@ -108,10 +113,14 @@ def encode(
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$numpy": [value.dtype.str, value.tobytes().hex()]}
     if kind in (list, tuple):
-        items = [encode(item, f"{name}/{index}", tensors, copy_tensor, depth=depth + 1) for index, item in enumerate(value)]
+        items = [
+            encode(item, f"{name}/{index}", tensors, copy_tensor, depth=depth + 1) for index, item in enumerate(value)
+        ]
         return items if kind is list else {"$tuple": items}
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{name}/{key}", tensors, copy_tensor, depth=depth + 1) for key, item in value.items()}
+        return {
+            key: encode(item, f"{name}/{key}", tensors, copy_tensor, depth=depth + 1) for key, item in value.items()
+        }
     if kind in _TAGS:
         pairs = [
             [

@@ -33,20 +33,20 @@ from shoal.recovery.checkpoint.files import (
     step_name,
     writable,
 )
-from shoal.recovery.checkpoint.manifest import FileSeal, make_durable, fsync
+from shoal.recovery.checkpoint.manifest import FileSeal, fsync, make_durable
 from shoal.recovery.checkpoint.shards import (
     FILE_STEMS,
     ShardFailure,
-    StateShard,
     ShardReceipt,
     ShardWriteTask,
+    StateShard,
     index_of_shard,
     merge_receipts,
-    receipt_file,
     num_bytes,
-    parameter_of_tensor,
-    shard_file,
     optimizer_state_of,
+    parameter_of_tensor,
+    receipt_file,
+    shard_file,
     without_strides,
 )
 from shoal.recovery.membership import process
@@ -116,7 +116,9 @@ def write_as_follower(folder: Path, snapshot: Snapshot, task: ShardWriteTask) ->
         reason, number = (error.strerror, error.errno) if isinstance(error, OSError) else (error.message, 0)
         failure = ShardFailure(reason=reason or str(error), errno=number or 0, num_bytes=needed)
         try:
-            _publish_receipt(partial, ShardReceipt(shard_index=part, num_shards=task.state_shard.num_shards, failure=failure))
+            _publish_receipt(
+                partial, ShardReceipt(shard_index=part, num_shards=task.state_shard.num_shards, failure=failure)
+            )
         except OSError:
             raise error from None
 
@@ -129,9 +131,13 @@ def _write_own(partial: Path, snapshot: Snapshot, state_shard: StateShard) -> Sh
     tensors = {
         "weights": writable(snapshot.weights),
         # Settings that are tensors are the same everywhere: the leader writes them.
-        "optimizer": writable({n: each for n, each in snapshot.optimizer.items() if n in mine or state_shard.is_leader}),
+        "optimizer": writable(
+            {n: each for n, each in snapshot.optimizer.items() if n in mine or state_shard.is_leader}
+        ),
     }
-    state = {name: without_strides(value) if state_shard.optimizer_slice_of(name) else value for name, value in state.items()}
+    state = {
+        name: without_strides(value) if state_shard.optimizer_slice_of(name) else value for name, value in state.items()
+    }
     check_json({"state": state})
     index = index_of_shard(state_shard, tensors, state)
     beside = _pending_receipt(part)
@@ -165,7 +171,9 @@ def _publish_receipt(partial: Path, receipt: ShardReceipt) -> None:
 # ---- the leader's part
 
 
-def write_as_leader(partial: Path, snapshot: Snapshot, task: ShardWriteTask, *, owner: str, stall_seconds: float) -> dict[str, FileSeal]:
+def write_as_leader(
+    partial: Path, snapshot: Snapshot, task: ShardWriteTask, *, owner: str, stall_seconds: float
+) -> dict[str, FileSeal]:
     """Fill the folder, with the others. What is known then of the files that are durable already."""
     partial.mkdir(exist_ok=True)  # others may have come first
     (partial / _OWNER).write_text(owner)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import tensor_sha256
-from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, Range
+from shoal.numerics.tensor_slice import FULL_SLICE, Range, TensorSlice
 from shoal.recovery.checkpoint.manifest import FileSeal
 from shoal.recovery.checkpoint.safetensors_reader import SafetensorsFile
 from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES
@@ -46,7 +46,9 @@ class StateShard:
 
     shapes: Mapping[str, TensorShape]  # of every tensor of the whole model, in its order (state.shapes_of)
     slices: Mapping[str, TensorSlice] = field(default_factory=dict)  # of what it holds; absent: whole
-    optimizer_slices: Mapping[str, TensorSlice] | None = None  # likewise for the optimizer's state; None: as the weights
+    optimizer_slices: Mapping[str, TensorSlice] | None = (
+        None  # likewise for the optimizer's state; None: as the weights
+    )
     held: Collection[str] | None = None  # names that it holds; None: all
     writes: Collection[str] = ()  # whose weights it writes: it is the first that holds these pieces
     optimizer_writes: Collection[str] | None = None  # whose optimizer state it writes; None: as the weights
@@ -161,7 +163,9 @@ def without_strides(value: Any) -> Any:
     return value
 
 
-def index_of_shard(state_shard: StateShard, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> TensorIndex:
+def index_of_shard(
+    state_shard: StateShard, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+) -> TensorIndex:
     """What this worker writes, as pieces of the whole."""
     part = state_shard.shard_index or 0
     owner = parameter_of_tensor(state)
@@ -173,7 +177,9 @@ def index_of_shard(state_shard: StateShard, tensors: Mapping[str, Mapping[str, T
         whole, piece = state_shard.shapes[name], state_shard.slice_of(name)
         if piece.shape(whole) != tuple(tensor.shape):
             raise CheckpointError(f"{name}: {tuple(tensor.shape)}, but its piece of {whole} is {piece.shape(whole)}")
-        index["weights"][name] = _entry(tensor, whole, StoredSlice(shard_file("weights", part), _slice_ranges(piece, whole)))
+        index["weights"][name] = _entry(
+            tensor, whole, StoredSlice(shard_file("weights", part), _slice_ranges(piece, whole))
+        )
     for name, tensor in tensors["optimizer"].items():
         parameter, shape, file = owner.get(name), tuple(tensor.shape), shard_file("optimizer", part)
         piece = FULL_SLICE if parameter is None else state_shard.optimizer_slice_of(parameter)
@@ -217,13 +223,16 @@ def merge_receipts(receipts: Sequence[ShardReceipt], state_shard: StateShard, va
         aliases |= note.aliases
         for parameter, value in note.state.items():
             if state.setdefault(parameter, value) != value:
-                raise CheckpointError(f"the optimizer's state of {parameter} has another form in part {note.shard_index}")
+                raise CheckpointError(
+                    f"the optimizer's state of {parameter} has another form in part {note.shard_index}"
+                )
         for kind, tensors in note.tensors.items():
             for name, entry in tensors.items():
                 known = index[kind].setdefault(name, TensorEntry(entry.shape, entry.dtype, []))
                 if (known.shape, known.dtype) != (entry.shape, entry.dtype):
                     raise CheckpointError(
-                        f"{name}: {entry.dtype} {entry.shape} in part {note.shard_index}, {known.dtype} {known.shape} before"
+                        f"{name}: {entry.dtype} {entry.shape} in part {note.shard_index},"
+                        f" {known.dtype} {known.shape} before"
                     )
                 for placed in entry.slices:
                     twin = seen.setdefault((kind, name, placed.ranges), placed)
@@ -231,11 +240,15 @@ def merge_receipts(receipts: Sequence[ShardReceipt], state_shard: StateShard, va
                         known.slices.append(placed)
                     elif twin.sha256 != placed.sha256:
                         raise CheckpointError(
-                            f"{name} is kept whole beside a parameter that is cut, and differs in part {note.shard_index}",
+                            f"{name} is kept whole beside a parameter that is cut,"
+                            f" and differs in part {note.shard_index}",
                             fix="an optimizer whose state has the shape of the parameter, such as AdamW",
                         )
     merged = dict(values)
-    names = {"weights": [name for name in state_shard.shapes if name not in aliases], "optimizer": list(index["optimizer"])}
+    names = {
+        "weights": [name for name in state_shard.shapes if name not in aliases],
+        "optimizer": list(index["optimizer"]),
+    }
     if "optimizer" in values:
         merged["optimizer"], names["optimizer"] = _whole_optimizer(values["optimizer"], state)
     for kind in FILE_STEMS:
@@ -340,7 +353,9 @@ def index_of_files(folder: Path, files: Mapping[str, str]) -> TensorIndex:
     for kind, name in files.items():
         with SafetensorsFile(folder / name) as file:
             index[kind] = {
-                tensor: TensorEntry(file.shape(tensor), str(file.dtype(tensor)).removeprefix("torch."), [StoredSlice(name)])
+                tensor: TensorEntry(
+                    file.shape(tensor), str(file.dtype(tensor)).removeprefix("torch."), [StoredSlice(name)]
+                )
                 for tensor in file
             }
     return index
@@ -381,7 +396,9 @@ def wanted_slices(
     held = known if state_shard.held is None else _under_stored_names(state_shard.held, aliases)
     _check_model(state_shard, index, known, held)
     state = {name: value for name, value in optimizer_state_of(values).items() if name in held}
-    others = parameter_of_tensor({name: value for name, value in optimizer_state_of(values).items() if name not in held})
+    others = parameter_of_tensor(
+        {name: value for name, value in optimizer_state_of(values).items() if name not in held}
+    )
     owner = parameter_of_tensor(state)
     wanted: WantedSlices = {kind: {} for kind in FILE_STEMS}
     for name in names["weights"]:
@@ -406,7 +423,9 @@ def _under_stored_names(names: Collection[str], aliases: Mapping[str, str]) -> d
     return {aliases.get(name, name): name for name in sorted(names, key=lambda name: name not in aliases)}
 
 
-def _check_model(state_shard: StateShard, index: TensorIndex, known: Mapping[str, str], held: Mapping[str, str]) -> None:
+def _check_model(
+    state_shard: StateShard, index: TensorIndex, known: Mapping[str, str], held: Mapping[str, str]
+) -> None:
     stored = index["weights"]
     missing, unknown = [name for name in held if name not in stored], [name for name in stored if name not in known]
     if missing or unknown:

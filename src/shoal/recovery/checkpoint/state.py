@@ -145,7 +145,10 @@ def _capture_optimizer(
                 state[name] = encode(dict(optimizer.state[parameter]), name, tensors, copy_tensor)
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append(
-            {"parameters": parameters, "settings": encode(settings, f"{label}/param_groups/{index}", tensors, copy_tensor)}
+            {
+                "parameters": parameters,
+                "settings": encode(settings, f"{label}/param_groups/{index}", tensors, copy_tensor),
+            }
         )
     common = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     return {

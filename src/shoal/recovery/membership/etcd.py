@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from shoal.errors import InputError
-from shoal.recovery.membership.store import StoreEntry, LeaseEnded, StoreSnapshot
+from shoal.recovery.membership.store import LeaseEnded, StoreEntry, StoreSnapshot
 from shoal.recovery.membership.store_errors import StoreOutageTimer
 
 ADDRESS_FORM = "etcd://host:port[,host:port…][/prefix]"
@@ -196,7 +196,9 @@ class EtcdStore:
         """Calls it with a connection to one host after another, until one answers."""
         with self._lock:
             failure: Exception | None = None
-            for _ in range(len(self._etcd_address.hosts) + 1):  # the first once more: its connection may have been an old one
+            for _ in range(
+                len(self._etcd_address.hosts) + 1
+            ):  # the first once more: its connection may have been an old one
                 connected = False
                 try:
                     self._connect()

@@ -12,8 +12,14 @@ from collections.abc import Callable
 import msgspec
 
 from shoal.recovery.membership.process import process_state
-from shoal.recovery.membership.protocol import EMPTY_VIEW, MemberPosition, MembershipObservation, MembershipView, WorkerId
-from shoal.recovery.membership.store import LeaseEnded, StoreSnapshot, RunStore, StoreUnavailable
+from shoal.recovery.membership.protocol import (
+    EMPTY_VIEW,
+    MemberPosition,
+    MembershipObservation,
+    MembershipView,
+    WorkerId,
+)
+from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreSnapshot, StoreUnavailable
 
 INTERVAL_SECONDS = 0.25  # between two looks around
 RENEWALS = 5  # of a lease in its time, at least
@@ -58,7 +64,9 @@ class MembershipState:
         }
         prefix = f"position/{self.view.generation}/"
         found = [entry.value for key, entry in entries.items() if key.startswith(prefix)]
-        self.positions = {each.worker_id: each for each in (msgspec.json.decode(value, type=MemberPosition) for value in found)}
+        self.positions = {
+            each.worker_id: each for each in (msgspec.json.decode(value, type=MemberPosition) for value in found)
+        }
         wish = entries.get("wish")
         self.request = RunRequest() if wish is None else msgspec.json.decode(wish.value, type=RunRequest)
         why = entries.get("why")
@@ -192,7 +200,11 @@ class Heartbeat:
         now = time.monotonic()
         committed = self.committed
         # Measured by what the store says: one that led before may still have put an older number there.
-        if committed is not None and committed > self.state.committed and now - self._commit_reported_at >= COMMIT_REPORT_SECONDS:
+        if (
+            committed is not None
+            and committed > self.state.committed
+            and now - self._commit_reported_at >= COMMIT_REPORT_SECONDS
+        ):
             self._store.put("committed", str(committed).encode())
             self._commit_reported_at = now
         reading = self._store.wait("", self.state.revision, INTERVAL_SECONDS)

@@ -82,7 +82,9 @@ class RecoveryPlan:
     donors: tuple[WorkerId | None, ...] = (None,)  # by part: gives its state to those behind; None: nobody can
     behind: tuple[WorkerId, ...]  # have no state, or an older one
     finishing: tuple[WorkerId, ...]  # hold the gradient of step - 1 and have yet to apply it
-    fresh_start: bool = False  # a term: nobody has any state, and all take it from the job or from the newest checkpoint
+    fresh_start: bool = (
+        False  # a term: nobody has any state, and all take it from the job or from the newest checkpoint
+    )
     lost_shards: tuple[int, ...] = ()  # parts that nobody stands at the floor with, or comes to it: the state is gone
 
     @property
@@ -189,7 +191,9 @@ class MemberState:
         self.group_broken = True
 
     def position(self) -> MemberPosition:
-        return MemberPosition(worker_id=self.worker_id, committed=self.committed, in_doubt=self.in_doubt, can_donate=self.can_donate)
+        return MemberPosition(
+            worker_id=self.worker_id, committed=self.committed, in_doubt=self.in_doubt, can_donate=self.can_donate
+        )
 
     def group_forming(self, recovery: RecoveryPlan) -> None:
         """It begins to make the group of the settlement's epoch. If that fails, another epoch is needed."""
@@ -208,7 +212,9 @@ class MemberState:
         """It has taken the state that a term begins with."""
         self.committed = step
 
-    def decide(self, observed: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange | None = None) -> MemberAction:
+    def decide(
+        self, observed: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange | None = None
+    ) -> MemberAction:
         """The next thing to do. `gone`: whoever is known to be dead or silent, with how that is known."""
         view = observed.view
         if self.worker_id not in view.members:
@@ -216,7 +222,9 @@ class MemberState:
         missing = self._missing(observed, gone)
         if missing:
             reason = "; ".join(f"{who} {gone[who]}" for who in missing)
-            return ProposeView(self._next_view(view, [who for who in view.members if who not in missing], reason, out=missing))
+            return ProposeView(
+                self._next_view(view, [who for who in view.members if who not in missing], reason, out=missing)
+            )
         if view.generation <= self.generation:
             if self.group_broken:
                 return ProposeView(self._next_view(view, view.members, "a connection failed"))
@@ -244,9 +252,13 @@ class MemberState:
             return [who for who in missing if who not in observed.alive]
         having = [who for who in observed.view.members if who in self.state_holders and who not in missing]
         kept = {model_shard_of(who.worker, self.model_shards) for who in (self.worker_id, *having)}
-        return [who for who in missing if who not in observed.alive or model_shard_of(who.worker, self.model_shards) in kept]
+        return [
+            who for who in missing if who not in observed.alive or model_shard_of(who.worker, self.model_shards) in kept
+        ]
 
-    def _shard_lost(self, observed: MembershipObservation, gone: Mapping[WorkerId, str], recovery: RecoveryPlan) -> MemberAction:
+    def _shard_lost(
+        self, observed: MembershipObservation, gone: Mapping[WorkerId, str], recovery: RecoveryPlan
+    ) -> MemberAction:
         """The state is gone. Those who have some of it end; the others wait for that, and begin a term."""
         view = observed.view
         stateless = [who for who in view.members if observed.positions[who].committed < 0]
@@ -270,7 +282,10 @@ class MemberState:
         view = observed.view
         if self.committed >= 0 or not may_join(view, self.worker_id):
             return LeaveRun(view)
-        if any(who.worker == self.worker_id.worker and who.incarnation > self.worker_id.incarnation for who in (*view.members, *observed.alive)):
+        if any(
+            who.worker == self.worker_id.worker and who.incarnation > self.worker_id.incarnation
+            for who in (*view.members, *observed.alive)
+        ):
             return LeaveRun(view)  # replaced before it came in
         present = sorted(who for who in observed.alive if who not in gone and may_join(view, who))
         if any(who not in gone for who in view.members) or self.worker_id != min(present, default=self.worker_id):
@@ -278,7 +293,9 @@ class MemberState:
         # Nobody is left who could let anybody in: whoever waits begins a new epoch, from a checkpoint.
         return self._new_restart(view, newest_incarnations(present or [self.worker_id]))
 
-    def _at_boundary(self, observed: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange) -> MemberAction:
+    def _at_boundary(
+        self, observed: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange
+    ) -> MemberAction:
         view = observed.view
         staying = [who for who in view.members if who not in change.leaving]
         if self.worker_id != staying[0]:
@@ -294,10 +311,17 @@ class MemberState:
             return WaitForStore()
         reason = "nobody is left who has the state: back to the newest checkpoint"
         out = [who for who in view.members if who not in members]
-        return ProposeView(structs.replace(self._next_view(view, members, reason, out=out), term=view.restart + 1, step=0))
+        return ProposeView(
+            structs.replace(self._next_view(view, members, reason, out=out), term=view.restart + 1, step=0)
+        )
 
     def _next_view(
-        self, view: MembershipView, members: Collection[WorkerId], reason: str, out: Collection[WorkerId] = (), boundary: bool = False
+        self,
+        view: MembershipView,
+        members: Collection[WorkerId],
+        reason: str,
+        out: Collection[WorkerId] = (),
+        boundary: bool = False,
     ) -> MembershipView:
         removed = dict(view.removed)
         for who in out:
@@ -357,7 +381,9 @@ def newest_incarnations(present: Collection[WorkerId]) -> list[WorkerId]:
     return sorted(last.values())
 
 
-def plan_recovery(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], model_shards: int = 1) -> RecoveryPlan:
+def plan_recovery(
+    view: MembershipView, positions: Mapping[WorkerId, MemberPosition], model_shards: int = 1
+) -> RecoveryPlan:
     """Where the members of an epoch go on from. Pure: everyone has the same positions, so all come to the same."""
     placed = [positions[who] for who in view.members]
     floor = max(view.step, *(each.committed for each in placed))

@@ -24,7 +24,7 @@ import msgspec
 from shoal.errors import RunError
 from shoal.recovery.membership import sqlite_server
 from shoal.recovery.membership.sqlite_server import StoreServerInfo, read_server_info
-from shoal.recovery.membership.store import StoreEntry, LeaseEnded, StoreSnapshot, StoreUnavailable
+from shoal.recovery.membership.store import LeaseEnded, StoreEntry, StoreSnapshot, StoreUnavailable
 from shoal.recovery.membership.store_errors import StoreOutageTimer
 
 RESPONSE_SECONDS = 2.0  # how long a connection or an answer may take, beyond what a wait asks for
@@ -81,7 +81,9 @@ def server_running(folder: Path) -> bool:
 
 def stop_server(folder: Path, *, dial: Dial = dial, seconds: float = STOP_SECONDS) -> None:
     """Ends the server of this folder, if there is one: asks it to, and kills it if it has not gone by then."""
-    _wait_until(lambda: not sqlite_server.is_locked(folder) or server_running(folder), seconds)  # one that is just starting
+    _wait_until(
+        lambda: not sqlite_server.is_locked(folder) or server_running(folder), seconds
+    )  # one that is just starting
     serving = _live_server(folder)
     if serving is not None:
         client = SqliteStore(folder, dial)
@@ -91,7 +93,9 @@ def stop_server(folder: Path, *, dial: Dial = dial, seconds: float = STOP_SECOND
         client.close()
         _kill(serving)
         # What is read then is of a server that somebody has started since.
-        _wait_until(lambda: not sqlite_server.is_locked(folder) or read_server_info(folder) not in (None, serving), seconds)
+        _wait_until(
+            lambda: not sqlite_server.is_locked(folder) or read_server_info(folder) not in (None, serving), seconds
+        )
     sqlite_server.remove_server_info(folder)
 
 

@@ -93,7 +93,9 @@ class StoreStop(msgspec.Struct, frozen=True, tag=True):
     """End the server. What it holds stays on disk."""
 
 
-StoreRequest = StoreHello | StoreRead | StoreSwap | StorePut | StoreGrant | StoreRenew | StoreRevoke | StoreWait | StoreStop
+StoreRequest = (
+    StoreHello | StoreRead | StoreSwap | StorePut | StoreGrant | StoreRenew | StoreRevoke | StoreWait | StoreStop
+)
 
 
 class StoreReply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -210,7 +212,8 @@ class StoreRecords:
         self.revision = numbers["revision"]
         self._oldest_revision = numbers["forgotten"]  # of what was removed until then, nothing is known any more
         self._records: dict[str, StoreRecord] = {
-            key: StoreRecord(*rest) for key, *rest in self._disk.execute("select key, value, revision, lease from record")
+            key: StoreRecord(*rest)
+            for key, *rest in self._disk.execute("select key, value, revision, lease from record")
         }
         # Their holders could not renew them while nobody listened.
         self.leases = {

@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 
 from shoal.driver.control import why
-from shoal.driver.driver import LAUNCHER_SOCKET, DRIVER_STATE
+from shoal.driver.driver import DRIVER_STATE, LAUNCHER_SOCKET
 from shoal.driver.launchers.cleanup import NAMES, RECORDS, LabRecord
 from shoal.driver.launchers.fork_server import LocalLauncher
 from shoal.driver.launchers.namespaces import inside
 from shoal.errors import RunError, ShoalError
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.heartbeat import MembershipState
-from shoal.recovery.membership.process import start_ticks, process_state, kill_process
+from shoal.recovery.membership.process import kill_process, process_state, start_ticks
 from shoal.recovery.membership.sqlite_server import read_server_info
 from shoal.recovery.membership.store import StoreUnavailable
 from shoal.report.events import (
@@ -77,7 +77,9 @@ class ChaosTarget:
         return found if stop_after is None else [*found, "--stop-after", f"{stop_after}"]
 
 
-def run_chaos(target: ChaosTarget, schedule: FaultSchedule, folder: RunFolder, emit: Callable[[str], None]) -> Scorecard:
+def run_chaos(
+    target: ChaosTarget, schedule: FaultSchedule, folder: RunFolder, emit: Callable[[str], None]
+) -> Scorecard:
     """The run with its faults, then its twin without any, to the same step."""
     folder.write_json(folder.path / SCHEDULE_FILE, schedule)
     with _ended_by_signals():
@@ -325,9 +327,13 @@ class ChaosPlayer:
 
     def _candidates(self) -> list[WorkerIncarnation]:
         workers = self.watch.workers
-        return sorted(life for life in workers if life not in self.hit and process_state(*workers[life]) not in (None, "T"))
+        return sorted(
+            life for life in workers if life not in self.hit and process_state(*workers[life]) not in (None, "T")
+        )
 
-    def _record_injected(self, fault: ChaosFault, pid: int, incarnation: WorkerIncarnation | None = None) -> InjectedFault:
+    def _record_injected(
+        self, fault: ChaosFault, pid: int, incarnation: WorkerIncarnation | None = None
+    ) -> InjectedFault:
         assert self.watch.began_at is not None
         return InjectedFault(
             time=time.time(),

@@ -12,8 +12,8 @@ import msgspec
 
 from shoal.report.events import (
     AnyEvent,
-    MembershipChanged,
     DriverChanged,
+    MembershipChanged,
     RunRecovered,
     StepsCommitted,
     StoreOutage,
@@ -153,7 +153,9 @@ def _on_helper(fault: InjectedFault, events: Sequence[AnyEvent]) -> FaultOutcome
         away = [event for event in later if isinstance(event, StoreOutage)]
         seen = next(iter(away), None)
         back = next((event for event in away if event.seconds is not None), None)
-    return FaultOutcome(kind=fault.kind, at=fault.at, worker=None, noticed=_since(fault, seen), restored=_since(fault, back))
+    return FaultOutcome(
+        kind=fault.kind, at=fault.at, worker=None, noticed=_since(fault, seen), restored=_since(fault, back)
+    )
 
 
 def _members(event: MembershipChanged) -> set[tuple[int, int]]:

@@ -38,7 +38,9 @@ class SimDriver(SimProcess):
         if view.generation == 0:
             if self.first and world.plan.first_view:
                 members = tuple(WorkerId(number) for number in range(world.plan.workers))
-                world.swap(MembershipView(generation=1, members=members, reason="the run begins"), store.revision, "the driver")
+                world.swap(
+                    MembershipView(generation=1, members=members, reason="the run begins"), store.revision, "the driver"
+                )
             return
         dead = [who for who in view.members if who in self.known]
         if world.plan.removes and dead and len(dead) < len(view.members):

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from shoal.recovery.membership.protocol import MembershipObservation, RecoveryPlan, MembershipView, WorkerId
+from shoal.recovery.membership.protocol import MembershipObservation, MembershipView, RecoveryPlan, WorkerId
 from shoal.testing.simulation.scenario import LANES
 
 if TYPE_CHECKING:
@@ -87,9 +87,13 @@ class SimInvariants:
         self.cases: set[str] = set()  # cases that this seed has met: one that is never met is not proved
         self.settlements: dict[int, RecoveryPlan] = {}
         self.first_step: dict[int, int] = {}  # epoch -> the step that it begins with
-        self.votes: defaultdict[tuple[int, int], set[WorkerId]] = defaultdict(set)  # (epoch, step) -> who has its gradient
+        self.votes: defaultdict[tuple[int, int], set[WorkerId]] = defaultdict(
+            set
+        )  # (epoch, step) -> who has its gradient
         self.entered: dict[WorkerId, int] = {}  # the newest epoch that a worker has posted its position for
-        self.late_commits: defaultdict[int, set[int]] = defaultdict(set)  # steps committed in an epoch after a newer one stood
+        self.late_commits: defaultdict[int, set[int]] = defaultdict(
+            set
+        )  # steps committed in an epoch after a newer one stood
         self.newest = 0  # epoch that stands
         self.committed = 0  # by anybody
         self.lost = False  # some part was, at some time
@@ -108,7 +112,9 @@ class SimInvariants:
         """Whatever a worker holds is what a run without faults holds after as many steps."""
         committed = worker.member.committed
         if worker.steps != committed:
-            raise InvariantViolated(f"{worker.who} {doing} at {committed} steps, and its weights have seen {worker.steps}")
+            raise InvariantViolated(
+                f"{worker.who} {doing} at {committed} steps, and its weights have seen {worker.steps}"
+            )
         if worker.weights != self.reference[committed][worker.part]:
             raise InvariantViolated(f"{worker.who} {doing} at {committed} steps with other weights than the others")
 
@@ -153,7 +159,9 @@ class SimInvariants:
 
     # -- 3: the floor -------------------------------------------------------------------------------------------------
 
-    def check_swap(self, old: MembershipView, new: MembershipView, holders: list[WorkerId], steady: list[WorkerId]) -> None:
+    def check_swap(
+        self, old: MembershipView, new: MembershipView, holders: list[WorkerId], steady: list[WorkerId]
+    ) -> None:
         """`holders`: members of the old view that have the state; `steady`: those that were never silent since it was
         written, and live."""
         self.require(new.generation == old.generation + 1, f"epoch {old.generation} is followed by {new.generation}")
@@ -164,14 +172,18 @@ class SimInvariants:
         elif old.generation > 0:
             self.require(new.restart == old.restart + 1, f"term {old.restart} is followed by {new.restart}")
             self.require(not steady, f"term {new.restart} begins, and {steady} have the state and live")
-            self.require(not self._uncovered(new.members), f"term {new.restart} begins without some part: {new.members}")
+            self.require(
+                not self._uncovered(new.members), f"term {new.restart} begins without some part: {new.members}"
+            )
             self.record_case("a term began")
             if self.lost:
                 self.record_case("a term began after a part was lost")
         for part in range(self.parts):
             own = [who for who in steady if who.worker % self.parts == part]
             kept = not own or any(who in new.members for who in holders if who.worker % self.parts == part)
-            self.require(kept, f"epoch {new.generation} is without {own}, who live and have the state, and nobody else has it")
+            self.require(
+                kept, f"epoch {new.generation} is without {own}, who live and have the state, and nobody else has it"
+            )
 
     def _uncovered(self, members: Iterable[WorkerId]) -> set[int]:
         """Parts that nobody of them has."""
@@ -185,9 +197,13 @@ class SimInvariants:
         if known is not settlement:
             return
         above = [each.who for each in members if each.member.committed > settlement.step]
-        self.require(not above, f"epoch {view.generation} goes on from {settlement.step}, and {above} have committed more")
+        self.require(
+            not above, f"epoch {view.generation} goes on from {settlement.step}, and {above} have committed more"
+        )
         self.require(settlement.step >= view.step, f"epoch {view.generation} goes on below its floor of {view.step}")
-        having = view.members if settlement.fresh_start else [who for who in view.members if who not in settlement.behind]
+        having = (
+            view.members if settlement.fresh_start else [who for who in view.members if who not in settlement.behind]
+        )
         missing = self._uncovered(having)
         self.require(not missing, f"epoch {view.generation} goes on, and nobody has the parts {missing}")
 
@@ -209,7 +225,9 @@ class SimInvariants:
         text = f"{worker.who} has part {worker.part}, and takes the state of {donor}"
         self.require(donor.worker % self.parts == worker.part, text)
 
-    def check_leave(self, worker: "SimWorker", seen: MembershipObservation, lost: tuple[int, ...], members: "list[SimWorker]") -> None:
+    def check_leave(
+        self, worker: "SimWorker", seen: MembershipObservation, lost: tuple[int, ...], members: "list[SimWorker]"
+    ) -> None:
         """A part is lost only when no member has it. `members`: of the view that was seen, if it still stands."""
         if not lost:
             return

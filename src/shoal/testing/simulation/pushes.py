@@ -13,7 +13,18 @@ from random import Random
 import torch
 from torch import Tensor
 
-from shoal.paramserver.messages import DeclareRequest, DenseSpec, AckReply, HelloRequest, PushRequest, PutRequest, RefusedReply, TableSlice, WelcomeReply, ClientId
+from shoal.paramserver.messages import (
+    AckReply,
+    ClientId,
+    DeclareRequest,
+    DenseSpec,
+    HelloRequest,
+    PushRequest,
+    PutRequest,
+    RefusedReply,
+    TableSlice,
+    WelcomeReply,
+)
 from shoal.paramserver.session import PendingRequest, ShardSession
 from shoal.paramserver.shard import ParameterShard
 from shoal.testing.simulation.invariants import InvariantViolated

@@ -8,7 +8,10 @@ MAX_WORKERS = 6  # for workers, where the model is cut: two or three replicas
 
 # Seconds, on the virtual clock.
 BEAT_SECONDS, LEASE_SECONDS, PATIENCE_SECONDS = 0.25, 0.8, 1.6
-FORMING_SECONDS, STORE_SECONDS = 1.2, 0.5  # how long somebody waits for the others to form a group, or for the store to answer
+FORMING_SECONDS, STORE_SECONDS = (
+    1.2,
+    0.5,
+)  # how long somebody waits for the others to form a group, or for the store to answer
 COLLECTIVE_SECONDS = 1000.0  # nobody may depend on giving up a collective because it takes long
 BOUND_SECONDS = 60.0  # from the end of all faults to the end of the run
 

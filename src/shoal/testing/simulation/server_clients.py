@@ -17,26 +17,26 @@ from shoal.numerics.lanes import fold
 from shoal.paramserver.messages import (
     WRITES,
     ApplyRequest,
+    BarrierReply,
+    BarrierRequest,
     ChallengeReply,
-    LeaseReply,
+    ClientId,
     ContributeRequest,
     EndReply,
     HelloRequest,
     LateReply,
-    BarrierRequest,
-    BarrierReply,
+    LeaseReply,
     LeaseRequest,
     PullRequest,
     PushRequest,
     RefusedReply,
     ServerRequest,
-    TableSlice,
     SquaresRequest,
-    StatusRequest,
     StatusReply,
+    StatusRequest,
+    TableSlice,
     ValuesReply,
     WelcomeReply,
-    ClientId,
     decode_reply,
     encode,
 )
@@ -127,7 +127,9 @@ class SimClient:
 
     def __str__(self) -> str:
         state = "dead" if self.dead else "finished" if self.finished else f"at {self.doing}"
-        return f"worker {self.worker} {state} {[(link.state, link.incarnation, len(link.session)) for link in self.links]}"
+        return (
+            f"worker {self.worker} {state} {[(link.state, link.incarnation, len(link.session)) for link in self.links]}"
+        )
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -236,7 +238,9 @@ class SimClient:
             self.tag += 1
             link = self.links[shard]
             order = isinstance(request, WRITES)
-            asked = link.session.register(self.tag, SimRequest(request, encode(request), tensors, self.generation, place), writes=order)
+            asked = link.session.register(
+                self.tag, SimRequest(request, encode(request), tensors, self.generation, place), writes=order
+            )
             if isinstance(request, PushRequest):
                 link.pushed[self.tag] = int(tensors[0].argmin())
             if link.state == "up":
@@ -369,7 +373,11 @@ def queue_script(client: SimClient) -> Script:
         together = together and (yield SimBarrier((group, reply.epoch, reply.ticket, "values"), reply.members))
         if not together:
             world.record_case("a group did a ticket again")
-        ask = LeaseRequest(group, finished=reply.ticket) if together else LeaseRequest(group, failed_generation=reply.epoch)
+        ask = (
+            LeaseRequest(group, finished=reply.ticket)
+            if together
+            else LeaseRequest(group, failed_generation=reply.epoch)
+        )
 
 
 @dataclass
@@ -399,15 +407,22 @@ def _step(client: SimClient, at: SimPosition) -> StepScript:
     rows: dict[int, Tensor] = {}
     if plan.rows and world.mode.exact:
         wanted = {
-            row for span in world.lane_subtrees[client.worker] for lane in range(*span) for row in reference.lane_rows(step, lane)
+            row
+            for span in world.lane_subtrees[client.worker]
+            for lane in range(*span)
+            for row in reference.lane_rows(step, lane)
         }
         mine = [torch.tensor(sorted(row for row in wanted if row % plan.shards == shard)) for shard in world.shards]
-        replies = yield [(shard, PullRequest([TableSlice(ROWS, sparse=True)]), [mine[shard].long()]) for shard in world.shards]
+        replies = yield [
+            (shard, PullRequest([TableSlice(ROWS, sparse=True)]), [mine[shard].long()]) for shard in world.shards
+        ]
         if _behind(replies):
             return None
         for ids, (_, (found,)) in zip(mine, replies, strict=True):
             rows |= dict(zip(ids.tolist(), found, strict=True))
-    meet: list[SimCall] = [(0, BarrierRequest(step, b"%d" % client.worker), _shares(client, at) if plan.buffers else [])]
+    meet: list[SimCall] = [
+        (0, BarrierRequest(step, b"%d" % client.worker), _shares(client, at) if plan.buffers else [])
+    ]
     contributions = _contributions(client, at, rows)
     if plan.eager:
         *replies, (met, came) = yield [*contributions, *meet]
@@ -556,4 +571,8 @@ def _recover(client: SimClient) -> EnterScript:
     return (yield from _enter(client))
 
 
-SCRIPTS: dict[str, Callable[[SimClient], Script]] = {"push": push_script, "queue": queue_script, "meet": lockstep_script}
+SCRIPTS: dict[str, Callable[[SimClient], Script]] = {
+    "push": push_script,
+    "queue": queue_script,
+    "meet": lockstep_script,
+}

@@ -29,25 +29,25 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.numerics.lanes import Span, assign_lanes, subtrees
-from shoal.paramserver.dispatcher import RequestDispatcher, ClientConnection
+from shoal.paramserver.dispatcher import ClientConnection, RequestDispatcher
 from shoal.paramserver.messages import (
+    AckReply,
     ApplyRequest,
+    ClientId,
     ContributeRequest,
     DeclareRequest,
     DenseSpec,
-    AckReply,
     LeaseRequest,
     PushRequest,
     PutRequest,
     RefusedReply,
     ServerRequest,
-    TableSlice,
     SparseSpec,
     SquaresRequest,
+    TableSlice,
     ValuesReply,
-    ClientId,
 )
-from shoal.paramserver.shard import ShardReply, ParameterShard
+from shoal.paramserver.shard import ParameterShard, ShardReply
 from shoal.paramserver.sharding import shard_dense
 from shoal.paramserver.snapshot import ShardSnapshot
 from shoal.paramserver.sparse_table import SparseTable
@@ -57,7 +57,7 @@ from shoal.paramserver.wire_format import Frame
 from shoal.testing.simulation import reference
 from shoal.testing.simulation.invariants import InvariantViolated
 from shoal.testing.simulation.reference import LANES, ReferenceState
-from shoal.testing.simulation.server_clients import BUFFER, ROWS, SCRIPTS, TABLE, SimServerLink, SimClient
+from shoal.testing.simulation.server_clients import BUFFER, ROWS, SCRIPTS, TABLE, SimClient, SimServerLink
 
 BOUND_SECONDS = 60.0  # seconds from the end of all faults to the end of the run
 MAX_EVENTS = 100_000
@@ -187,10 +187,18 @@ class SimShard(ParameterShard):
 
     def attach(self, world: "SimServersWorld") -> None:
         self.world = world
-        self.applied_tags: dict[ClientId, list[int]] = {}  # tags of a worker's orders, in the order in which they were applied
+        self.applied_tags: dict[
+            ClientId, list[int]
+        ] = {}  # tags of a worker's orders, in the order in which they were applied
 
     def handle(
-        self, client: ClientId, tag: int, sequence: int, generation: int, request: ServerRequest, tensors: Sequence[Tensor] = ()
+        self,
+        client: ClientId,
+        tag: int,
+        sequence: int,
+        generation: int,
+        request: ServerRequest,
+        tensors: Sequence[Tensor] = (),
     ) -> list[ShardReply]:
         world, taken = self.world, self.applied_tags.setdefault(client, [])
         refused = self.refused["ticket"]
@@ -208,7 +216,9 @@ class SimShard(ParameterShard):
                 taken.append(tag)
             else:
                 world.record_case("a repeated order was answered again")
-                world.require(taken[sequence - 1] == tag, f"order {sequence} is {tag} now, and was {taken[sequence - 1]}")
+                world.require(
+                    taken[sequence - 1] == tag, f"order {sequence} is {tag} now, and was {taken[sequence - 1]}"
+                )
         if isinstance(request, LeaseRequest) and own is None and self._too_far_ahead(client):
             world.record_case("a worker was too far ahead")
         if isinstance(request, PushRequest) and isinstance(own, AckReply | ValuesReply):
@@ -264,12 +274,20 @@ class SimServerHost:
         pace = None
         if self.number == 0 and plan.mode != "push":
             pace = StepCoordinator(SyncMode.parse(plan.mode), plan.workers, plan.steps)
-        self.shard = SimShard(shard=self.number, shards=plan.shards, server_incarnation=self.incarnation, coordinator=pace, load_snapshot=self._rewind)
+        self.shard = SimShard(
+            shard=self.number,
+            shards=plan.shards,
+            server_incarnation=self.incarnation,
+            coordinator=pace,
+            load_snapshot=self._rewind,
+        )
         self.shard.attach(world)
         self.shard.before_rewind = self._finish_write
         self.dispatcher = RequestDispatcher(self.shard, number=self.number, count=plan.shards)
         if self.snapshots:
-            if len(self.snapshots) > 1 and not world.lockstep and world.chance(plan.torn):  # there all need a common step
+            if (
+                len(self.snapshots) > 1 and not world.lockstep and world.chance(plan.torn)
+            ):  # there all need a common step
                 self.snapshots.pop()
                 world.record_case("a server came back with the snapshot before the newest")
             newest = self.snapshots[-1]
@@ -288,7 +306,9 @@ class SimServerHost:
     def _fill(self) -> None:
         specs = self.world.specs
         dense = [TableSlice(name) for name, spec in specs.items() if isinstance(spec, DenseSpec)]
-        orders: list[tuple[ServerRequest, list[Tensor]]] = [(DeclareRequest(name, spec), []) for name, spec in specs.items()]
+        orders: list[tuple[ServerRequest, list[Tensor]]] = [
+            (DeclareRequest(name, spec), []) for name, spec in specs.items()
+        ]
         orders.append((PutRequest(dense, fill=True), [torch.zeros(self.world.size) for _ in dense]))
         for number, (request, tensors) in enumerate(orders, 1):
             (answer,) = self.shard.handle(SETTER, number, number, 0, request, tensors)
@@ -340,7 +360,9 @@ class SimServerHost:
 
     def _add(self, kept: SimSnapshot) -> None:
         """As Snapshots.write."""
-        self.snapshots = [each for each in self.snapshots if each.captured.step < kept.captured.step or not self.world.lockstep]
+        self.snapshots = [
+            each for each in self.snapshots if each.captured.step < kept.captured.step or not self.world.lockstep
+        ]
         self.snapshots = [*self.snapshots, kept][-MAX_SNAPSHOTS:]
 
     # -- its connections ----------------------------------------------------------------------------------------------
@@ -390,7 +412,9 @@ class SimConnection:
             return
         if not up:  # sent now: the shard's memory changes
             tensors = [tensor.clone() for tensor in frame.tensors]
-            frame = Frame(frame.kind, frame.worker, frame.incarnation, 0, frame.tag, frame.generation, frame.meta, tensors)
+            frame = Frame(
+                frame.kind, frame.worker, frame.incarnation, 0, frame.tag, frame.generation, frame.meta, tensors
+            )
         self.last[up] = max(self.last[up], world.now + world.delay())
         world.at(self.last[up], self.deliver, frame, up)
         if up and not greeting and world.chance(plan.doubles):
@@ -442,7 +466,9 @@ class SimConnection:
 class SimServersWorld:
     def __init__(self, seed: int, trace: bool = False, **planned: Any) -> None:
         self.random = Random(seed)
-        self.plan = drop_unsupported(replace(add_features(Random(f"more of {seed}"), draw_servers_scenario(self.random)), **planned))
+        self.plan = drop_unsupported(
+            replace(add_features(Random(f"more of {seed}"), draw_servers_scenario(self.random)), **planned)
+        )
         self.now = 0.0
         self.trace: list[str] | None = [] if trace else None
         self.cases: set[str] = set()
@@ -610,7 +636,8 @@ class SimServersWorld:
         there = set(self.hosts[link.shard].shard.applied_tags.get(link.client.who, ()))
         missing = {tag for tag in link.acknowledged if tag not in there} - link.missing
         self.require(
-            reported == len(missing), f"{link}: {reported} orders were told as lost, and {len(missing)} are: {sorted(missing)}"
+            reported == len(missing),
+            f"{link}: {reported} orders were told as lost, and {len(missing)} are: {sorted(missing)}",
         )
         link.missing |= missing
         if missing:
@@ -620,7 +647,9 @@ class SimServersWorld:
         known = self.step_members.setdefault((generation, step), workers)
         self.require(known == workers, f"step {step} was closed by {known}, and by {workers}")
 
-    def check_pulled(self, link: SimServerLink, reply: ValuesReply, tensors: Sequence[Tensor], asked: Sequence[Tensor]) -> None:
+    def check_pulled(
+        self, link: SimServerLink, reply: ValuesReply, tensors: Sequence[Tensor], asked: Sequence[Tensor]
+    ) -> None:
         """I9 of all that a worker gets to see; and where rows count, they say what the numbers say."""
         tables = [slot.table for slot in reply.slices]
         if not self.reference:
@@ -675,7 +704,10 @@ class SimServersWorld:
         for step in range(self.plan.steps):
             epoch = max(epoch for epoch, at in self.step_members if at == step)
             lanes = {
-                lane for worker in self.step_members[epoch, step] for span in self.lane_subtrees[worker] for lane in range(*span)
+                lane
+                for worker in self.step_members[epoch, step]
+                for span in self.lane_subtrees[worker]
+                for lane in range(*span)
             }
             for host in (host for host in self.hosts if host.shard.step > step):
                 there = {lane for lane in range(LANES) if host.shard.numbers[step * LANES + lane] == 1.0}
@@ -694,7 +726,9 @@ class SimServersWorld:
                     gone |= {at for tag, at in link.pushed.items() if tag in link.acknowledged}
                 excused |= gone
                 lacking = {at for tag, at in link.pushed.items() if tag in link.acknowledged} - there - gone
-                self.require(not lacking, f"{link}: {sorted(lacking)} were acknowledged, and are neither there nor lost")
+                self.require(
+                    not lacking, f"{link}: {sorted(lacking)} were acknowledged, and are neither there nor lost"
+                )
             if queue:
                 lacking = set(range(self.plan.steps)) - there - excused
                 self.require(not lacking, f"server {host.number} lacks tickets {sorted(lacking)}")

@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass
 
-from shoal.recovery.membership.protocol import EMPTY_VIEW, MemberPosition, MembershipObservation, MembershipView, WorkerId
+from shoal.recovery.membership.protocol import (
+    EMPTY_VIEW,
+    MemberPosition,
+    MembershipObservation,
+    MembershipView,
+    WorkerId,
+)
 from shoal.testing.simulation.scenario import LEASE_SECONDS
 
 
@@ -29,7 +35,9 @@ class SimStore:
     def reading(self, now: float) -> SimReading:
         self._expire(now)
         return SimReading(
-            self.revision, MembershipObservation(view=self.view, alive=tuple(self.leases), positions=dict(self.positions)), self.done
+            self.revision,
+            MembershipObservation(view=self.view, alive=tuple(self.leases), positions=dict(self.positions)),
+            self.done,
         )
 
     def renew_lease(self, who: WorkerId, now: float) -> None:

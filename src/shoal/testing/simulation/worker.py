@@ -11,18 +11,25 @@ from shoal.recovery.membership.protocol import (
     BoundaryChange,
     FormGroup,
     LeaveRun,
+    MembershipView,
     MemberState,
     PostPosition,
     ProposeView,
     RecoveryPlan,
-    MembershipView,
     WorkerId,
     covers_model,
-    newcomers,
     model_shard_of,
+    newcomers,
 )
 from shoal.testing.simulation.invariants import Gradient, apply_step, gradient_of
-from shoal.testing.simulation.scenario import BEAT_SECONDS, COLLECTIVE_SECONDS, FORMING_SECONDS, LANES, PATIENCE_SECONDS, STORE_SECONDS
+from shoal.testing.simulation.scenario import (
+    BEAT_SECONDS,
+    COLLECTIVE_SECONDS,
+    FORMING_SECONDS,
+    LANES,
+    PATIENCE_SECONDS,
+    STORE_SECONDS,
+)
 from shoal.testing.simulation.store import SimReading
 
 if TYPE_CHECKING:
@@ -186,7 +193,9 @@ class SimWorker(SimProcess):
             self.world.send(self, other, (epoch, kind, step), body)
         return (yield from self._await((epoch, kind, step), others, seconds))
 
-    def _await(self, key: Key, senders: Sequence[WorkerId], seconds: float) -> Generator[float, None, dict[WorkerId, Any]]:
+    def _await(
+        self, key: Key, senders: Sequence[WorkerId], seconds: float
+    ) -> Generator[float, None, dict[WorkerId, Any]]:
         """If all has arrived and something has failed as well, either may be noticed first."""
         world, epoch = self.world, key[0]
         until = world.now + seconds
@@ -280,7 +289,9 @@ class SimWorker(SimProcess):
 
     def _unneeded(self, view: MembershipView) -> bool:
         """Outside; or inside with too few to begin, and nobody else will come."""
-        return self.who not in view.members or (self.member.committed < 0 and not covers_model(view.members, self.parts))
+        return self.who not in view.members or (
+            self.member.committed < 0 and not covers_model(view.members, self.parts)
+        )
 
     def _cut_off(self) -> bool:
         return any((self.member.generation, other) in self.closed for other in self._others())

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from shoal.recovery.membership.protocol import MemberState, RecoveryPlan, MembershipView, WorkerId
+from shoal.recovery.membership.protocol import MembershipView, MemberState, RecoveryPlan, WorkerId
 from shoal.testing.simulation.driver import SimDriver
 from shoal.testing.simulation.faults import SimFaults
 from shoal.testing.simulation.invariants import InvariantViolated, SimInvariants
@@ -24,7 +24,9 @@ PARTS = (1, 1, 1, 1, 2, 2, 3)  # that models are cut into
 
 
 class SimWorld:
-    def __init__(self, seed: int, member: Callable[..., MemberState] = MemberState, trace: bool = False, **planned: Any) -> None:
+    def __init__(
+        self, seed: int, member: Callable[..., MemberState] = MemberState, trace: bool = False, **planned: Any
+    ) -> None:
         """`planned`: what the seed would decide otherwise, by the names of Plan."""
         self.member = member
         self.random = Random(seed)
@@ -42,7 +44,9 @@ class SimWorld:
         self.drivers = 0
         self.partitioned: set[frozenset[WorkerId]] = set()  # pairs that cannot talk
         self.broken: set[tuple[int, frozenset[WorkerId]]] = set()  # connections, by epoch
-        self.last_arrival: dict[tuple[int, WorkerId, WorkerId], float] = {}  # when the last message of a connection arrives
+        self.last_arrival: dict[
+            tuple[int, WorkerId, WorkerId], float
+        ] = {}  # when the last message of a connection arrives
         whole = set(range(self.plan.parts))
         self.disk: dict[int, set[int]] = {self.plan.resumed: whole} if self.plan.resumed else {}  # step -> parts there
 
@@ -262,8 +266,8 @@ class SimWorld:
         if not self.store.swap(view, expected, self.now):
             self.invariants.record_case("a swap came too late")
             return False
-        self.log("epoch %d is %s, by %s: term %d, step %d, %s", view.generation, view.members, by, view.restart, view.step,
-                  view.reason)  # fmt: skip
+        what = (view.generation, view.members, by, view.restart, view.step, view.reason)
+        self.log("generation %d is %s, by %s: restart %d, step %d, %s", *what)
         self.invariants.check_swap(old, view, holders, steady)
         self._record_member_cases(old, view)
         self._wake_watchers()
@@ -333,7 +337,9 @@ class SimWorld:
         if restart == 0 and not self.plan.resumed:
             step = 0
         if step:
-            self.invariants.record_case("a term began from a checkpoint" if restart else "the run began from a checkpoint")
+            self.invariants.record_case(
+                "a term began from a checkpoint" if restart else "the run began from a checkpoint"
+            )
         elif restart > 0:
             self.invariants.record_case("a term began from a fresh model")
         torn = [self.disk[at] for at in self.disk if at > step and not self._verifies(at)]

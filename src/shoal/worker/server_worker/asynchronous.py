@@ -16,17 +16,25 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from shoal.collectives.group import SoloGroup, WorkerGroup, DistributedGroup
+from shoal.collectives.group import DistributedGroup, SoloGroup, WorkerGroup
 from shoal.errors import PeerLost, RunError
 from shoal.numerics.grad_norm import clip_to_norm
 from shoal.numerics.lanes import assign_lanes, reassign_lanes
-from shoal.parallel.data_parallel import StepResult, StepInput
+from shoal.parallel.data_parallel import StepInput, StepResult
 from shoal.parallel.groups import ParallelGroups
-from shoal.paramserver.messages import LeaseReply, EndReply, EndRequest, TaskReply, LeaseRequest, PushRequest, PutRequest
+from shoal.paramserver.messages import (
+    EndReply,
+    EndRequest,
+    LeaseReply,
+    LeaseRequest,
+    PushRequest,
+    PutRequest,
+    TaskReply,
+)
 from shoal.paramserver.reduce import SparseGradient
 from shoal.paramserver.step_coordinator import EVALUATE, FINISH, SAVE
 from shoal.worker.server_worker.base import ServerWorker
-from shoal.worker.trainer import REASSIGN_STEPS, MIN_SPEEDUP
+from shoal.worker.trainer import MIN_SPEEDUP, REASSIGN_STEPS
 
 FORMING_TIMEOUT = timedelta(seconds=10)  # for the members of a group to meet
 
@@ -55,7 +63,9 @@ class AsyncServerWorker(ServerWorker):
         self.end(reply)
 
     def next_lease(self, *, done: int = -1, failed: int = -1) -> LeaseRequest:
-        return LeaseRequest(self.sync_mode.group_of(self.worker), finished=done, failed_generation=failed, wants_next=self.prefetches)
+        return LeaseRequest(
+            self.sync_mode.group_of(self.worker), finished=done, failed_generation=failed, wants_next=self.prefetches
+        )
 
     def run_lease(self, given: LeaseReply) -> LeaseRequest:
         """One step of the job. Returns what to ask next."""
@@ -124,7 +134,7 @@ class AsyncServerWorker(ServerWorker):
         for put in puts:
             put.wait()
         self.built.update.after_step()
-        return replace(result, merge_seconds=result.reduce_seconds + time.perf_counter() - began)
+        return replace(result, reduce_seconds=result.reduce_seconds + time.perf_counter() - began)
 
     # -- errands ------------------------------------------------------------------------------------------------------
 
@@ -200,7 +210,9 @@ class GroupServerWorker(AsyncServerWorker):
             except RunError as error:
                 raise PeerLost(error.message) from error
         self.generation, self.compute_times = given.generation, []
-        self.strategy.join_group(ParallelGroups.replicated(self.group), assign_lanes(self.plan.lanes, [1.0] * len(members)))
+        self.strategy.join_group(
+            ParallelGroups.replicated(self.group), assign_lanes(self.plan.lanes, [1.0] * len(members))
+        )
         self.broadcast_weights()
 
     def compute(self, work: StepInput) -> StepResult:
@@ -216,7 +228,7 @@ class GroupServerWorker(AsyncServerWorker):
         if self.leads:
             result = super().push(lease, result)
         self.broadcast_weights()
-        return replace(result, merge_seconds=result.reduce_seconds + time.perf_counter() - began)
+        return replace(result, reduce_seconds=result.reduce_seconds + time.perf_counter() - began)
 
     def rebalance(self, seconds: list[float]) -> None:
         """Everyone has the same numbers, so everyone comes to the same deal."""

@@ -22,25 +22,35 @@ from shoal.errors import NonFiniteError
 from shoal.job.loss import Objective
 from shoal.numerics import kernels
 from shoal.numerics.digest import model_digest, tensor_digests
-from shoal.parallel.data_parallel import StepResult, StepInput
+from shoal.parallel.data_parallel import StepInput, StepResult
 from shoal.parallel.optimizer_view import check_elementwise
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.server_step import DensePacker, ServerParallel, split_rows
-from shoal.paramserver.client import ServerAwayNotice, ParameterClient, WritesLostNotice, ClientNotice, RefusedError
+from shoal.paramserver.client import ClientNotice, ParameterClient, RefusedError, ServerAwayNotice, WritesLostNotice
 from shoal.paramserver.embedding import Embedding, tables_of
-from shoal.paramserver.messages import DeclareRequest, DenseSpec, SnapshotRequest, PullRequest, PutRequest, TableSlice, StatusRequest, TableStateRequest, StatusReply
+from shoal.paramserver.messages import (
+    DeclareRequest,
+    DenseSpec,
+    PullRequest,
+    PutRequest,
+    SnapshotRequest,
+    StatusReply,
+    StatusRequest,
+    TableSlice,
+    TableStateRequest,
+)
 from shoal.paramserver.reduce import SparseGradient
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.recovery.checkpoint.directory import FoundCheckpoint
 from shoal.report.events import (
-    ModelShardReported,
     ModelEvaluated,
-    WorkerFinished,
+    ModelShardReported,
     PushesLost,
     RunResumed,
     ServerOutage,
-    StepSkipped,
     StepDigest,
+    StepSkipped,
+    WorkerFinished,
     WorkerStarted,
 )
 from shoal.worker.build_model import WorkerModel, build_worker_model
@@ -50,7 +60,7 @@ from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import evaluate, measure_locally
 from shoal.worker.main import OpenJob
 from shoal.worker.memory import MemoryMeter, cap_memory, return_freed_memory
-from shoal.worker.server_worker.optimizer_state import slice_state, gather_state, outer_optimizer
+from shoal.worker.server_worker.optimizer_state import gather_state, outer_optimizer, slice_state
 from shoal.worker.server_worker.table_rows import save_rows
 from shoal.worker.step_timer import StepTimer
 
@@ -100,7 +110,9 @@ class ServerWorker:
         self.resumed_step = 0
         self.initial_state: list[Any] | None = None  # what servers go on from, where this worker tells them
         self.restored_step: int | None = None  # the step of the checkpoint that the optimizer here is of
-        self.inexact = "" if self.sync_mode.exact else str(self.sync_mode)  # how the run was done so far, or a part of it
+        self.inexact = (
+            "" if self.sync_mode.exact else str(self.sync_mode)
+        )  # how the run was done so far, or a part of it
         self.is_leader = False  # speaks for the run, evaluates and saves
         self.loss: float | None = None
         self.metrics: dict[str, float | None] = {}
@@ -118,7 +130,9 @@ class ServerWorker:
             state={},
             arithmetic=job.arithmetic() | opened.source.arithmetic(self.schedule),
             traits=traits,
-            extra_optimizers={} if self.outer_optimizer is None else {f"outer={self.sync_mode.outer}": self.outer_optimizer},
+            extra_optimizers={}
+            if self.outer_optimizer is None
+            else {f"outer={self.sync_mode.outer}": self.outer_optimizer},
         )
         self.checkpoints = CheckpointPolicy(
             context.folder,
@@ -188,7 +202,9 @@ class ServerWorker:
         specs: list[tuple[str, Any]] = [(MODEL, self.model_table.spec)]
         specs += [(BUFFERS, self.buffer_table.spec)] if self.buffer_table is not None else []
         specs += [(name, table.spec(self.job.seed)) for name, table in self.tables]
-        for future in [self.client.request(shard, DeclareRequest(name, spec)) for name, spec in specs for shard in shards]:
+        for future in [
+            self.client.request(shard, DeclareRequest(name, spec)) for name, spec in specs for shard in shards
+        ]:
             future.wait()
 
     def _attach(self) -> None:
@@ -253,7 +269,9 @@ class ServerWorker:
     def _fill_shard(self, shard: int) -> None:
         """The values come last: with them the table stands, and when all do, others begin."""
         if self.settings.resume:
-            found, tensors = slice_state(*self.server_optimizer, self.built.update.optimizer_params, self.model_table, shard)
+            found, tensors = slice_state(
+                *self.server_optimizer, self.built.update.optimizer_params, self.model_table, shard
+            )
             named = {"table": MODEL, "names": found.names} | found.values
             self.client.request(shard, PutRequest([], state=named), tensors).wait()
         slots: list[TableSlice] = []
@@ -300,7 +318,11 @@ class ServerWorker:
         return {name: _buffer(self.built.model, name) for name in self.replica.buffers.names}
 
     def gradient_slots(
-        self, shard: int, gradients: Mapping[str, Tensor | None], sparse: Sequence[SparseGradient | None], key: Any = None
+        self,
+        shard: int,
+        gradients: Mapping[str, Tensor | None],
+        sparse: Sequence[SparseGradient | None],
+        key: Any = None,
     ) -> tuple[list[TableSlice], list[Tensor]]:
         """What a shard needs of a gradient. `key`: names it, for what a compressor remembers."""
         slots: list[TableSlice] = []
@@ -310,7 +332,10 @@ class ServerWorker:
             slot, flats = packed
             if self.compressor is not None and len(flats) == 1:
                 payload = self.compressor.encode(flats[0], (MODEL, shard, key))
-                slot, flats = TableSlice(MODEL, slot.keys, codec=self.compressor.name, count=flats[0].numel()), [payload]
+                slot, flats = (
+                    TableSlice(MODEL, slot.keys, codec=self.compressor.name, count=flats[0].numel()),
+                    [payload],
+                )
             slots.append(slot)
             tensors += flats
         for (name, _), rows in zip(self.tables, sparse, strict=True):
@@ -521,7 +546,9 @@ class ServerWorker:
                 self.context.channel.emit(event)
             case WritesLostNotice(shard, _, updates):
                 if updates and not self.sync_mode.lockstep:  # in lockstep they are done again
-                    self.context.channel.emit(PushesLost(time=time.time(), rank=self.worker, shard=shard, number=updates))
+                    self.context.channel.emit(
+                        PushesLost(time=time.time(), rank=self.worker, shard=shard, number=updates)
+                    )
 
 
 def _spec(tensors: Mapping[str, Tensor], optimizer: str) -> DenseSpec:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.parallel.server_step import DensePacker
-from shoal.paramserver.dense_table import with_types_of, to_plain_value
+from shoal.paramserver.dense_table import to_plain_value, with_types_of
 from shoal.paramserver.messages import TableStateReply
 from shoal.paramserver.sync_mode import SyncMode
 
@@ -44,7 +44,11 @@ def restore_settings(optimizer: Optimizer, scheduler: Any, values: Mapping[str, 
 
 
 def gather_state(
-    optimizer: Optimizer, scheduler: Any, named: Mapping[str, nn.Parameter], table: DensePacker, shard_states: Sequence[ShardState]
+    optimizer: Optimizer,
+    scheduler: Any,
+    named: Mapping[str, nn.Parameter],
+    table: DensePacker,
+    shard_states: Sequence[ShardState],
 ) -> None:
     """What the shards say becomes the state of an optimizer of the whole model."""
     optimizer.state.clear()

@@ -16,10 +16,10 @@ from shoal.paramserver.snapshot import SnapshotFolder
 from shoal.paramserver.step_coordinator import EVALUATE, SAVE, StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.report.events import ServerReported, ServerStarted
-from shoal.worker.context import WorkerContext, RunSettings
+from shoal.worker.context import RunSettings, WorkerContext
 from shoal.worker.main import OpenJob
 from shoal.worker.memory import MemoryMeter
-from shoal.worker.server_worker.asynchronous import GroupServerWorker, AsyncServerWorker
+from shoal.worker.server_worker.asynchronous import AsyncServerWorker, GroupServerWorker
 from shoal.worker.server_worker.optimizer_state import outer_optimizer
 from shoal.worker.server_worker.synchronous import LocalSgdWorker, SyncServerWorker
 from shoal.worker.server_worker.table_rows import rows_of_shard
@@ -60,14 +60,20 @@ def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
     _serve(shard, context, snapshots, None if mode.lockstep else SNAPSHOT_SECONDS)
 
 
-def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFolder, snapshot_seconds: float | None) -> None:
+def _serve(
+    shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFolder, snapshot_seconds: float | None
+) -> None:
     meter = MemoryMeter()
     kept = snapshots.newest() if context.incarnation else None
     if kept is not None:
         shard.restore(kept)
     number = shard.shard
     server = ParameterServer(
-        shard, [context.servers[number]], token=context.token or None, snapshots=snapshots, snapshot_seconds=snapshot_seconds
+        shard,
+        [context.servers[number]],
+        token=context.token or None,
+        snapshots=snapshots,
+        snapshot_seconds=snapshot_seconds,
     )
     started = ServerStarted(
         time=time.time(),
@@ -103,7 +109,12 @@ def serve_script(context: WorkerContext, number: int) -> None:
     snapshots = SnapshotFolder(context.folder / "servers" / f"shard-{number}")
     if not context.incarnation:
         snapshots.clear()
-    shard = ParameterShard(shard=number, shards=len(context.servers), server_incarnation=snapshots.next_incarnation(), load_snapshot=snapshots.rewind)
+    shard = ParameterShard(
+        shard=number,
+        shards=len(context.servers),
+        server_incarnation=snapshots.next_incarnation(),
+        load_snapshot=snapshots.rewind,
+    )
     _serve(shard, context, snapshots, SNAPSHOT_SECONDS)
 
 

@@ -20,9 +20,19 @@ from shoal.errors import RunError
 from shoal.numerics.grad_norm import total_norm
 from shoal.numerics.lanes import Span, subtrees
 from shoal.parallel.gradient_exchange import GradList
-from shoal.parallel.server_step import AgreedStep, LocalSums, sum_in_order, add_sparse_rows
-from shoal.paramserver.client import ReplyFuture, RefusedError
-from shoal.paramserver.messages import ApplyRequest, ContributeRequest, EndReply, EndRequest, LateReply, BarrierRequest, BarrierReply, RefusedReply, SquaresRequest
+from shoal.parallel.server_step import AgreedStep, LocalSums, add_sparse_rows, sum_in_order
+from shoal.paramserver.client import RefusedError, ReplyFuture
+from shoal.paramserver.messages import (
+    ApplyRequest,
+    BarrierReply,
+    BarrierRequest,
+    ContributeRequest,
+    EndReply,
+    EndRequest,
+    LateReply,
+    RefusedReply,
+    SquaresRequest,
+)
 from shoal.paramserver.reduce import SparseGradient
 from shoal.paramserver.rollback import NoCommonSnapshotError, are_consistent, plan_rewind
 from shoal.paramserver.sharding import RowRange
@@ -118,7 +128,7 @@ class SyncServerWorker(ServerWorker):
         finite = self.check_finite(step, agreed.result)
         began = time.perf_counter()
         self.commit(step, agreed, shares, skip=not finite)
-        outcome = replace(agreed.result, wait_seconds=waiting, merge_seconds=merging + time.perf_counter() - began)
+        outcome = replace(agreed.result, wait_seconds=waiting, reduce_seconds=merging + time.perf_counter() - began)
         self.timer.reduced(outcome)
         self.step = step + 1
         self.committed(self.step, outcome, indices, members)
@@ -308,7 +318,9 @@ class SyncServerWorker(ServerWorker):
         if self.step < before:
             self.stopped, self.resumable = None, False  # it was not yet time
         repeated = max(0, before - self.step)
-        event = ServersRolledBack(time=time.time(), rank=self.worker, generation=self.client.generation, step=self.step, repeated=repeated)
+        event = ServersRolledBack(
+            time=time.time(), rank=self.worker, generation=self.client.generation, step=self.step, repeated=repeated
+        )
         self.context.channel.emit(event)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -323,7 +335,9 @@ class SyncServerWorker(ServerWorker):
             self.write_result(self.step)
             self.client.request(0, EndRequest(self.stopped or "", self.resumable)).wait()
         elif not self.run_over:
-            reply, _ = self.client.request(0, BarrierRequest(self.server_step, b"")).wait()  # answered by the leader's word
+            reply, _ = self.client.request(
+                0, BarrierRequest(self.server_step, b"")
+            ).wait()  # answered by the leader's word
             if isinstance(reply, LateReply):
                 self.recover()
                 return False
@@ -335,7 +349,9 @@ class SyncServerWorker(ServerWorker):
         super()._fetch_state()
         for shard, each in enumerate(self.shard_states()):
             if each.needs_rewind or each.generation != self.client.generation:
-                refused = RefusedReply("ahead", f"shard {shard} came back, at step {each.step}, while its state was read")
+                refused = RefusedReply(
+                    "ahead", f"shard {shard} came back, at step {each.step}, while its state was read"
+                )
                 raise RefusedError(refused, shard, self.context.servers[shard])
 
     @property
@@ -361,7 +377,11 @@ class LocalSgdWorker(SyncServerWorker):
         self.marks = {0: settings_of(self.optimizer, self.scheduler)}  # by step
         super().enter()
         self.resumed_step = self.shard_states()[0].start_step
-        if self.restored_step is None and (self.settings.resume or self.context.incarnation) and self.checkpoints.has_checkpoint:
+        if (
+            self.restored_step is None
+            and (self.settings.resume or self.context.incarnation)
+            and self.checkpoints.has_checkpoint
+        ):
             self.restore_checkpoint()
             self.clear_outer_state()
         if self.restored_step is not None:
@@ -442,7 +462,7 @@ class LocalSgdWorker(SyncServerWorker):
         agreed = replace(agreed, spans=[(each, each + 1) for each in members], scale=1 / len(members))
         self.apply_update(self.round, self.plan.workers, agreed)
         merging += time.perf_counter() - began
-        outcome = replace(agreed.result, wait_seconds=waiting, merge_seconds=merging)
+        outcome = replace(agreed.result, wait_seconds=waiting, reduce_seconds=merging)
         self.timer.reduced(outcome)
         self.step, self.round = last, self.round + 1
         self.committed(self.step, outcome, indices, members)
