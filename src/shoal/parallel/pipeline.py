@@ -10,7 +10,7 @@ of a lane accumulate in order, lanes are folded in the tree, and tied weights of
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,15 +22,18 @@ from shoal.collectives.group import WorkerGroup
 from shoal.errors import JobError
 from shoal.numerics.lanes import Span, TreeAccumulator
 from shoal.parallel.block_graph import BlockGraph, check_blocks, run_segments
-from shoal.parallel.data_parallel import Closure, DataParallel, GatheredStepStats, LocalStep, StepInput
 from shoal.parallel.gradient_exchange import GradientExchange, GradList, SubtreeSums
 from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.lane_strategy import LaneStrategy, StepSetup
+from shoal.parallel.local_step import FollowerStep, LocalStep
 from shoal.parallel.pipeline_schedule import PipelineAction
 from shoal.parallel.pipeline_schedule import time_schedule as play_schedule
 from shoal.parallel.pipeline_stages import PipelineStages
-from shoal.parallel.replica import ModelReplica, sum_tied
+from shoal.parallel.replica import sum_tied
 from shoal.parallel.split_backward import PendingWeightGrads, backward_of_inputs, backward_of_weights
 from shoal.parallel.stage_p2p import ActivationMeta, StageChannel, flat_view
+from shoal.parallel.step import Closure, StepInput
+from shoal.parallel.strategy import Evaluator
 
 KEPT_STEP_TIMES = 1000
 RUN_AHEAD = 2  # messages of an evaluation that may wait for their receiver
@@ -66,35 +69,26 @@ class StageMicrobatch:
     pending: PendingWeightGrads | None = None
 
 
-class PipelineParallel(DataParallel):
+class PipelineParallel(LaneStrategy):
     def __init__(
         self,
-        replica: ModelReplica,
-        group: WorkerGroup,
+        setup: StepSetup,
         *,
-        lanes: int,
-        microbatches: int,
-        assignment: Sequence[Span],
         stages: PipelineStages,
         objective: PipelineObjective,
         record: Callable[[Sequence[Any], bool], BlockGraph],
-        needs_norm: bool = False,
         recompute: bool = False,
     ) -> None:
-        """`record`: the model's row for inputs like these, in training or in evaluation."""
-        super().__init__(
-            replica, group, lanes=lanes, microbatches=microbatches, assignment=assignment, needs_norm=needs_norm
-        )
+        """`record`: makes the model's block graph for inputs like these, in training or in evaluation."""
+        super().__init__(setup)
         self.stages, self.objective, self.recompute = stages, objective, recompute
         self.block_names = frozenset(stages.blocks)
         self._record = record
         self._graphs: dict[Any, BlockGraph] = {}
         self.received_meta: dict[Any, list[ActivationMeta]] = {}  # what arrives at a stage, for inputs of some shapes
         self.announced: set[Any] = set()  # of what the next stage was told
-        self.step_times: deque[tuple[float, float]] = deque(
-            maxlen=KEPT_STEP_TIMES
-        )  # of each step: seconds waited, and in all
-        numbers = {name: index for index, (name, _) in enumerate(replica.parameters)}
+        self.step_times: deque[tuple[float, float]] = deque(maxlen=KEPT_STEP_TIMES)  # seconds waited, and in all
+        numbers = {name: index for index, (name, _) in enumerate(self.replica.parameters)}
         self.tied = {numbers[name]: ranks for name, ranks in stages.tied.items() if name in numbers}
 
     def regroup(self, groups: ParallelGroups, assignment: Sequence[Span]) -> None:
@@ -107,12 +101,14 @@ class PipelineParallel(DataParallel):
         return self.stages.stages_of(self.groups.stage)
 
     def pipeline_timing(self) -> tuple[float | None, float | None, float | None]:
-        laps = sorted(list(self.step_times)[1:], key=lambda lap: lap[1])  # the first one is the slowest
-        pieces = (self.own_lanes[1] - self.own_lanes[0]) * self.microbatches
-        if not laps or not pieces:
+        """Seconds of a typical step without waiting for other stages and with it, and the share of all workers' time
+        that the schedule spends waiting."""
+        times = sorted(list(self.step_times)[1:], key=lambda each: each[1])  # the first step is the slowest
+        microbatches = (self.own_lanes[1] - self.own_lanes[0]) * self.microbatches
+        if not times or not microbatches:
             return None, None, None
-        idle, whole = laps[len(laps) // 2]
-        return whole - idle, whole, play_schedule(self.stages.schedule_for(pieces)).bubble
+        idle, whole = times[len(times) // 2]
+        return whole - idle, whole, play_schedule(self.stages.schedule_for(microbatches)).bubble
 
     # -- the model's row ----------------------------------------------------------------------------------------------
 
@@ -149,23 +145,21 @@ class PipelineParallel(DataParallel):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _local_step(self, work: StepInput, closure: Closure) -> LocalStep:
-        return (
-            PipelineLocalStep(self, work, closure)
-            if self.groups.replica is not None
-            else super()._local_step(work, closure)
-        )
+    def _local_step(self, step_input: StepInput, closure: Closure) -> LocalStep:
+        if self.groups.replica is None:
+            return FollowerStep(self, step_input, closure)
+        return PipelineLocalStep(self, step_input, closure)
 
-    def _share_reduced(self, exchange: GradientExchange, reduced: GradList, stats: GatheredStepStats) -> GradList:
-        """The first stage of a tied weight gives the others what its gradient comes to."""
+    def _complete_shards(self, exchange: GradientExchange, sums: GradList) -> GradList:
+        """The first stage of a tied weight sends its reduced gradient to the other stages that use it."""
         line = self.groups.pipeline_ranks
         if self.groups.replica is None:
-            return super()._share_reduced(exchange, reduced, stats)
+            return self._follow()
         exchange.commit()
         for index, ranks in self.tied.items():
             others = sorted(set(ranks) - {ranks[0]})
             if self.groups.stage == ranks[0]:
-                value = reduced[index]
+                value = sums[index]
                 for rank in others:
                     self.group.send(torch.tensor([value is not None], dtype=torch.uint8), line[rank])
                     if value is not None:
@@ -174,14 +168,14 @@ class PipelineParallel(DataParallel):
                 there = torch.zeros(1, dtype=torch.uint8)
                 self.group.receive(there, line[ranks[0]])
                 if int(there):
-                    reduced[index] = torch.empty_like(self.replica.parameters[index][1], requires_grad=False)
-                    self.group.receive(reduced[index], line[ranks[0]])  # type: ignore[arg-type]
-        self._feed_followers(reduced)
-        return reduced
+                    sums[index] = torch.empty_like(self.replica.parameters[index][1], requires_grad=False)
+                    self.group.receive(sums[index], line[ranks[0]])  # type: ignore[arg-type]
+        self._feed_followers(sums)
+        return sums
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def make_evaluator(self, objective: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
+    def make_evaluator(self, objective: Any) -> Evaluator:
         def through(fetches: Sequence[Callable[[], Any]]) -> list[tuple[int, Any]]:
             found: list[tuple[int, Any]] = []
             if self.groups.replica is not None:
@@ -219,8 +213,8 @@ def _numbered(inputs: Sequence[Any]) -> dict[int, Tensor]:
 class PipelineLocalStep(LocalStep):
     """The lanes of a replica, as one of its stages' workers sees them go by."""
 
-    def __init__(self, strategy: PipelineParallel, work: StepInput, closure: Closure) -> None:
-        super().__init__(strategy, work, closure)
+    def __init__(self, strategy: PipelineParallel, step_input: StepInput, closure: Closure) -> None:
+        super().__init__(strategy, step_input, closure)
         self.pipeline = strategy
         self.channel = StageChannel(strategy)
         first, stop = strategy.own_lanes
@@ -256,7 +250,7 @@ class PipelineLocalStep(LocalStep):
         names, homes = self.pipeline.replica.buffers.names, self.pipeline.stages.stage_by_tensor
         return {number for number, name in enumerate(names) if homes[name] == stage}
 
-    def partial_sums(self, exchange: GradientExchange) -> SubtreeSums:
+    def sum_lanes(self, exchange: GradientExchange) -> SubtreeSums:
         strategy = self.pipeline
         began = time.perf_counter()
         actions = (
@@ -301,7 +295,7 @@ class PipelineLocalStep(LocalStep):
         values = _numbered(inputs)
         passing = self.in_flight[stage, number] = StageMicrobatch()
         passing.inputs = self.channel.receive_activations(stage, key, row, values)
-        strategy.replica.seed_at(self.work.step, each.lane, each.number, after=strategy.block_before(stage))
+        strategy.replica.seed_at(self.step_input.step, each.lane, each.number, after=strategy.block_before(stage))
         with model.precision():
             span = strategy.stages.spans[stage]
             output = run_segments(row, span, values, module=strategy.module, tensor=strategy.tensor)
@@ -311,8 +305,8 @@ class PipelineLocalStep(LocalStep):
             else:
                 passing.outputs = self.channel.send_activations(stage, key, row, values)
         if each.last:
-            samples = sum(len(piece) for piece in self.lane_microbatches[each.lane])
-            found = strategy.replica.buffers.end_lane(samples / len(self.work.indices), each.lane, self.buffers[stage])
+            weight = self.lane_sizes[each.lane] / len(self.step_input.indices)
+            found = strategy.replica.buffers.end_lane(weight, each.lane, self.buffers[stage])
             kept = self.buffer_shares.setdefault(each.lane, [None] * len(found))
             self.buffer_shares[each.lane] = [
                 new if new is not None else old for new, old in zip(found, kept, strict=True)
@@ -323,8 +317,8 @@ class PipelineLocalStep(LocalStep):
     def _batch(self, number: int) -> Any:
         if number not in self.batches:
             began = time.perf_counter()
-            indices = [self.work.indices[position] for position in self.microbatches[number].positions]
-            self.batches[number] = self.work.fetch(indices)
+            indices = [self.step_input.indices[position] for position in self.microbatches[number].positions]
+            self.batches[number] = self.step_input.fetch(indices)
             self.data_seconds += time.perf_counter() - began
         return self.batches[number]
 

@@ -7,20 +7,21 @@ as without servers. From a queue a worker computes all lanes of a step by itself
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import SoloGroup, WorkerGroup
-from shoal.numerics.lanes import Span, cut_batch, fold, split_point, subtrees
-from shoal.parallel.data_parallel import Closure, DataParallel, GatheredStepStats, LocalStep, StepInput, StepResult
-from shoal.parallel.gradient_exchange import GradList, SubtreeSums
+from shoal.collectives.group import WorkerGroup
+from shoal.numerics.lanes import Span, fold, split_point, subtrees
+from shoal.parallel.gradient_exchange import GradList
 from shoal.parallel.groups import ParallelGroups
-from shoal.parallel.replica import ModelReplica
+from shoal.parallel.lane_strategy import LaneStrategy, StepSetup
+from shoal.parallel.local_step import LocalStep
+from shoal.parallel.step import Closure, StepInput, StepResult
+from shoal.parallel.step_stats import GatheredStepStats
 from shoal.paramserver.messages import DenseSpec, TableSlice
 from shoal.paramserver.reduce import SparseGradient, add_sparse, with_empty_lanes
 from shoal.paramserver.sharding import ALIGNMENT, RowRange, flat_layout, shard_dense, shard_of
@@ -35,24 +36,6 @@ class StepTable(Protocol):
         ...
 
 
-class _NoExchange:
-    """Sums are written nowhere in particular."""
-
-    def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
-        return []
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalSums:
-    """What one worker's lanes of a step come to."""
-
-    partial_sums: SubtreeSums  # by subtree: gradients, then shares of buffers
-    sparse: Mapping[Span, Sequence[SparseGradient | None]]  # by subtree, one per table
-    stats_row: Tensor  # what the others need to know of it
-    data_seconds: float
-    compute_seconds: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class AgreedStep:
     """What all who are in a step make of their rows; the same on each of them."""
@@ -64,112 +47,96 @@ class AgreedStep:
     result: StepResult
 
 
-class ServerParallel(DataParallel):
-    def __init__(
-        self,
-        replica: ModelReplica,
-        *,
-        lanes: int,
-        microbatches: int,
-        assignment: Sequence[Span],
-        tables: Sequence[StepTable] = (),
-    ) -> None:
-        super().__init__(replica, SoloGroup(), lanes=lanes, microbatches=microbatches, assignment=assignment)
+class ServerParallel(LaneStrategy):
+    """A worker computes its own lanes; what follows is a server's work, or first that of the worker's group."""
+
+    def __init__(self, setup: StepSetup, tables: Sequence[StepTable] = ()) -> None:
+        super().__init__(setup)
         self.tables = tables
-        self._own_lanes: Span = (0, lanes)
-        self._last_step: SparseLocalStep | None = None
-        self.steps_begun = 0  # steps, for caches whose rows may be some steps old
+        self._own_lanes: Span = (0, self.lanes)
+        self.steps_begun = 0  # for caches whose rows may be some steps old
 
     @property
     def own_lanes(self) -> Span:
         return self._own_lanes
 
     def set_lanes(self, lanes: Span) -> None:
-        """These are this worker's from now on."""
+        """These lanes are this worker's from now on."""
         self._own_lanes = lanes
 
-    def compute_sums(self, work: StepInput, closure: Closure, request: int = 0) -> LocalSums:
-        """Runs this worker's lanes. Buffers are as they were before."""
-        lap = self._local_step(work, closure)
-        began = time.perf_counter()
-        self.replica.clear_gradients()
-        self.replica.buffers.begin_step()
-        try:
-            parts = lap.partial_sums(_NoExchange())  # type: ignore[arg-type]
-        finally:
-            self.replica.stop_seeding()
-        self.current_lane = None
-        compute_seconds = time.perf_counter() - began - lap.data_seconds
-        self.replica.buffers.drop()
-        row = lap.stats_row(request, compute_seconds)
-        return LocalSums(
-            partial_sums=parts,
-            sparse=lap.sparse,
-            stats_row=row,
-            data_seconds=lap.data_seconds,
-            compute_seconds=compute_seconds,
-        )
+    def compute(self, step_input: StepInput, closure: Closure, request: int = 0) -> "SparseLocalStep":
+        local = super().compute(step_input, closure, request)
+        assert isinstance(local, SparseLocalStep)
+        return local
 
-    def _local_step(self, work: StepInput, closure: Closure) -> "SparseLocalStep":
+    def compute_alone(self, step_input: StepInput, closure: Closure, request: int = 0) -> "SparseLocalStep":
+        """Runs this worker's lanes, and leaves buffers as they were before."""
+        local = self.compute(step_input, closure, request)
+        self.replica.buffers.drop()
+        return local
+
+    def _local_step(self, step_input: StepInput, closure: Closure) -> "SparseLocalStep":
         for table in self.tables:
             table.begin_step(self.steps_begun)
         self.steps_begun += 1
-        self._last_step = SparseLocalStep(self, work, closure)
-        return self._last_step
+        return SparseLocalStep(self, step_input, closure)
 
     def join_group(self, groups: ParallelGroups, assignment: Sequence[Span]) -> None:
-        """A group of workers does steps together from now on; `compute`, `meet` and `finish` are theirs."""
+        """A group of workers does steps together from now on: they reduce and commit by collectives."""
         self.regroup(groups, assignment)
         self.set_lanes(self.assignment[groups.world.rank])
 
-    def gather_sparse_rows(self) -> list[SparseGradient | None]:
-        """What the group's last step left for sparse tables, added up in the order of the members."""
-        assert self._last_step is not None
+    def gather_sparse_rows(self, local: "SparseLocalStep") -> list[SparseGradient | None]:
+        """What the group's step has for sparse tables, added up in the order of the members."""
         found: list[SparseGradient | None] = []
         for number in range(len(self.tables)):
             total: SparseGradient | None = None
-            for each in gather_rows(self.group, sum_in_order(self._last_step.sparse, number)):
+            for each in gather_rows(self.group, sum_in_order(local.sparse, number)):
                 total = add_sparse_rows(total, each)
             found.append(total)
         return found
 
-    def agree(self, work: StepInput, sums: LocalSums, rows: Mapping[int, Tensor]) -> AgreedStep:
-        """`rows`: by worker, of those who are in. With some missing the sum is scaled up to the whole batch's mean."""
+    def agree(self, local: LocalStep, rows: Mapping[int, Tensor]) -> AgreedStep:
+        """What follows from the rows of the workers that are in the step, by worker. Without the rest of them the sum is
+        scaled up to the mean of the whole batch."""
         members = sorted(rows)
-        cuts = cut_batch(len(work.indices), work.batch_size, self.lanes, self.microbatches)
-        sizes = [sum(map(len, pieces)) for pieces in cuts]
+        sizes, samples = local.lane_sizes, len(local.step_input.indices)
         owners = {lane: place for place, worker in enumerate(members) for lane in range(*self.assignment[worker])}
         seen = sum(sizes[lane] for lane in owners)
-        if seen:  # else nobody who is in has samples of a short batch
+        if seen:  # else no worker in the step has samples of a short batch
             sizes = [size if lane in owners else 0 for lane, size in enumerate(sizes)]
-        ranks = tuple(range(len(members)))
-        teams = replace(ParallelGroups.replicated(SoloGroup()), shard_ranks=ranks, loss_ranks=ranks)
-        table = torch.stack([rows[worker] for worker in members])
-        told = GatheredStepStats(table, sizes, owners, teams, self.gradient_count, len(self.replica.buffers.names))
-        loss, scale = told.loss(work)
-        missing = len(work.indices) / seen if seen else 1.0
+        stats = GatheredStepStats(
+            torch.stack([rows[worker] for worker in members]),
+            sizes,
+            owners,
+            shard_ranks=range(len(members)),
+            parameters=self.gradient_count,
+            buffers=len(self.replica.buffers.names),
+        )
+        loss, scale = stats.loss(samples)
+        missing = samples / seen if seen else 1.0
         loss = loss if seen else math.nan
-        if not told.has_counts and missing != 1.0:
+        if not stats.has_counts and missing != 1.0:
             scale, loss = missing, loss * missing
-        outcome = StepResult(
+        result = StepResult(
             loss=loss,
             samples=seen,
-            not_finite=[(members[place], lane) for place, lane in told.not_finite],
-            requested=told.requested,
-            compute_by_worker=told.compute_by_worker,
-            slowest=told.slowest,
-            data_seconds=sums.data_seconds,
-            compute_seconds=sums.compute_seconds,
+            not_finite=[(members[place], lane) for place, lane in stats.not_finite],
+            requested=stats.requested,
+            compute_by_worker=stats.compute_by_worker,
+            slowest=stats.slowest,
+            data_seconds=local.data_seconds,
+            compute_seconds=local.compute_seconds,
             wait_seconds=0.0,
             reduce_seconds=0.0,
         )
         spans = [span for worker in members for span in subtrees(self.lanes, self.assignment[worker])]
-        weights = told.buffer_weights
-        return AgreedStep(spans=spans, scale=scale, batch_scale=missing, buffer_weights=weights, result=outcome)
+        weights = stats.buffer_weights
+        return AgreedStep(spans=spans, scale=scale, batch_scale=missing, buffer_weights=weights, result=result)
 
-    def buffer_shares(self, sums: LocalSums) -> dict[Span, GradList]:
-        """Of buffers, by subtree."""
-        return {span: values[self.gradient_count :] for span, values in sums.partial_sums.items()}
+    def buffer_shares(self, local: LocalStep) -> dict[Span, GradList]:
+        """This worker's shares of the buffers, by subtree."""
+        return {span: values[self.gradient_count :] for span, values in local.partial_sums.items()}
 
     def commit_buffers(self, shares: Mapping[Span, GradList], agreed: AgreedStep) -> None:
         """Everybody's shares, added in the tree, become the buffers' values."""
@@ -188,22 +155,21 @@ class ServerParallel(DataParallel):
 
 
 class SparseLocalStep(LocalStep):
-    """A lap that also takes the gradients of sparse tables, added in the same tree."""
+    """A local step that also sums the gradients of sparse tables, in the same tree."""
 
-    strategy: ServerParallel
-
-    def __init__(self, strategy: ServerParallel, work: StepInput, closure: Closure) -> None:
-        super().__init__(strategy, work, closure)
-        self.sparse: dict[Span, Sequence[SparseGradient | None]] = {}
+    def __init__(self, strategy: ServerParallel, step_input: StepInput, closure: Closure) -> None:
+        super().__init__(strategy, step_input, closure)
+        self.tables = strategy.tables
+        self.sparse: dict[Span, Sequence[SparseGradient | None]] = {}  # by subtree, one per table
 
     def run_lane(self, lane: int) -> GradList:
         values = super().run_lane(lane)
-        taken = [table.take_gradient() for table in self.strategy.tables]
+        taken = [table.take_gradient() for table in self.tables]
         self.sparse[lane, lane + 1] = [None if rows is None else SparseGradient(*rows) for rows in taken]
         return values
 
-    def sum_subtree(self, span: Span, room: GradList) -> GradList:
-        values = super().sum_subtree(span, room)
+    def sum_subtree(self, span: Span, out: GradList) -> GradList:
+        values = super().sum_subtree(span, out)
         if span[1] - span[0] > 1:
             middle = split_point(span)
             left, right = self.sparse.pop((span[0], middle)), self.sparse.pop((middle, span[1]))

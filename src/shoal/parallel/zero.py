@@ -15,7 +15,7 @@ has no lane, takes part all the same. docs/sharded.md has the whole story.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,34 +27,25 @@ from shoal.collectives.group import DistributedGroup, WorkerGroup
 from shoal.errors import JobError, RunError
 from shoal.numerics.lanes import Span, TreeAccumulator, cut_batch
 from shoal.parallel.buckets import make_buckets
-from shoal.parallel.data_parallel import Closure, DataParallel, LocalStep, StepInput
 from shoal.parallel.gradient_exchange import GradientExchange, GradList, SubtreeSums
 from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.lane_strategy import LaneStrategy, StepSetup
+from shoal.parallel.local_step import LocalStep
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.row_shards import FullParameter, FullTensorSpec, RowMessage
+from shoal.parallel.step import Closure, StepInput
+from shoal.parallel.strategy import Evaluator
 from shoal.parallel.zero3_schedule import ROOT, BlockPass, guard_paused
 
 BUFFER_BYTES = 1 << 16  # of a bucket: a large buffer that nobody changed does not travel with small ones
 
 
-class ShardedParallel(DataParallel):
-    def __init__(
-        self,
-        replica: ModelReplica,
-        group: WorkerGroup,
-        *,
-        lanes: int,
-        microbatches: int,
-        assignment: Sequence[Span],
-        level: int,
-        needs_norm: bool = False,
-        shapes: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> None:
-        """The replica's parameters are this worker's rows; `shapes` are those of what the workers of its part have
-        together, the replica's own if not given. `regroup`, then `refresh`, and it is ready."""
-        super().__init__(
-            replica, group, lanes=lanes, microbatches=microbatches, assignment=assignment, needs_norm=needs_norm
-        )
+class ShardedParallel(LaneStrategy):
+    def __init__(self, setup: StepSetup, *, level: int, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """The replica's parameters are this worker's rows. `shapes`: of the full parameters, over all workers of its
+        shard group; the replica's own if not given. After `regroup` and `refresh` the strategy is ready."""
+        super().__init__(setup)
+        replica = self.replica
         self.level = level
         self.local_params: list[tuple[str, nn.Parameter]] = replica.parameters
         self.full_params: list[FullParameter] = []
@@ -238,8 +229,8 @@ class ShardedParallel(DataParallel):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def _local_step(self, work: StepInput, closure: Closure) -> LocalStep:
-        return ShardedLocalStep(self, work, closure)
+    def _local_step(self, step_input: StepInput, closure: Closure) -> LocalStep:
+        return ShardedLocalStep(self, step_input, closure)
 
     def _open_exchange(self) -> GradientExchange:
         self._exchange = _ShardedExchange(self)
@@ -260,7 +251,7 @@ class ShardedParallel(DataParallel):
         if self.level == 3:
             self._free()
 
-    def make_evaluator(self, objective: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
+    def make_evaluator(self, objective: Any) -> Evaluator:
         """All make as many passes as whoever has the most batches."""
         closure = objective.measured()
 
@@ -361,13 +352,12 @@ class _LaneRound:
 
 
 class ShardedLocalStep(LocalStep):
-    strategy: ShardedParallel
-
-    def __init__(self, strategy: ShardedParallel, work: StepInput, closure: Closure) -> None:
-        super().__init__(strategy, work, closure)
+    def __init__(self, strategy: ShardedParallel, step_input: StepInput, closure: Closure) -> None:
+        super().__init__(strategy, step_input, closure)
+        self.strategy = strategy
         self.passes = 0  # of the round
 
-    def partial_sums(self, exchange: GradientExchange) -> SubtreeSums:
+    def sum_lanes(self, exchange: GradientExchange) -> SubtreeSums:
         strategy, size = self.strategy, self.strategy.shard_group.size
         assert isinstance(exchange, _ShardedExchange)
         strategy.reset()

@@ -22,11 +22,13 @@ from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice
 from shoal.parallel.block_graph import BlockGraph, record_graph
 from shoal.parallel.blocks import BlockList, find_blocks
 from shoal.parallel.data_parallel import DataParallel
+from shoal.parallel.lane_strategy import StepSetup
 from shoal.parallel.optimizer_view import OptimizerView, clone_with_params, to_bfloat16
 from shoal.parallel.pipeline import PipelineParallel
 from shoal.parallel.pipeline_stages import PipelineStages
 from shoal.parallel.plan import Plan
 from shoal.parallel.replica import ModelReplica
+from shoal.parallel.strategy import Strategy
 from shoal.parallel.tensor.group import TensorGroup
 from shoal.parallel.tensor.install import install
 from shoal.parallel.tensor.rules import TensorRules
@@ -180,37 +182,24 @@ def choose_strategy(
     objective: Objective | None,
     microbatches: int,
     clips: bool,
-) -> DataParallel:
-    """How a step is done under this plan. The group comes later."""
-    deal = [(0, plan.lanes)]
+) -> Strategy:
+    """The strategy of this plan, before it has a group. `clips`: the loop needs the gradient's norm."""
+    setup = StepSetup(
+        replica=replica,
+        group=SoloGroup(),
+        lanes=plan.lanes,
+        microbatches=microbatches,
+        assignment=[(0, plan.lanes)],
+        needs_norm=clips,
+    )
     if plan.pipeline > 1:
         assert built.stages is not None and built.record_graph is not None and objective is not None
         return PipelineParallel(
-            replica,
-            SoloGroup(),
-            lanes=plan.lanes,
-            microbatches=microbatches,
-            assignment=deal,
-            stages=built.stages,
-            objective=objective,
-            record=built.record_graph,
-            needs_norm=clips,
-            recompute=plan.recompute,
+            setup, stages=built.stages, objective=objective, record=built.record_graph, recompute=plan.recompute
         )
     if plan.zero >= 2:
-        return ShardedParallel(
-            replica,
-            SoloGroup(),
-            lanes=plan.lanes,
-            microbatches=microbatches,
-            assignment=deal,
-            level=plan.zero,
-            needs_norm=clips,
-            shapes=built.tensor_shapes,
-        )
-    return DataParallel(
-        replica, SoloGroup(), lanes=plan.lanes, microbatches=microbatches, assignment=deal, needs_norm=clips
-    )
+        return ShardedParallel(setup, level=plan.zero, shapes=built.tensor_shapes)
+    return DataParallel(setup)
 
 
 def _load_initial_weights(

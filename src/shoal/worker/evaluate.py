@@ -12,7 +12,7 @@ from shoal.collectives.group import WorkerGroup
 from shoal.job.dataset import DataSource
 from shoal.numerics.lanes import Span, cut_batch, fold
 from shoal.numerics.seeds import preserve_generators
-from shoal.parallel.data_parallel import read_loss
+from shoal.parallel.local_step import read_loss
 from shoal.parallel.replica import ModelReplica
 from shoal.worker.consistency import gather_text
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.numerics.lanes import cut_batch
 from shoal.numerics.seeds import preserve_generators
-from shoal.parallel.data_parallel import read_loss
+from shoal.parallel.local_step import read_loss
 from shoal.report.events import LaneCost
 from shoal.worker.trainer import Run
 

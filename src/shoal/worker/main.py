@@ -23,6 +23,7 @@ from shoal.numerics import kernels
 from shoal.numerics.seeds import MODULE_LOAD, seed_everything
 from shoal.numerics.user_frames import user_line
 from shoal.parallel.optimizer_view import check_elementwise
+from shoal.parallel.pipeline import PipelineParallel
 from shoal.report import human
 from shoal.report.events import ModelEvaluated, ModelShardReported, WorkerFailed, WorkerLeft
 from shoal.worker.build_model import build_worker_model
@@ -129,7 +130,8 @@ def refuse_embedding_tables(model: nn.Module) -> None:
 def resource_usage(run: Run, peak_bytes: int) -> ModelShardReported:
     """What this worker held, and what it took."""
     strategy, place, stages = run.strategy, run.layout.position(run.membership.worker_id.worker), run.built.stages
-    busy, stream, planned = strategy.pipeline_timing()
+    timing = strategy.pipeline_timing() if isinstance(strategy, PipelineParallel) else (None, None, None)
+    busy, stream, planned = timing
     return ModelShardReported(
         time=time.time(),
         rank=run.membership.worker_id.worker,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.parallel.data_parallel import StepResult
+from shoal.parallel.step import StepResult
 from shoal.recovery.sample_audit import sample_digest
 from shoal.report.events import StepsCommitted, TimeSpent
 from shoal.worker.context import EventChannel

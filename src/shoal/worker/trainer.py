@@ -30,10 +30,11 @@ from shoal.numerics.digest import model_digest, quick_digest, tensor_digests
 from shoal.numerics.lanes import Span, find_stragglers, reassign_lanes
 from shoal.numerics.sampling import SampleSchedule
 from shoal.numerics.seeds import LOOP, seed_everything
-from shoal.parallel.data_parallel import Closure, StepInput, StepResult
 from shoal.parallel.plan import Plan
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.sharded_norm import gather_bytes
+from shoal.parallel.step import Closure, StepInput, StepResult
+from shoal.parallel.step_stats import ReducedStep
 from shoal.recovery.checkpoint.directory import Snapshot
 from shoal.recovery.membership.protocol import RecoveryPlan, WorkerId, covers_model
 from shoal.report.events import (
@@ -443,26 +444,27 @@ class Run:
         self._timer.reduced(outcome)
         return outcome.loss
 
-    def _step(self, work: StepInput, closure: Closure) -> tuple[int, StepResult]:
-        """Until it is committed: a step that lost a worker is done again by those that are left, with the same bits.
-
-        Returns what came of it and the crew's epoch in which everybody was asked what they want.
-        """
+    def _step(self, step_input: StepInput, closure: Closure) -> tuple[int, StepResult]:
+        """One step until it is committed (parallel/strategy.py): one that loses a worker is computed again by those
+        that are left, with the same bits. Returns the membership generation of its requests, and its result."""
         while True:
-            epoch = self.membership.generation
+            generation = self.membership.generation
+            reduced: ReducedStep | None = None
             try:
-                self.strategy.compute(work, closure, request=self._requests(work.step + 1))
+                request = self._requests(step_input.step + 1)
+                reduced = self.strategy.reduce(self.strategy.compute(step_input, closure, request))
                 self.membership.vote()
-                seconds = self.strategy.commit()
+                self.strategy.commit(reduced)
                 self.membership.commit()
-                return epoch, self.strategy.finish(seconds)
+                return generation, self.strategy.write_gradients(reduced)
             except PeerLost as error:
                 settlement = self._recover(error, inside_step=True)
-            if self._commit_found:  # the others have committed it, and all of it is here
+            if self._commit_found:  # another worker has committed the step, and this one has voted: its sums are whole
                 self._commit_found = False
-                outcome = self.strategy.finish()
-                self._regroup(settlement, redone=0, next_step=work.step + 1)
-                return epoch, outcome
+                assert reduced is not None
+                result = self.strategy.write_gradients(reduced)
+                self._regroup(settlement, redone=0, next_step=step_input.step + 1)
+                return generation, result
             self.membership.drop()
             self._regroup(settlement, redone=1)
 

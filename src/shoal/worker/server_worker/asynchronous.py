@@ -20,8 +20,8 @@ from shoal.collectives.group import DistributedGroup, SoloGroup, WorkerGroup
 from shoal.errors import PeerLost, RunError
 from shoal.numerics.grad_norm import clip_to_norm
 from shoal.numerics.lanes import assign_lanes, reassign_lanes
-from shoal.parallel.data_parallel import StepInput, StepResult
 from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.step import StepInput, StepResult
 from shoal.paramserver.messages import (
     EndReply,
     EndRequest,
@@ -97,8 +97,8 @@ class AsyncServerWorker(ServerWorker):
 
     def compute(self, work: StepInput) -> StepResult:
         """The whole batch's gradient, here."""
-        sums = self.strategy.compute_sums(work, self.objective)
-        alone = self.strategy.agree(work, sums, {0: sums.stats_row})
+        sums = self.strategy.compute_alone(work, self.objective)
+        alone = self.strategy.agree(sums, {0: sums.stats_row})
         (span,) = sums.partial_sums
         names = [name for name, _ in self.replica.parameters]
         values = sums.partial_sums[span][: len(names)]
@@ -216,11 +216,13 @@ class GroupServerWorker(AsyncServerWorker):
         self.broadcast_weights()
 
     def compute(self, work: StepInput) -> StepResult:
-        self.strategy.compute(work, self.objective)
-        outcome = self.strategy.finish(self.strategy.commit())
+        local = self.strategy.compute(work, self.objective)
+        reduced = self.strategy.reduce(local)
+        self.strategy.commit(reduced)
+        outcome = self.strategy.write_gradients(reduced)
         self.rebalance(outcome.compute_by_worker)
         self.gradients = {name: parameter.grad for name, parameter in self.replica.parameters}
-        self.sparse = self.strategy.gather_sparse_rows()
+        self.sparse = self.strategy.gather_sparse_rows(local)
         return outcome
 
     def push(self, lease: int, result: StepResult) -> StepResult:

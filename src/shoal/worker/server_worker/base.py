@@ -22,10 +22,11 @@ from shoal.errors import NonFiniteError
 from shoal.job.loss import Objective
 from shoal.numerics import kernels
 from shoal.numerics.digest import model_digest, tensor_digests
-from shoal.parallel.data_parallel import StepInput, StepResult
+from shoal.parallel.lane_strategy import StepSetup
 from shoal.parallel.optimizer_view import check_elementwise
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.server_step import DensePacker, ServerParallel, split_rows
+from shoal.parallel.step import StepInput, StepResult
 from shoal.paramserver.client import ClientNotice, ParameterClient, RefusedError, ServerAwayNotice, WritesLostNotice
 from shoal.paramserver.embedding import Embedding, tables_of
 from shoal.paramserver.messages import (
@@ -98,13 +99,14 @@ class ServerWorker:
         self.tables: list[tuple[str, Embedding]] = tables_of(self.built.model)
         for name, table in self.tables:
             table.name = name  # what its rows begin with follows from it
-        self.strategy = ServerParallel(
-            self.replica,
+        setup = StepSetup(
+            replica=self.replica,
+            group=SoloGroup(),
             lanes=plan.lanes,
             microbatches=job.microbatches,
             assignment=plan.assignment,
-            tables=[table for _, table in self.tables],
         )
+        self.strategy = ServerParallel(setup, [table for _, table in self.tables])
         self.objective = Objective(job, self.built.model)
         self.step = 0  # done by all, as far as this worker knows
         self.resumed_step = 0
@@ -113,7 +115,7 @@ class ServerWorker:
         self.inexact = (
             "" if self.sync_mode.exact else str(self.sync_mode)
         )  # how the run was done so far, or a part of it
-        self.is_leader = False  # speaks for the run, evaluates and saves
+        self.leads = False  # speaks for the run, evaluates and saves
         self.loss: float | None = None
         self.metrics: dict[str, float | None] = {}
         self.stopped: str | None = None
@@ -379,7 +381,7 @@ class ServerWorker:
     def committed(self, step: int, result: StepResult, indices: Sequence[int], members: Sequence[int]) -> None:
         """`step`: how many are done now."""
         self.loss = None if math.isnan(result.loss) else result.loss
-        self.timer.committed(result, np.asarray(indices, dtype=np.int64), self.is_leader, members)
+        self.timer.committed(result, np.asarray(indices, dtype=np.int64), self.leads, members)
         if self.timer.due:
             self.report(step)
         if step % MEMORY_CHECK_STEPS == 0:
@@ -390,7 +392,7 @@ class ServerWorker:
         rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
         epoch = max(0, step - 1) // self.schedule.steps_per_epoch
         self.timer.report(
-            step=step, epoch=epoch, loss=self.loss, lanes=self.strategy.own_lanes, rate=rate, leader=self.is_leader
+            step=step, epoch=epoch, loss=self.loss, lanes=self.strategy.own_lanes, rate=rate, leader=self.leads
         )
 
     def check_finite(self, step: int, result: StepResult) -> bool:
@@ -404,12 +406,12 @@ class ServerWorker:
                 where=f"nothing of step {step} was applied",
                 fix="a smaller learning rate or clip_norm; --nonfinite skip leaves such steps out",
             )
-        if self.is_leader:
+        if self.leads:
             self.context.channel.emit(StepSkipped(time=time.time(), step=step, where=result.not_finite))
         return False
 
     def report_digests(self, step: int) -> None:
-        if self.settings.digests and self.is_leader:
+        if self.settings.digests and self.leads:
             self.context.channel.emit(StepDigest(time=time.time(), step=step, tensors=self.digests()))
 
     # -- now and then -------------------------------------------------------------------------------------------------
@@ -507,7 +509,7 @@ class ServerWorker:
 
     def finish(self, step: int) -> None:
         self.report(step)
-        speaks = self.is_leader or (self.sync_mode.exact and not self.tables)
+        speaks = self.leads or (self.sync_mode.exact and not self.tables)
         tensors = self.digests() if speaks else {}
         self.context.channel.emit(self._resource_usage())
         event = WorkerFinished(
@@ -520,7 +522,7 @@ class ServerWorker:
             metrics=self.metrics,
             stopped=self.stopped,
             resumable=self.resumable,
-            tensors=tensors if self.is_leader else {},
+            tensors=tensors if self.leads else {},
         )
         self.context.channel.emit(event)
         self.replica.close()

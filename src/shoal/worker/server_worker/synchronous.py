@@ -20,7 +20,7 @@ from shoal.errors import RunError
 from shoal.numerics.grad_norm import total_norm
 from shoal.numerics.lanes import Span, subtrees
 from shoal.parallel.gradient_exchange import GradList
-from shoal.parallel.server_step import AgreedStep, LocalSums, add_sparse_rows, sum_in_order
+from shoal.parallel.server_step import AgreedStep, SparseLocalStep, add_sparse_rows, sum_in_order
 from shoal.paramserver.client import RefusedError, ReplyFuture
 from shoal.paramserver.messages import (
     ApplyRequest,
@@ -111,7 +111,7 @@ class SyncServerWorker(ServerWorker):
         step = self.step
         self.timer.begin()
         work, indices = self.step_input(step)
-        sums = self.strategy.compute_sums(work, self.objective, request=self.requests(step + 1))
+        sums = self.strategy.compute_alone(work, self.objective, request=self.requests(step + 1))
         began = time.perf_counter()
         contributed = self.contribute(step, sums.partial_sums, sums.sparse)
         merging = time.perf_counter() - began
@@ -122,7 +122,7 @@ class SyncServerWorker(ServerWorker):
             future.wait()  # what was refused would be missed for ever
         if rows is None:
             return
-        agreed = self.strategy.agree(work, sums, rows)
+        agreed = self.strategy.agree(sums, rows)
         members = sorted(rows)
         self.leads = members[0] == self.worker
         finite = self.check_finite(step, agreed.result)
@@ -149,7 +149,7 @@ class SyncServerWorker(ServerWorker):
                 future.wait()
         return futures
 
-    def exchange_sums(self, step: int, sums: LocalSums) -> tuple[dict[int, Tensor] | None, dict[Span, GradList]]:
+    def exchange_sums(self, step: int, sums: SparseLocalStep) -> tuple[dict[int, Tensor] | None, dict[Span, GradList]]:
         """Everybody's rows, and shares of buffers by subtree. None: the step went on without this worker, or the run
         is over."""
         own = self.strategy.buffer_shares(sums)
@@ -426,8 +426,8 @@ class LocalSgdWorker(SyncServerWorker):
             work, indices = self.step_input(self.step)
             self.timer.begin()
             asked |= self.requests(self.step + 1)  # what was due within the round is done at its end
-            sums = self.strategy.compute_sums(work, self.objective, request=asked)
-            alone = self.strategy.agree(work, sums, {self.worker: sums.stats_row})
+            sums = self.strategy.compute_alone(work, self.objective, request=asked)
+            alone = self.strategy.agree(sums, {self.worker: sums.stats_row})
             if self.step + 1 < last:
                 self.prefetch(self.step + 1)
             if self.check_finite(self.step, alone.result):
@@ -456,7 +456,7 @@ class LocalSgdWorker(SyncServerWorker):
             return
         members = sorted(notes)
         self.leads = members[0] == self.worker
-        agreed = self.strategy.agree(work, sums, notes)
+        agreed = self.strategy.agree(sums, notes)
         began = time.perf_counter()
         self.load_mean_buffers(buffers)
         agreed = replace(agreed, spans=[(each, each + 1) for each in members], scale=1 / len(members))
@@ -472,7 +472,7 @@ class LocalSgdWorker(SyncServerWorker):
         """At a round's end: what was due within it."""
         return any(super(LocalSgdWorker, self).evaluation_due(each) for each in range(self.round_start + 1, step + 1))
 
-    def local_update(self, sums: LocalSums, alone: AgreedStep) -> list[SparseGradient | None]:
+    def local_update(self, sums: SparseLocalStep, alone: AgreedStep) -> list[SparseGradient | None]:
         """With the mean gradient of this worker's own lanes. Returns what it is for tables: their rows stay as they are
         until the round's end, when the servers take all of it as one gradient."""
         parameters = [parameter for _, parameter in self.replica.parameters]
@@ -494,7 +494,7 @@ class LocalSgdWorker(SyncServerWorker):
         self.optimizer.zero_grad()
         return sparse
 
-    def exchange_buffers(self, sums: LocalSums) -> tuple[dict[int, Tensor] | None, list[list[Tensor]]]:
+    def exchange_buffers(self, sums: SparseLocalStep) -> tuple[dict[int, Tensor] | None, list[list[Tensor]]]:
         own = list(self._buffer_values().values())
         reply, came = self.client.request(0, BarrierRequest(self.round, sums.stats_row.numpy().tobytes()), own).wait()
         if not isinstance(reply, BarrierReply):
