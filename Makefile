@@ -35,15 +35,15 @@ $(ETCD): | $(READY)
 test: lint $(if $(shell command -v etcd),,$(ETCD))
 	@$(BIN)/python -m pytest
 
-# Lint, types and every test that starts no process, on two cores.
+# Lint, types and every test that starts no process: every other file in one pytest, the rest in another.
 quick: $(READY)
 	@$(MAKE) --no-print-directory -j 2 -O quick-1 quick-2 lint
 
 quick-1: $(READY)
-	@$(BIN)/python -m pytest tests/pure/test_[a-o]*.py
+	@$(BIN)/python -m pytest $$(ls tests/pure/test_*.py | sed -n 'p;n')
 
 quick-2: $(READY)
-	@$(BIN)/python -m pytest tests/pure/test_[p-z]*.py
+	@$(BIN)/python -m pytest $$(ls tests/pure/test_*.py | sed -n 'n;p')
 
 simulate: $(READY)
 	@$(BIN)/python -m shoal.testing.simulation --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100000)
