@@ -83,7 +83,7 @@ class LaneStrategy(ABC):
         return
 
     def make_evaluator(self, objective: Any) -> Evaluator:
-        closure = objective.measured()
+        closure = objective.evaluation()
         return lambda fetches: ((number, closure(fetch())) for number, fetch in enumerate(fetches))
 
     # -- a step -------------------------------------------------------------------------------------------------------

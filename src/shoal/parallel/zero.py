@@ -253,7 +253,7 @@ class ShardedParallel(LaneStrategy):
 
     def make_evaluator(self, objective: Any) -> Evaluator:
         """All make as many passes as whoever has the most batches."""
-        closure = objective.measured()
+        closure = objective.evaluation()
 
         def passes(fetches: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
             longest = int(self.group.gather_rows(torch.tensor([len(fetches)], dtype=torch.int64)).max())
