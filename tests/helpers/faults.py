@@ -38,11 +38,12 @@ from shoal.recovery.membership.sqlite_server import read_server_info
 from shoal.recovery.sample_audit import SampleAudit
 from shoal.report.event_queries import audit_samples
 from shoal.report.run_folder import RunFolder
-from shoal.worker import form_groups, trainer
+from shoal.worker import form_groups, recover, run_state, training_state
 from shoal.worker.checkpointer import Checkpointer
 from shoal.worker.context import RunSettings
 from shoal.worker.elastic_membership import ElasticMembership
-from shoal.worker.trainer import Run
+from shoal.worker.recover import RunRecovery
+from shoal.worker.run import Run
 
 PATIENCE_SECONDS = 45.0  # for what a fault waits for; then the run fails, and the test with it
 
@@ -64,19 +65,19 @@ ADDED_UP = Place(
 )  # its share of the sums is written to all; it has not said so
 MET = Place(LaneStrategy, "commit", after=True)  # it knows that all have the gradient: the step is committed
 MERGED = Place(Run, "backward", after=True)  # the gradient is in .grad, and the optimizer has yet to step
-EVALUATES = Place(trainer, "evaluate")
-EVALUATED = Place(trainer, "evaluate", after=True)
-AGREES = Place(trainer, "agree_on_weights")
+EVALUATES = Place(training_state, "evaluate")
+EVALUATED = Place(training_state, "evaluate", after=True)
+AGREES = Place(run_state, "agree_on_weights")
 SAVED = Place(Checkpointer, "save", after=True)
 RECOVERS = Place(ElasticMembership, "recover")
 CHANGES = Place(ElasticMembership, "change_members")
 CHANGED = Place(ElasticMembership, "change_members", after=True)
 FORMS = Place(ElasticMembership, "_make_group")
 FORMED = Place(ElasticMembership, "_make_group", after=True)
-GIVES = Place(trainer, "send_state")
-GAVE = Place(trainer, "send_state", after=True)
-ACCEPTS = Place(trainer, "receive_state")
-ACCEPTED = Place(trainer, "receive_state", after=True)
+GIVES = Place(recover, "send_state")
+GAVE = Place(recover, "send_state", after=True)
+ACCEPTS = Place(recover, "receive_state")
+ACCEPTED = Place(recover, "receive_state", after=True)
 FINISHES = Place(Run, "finish")
 STANDS_DOWN = Place(ElasticMembership, "stop_watching")  # everybody has heard that the result is written
 
@@ -85,7 +86,7 @@ FORWARD = Place(PipelineLocalStep, "_forward")
 BACKWARD = Place(PipelineLocalStep, "_backward")
 FORMS_TEAMS = Place(form_groups, "make_groups")
 FORMED_TEAMS = Place(form_groups, "make_groups", after=True)
-SHARES = Place(Run, "_share_evaluation")
+SHARES = Place(RunRecovery, "_share_evaluation")
 SPREADS = Place(OptimizerView, "after_step")  # with zero: rows of weights to those who do not update them
 
 

@@ -72,8 +72,9 @@ from shoal.worker.context import (
     WorkerContext,
     torchrun_store,
 )
-from shoal.worker.elastic_membership import LOG_ONLY, MODEL_SHARD_LOST, TOO_SLOW
+from shoal.worker.elastic_membership import LOG_ONLY
 from shoal.worker.main import TRACEBACK_FOLLOWS, reporting_failures
+from shoal.worker.membership import MODEL_SHARD_LOST, TOO_SLOW
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # after a first failure: how long the others may still tell theirs

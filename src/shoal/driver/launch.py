@@ -33,7 +33,8 @@ from shoal.report.events import RunStarted
 from shoal.report.run_folder import DEFAULT_ROOT, RunFolder, find_run
 from shoal.report.tensorboard import TensorBoard
 from shoal.worker.context import RunSettings, WorkerContext
-from shoal.worker.main import OpenJob, run_script, train_job
+from shoal.worker.job_setup import OpenJob
+from shoal.worker.main import run_script, train_job
 from shoal.worker.memory import parse_size
 from shoal.worker.model_partition import (
     ModelOutline,

@@ -27,7 +27,7 @@ from shoal.recovery.checkpoint.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.worker.build_model import build_model
 from shoal.worker.context import RunSettings
-from shoal.worker.main import OpenJob
+from shoal.worker.job_setup import OpenJob
 
 PLAIN_TOLERANCE = 1e-8  # norm of the difference over the norm of the weights, in fp64
 SPLIT_TOLERANCE, ADAPTIVE_TOLERANCE = 1e-6, 1e-4  # the same for split operators in fp32, after some 20 steps

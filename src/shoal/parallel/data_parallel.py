@@ -1,4 +1,4 @@
-"""Data parallelism: every replica of the model computes some of the lanes. Tensor-parallel shards are part of a replica."""
+"""Data parallelism: every replica of the model, which may be tensor-parallel, computes some of the lanes."""
 
 from shoal.parallel.lane_strategy import LaneStrategy
 from shoal.parallel.local_step import FollowerStep, LocalStep

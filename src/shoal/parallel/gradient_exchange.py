@@ -144,9 +144,7 @@ class SharedMemoryExchange:
 
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         if not self.reserve(assignment):
-            raise RunError(
-                f"worker {self.group.rank}: this host has no room for the shared memory that the new assignment of lanes needs"
-            )
+            raise RunError(f"worker {self.group.rank}: no shared memory is left for the new assignment of lanes")
         if place not in self._own_buffers:
             values: GradList = [None] * self.count
             for number, bucket in enumerate(self.buckets):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from shoal.collectives.group import WorkerGroup
 from shoal.errors import JobError
 from shoal.numerics.lanes import Span, TreeAccumulator
 from shoal.parallel.block_graph import BlockGraph, check_blocks, run_segments

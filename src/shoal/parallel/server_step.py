@@ -97,8 +97,8 @@ class ServerParallel(LaneStrategy):
         return found
 
     def agree(self, local: LocalStep, rows: Mapping[int, Tensor]) -> AgreedStep:
-        """What follows from the rows of the workers that are in the step, by worker. Without the rest of them the sum is
-        scaled up to the mean of the whole batch."""
+        """What follows from the rows of the workers that are in the step, by worker. Without the rest of them the sum
+        is scaled up to the mean of the whole batch."""
         members = sorted(rows)
         sizes, samples = local.lane_sizes, len(local.step_input.indices)
         owners = {lane: place for place, worker in enumerate(members) for lane in range(*self.assignment[worker])}

@@ -27,7 +27,8 @@ from shoal.recovery.membership.store import RunStore as Records
 from shoal.report.events import Event, encode
 from shoal.report.run_folder import RunFolder
 from shoal.report.run_sockets import connect
-from shoal.worker.elastic_membership import ElasticMembership, FixedMembership, RunMembership
+from shoal.worker.elastic_membership import ElasticMembership
+from shoal.worker.membership import FixedMembership, RunMembership
 
 DRIVER_SOCKET = "driver.sock"  # in the run's folder: where a later driver listens
 UNDELIVERED = "unheard-"  # in the run's folder: what workers said while there was no driver

@@ -11,7 +11,7 @@ from shoal.parallel.plan import Plan, parse_shares
 from shoal.recovery.checkpoint.shards import StateShard
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.worker.build_model import WorkerModel
-from shoal.worker.elastic_membership import RunMembership
+from shoal.worker.membership import RunMembership
 
 
 def form_groups(layout: ParallelLayout, membership: RunMembership, built: WorkerModel) -> ParallelGroups:

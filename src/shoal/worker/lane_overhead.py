@@ -8,7 +8,7 @@ from shoal.numerics.lanes import cut_batch
 from shoal.numerics.seeds import preserve_generators
 from shoal.parallel.local_step import read_loss
 from shoal.report.events import LaneCost
-from shoal.worker.trainer import Run
+from shoal.worker.run import Run
 
 BUDGET_SECONDS = 1.0
 ROUNDS = 3

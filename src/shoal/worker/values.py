@@ -27,7 +27,7 @@ from shoal.worker.consistency import gather_text
 from shoal.worker.join import joined_run
 
 if TYPE_CHECKING:
-    from shoal.worker.trainer import Run
+    from shoal.worker.run import Run
 
 AGGREGATES = ("mean", "sum", "only_first")
 REDUCTIONS = ("sum", "mean", "max", "min")

@@ -17,25 +17,28 @@ from shoal.paramserver.step_coordinator import EVALUATE, SAVE, StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.report.events import ServerReported, ServerStarted
 from shoal.worker.context import RunSettings, WorkerContext
-from shoal.worker.main import OpenJob
+from shoal.worker.job_setup import OpenJob
 from shoal.worker.memory import MemoryMeter
-from shoal.worker.server_worker.asynchronous import AsyncServerWorker, GroupServerWorker
+from shoal.worker.server_worker.asynchronous import AsyncServerWorker
+from shoal.worker.server_worker.local_sgd import LocalSgdWorker
 from shoal.worker.server_worker.optimizer_state import outer_optimizer
-from shoal.worker.server_worker.synchronous import LocalSgdWorker, SyncServerWorker
+from shoal.worker.server_worker.synchronous import SyncServerWorker
 from shoal.worker.server_worker.table_rows import rows_of_shard
+from shoal.worker.server_worker.worker_groups import GroupServerWorker
+from shoal.worker.trainer import train
 
 REPORT_SECONDS = 0.5
 SNAPSHOT_SECONDS = 10.0  # between two snapshots, where workers are not in lockstep
 
 
 def train_with_servers(opened: OpenJob, context: WorkerContext) -> None:
-    """The loop of a job's worker, by the mode."""
+    """Trains a job with the worker of its sync mode."""
     assert context.plan is not None
     mode = SyncMode.parse(context.plan.sync)
     if mode.lockstep:
-        (LocalSgdWorker if mode.name == "local" else SyncServerWorker)(opened, context).run()
+        train((LocalSgdWorker if mode.name == "local" else SyncServerWorker)(opened, context))
     else:
-        (GroupServerWorker if mode.name == "groups" else AsyncServerWorker)(opened, context).run()
+        train((GroupServerWorker if mode.name == "groups" else AsyncServerWorker)(opened, context))
 
 
 def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
