@@ -20,9 +20,7 @@ from shoal.errors import JobError
 from shoal.numerics.grad_norm import clip_to_norm
 from shoal.numerics.tensor_slice import TensorSlice, even_range
 
-ELEMENTWISE = {
-    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD"),
-}
+ELEMENTWISE = {*("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD")}
 PACK_BYTES = 8 << 20  # of rows that travel together
 
 

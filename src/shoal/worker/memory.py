@@ -161,8 +161,7 @@ class MemoryEstimate:
         if self.total > available:
             parts = ", ".join(f"{part} {human.size(num_bytes)}" for part, num_bytes in self.by_category().items())
             refused = MemoryNeeded(
-                f"one worker needs {human.size(self.total)} ({parts}) and has {human.size(available)} ({by})",
-                fix=fix,
+                f"one worker needs {human.size(self.total)} ({parts}) and has {human.size(available)} ({by})", fix=fix
             )
             refused.needed = self.total
             raise refused

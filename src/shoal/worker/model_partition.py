@@ -68,13 +68,7 @@ def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
             check_schedule(job, plan)
             row = record_graph(model, blocks, example, autocast=job.precision == "bf16-autocast")
             stages = cut_model(
-                model,
-                blocks,
-                row,
-                ranks=plan.pipeline,
-                schedule=plan.schedule,
-                chunks=plan.chunks,
-                weights=plan.stages,
+                model, blocks, row, ranks=plan.pipeline, schedule=plan.schedule, chunks=plan.chunks, weights=plan.stages
             )
             if job.evaluate is not None:
                 _check_evaluation(job, model, blocks, example, stages)

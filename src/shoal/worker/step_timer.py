@@ -77,14 +77,7 @@ class StepTimer:
         return self.count > 0 and self.mark - self.reported_at >= REPORT_SECONDS
 
     def report(
-        self,
-        *,
-        step: int,
-        epoch: int,
-        loss: float | None,
-        lanes: tuple[int, int],
-        rate: float | None,
-        leader: bool,
+        self, *, step: int, epoch: int, loss: float | None, lanes: tuple[int, int], rate: float | None, leader: bool
     ) -> None:
         if not self.count:
             return
