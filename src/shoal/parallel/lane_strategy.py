@@ -23,8 +23,7 @@ from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.local_step import LocalStep
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.sharded_norm import ShardedNorm
-from shoal.parallel.step import Closure, StepInput, StepResult
-from shoal.parallel.step_stats import GatheredStepStats, ReducedStep
+from shoal.parallel.step import Closure, GatheredStepStats, ReducedStep, StepInput, StepResult
 from shoal.parallel.strategy import Evaluator
 
 

@@ -12,8 +12,7 @@ from shoal.errors import JobError
 from shoal.numerics.lanes import Span, cut_batch, split_point, subtrees
 from shoal.parallel.gradient_exchange import GradientExchange, GradList, SubtreeSums
 from shoal.parallel.replica import ModelReplica
-from shoal.parallel.step import Closure, StepInput
-from shoal.parallel.step_stats import encode_stats
+from shoal.parallel.step import Closure, StepInput, encode_stats
 
 
 class LaneHolder(Protocol):

@@ -20,8 +20,7 @@ from shoal.parallel.gradient_exchange import GradList
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.lane_strategy import LaneStrategy, StepSetup
 from shoal.parallel.local_step import LocalStep
-from shoal.parallel.step import Closure, StepInput, StepResult
-from shoal.parallel.step_stats import GatheredStepStats
+from shoal.parallel.step import Closure, GatheredStepStats, StepInput, StepResult
 from shoal.paramserver.messages import DenseSpec, TableSlice
 from shoal.paramserver.reduce import SparseGradient, add_sparse, with_empty_lanes
 from shoal.paramserver.sharding import ALIGNMENT, RowRange, flat_layout, shard_dense, shard_of
@@ -127,8 +126,6 @@ class ServerParallel(LaneStrategy):
             slowest=stats.slowest,
             data_seconds=local.data_seconds,
             compute_seconds=local.compute_seconds,
-            wait_seconds=0.0,
-            reduce_seconds=0.0,
         )
         spans = [span for worker in members for span in subtrees(self.lanes, self.assignment[worker])]
         weights = stats.buffer_weights

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from shoal.numerics.lanes import Span
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.local_step import LocalStep
-from shoal.parallel.step import Closure, StepInput, StepResult
-from shoal.parallel.step_stats import ReducedStep
+from shoal.parallel.step import Closure, ReducedStep, StepInput, StepResult
 
 Evaluator = Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]
 

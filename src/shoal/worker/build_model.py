@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.group import SoloGroup
 from shoal.errors import JobError
 from shoal.job.job import Job
 from shoal.job.loss import Objective
@@ -27,7 +26,6 @@ from shoal.parallel.optimizer_view import OptimizerView, clone_with_params, to_b
 from shoal.parallel.pipeline import PipelineParallel
 from shoal.parallel.pipeline_stages import PipelineStages
 from shoal.parallel.plan import Plan
-from shoal.parallel.replica import ModelReplica
 from shoal.parallel.strategy import Strategy
 from shoal.parallel.tensor.group import TensorGroup
 from shoal.parallel.tensor.install import install
@@ -174,24 +172,8 @@ def _finish(
     return WorkerModel(model=model, saved_model=saved, update=update, blocks=blocks)
 
 
-def choose_strategy(
-    plan: Plan,
-    built: WorkerModel,
-    replica: ModelReplica,
-    *,
-    objective: Objective | None,
-    microbatches: int,
-    clips: bool,
-) -> Strategy:
-    """The strategy of this plan, before it has a group. `clips`: the loop needs the gradient's norm."""
-    setup = StepSetup(
-        replica=replica,
-        group=SoloGroup(),
-        lanes=plan.lanes,
-        microbatches=microbatches,
-        assignment=[(0, plan.lanes)],
-        needs_norm=clips,
-    )
+def choose_strategy(plan: Plan, built: WorkerModel, setup: StepSetup, objective: Objective | None) -> Strategy:
+    """The strategy of this plan, before it has a group."""
     if plan.pipeline > 1:
         assert built.stages is not None and built.record_graph is not None and objective is not None
         return PipelineParallel(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from shoal.collectives.group import WorkerGroup
 from shoal.errors import PeerLost, RunError
-from shoal.recovery.membership.protocol import MembershipView, MemberState, RecoveryPlan, WorkerId
+from shoal.recovery.membership.protocol import MembershipView, RecoveryPlan, WorkerId
 from shoal.worker.requests import STOP
 
 TOO_SLOW = "too slow"  # why a worker left
@@ -23,22 +23,20 @@ class WorkerEvicted(RunError):
 
 
 class ModelShardLost(WorkerEvicted):
-    """Nobody is left who has some part of the model: what this worker has of it is worth nothing."""
+    """No worker is left that has some shard of the model: this worker's shard is worth nothing without it."""
 
-    present: tuple[WorkerId, ...] = ()  # whoever is left
+    present: tuple[WorkerId, ...] = ()  # the workers that are left
 
 
 class RunAbandoned(PeerLost):
-    """The run ends, because of an error that another worker has told of."""
+    """The run ends because of an error that another worker has reported."""
 
 
 class RunCompleted(RunError):
-    """The others are done, and so is this worker: it had come to the end with them, and did not hear of it."""
+    """The run is done: this worker was at its end with the others when it lost them."""
 
 
 class RunMembership(Protocol):
-    """What a run needs to know of its workers."""
-
     worker_id: WorkerId
     group: WorkerGroup
     view: MembershipView
@@ -54,92 +52,82 @@ class RunMembership(Protocol):
         """Some of the members as a group of their own."""
         ...
 
-    def start_at(self, step: int) -> None: ...
+    def start_at(self, step: int) -> None:
+        """This worker has the state that the run starts with."""
+        return
+
     def state_received(self, recovery: RecoveryPlan) -> None:
         """This worker was behind, and has the state now."""
-        ...
-
-    def vote(self) -> None: ...
-    def commit(self) -> None: ...
-    def drop(self) -> None: ...
-    def set_busy(self, busy: bool) -> None:
-        """In the middle of the loop's own code: the state cannot be handed over."""
-        ...
-
-    def recover(self, error: PeerLost) -> RecoveryPlan:
-        """A group that stands, after one that failed. Raises what it was given where nothing can be done."""
-        ...
-
-    def change_members(self, leaving: Sequence[int]) -> RecoveryPlan:
-        """Between two steps: some ranks leave, whoever waits comes in."""
-        ...
-
-    def leave(self) -> None:
-        """The others know: waits until they go on without this worker."""
-        ...
-
-    def fail_run(self, reason: str) -> None:
-        """An error of the user's code, or of the job: nobody is to go on without this worker."""
-        ...
-
-    def stop_watching(self) -> None:
-        """Nothing is left to do together: whoever goes now is not missed."""
-        ...
-
-    def finish_run(self) -> None:
-        """The last step is committed: nobody has to be let in any more."""
-        ...
-
-    def requests(self) -> int: ...
-    def known_committed(self) -> int:
-        """Steps that are known to have been committed, by anybody."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class FixedMembership:
-    """A group that was made once. Nobody is replaced, and whoever is lost takes the run with it."""
-
-    elastic = False
-
-    def __init__(self, group: WorkerGroup, should_stop: Callable[[], bool]) -> None:
-        self.group = group
-        self.worker_id = WorkerId(group.rank)
-        self.view = MembershipView(generation=1, members=tuple(WorkerId(rank) for rank in range(group.size)))
-        self.member = MemberState(worker_id=self.worker_id)
-        self._should_stop = should_stop
-        self.phase = "works"
-
-    @property
-    def generation(self) -> int:
-        return 1
-
-    def enter(self) -> RecoveryPlan:
-        settlement = RecoveryPlan(view=self.view, step=0, behind=(), finishing=(), fresh_start=True)
-        self.member.group_formed(settlement)
-        return settlement
-
-    def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
-        return self.group.subgroup(ranks)
-
-    def start_at(self, step: int) -> None:
-        self.member.start_at(step)
-
-    def state_received(self, recovery: RecoveryPlan) -> None:
         return
 
     def vote(self) -> None:
-        self.member.vote()
+        """This worker has reduced the step: it holds the sums until it knows whether the step is committed."""
+        return
 
     def commit(self) -> None:
-        self.member.commit()
+        """All members have reduced the step."""
+        return
 
     def drop(self) -> None:
-        self.member.drop()
+        """The step is computed again."""
+        return
 
     def set_busy(self, busy: bool) -> None:
+        """Between `backward` and the end of the step the state cannot be sent to another worker."""
         return
+
+    def recover(self, error: PeerLost) -> RecoveryPlan:
+        """Makes a group of the members that are left, after one failed. Raises `error` if it cannot."""
+        ...
+
+    def change_members(self, leaving: Sequence[int]) -> RecoveryPlan:
+        """Between two steps: some ranks leave, waiting workers come in."""
+        ...
+
+    def leave(self) -> None:
+        """Waits until the others, which know that this worker leaves, go on without it."""
+        return
+
+    def fail_run(self, reason: str) -> None:
+        """Ends the run for all workers: an error of the user's code, or of the job."""
+        return
+
+    def stop_watching(self) -> None:
+        """Nothing is left to do together: a worker that ends now is not lost."""
+        return
+
+    def finish_run(self) -> None:
+        """The last step is applied: no worker has to be let in any more."""
+        return
+
+    def requests(self) -> int:
+        """What this worker requests of all (worker/requests.py)."""
+        ...
+
+    def known_committed(self) -> int:
+        """Steps that are known to have been committed, by any worker."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the store."""
+        return
+
+
+class FixedMembership(RunMembership):
+    """A group that is made once. No worker is replaced, and the loss of one ends the run."""
+
+    elastic = False
+    generation = 1
+
+    def __init__(self, group: WorkerGroup, should_stop: Callable[[], bool]) -> None:
+        self.group, self.worker_id, self._should_stop = group, WorkerId(group.rank), should_stop
+        self.view = MembershipView(generation=1, members=tuple(WorkerId(rank) for rank in range(group.size)))
+
+    def enter(self) -> RecoveryPlan:
+        return RecoveryPlan(view=self.view, step=0, behind=(), finishing=(), fresh_start=True)
+
+    def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
+        return self.group.subgroup(ranks)
 
     def recover(self, error: PeerLost) -> RecoveryPlan:
         raise error
@@ -147,23 +135,8 @@ class FixedMembership:
     def change_members(self, leaving: Sequence[int]) -> RecoveryPlan:
         raise RunError("the workers of this run cannot change")
 
-    def leave(self) -> None:
-        return
-
-    def fail_run(self, reason: str) -> None:
-        return
-
-    def stop_watching(self) -> None:
-        return
-
-    def finish_run(self) -> None:
-        return
-
     def requests(self) -> int:
         return STOP if self._should_stop() else 0
 
     def known_committed(self) -> int:
         return 0
-
-    def close(self) -> None:
-        return

@@ -21,8 +21,7 @@ from shoal.numerics.digest import quick_digest
 from shoal.numerics.lanes import find_stragglers, reassign_lanes
 from shoal.numerics.seeds import LOOP, seed_everything
 from shoal.parallel.plan import Plan
-from shoal.parallel.step import Closure, StepInput, StepResult
-from shoal.parallel.step_stats import ReducedStep
+from shoal.parallel.step import Closure, ReducedStep, StepInput, StepResult
 from shoal.report.events import LanesAssigned, RunRecovered, TrafficReported
 from shoal.worker.context import WorkerContext
 from shoal.worker.lane_speeds import MIN_SPEEDUP

@@ -12,7 +12,6 @@ from shoal.parallel.plan import Plan
 from shoal.recovery.checkpoint.directory import Snapshot
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.worker.build_model import choose_strategy
-from shoal.worker.checkpoint_policy import CheckpointPolicy
 from shoal.worker.consistency import agree_on_weights, model_digests
 from shoal.worker.context import WorkerContext
 from shoal.worker.lane_speeds import LaneSpeeds
@@ -27,14 +26,7 @@ class RunState(TrainingState):
     def __init__(self, setup: TrainingSetup, plan: Plan, context: WorkerContext, membership: RunMembership) -> None:
         super().__init__(setup, plan, context, membership.worker_id.worker)
         self.membership, self.layout = membership, plan.layout
-        self.strategy = choose_strategy(
-            plan,
-            self.built,
-            self.replica,
-            objective=setup.objective,
-            microbatches=setup.microbatches,
-            clips=setup.clips,
-        )
+        self.strategy = choose_strategy(plan, self.built, self.step_setup(), setup.objective)
         self.update.get_group = lambda: self.groups.shard_group
         self.finished = False
         self.finished_epochs = 0  # passes that are over, with what the loop does after their last batch
@@ -46,16 +38,9 @@ class RunState(TrainingState):
         self.traffic_reported = False
         self.speeds = LaneSpeeds()
         self.live = self.live_state()
-        self.checkpoints = CheckpointPolicy(
-            context.folder,
+        self.checkpoints = self.open_checkpoints(
             self.live,
-            context.channel.emit,
-            every=self.settings.checkpoint_every or setup.checkpoint_every,
-            auto=self.settings.checkpoint_auto,
-            steps_per_epoch=self.schedule.steps_per_epoch,
-            workers=plan.workers,
             survives_loss=self.recovers and not self.layout.zero,
-            state_shard=self.built.state_shard,
             check_peers=lambda: self.group.raise_if_failed(),
         )
 

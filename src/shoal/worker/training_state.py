@@ -4,19 +4,21 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch.optim import Optimizer
 
+from shoal.collectives.group import SoloGroup
 from shoal.errors import NonFiniteError
 from shoal.job.dataset import DataSource
 from shoal.job.loss import Objective
 from shoal.numerics import kernels
 from shoal.numerics.digest import model_digest
 from shoal.numerics.sampling import SampleSchedule
+from shoal.parallel.lane_strategy import StepSetup
 from shoal.parallel.pipeline import PipelineParallel
 from shoal.parallel.plan import Plan
 from shoal.parallel.replica import ModelReplica
@@ -34,6 +36,7 @@ from shoal.report.events import (
     WorkerStarted,
 )
 from shoal.worker.build_model import WorkerModel
+from shoal.worker.checkpoint_policy import CheckpointPolicy
 from shoal.worker.checkpointer import LiveState
 from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import EvaluationGroup, Measure, evaluate
@@ -125,6 +128,34 @@ class TrainingState(ABC):
             arithmetic=self.setup.arithmetic,
             traits=self.traits,
             extra_optimizers=extra_optimizers or {},
+        )
+
+    def open_checkpoints(
+        self, live: LiveState, *, survives_loss: bool, check_peers: Callable[[], None] | None = None
+    ) -> CheckpointPolicy:
+        """`survives_loss`: the loss of a worker costs no checkpoint. `check_peers`: raises if a worker is lost."""
+        return CheckpointPolicy(
+            self.context.folder,
+            live,
+            self.emit,
+            every=self.settings.checkpoint_every or self.setup.checkpoint_every,
+            auto=self.settings.checkpoint_auto,
+            steps_per_epoch=self.schedule.steps_per_epoch,
+            workers=self.plan.workers,
+            survives_loss=survives_loss,
+            state_shard=self.built.state_shard,
+            check_peers=check_peers,
+        )
+
+    def step_setup(self) -> StepSetup:
+        """For a strategy, before it has a group."""
+        return StepSetup(
+            replica=self.replica,
+            group=SoloGroup(),
+            lanes=self.plan.lanes,
+            microbatches=self.setup.microbatches,
+            assignment=self.plan.assignment,
+            needs_norm=self.setup.clips,
         )
 
     def step_input(self, batch: Batch) -> StepInput:

@@ -12,7 +12,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shoal.collectives.group import SoloGroup
-from shoal.parallel.lane_strategy import StepSetup
 from shoal.parallel.server_step import ServerParallel
 from shoal.parallel.step import StepResult
 from shoal.paramserver.client import ClientNotice, ParameterClient, RefusedError, ServerAwayNotice, WritesLostNotice
@@ -21,7 +20,6 @@ from shoal.paramserver.messages import PutRequest, StatusReply
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.recovery.checkpoint.directory import FoundCheckpoint
 from shoal.report.events import PushesLost, ServerOutage
-from shoal.worker.checkpoint_policy import CheckpointPolicy
 from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import EvaluationGroup, measure_locally
 from shoal.worker.job_setup import OpenJob, set_up_job
@@ -53,30 +51,15 @@ class ServerWorker(TrainingState):
         self.tables: list[tuple[str, Embedding]] = tables_of(self.built.model)
         for name, table in self.tables:
             table.name = name  # the first values of its rows follow from it
-        step_setup = StepSetup(
-            replica=self.replica,
-            group=SoloGroup(),
-            lanes=plan.lanes,
-            microbatches=setup.microbatches,
-            assignment=plan.assignment,
-        )
-        self.strategy = ServerParallel(step_setup, [table for _, table in self.tables])
+        self.strategy = ServerParallel(self.step_setup(), [table for _, table in self.tables])
         self.resumed_step = 0
         self.initial_state: list[Any] | None = None  # what servers go on from, where this worker fills them
         self.restored_step: int | None = None  # the step of the checkpoint that the optimizer here is of
         self.members: Sequence[int] = [self.worker]  # workers that are in the step under way
         self._order: tuple[int, Sequence[int]] = (-1, ())
         outer = self.outer_optimizer
-        self.checkpoints = CheckpointPolicy(
-            context.folder,
-            self.live_state({} if outer is None else {f"outer={self.sync_mode.outer}": outer}),
-            context.channel.emit,
-            every=self.settings.checkpoint_every or setup.checkpoint_every,
-            auto=self.settings.checkpoint_auto,
-            steps_per_epoch=self.schedule.steps_per_epoch,
-            workers=plan.workers,
-            survives_loss=True,
-        )
+        live = self.live_state({} if outer is None else {f"outer={self.sync_mode.outer}": outer})
+        self.checkpoints = self.open_checkpoints(live, survives_loss=True)
         self.checkpoints.regroup(plan.workers, is_leader=True)
         self.client = ParameterClient(
             context.servers,

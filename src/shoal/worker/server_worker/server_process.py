@@ -19,12 +19,11 @@ from shoal.report.events import ServerReported, ServerStarted
 from shoal.worker.context import RunSettings, WorkerContext
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.memory import MemoryMeter
-from shoal.worker.server_worker.asynchronous import AsyncServerWorker
+from shoal.worker.server_worker.asynchronous import AsyncServerWorker, GroupServerWorker
 from shoal.worker.server_worker.local_sgd import LocalSgdWorker
 from shoal.worker.server_worker.optimizer_state import outer_optimizer
 from shoal.worker.server_worker.synchronous import SyncServerWorker
 from shoal.worker.server_worker.table_rows import rows_of_shard
-from shoal.worker.server_worker.worker_groups import GroupServerWorker
 from shoal.worker.trainer import train
 
 REPORT_SECONDS = 0.5
