@@ -43,6 +43,7 @@ from shoal.worker.checkpointer import Checkpointer
 from shoal.worker.context import RunSettings
 from shoal.worker.elastic_membership import ElasticMembership
 from shoal.worker.recover import RunRecovery
+from shoal.worker.rendezvous import GroupRendezvous
 from shoal.worker.run import Run
 
 PATIENCE_SECONDS = 45.0  # for what a fault waits for; then the run fails, and the test with it
@@ -72,8 +73,8 @@ SAVED = Place(Checkpointer, "save", after=True)
 RECOVERS = Place(ElasticMembership, "recover")
 CHANGES = Place(ElasticMembership, "change_members")
 CHANGED = Place(ElasticMembership, "change_members", after=True)
-FORMS = Place(ElasticMembership, "_make_group")
-FORMED = Place(ElasticMembership, "_make_group", after=True)
+FORMS = Place(GroupRendezvous, "_make_group")
+FORMED = Place(GroupRendezvous, "_make_group", after=True)
 GIVES = Place(recover, "send_state")
 GAVE = Place(recover, "send_state", after=True)
 ACCEPTS = Place(recover, "receive_state")

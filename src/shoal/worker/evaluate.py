@@ -72,20 +72,20 @@ def _measure_own_lanes(
 ) -> tuple[list[str], dict[tuple[int, int], list[SumCount]]]:
     order = source.order(0)
     places: list[tuple[int, int]] = []
-    pieces: list[list[int]] = []
+    microbatches: list[list[int]] = []
     for number, first in enumerate(range(0, source.samples, batch)):
         count = min(batch, source.samples - first)
         for lane, cuts in enumerate(cut_batch(count, batch, lanes, 1)):
             if held[0] <= lane < held[1] and cuts:
                 places.append((number, lane))
-                pieces.append([order[first + position] for position in cuts[0]])
+                microbatches.append([order[first + position] for position in cuts[0]])
     names: list[str] = []
     found: dict[tuple[int, int], list[SumCount]] = {}
-    fetches = [lambda piece=piece: source.fetch(piece, 0) for piece in pieces]
+    fetches = [lambda microbatch=microbatch: source.fetch(microbatch, 0) for microbatch in microbatches]
     for index, given in measure(fetches):
         values = given if isinstance(given, dict) else {UNNAMED_METRIC: given}
         names = list(values)
-        found[places[index]] = [_sum_count(value, len(pieces[index])) for value in values.values()]
+        found[places[index]] = [_sum_count(value, len(microbatches[index])) for value in values.values()]
     return names, found
 
 
@@ -105,8 +105,8 @@ def _mean(table: Tensor, lanes: int) -> float:
 
     total: SumCount = (0.0, 0.0)
     for row in table.tolist():
-        parts = {(lane, lane + 1): (pair[0], pair[1]) if pair[1] else None for lane, pair in enumerate(row)}
-        folded = fold(lanes, parts, add)
+        by_lane = {(lane, lane + 1): (pair[0], pair[1]) if pair[1] else None for lane, pair in enumerate(row)}
+        folded = fold(lanes, by_lane, add)
         total = total if folded is None else add(total, folded)
     return total[0] / total[1] if total[1] else math.nan
 

@@ -1,4 +1,4 @@
-"""What lanes cost: smaller kernels. Measured on one worker after the last step, without changing anything."""
+"""What lanes cost: smaller kernels. One worker measures it after the last step, and changes nothing."""
 
 import time
 from collections.abc import Callable
@@ -22,12 +22,13 @@ def measure_lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | Non
     if stop - first < 2:  # one lane: nothing could be joined, so it costs nothing
         return LaneCost(time=time.time(), lanes=1, separate_seconds=0.0, joint_seconds=0.0)
     cuts = cut_batch(run.schedule.batch, run.schedule.batch, run.plan.lanes, run.strategy.microbatches)
-    apart = [list(piece) for lane in range(first, stop) for piece in cuts[lane]]
-    together = [[position for piece in column for position in piece] for column in zip(*cuts[first:stop], strict=True)]
+    apart = [list(microbatch) for lane in range(first, stop) for microbatch in cuts[lane]]
+    columns = zip(*cuts[first:stop], strict=True)
+    together = [[position for microbatch in column for position in microbatch] for column in columns]
     order = run.source.order(0)
 
-    def seconds(pieces: list[list[int]]) -> float:
-        batches = [run.source.fetch([order[position] for position in piece], 0) for piece in pieces]
+    def seconds(microbatches: list[list[int]]) -> float:
+        batches = [run.source.fetch([order[position] for position in microbatch], 0) for microbatch in microbatches]
         began = time.perf_counter()
         for batch in batches:
             loss, _ = read_loss(closure(batch), "measuring lanes")

@@ -34,7 +34,7 @@ def train_job(opened: OpenJob, context: WorkerContext) -> None:
 
 
 def run_script(script: Path, arguments: list[str], context: WorkerContext) -> None:
-    """Runs any script as `__main__`. One that joins finds its seat; another finds what torchrun would have set."""
+    """Runs any script as `__main__`. One that joins finds this context; another finds what torchrun would have set."""
     install_context(context)
     seed_everything(0, MODULE_LOAD)
     sys.argv = [str(script), *arguments]
@@ -68,7 +68,7 @@ def own_run() -> Run | None:
 
 @contextmanager
 def reporting_failures(context: WorkerContext, log: str) -> Iterator[list[int]]:
-    """Whatever goes wrong inside becomes one plain message to the driver and a traceback in the log."""
+    """Makes any error inside one plain message to the driver and a traceback in the log."""
     code = [0]
     try:
         yield code
@@ -104,7 +104,7 @@ def reporting_failures(context: WorkerContext, log: str) -> Iterator[list[int]]:
 
 
 def _finish_saving(failed: str = "") -> None:
-    """A checkpoint that is being written is worth waiting for: the user is told that it is there."""
+    """Waits for a checkpoint that is being written: its event reaches the user."""
     run = own_run()
     if run is not None:
         run.close(failed)
@@ -113,7 +113,7 @@ def _finish_saving(failed: str = "") -> None:
 def failure_event(
     error: BaseException, rank: int, run: Run | None, log: str, memory: int | None = None
 ) -> WorkerFailed:
-    """`memory`: what the worker may use."""
+    """`memory`: bytes that the worker may use."""
     if is_out_of_memory(error):
         error = _out_of_memory(error, memory)
     step = None if run is None else run.step

@@ -158,8 +158,8 @@ class LocalSgdWorker(SyncServerWorker):
         their rows stay as they are until the round's end, when the servers take all of it as one gradient."""
         parameters = [parameter for _, parameter in self.replica.parameters]
         for index, parameter in enumerate(parameters):
-            parts = {span: values[index] for span, values in local.partial_sums.items()}
-            gradient = self.strategy.sum_subtrees(parts)
+            partials = {span: values[index] for span, values in local.partial_sums.items()}
+            gradient = self.strategy.sum_subtrees(partials)
             parameter.grad = None if gradient is None else gradient * alone.scale
         if self.remote.buffer_table is not None:
             self.strategy.commit_buffers(self.strategy.buffer_shares(local), alone)

@@ -1,4 +1,4 @@
-"""The model as it lives on parameter servers: weights, buffers and tables, sent to the shards and pulled from them."""
+"""The model on parameter servers: weights, buffers and tables, sent to the shards and pulled from them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -179,8 +179,11 @@ class RemoteModel:
         found: list[tuple[str, Tensor]] = []
         for name, _ in self.tables:
             replies = wait_all([self.client.request(shard, TableStateRequest(name)) for shard in self.shards])
-            parts = [dict(zip(reply.names, tensors, strict=True)) for reply, tensors in replies]
-            ids, rows = torch.cat([part["ids"] for part in parts]), torch.cat([part["values"] for part in parts])
+            tables = [dict(zip(reply.names, tensors, strict=True)) for reply, tensors in replies]
+            ids, rows = (
+                torch.cat([rows_there["ids"] for rows_there in tables]),
+                torch.cat([rows_there["values"] for rows_there in tables]),
+            )
             if rows.nbytes <= DIGEST_BYTES:
                 order = torch.argsort(ids)
                 found += [(f"{name}.ids", ids[order]), (f"{name}.rows", rows[order])]

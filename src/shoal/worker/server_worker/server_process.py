@@ -1,4 +1,4 @@
-"""What one parameter server of a job does: holds its shard, listens, tells of itself, comes back with what it kept."""
+"""One parameter server of a job: holds its shard, serves it, reports, and comes back with its newest snapshot."""
 
 import os
 import time
@@ -41,7 +41,7 @@ def train_with_servers(opened: OpenJob, context: WorkerContext) -> None:
 
 
 def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
-    """Until the driver says so. A process that takes another's place goes on with its newest snapshot."""
+    """Serves until the driver stops it. A replacement goes on with the newest snapshot of its shard."""
     job, plan = opened.job, context.plan
     assert plan is not None and context.folder is not None
     folder = context.folder
@@ -49,7 +49,7 @@ def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
     mode = SyncMode.parse(plan.sync)
     snapshots = SnapshotFolder(context.folder / "servers" / f"shard-{number}")
     if not context.incarnation:
-        snapshots.clear()  # another sitting's: what counts of that is in its checkpoint
+        snapshots.clear()  # of an earlier start of this run: its checkpoint has what counts
     shard = ParameterShard(
         shard=number,
         shards=plan.servers,
@@ -89,12 +89,12 @@ def _serve(
         step=shard.step if snapshot_seconds is None else -1,
     )
     context.channel.emit(started)
-    told_at = time.monotonic()
+    reported_at = time.monotonic()
 
     def until() -> bool:
-        nonlocal told_at
-        if time.monotonic() - told_at >= REPORT_SECONDS:
-            told_at = time.monotonic()
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= REPORT_SECONDS:
+            reported_at = time.monotonic()
             context.channel.emit(server_event(shard, meter))
         return context.channel.should_stop()
 
@@ -106,7 +106,7 @@ def _serve(
 
 
 def serve_script(context: WorkerContext, number: int) -> None:
-    """For a script's workers: tables are what they declare."""
+    """Serves a script's workers: the tables are those that they declare."""
     assert context.folder is not None
     snapshots = SnapshotFolder(context.folder / "servers" / f"shard-{number}")
     if not context.incarnation:
@@ -122,16 +122,16 @@ def serve_script(context: WorkerContext, number: int) -> None:
 
 def make_coordinator(opened: OpenJob, plan: Plan, sync_mode: SyncMode, settings: RunSettings) -> StepCoordinator:
     job = opened.job
-    a_pass = job.schedule(opened.source.samples, opened.source.last).steps_per_epoch
-    every = {SAVE: settings.checkpoint_every or job.checkpoint_every or a_pass}
+    steps_per_epoch = job.schedule(opened.source.samples, opened.source.last).steps_per_epoch
+    every = {SAVE: settings.checkpoint_every or job.checkpoint_every or steps_per_epoch}
     if opened.held_out is not None:
-        every[EVALUATE] = job.evaluate_every or a_pass
+        every[EVALUATE] = job.evaluate_every or steps_per_epoch
     steps = opened.steps if sync_mode.name != "local" else -(-opened.steps // int(sync_mode.number))
     return StepCoordinator(sync_mode, plan.workers, steps, tasks=every, finish=True)
 
 
 def make_optimizer(job: Job, sync_mode: SyncMode, named: list[tuple[str, nn.Parameter]]) -> tuple[Optimizer, Any]:
-    """The job's own; in local mode what the workers' mean movement is a gradient for."""
+    """The job's own optimizer; in local mode the outer one."""
     if sync_mode.name == "local":
         return outer_optimizer(sync_mode, named), None
     optimizer = job.optimizer(named)

@@ -162,7 +162,7 @@ class SyncServerWorker(ServerWorker):
         own = self.strategy.buffer_shares(local)
         flags = [[value is not None for value in values] for values in own.values()]
         tensors = [value for values in own.values() for value in values if value is not None]
-        present = bytes(int(flag) for part in flags for flag in part)
+        present = bytes(int(flag) for row_range in flags for flag in row_range)
         row = local.stats_row.numpy().tobytes()
         reply, received = self.client.request(0, BarrierRequest(step, row + present), tensors).wait()
         if not isinstance(reply, BarrierReply):
@@ -205,7 +205,7 @@ class SyncServerWorker(ServerWorker):
             reply, tensors = future.wait()
             self.remote.store(shard, reply.version, tensors)
         self.update.after_step()
-        self.prefetch(self.step + 1)  # not before: these rows may be part of the update
+        self.prefetch(self.step + 1)  # not before: these rows may be row_range of the update
 
     def gradient_norm(self, step: int, agreed: AgreedStep) -> float | None:
         """The norm of the whole gradient: every shard's rows, in the order of the model's parameters, then of its
@@ -224,13 +224,13 @@ class SyncServerWorker(ServerWorker):
                 if table_slice.sparse:
                     tables[table_slice.table].append((rest.pop(0), rest.pop(0)))
                     continue
-                parts = self.remote.model_table.shard_slices[shard]
-                chosen = parts if table_slice.keys is None else [parts[key] for key in table_slice.keys]
-                rows = rest.pop(0).split([rows_in(part, shapes[part.name]) for part in chosen])
-                for part, some in zip(chosen, rows, strict=True):
-                    shape = shapes[part.name]
-                    whole = found.setdefault(part.name, torch.zeros(shape[0] if shape else 1, dtype=torch.float64))
-                    whole[part.start : part.stop] = some
+                ranges = self.remote.model_table.shard_slices[shard]
+                chosen = ranges if table_slice.keys is None else [ranges[key] for key in table_slice.keys]
+                rows = rest.pop(0).split([rows_in(row_range, shapes[row_range.name]) for row_range in chosen])
+                for row_range, some in zip(chosen, rows, strict=True):
+                    shape = shapes[row_range.name]
+                    whole = found.setdefault(row_range.name, torch.zeros(shape[0] if shape else 1, dtype=torch.float64))
+                    whole[row_range.start : row_range.stop] = some
         sparse = [values_by_id(each) for each in tables.values() if each]
         return total_norm([*(found[name] for name in self.remote.model_table.spec.names if name in found), *sparse])
 
@@ -343,11 +343,11 @@ class SyncServerWorker(ServerWorker):
                 raise RefusedError(refused, shard, self.context.servers[shard])
 
 
-def rows_in(part: RowRange, shape: Sequence[int]) -> int:
-    return part.stop - part.start if shape else 1
+def rows_in(row_range: RowRange, shape: Sequence[int]) -> int:
+    return row_range.stop - row_range.start if shape else 1
 
 
-def values_by_id(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def values_by_id(ranges: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Numbers of a table's rows, as the servers sent them with their ids: in the order of the ids."""
-    ids = torch.cat([each for each, _ in parts])
-    return torch.cat([numbers for _, numbers in parts])[torch.argsort(ids)]
+    ids = torch.cat([each for each, _ in ranges])
+    return torch.cat([numbers for _, numbers in ranges])[torch.argsort(ids)]
