@@ -120,7 +120,7 @@ class CollectiveExchange:
 class SharedMemoryExchange:
     def __init__(self, group: WorkerGroup, lanes: int, buckets: list[Bucket], count: int) -> None:
         self.group, self.lanes, self.buckets, self.count = group, lanes, buckets, count
-        self.sums_per_worker = 0  # partial sums per worker that the memory has room for
+        self.sums_per_worker = 0  # partial sums per worker that the memory has buffer for
         self._shared: SharedBuffers | None = None
         self._own_buffers: dict[int, GradList] = {}
 
@@ -162,14 +162,14 @@ class SharedMemoryExchange:
         for bucket in self.buckets:
             if bucket.has_any(present):
                 for place, values in enumerate(own):
-                    room = self.buffer_for(place, assignment)
-                    bucket.fill([room[slot.index] for slot in bucket.slots], values)  # type: ignore[misc]
+                    buffer = self.buffer_for(place, assignment)
+                    bucket.fill([buffer[slot.index] for slot in bucket.slots], values)  # type: ignore[misc]
 
     def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
         sums: list[tuple[dict[Span, Tensor | None], list[Tensor]]] = []
         values: GradList = [None] * self.count
-        room = self.buffer_for(0, self.assignment)
+        buffer = self.buffer_for(0, self.assignment)
         for number, bucket in enumerate(self.buckets):
             if not bucket.has_any(anywhere):
                 continue
@@ -180,7 +180,7 @@ class SharedMemoryExchange:
                     partials[span] = self._flat(rank, place, number) if contributed else None
             sums.append((partials, [self._flat(rank, 0, number) for rank in range(self.group.size)]))
             for slot in bucket.slots:
-                values[slot.index] = room[slot.index] if anywhere[slot.index] else None
+                values[slot.index] = buffer[slot.index] if anywhere[slot.index] else None
         assert self._shared is not None
         self._shared.ordered_reduce(self.lanes, sums)
         return values

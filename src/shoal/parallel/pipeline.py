@@ -3,9 +3,9 @@
     worker 0   F0 F1       B0 F2 B1       lanes of a replica go through its stages as one stream of microbatches, so
     worker 1      F0 B0 F1 B1 …           the pipeline fills once a step; gradients are kept apart by lane
 
-Which worker does what when is data (schedule.py, from torch.distributed.pipelining); here it is done. A stage plays its
-span of the model's row (block_graph.py), so it is the model's own operations on dense, aligned tensors; microbatches
-of a lane accumulate in order, lanes are folded in the tree, and tied weights of two stages are added in block order.
+The schedule is data (pipeline_schedule.py, from torch.distributed.pipelining); this module executes it. A stage runs
+its span of the model's block graph (block_graph.py): the model's own operations on dense, aligned tensors. Microbatches
+of a lane accumulate in order, lanes are added in the tree, and tied weights of two stages in block order.
 """
 
 import time
@@ -39,7 +39,7 @@ RUN_AHEAD = 2  # messages of an evaluation that may wait for their receiver
 
 
 class PipelineObjective(Protocol):
-    """A job's loss in two halves; the model's own forward lies between them."""
+    """A job's loss in two halves; the model's own forward is between them."""
 
     def inputs(self, batch: Any) -> Sequence[Any]: ...
     def loss(self, output: Any, batch: Any) -> Any: ...
@@ -50,7 +50,7 @@ class PipelineObjective(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LaneMicrobatch:
-    """One of the stream."""
+    """A microbatch of the stream of all lanes."""
 
     lane: int
     number: int  # within its lane
@@ -85,7 +85,7 @@ class PipelineParallel(LaneStrategy):
         self._record = record
         self._graphs: dict[Any, BlockGraph] = {}
         self.received_meta: dict[Any, list[ActivationMeta]] = {}  # what arrives at a stage, for inputs of some shapes
-        self.announced: set[Any] = set()  # of what the next stage was told
+        self.announced: set[Any] = set()  # shapes that the next stage knows
         self.step_times: deque[tuple[float, float]] = deque(maxlen=KEPT_STEP_TIMES)  # seconds waited, and in all
         numbers = {name: index for index, (name, _) in enumerate(self.replica.parameters)}
         self.tied = {numbers[name]: ranks for name, ranks in stages.tied.items() if name in numbers}
@@ -109,10 +109,10 @@ class PipelineParallel(LaneStrategy):
         idle, whole = times[len(times) // 2]
         return whole - idle, whole, play_schedule(self.stages.schedule_for(microbatches)).bubble
 
-    # -- the model's row ----------------------------------------------------------------------------------------------
+    # -- the block graph ----------------------------------------------------------------------------------------------
 
     def graph_for(self, inputs: Sequence[Any]) -> tuple[Any, BlockGraph]:
-        """For inputs like these; recorded when the first of their kind comes."""
+        """The block graph for inputs like these; recorded for the first of their kind."""
         leaves = tree_flatten(list(inputs))[0]
         training = self.replica.model.training
         key = (training, *((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves))
@@ -123,7 +123,7 @@ class PipelineParallel(LaneStrategy):
         return key, self._graphs[key]
 
     def block_before(self, stage: int) -> tuple[int, int] | None:
-        """Which block was called last before a stage begins, and how often that was before."""
+        """The block that was called last before a stage begins, and how often it was called before that."""
         before = self.stages.blocks[: self.stages.spans[stage][0]]
         if not before:
             return None
@@ -139,7 +139,7 @@ class PipelineParallel(LaneStrategy):
         return found
 
     def rank_of(self, stage: int) -> int:
-        """Who computes a stage, as a rank of everyone."""
+        """The world rank that computes a stage."""
         return self.groups.pipeline_ranks[self.stages.schedule_for(1).rank_of(stage)]
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class PipelineParallel(LaneStrategy):
         return through
 
     def forward_only(self, batches: Sequence[Callable[[], Any]], use: Callable[[int, Any, Any], None]) -> None:
-        """Each batch through all stages of this replica. `use` gets number, output and batch on the last of them."""
+        """Runs each batch through all stages of this replica. `use` gets number, output and batch on the last stage."""
         wires = StageChannel(self)
         for number, fetch in enumerate(batches):
             batch = fetch()
@@ -210,7 +210,7 @@ def _numbered(inputs: Sequence[Any]) -> dict[int, Tensor]:
 
 
 class PipelineLocalStep(LocalStep):
-    """The lanes of a replica, as one of its stages' workers sees them go by."""
+    """The lanes of a replica on the worker of one of its stages."""
 
     def __init__(self, strategy: PipelineParallel, step_input: StepInput, closure: Closure) -> None:
         super().__init__(strategy, step_input, closure)
@@ -219,11 +219,11 @@ class PipelineLocalStep(LocalStep):
         first, stop = strategy.own_lanes
         self.microbatches = [
             LaneMicrobatch(
-                lane=lane, number=number, positions=positions, first=number == 0, last=number == len(pieces) - 1
+                lane=lane, number=number, positions=positions, first=number == 0, last=number == len(microbatches) - 1
             )
             for lane in range(first, stop)
-            for pieces in (self.lane_microbatches[lane],)
-            for number, positions in enumerate(pieces)
+            for microbatches in (self.lane_microbatches[lane],)
+            for number, positions in enumerate(microbatches)
         ]
         self.in_flight: dict[tuple[int, int], StageMicrobatch] = {}  # by stage and microbatch
         self.batches: dict[int, Any] = {}
@@ -292,17 +292,17 @@ class PipelineLocalStep(LocalStep):
         if each.first:
             strategy.replica.buffers.begin_lane(self.buffers[stage], fresh=True)
         values = _numbered(inputs)
-        passing = self.in_flight[stage, number] = StageMicrobatch()
-        passing.inputs = self.channel.receive_activations(stage, key, row, values)
+        in_stage = self.in_flight[stage, number] = StageMicrobatch()
+        in_stage.inputs = self.channel.receive_activations(stage, key, row, values)
         strategy.replica.seed_at(self.step_input.step, each.lane, each.number, after=strategy.block_before(stage))
         with model.precision():
             span = strategy.stages.spans[stage]
             output = run_segments(row, span, values, module=strategy.module, tensor=strategy.tensor)
             if stage == len(strategy.stages.spans) - 1:
                 given = model.loss(output, batch)
-                passing.outputs = [self.weighted_loss(given, each.lane, len(each.positions))]
+                in_stage.outputs = [self.weighted_loss(given, each.lane, len(each.positions))]
             else:
-                passing.outputs = self.channel.send_activations(stage, key, row, values)
+                in_stage.outputs = self.channel.send_activations(stage, key, row, values)
         if each.last:
             weight = self.lane_sizes[each.lane] / len(self.step_input.indices)
             found = strategy.replica.buffers.end_lane(weight, each.lane, self.buffers[stage])
@@ -324,7 +324,7 @@ class PipelineLocalStep(LocalStep):
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _gradients(self, stage: int, microbatch: StageMicrobatch) -> tuple[list[Tensor], list[Tensor] | None]:
-        """What to go backward from, and with what."""
+        """The outputs that a backward pass starts from, and their gradients."""
         if stage == len(self.pipeline.stages.spans) - 1:
             return microbatch.outputs, None
         found = self.channel.receive_gradients(stage, microbatch.outputs)
@@ -336,28 +336,28 @@ class PipelineLocalStep(LocalStep):
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
     def _backward(self, stage: int, number: int) -> None:
-        passing = self.in_flight.pop((stage, number))
-        tensors, gradients = self._gradients(stage, passing)
+        in_stage = self.in_flight.pop((stage, number))
+        tensors, gradients = self._gradients(stage, in_stage)
         self._accumulate(stage, number, lambda: _go_backward(tensors, gradients))
         if stage > 0:
-            self.channel.send_gradients(stage, passing.inputs)
+            self.channel.send_gradients(stage, in_stage.inputs)
 
     def _backward_of_inputs(self, stage: int, number: int) -> None:
-        passing = self.in_flight[stage, number]
-        tensors, gradients = self._gradients(stage, passing)
-        passing.outputs = []
+        in_stage = self.in_flight[stage, number]
+        tensors, gradients = self._gradients(stage, in_stage)
+        in_stage.outputs = []
         # Torch's halves walk a graph twice, and a recomputed block has none to walk a second time.
-        inputs = [] if self.pipeline.recompute else passing.inputs
+        inputs = [] if self.pipeline.recompute else in_stage.inputs
         weights = [leaf for _, _, leaf in self.leaves[stage]]
 
         def go() -> None:
-            passing.pending = (
+            in_stage.pending = (
                 backward_of_inputs(tensors, gradients, inputs, weights) if tensors else PendingWeightGrads(None)
             )
 
         self._accumulate(stage, number, go, last=False)
         if stage > 0:
-            self.channel.send_gradients(stage, passing.inputs)
+            self.channel.send_gradients(stage, in_stage.inputs)
 
     def _backward_of_weights(self, stage: int, number: int) -> None:
         halves = self.in_flight.pop((stage, number)).pending
@@ -366,7 +366,7 @@ class PipelineLocalStep(LocalStep):
         self._accumulate(stage, number, lambda: backward_of_weights(halves, weights))
 
     def _accumulate(self, stage: int, number: int, go: Callable[[], None], last: bool = True) -> None:
-        """Runs a part of backward with the gradients of the microbatch's own lane in `.grad`."""
+        """Runs a backward pass, or half of one, with the gradients of the microbatch's own lane in `.grad`."""
         each, leaves = self.microbatches[number], self.leaves[stage]
         self.pipeline.current_lane = each.lane
         for (_, _, leaf), gradient in zip(
@@ -383,7 +383,7 @@ class PipelineLocalStep(LocalStep):
             self._close_lane(stage, each.lane)
 
     def _close_lane(self, stage: int, lane: int) -> None:
-        """A stage is through with a lane; after the worker's last one it is added to the others."""
+        """A stage has finished a lane; after the worker's last stage the lane is added to the others."""
         strategy = self.pipeline
         done = self.stages_done.setdefault(lane, set())
         done.add(stage)
@@ -394,7 +394,7 @@ class PipelineLocalStep(LocalStep):
             for (index, place, _), gradient in zip(self.leaves[each], self.lane_grads.pop((each, lane)), strict=True):
                 if gradient is not None and gradient.is_sparse:
                     name = strategy.replica.parameters[index][0]
-                    raise JobError(f"{name} has a sparse gradient, which lanes cannot merge", fix="sparse=False")
+                    raise JobError(f"{name} has a sparse gradient, which lanes cannot add", fix="sparse=False")
                 by_leaf.setdefault(index, {})[place] = gradient
         values: GradList = [None] * strategy.gradient_count
         for index, found in by_leaf.items():
@@ -413,7 +413,7 @@ class PipelineLocalStep(LocalStep):
     # -- tied weights -------------------------------------------------------------------------------------------------
 
     def _with_tied(self, partial_sums: SubtreeSums) -> SubtreeSums:
-        """Gradients of a weight that several stages use meet at the first of them, lane by lane."""
+        """Adds the gradients of a weight that several stages use on the first of them, lane by lane."""
         strategy = self.pipeline
         if not strategy.tied:
             return partial_sums

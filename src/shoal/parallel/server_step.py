@@ -1,9 +1,10 @@
 """A step whose sums go to parameter servers, which hold the weights and apply the optimizer.
 
-    lanes ──► this worker's sums by subtree ──► servers ──► everybody's added in the tree, optimizer ──► new weights
+    lanes ──► this worker's sums by subtree ──► servers: all sums added in the tree, optimizer ──► new weights
 
-In lockstep a worker computes its own lanes, all meet, and whoever is in is added up: the same numbers in the same order
-as without servers. From a queue a worker computes all lanes of a step by itself (or its group does, by collectives).
+In lockstep every worker computes its own lanes, and the servers add the sums of the workers that are in the step: the
+same numbers in the same order as without servers. From a queue a worker computes all lanes of a step alone, or its
+group does, by collectives.
 """
 
 import math
@@ -27,21 +28,21 @@ from shoal.paramserver.sharding import ALIGNMENT, RowRange, flat_layout, shard_d
 
 
 class StepTable(Protocol):
-    """A sparse table in the model, as the step sees it."""
+    """A sparse table of the model in a step."""
 
     def begin_step(self, version: int) -> None: ...
     def take_gradient(self) -> tuple[Tensor, Tensor] | None:
-        """What the backward passes since the last call left."""
+        """The gradient of the backward passes since the last call."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedStep:
-    """What all who are in a step make of their rows; the same on each of them."""
+    """What the workers of a step conclude from their rows, all alike."""
 
-    spans: list[Span]  # subtrees that are in
+    spans: list[Span]  # subtrees of the workers that are in the step
     scale: float  # that the sum is still multiplied by
-    batch_scale: float  # the batch over what of it is in
+    batch_scale: float  # samples of the batch over those that are in the step
     buffer_weights: list[float]
     result: StepResult
 
@@ -136,19 +137,19 @@ class ServerParallel(LaneStrategy):
         return {span: values[self.gradient_count :] for span, values in local.partial_sums.items()}
 
     def commit_buffers(self, shares: Mapping[Span, GradList], agreed: AgreedStep) -> None:
-        """Everybody's shares, added in the tree, become the buffers' values."""
-        merged: GradList = []
+        """Adds all workers' shares in the tree, and writes them to the buffers."""
+        sums: GradList = []
         for index in range(len(self.replica.buffers.names)):
             share = self.sum_subtrees({span: shares[span][index] for span in agreed.spans})
             if share is not None and agreed.batch_scale != 1.0 and share.is_floating_point():
                 share = share * agreed.batch_scale
-            merged.append(share)
+            sums.append(share)
         self.replica.buffers.begin_step()
-        self.replica.buffers.commit(merged, agreed.buffer_weights)
+        self.replica.buffers.commit(sums, agreed.buffer_weights)
 
-    def sum_subtrees(self, parts: Mapping[Span, Tensor | None]) -> Tensor | None:
+    def sum_subtrees(self, partials: Mapping[Span, Tensor | None]) -> Tensor | None:
         """The sum of some subtrees, in the tree's order."""
-        return fold(self.lanes, with_empty_lanes(self.lanes, parts), torch.add)
+        return fold(self.lanes, with_empty_lanes(self.lanes, partials), torch.add)
 
 
 class SparseLocalStep(LocalStep):
@@ -175,7 +176,7 @@ class SparseLocalStep(LocalStep):
 
 
 def gather_rows(group: WorkerGroup, own: SparseGradient | None) -> list[SparseGradient | None]:
-    """Everybody's, by rank; their numbers differ."""
+    """All workers' rows, by rank; their numbers differ."""
     if group.size == 1:
         return [own]
     shape = torch.tensor([0, 0] if own is None else list(own[1].shape), dtype=torch.int64)
@@ -195,7 +196,7 @@ def gather_rows(group: WorkerGroup, own: SparseGradient | None) -> list[SparseGr
 
 
 def sum_in_order(sparse: Mapping[Span, Sequence[SparseGradient | None]], number: int) -> SparseGradient | None:
-    """What subtrees have for a table, added up one after the other."""
+    """The subtrees' gradients of a table, added one after the other."""
     total: SparseGradient | None = None
     for span in sorted(sparse):
         total = add_sparse_rows(total, sparse[span][number])
@@ -209,58 +210,58 @@ def add_sparse_rows(left: SparseGradient | None, right: SparseGradient | None) -
 
 
 class DensePacker:
-    """Tensors of a model that live on servers in parts: from here to there, and back."""
+    """Packs tensors of a model for the shards that hold row ranges of them, and unpacks what the shards send."""
 
     def __init__(self, table: str, spec: DenseSpec, shards: int) -> None:
         self.table, self.spec = table, spec
         self.shard_slices = shard_dense(spec, shards)
-        self._flats = [flat_layout(parts, spec) for parts in self.shard_slices]
+        self._flats = [flat_layout(ranges, spec) for ranges in self.shard_slices]
 
     def pack(self, shard: int, values: Mapping[str, Tensor | None]) -> tuple[TableSlice, list[Tensor]] | None:
-        """What a shard has of these, in one flat tensor for each dtype; None: nothing. Those that are absent are left
-        out."""
-        parts = self.shard_slices[shard]
-        keys = tuple(key for key, part in enumerate(parts) if values.get(part.name) is not None)
+        """A shard's rows of these tensors, one flat tensor per dtype, without absent ones; None: it has no rows."""
+        ranges = self.shard_slices[shard]
+        keys = tuple(key for key, row_range in enumerate(ranges) if values.get(row_range.name) is not None)
         if not keys:
             return None
-        layout = self._flats[shard] if len(keys) == len(parts) else flat_layout([parts[key] for key in keys], self.spec)
+        complete = len(keys) == len(ranges)
+        layout = self._flats[shard] if complete else flat_layout([ranges[key] for key in keys], self.spec)
         dtypes = list(layout.dtypes)
         if len(dtypes) == 1:  # gradients of bf16 weights that have fp32 masters
-            first = values[parts[keys[0]].name]
+            first = values[ranges[keys[0]].name]
             assert first is not None
             dtypes = [first.dtype]
         flats = [torch.empty(total, dtype=dtype) for total, dtype in zip(layout.totals, dtypes, strict=True)]
         with torch.no_grad():
             for place, (key, view) in enumerate(zip(keys, layout.views(flats), strict=True)):
-                value = values[parts[key].name]
+                value = values[ranges[key].name]
                 assert value is not None
-                view.copy_(_rows(value, parts[key]))
+                view.copy_(_rows(value, ranges[key]))
                 end = layout.offsets[place] + layout.counts[place]
                 flats[layout.buffers[place]][end : -(-end // ALIGNMENT) * ALIGNMENT].zero_()
-        return TableSlice(self.table, None if len(keys) == len(parts) else keys), flats
+        return TableSlice(self.table, None if complete else keys), flats
 
     def unpack(self, shard: int, tensors: Sequence[Tensor], into: Mapping[str, Tensor]) -> None:
-        """All that a shard has."""
-        parts, layout = self.shard_slices[shard], self._flats[shard]
+        """Writes all rows of a shard into tensors."""
+        ranges, layout = self.shard_slices[shard], self._flats[shard]
         with torch.no_grad():
-            for part, view in zip(parts, layout.views(tensors), strict=True):
-                _rows(into[part.name], part).copy_(view)
+            for row_range, view in zip(ranges, layout.views(tensors), strict=True):
+                _rows(into[row_range.name], row_range).copy_(view)
 
     def flat_count(self, shard: int) -> int:
-        """How many flat tensors hold a shard's parts."""
+        """The number of flat tensors that hold a shard's rows."""
         return len(self._flats[shard].totals)
 
 
-def _rows(tensor: Tensor, part: RowRange) -> Tensor:
-    return tensor.detach() if tensor.dim() == 0 else tensor.detach()[part.start : part.stop]
+def _rows(tensor: Tensor, row_range: RowRange) -> Tensor:
+    return tensor.detach() if tensor.dim() == 0 else tensor.detach()[row_range.start : row_range.stop]
 
 
 def split_rows(rows: SparseGradient, shards: int) -> list[SparseGradient | None]:
-    """By the shard where each row lives."""
+    """Rows by the shard that holds them."""
     ids, gradients = rows
     homes = shard_of(ids, shards)
     found: list[SparseGradient | None] = []
     for shard in range(shards):
-        mine = homes == shard
-        found.append(SparseGradient(ids[mine], gradients[mine]) if bool(mine.any()) else None)
+        held = homes == shard
+        found.append(SparseGradient(ids[held], gradients[held]) if bool(held.any()) else None)
     return found

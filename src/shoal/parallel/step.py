@@ -112,11 +112,11 @@ class GatheredStepStats:
         """The loss of a step of so many samples, and what its reduced gradients must still be multiplied by."""
 
         def total(which: int) -> float:
-            parts = {
+            by_lane = {
                 (lane, lane + 1): self.lane_losses[lane][which] if lane in self.lane_losses else None
                 for lane in range(self.lanes)
             }
-            return fold(self.lanes, parts, lambda a, b: a + b) or 0.0
+            return fold(self.lanes, by_lane, lambda a, b: a + b) or 0.0
 
         if self.not_finite:
             return math.nan, 1.0

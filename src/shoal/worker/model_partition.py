@@ -149,10 +149,8 @@ def check_memory(job: Job, outline: ModelOutline, plan: Plan, limit: int | None)
 
 def memory_of(job: Job, outline: ModelOutline, plan: Plan, model_shard: int) -> MemoryEstimate:
     share = partition_of(outline, plan.layout, model_shard)
-    dtypes = {
-        name: tensor.dtype
-        for name, tensor in (*outline.sketch.model.named_parameters(), *outline.sketch.model.named_buffers())
-    }
+    model = outline.sketch.model
+    dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
     def size(names: Iterable[str], slices: Mapping[str, TensorSlice]) -> int:
         shapes = [(name, slices.get(name, FULL_SLICE).shape(outline.shapes[name])) for name in names]
@@ -162,19 +160,11 @@ def memory_of(job: Job, outline: ModelOutline, plan: Plan, model_shard: int) -> 
     own = [name for name in order if name in share.held]
     weights = size(own, share.slices)
     if plan.zero == 2:  # kernels use them whole, beside the rows that are updated
-        weights += size(
-            own,
-            {} if outline.rules is None else partition_of(outline, replace(plan.layout, zero=0), model_shard).slices,
-        )
+        replicated = partition_of(outline, replace(plan.layout, zero=0), model_shard)
+        weights += size(own, {} if outline.rules is None else replicated.slices)
     masters = job.precision == "bf16-weights"
-    updated = size(
-        own,
-        {
-            name: tensor_slice.compose(share.slices.get(name, FULL_SLICE))
-            for name, tensor_slice in share.optimizer_slices.items()
-        }
-        or share.slices,
-    )
+    updates = {name: rows.compose(share.slices.get(name, FULL_SLICE)) for name, rows in share.optimizer_slices.items()}
+    updated = size(own, updates or share.slices)
     start, stop = plan.assignment[0]
     return estimate_memory(
         weights // 2 if masters else weights,
@@ -198,11 +188,9 @@ class WorkerPartition:
 
     def as_global(self, zero: int, masters: bool) -> "WorkerPartition":
         """As slices of whole tensors."""
-        within = {
-            name: tensor_slice.compose(self.slices.get(name, FULL_SLICE))
-            for name, tensor_slice in self.optimizer_slices.items()
-        }
-        slices = {**self.slices, **within} if masters and zero == 1 else self.slices
+        slices = self.slices
+        within = {name: rows.compose(slices.get(name, FULL_SLICE)) for name, rows in self.optimizer_slices.items()}
+        slices = {**slices, **within} if masters and zero == 1 else slices
         return replace(self, slices=slices, optimizer_slices=within if zero == 1 else {})
 
 

@@ -180,10 +180,7 @@ class RemoteModel:
         for name, _ in self.tables:
             replies = wait_all([self.client.request(shard, TableStateRequest(name)) for shard in self.shards])
             tables = [dict(zip(reply.names, tensors, strict=True)) for reply, tensors in replies]
-            ids, rows = (
-                torch.cat([rows_there["ids"] for rows_there in tables]),
-                torch.cat([rows_there["values"] for rows_there in tables]),
-            )
+            ids, rows = (torch.cat([each[key] for each in tables]) for key in ("ids", "values"))
             if rows.nbytes <= DIGEST_BYTES:
                 order = torch.argsort(ids)
                 found += [(f"{name}.ids", ids[order]), (f"{name}.rows", rows[order])]
