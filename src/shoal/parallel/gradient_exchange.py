@@ -28,18 +28,15 @@ SubtreeSums = dict[Span, GradList]  # this worker's partial sums, by subtree
 class GradientExchange(Protocol):
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         """Memory for this worker's sums over its subtree number `place`, which saves a copy. Empty: anywhere."""
-        ...
 
     def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None: ...
 
     def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
         """Adds up this worker's share, and returns the sums over all workers: whole once `commit` has returned.
         `present`: by rank, which tensors a worker has contributed."""
-        ...
 
     def commit(self) -> None:
         """Waits until all workers have the sums. From then on no other worker writes to this worker's memory."""
-        ...
 
 
 class LocalExchange:

@@ -45,7 +45,6 @@ class PipelineObjective(Protocol):
     def loss(self, output: Any, batch: Any) -> Any: ...
     def precision(self) -> Any:
         """A context for every kernel of forward."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,6 @@ class StepTable(Protocol):
     def begin_step(self, version: int) -> None: ...
     def take_gradient(self) -> tuple[Tensor, Tensor] | None:
         """The gradient of the backward passes since the last call."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,41 +33,31 @@ class Strategy(Protocol):
     def own_lanes(self) -> Span: ...
     def compute(self, step_input: StepInput, closure: Closure, request: int = 0) -> LocalStep:
         """Runs forward and backward of this worker's lanes. All workers learn of `request` when they reduce."""
-        ...
 
     def reduce(self, local: LocalStep) -> ReducedStep:
         """Sums the lanes of all workers in the tree's order."""
-        ...
 
     def commit(self, reduced: ReducedStep) -> None:
         """Waits until every worker has the sums: a barrier."""
-        ...
 
     def write_gradients(self, reduced: ReducedStep) -> StepResult:
         """Writes the sums to `.grad` and buffers; the optimizer may step. Needs no other worker."""
-        ...
 
     def drop(self) -> None:
         """Discards the step under way: gradients and buffers are as before it."""
-        ...
 
     def regroup(self, groups: ParallelGroups, assignment: Sequence[Span]) -> None:
         """Goes on in other groups, with other lanes. Nothing of the old groups is used again."""
-        ...
 
     def refresh(self) -> None:
         """Updates what the strategy derives from the weights, after they were applied or restored. All workers call
         it together."""
-        ...
 
     def microbatch_indices(self, indices: Sequence[int], batch: int) -> list[list[int]]:
         """The samples of each microbatch that this worker fetches for a batch, in order."""
-        ...
 
     def make_evaluator(self, objective: Any) -> Evaluator:
         """A function from batches to (number of the batch, its metrics), for a job's objective."""
-        ...
 
     def close(self) -> None:
         """Restores the model to what it was before the strategy changed it."""
-        ...

@@ -46,11 +46,9 @@ class RunMembership(Protocol):
     def generation(self) -> int: ...
     def enter(self) -> RecoveryPlan:
         """Makes the first group that this worker is a member of."""
-        ...
 
     def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
         """Some of the members as a group of their own."""
-        ...
 
     def start_at(self, step: int) -> None:
         """This worker has the state that the run starts with."""
@@ -78,11 +76,9 @@ class RunMembership(Protocol):
 
     def recover(self, error: PeerLost) -> RecoveryPlan:
         """Makes a group of the members that are left, after one failed. Raises `error` if it cannot."""
-        ...
 
     def change_members(self, leaving: Sequence[int]) -> RecoveryPlan:
         """Between two steps: some ranks leave, waiting workers come in."""
-        ...
 
     def leave(self) -> None:
         """Waits until the others, which know that this worker leaves, go on without it."""
@@ -102,11 +98,9 @@ class RunMembership(Protocol):
 
     def requests(self) -> int:
         """What this worker requests of all (worker/requests.py)."""
-        ...
 
     def known_committed(self) -> int:
         """Steps that are known to have been committed, by any worker."""
-        ...
 
     def close(self) -> None:
         """Leaves the store."""

@@ -22,31 +22,24 @@ class Coordinator(Protocol):
 
     def enter(self) -> None:
         """Makes this worker take part in the run, with its state."""
-        ...
 
     def next_batch(self) -> Batch | None:
         """The next step of this worker; None: none is left."""
-        ...
 
     def reduce_step(self, batch: Batch) -> StepResult | None:
         """Computes and reduces a step; with collectives it is committed then. None: it went on without this worker."""
-        ...
 
     def apply_step(self, batch: Batch, result: StepResult) -> StepResult | None:
         """Applies the step: the optimizer steps, here or on the servers. None: it went on without this worker."""
-        ...
 
     def end_step(self, batch: Batch, result: StepResult) -> None:
         """Records the step that was applied, evaluates and saves if that is due."""
-        ...
 
     def recover(self, error: ShoalError) -> bool:
         """Handles a loss in a step; False: the error ends the run."""
-        ...
 
     def finish(self) -> bool:
         """Writes and reports the result; False: the run went back meanwhile, and steps are left."""
-        ...
 
 
 def train(coordinator: Coordinator) -> None:
