@@ -14,8 +14,7 @@ from msgspec import structs
 
 from helpers.places import GOLDEN
 from shoal.cli.main import main
-from shoal.driver.driver import RunOptions
-from shoal.driver.launch import open_job, plan_for
+from shoal.driver.make_plan import open_job, plan_for
 from shoal.driver.predict_run import setup_of
 from shoal.errors import InputError, PlanError
 from shoal.job.load import load_job
@@ -47,6 +46,7 @@ from shoal.planner.search.search import (
 )
 from shoal.report import chart
 from shoal.report.scaling_laws import usl_peak, usl_speedup
+from shoal.worker.run_config import RunConfig
 from shoal.worker.model_partition import make_outline
 
 SHAPE = TransformerShape(layers=24, hidden=2048, heads=16, seq=2048, vocab=51200)  # 1.3 billion
@@ -611,7 +611,7 @@ def test_a_plan_that_is_written_can_be_read(capsys: pytest.CaptureFixture[str], 
     assert code == 0 and out.splitlines()[-1] == f"next: shoal train {file} --plan {path}"
     assert "exact" in out.splitlines()[3]
     job = load_job(str(file))
-    assert plan_for(job, RunOptions(plan=read_plan(path))).workers == 2
+    assert plan_for(job, RunConfig().changed(plan=path)).workers == 2
     code, out, _ = run(capsys, str(file), "--cluster", "dgx-a100", "--json")
     assert {each["setup"]["lanes"] for each in json.loads(out)["best"]} == {4}
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from helpers.command import Caller, write_job
-from shoal.driver.check_servers import check_servers, read_sync_modes
+from shoal.driver.check_plan import check_servers, read_sync_modes
 from shoal.driver.outcome import final_error, outcome
 from shoal.driver.verify import server_placements
 from shoal.errors import InputError, PlanError

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 import shoal
 from helpers.command import Caller, write_job
-from shoal.driver.launch import open_job
+from shoal.driver.make_plan import open_job
 from shoal.driver.predict_run import BackgroundTrace, RunPredictor, PredictionBasis, NoPrediction, predict_run, predict_plan, prediction_basis
 from shoal.errors import InputError
 from shoal.parallel.layout import ParallelLayout

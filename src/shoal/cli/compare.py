@@ -11,9 +11,9 @@ from rich.console import Console
 from shoal.cli import compare_text as show
 from shoal.cli.parser import command, job_options
 from shoal.cli.reexec_isa import pin_isa
-from shoal.driver.check_servers import check_servers, read_sync_modes
-from shoal.driver.driver import RunOptions
-from shoal.driver.launch import plan_for, train_with
+from shoal.driver.check_plan import check_servers, read_sync_modes
+from shoal.driver.launch import train_with
+from shoal.driver.make_plan import plan_for
 from shoal.driver.outcome import RunFailed
 from shoal.errors import InputError
 from shoal.job.job import Job
@@ -22,6 +22,7 @@ from shoal.paramserver.sync_mode import SyncMode
 from shoal.report import chart
 from shoal.report.compare_runs import ComparedRun, best, read_compared_run
 from shoal.report.run_folder import DEFAULT_ROOT, RunFolder, find_run
+from shoal.worker.run_config import RunConfig
 
 TEXT = "a job in several ways to keep workers in step, one run each; or finished runs: loss against time and steps"
 EXAMPLE = "shoal compare digits.py --sync sync,stale:3,async --workers 2"
@@ -94,32 +95,33 @@ def _trained(given: argparse.Namespace) -> list[ComparedRun]:
     file = given.what[0]
     job = load_job(file, [*given.settings, *([] if given.steps is None else [f"steps={given.steps}"])])
     pin_isa(job, given)
-    wanted = [_options(given, mode) for mode in modes]
-    for options in wanted:  # what does not go together is said before the first run
-        check_servers(options.servers, options.sync, workers=options.workers or 1)
-        plan_for(job, options)
-    return [_train(job, file, options) for options in wanted]
+    wanted = [_config(given, mode) for mode in modes]
+    for config in wanted:  # what does not go together is reported before the first run
+        check_servers(config.servers, workers=config.parallel.workers or 1)
+        plan_for(job, config)
+    return [_train(job, file, config) for config in wanted]
 
 
 def _with_sync(sync_mode: SyncMode) -> str:
     return f"sync,{sync_mode}" if not sync_mode.exact else "sync,stale:3,async"
 
 
-def _options(given: argparse.Namespace, sync_mode: SyncMode) -> RunOptions:
-    return RunOptions(
+def _config(given: argparse.Namespace, sync_mode: SyncMode) -> RunConfig:
+    return RunConfig().changed(
         workers=2 if given.workers is None else given.workers,
         servers=1 if given.servers is None else given.servers,
         sync=str(sync_mode),
         quiet=given.quiet or given.json,
         plain=given.plain,
+        predict=False,
     )
 
 
-def _train(job: Job, file: str, options: RunOptions) -> ComparedRun:
+def _train(job: Job, file: str, config: RunConfig) -> ComparedRun:
     try:
-        path = train_with(job, options, name=file).folder
+        path = train_with(job, config, name=file).folder
     except RunFailed as error:  # a mode in which a job does not train is a result, too
-        print(f"{options.sync}: {error}", file=sys.stderr, flush=True)
+        print(f"{config.servers.sync}: {error}", file=sys.stderr, flush=True)
         path = Path(error.report["folder"])
     return read_compared_run(RunFolder(path))
 

@@ -7,8 +7,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +25,19 @@ from shoal.cli import simulate as simulate_command
 from shoal.cli.bench import bench_collectives, text
 from shoal.cli.blocks_text import text as blocks_text
 from shoal.cli.blocks_text import value as blocks_value
+from shoal.cli.options import config_of, config_options, job_argument
 from shoal.cli.parser import CommandParser, HelpAll, command, job_options, rare_option
 from shoal.cli.reexec_isa import pin_isa
 from shoal.cli.schedule_text import text as schedule_text
 from shoal.cli.schedule_text import value as schedule_value
-from shoal.collectives.options import CommOptions
 from shoal.driver.control import attach, scale, stop, why
-from shoal.driver.driver import RunOptions
-from shoal.driver.launch import PreparedJob, open_job, plan_for, run_with, train_with
+from shoal.driver.launch import run_with, train_with
 from shoal.driver.launchers.cleanup import clean
 from shoal.driver.launchers.lab import Lab, check_machine
 from shoal.driver.launchers.lab_network import picture, summary
 from shoal.driver.launchers.programs import check_program, run_program
+from shoal.driver.make_plan import PreparedJob, open_job, plan_for
 from shoal.driver.outcome import RunFailed, RunInterrupted
-from shoal.driver.predict_run import prediction_enabled
 from shoal.driver.verify import (
     PLAIN_TOLERANCE,
     VerifyRow,
@@ -55,8 +52,6 @@ from shoal.driver.verify import (
 from shoal.errors import InputError, ShoalError
 from shoal.job.load import load_job
 from shoal.parallel.layout import ParallelLayout
-from shoal.parallel.plan import read_plan
-from shoal.paramserver.sync_mode import EXAMPLES
 from shoal.planner.cluster import ORDERS, Cluster, even_cluster, read_cluster
 from shoal.report.closing_report import closing, prediction_lines, runs_table
 from shoal.report.run_folder import RunFolder, find_run, list_runs
@@ -64,9 +59,8 @@ from shoal.report.stacks import render
 from shoal.testing.chaos.player import ChaosTarget, run_chaos
 from shoal.testing.chaos.schedule import KINDS, make_schedule, read_schedule, read_seconds
 from shoal.testing.chaos.scorecard import scorecard_lines
-from shoal.worker.context import RunSettings
-from shoal.worker.memory import parse_size
 from shoal.worker.model_partition import make_outline
+from shoal.worker.run_config import AUTO, RunConfig
 
 HELP = """\
 Distributed PyTorch training with the same bits on any number of workers.
@@ -109,7 +103,7 @@ examples:
 TRAIN_EXAMPLES = """shoal train digits.py --workers 2 --set steps=50
          shoal train digits.py --workers 4 --servers 2 --sync stale:3"""
 VERIFY_STEPS = 20
-AUTO = Path("auto")  # as a plan
+JOB_ONLY = ("layout", "schedule", "chunks", "recompute", "memory", "cluster", "calibrate", "sync")  # no flag of `run`
 
 
 def build_parser() -> CommandParser:
@@ -152,19 +146,17 @@ def build_parser() -> CommandParser:
     pipeline.add_argument("--json", action="store_true", help="print actions, times and figures as JSON")
 
     train = command(commands, "train", "train a job", _train, TRAIN_EXAMPLES)
-    train.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
-    job_options(train)
-    _layout_options(train)
-    _server_options(train)
+    job_argument(train, nargs="?")
     train.add_argument("--dry-run", action="store_true", help="print the job and the plan, and start nothing")
-    _run_options(train)
+    config_options(train)
+    rare_option(train, "--json", action="store_true", help="print the report as JSON")
 
     run = command(
         commands, "run", "start any torch.distributed script", _run, "shoal run train.py --workers 2 -- --lr 0.1"
     )
     run.add_argument("script", help="a Python script; what follows -- is its own")
-    _server_options(run, script=True)
-    _run_options(run)
+    config_options(run, leave_out=JOB_ONLY, servers="parameter servers, which workers find in SHOAL_SERVERS (none)")
+    rare_option(run, "--json", action="store_true", help="print the report as JSON")
 
     check = command(
         commands, "verify", "prove that placements agree", _verify, "shoal verify digits.py --workers 1,2,4 --steps 20"
@@ -191,7 +183,7 @@ def build_parser() -> CommandParser:
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="change the job"
     )
     check.add_argument("--json", action="store_true", help="print the result as JSON")
-    _comm_options(check)
+    config_options(check, "compress", "algorithm")
     check.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
 
     compare_command.add(commands)
@@ -269,114 +261,6 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def _layout_options(parser: CommandParser) -> None:
-    """How the model is spread over the workers."""
-    parser.add_argument("--layout", metavar="LIST",
-                        help="data=2,pipeline=2,tensor=2,zero=1: copies, stages, slices, sharded states")  # fmt: skip
-    for axis, words in (("data", "copies"), ("pipeline", "stages"), ("tensor", "slices")):
-        rare_option(
-            parser, f"--{axis}", type=int, metavar="N", help=f"{words} of the model; the same as --layout {axis}=N"
-        )
-    rare_option(
-        parser, "--zero", type=int, metavar="1|2|3", help="cut optimizer state, gradients, weights among copies"
-    )
-    rare_option(parser, "--schedule", default="1f1b", metavar="NAME",
-         help="of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipe (1f1b)")  # fmt: skip
-    rare_option(
-        parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)"
-    )
-    rare_option(
-        parser, "--recompute", action="store_true", help="keep only the inputs of blocks, and compute them again"
-    )
-    rare_option(
-        parser, "--memory", metavar="SIZE", help="what a worker may use at the most: 250MB; enforced (no limit)"
-    )
-    rare_option(parser, "--cluster", metavar="NAME|FILE", help="what the run is predicted and planned for (laptop)")
-    rare_option(parser, "--calibrate", nargs="+", default=[], metavar="RUN",
-         help="earlier runs, whose predictions say how to correct this one's")  # fmt: skip
-
-
-def _server_options(parser: CommandParser, *, script: bool = False) -> None:
-    """Processes that hold the weights, and how workers are kept in step."""
-    if script:
-        parser.add_argument("--servers", type=int, metavar="N",
-                            help="parameter servers, which workers find in SHOAL_SERVERS (none)")  # fmt: skip
-        return
-    parser.add_argument("--servers", type=int, metavar="N", help="parameter servers, which hold the weights (none)")
-    parser.add_argument("--sync", default="", metavar="MODE", help=f"how they keep workers in step: {EXAMPLES} (sync)")
-
-
-def _run_options(parser: CommandParser) -> None:
-    parser.add_argument("--workers", type=int, metavar="N", help="processes in all (1)")
-    parser.add_argument("--shares", metavar="LIST", help="uneven shares of the lanes: 3,1; or auto: by measured speed")
-    parser.add_argument("--plan", type=Path, metavar="auto|FILE",
-                        help="the planner chooses the layout (the default); or replay a plan.json")  # fmt: skip
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (a fresh one under runs/)")
-    parser.add_argument("--resume", nargs="?", const=True, default=False, metavar="RUN",
-                        help="go on with a run (folder, id, or nothing: the newest), on any workers")  # fmt: skip
-    parser.add_argument("--tensorboard", action="store_true", help="write TensorBoard files into the run's folder")
-    parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
-    rare_option(
-        parser,
-        "--nonfinite",
-        choices=["stop", "skip"],
-        default="stop",
-        help="a loss that is not finite: stop (default) or skip the step",
-    )
-    _comm_options(parser)
-    _membership_options(parser)
-    rare_option(
-        parser, "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (one pass over the data)"
-    )
-    rare_option(parser, "--stop-after", type=int, metavar="N", help="stop after this step, resumable")
-    rare_option(
-        parser, "--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait for other workers (1800)"
-    )
-    rare_option(parser, "--pin", action="store_true", help="give each worker cores of its own")
-    rare_option(
-        parser,
-        "--inexact",
-        action="store_true",
-        help="without deterministic kernels: not the same bits, said in the report",
-    )
-    rare_option(parser, "--json", action="store_true", help="print the report as JSON")
-    rare_option(parser, "--plain", action="store_true", help="lines instead of the live view")
-    rare_option(parser, "-q", "--quiet", action="store_true", help="only the closing report")
-
-
-def _membership_options(parser: CommandParser) -> None:
-    """What becomes of a run whose workers die, stall, leave and join."""
-    parser.add_argument("--on-failure", choices=["replace", "shrink", "stop"], default="replace",
-                        help="a worker is lost: replace it (default), go on with the others, or stop")  # fmt: skip
-    rare_option(parser, "--min-workers", type=int, default=1, metavar="N", help="with fewer the run stops, saved (1)")
-    rare_option(
-        parser, "--max-workers", type=int, metavar="N", help="never more, whatever shoal scale asks for (the lanes)"
-    )
-    rare_option(
-        parser, "--max-failures", type=int, default=100, metavar="N", help="lost workers after which it stops (100)"
-    )
-    rare_option(parser, "--slow", choices=["rebalance", "evict", "ignore"], default="rebalance",
-         help="a worker that falls behind: fewer lanes (default), replaced, or waited for")  # fmt: skip
-    rare_option(
-        parser, "--lease", type=float, default=5.0, metavar="S", help="seconds of silence after which one is lost (5)"
-    )
-    rare_option(
-        parser, "--store", metavar="URL", help="etcd://host:port[/prefix] for several machines (a process of its own)"
-    )
-    rare_option(parser, "--samples", action="store_true", help="record which samples each step saw, not only a digest")
-    rare_option(
-        parser, "--checkpoint", metavar="auto|N", help="steps between checkpoints, or auto: by their measured cost"
-    )
-
-
-def _comm_options(parser: CommandParser) -> None:
-    rare_option(parser, "--compress", default="", metavar="LIST",
-         help="gradients in fewer bytes between hosts or racks: int8@host,powersgd:4@rack; not exact")  # fmt: skip
-    rare_option(parser, "--algorithm", default="", metavar="NAME",
-         help="how they travel between hosts: direct, tree, halving, hierarchical, or ring, which is not exact"
-         " (the cost model chooses)")  # fmt: skip
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -437,18 +321,18 @@ def _schedule(given: argparse.Namespace) -> int:
 
 
 def _train(given: argparse.Namespace) -> int:
-    if given.file is None and isinstance(given.resume, str) and ".py" in given.resume:
+    if given.file is None and ".py" in str(getattr(given, "resume", "")):
         given.file, given.resume = given.resume, True  # `--resume digits.py`: a bare --resume, then the file
-    if given.file is None and given.calibrate and ".py" in given.calibrate[-1]:
+    if given.file is None and ".py" in getattr(given, "calibrate", [""])[-1]:
         given.file = given.calibrate.pop()  # likewise
     if given.file is None:
         raise InputError("which job? a file is missing", fix="shoal train digits.py")
     job = load_job(given.file, given.settings)
     pin_isa(job, given)
-    options = _options(given)
+    config = config_of(given, detached=given.lab is None)  # a lab ends with the process that made it
     if given.dry_run:
         opened = open_job(job)
-        with PreparedJob(opened, options) as prepared:
+        with PreparedJob(opened, config, given.lab) as prepared:
             prepared.choose_plan()
             plan, foreseen = prepared.plan, prepared.prediction(True) or {}
         if given.json:
@@ -461,101 +345,9 @@ def _train(given: argparse.Namespace) -> int:
         print("\n".join(plan.lines()))
         print("\n".join(prediction_lines(foreseen, str(plan.layout), prepared.layout_reason)))
         return 0
-    report = train_with(job, options, name=given.file)
+    report = train_with(job, config, name=given.file, lab=given.lab)
     _print_report(report.value, given.json)
     return 0
-
-
-def _options(given: argparse.Namespace) -> RunOptions:
-    for name in ("stop_after", "checkpoint_every"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(given, name)}: a number from 1 up")
-    for name in ("timeout", "lease"):
-        if not getattr(given, name) > 0:
-            raise InputError(f"--{name} {getattr(given, name)}: seconds above 0")
-    every, automatic = _checkpoint(given)
-    settings = RunSettings(
-        stop_after=given.stop_after,
-        checkpoint_every=every,
-        checkpoint_auto=automatic,
-        on_failure=given.on_failure,
-        min_workers=given.min_workers,
-        max_workers=given.max_workers,
-        max_failures=given.max_failures,
-        slow=given.slow,
-        lease_seconds=given.lease,
-        store=given.store,
-        samples=given.samples,
-        nonfinite=given.nonfinite,
-        shares=given.shares,
-        exact=not given.inexact,
-        timeout=timedelta(seconds=given.timeout),
-        communication=CommOptions(algorithm=given.algorithm, compress=given.compress, inexact=given.inexact),
-        memory=parse_size(given.memory) if getattr(given, "memory", None) is not None else None,
-    )
-    if given.plan == AUTO and given.shares is not None:
-        raise InputError(f"--plan auto and --shares {given.shares}: both say who gets what", fix="one of them")
-    workers = given.workers
-    if workers is None and given.plan in (None, AUTO) and given.lab is not None:
-        workers = given.lab.cluster.workers
-    return RunOptions(
-        workers=workers,
-        layout=_layout(given),
-        schedule=getattr(given, "schedule", "1f1b"),
-        chunks=getattr(given, "chunks", None),
-        recompute=getattr(given, "recompute", False),
-        shares=given.shares,
-        plan=read_plan(given.plan) if given.plan not in (None, AUTO) else None,
-        servers=given.servers,
-        sync=getattr(given, "sync", ""),
-        auto=given.plan == AUTO,
-        cluster=getattr(given, "cluster", None),
-        calibrate=tuple(getattr(given, "calibrate", ())),
-        predict=given.command == "train" and prediction_enabled(),
-        run_dir=given.run_dir,
-        resume=given.resume,
-        quiet=given.quiet or given.json,
-        plain=given.plain,
-        tensorboard=given.tensorboard,
-        pin=given.pin,
-        lab=given.lab,
-        detached=given.lab is None,  # a lab ends with the process that made it
-        settings=settings,
-    )
-
-
-def _layout(given: argparse.Namespace) -> ParallelLayout | None:
-    """`--layout data=2,pipeline=2`, or the same in parts."""
-    axes = ("data", "pipeline", "tensor", "zero")
-    named = {axis: getattr(given, axis) for axis in axes if getattr(given, axis, None) is not None}
-    text = getattr(given, "layout", None)
-    if text is None and not named:
-        return None
-    if text is not None and named:
-        raise InputError(
-            f"--layout {text} and --{next(iter(named))}: both say how the model is spread", fix="one of them"
-        )
-    if given.plan is not None:
-        has = "the planner chooses one" if given.plan == AUTO else "the plan has one"
-        raise InputError(f"--plan {given.plan} and a layout: {has}", fix="one of them")
-    layout = ParallelLayout.parse(text) if text is not None else ParallelLayout(**named)
-    if given.workers is not None and "data" not in (text or "") and "data" not in named and layout.replica_size > 0:
-        copies, rest = divmod(given.workers, layout.replica_size)
-        if copies and not rest:
-            layout = replace(layout, data=copies)  # the rest of the workers are more copies
-    return layout
-
-
-def _checkpoint(given: argparse.Namespace) -> tuple[int | None, bool]:
-    if given.checkpoint is None or given.checkpoint == "auto":
-        return given.checkpoint_every, given.checkpoint == "auto"
-    if given.checkpoint_every is not None:
-        raise InputError(
-            f"--checkpoint {given.checkpoint} and --checkpoint-every {given.checkpoint_every}: one of them"
-        )
-    if not given.checkpoint.isdigit() or int(given.checkpoint) < 1:
-        raise InputError(f"--checkpoint {given.checkpoint}: auto, or a number of steps from 1 up")
-    return int(given.checkpoint), False
 
 
 def _print_report(value: dict[str, Any], as_json: bool, *, prediction: bool = False) -> None:
@@ -566,16 +358,17 @@ def _print_report(value: dict[str, Any], as_json: bool, *, prediction: bool = Fa
 
 
 def _run(given: argparse.Namespace) -> int:
-    if given.plan == AUTO:
+    if getattr(given, "plan", None) == AUTO:
         raise InputError("--plan auto: a script has no layout to choose", fix="shoal train FILE: a job has")
-    report = run_with(Path(given.script), given.script_arguments, _options(given))
+    config = config_of(given, detached=given.lab is None)
+    report = run_with(Path(given.script), given.script_arguments, config, lab=given.lab)
     if report.value["weights_sha256"] or given.json:
         _print_report(report.value, given.json)
     return 0
 
 
 def _verify(given: argparse.Namespace) -> int:
-    wish = exact_comm_options(CommOptions(algorithm=given.algorithm, compress=given.compress))
+    wish = exact_comm_options(config_of(given).comm_options)
     job = load_job(given.file, given.settings)
     pin_isa(job, given)
     if given.steps is not None and given.steps < 1:
@@ -590,7 +383,7 @@ def _verify(given: argparse.Namespace) -> int:
     name = given.file
     opened = open_job(job)
     for placement in wanted:  # a placement that does not fit is said before the first run
-        plan = plan_for(job, placement.options())
+        plan = plan_for(job, placement.config(), placement.lab)
         if plan.layout.sharded:
             make_outline(job, opened.source, plan)
     console = Console(stderr=True)
@@ -664,7 +457,7 @@ def _chaos(given: argparse.Namespace) -> int:
         raise InputError(f"--workers {given.workers}, but the schedule was made for {schedule.workers}")
     if "partition" in schedule.kinds:
         check_machine()
-    plan_for(load_job(given.file, given.settings), RunOptions(workers=schedule.workers))
+    plan_for(load_job(given.file, given.settings), RunConfig().changed(workers=schedule.workers))
     subject = ChaosTarget(
         job=given.file,
         workers=schedule.workers,

@@ -50,10 +50,10 @@ class HelpAll(argparse.Action):
         parser.exit(0)
 
 
-def rare_option(parser: argparse.ArgumentParser, *names: str, help: str, **more: Any) -> None:
+def rare_option(parser: Any, *names: str, help: str, **more: Any) -> None:
     """An option that `--help` leaves out and `--help-all` shows."""
     action = parser.add_argument(*names, help=argparse.SUPPRESS, **more)
-    action.full_help = help  # type: ignore[attr-defined]
+    action.full_help = help
 
 
 def command(commands: Any, name: str, text: str, call: Any, example: str) -> CommandParser:

@@ -179,7 +179,7 @@ def _shape_question(given: argparse.Namespace, memory: float | None) -> PlanQuer
 
 def _job_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
     from shoal.driver.job_space import job_space, plan_refusal
-    from shoal.driver.launch import open_job
+    from shoal.driver.make_plan import open_job
     from shoal.job.load import load_job
     from shoal.planner.trace_job import workload_of
 

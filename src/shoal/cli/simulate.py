@@ -182,7 +182,7 @@ def _request(given: argparse.Namespace, cluster: Cluster) -> SimulateRequest:
 
 def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cluster) -> SimulateRequest:
     from shoal.driver.job_space import plan_refusal
-    from shoal.driver.launch import open_job
+    from shoal.driver.make_plan import open_job
     from shoal.driver.predict_run import setup_of
     from shoal.job.load import load_job
     from shoal.planner.trace_job import workload_of

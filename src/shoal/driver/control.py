@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 
 from shoal.collectives.handshake import host_identity
-from shoal.driver.driver import DRIVER_PROCESS, DRIVER_STATE, DriverState, RunDriver, RunOptions, failure_policy_of
+from shoal.driver.driver import DRIVER_PROCESS, RunDriver
 from shoal.driver.failure_policy import worker_count_error
+from shoal.driver.launch_spec import read_driver_state
 from shoal.driver.store_monitor import living_driver
-from shoal.errors import InputError, RunError, RunFolderError
+from shoal.errors import InputError, RunError
+from shoal.parallel.layout import ParallelLayout
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess, store_key
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state
@@ -31,9 +33,9 @@ TICK_SECONDS = 0.1
 def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> dict[str, Any]:
     """Takes over a run whose driver is gone, and returns its report when it has ended."""
     _refuse_servers(folder, "its driver cannot be replaced")
-    read_driver_state(folder)
+    state = read_driver_state(folder)
     with folder:
-        return RunDriver.attach(folder, RunOptions(quiet=quiet, plain=plain, detached=True))
+        return RunDriver.attach(folder, state, quiet=quiet, plain=plain)
 
 
 def stop(folder: RunFolder) -> int:
@@ -50,9 +52,10 @@ def stop(folder: RunFolder) -> int:
 def scale(folder: RunFolder, workers: int) -> list[int]:
     """Another number of workers from the next step on. Returns the numbers of those that take part then."""
     _refuse_servers(folder, "it has as many workers as it began with")
-    standing = read_driver_state(folder)
+    state = read_driver_state(folder)
+    layout = ParallelLayout.parse(state.started.layout)
     refused = worker_count_error(
-        workers, failure_policy_of(standing.settings), standing.lanes, standing.model_shards, standing.no_replicas
+        workers, state.config.failure, state.started.lanes, layout.shards, no_replicas=layout.zero > 0
     )
     if refused is not None:
         raise refused
@@ -90,21 +93,9 @@ def why(folder: RunFolder) -> list[WorkerActivity]:
         return [_activity_of(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
 
 
-def read_driver_state(folder: RunFolder) -> DriverState:
-    try:
-        return msgspec.json.decode((folder.path / DRIVER_STATE).read_bytes(), type=DriverState)
-    except FileNotFoundError:
-        pass
-    except (OSError, msgspec.MsgspecError) as error:
-        raise RunFolderError(f"{folder.path / DRIVER_STATE} cannot be read: {error}") from None
-    if folder.report.exists():
-        raise InputError(f"run {folder.id} is over", fix=f"shoal report {folder.path}")
-    raise InputError(f"run {folder.id} does not run here", fix=f"--resume {folder.path} goes on with it")
-
-
 @contextmanager
 def _store(folder: RunFolder) -> Iterator[RunStore]:
-    store = open_store(read_driver_state(folder).settings.store, folder.path, folder.id)
+    store = open_store(read_driver_state(folder).config.failure.store, folder.path, folder.id)
     try:
         yield store
     finally:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,12 @@ from rich.console import Console
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.driver import outcome
-from shoal.driver.failure_policy import FailurePolicy, LossDecision, WorkerRoster, uncovered_shards, uncovered_text
+from shoal.driver.failure_policy import LossDecision, WorkerRoster, uncovered_shards, uncovered_text
+from shoal.driver.launch_spec import DRIVER_STATE, DriverState, LaunchSpec
 from shoal.driver.launchers.fork_server import LocalLauncher, ProcessExit, WorkerStartup
-from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.namespaces import LabHost, call_on
 from shoal.driver.store_monitor import StoreMonitor
 from shoal.errors import RunError, ShoalError
-from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan
 from shoal.planner.cluster import WorkerSlot
 from shoal.recovery.membership import sqlite_client
@@ -62,22 +60,14 @@ from shoal.report.run_folder import RunFolder
 from shoal.report.run_sockets import listen
 from shoal.report.summarize import summarize_run
 from shoal.report.tensorboard import TensorBoard
-from shoal.worker.context import (
-    ACK_WORD,
-    DRIVER_SOCKET,
-    STOP_WORD,
-    UNDELIVERED,
-    EventChannel,
-    RunSettings,
-    WorkerContext,
-    torchrun_store,
-)
+from shoal.worker.context import WorkerContext, torchrun_store
 from shoal.worker.elastic_membership import LOG_ONLY, MODEL_SHARD_LOST, TOO_SLOW
+from shoal.worker.event_channel import ACK_WORD, DRIVER_SOCKET, STOP_WORD, UNDELIVERED, EventChannel
 from shoal.worker.main import TRACEBACK_FOLLOWS, reporting_failures
+from shoal.worker.run_config import RunConfig
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # after a first failure: how long the others may still tell theirs
-DRIVER_STATE = "driver.json"  # in the run's folder: what another driver needs to take over
 DRIVER_PROCESS = "driving.json"  # in the run's folder, of a run with parameter servers: which process is its driver
 LAUNCHER_SOCKET = "engine.sock"  # in the run's folder: where the server that starts workers listens
 DROPPED_GRACE_SECONDS = 1.0  # for a worker that the others dropped to end by itself
@@ -90,87 +80,25 @@ LOG_BYTES = 1 << 14  # of the end of a log in which they are looked for
 LOG_LINES = 5  # of a lost worker that its story shows
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What the user asked for beside the job. Flags of `shoal train` and arguments of `shoal.train` alike."""
-
-    workers: int | None = None
-    layout: ParallelLayout | None = None  # None: every worker has all of the model
-    schedule: str = "1f1b"  # of a pipeline
-    chunks: int | None = None  # stages of a pipeline's worker; None: as the schedule has it
-    recompute: bool = False
-    shares: str | None = None
-    plan: Plan | None = None
-    servers: int | None = None  # parameter servers; None: as a plan or the run that is resumed has it, else none
-    sync: str = ""  # how they keep workers in step (paramserver/sync_mode.py); empty: as the run had it, or "sync"
-    run_dir: Path | None = None
-    resume: str | bool = False  # True: the newest run; else a folder or the beginning of an id
-    quiet: bool = False
-    plain: bool = False
-    tensorboard: bool = False
-    pin: bool = False  # give each worker cores of its own
-    lab: Lab | None = None  # whose hosts the workers run on
-    auto: bool = False  # the planner chooses the layout: asked for; it does anyway where nobody says one
-    cluster: str | None = None  # a preset or a file: what predictions are made for
-    calibrate: tuple[str, ...] = ()  # runs that say how good they are
-    predict: bool = False  # the run is predicted, for its report
-    elastic: bool = True  # workers may come and go; else the first loss ends the run, and no store is kept
-    detached: bool = False  # the run goes on when this process is gone
-    settings: RunSettings = field(default_factory=RunSettings)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchSpec:
-    """What is to be run: a job's loop or a script, by how many workers."""
-
-    work: Callable[[WorkerContext], None]  # in each worker
-    size: int
-    plan: Plan | None
-    threads: int
-    target: str | None
-    started: RunStarted
-    files: dict[Path, Any]  # what the run's folder should say about it
-    model_shards: int = 1  # that the model is cut into
-    no_replicas: bool = False  # no two workers hold the same
-    # What is foreseen of the run, as prediction.json has it; None: not known yet. `True`: it is needed now.
-    prediction: Callable[[bool], Mapping[str, Any] | None] | None = None
-    servers: int = 0  # parameter servers
-    serve_shard: Callable[[WorkerContext, int], None] | None = None  # in each of them, with its number
-    replan: Callable[[int], Plan] | None = None  # a plan for so many workers that are left; raises if there is none
-
-
-class DriverState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be known of a run to watch over it, beside its events."""
-
-    size: int
-    lanes: int
-    threads: int
-    target: str | None
-    settings: RunSettings
-    command: str
-    pin: bool = False
-    model_shards: int = 1
-    no_replicas: bool = False
-
-
 class RunDriver:
     def __init__(
         self,
         launch: LaunchSpec,
         folder: RunFolder,
-        settings: RunSettings,
-        options: RunOptions,
+        config: RunConfig,
         previous: "RunDriver | None" = None,
     ) -> None:
         """`before`: of the same run, which goes on with another layout."""
-        self.launch, self.folder, self.settings, self.options = launch, folder, settings, options
+        self.launch, self.folder, self.config = launch, folder, config
         self.tally: RunTally = RunTally() if previous is None else previous.tally
         self.prediction: Mapping[str, Any] | None = None
         self.next_plan: tuple[Plan, str] | None = None  # that the run goes on with when this sitting is over, and why
-        self.tensorboard = TensorBoard(folder) if options.tensorboard else None
-        self.progress: Progress = choose_progress(Console(stderr=True), quiet=options.quiet, plain=options.plain)
+        self.tensorboard = TensorBoard(folder) if config.output.tensorboard else None
+        self.progress: Progress = choose_progress(
+            Console(stderr=True), quiet=config.output.quiet, plain=config.output.plain
+        )
         self.log_tails: dict[int, _LogTail] = {}
-        self.slots = () if options.lab is None else options.lab.slots(launch.size)
+        self.slots = () if launch.lab is None else launch.lab.slots(launch.size)
         self.interrupts = 0
         self.stopping_reported = False
         self.failed_at: float | None = None
@@ -178,11 +106,11 @@ class RunDriver:
         self.fatal_error = False  # an error that whoever took over would meet, too
         self.fill_at: float | None = None  # after taking over: when all ends that nobody heard of have been told
         self.roster: WorkerRoster = WorkerRoster(
-            policy=failure_policy_of(settings),
+            policy=config.failure,
             wanted=launch.size,
             lanes=launch.started.lanes,
-            model_shards=launch.model_shards,
-            no_replicas=launch.no_replicas,
+            model_shards=launch.layout.shards,
+            no_replicas=launch.layout.zero > 0,
             failures=0 if previous is None else previous.roster.failures,
         )
         self.store_monitor: StoreMonitor | None = None
@@ -193,38 +121,34 @@ class RunDriver:
         self.leave_reasons: dict[WorkerId, str] = {}  # why
         self.seen_events: set[bytes] = set()  # what another driver has written: workers may tell some of it again
         self.loss_reasons: dict[WorkerId, str] = {}  # how it is known that a worker is lost whose process still exists
-        self.elastic = options.elastic and launch.started.command == "train"  # a script says so when it joins
+        self.elastic = config.failure.elastic and launch.started.command == "train"  # a script says so when it joins
         self.oom_watch = OomWatch()
         self.port = 0
         self.listener: socket.socket | None = None
 
     def run(self) -> dict[str, Any]:
-        if not self.settings.resume:  # else they are an older run's until its checkpoint has been accepted
+        if not self.launch.resumed:  # else they are an older run's until its checkpoint has been accepted
             self._write_files()
         # Every torch optimizer imports this when it is made, which takes a second: once here, not in each worker.
         importlib.import_module("torch._dynamo")
         first = self.roster.fill()
-        if self.options.elastic:
-            place, outlives = self._host(0), self.options.detached
-            store = self.settings.store
+        if self.config.failure.elastic:
+            place, outlives = self._host(0), self.config.failure.detached
+            store = self.config.failure.store
             self.store_monitor = StoreMonitor(self.folder.path, self.folder.id, store, place, detached=outlives)
-            first = self.store_monitor.begin(first, resumed=self.settings.resume)
+            first = self.store_monitor.begin(first, resumed=self.launch.resumed)
             self.roster.active, self.roster.incarnations = set(first), {who.worker: who.incarnation for who in first}
-        address = self.folder.path / LAUNCHER_SOCKET if self.options.detached else None
+        address = self.folder.path / LAUNCHER_SOCKET if self.config.failure.detached else None
         engine = LocalLauncher(self._run_worker, fresh_thread=self.launch.threads > 1, address=address)
-        if self.options.elastic:
-            standing = DriverState(
-                size=self.launch.size,
-                lanes=self.launch.started.lanes,
+        if self.config.failure.elastic:
+            state = DriverState(
+                config=self.config,
+                started=self.launch.started,
                 threads=self.launch.threads,
                 target=self.launch.target,
-                settings=self.settings,
-                command=self.launch.started.command,
-                pin=self.options.pin,
-                model_shards=self.launch.model_shards,
-                no_replicas=self.launch.no_replicas,
+                resumed=self.launch.resumed,
             )
-            self.folder.write_json(self.folder.path / DRIVER_STATE, standing)
+            self.folder.write_json(self.folder.path / DRIVER_STATE, state)
         return self._drive(engine, lambda: self._begin(engine, first))
 
     def _begin(self, launcher: LocalLauncher, first: list[WorkerId]) -> None:
@@ -233,22 +157,20 @@ class RunDriver:
             self._start(launcher, who)
 
     @classmethod
-    def attach(cls, folder: RunFolder, options: RunOptions) -> dict[str, Any]:
+    def attach(cls, folder: RunFolder, state: DriverState, *, quiet: bool, plain: bool) -> dict[str, Any]:
         """Takes over a run whose driver is gone."""
-        standing = msgspec.json.decode((folder.path / DRIVER_STATE).read_bytes(), type=DriverState)
-        events = folder.read_events()
-        started = next(event for event in reversed(events) if isinstance(event, RunStarted))
+        config = state.config.changed(quiet=quiet, plain=plain, tensorboard=False, detached=True)
         launch = LaunchSpec(
-            work=_no_work, size=standing.size, plan=None, threads=standing.threads, target=standing.target,
-            started=started, files={}, model_shards=standing.model_shards, no_replicas=standing.no_replicas,
-        )  # fmt: skip
-        driver = cls(launch, folder, standing.settings, options)
+            work=_no_work, started=state.started, threads=state.threads, target=state.target, resumed=state.resumed
+        )
+        driver = cls(launch, folder, config)
+        events = folder.read_events()
         for event in events:
             driver._update(event)
         driver.seen_events = {encode(event) for event in events}
         with suppress(OSError, msgspec.MsgspecError):
             driver.prediction = msgspec.json.decode(folder.prediction.read_bytes(), type=dict[str, Any])
-        driver.store_monitor = StoreMonitor(folder.path, folder.id, standing.settings.store, host=None)
+        driver.store_monitor = StoreMonitor(folder.path, folder.id, config.failure.store, host=None)
         driver.store_monitor.check_no_driver()
         engine = None
         with suppress(OSError):
@@ -264,7 +186,7 @@ class RunDriver:
             present = {WorkerId(rank, life) for rank, life in launcher.pids}
             self.roster.active = present
             # Whoever was lost while there was no driver is told of by the server, and replaced then.
-            wanted = self.tally.membership.wanted if self.settings.on_failure == "replace" else None
+            wanted = self.tally.membership.wanted if self.config.failure.on_failure == "replace" else None
             self.roster.wanted = wanted or len(present)
             for who in present:
                 self.roster.incarnations[who.worker] = max(who.incarnation, self.roster.incarnations.get(who.worker, 0))
@@ -323,7 +245,7 @@ class RunDriver:
                     self._worker_exited(launcher, heard)
                 else:
                     self._emit(decode(heard.text))
-            if self.options.detached:
+            if self.config.failure.detached:
                 launcher.acknowledge(ACK_WORD)
             self._accept(launcher)
             self._emit_prints()
@@ -376,7 +298,7 @@ class RunDriver:
         saved, whoever is left may be writing the first checkpoint: it ends by itself when that is done."""
         assert self.store_monitor is not None
         saving = self.roster.active & self.participants
-        if self._lost_state() and not self._has_checkpoint and saving and self.settings.on_failure == "replace":
+        if self._lost_state() and not self._has_checkpoint and saving and self.config.failure.on_failure == "replace":
             for who, code, _ in self.pending_losses:
                 self.store_monitor.remove(who, self._exit_text(code))
             return
@@ -409,7 +331,7 @@ class RunDriver:
             decision = LossDecision("the run ends", f"{state}, and no checkpoint was written")
         if not decision.end_reason and self.next_plan is None and not launcher.can_start:
             decision = LossDecision("the others go on, since the process that starts workers is gone")
-            if self.launch.model_shards > 1 and state:
+            if self.launch.layout.shards > 1 and state:
                 decision = LossDecision("the run ends", f"{state}, and the process that starts workers is gone")
         self._emit(self._loss_event(launcher, who, code, decision))
         if decision.end_reason or self.next_plan is not None:
@@ -417,7 +339,7 @@ class RunDriver:
             self.store_monitor.request(stop=True)  # those who are left save what there is, and nobody begins anew
             self.store_monitor.remove(who, self._exit_text(code))
             self._ask_to_stop(launcher)
-            if self.settings.on_failure == "stop" or not self.roster.active:
+            if self.config.failure.on_failure == "stop" or not self.roster.active:
                 self.failed_at = time.monotonic()
             return
         self.store_monitor.remove(who, self._exit_text(code))
@@ -459,7 +381,7 @@ class RunDriver:
 
     def _lost_state(self) -> str:
         """Whether the state, or a part of it, was there once and nobody is left for it; empty while it is whole."""
-        parts, having = self.launch.model_shards, self.roster.active & self.participants
+        parts, having = self.launch.layout.shards, self.roster.active & self.participants
         had = {model_shard_of(who.worker, parts) for who in self.participants}
         if not had.intersection(uncovered_shards(having, parts)):
             return ""
@@ -489,7 +411,7 @@ class RunDriver:
             # The driver before this one may have heard of an end and died before it did anything about it.
             self.fill_at = None
             ending = self.interrupts or self.tally.finished or self.failed_at is not None
-            if self.settings.on_failure == "replace" and launcher.can_start and not ending:
+            if self.config.failure.on_failure == "replace" and launcher.can_start and not ending:
                 self._start_missing(launcher, "replacement")
 
     def _exit_text(self, code: int | None) -> str:
@@ -520,7 +442,7 @@ class RunDriver:
 
     def _read_undelivered(self) -> None:
         """What workers said while there was no driver."""
-        if not self.options.detached:
+        if not self.config.failure.detached:
             return
         found: list[AnyEvent] = []
         for path in self.folder.path.glob(f"{UNDELIVERED}*.jsonl"):
@@ -548,7 +470,7 @@ class RunDriver:
             self.stopping_reported = True
             if self.store_monitor is not None:  # a worker whose wire is not here yet hears of it, too
                 self.store_monitor.request(stop=True)
-            if not self.options.quiet:
+            if not self.config.output.quiet:
                 print("stopping: the step at work is finished and saved; Ctrl-C again ends at once", file=sys.stderr)
 
     def _update(self, event: AnyEvent) -> None:
@@ -558,7 +480,7 @@ class RunDriver:
             self.leave_reasons.clear()
         if isinstance(event, WorkerStarted):
             self.participants.add(WorkerId(event.rank, event.incarnation))
-            self.elastic = self.elastic or (event.elastic and self.options.elastic)
+            self.elastic = self.elastic or (event.elastic and self.config.failure.elastic)
             self.roster.worker_joined()
             self.roster.incarnations[event.rank] = max(event.incarnation, self.roster.incarnations.get(event.rank, 0))
         if isinstance(event, WorkerFailed) and event.kind != "PeerLost":
@@ -595,7 +517,7 @@ class RunDriver:
         if found is None:
             return
         self.prediction = found
-        if not self.settings.resume or self.tally.resumed is not None:
+        if not self.launch.resumed or self.tally.resumed is not None:
             with suppress(OSError, ShoalError):
                 self.folder.write_json(self.folder.prediction, found)
         event = RunPredicted(
@@ -628,22 +550,24 @@ class RunDriver:
             incarnation=startup.incarnation,
             size=self.launch.size,
             folder=self.folder.path,
-            settings=self.settings,
+            config=self.config,
+            resumed=self.launch.resumed,
+            committed_before=self.launch.committed_before,
             plan=self.launch.plan,
-            channel=EventChannel(startup.channel, name, self.folder.path if self.options.detached else None),
+            channel=EventChannel(startup.channel, name, self.folder.path if self.config.failure.detached else None),
             open_torch_store=torchrun_store,
-            open_run_store=self._open_records if self.options.elastic else None,
+            open_run_store=self._open_records if self.config.failure.elastic else None,
             should_leave=startup.notice.claim,
             restart_store=self._revive_store,
         )
 
     def _revive_store(self) -> None:
         """In a worker. The store of a lab is on a host of its own, and etcd is not ours to start."""
-        if self.settings.store is None and self.options.lab is None:
+        if self.config.failure.store is None and self.launch.lab is None:
             sqlite_client.start_server(self.folder.path)
 
     def _open_records(self) -> Records:
-        return open_store(self.settings.store, self.folder.path, self.folder.id)
+        return open_store(self.config.failure.store, self.folder.path, self.folder.id)
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """What torchrun sets, so that any torch.distributed script finds its group; on loopback, or in the lab."""
@@ -667,12 +591,12 @@ class RunDriver:
             "OMP_NUM_THREADS": str(self.launch.threads),
             "PYTHONUNBUFFERED": "1",
         }
-        found |= self.settings.communication.environment  # also for groups that a script makes itself
-        lab = self.options.lab
+        found |= self.config.comm_options.environment  # also for groups that a script makes itself
+        lab = self.launch.lab
         return found if lab is None else found | lab.variables(self._slot(rank), self.slots[0])
 
     def _host(self, rank: int) -> LabHost | None:
-        return None if self.options.lab is None else self.options.lab.host_of(self._slot(rank))
+        return None if self.launch.lab is None else self.launch.lab.host_of(self._slot(rank))
 
     def _slot(self, rank: int) -> WorkerSlot:
         return self.slots[rank % len(self.slots)]
@@ -699,7 +623,7 @@ class RunDriver:
 
     def _cores(self, rank: int) -> set[int] | None:
         cores = sorted(os.sched_getaffinity(0))
-        if not self.options.pin or self.launch.size * self.launch.threads > len(cores):
+        if not self.config.parallel.pin or self.launch.size * self.launch.threads > len(cores):
             return None
         return set(cores[rank * self.launch.threads : (rank + 1) * self.launch.threads])
 
@@ -747,7 +671,7 @@ class RunDriver:
         # A joined script's lanes are known from what its workers hold.
         value["lanes"] = value["lanes"] or max((stop for _, stop in value["deal"]), default=0)
         self._emit(RunFinished(time=time.time(), outcome=ended))
-        if ended == "failed" and self.settings.resume and self.tally.resumed is None:
+        if ended == "failed" and self.launch.resumed and self.tally.resumed is None:
             return value  # nothing was trained: the report of what was trained before stays
         try:
             self.folder.write_json(self.folder.report, value)
@@ -790,15 +714,6 @@ class _LogTail:
     def _is_for_users(self, line: str) -> bool:
         after, self.omitted = self.omitted, line.startswith(OMITTED)  # torch leaves a line empty there
         return not (line.startswith(LOG_ONLY) or TORCH_NOISE.match(line) or (after and not line))
-
-
-def failure_policy_of(settings: RunSettings) -> FailurePolicy:
-    return FailurePolicy(
-        on_failure=settings.on_failure,
-        min_workers=settings.min_workers,
-        max_workers=settings.max_workers,
-        max_failures=settings.max_failures,
-    )
 
 
 def _first_line(channel: socket.socket) -> str:

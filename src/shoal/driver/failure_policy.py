@@ -5,16 +5,9 @@ from dataclasses import dataclass, field
 
 from shoal.errors import InputError
 from shoal.recovery.membership.protocol import WorkerId, covers_model, model_shard_of
+from shoal.worker.run_config import Failure
 
 FALSE_STARTS = 3  # in a row: processes that end before they have taken part
-
-
-@dataclass(frozen=True)
-class FailurePolicy:
-    on_failure: str = "replace"
-    min_workers: int = 1
-    max_workers: int | None = None
-    max_failures: int = 100
 
 
 @dataclass(frozen=True)
@@ -28,7 +21,7 @@ class LossDecision:
 
 @dataclass(kw_only=True)
 class WorkerRoster:
-    policy: FailurePolicy
+    policy: Failure
     wanted: int
     lanes: int  # 0: not known
     model_shards: int = 1  # that the model is cut into; a worker has one of them, by its number
@@ -125,7 +118,7 @@ def uncovered_text(workers: Collection[WorkerId], model_shards: int) -> str:
 
 
 def worker_count_error(
-    workers: int, policy: FailurePolicy, lanes: int, model_shards: int = 1, no_replicas: bool = False
+    workers: int, policy: Failure, lanes: int, model_shards: int = 1, no_replicas: bool = False
 ) -> InputError | None:
     """Why a run cannot have that many workers."""
     if workers < 1:
@@ -160,19 +153,3 @@ def worker_count_error(
     if policy.max_workers is not None and workers > policy.max_workers:
         return InputError(f"{workers} workers, but the run was started with --max-workers {policy.max_workers}")
     return None
-
-
-def check_policy(policy: FailurePolicy, workers: int) -> None:
-    """At the start."""
-    most = policy.max_workers
-    if policy.min_workers < 1:
-        raise InputError(f"--min-workers {policy.min_workers}: at least 1 is needed")
-    if most is not None and policy.min_workers > most:
-        raise InputError(
-            f"--min-workers {policy.min_workers} is above --max-workers {most}", fix="the least first: --min-workers 1"
-        )
-    if policy.max_failures < 0:
-        raise InputError(f"--max-failures {policy.max_failures}: a number of lost workers, 0 or more")
-    if workers < policy.min_workers or (most is not None and workers > most):
-        bounds = f"--min-workers {policy.min_workers}" + ("" if most is None else f" and --max-workers {most}")
-        raise InputError(f"--workers {workers} does not lie within {bounds}")

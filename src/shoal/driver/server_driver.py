@@ -14,9 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.driver.driver import DRIVER_PROCESS, LaunchSpec, RunDriver, RunOptions
+from shoal.driver.driver import DRIVER_PROCESS, RunDriver
 from shoal.driver.failure_policy import LossDecision
+from shoal.driver.launch_spec import LaunchSpec
 from shoal.driver.launchers.fork_server import LocalLauncher, ProcessExit, WorkerStartup
+from shoal.driver.launchers.lab import Lab
 from shoal.recovery.membership.process import start_ticks
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.report.events import (
@@ -30,28 +32,30 @@ from shoal.report.events import (
     WorkerLost,
 )
 from shoal.report.run_folder import RunFolder
-from shoal.worker.context import STOP_WORD, RunSettings, WorkerContext
+from shoal.worker.context import WorkerContext
+from shoal.worker.event_channel import STOP_WORD
 from shoal.worker.main import reporting_failures
+from shoal.worker.run_config import RunConfig
 
 FIRST_PORT = 7470  # on the hosts of a lab
 FALSE_STARTS = 3  # of a server in a row: processes that end before they listen
 
 
-def server_addresses(folder: Path, servers: int, options: RunOptions) -> list[str]:
+def server_addresses(folder: Path, servers: int, lab: Lab | None) -> list[str]:
     """Where servers listen: in files on this machine; in a lab on its hosts, one after the other."""
-    if options.lab is None:
+    if lab is None:
         return [f"unix:{folder / str(shard)}" for shard in range(servers)]
-    hosts = [options.lab.host_of(slot) for slot in options.lab.slots(servers)]
+    hosts = [lab.host_of(slot) for slot in lab.slots(servers)]
     return [f"tcp://{host.address}:{FIRST_PORT + shard}" for shard, host in enumerate(hosts)]
 
 
 class ServerRunDriver(RunDriver):
-    def __init__(self, launch: LaunchSpec, folder: RunFolder, settings: RunSettings, options: RunOptions) -> None:
+    def __init__(self, launch: LaunchSpec, folder: RunFolder, config: RunConfig) -> None:
         """Where the run is kept from outliving its driver: servers and workers go with it."""
-        super().__init__(launch, folder, settings, replace(options, elastic=False, detached=False))
+        super().__init__(launch, folder, config.changed(elastic=False, detached=False))
         self.sockets = Path(tempfile.mkdtemp(prefix="shoal-"))
-        self.addresses = server_addresses(self.sockets, launch.servers, options)
-        self.token = secrets.token_hex(16) if options.lab is not None else ""
+        self.addresses = server_addresses(self.sockets, launch.servers, launch.lab)
+        self.token = secrets.token_hex(16) if launch.lab is not None else ""
         self.server_incarnations: dict[int, int] = {}
         self.listening_incarnations: dict[int, int] = {}  # shard -> the newest boot that was told
         self.server_false_starts: dict[int, int] = {}
@@ -77,7 +81,7 @@ class ServerRunDriver(RunDriver):
     def _start_server(self, launcher: LocalLauncher, shard: int) -> None:
         life = self.server_incarnations[shard] = self.server_incarnations.get(shard, -1) + 1
         rank = self.launch.size + shard
-        lab = self.options.lab
+        lab = self.launch.lab
         host = None if lab is None else lab.host_of(lab.slots(self.launch.servers)[shard])
         launcher.start(rank, self._environment(rank, self.port), self._server_log(shard), None, host, life)
 
@@ -118,7 +122,7 @@ class ServerRunDriver(RunDriver):
 
     def _replace_worker(self, launcher: LocalLauncher, who: WorkerId, code: int | None) -> None:
         decision = self.roster.worker_lost(who, took_part=who in self.participants, step=self.tally.step)
-        if not decision.end_reason and self.settings.on_failure == "shrink":
+        if not decision.end_reason and self.config.failure.on_failure == "shrink":
             decision = LossDecision("replaced")  # lanes stay where they are
             self.roster.wanted = self.launch.size
         self._emit(self._loss_event(launcher, who, code, decision))
@@ -140,9 +144,9 @@ class ServerRunDriver(RunDriver):
         false_starts = self.server_false_starts[shard] = 0 if listened else self.server_false_starts.get(shard, 0) + 1
         self.roster.failures += 1
         action = "started again"
-        if self.fatal_error or self.settings.on_failure == "stop":
+        if self.fatal_error or self.config.failure.on_failure == "stop":
             action = "the run ends" + (": a server was lost (--on-failure stop)" if not self.fatal_error else "")
-        elif false_starts >= FALSE_STARTS or self.roster.failures > self.settings.max_failures:
+        elif false_starts >= FALSE_STARTS or self.roster.failures > self.config.failure.max_failures:
             action = f"the run ends: {self.roster.failures} processes were lost"
         pid = launcher.pids.get((ended.rank, ended.incarnation))
         log = self._log_tail(self._server_log(shard))

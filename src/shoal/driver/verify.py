@@ -3,6 +3,7 @@
 import copy
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
-from shoal.driver.check_servers import check_servers
-from shoal.driver.driver import RunOptions
-from shoal.driver.launch import open_job, train_opened
+from shoal.driver.check_plan import check_servers
+from shoal.driver.launch import train_opened
 from shoal.driver.launchers.lab import Lab
+from shoal.driver.make_plan import open_job
 from shoal.errors import InputError, Stopped
 from shoal.job.job import Job
 from shoal.job.loss import split_sample
@@ -26,8 +27,8 @@ from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.worker.build_model import build_model
-from shoal.worker.context import RunSettings
 from shoal.worker.main import OpenJob
+from shoal.worker.run_config import RunConfig, Servers
 
 PLAIN_TOLERANCE = 1e-8  # norm of the difference over the norm of the weights, in fp64
 SPLIT_TOLERANCE, ADAPTIVE_TOLERANCE = 1e-6, 1e-4  # the same for split operators in fp32, after some 20 steps
@@ -69,8 +70,8 @@ class VerifyPlacement:
         """Splitting an operator changes the order of sums: there a distance is measured."""
         return self.layout is None or self.layout.exact
 
-    def options(self) -> RunOptions:
-        return RunOptions(
+    def config(self) -> RunConfig:
+        return RunConfig().changed(
             workers=self.workers,
             layout=self.layout,
             schedule=self.schedule,
@@ -78,7 +79,6 @@ class VerifyPlacement:
             shares=self.shares,
             servers=self.servers or None,
             sync=self.sync_mode,
-            lab=self.lab,
         )
 
 
@@ -167,7 +167,7 @@ def layout_placements(
 def server_placements(workers: list[int], servers: int | None, sync_mode: str) -> list[VerifyPlacement]:
     """The same numbers of workers with servers, where they are asked for. Only one mode is exact."""
     for count in workers or [1]:
-        mode = check_servers(servers, sync_mode, workers=count)
+        mode = check_servers(Servers(count=servers, sync=sync_mode), workers=count)
         if mode is not None and not mode.exact:
             raise InputError(
                 f"--sync {mode} gives up exactness, and verify compares bits",
@@ -222,24 +222,15 @@ def verify(job: Job, wanted: list[VerifyPlacement], steps: int, *, name: str) ->
 def _trace(
     opened: OpenJob, placement: VerifyPlacement, folder: Path, name: str
 ) -> tuple[VerifyRow, dict[int, dict[str, str]]]:
-    settings = RunSettings(
-        digests=True,
-        stop_after=placement.stop_after,
-        checkpoint_every=opened.steps + 1,
-        communication=placement.comm_options,
+    config = placement.config().with_comm_options(placement.comm_options)
+    config = config.changed(
+        digests=True, checkpoint_every=opened.steps + 1, run_dir=folder, quiet=True, elastic=False, predict=False
     )
-    options = replace(placement.options(), run_dir=folder, quiet=True, elastic=False, settings=settings)
-    if placement.stop_after is None:
-        report = train_opened(opened, options, name=name)
-    else:
-        try:
-            train_opened(opened, options, name=name)
-        except Stopped:
-            pass
-        settings = replace(settings, stop_after=None)
-        report = train_opened(
-            opened, replace(options, workers=placement.resume_workers, resume=True, settings=settings), name=name
-        )
+    if placement.stop_after is not None:
+        with suppress(Stopped):
+            train_opened(opened, config.changed(stop_after=placement.stop_after), name=name, lab=placement.lab)
+        config = config.changed(workers=placement.resume_workers, resume=True)
+    report = train_opened(opened, config, name=name, lab=placement.lab)
     row = VerifyRow(
         label=placement.label, weights_sha256=report.weights_sha256, seconds=report.seconds, steps=report.steps
     )
@@ -324,7 +315,8 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
     calm = replace(opened, job=base.changed(model=lambda: _deterministic_model(base)), source=source)
     with tempfile.TemporaryDirectory(prefix="shoal-plain-") as text:
         folder = Path(text) / "run"
-        train_opened(calm, RunOptions(workers=workers, run_dir=folder, quiet=True, elastic=False), name=name)
+        config = RunConfig().changed(workers=workers, run_dir=folder, quiet=True, elastic=False, predict=False)
+        train_opened(calm, config, name=name)
         weights, _ = load_weights(folder / "model.safetensors")
     kernels.configure(threads=job.threads)
     plain = dict(_plain_loop(base, calm, steps).named_parameters())

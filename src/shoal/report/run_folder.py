@@ -28,6 +28,7 @@ from shoal.report.events import (
 )
 
 DEFAULT_ROOT = Path("runs")
+FORMAT = 2  # of a run folder, in config.json; 1 was Shoal 0.1, which wrote no number
 
 
 class RunFolder:

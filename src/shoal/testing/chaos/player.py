@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from shoal.driver.control import why
-from shoal.driver.driver import DRIVER_STATE, LAUNCHER_SOCKET
+from shoal.driver.driver import LAUNCHER_SOCKET
+from shoal.driver.launch_spec import DRIVER_STATE
 from shoal.driver.launchers.cleanup import NAMES, RECORDS, LabRecord
 from shoal.driver.launchers.fork_server import LocalLauncher
 from shoal.driver.launchers.namespaces import inside

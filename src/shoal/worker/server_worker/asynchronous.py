@@ -89,7 +89,7 @@ class AsyncServerWorker(ServerWorker):
         self.prefetched_step = given.next_lease
 
     def check_requests(self, done: int) -> None:
-        after = self.settings.stop_after
+        after = self.config.checkpoint.stop_after
         if self.context.channel.should_stop():
             self.client.request(0, EndRequest("asked to stop", True)).wait()
         elif after is not None and done >= after:
@@ -193,7 +193,7 @@ class GroupServerWorker(AsyncServerWorker):
             self.report(given.steps_done)  # of what was done in the other part
         self.leads = leads
         if len(members) == 1:
-            self.group = SoloGroup(self.settings.communication)
+            self.group = SoloGroup(self.config.comm_options)
         else:
             assert self.context.open_torch_store is not None
             number = self.sync_mode.group_of(self.worker)
@@ -203,8 +203,8 @@ class GroupServerWorker(AsyncServerWorker):
                     store,
                     rank=members.index(self.worker),
                     size=len(members),
-                    timeout=self.settings.timeout,
-                    options=self.settings.communication,
+                    timeout=timedelta(seconds=self.config.communication.timeout),
+                    options=self.config.comm_options,
                     form_timeout=FORMING_TIMEOUT,
                 )
             except RunError as error:
@@ -232,7 +232,7 @@ class GroupServerWorker(AsyncServerWorker):
 
     def rebalance(self, seconds: list[float]) -> None:
         """Everyone has the same numbers, so everyone comes to the same deal."""
-        if self.group.size == 1 or self.settings.slow == "ignore" or self.plan.shares not in ("even", "auto"):
+        if self.group.size == 1 or self.config.failure.slow == "ignore" or self.plan.shares not in ("even", "auto"):
             return
         self.compute_times.append(seconds)
         if len(self.compute_times) >= REASSIGN_STEPS:

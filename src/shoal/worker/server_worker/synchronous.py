@@ -275,7 +275,7 @@ class SyncServerWorker(ServerWorker):
         if self.leads and self.evaluation_due(self.step) and self.evaluate(self.step):
             self.stopped = f"target {self.job.target} reached"
             return
-        after = self.settings.stop_after
+        after = self.config.checkpoint.stop_after
         if any(ask & STOP for ask in requests):
             self.stopped, self.resumable = "asked to stop", True
         elif after is not None and self.step >= after:
@@ -379,7 +379,7 @@ class LocalSgdWorker(SyncServerWorker):
         self.resumed_step = self.shard_states()[0].start_step
         if (
             self.restored_step is None
-            and (self.settings.resume or self.context.incarnation)
+            and (self.context.resumed or self.context.incarnation)
             and self.checkpoints.has_checkpoint
         ):
             self.restore_checkpoint()
