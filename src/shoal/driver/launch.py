@@ -96,7 +96,7 @@ def _launch_spec(
         served = importlib.import_module("shoal.worker.server_worker.server_process")  # once, before the forks
 
     def work(context: WorkerContext) -> None:
-        served.train_served(opened, context) if plan.servers else train_job(opened, context)
+        served.train_with_servers(opened, context) if plan.servers else train_job(opened, context)
 
     def serve(context: WorkerContext, number: int) -> None:
         served.serve_job(opened, context, number)
