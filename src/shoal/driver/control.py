@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 
 from shoal.collectives.handshake import host_identity
-from shoal.driver.driver import DRIVER_PROCESS, RunDriver
+from shoal.driver.driver import RunDriver
 from shoal.driver.failure_policy import worker_count_error
-from shoal.driver.launch_spec import read_driver_state
-from shoal.driver.store_monitor import living_driver
+from shoal.driver.launch_spec import DRIVER_PROCESS, LaunchSpec, read_driver_state
+from shoal.driver.launchers.base import LocalHost
+from shoal.driver.launchers.local import LocalLauncher
+from shoal.driver.store_monitor import StoreMonitor, living_driver
 from shoal.errors import InputError, RunError
 from shoal.parallel.layout import ParallelLayout
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess, store_key
@@ -24,6 +26,7 @@ from shoal.report.event_queries import committed_floor
 from shoal.report.events import WorkerStarted
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import WorkerActivity
+from shoal.worker.context import WorkerContext
 
 ANSWER_SECONDS = 1.5  # how long a worker may take to say what it is doing
 CHANGE_SECONDS = 60.0  # how long a change of the workers is waited for
@@ -34,8 +37,27 @@ def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> di
     """Takes over a run whose driver is gone, and returns its report when it has ended."""
     _refuse_servers(folder, "its driver cannot be replaced")
     state = read_driver_state(folder)
+    config = state.config.changed(quiet=quiet, plain=plain, tensorboard=False, detached=True)
     with folder:
-        return RunDriver.attach(folder, state, quiet=quiet, plain=plain)
+        monitor = StoreMonitor(folder.path, folder.id, config.failure.store, LocalHost())
+        monitor.check_no_driver()
+        launcher, alive = LocalLauncher(), False
+        with suppress(OSError):
+            launcher, alive = LocalLauncher.attach(folder.path), True
+        monitor.take_over(launcher_alive=alive)
+        launch = LaunchSpec(
+            work=_no_work,
+            started=state.started,
+            launcher=launcher,
+            threads=state.threads,
+            target=state.target,
+            resumed=state.resumed,
+        )
+        return RunDriver(launch, folder, config).take_over(monitor, alive)
+
+
+def _no_work(context: WorkerContext) -> None:
+    raise RunError("workers are started by the server of the first driver")
 
 
 def stop(folder: RunFolder) -> int:

@@ -9,7 +9,10 @@ from typing import Any
 from shoal.driver.check_plan import check_servers
 from shoal.driver.driver import RunDriver
 from shoal.driver.launch_spec import LaunchSpec
+from shoal.driver.launchers.base import Launcher
 from shoal.driver.launchers.lab import Lab
+from shoal.driver.launchers.lab_launcher import LabLauncher
+from shoal.driver.launchers.local import LocalLauncher
 from shoal.driver.make_plan import PreparedJob, open_job, plan_for, resolve_comm_options, resumed_folder
 from shoal.driver.result import Report
 from shoal.errors import InputError, PlanError, RunFolderError
@@ -109,12 +112,16 @@ def _launch_spec(
         target=None if job.target is None else str(job.target),
         resumed=resumed,
         committed_before=committed_floor(folder.read_events()) if resumed else 0,
-        lab=prepared.lab,
+        launcher=_launcher(prepared.lab),
         files={folder.config: _run_record(described, prepared.config, prepared.lab, plan.workers), folder.plan: plan},
         prediction=prepared.prediction if prepared.predicted else None,
         serve_shard=serve if plan.servers else None,
         replan=prepared.replan,
     )
+
+
+def _launcher(lab: Lab | None) -> Launcher:
+    return LocalLauncher() if lab is None else LabLauncher(lab)
 
 
 def _next_driver(prepared: PreparedJob, driver: RunDriver, plan: Plan, why: str, name: str | None) -> RunDriver:
@@ -196,7 +203,7 @@ def run_with(script: Path, arguments: list[str], config: RunConfig, *, lab: Lab 
             plan=plan,
             resumed=resumed,
             committed_before=committed_floor(folder.read_events()) if resumed else 0,
-            lab=lab,
+            launcher=_launcher(lab),
             files={folder.config: _run_record(described, config, lab, size)},
             serve_shard=_serve_script if servers else None,
         )

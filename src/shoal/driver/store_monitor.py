@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.collectives.handshake import host_identity
-from shoal.driver.launchers.namespaces import LabHost, call_on
+from shoal.driver.launchers.base import Host
 from shoal.errors import RunError, RunFolderError, ShoalError
 from shoal.recovery.membership import sqlite_client, sqlite_server
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
@@ -48,10 +48,9 @@ def living_driver(store: RunStore) -> DriverRecord | None:
 
 
 class StoreMonitor:
-    def __init__(
-        self, folder: Path, run: str, address: str | None, host: LabHost | None, *, detached: bool = True
-    ) -> None:
-        """`host`: of a lab, where the run's own store is to be. `outlives`: that store goes on without this process."""
+    def __init__(self, folder: Path, run: str, address: str | None, host: Host, *, detached: bool = True) -> None:
+        """`address`: of an etcd; None: the run has a store of its own, on `host`, which outlives this process where
+        the run is `detached`."""
         self.folder, self.address, self.host, self.detached = folder, address, host, detached
         self.wanted: int | None = None  # workers, as the user asked since the run began
         self.committed = 0  # at least so many steps were, at some time
@@ -75,12 +74,11 @@ class StoreMonitor:
             self.store = open_store(address, folder, run)
 
     def _start_server(self) -> None:
-        place = "127.0.0.1" if self.host is None else self.host.address
         owner = None if self.detached else os.getpid()
-        call_on(self.host, lambda: sqlite_client.start_server(self.folder, place, owner=owner))
+        self.host.call(lambda: sqlite_client.start_server(self.folder, self.host.address, owner=owner))
 
     def _dial(self, address: str, port: int, seconds: float) -> socket.socket:
-        return call_on(self.host, lambda: socket.create_connection((address, port), timeout=seconds))
+        return self.host.call(lambda: socket.create_connection((address, port), timeout=seconds))
 
     # -- the beginning --------------------------------------------------------------------------------------------
 

@@ -75,18 +75,6 @@ class Lab:
         """Sockets and processes that are made in this block belong to that host."""
         return inside(host.namespace)
 
-    def variables(self, slot: WorkerSlot, first: WorkerSlot) -> dict[str, str]:
-        """What a worker on this host finds in its environment, beside its rank."""
-        host = self.host_of(slot)
-        return {
-            "LOCAL_RANK": str(slot.local_rank),
-            "LOCAL_WORLD_SIZE": str(slot.local_size),
-            "GROUP_RANK": str(slot.host_rank),
-            "GROUP_WORLD_SIZE": str(slot.host_count),
-            "MASTER_ADDR": self.host_of(first).address,
-            **host.variables,
-        }
-
     # -- up and down ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "Lab":

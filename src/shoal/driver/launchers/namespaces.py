@@ -50,6 +50,9 @@ class LabHost:
             MARK: self.lab,
         }
 
+    def call(self, function: Callable[[], T]) -> T:
+        return call_on(self, function)
+
 
 def new_namespace() -> int:
     """The descriptor of a new, empty namespace. The calling thread stays where it is."""

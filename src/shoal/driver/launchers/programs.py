@@ -15,6 +15,7 @@ from typing import IO, TextIO
 from shoal.driver.launchers.fork_server import die_with_parent
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.namespaces import enter
+from shoal.driver.launchers.torchrun_environment import torchrun_environment
 from shoal.errors import InputError
 from shoal.planner.cluster import WorkerSlot
 
@@ -46,11 +47,10 @@ def run_program(lab: Lab, command: Sequence[str]) -> ProgramFailure | None:
     After the first failure the others are asked to end (SIGTERM), then made to. None is left when this returns.
     """
     check_program(command[0])
-    slots = lab.slots()
     programs: list[_HostProgram] = []
     try:
-        for slot in slots:
-            programs.append(_HostProgram(lab, slot, slots[0], command))
+        for slot in lab.slots():
+            programs.append(_HostProgram(lab, slot, command))
         return _watch(programs)
     finally:
         _end_all(programs)
@@ -99,25 +99,19 @@ def _end_all(programs: Sequence["_HostProgram"]) -> None:
 class _HostProgram:
     """One process and its two streams."""
 
-    def __init__(self, lab: Lab, slot: WorkerSlot, first: WorkerSlot, command: Sequence[str]) -> None:
+    def __init__(self, lab: Lab, slot: WorkerSlot, command: Sequence[str]) -> None:
         self.slot = slot
-        host, parent = lab.host_of(slot), os.getpid()
+        hosts, parent = lab.rank_hosts(), os.getpid()
+        host = hosts[slot.rank]
 
         def move() -> None:
             die_with_parent(parent)
             enter(host)
 
-        ranks = {
-            "RANK": str(slot.rank),
-            "ROLE_RANK": str(slot.rank),
-            "WORLD_SIZE": str(slot.size),
-            "ROLE_WORLD_SIZE": str(slot.size),
-            "ROLE_NAME": "default",
-            "MASTER_PORT": str(MASTER_PORT),
-        }
+        ranks = torchrun_environment(hosts, slot.rank, hosts[0].address, MASTER_PORT)
         self.process = subprocess.Popen(
             command,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | ranks | lab.variables(slot, first),
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | ranks | host.variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
