@@ -9,6 +9,15 @@ import pytest
 
 from helpers.command import Caller
 from helpers.job_files import JOB
+from shoal.driver.chaos.schedule import ChaosFault, FaultSchedule, make_schedule, read_schedule, read_seconds, victim
+from shoal.driver.chaos.scorecard import (
+    InjectedFault,
+    Scorecard,
+    fault_outcomes,
+    make_scorecard,
+    scorecard_lines,
+    step_rate,
+)
 from shoal.errors import InputError
 from shoal.report.events import (
     AnyEvent,
@@ -20,15 +29,6 @@ from shoal.report.events import (
     TimeSpent,
     WorkerLost,
     WorkerStarted,
-)
-from shoal.testing.chaos.schedule import ChaosFault, FaultSchedule, make_schedule, read_schedule, read_seconds, victim
-from shoal.testing.chaos.scorecard import (
-    InjectedFault,
-    Scorecard,
-    fault_outcomes,
-    make_scorecard,
-    scorecard_lines,
-    step_rate,
 )
 
 
@@ -186,9 +186,9 @@ def test_a_card_says_what_is_wrong(report: dict[str, Any], twin: dict[str, Any],
         (["--kinds", "driver,partition"], "a lab ends with the driver that is to be killed"),
         (["--workers", "9"], "9 workers but 4 lanes"),
         (["--lease", "0"], "--lease 0.0: seconds above 0"),
-        (["--set", "steps=5"], "how long the run goes on is said by --for"),
+        (["--set", "steps=5"], "--for decides how long the run goes on"),
         (["--schedule", "nowhere.json"], "--schedule nowhere.json: No such file"),
-        (["--schedule", "nowhere.json", "--every", "3s"], "and --every: the schedule says that already"),
+        (["--schedule", "nowhere.json", "--every", "3s"], "and --every: the schedule has its own"),
     ],
 )
 def test_bad_input(tmp_path: Path, call: Caller, asked: list[str], message: str) -> None:

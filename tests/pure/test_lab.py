@@ -45,14 +45,14 @@ def test_a_lab_without_a_command_is_drawn(call: Caller) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "job.py"], "what is to run in the lab comes after --, and train comes before"),
+        (["train", "job.py"], "the command that runs in the lab comes after --, and train comes before"),
         (["--", "report"], "report cannot be run: no such program"),
         (["--", "shoal", "report"], "shoal report has no workers to run in a lab"),
         (["--", "train", "job.py", "--wrkers", "2"], "unknown option --wrkers\n  fix: did you mean --workers?"),
         (["--", "./script.py"], "./script.py cannot be run: it is not executable\n  fix: python ./script.py"),
         (["--cluster", "none.toml"], "cluster file none.toml cannot be read: No such file or directory"),
         (["--cluster", "bad.toml"], "bad.toml: unknown key rack\n  fix: did you mean racks?"),
-        (["--cluster", "bad.toml", "--racks", "2"], "--cluster bad.toml and --racks: both say"),
+        (["--cluster", "bad.toml", "--racks", "2"], "--cluster bad.toml and --racks: both describe the cluster"),
         (["--link", "1 Gb", "--", "true"], "--link '1 Gb': unknown unit 'Gb'\n  fix: did you mean Gb/s?"),
         (["--racks", "0"], "--racks is 0, and should be a whole number from 1 up"),
         (["--orders", "blocks"], "unknown option --orders\n  fix: did you mean --order?"),

@@ -21,7 +21,7 @@ from shoal.job.load import load_job
 from shoal.parallel.balance import cut_stages
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, make_schedule, schedule_fits
-from shoal.parallel.plan import make_plan, read_plan
+from shoal.parallel.plan import make_plan
 from shoal.planner.calibration_runs import write_calibration
 from shoal.planner.cluster import Cluster, find_cluster, find_device
 from shoal.planner.cost.calibrate import Calibration
@@ -46,8 +46,8 @@ from shoal.planner.search.search import (
 )
 from shoal.report import chart
 from shoal.report.scaling_laws import usl_peak, usl_speedup
-from shoal.worker.run_config import RunConfig
 from shoal.worker.model_partition import make_outline
+from shoal.worker.run_config import RunConfig
 
 SHAPE = TransformerShape(layers=24, hidden=2048, heads=16, seq=2048, vocab=51200)  # 1.3 billion
 LARGE = TransformerShape(layers=48, hidden=8192, heads=64, seq=2048, vocab=51200)  # 39 billion

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import torch.distributed as dist
 from helpers.command import Caller, program
-from shoal.cli.bench import BenchResult, SizeTimings, AlgorithmTiming, fit_link, pairs, predict, text, usage
+from shoal.cli.bench_text import text, usage
+from shoal.driver.bench_collectives import AlgorithmTiming, BenchResult, SizeTimings, fit_link, pairs, predict
 from shoal.collectives.cost_model import LinkSpeed
 from shoal.collectives.group import WorkerGroup, DistributedGroup
 from shoal.collectives.options import CommOptions, parse_links

@@ -1,14 +1,21 @@
 """`shoal cluster`: devices, hosts and links: presets and files shown, this machine measured."""
 
 import argparse
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from shoal.cli import cluster_text
-from shoal.cli.parser import CommandParser, cluster_of, command, rare_option
+from shoal.cli.cluster_options import cluster_of
+from shoal.cli.parser import CommandParser, command, rare_option
+from shoal.cli.probe_text import text as probe_text
+from shoal.driver.probe_machine import cluster_of as measured_cluster
+from shoal.driver.probe_machine import print_progress, probe, probe_launched, workers_of
 from shoal.errors import InputError
+from shoal.planner.cluster import cluster_text as toml_text
 
 TEXT = "devices, hosts and links: presets and files shown, this machine measured"
 
@@ -64,9 +71,29 @@ def call_show(given: argparse.Namespace) -> int:
 
 
 def call_probe(given: argparse.Namespace) -> int:
-    from shoal.cli.probe import probe_command
-
-    return probe_command(given)
+    path: Path = given.output
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    first = not launched or os.environ["RANK"] == "0"
+    if first and path.exists() and not given.force:
+        raise InputError(f"{path} is there already", fix="--force to write over it, or -o with another name")
+    if first and not path.parent.is_dir():
+        raise InputError(f"{path} cannot be written: there is no folder {path.parent}", fix="-o cluster.toml")
+    began = time.monotonic()
+    if launched:
+        found = probe_launched(quick=given.quick)
+        if found is None:
+            return 0
+    else:
+        workers = None if given.run is None else workers_of(given.run)
+        found = probe(quick=given.quick, lab=given.lab, workers=workers, progress=print_progress)
+    cluster = measured_cluster(found, given.lab.cluster if given.lab is not None else None)
+    path.write_text(toml_text(cluster), encoding="utf-8")
+    if given.json:
+        print(msgspec.json.encode({"file": str(path), **msgspec.to_builtins(found, str_keys=True)}).decode())
+    else:
+        print(probe_text(found, cluster))
+        print(f"\nwritten to {path} after {time.monotonic() - began:.0f} s        next: shoal cluster show {path}")
+    return 0
 
 
 def _json(value: Any) -> str:

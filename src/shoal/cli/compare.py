@@ -9,8 +9,9 @@ import msgspec
 from rich.console import Console
 
 from shoal.cli import compare_text as show
-from shoal.cli.parser import command, job_options
-from shoal.cli.reexec_isa import pin_isa
+from shoal.cli.options import job_options
+from shoal.cli.parser import command
+from shoal.cli.pin_isa import pin_isa
 from shoal.driver.check_plan import check_servers, read_sync_modes
 from shoal.driver.launch import train_with
 from shoal.driver.make_plan import plan_for

@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
+from shoal.cli.cluster_options import cluster_label, cluster_of, cluster_options
 from shoal.cli.estimate_text import estimate, text, value
-from shoal.cli.parser import cluster_label, cluster_of, cluster_options, command, job_options
+from shoal.cli.options import job_options
+from shoal.cli.parser import command
 from shoal.errors import InputError
 from shoal.job.dataset import open_data
 from shoal.job.load import load_job

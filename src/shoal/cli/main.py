@@ -1,4 +1,4 @@
-"""The command `shoal`: parses, calls, prints. No logic lives here.
+"""The command `shoal`: a parser made of the commands, dispatch, and errors as one plain line.
 
 Exit codes: 0 good, 1 the run failed or verify differs, 2 the user's input, 3 stopped but resumable.
 """
@@ -7,60 +7,36 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import shoal
-from shoal.cli import cluster as cluster_command
-from shoal.cli import compare as compare_command
-from shoal.cli import estimate as estimate_command
-from shoal.cli import plan as plan_command
-from shoal.cli import predict as predict_command
-from shoal.cli import simulate as simulate_command
-from shoal.cli.bench import bench_collectives, text
-from shoal.cli.blocks_text import text as blocks_text
-from shoal.cli.blocks_text import value as blocks_value
-from shoal.cli.options import config_of, config_options, job_argument
-from shoal.cli.parser import CommandParser, HelpAll, command, job_options, rare_option
-from shoal.cli.reexec_isa import pin_isa
-from shoal.cli.schedule_text import text as schedule_text
-from shoal.cli.schedule_text import value as schedule_value
-from shoal.driver.control import attach, scale, stop, why
-from shoal.driver.launch import run_with, train_with
-from shoal.driver.launchers.cleanup import clean
-from shoal.driver.launchers.lab import Lab, check_machine
-from shoal.driver.launchers.lab_network import picture, summary
-from shoal.driver.launchers.programs import check_program, run_program
-from shoal.driver.make_plan import PreparedJob, open_job, plan_for
-from shoal.driver.outcome import RunFailed, RunInterrupted
-from shoal.driver.verify import (
-    PLAIN_TOLERANCE,
-    VerifyRow,
-    against_plain,
-    check_workers,
-    exact_comm_options,
-    layout_placements,
-    placements,
-    server_placements,
+from shoal.cli import (
+    attach,
+    bench,
+    blocks,
+    chaos,
+    cluster,
+    compare,
+    estimate,
+    lab,
+    plan,
+    predict,
+    report,
+    run,
+    runs,
+    scale,
+    schedule,
+    simulate,
+    stop,
+    train,
     verify,
+    why,
 )
+from shoal.cli.parser import CommandParser
+from shoal.driver.outcome import RunFailed, RunInterrupted
 from shoal.errors import InputError, ShoalError
-from shoal.job.load import load_job
-from shoal.parallel.layout import ParallelLayout
-from shoal.planner.cluster import ORDERS, Cluster, even_cluster, read_cluster
-from shoal.report.closing_report import closing, prediction_lines, runs_table
-from shoal.report.run_folder import RunFolder, find_run, list_runs
-from shoal.report.stacks import render
-from shoal.testing.chaos.player import ChaosTarget, run_chaos
-from shoal.testing.chaos.schedule import KINDS, make_schedule, read_schedule, read_seconds
-from shoal.testing.chaos.scorecard import scorecard_lines
-from shoal.worker.model_partition import make_outline
-from shoal.worker.run_config import AUTO, RunConfig
 
 HELP = """\
 Distributed PyTorch training with the same bits on any number of workers.
@@ -87,186 +63,46 @@ Prove    lab -- COMMAND        a cluster in a box: run a command on hosts with s
          bench collectives     measure the links between workers, and hold predictions against the clock
          chaos FILE            faults on purpose: does the run end with the hash of one without any?
 """
-IN_A_LAB = ("train", "run", "verify", "bench", "cluster")  # commands whose workers can be on its hosts
-LAB_EXAMPLES = """\
-examples:
-  shoal lab --racks 2 --hosts 2 --link "1 Gbit/s" --oversubscription 4
-        the picture: racks, hosts, addresses, links
-  shoal lab -- verify digits.py --workers 1,2,4
-        one sha256 on any number of hosts? (train and run work the same way; --workers: all of the lab's)
-  shoal lab --oversubscription 4 -- bench collectives
-        how fast the links are, and which algorithm for which size
-  shoal lab --hosts 4 --racks 1 -- python train_ddp.py --epochs 3
-        any other program: once per worker, with what torchrun sets; the first failure ends the others
-  shoal lab clean
-        removes what a lab left that was killed"""
-TRAIN_EXAMPLES = """shoal train digits.py --workers 2 --set steps=50
-         shoal train digits.py --workers 4 --servers 2 --sync stale:3"""
-VERIFY_STEPS = 20
-JOB_ONLY = ("layout", "schedule", "chunks", "recompute", "memory", "cluster", "calibrate", "sync")  # no flag of `run`
+COMMANDS = (  # each module declares its arguments in `add` and carries them out in `call`
+    *(estimate, plan, predict, simulate, cluster, blocks, schedule),
+    *(train, run, verify, compare, attach, why, scale, stop, report, runs, bench, chaos, lab),
+)
+WITH_ARGUMENTS = ("run", "lab", "estimate")  # commands that take a script's or a program's arguments after --
 
 
 def build_parser() -> CommandParser:
     parser = CommandParser(prog="shoal", description=HELP, epilog="example: shoal train examples/digits.py --workers 2")
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=CommandParser)
-
-    for before in (estimate_command, plan_command, predict_command, simulate_command, cluster_command):
-        before.add(commands)
-
-    blocks = command(
-        commands,
-        "blocks",
-        "a job's model as a row of blocks: what each costs, and where a layout cuts between and through them",
-        _blocks,
-        "shoal blocks examples/gpt.py --layout pipeline=2,tensor=2",
-    )
-    blocks.add_argument("file", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
-    job_options(blocks)
-    blocks.add_argument(
-        "--layout", metavar="LIST", default="data=1", help="pipeline=2,tensor=2: shows stages and slices"
-    )
-    blocks.add_argument("--schedule", default="1f1b", metavar="NAME", help="of the pipeline (1f1b)")
-    blocks.add_argument("--chunks", type=int, metavar="N", help="stages on each worker (as the schedule has it)")
-    blocks.add_argument("--json", action="store_true", help="print them as JSON")
-
-    pipeline = command(
-        commands,
-        "schedule",
-        "a pipeline schedule as a picture, with its bubble and what it holds; or all, compared",
-        _schedule,
-        "shoal schedule 1f1b --pipeline 4 --microbatches 8",
-    )
-    pipeline.add_argument("name", metavar="NAME|all", help="gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipe, all")
-    pipeline.add_argument("--pipeline", type=int, default=4, metavar="N", help="ranks of the pipeline (4)")
-    pipeline.add_argument("--microbatches", type=int, default=8, metavar="N", help="microbatches of a step (8)")
-    pipeline.add_argument(
-        "--chunks", type=int, metavar="N", help="stages on each rank (1 or 2, as the schedule has it)"
-    )
-    pipeline.add_argument("--json", action="store_true", help="print actions, times and figures as JSON")
-
-    train = command(commands, "train", "train a job", _train, TRAIN_EXAMPLES)
-    job_argument(train, nargs="?")
-    train.add_argument("--dry-run", action="store_true", help="print the job and the plan, and start nothing")
-    config_options(train)
-    rare_option(train, "--json", action="store_true", help="print the report as JSON")
-
-    run = command(
-        commands, "run", "start any torch.distributed script", _run, "shoal run train.py --workers 2 -- --lr 0.1"
-    )
-    run.add_argument("script", help="a Python script; what follows -- is its own")
-    config_options(run, leave_out=JOB_ONLY, servers="parameter servers, which workers find in SHOAL_SERVERS (none)")
-    rare_option(run, "--json", action="store_true", help="print the report as JSON")
-
-    check = command(
-        commands, "verify", "prove that placements agree", _verify, "shoal verify digits.py --workers 1,2,4 --steps 20"
-    )
-    check.add_argument("file", metavar="FILE[:job]")
-    check.add_argument("--workers", metavar="LIST", help="numbers of workers to compare (1,2)")
-    check.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT",
-                       help='layouts to compare: "data=2" "pipeline=2" "data=2,pipeline=2" "tensor=2"')  # fmt: skip
-    check.add_argument("--schedule", default="1f1b", metavar="NAME", help="of pipelines; all: each of them (1f1b)")
-    check.add_argument("--recompute", action="store_true", help="with blocks recomputed, beside the reference")
-    check.add_argument("--servers", type=int, metavar="N", help="each number of workers also with N parameter servers")
-    rare_option(check, "--sync", default="", metavar="MODE", help="of servers: sync, which alone is exact (sync)")
-    check.add_argument(
-        "--steps", type=int, metavar="N", help=f"steps to compare ({VERIFY_STEPS}, or the job's if fewer)"
-    )
-    check.add_argument(
-        "--shares", action="append", default=[], metavar="LIST", help="uneven shares, such as 3,1; repeats"
-    )
-    check.add_argument("--resume", action="store_true", help="also stop half way and resume with fewer workers")
-    check.add_argument(
-        "--against", choices=["plain"], help="plain: also compare with an ordinary PyTorch loop, in fp64"
-    )
-    check.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="change the job"
-    )
-    check.add_argument("--json", action="store_true", help="print the result as JSON")
-    config_options(check, "compress", "algorithm")
-    check.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
-
-    compare_command.add(commands)
-
-    for name, words, call, example in (
-        ("attach", "take over a run whose driver is gone", _attach, "shoal attach 7f3a"),
-        ("why", "what every worker of a run is doing, and who waits for whom", _why, "shoal why 7f3a"),
-        ("scale", "more or fewer workers, from the next step on", _scale, "shoal scale 7f3a --workers 4"),
-        ("stop", "let a run finish its step, save and stop", _stop, "shoal stop 7f3a"),
-    ):
-        during = command(commands, name, words, call, example)
-        during.add_argument("run", nargs="?", help="a folder or the beginning of an id (the newest)")
-        if name == "scale":
-            during.add_argument("--workers", type=int, required=True, metavar="N", help="processes in all")
-        if name == "attach":
-            during.add_argument("--plain", action="store_true", help="lines instead of the live view")
-            during.add_argument("-q", "--quiet", action="store_true", help="only the closing report")
-        during.add_argument("--json", action="store_true", help="print the result as JSON")
-
-    report = command(commands, "report", "the closing report of a run", _report, "shoal report 7f3a")
-    report.add_argument("run", nargs="?", help="a folder or the beginning of an id (the newest)")
-    report.add_argument("--calibration", type=Path, metavar="FILE",
-                        help="write what the run says of predictions, for --calibrate FILE.json")  # fmt: skip
-    report.add_argument("--json", action="store_true", help="print report.json")
-
-    runs = command(commands, "runs", "the runs in this folder", _runs, "shoal runs")
-    runs.add_argument("--root", type=Path, default=Path("runs"), metavar="DIR", help="where to look (runs)")
-    runs.add_argument("--json", action="store_true", help="print them as JSON")
-
-    bench = command(
-        commands,
-        "bench",
-        "predicted against measured, on this machine",
-        _bench,
-        "shoal bench collectives --workers 2,4",
-    )
-    bench.add_argument("what", choices=["collectives"], help="the links between workers, and all-reduce over them")
-    bench.add_argument("--workers", metavar="LIST", help="numbers of workers (2,4; in a lab, all of its)")
-    bench.add_argument("--quick", action="store_true", help="two small sizes, in seconds; rough")
-    bench.add_argument("--json", action="store_true", help="print the figures as JSON")
-
-    chaos = command(
-        commands,
-        "chaos",
-        "faults on purpose, and what the run made of them",
-        _chaos,
-        "shoal chaos digits.py --every 15s --for 5m --kinds kill,stop --fault-seed 1",
-    )
-    chaos.add_argument("file", metavar="FILE[:job]", help="trained for as long as the faults last, then again without")
-    chaos.add_argument("--every", metavar="TIME", help="between two faults (15s)")
-    chaos.add_argument("--for", metavar="TIME", dest="duration", help="how long (5m)")
-    chaos.add_argument("--kinds", metavar="LIST", help=f"of {','.join(KINDS)} (kill,stop,driver,store)")
-    chaos.add_argument("--fault-seed", type=int, metavar="N", help="another one gives other faults (0)")
-    chaos.add_argument("--schedule", type=Path, metavar="FILE", help="or: play a stored faults.json again")
-    chaos.add_argument("--workers", type=int, metavar="N", help="processes in all (3)")
-    chaos.add_argument("--lease", type=float, default=5.0, metavar="S", help="seconds of silence until one is lost (5)")
-    chaos.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (a fresh one under runs/)")
-    chaos.add_argument("--json", action="store_true", help="print the scorecard as JSON")
-    chaos.add_argument("-q", "--quiet", action="store_true", help="only the scorecard")
-    job_options(chaos)
-
-    lab = command(commands, "lab", "a cluster in a box: hosts with slow links between them", _lab, "")
-    lab.usage, lab.epilog = "shoal lab [options] [-- COMMAND …] | shoal lab clean", LAB_EXAMPLES
-    lab.add_argument("words", nargs="*", metavar="clean", help="remove what a lab left that was killed")
-    lab.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster file (TOML), instead of the next five")
-    lab.add_argument("--racks", type=int, metavar="N", help="racks (2)")
-    lab.add_argument("--hosts", type=int, metavar="N", help="hosts in each rack (2)")
-    lab.add_argument("--link", metavar="RATE", help="a host's link to its rack (1 Gbit/s)")
-    lab.add_argument("--uplink", metavar="RATE", help="a rack's link to the others (as much as its hosts have)")
-    lab.add_argument("--oversubscription", type=float, metavar="X", help="or: its hosts' links together over it")
-    lab.add_argument("--workers-per-host", type=int, metavar="N", help="processes on each host (1)")
-    lab.add_argument(
-        "--order", choices=ORDERS, default="blocks", help="ranks host by host (blocks), or each on another rack"
-    )
+    for module in COMMANDS:
+        module.add(commands)
     return parser
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command. `call(namespace)` carries it out."""
+    given = list(words)
+    own, script = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    found: argparse.Namespace = build_parser().parse_args(own)
+    if script and found.command not in WITH_ARGUMENTS:
+        raise InputError(f"arguments after -- belong to a script, and {found.command} runs none")
+    found.script_arguments, found.given, found.lab, found.parse = script, given, None, parse
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _main(given)
+        found = parse(words)
+        if found.command is None:
+            build_parser().print_help()
+            return 0
+        # The driver computes nothing, and an OpenMP pool of its own would not survive the fork of its workers.
+        torch.set_num_threads(1)
+        result: int = found.call(found)
+        return result
     except ShoalError as error:
-        if isinstance(error, RunFailed | RunInterrupted) and "--json" in given:
+        if isinstance(error, RunFailed | RunInterrupted) and "--json" in words:
             print(msgspec.json.encode(error.report).decode())
         print(f"{'stopped' if error.exit_code == 3 else 'error'}: {error}", file=sys.stderr)
         return error.exit_code
@@ -276,311 +112,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `shoal report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-
-
-def _main(given: list[str], lab: Lab | None = None, full_command: list[str] | None = None) -> int:
-    """`lab`: where the command's workers run; `whole`: the command that made it."""
-    options = _parse(given)
-    if options.command is None:
-        build_parser().print_help()
-        return 0
-    options.given, options.lab = full_command or given, lab
-    # The driver computes nothing, and an OpenMP pool of its own would not survive the fork of its workers.
-    torch.set_num_threads(1)
-    result: int = options.call(options)
-    return result
-
-
-def _parse(given: list[str]) -> argparse.Namespace:
-    own, script = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    options: argparse.Namespace = build_parser().parse_args(own)
-    options.script_arguments = script
-    if script and options.command not in ("run", "lab", "estimate"):
-        raise InputError(f"arguments after -- belong to a script, and {options.command} runs none")
-    return options
-
-
-def _blocks(given: argparse.Namespace) -> int:
-    job, layout = load_job(given.file, given.settings), ParallelLayout.parse(given.layout)
-    if given.json:
-        print(msgspec.json.encode(blocks_value(job, layout, given.schedule, given.chunks)).decode())
-    else:
-        print(blocks_text(job, layout, given.schedule, given.chunks))
-    return 0
-
-
-def _schedule(given: argparse.Namespace) -> int:
-    size = {"ranks": given.pipeline, "microbatches": given.microbatches, "chunks": given.chunks}
-    if given.json:
-        print(msgspec.json.encode(schedule_value(given.name, **size)).decode())
-    else:
-        screen = Console()
-        width = screen.width if screen.is_terminal else 120
-        print(schedule_text(given.name, **size, width=width, colour=screen.color_system is not None))
-    return 0
-
-
-def _train(given: argparse.Namespace) -> int:
-    if given.file is None and ".py" in str(getattr(given, "resume", "")):
-        given.file, given.resume = given.resume, True  # `--resume digits.py`: a bare --resume, then the file
-    if given.file is None and ".py" in getattr(given, "calibrate", [""])[-1]:
-        given.file = given.calibrate.pop()  # likewise
-    if given.file is None:
-        raise InputError("which job? a file is missing", fix="shoal train digits.py")
-    job = load_job(given.file, given.settings)
-    pin_isa(job, given)
-    config = config_of(given, detached=given.lab is None)  # a lab ends with the process that made it
-    if given.dry_run:
-        opened = open_job(job)
-        with PreparedJob(opened, config, given.lab) as prepared:
-            prepared.choose_plan()
-            plan, foreseen = prepared.plan, prepared.prediction(True) or {}
-        if given.json:
-            value = {"job": job.resolved(), "plan": plan, "samples": opened.source.samples, "steps": opened.steps}
-            print(msgspec.json.encode(value | {"chosen": prepared.layout_reason, "prediction": foreseen}).decode())
-            return 0
-        for name, value in job.resolved().items():
-            print(f"{name:17} {value}")
-        print(f"{'samples':17} {opened.source.samples}, {opened.steps} steps in all")
-        print("\n".join(plan.lines()))
-        print("\n".join(prediction_lines(foreseen, str(plan.layout), prepared.layout_reason)))
-        return 0
-    report = train_with(job, config, name=given.file, lab=given.lab)
-    _print_report(report.value, given.json)
-    return 0
-
-
-def _print_report(value: dict[str, Any], as_json: bool, *, prediction: bool = False) -> None:
-    if as_json:
-        print(msgspec.json.encode(value).decode())
-    else:
-        Console().print(closing(value, prediction=prediction))
-
-
-def _run(given: argparse.Namespace) -> int:
-    if getattr(given, "plan", None) == AUTO:
-        raise InputError("--plan auto: a script has no layout to choose", fix="shoal train FILE: a job has")
-    config = config_of(given, detached=given.lab is None)
-    report = run_with(Path(given.script), given.script_arguments, config, lab=given.lab)
-    if report.value["weights_sha256"] or given.json:
-        _print_report(report.value, given.json)
-    return 0
-
-
-def _verify(given: argparse.Namespace) -> int:
-    wish = exact_comm_options(config_of(given).comm_options)
-    job = load_job(given.file, given.settings)
-    pin_isa(job, given)
-    if given.steps is not None and given.steps < 1:
-        raise InputError(f"--steps {given.steps}: at least 1")
-    steps = given.steps or min(VERIFY_STEPS, open_job(job).steps)
-    workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
-    if given.layouts and given.workers is None:
-        workers = ""
-    wanted = placements(check_workers(workers) if workers else [], given.shares, given.resume, steps, given.lab, wish)
-    wanted = [*wanted, *layout_placements(given.layouts, given.schedule, given.recompute, given.lab, wish)]
-    wanted += server_placements(check_workers(workers or "1,2"), given.servers, given.sync)
-    name = given.file
-    opened = open_job(job)
-    for placement in wanted:  # a placement that does not fit is said before the first run
-        plan = plan_for(job, placement.config(), placement.lab)
-        if plan.layout.sharded:
-            make_outline(job, opened.source, plan)
-    console = Console(stderr=True)
-    rows: list[VerifyRow] = []
-    with console.status(f"{name}: {steps} steps on one worker, the reference") as status:
-        for row in verify(job, wanted, steps, name=name):
-            rows.append(row)
-            status.update(f"{name}: {len(rows)} of {len(wanted) + 1} runs of {steps} steps done")
-    plain = None
-    if given.against and not rows[-1].difference:
-        with console.status("an ordinary PyTorch loop in fp64"):
-            plain = against_plain(job, wanted[0].workers, steps, name=name)
-    failed = rows[-1].difference is not None or (plain is not None and not plain.good)
-    if given.json:
-        print(msgspec.json.encode({"equal": not failed, "rows": rows, "plain": plain}).decode())
-        return int(failed)
-    _print_rows(name, rows, steps)
-    if plain is not None:
-        verdict = "agrees" if plain.good else "DIFFERS"
-        print(
-            f"plain PyTorch loop, fp64, dropout off, batch norm frozen: {verdict} after {plain.steps} steps:"
-            f" {plain.difference:.2g} of the weights' norm (bound {PLAIN_TOLERANCE:g});"
-            f" worst tensor {plain.worst}: {plain.worst_difference:.2g}"
-        )
-    if rows[-1].difference is not None:
-        print(f"error: {rows[-1].label}: {rows[-1].difference}", file=sys.stderr)
-    return int(failed)
-
-
-def _print_rows(name: str, rows: list[VerifyRow], steps: int) -> None:
-    table = Table(box=None, pad_edge=False, title=f"{name}: {steps} steps", title_justify="left")
-    for heading in ("placement", "sha256 of the weights", ""):
-        table.add_column(heading, no_wrap=True)
-    for row in rows:
-        table.add_row(row.label, row.weights_sha256, "" if row.label == "reference" else row.verdict)
-    # Whole hashes, also where the terminal is narrow or there is none: they are there to be copied.
-    Console(width=max(160, Console().width)).print(table)
-
-
-def _bench(given: argparse.Namespace) -> int:
-    workers = given.workers or ("2,4" if given.lab is None else f"{given.lab.cluster.workers}")
-    found = bench_collectives(check_workers(workers), quick=given.quick, lab=given.lab)
-    if given.json:
-        print(msgspec.json.encode(found).decode())
-    else:
-        print("\n\n".join(text(each) for each in found))
-    return 0
-
-
-def _chaos(given: argparse.Namespace) -> int:
-    names = {"every": "--every", "duration": "--for", "kinds": "--kinds", "fault_seed": "--fault-seed"}
-    told = [option for name, option in names.items() if getattr(given, name) is not None]
-    if given.schedule is not None and told:
-        raise InputError(f"--schedule {given.schedule} and {told[0]}: the schedule says that already")
-    if not given.lease > 0:
-        raise InputError(f"--lease {given.lease}: seconds above 0")
-    for setting in given.settings:
-        if setting.partition("=")[0] in ("steps", "epochs", "target"):
-            raise InputError(f"--set {setting}: how long the run goes on is said by --for", fix="--for 5m")
-    if given.schedule is not None:
-        schedule = read_schedule(given.schedule)
-    else:
-        schedule = make_schedule(
-            seed=given.fault_seed or 0,
-            every=read_seconds("--every", given.every or "15s"),
-            duration=read_seconds("--for", given.duration or "5m"),
-            kinds=(given.kinds or "kill,stop,driver,store").split(","),
-            workers=3 if given.workers is None else given.workers,
-        )
-    if given.workers not in (None, schedule.workers):
-        raise InputError(f"--workers {given.workers}, but the schedule was made for {schedule.workers}")
-    if "partition" in schedule.kinds:
-        check_machine()
-    plan_for(load_job(given.file, given.settings), RunConfig().changed(workers=schedule.workers))
-    subject = ChaosTarget(
-        job=given.file,
-        workers=schedule.workers,
-        settings=given.settings,
-        lease_seconds=given.lease,
-        lab="partition" in schedule.kinds,
-    )
-    say = (lambda text: None) if given.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
-    card = run_chaos(subject, schedule, RunFolder.create(given.run_dir), say)
-    print(msgspec.json.encode(card).decode() if given.json else "\n".join(scorecard_lines(card)))
-    return int(not card.good)
-
-
-def _attach(given: argparse.Namespace) -> int:
-    value = attach(find_run(given.run), quiet=given.quiet or given.json, plain=given.plain)
-    _print_report(value, given.json)
-    return 0
-
-
-def _why(given: argparse.Namespace) -> int:
-    folder = find_run(given.run)
-    found = why(folder)
-    print(msgspec.json.encode(found).decode() if given.json else render(found, run=folder.id))
-    return 0
-
-
-def _scale(given: argparse.Namespace) -> int:
-    folder = find_run(given.run)
-    members = scale(folder, given.workers)
-    if given.json:
-        print(msgspec.json.encode({"run": folder.id, "members": members}).decode())
-    else:
-        names = ", ".join(map(str, members))
-        print(f"{folder.id}: {len(members)} worker{'' if len(members) == 1 else 's'} take part: {names}")
-    return 0
-
-
-def _stop(given: argparse.Namespace) -> int:
-    folder = find_run(given.run)
-    step = stop(folder)
-    if given.json:
-        print(msgspec.json.encode({"run": folder.id, "step": step}).decode())
-    else:
-        print(f"{folder.id} stopped, {step} steps committed     go on: --resume {folder.path}")
-    return 0
-
-
-def _report(given: argparse.Namespace) -> int:
-    folder = find_run(given.run)
-    if given.calibration is not None:
-        from shoal.planner.calibration_runs import load_calibration, write_calibration
-
-        found = load_calibration([str(folder.path)])
-        write_calibration(given.calibration, found)
-        print(f"{given.calibration}: {found}     next: shoal plan FILE --calibrate {given.calibration}")
-        return 0
-    try:
-        value = msgspec.json.decode(folder.report.read_bytes())
-    except FileNotFoundError:
-        raise InputError(
-            f"{folder.path} has no report yet: the run goes on, or was killed",
-            fix=f"--resume {folder.path} goes on with it",
-        ) from None
-    except (OSError, msgspec.DecodeError) as error:
-        raise InputError(f"{folder.report} cannot be read: {error}") from None
-    _print_report(value, given.json, prediction=True)
-    return 0
-
-
-def _runs(given: argparse.Namespace) -> int:
-    lines = list_runs(given.root)
-    if given.json:
-        print(msgspec.json.encode(lines).decode())
-    else:
-        Console().print(runs_table(lines))
-    return 0
-
-
-def _lab(given: argparse.Namespace) -> int:
-    if given.words == ["clean"]:
-        found = clean()
-        print(f"removed what was left of {', '.join(found)}" if found else "nothing was left")
-        return 0
-    if given.words:
-        fix = f"shoal lab -- {' '.join(given.words)} …"
-        raise InputError(f"what is to run in the lab comes after --, and {given.words[0]} comes before", fix=fix)
-    cluster = _cluster(given)
-    command: list[str] = given.script_arguments
-    if not command:
-        print(picture(cluster))
-        return 0
-    ours = command[0] == "shoal" or command[0] in IN_A_LAB
-    command = command[1:] if command[0] == "shoal" else command
-    if not ours:
-        check_program(command[0])
-    elif _parse(command).command not in IN_A_LAB:
-        raise InputError(f"shoal {' '.join(command[:1])} has no workers to run in a lab", fix=", ".join(IN_A_LAB))
-    with Lab(cluster, order=given.order) as lab:
-        print(summary(cluster), file=sys.stderr)
-        return _main(command, lab, given.given) if ours else _program(lab, command)
-
-
-def _cluster(given: argparse.Namespace) -> Cluster:
-    names = ("racks", "hosts", "link", "uplink", "oversubscription")
-    flags = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    workers = given.workers_per_host
-    if given.cluster is None:
-        return even_cluster(**flags, **({} if workers is None else {"workers": workers}))
-    if flags:
-        raise InputError(f"--cluster {given.cluster} and --{next(iter(flags))}: both say what the cluster is like")
-    cluster = read_cluster(given.cluster)
-    if workers is not None and workers < 1:
-        raise InputError(f"--workers-per-host {workers}: at least 1 is needed")
-    return cluster if workers is None else cluster.with_workers(workers)
-
-
-def _program(lab: Lab, command: list[str]) -> int:
-    try:
-        failure = run_program(lab, command)
-    except KeyboardInterrupt:
-        print("stopped: interrupted; nothing of it still runs", file=sys.stderr)
-        return 130
-    if failure is None:
-        return 0
-    print(f"error: {failure}; the others were ended", file=sys.stderr)
-    return failure.exit_code

@@ -11,16 +11,9 @@ from typing import Any
 import msgspec
 
 from shoal.cli import plan_text as show
-from shoal.cli.parser import (
-    CommandParser,
-    HelpAll,
-    cluster_label,
-    cluster_options,
-    clusters_of,
-    command,
-    job_options,
-    rare_option,
-)
+from shoal.cli.cluster_options import cluster_label, cluster_options, clusters_of
+from shoal.cli.options import job_options
+from shoal.cli.parser import CommandParser, HelpAll, command, rare_option
 from shoal.errors import InputError
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
-from shoal.cli.parser import cluster_label, cluster_of, cluster_options, command, job_options
+from shoal.cli.cluster_options import cluster_label, cluster_of, cluster_options
+from shoal.cli.options import job_options
+from shoal.cli.parser import command
 from shoal.cli.predict_text import against_measured, text, value
 from shoal.errors import InputError
 from shoal.parallel.layout import ParallelLayout

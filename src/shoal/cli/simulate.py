@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 
 from shoal.cli import simulate_text as show
-from shoal.cli.parser import HelpAll, cluster_label, cluster_of, cluster_options, command, job_options, rare_option
+from shoal.cli.cluster_options import cluster_label, cluster_of, cluster_options
+from shoal.cli.options import job_options
+from shoal.cli.parser import HelpAll, command, rare_option
 from shoal.errors import InputError, PlanError
 from shoal.numerics.lanes import Span
 from shoal.parallel.layout import ParallelLayout

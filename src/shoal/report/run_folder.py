@@ -78,7 +78,25 @@ class RunFolder:
                 else "does not exist"
             )
             raise RunFolderError(f"{path} {why}", fix="shoal runs shows the runs that there are")
-        return cls(path)
+        folder = cls(path)
+        folder.check_format()
+        return folder
+
+    def check_format(self) -> None:
+        """Raises RunFolderError where another version of Shoal wrote the folder."""
+        try:
+            found = msgspec.json.decode(self.config.read_bytes(), type=dict[str, Any]).get("format", 1)
+        except (OSError, msgspec.MsgspecError):
+            return  # a script that joined without a driver has no config.json; a torn one is reported by its reader
+        if found == 1:
+            raise RunFolderError(
+                f"{self.path} was written by Shoal 0.1, which named its events differently",
+                fix=f"read it with shoal==0.1.0, or train again; its weights are in {self.model}",
+            )
+        if found != FORMAT:
+            raise RunFolderError(
+                f"{self.path} has format {found}, and this Shoal reads format {FORMAT}", fix="a newer version of Shoal"
+            )
 
     @property
     def config(self) -> Path:
@@ -186,13 +204,11 @@ def find_run(name: str | None, root: Path = DEFAULT_ROOT) -> RunFolder:
     if name is None:
         if not found:
             raise InputError(f"no runs in {root}", fix="shoal train FILE starts one")
-        return RunFolder(found[0])
+        return RunFolder.open(found[0])
     exact = [path for path in (root / name, Path(name)) if name and _is_run(path)]
-    if exact:
-        return RunFolder(exact[0])
-    matches = [path for path in found if name and path.name.startswith(name)]
+    matches = exact[:1] or [path for path in found if name and path.name.startswith(name)]
     if len(matches) == 1:
-        return RunFolder(matches[0])
+        return RunFolder.open(matches[0])
     ids = [path.name for path in found]
     if matches:
         raise InputError(f"'{name}' is the beginning of {len(matches)} runs: {_names([p.name for p in matches])}")

@@ -43,11 +43,10 @@ class ConfigGroup:
 
     def __post_init__(self) -> None:
         for each in config_fields(type(self).__name__.lower()):
-            value = getattr(self, each.name)
-            if isinstance(value, os.PathLike | ParallelLayout):
-                self._set(each.name, str(value))
-            if value is not None:
-                each.check(value)
+            if isinstance(getattr(self, each.name), os.PathLike | ParallelLayout):
+                self._set(each.name, str(getattr(self, each.name)))
+            if getattr(self, each.name) is not None:
+                each.check(getattr(self, each.name))
         self.check()
 
     def check(self) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.driver.chaos.schedule import ON_WORKERS, ChaosFault, FaultSchedule, victim
+from shoal.driver.chaos.scorecard import InjectedFault, Scorecard, make_scorecard
 from shoal.driver.control import why
 from shoal.driver.launch_spec import DRIVER_STATE
 from shoal.driver.launchers.cleanup import NAMES, RECORDS, LabRecord
@@ -41,8 +43,6 @@ from shoal.report.events import (
 )
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import render
-from shoal.testing.chaos.schedule import ON_WORKERS, ChaosFault, FaultSchedule, victim
-from shoal.testing.chaos.scorecard import InjectedFault, Scorecard, make_scorecard
 
 TICK_SECONDS = 0.02
 ATTACH_SECONDS = 1.0  # between the end of a driver and the start of the next
