@@ -15,6 +15,7 @@ import torch
 import shoal
 from helpers.command import Caller, Forked, Running, events, in_child, newest, write_job
 from helpers.direct_launcher import DirectLauncher
+from shoal.driver.launch import train_with
 from shoal.driver.launchers.base import (
     Launcher,
     ProcessEvent,
@@ -25,9 +26,11 @@ from shoal.driver.launchers.base import (
     ProcessStarted,
 )
 from shoal.driver.launchers.local import LocalLauncher
+from shoal.job.load import load_job
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing import dropout_net, job_for
+from shoal.worker.run_config import RunConfig
 from shoal.worker.start import WorkerStartup
 
 DEADLINE_SECONDS = 30.0
@@ -175,6 +178,23 @@ def test_a_signal_reaches_the_worker_it_is_meant_for(launcher: Launcher) -> None
             found += launcher.events(DEADLINE_SECONDS)
         launcher.signal(who, signal.SIGTERM)  # it is gone: no other process is hit
     assert exit_codes(found) == {0: 0, 1: -signal.SIGTERM}
+
+
+KILL_ONCE = """\
+if step == 5 and lane == 2 and not os.path.exists("killed"):
+    open("killed", "w").close()
+    os.kill(os.getpid(), 9)"""
+
+
+def test_the_driver_needs_only_the_contract_of_a_launcher(tmp_path: Path) -> None:
+    """A launcher that the package does not know: workers start, one dies and is replaced, and the bits are the same."""
+    job = load_job(str(write_job(tmp_path, loss=KILL_ONCE)))
+    config = RunConfig().changed(workers=2, quiet=True, run_dir="run")
+    found = train_with(job, config, launcher=DirectLauncher())
+    assert Path("killed").exists()
+    (lost,) = events(Path("run"), "worker-lost")
+    assert (lost["rank"], lost["code"], lost["action"]) == (1, -signal.SIGKILL, "replaced")
+    assert found.weights_sha256 == shoal.train(job, quiet=True).weights_sha256
 
 
 def all_ended(descriptors: list[int]) -> bool:

@@ -74,7 +74,7 @@ def call(given: argparse.Namespace) -> int:
         *server_placements(counts or [1, 2], given.servers, given.sync),
     ]
     for placement in wanted:  # a placement that does not fit is reported before the first run
-        plan = plan_for(job, placement.config(), placement.lab)
+        plan = plan_for(job, placement.config(), None if placement.lab is None else placement.lab.launcher)
         if plan.layout.sharded:
             make_outline(job, opened.source, plan)
     console, rows = Console(stderr=True), list[VerifyRow]()

@@ -16,8 +16,8 @@ from shoal.driver.launchers.base import (
     ProcessSpec,
     ProcessStarted,
     StartsEnded,
+    torchrun_environment,
 )
-from shoal.driver.launchers.torchrun_environment import torchrun_environment
 from shoal.driver.log_tail import LogTail
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.report.run_folder import RunFolder

@@ -226,11 +226,12 @@ def _trace(
     config = config.changed(
         digests=True, checkpoint_every=opened.steps + 1, run_dir=folder, quiet=True, elastic=False, predict=False
     )
+    launcher = None if placement.lab is None else placement.lab.launcher
     if placement.stop_after is not None:
         with suppress(Stopped):
-            train_opened(opened, config.changed(stop_after=placement.stop_after), name=name, lab=placement.lab)
+            train_opened(opened, config.changed(stop_after=placement.stop_after), name=name, launcher=launcher)
         config = config.changed(workers=placement.resume_workers, resume=True)
-    report = train_opened(opened, config, name=name, lab=placement.lab)
+    report = train_opened(opened, config, name=name, launcher=launcher)
     row = VerifyRow(
         label=placement.label, weights_sha256=report.weights_sha256, seconds=report.seconds, steps=report.steps
     )

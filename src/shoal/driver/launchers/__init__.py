@@ -1,1 +1,1 @@
-"""Where the processes of a run come from: `base.Launcher` is the contract, `local` and `lab_launcher` implement it."""
+"""Where the processes of a run come from: `base.Launcher` is the contract, `local` and `lab` implement it."""

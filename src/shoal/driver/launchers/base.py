@@ -40,7 +40,6 @@ class Host(Protocol):
 
     def call(self, function: Callable[[], T]) -> T:
         """Calls the function in the driver's process. Sockets that the function opens are on the host's network."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,35 +119,49 @@ class Launcher(Protocol):
 
     def hosts(self, processes: int) -> Sequence[Host]:
         """The host of each of so many processes, by rank. Works before `open`, and returns the same hosts each time."""
-        ...
 
     def services(self) -> Host:
         """The host where services of the driver listen, such as the rendezvous: all hosts reach its address."""
-        ...
 
     def open(self, program: ProcessProgram) -> None:
         """Prepares to start processes. Modules that they need are loaded by now; this process has one thread."""
-        ...
 
     def start(self, host: Host, spec: ProcessSpec) -> None:
         """Starts a process. Raises RunError where the launcher can start none."""
-        ...
 
     def events(self, seconds: float) -> Sequence[ProcessEvent]:
         """Returns what happened since the last call, and waits at most so long for something to happen.
 
         A call says that all lines returned before are safe on the disk: a detached process may drop its copies.
         """
-        ...
 
     def send(self, process: WorkerId, line: bytes) -> None:
         """Sends a line to a process; does nothing where the process is gone or not connected."""
-        ...
 
     def signal(self, process: WorkerId, number: int) -> None:
         """Sends a signal to a process; does nothing where the process is gone."""
-        ...
 
     def close(self) -> None:
         """Ends all processes that still run, and returns when they are gone. The launcher can be opened again."""
-        ...
+
+
+def torchrun_environment(hosts: Sequence[Host], rank: int, address: str, port: int) -> dict[str, str]:
+    """The variables that torchrun sets, so that any torch.distributed script finds its group.
+
+    `hosts`: of each rank; further ranks begin again at the first. `address`, `port`: of the rendezvous store."""
+    names, (turn, place) = [host.name for host in hosts], divmod(rank, len(hosts))
+    own, size = names[place], str(len(hosts))
+    on_host, used = names.count(own), list(dict.fromkeys(names))
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(turn * on_host + names[:place].count(own)),
+        "GROUP_RANK": str(used.index(own)),
+        "ROLE_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(on_host),
+        "GROUP_WORLD_SIZE": str(len(used)),
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }

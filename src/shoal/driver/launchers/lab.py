@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
+from shoal.driver.launchers.base import Host
 from shoal.driver.launchers.cleanup import (
     NAMES,
     LabRecord,
@@ -35,7 +36,8 @@ from shoal.driver.launchers.lab_network import (
     links,
     rate,
 )
-from shoal.driver.launchers.namespaces import INTERFACE, LINKS, LabHost, inside, new_namespace, set_kernel
+from shoal.driver.launchers.local import LocalLauncher
+from shoal.driver.launchers.namespaces import INTERFACE, LINKS, LabHost, enter, inside, new_namespace, set_kernel
 from shoal.errors import InputError, RunError
 from shoal.planner.cluster import Cluster, Order, WorkerSlot, assign_workers
 
@@ -58,6 +60,7 @@ class Lab:
         self.id = ""
         self.owner = os.getpid()
         self.hosts: tuple[LabHost, ...] = ()
+        self.launcher = LabLauncher(self)
         self._descriptors: list[int] = []
         self._stack = ExitStack()
 
@@ -150,6 +153,23 @@ class Lab:
             self._descriptors.clear()
             self.hosts = ()
             remove_record(self.id)
+
+
+class LabLauncher(LocalLauncher):
+    """Workers on the hosts of a lab: the fork server of this machine starts them, and they move to their hosts."""
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__()
+        self.lab = lab
+
+    def hosts(self, processes: int) -> Sequence[Host]:
+        return self.lab.rank_hosts(processes)
+
+    def services(self) -> Host:
+        return self.lab.rank_hosts(1)[0]
+
+    def enter_host(self, name: str) -> None:
+        enter(next(host for host in self.lab.hosts if host.name == name))
 
 
 def check_machine() -> None:

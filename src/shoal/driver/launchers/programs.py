@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TextIO
 
+from shoal.driver.launchers.base import torchrun_environment
 from shoal.driver.launchers.fork_server import die_with_parent
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.namespaces import enter
-from shoal.driver.launchers.torchrun_environment import torchrun_environment
 from shoal.errors import InputError
 from shoal.planner.cluster import WorkerSlot
 
