@@ -197,7 +197,7 @@ def test_two_at_once_then_all_at_once(faults: Faults, capfd: pytest.CaptureFixtu
 
 def test_all_at_once_before_anything_was_saved(faults: Faults) -> None:
     faults.at(LANE, kills(0, 1), step=3, worker=1)
-    with pytest.raises(RunFailed, match="nobody is left who has its state, and no checkpoint was written"):
+    with pytest.raises(RunFailed, match="no worker is left that has its state, and no checkpoint was written"):
         faults.train(job("unsaved"), workers=2)
 
 

@@ -249,7 +249,7 @@ def test_a_lost_part_goes_back_to_the_newest_checkpoint(faults: Faults, capfd: p
 def test_a_part_that_is_lost_before_anything_was_saved(faults: Faults) -> None:
     faults.at(FORWARD, kills(1, 3), step=3, worker=1)
     with pytest.raises(
-        RunFailed, match="no worker is left that has part 1 of the model, and no checkpoint was written"
+        RunFailed, match="no worker is left that has shard 1 of the model, and no checkpoint was written"
     ):
         faults.train(job("unsaved"), layout=PAIRS)
 

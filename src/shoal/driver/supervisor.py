@@ -255,7 +255,8 @@ class WorkerSupervisor:
             self.next_plan = self.launch.replan(left), f"{plural(left, 'worker')} left"
         except ShoalError as error:
             return LossDecision(
-                decision.action, f"{decision.end_reason}; no other layout for those who are left: {error.message}"
+                decision.action,
+                f"{decision.end_reason}; no other layout for the workers that are left: {error.message}",
             )
         return LossDecision(f"the run goes on with layout {self.next_plan[0].layout}")
 
@@ -265,7 +266,7 @@ class WorkerSupervisor:
         held = {model_shard_of(who.worker, shards) for who in self.participants}
         if not held.intersection(uncovered_shards(holders, shards)):
             return ""
-        return uncovered_text(holders, shards) if holders else "nobody is left who has its state"
+        return uncovered_text(holders, shards) if holders else "no worker is left that has its state"
 
 
 def _how_ended(code: int | None) -> str:

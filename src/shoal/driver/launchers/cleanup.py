@@ -1,7 +1,7 @@
-"""What labs leave under /run and in the process table, and how it goes away.
+"""Removes what labs leave under /run and in the process table.
 
-The kernel takes a lab's network down with its owner. After kill -9 there may still be names for `ip netns`, which lead
-nowhere then, and processes that a program had started in the background; a small record says whose they were.
+The kernel takes a lab's network down with its owner. After kill -9 of the owner, names for `ip netns` are left that lead
+nowhere, and processes that a program had started in the background; a small record names the owner.
 """
 
 import os
@@ -16,9 +16,9 @@ import msgspec
 
 from shoal.driver.launchers.namespaces import MARK, processes_in
 
-RECORDS = Path("/run/shoal")  # one small file per lab: who owns it, which names it has
+RECORDS = Path("/run/shoal")  # one small file per lab: its owner and its names
 NAMES = Path("/run/netns")  # where `ip netns` looks
-GONE_SECONDS = 5.0  # how long a killed process may take to go
+GONE_SECONDS = 5.0  # in which a killed process ends
 
 
 class LabRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class LabRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def clean() -> list[str]:
-    """Removes what labs left whose owner was killed; never touches one whose owner lives. Returns their ids."""
+    """Removes what is left of labs whose owner was killed, and returns their ids."""
     found = []
     for path in sorted(RECORDS.glob("lab-*.json")):
         record = _read_record(path)
@@ -43,7 +43,7 @@ def clean() -> list[str]:
 
 
 def remove_record(lab: str) -> None:
-    """The names, then the record: whoever is killed in between leaves a record to go by."""
+    """Removes the names, then the record: a process that is killed in between leaves the record for the next one."""
     path = RECORDS / f"lab-{lab}.json"
     record = _read_record(path)
     for name in record.names if record is not None else ():
@@ -54,12 +54,12 @@ def remove_record(lab: str) -> None:
 
 
 def end_processes(namespaces: set[int]) -> None:
-    """Ends whatever still runs on the lab's hosts, such as what a program had started in the background."""
+    """Ends all processes on the lab's hosts, such as those that a program had started in the background."""
     _kill_while(lambda: processes_in(namespaces))
 
 
 def _end_marked(lab: str) -> None:
-    """The same when the namespaces are not ours to ask: by the mark that processes of a lab have."""
+    """Ends all processes that have the mark of a lab, where its namespaces are gone."""
     _kill_while(lambda: _marked(lab))
 
 
@@ -119,7 +119,7 @@ def _read_record(path: Path) -> LabRecord | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None if there is none, or only its remains."""
+    """When a process began, in ticks since the machine started; None where it has ended."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Any program on the hosts of a lab: one process per worker, with what torchrun would have set."""
+"""Any program on the hosts of a lab: one process per worker, with the variables that torchrun sets."""
 
 import os
 import selectors
@@ -20,14 +20,14 @@ from shoal.errors import InputError
 from shoal.planner.cluster import WorkerSlot
 
 MASTER_PORT = 29500  # free: the host is new
-GRACE_SECONDS = 5.0  # between the request to end and the end
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 TICK_SECONDS = 0.1
 LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramFailure:
-    """The first program that ended badly."""
+    """The first program that failed."""
 
     slot: WorkerSlot
     code: int  # negative: the signal that ended it
@@ -42,7 +42,7 @@ class ProgramFailure:
 
 
 def run_program(lab: Lab, command: Sequence[str]) -> ProgramFailure | None:
-    """Runs the command once per worker of the cluster; their output comes out line by line, with the host's name.
+    """Runs the command once per worker of the cluster, and prints their output line by line with the host's name.
 
     After the first failure the others are asked to end (SIGTERM), then made to. None is left when this returns.
     """
@@ -115,7 +115,7 @@ class _HostProgram:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # so that whatever it starts can be ended with it
+            start_new_session=True,  # the processes that it starts are ended with it
             preexec_fn=move,
         )
         assert self.process.stdout is not None and self.process.stderr is not None
@@ -134,7 +134,7 @@ class _HostProgram:
         return self.process.returncode
 
     def signal(self, number: int) -> None:
-        if self.running:  # not reaped, so the number is still its own
+        if self.running:  # not reaped, so the process id is still its own
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
@@ -148,7 +148,7 @@ class _HostProgram:
 
 
 class _PrefixedPipe:
-    """Passes on whole lines, each with the name of the host it came from."""
+    """Prints whole lines, each with the name of the host it came from."""
 
     def __init__(self, source: IO[bytes], target: TextIO, prefix: str) -> None:
         self.source, self.target, self.prefix = source, target, prefix
@@ -157,7 +157,7 @@ class _PrefixedPipe:
         os.set_blocking(self.descriptor, False)
 
     def pass_on(self) -> bool:
-        """All that has come; False at the end."""
+        """Prints all lines that have arrived; returns False at the end of the stream."""
         try:
             while found := os.read(self.descriptor, LONGEST_LINE):
                 *lines, self.partial = (self.partial + found).split(b"\n")
