@@ -179,8 +179,8 @@ class WorkerSupervisor:
         When a shard of the model is lost before anything was saved, the workers that are left may be writing the first
         checkpoint: the decision waits until they end, which they do when it is written."""
         assert self.store_monitor is not None
-        saving = self.roster.active & self.participants
-        if self._lost_state() and not self._has_checkpoint and saving and self.config.failure.on_failure == "replace":
+        writers = self.roster.active & self.participants
+        if self._lost_state() and not self._has_checkpoint and writers and self.config.failure.on_failure == "replace":
             for who, code, _ in self.pending_losses:
                 self.store_monitor.remove(who, _how_ended(code))
             return

@@ -132,7 +132,7 @@ class Launcher(Protocol):
     def events(self, seconds: float) -> Sequence[ProcessEvent]:
         """Returns what happened since the last call, and waits at most so long for something to happen.
 
-        A call says that all lines returned before are safe on the disk: a detached process may drop its copies.
+        A call means that all lines returned before are safe on the disk: a detached process may drop its copies.
         """
 
     def send(self, process: WorkerId, line: bytes) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.driver.launchers.namespaces import MARK, processes_in
+from shoal.recovery.membership.process import process_state
 
 RECORDS = Path("/run/shoal")  # one small file per lab: its owner and its names
 NAMES = Path("/run/netns")  # where `ip netns` looks
@@ -24,7 +25,7 @@ GONE_SECONDS = 5.0  # in which a killed process ends
 class LabRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     owner: int
-    started: int  # of the owner, in the kernel's ticks: a process id may be used again
+    started: str  # when the owner began: a process id may be used again
     names: list[str]
 
 
@@ -35,7 +36,7 @@ def clean() -> list[str]:
         record = _read_record(path)
         if record is None:
             path.unlink(missing_ok=True)
-        elif start_ticks(record.owner) != record.started:
+        elif process_state(record.owner, record.started) is None:
             _end_marked(record.id)
             remove_record(record.id)
             found.append(record.id)
@@ -116,12 +117,3 @@ def _read_record(path: Path) -> LabRecord | None:
         return msgspec.json.decode(path.read_bytes(), type=LabRecord)
     except (OSError, msgspec.DecodeError):
         return None
-
-
-def start_ticks(pid: int) -> int | None:
-    """When a process began, in ticks since the machine started; None where it has ended."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in "ZX" else int(rest[18])

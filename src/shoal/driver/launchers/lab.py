@@ -1,7 +1,7 @@
 """A cluster in a box: `with Lab(cluster) as lab:` has hosts that are network namespaces of this machine.
 
 The machine's own network does not see it. It is taken down at the block's end, also after an exception, Ctrl-C and
-SIGTERM; by the kernel when the owner is killed. What is left then (cleanup.py) the next lab or `shoal lab clean` removes.
+SIGTERM, and by the kernel when the owner is killed. The next lab, or `shoal lab clean`, removes the rest (cleanup.py).
 """
 
 import json
@@ -21,7 +21,6 @@ from shoal.driver.launchers.cleanup import (
     clean,
     end_processes,
     remove_record,
-    start_ticks,
     unused_id,
     write_names,
     write_record,
@@ -39,6 +38,7 @@ from shoal.driver.launchers.local import LocalLauncher
 from shoal.driver.launchers.namespaces import INTERFACE, LINKS, LabHost, enter, inside, new_namespace, set_kernel
 from shoal.errors import InputError, RunError
 from shoal.planner.cluster import Cluster, Order, WorkerSlot, assign_workers
+from shoal.recovery.membership.process import start_ticks
 
 # One protocol, one congestion control: a lab behaves alike on every machine.
 KERNEL = {
@@ -106,7 +106,7 @@ class Lab:
         names = [f"shoal-{self.id}-{host.name}" for host in hosts] + [
             f"shoal-{self.id}_fabric"
         ]  # not the name of a host
-        write_record(LabRecord(id=self.id, owner=self.owner, started=start_ticks(self.owner) or 0, names=names))
+        write_record(LabRecord(id=self.id, owner=self.owner, started=start_ticks(self.owner) or "", names=names))
         NAMES.mkdir(parents=True, exist_ok=True)
         paths = []
         for name in names:
