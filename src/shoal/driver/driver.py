@@ -30,7 +30,6 @@ from shoal.parallel.plan import Plan
 from shoal.report.events import AnyEvent, DriverChanged, MembershipChanged, WorkerPrinted, decode
 from shoal.report.run_folder import RunFolder
 from shoal.worker.context import WorkerContext
-from shoal.worker.event_channel import DRIVER_SOCKET
 from shoal.worker.run_config import RunConfig
 from shoal.worker.start import WorkerProgram
 
@@ -212,5 +211,5 @@ class RunDriver:
     def _close_store(self, for_good: bool) -> None:
         if self.supervisor.store_monitor is not None:
             self.supervisor.store_monitor.close(for_good=for_good)
-        for name in (DRIVER_SOCKET, LAUNCHER_SOCKET, DRIVER_STATE):
+        for name in (LAUNCHER_SOCKET, DRIVER_STATE):
             (self.folder.path / name).unlink(missing_ok=True)

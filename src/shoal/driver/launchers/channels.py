@@ -51,7 +51,7 @@ class ProcessChannels:
 
     def listen(self, address: Path) -> None:
         """Accepts processes that another driver started."""
-        self._listener = listen(address, socket.SOCK_STREAM)
+        self._listener, self._address = listen(address, socket.SOCK_STREAM), address
         self._listener.setblocking(False)
         self.watch(self._listener, self._accept)
 
@@ -73,6 +73,7 @@ class ProcessChannels:
             self._close(process)
         if self._listener is not None:
             self._listener.close()
+            self._address.unlink(missing_ok=True)
         self._selector.close()
 
     def _receive(self, process: WorkerId) -> list[ProcessEvent]:

@@ -1,7 +1,7 @@
 """Removes what labs leave under /run and in the process table.
 
-The kernel takes a lab's network down with its owner. After kill -9 of the owner, names for `ip netns` are left that lead
-nowhere, and processes that a program had started in the background; a small record names the owner.
+The kernel takes a lab's network down with its owner. After kill -9 of the owner, names for `ip netns` are left, and
+processes that a program had started in the background. A small record of each lab names its owner.
 """
 
 import os
