@@ -62,7 +62,7 @@ def config_options(
 
 
 def _add_flag(parser: Any, each: ConfigField, text: str, *, common: bool) -> None:
-    more: dict[str, Any] = {key: each.more[key] for key in ("metavar", "nargs", "const") if key in each.more}
+    more: dict[str, Any] = {key: each.more[key] for key in ("metavar", "nargs", "const") if each.more.get(key)}
     if each.choices:
         more["choices"] = each.choices
     elif bool in each.kinds and "nargs" not in more:

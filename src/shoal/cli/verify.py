@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,6 @@ from shoal.driver.make_plan import open_job, plan_for
 from shoal.driver.verify import (
     PLAIN_TOLERANCE,
     PlainResult,
-    VerifyPlacement,
     VerifyRow,
     against_plain,
     check_workers,
@@ -28,6 +28,7 @@ from shoal.driver.verify import (
 from shoal.errors import InputError
 from shoal.job.load import load_job
 from shoal.worker.model_partition import make_outline
+from shoal.worker.run_config import Servers
 
 DEFAULT_STEPS = 20
 
@@ -68,13 +69,16 @@ def call(given: argparse.Namespace) -> int:
     steps = given.steps or min(DEFAULT_STEPS, opened.steps)
     workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
     counts = check_workers(workers) if given.workers is not None or not given.layouts else []
-    wanted: list[VerifyPlacement] = [
-        *placements(counts, given.shares, given.resume, steps, given.lab, comm_options),
-        *layout_placements(given.layouts, given.schedule, given.recompute, given.lab, comm_options),
-        *server_placements(counts or [1, 2], given.servers, given.sync),
+    wanted = [
+        replace(each, lab=given.lab, config=each.config.with_comm_options(comm_options))
+        for each in (
+            *placements(counts, given.shares, given.resume, steps),
+            *layout_placements(given.layouts, given.schedule, given.recompute),
+        )
     ]
+    wanted += server_placements(counts or [1, 2], Servers(count=given.servers, sync=given.sync))
     for placement in wanted:  # a placement that does not fit is reported before the first run
-        plan = plan_for(job, placement.config(), placement.lab)
+        plan = plan_for(job, placement.config, placement.lab)
         if plan.layout.sharded:
             make_outline(job, opened.source, plan)
     console, rows = Console(stderr=True), list[VerifyRow]()
