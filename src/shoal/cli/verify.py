@@ -3,14 +3,12 @@
 import argparse
 import sys
 from dataclasses import replace
-from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.options import config_of, config_options, job_argument
-from shoal.cli.parser import HelpAll, command, rare_option
+from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
 from shoal.cli.pin_isa import pin_isa
 from shoal.driver.make_plan import open_job, plan_for
 from shoal.driver.verify import (
@@ -30,12 +28,12 @@ from shoal.job.load import load_job
 from shoal.worker.model_partition import make_outline
 from shoal.worker.run_config import Servers
 
+TEXT = "prove that placements agree"
+EXAMPLE = "shoal verify digits.py --workers 1,2,4 --steps 20"
 DEFAULT_STEPS = 20
 
 
-def add(commands: Any) -> None:
-    example = "shoal verify digits.py --workers 1,2,4 --steps 20"
-    parser = command(commands, "verify", "prove that placements agree", call, example)
+def arguments(parser: CommandParser) -> None:
     job_argument(parser)
     parser.add_argument("--workers", metavar="LIST", help="numbers of workers to compare (1,2)")
     parser.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT",
@@ -92,7 +90,7 @@ def call(given: argparse.Namespace) -> int:
             plain = against_plain(job, wanted[0].workers, steps, name=name)
     failed = rows[-1].difference is not None or (plain is not None and not plain.good)
     if given.json:
-        print(msgspec.json.encode({"equal": not failed, "rows": rows, "plain": plain}).decode())
+        print_json({"equal": not failed, "rows": rows, "plain": plain})
     else:
         _show(f"{name}: {steps} steps", rows, plain)
     return int(failed)
