@@ -6,7 +6,7 @@ import pytest
 
 from helpers.command import Caller
 from helpers.routes import at
-from shoal.cli.bench_text import text, usage
+from shoal.cli.bench import text, usage
 from shoal.collectives.cost_model import LinkSpeed
 from shoal.collectives.options import parse_links
 from shoal.collectives.shm_cost import MemorySpeed, ShmTraffic, shm_all_reduce_seconds, shm_traffic

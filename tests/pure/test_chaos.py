@@ -9,7 +9,8 @@ import pytest
 
 from helpers.command import Caller
 from helpers.job_files import JOB
-from shoal.driver.chaos.schedule import ChaosFault, FaultSchedule, make_schedule, read_schedule, read_seconds, victim
+from shoal.cli.options import read_time
+from shoal.driver.chaos.schedule import ChaosFault, FaultSchedule, make_schedule, read_schedule, victim
 from shoal.driver.chaos.scorecard import (
     InjectedFault,
     Scorecard,
@@ -75,7 +76,7 @@ def test_a_stored_schedule_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_times_have_units() -> None:
-    assert [read_seconds("--for", text) for text in ("15s", "5m", "1.5h", "7")] == [15, 300, 5400, 7]
+    assert [read_time("--for", text, bare=True) for text in ("15s", "5m", "1.5h", "7")] == [15, 300, 5400, 7]
 
 
 # -- the scorecard --------------------------------------------------------------------------------------------------
@@ -179,8 +180,8 @@ def test_a_card_says_what_is_wrong(report: dict[str, Any], twin: dict[str, Any],
     [
         (["--kinds", "kill,lightning"], "no fault is called 'lightning'"),
         (["--kinds", "kill,kill"], "--kinds names kill twice"),
-        (["--every", "0s"], "--every 0s: seconds above 0"),
-        (["--every", "soon"], "--every soon: a time such as 15s or 5m"),
+        (["--every", "0s"], "--every 0s: above 0"),
+        (["--every", "soon"], "--every soon: a time with its unit"),
         (["--every", "1m", "--for", "30s"], "--for 30s with --every 60s: not one fault comes before the end"),
         (["--workers", "1", "--kinds", "driver,stop"], "--kinds stop with 1 worker: somebody must be left"),
         (["--kinds", "driver,partition"], "a lab ends with the driver that is to be killed"),

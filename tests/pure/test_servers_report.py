@@ -627,12 +627,12 @@ def test_a_list_of_modes_is_split_between_modes() -> None:
 
 
 def test_verify_adds_placements_with_servers() -> None:
-    found = server_placements([1, 2], 2, "")
+    found = server_placements([1, 2], Servers(count=2))
     assert [each.label for each in found] == ["1 worker, 2 servers", "2 workers, 2 servers"]
-    assert [(each.config().parallel.workers, each.config().servers.count) for each in found] == [(1, 2), (2, 2)]
-    assert server_placements([1, 2], None, "") == []
+    assert [(each.config.parallel.workers, each.config.servers.count) for each in found] == [(1, 2), (2, 2)]
+    assert server_placements([1, 2], Servers()) == []
     with pytest.raises(InputError, match="--sync async gives up exactness") as caught:
-        server_placements([1, 2], 1, "async")
+        server_placements([1, 2], Servers(count=1, sync="async"))
     assert "shoal compare FILE --sync sync,async" in str(caught.value)
 
 

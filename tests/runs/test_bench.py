@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch.distributed as dist
 from helpers.command import Caller, program
-from shoal.cli.bench_text import text, usage
+from shoal.cli.bench import text, usage
 from shoal.driver.bench_collectives import AlgorithmTiming, BenchResult, SizeTimings, fit_link, pairs, predict
 from shoal.collectives.cost_model import LinkSpeed
 from shoal.collectives.group import WorkerGroup, DistributedGroup

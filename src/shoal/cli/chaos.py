@@ -3,14 +3,13 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from shoal.cli.options import config_of, config_options, job_argument
-from shoal.cli.parser import command
+from shoal.cli.options import config_of, config_options, job_argument, read_time
+from shoal.cli.parser import CommandParser
 from shoal.driver.chaos.player import ChaosTarget, run_chaos
-from shoal.driver.chaos.schedule import KINDS, FaultSchedule, make_schedule, read_schedule, read_seconds
+from shoal.driver.chaos.schedule import KINDS, FaultSchedule, make_schedule, read_schedule
 from shoal.driver.chaos.scorecard import scorecard_lines
 from shoal.driver.launchers.lab import check_machine
 from shoal.driver.make_plan import plan_for
@@ -21,10 +20,10 @@ from shoal.report.run_folder import RunFolder
 TEXT = "faults on purpose, and what becomes of the run"
 SCHEDULED = {"every": "--every", "duration": "--for", "kinds": "--kinds", "fault_seed": "--fault-seed"}
 
+EXAMPLE = "shoal chaos digits.py --every 15s --for 5m --kinds kill,stop --fault-seed 1"
 
-def add(commands: Any) -> None:
-    example = "shoal chaos digits.py --every 15s --for 5m --kinds kill,stop --fault-seed 1"
-    parser = command(commands, "chaos", TEXT, call, example)
+
+def arguments(parser: CommandParser) -> None:
     job_argument(parser, help="trained for as long as the faults last, then again without faults")
     parser.add_argument("--every", metavar="TIME", help="between two faults (15s)")
     parser.add_argument("--for", metavar="TIME", dest="duration", help="how long (5m)")
@@ -64,8 +63,8 @@ def _schedule(given: argparse.Namespace, workers: int | None) -> FaultSchedule:
     if given.schedule is None:
         return make_schedule(
             seed=given.fault_seed or 0,
-            every=read_seconds("--every", given.every or "15s"),
-            duration=read_seconds("--for", given.duration or "5m"),
+            every=read_time("--every", given.every or "15s", bare=True),
+            duration=read_time("--for", given.duration or "5m", bare=True),
             kinds=(given.kinds or "kill,stop,driver,store").split(","),
             workers=3 if workers is None else workers,
         )

@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.cli import cluster_text
 from shoal.cli.cluster_options import cluster_of
-from shoal.cli.parser import CommandParser, command, rare_option
+from shoal.cli.parser import CommandParser, command, print_json, rare_option
 from shoal.cli.probe_text import text as probe_text
 from shoal.driver.probe_machine import cluster_of as measured_cluster
 from shoal.driver.probe_machine import print_progress, probe, probe_launched, workers_of
@@ -19,9 +19,10 @@ from shoal.planner.cluster import cluster_text as toml_text
 
 TEXT = "devices, hosts and links: presets and files shown, this machine measured"
 
+EXAMPLE = "shoal cluster show dgx-a100 --hosts 4"
 
-def add(commands: Any) -> None:
-    parser = command(commands, "cluster", TEXT, call, "shoal cluster show dgx-a100 --hosts 4")
+
+def arguments(parser: CommandParser) -> None:
     parts = parser.add_subparsers(title="commands", metavar="COMMAND", dest="part", parser_class=CommandParser)
 
     show = command(
@@ -89,7 +90,7 @@ def call_probe(given: argparse.Namespace) -> int:
     cluster = measured_cluster(found, given.lab.cluster if given.lab is not None else None)
     path.write_text(toml_text(cluster), encoding="utf-8")
     if given.json:
-        print(msgspec.json.encode({"file": str(path), **msgspec.to_builtins(found, str_keys=True)}).decode())
+        print_json({"file": str(path), **msgspec.to_builtins(found, str_keys=True)})
     else:
         print(probe_text(found, cluster))
         print(f"\nwritten to {path} after {time.monotonic() - began:.0f} s        next: shoal cluster show {path}")

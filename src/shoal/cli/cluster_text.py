@@ -23,6 +23,7 @@ from shoal.planner.cluster import (
 )
 from shoal.planner.cluster.library import device_tables
 from shoal.planner.cluster.presets import is_preset, preset_note
+from shoal.report.human import columns
 
 BETWEEN = {
     "inside": "devices of a host",
@@ -198,12 +199,7 @@ def _table(cluster: Cluster) -> list[str]:
             f"reach {tier.efficiency:.0%}".replace("%", " %"), f"{ratio}{mark}",
         ))  # fmt: skip
         last = tier
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("   ".join([row[0].ljust(widths[0]), *cells[1:-1], row[-1]]).rstrip())
-    return lines
+    return columns(rows, right=range(1, len(rows[0]) - 1), gap="   ")
 
 
 def _ending(cluster: Cluster, name: str) -> list[str]:
@@ -224,11 +220,8 @@ def presets_text() -> str:
         )
         rows.append((name, f"{host.devices} × {device}", inside, _cards(host), preset_note(name)))
     rows.insert(0, ("preset", "a host has", "inside", "network", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["   ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
-             for row in rows]  # fmt: skip
     known = textwrap.wrap("devices for a file: " + ", ".join(device_tables()), 118, break_on_hyphens=False)
-    return "\n".join([*lines, "", *known, "", "next: shoal cluster show dgx-a100 --hosts 4"])
+    return "\n".join([*columns(rows, gap="   "), "", *known, "", "next: shoal cluster show dgx-a100 --hosts 4"])
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------

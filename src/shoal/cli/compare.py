@@ -3,14 +3,12 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from shoal.cli import compare_text as show
 from shoal.cli.options import job_options
-from shoal.cli.parser import command
+from shoal.cli.parser import CommandParser, print_json
 from shoal.cli.pin_isa import pin_isa
 from shoal.driver.check_plan import check_servers, read_sync_modes
 from shoal.driver.launch import train_with
@@ -29,8 +27,8 @@ TEXT = "a job in several ways to keep workers in step, one run each; or finished
 EXAMPLE = "shoal compare digits.py --sync sync,stale:3,async --workers 2"
 
 
-def add(commands: Any) -> None:
-    parser = command(commands, "compare", TEXT, call, f"{EXAMPLE}   or: shoal compare 7f3a 91c0")
+def arguments(parser: CommandParser) -> None:
+    parser.epilog = f"example: {EXAMPLE}   or: shoal compare 7f3a 91c0"
     parser.add_argument("what", nargs="+", metavar="FILE[:job]|RUN", help="a job, with --sync; or two runs or more")
     parser.add_argument("--sync", metavar="LIST", help="modes, with commas: sync,quorum:0.9,stale:3,async,local:16")
     parser.add_argument("--workers", type=int, metavar="N", help="processes in all (2)")
@@ -53,7 +51,7 @@ def call(given: argparse.Namespace) -> int:
             raise InputError("no run has told of any loss: there is nothing to draw", fix="without --chart")
         chart.save_charts(drawn, given.chart)
     if given.json:
-        print(msgspec.json.encode(show.value(runs)).decode())
+        print_json(show.value(runs))
     else:
         screen = Console()
         print(show.text(runs, width=screen.width if screen.is_terminal else 100))

@@ -3,9 +3,8 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-from shoal.cli.parser import command
+from shoal.cli.parser import CommandParser
 from shoal.driver.launchers.cleanup import clean
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.lab_network import picture, summary
@@ -14,6 +13,7 @@ from shoal.errors import InputError
 from shoal.planner.cluster import ORDERS, Cluster, even_cluster, read_cluster
 
 IN_A_LAB = ("train", "run", "verify", "bench", "cluster")  # commands whose workers can run on a lab's hosts
+TEXT, EXAMPLE = "a cluster in a box: hosts with slow links between them", ""
 EXAMPLES = """\
 examples:
   shoal lab --racks 2 --hosts 2 --link "1 Gbit/s" --oversubscription 4
@@ -28,8 +28,7 @@ examples:
         removes what a killed lab has left"""
 
 
-def add(commands: Any) -> None:
-    parser = command(commands, "lab", "a cluster in a box: hosts with slow links between them", call, "")
+def arguments(parser: CommandParser) -> None:
     parser.usage, parser.epilog = "shoal lab [options] [-- COMMAND …] | shoal lab clean", EXAMPLES
     parser.add_argument("words", nargs="*", metavar="clean", help="remove what a killed lab has left")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster file (TOML), instead of the next five")

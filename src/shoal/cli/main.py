@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-import msgspec
 import torch
 
 import shoal
@@ -34,7 +33,7 @@ from shoal.cli import (
     verify,
     why,
 )
-from shoal.cli.parser import CommandParser
+from shoal.cli.parser import CommandParser, command, print_json
 from shoal.driver.outcome import RunFailed, RunInterrupted
 from shoal.errors import InputError, ShoalError
 
@@ -63,7 +62,7 @@ Prove    lab -- COMMAND        a cluster in a box: run a command on hosts with s
          bench collectives     measure the links between workers, and hold predictions against the clock
          chaos FILE            faults on purpose: does the run end with the hash of one without any?
 """
-COMMANDS = (  # each module declares its arguments in `add` and carries them out in `call`
+COMMANDS = (  # a module has TEXT, EXAMPLE, `arguments(parser)` and `call(namespace)`
     *(estimate, plan, predict, simulate, cluster, blocks, schedule),
     *(train, run, verify, compare, attach, why, scale, stop, report, runs, bench, chaos, lab),
 )
@@ -75,7 +74,8 @@ def build_parser() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=CommandParser)
     for module in COMMANDS:
-        module.add(commands)
+        name = module.__name__.rpartition(".")[2]
+        module.arguments(command(commands, name, module.TEXT, module.call, module.EXAMPLE))
     return parser
 
 
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return result
     except ShoalError as error:
         if isinstance(error, RunFailed | RunInterrupted) and "--json" in words:
-            print(msgspec.json.encode(error.report).decode())
+            print_json(error.report)
         print(f"{'stopped' if error.exit_code == 3 else 'error'}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

@@ -1,12 +1,15 @@
 """Flags that several commands share. Those of a run are made from the fields of `RunConfig`, and are read back here."""
 
 import argparse
+import re
+from pathlib import Path
 from typing import Any
 
 from shoal.cli.parser import CommandParser, HelpAll, rare_option
 from shoal.errors import InputError
 from shoal.worker.run_config import AUTO, GROUPS, ConfigField, RunConfig, config_fields
 
+TIMES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "days": 86400.0}
 AXES = {"data": "copies of the model", "pipeline": "stages of the model", "tensor": "slices of the model"}
 
 
@@ -62,7 +65,7 @@ def config_options(
 
 
 def _add_flag(parser: Any, each: ConfigField, text: str, *, common: bool) -> None:
-    more: dict[str, Any] = {key: each.more[key] for key in ("metavar", "nargs", "const") if key in each.more}
+    more: dict[str, Any] = {key: each.more[key] for key in ("metavar", "nargs", "const") if each.more.get(key)}
     if each.choices:
         more["choices"] = each.choices
     elif bool in each.kinds and "nargs" not in more:
@@ -93,3 +96,22 @@ def config_of(given: argparse.Namespace, **more: Any) -> RunConfig:
     if getattr(given, "json", False) and "quiet" in given.config_names:
         asked["quiet"] = True
     return RunConfig().changed(**asked | more)
+
+
+def read_time(flag: str, text: str, *, bare: bool = False) -> float:
+    """48h, 30min, 15s, 2d in seconds. `bare`: a number without a unit is seconds; else it is refused."""
+    number, unit = re.fullmatch(r"(-?\d+(?:\.\d+)?)?\s*(.*)", text.strip()).groups()  # type: ignore[union-attr]
+    unit = unit or ("s" if bare else "")
+    if number is None or unit not in TIMES:
+        example = f"{text.strip()}h" if number is not None and not unit else "30min"
+        raise InputError(f"{flag} {text}: a time with its unit is wanted", fix=f"{flag} {example}, or s, min, d")
+    if float(number) <= 0:
+        raise InputError(f"{flag} {text}: above 0", fix=f"{flag} 1h")
+    return float(number) * TIMES[unit]
+
+
+def write_file(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}", fix="another path") from None

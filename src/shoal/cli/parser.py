@@ -5,6 +5,8 @@ import re
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+import msgspec
+
 from shoal.errors import InputError
 
 
@@ -61,3 +63,7 @@ def command(commands: Any, name: str, text: str, call: Any, example: str) -> Com
     parser: CommandParser = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
     parser.set_defaults(call=call, parser=parser)
     return parser
+
+
+def print_json(value: Any) -> None:
+    print(msgspec.json.encode(value).decode())

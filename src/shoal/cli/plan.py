@@ -1,7 +1,6 @@
 """`shoal plan`: the fastest ways to spread a job over a cluster that fit, and why."""
 
 import argparse
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +11,8 @@ import msgspec
 
 from shoal.cli import plan_text as show
 from shoal.cli.cluster_options import cluster_label, cluster_options, clusters_of
-from shoal.cli.options import job_options
-from shoal.cli.parser import CommandParser, HelpAll, command, rare_option
+from shoal.cli.options import job_options, read_time, write_file
+from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
 from shoal.errors import InputError
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime
@@ -37,16 +36,14 @@ from shoal.worker.memory import parse_size
 
 EXAMPLE = "shoal plan examples/gpt.py --cluster dgx-a100 --hosts 2"
 CURVE = "shoal plan examples/gpt.py --cluster dgx-a100 --hosts 1,2,4,8 --plot curve.svg"
-SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
-SECONDS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 WIDTH = 120
 WRAPPED: Any = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
 DEEP = 1000  # of the ranked that are looked through for different layouts
 
+TEXT = "the fastest ways to spread a job over a cluster that fit, and why"
 
-def add(commands: Any) -> None:
-    words = "the fastest ways to spread a job over a cluster that fit, and why"
-    parser: CommandParser = command(commands, "plan", words, call, EXAMPLE)
+
+def arguments(parser: CommandParser) -> None:
     parser.epilog = f"examples: {EXAMPLE}\n          {CURVE}"
     parser.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
     parser.add_argument(
@@ -80,7 +77,7 @@ def call(given: argparse.Namespace) -> int:
         question, clusters = _calibrated(given, question, clusters)
     if len(clusters) > 1:
         return _curve(given, question, clusters)
-    deadline = None if given.deadline is None else read_span(given.deadline)
+    deadline = None if given.deadline is None else read_time("--deadline", given.deadline)
     if given.objective == "cost" or deadline is not None:
         bill = cheapest_plans(question.rank, clusters[0], steps=question.steps, deadline=deadline, each=DEEP // 5)
         return _best(given, question, [each for each, _ in bill.chosen], bill.chosen[0][1], bill)
@@ -210,14 +207,6 @@ def _calibrated(
     return replace(question, runtime=tuned[0][1]), [cluster for cluster, _ in tuned]
 
 
-def read_span(text: str) -> float:
-    """48h, 30min, 2d: in seconds."""
-    match = SPAN.fullmatch(text.strip().replace(" ", ""))
-    if match is None or float(match[1]) <= 0:
-        raise InputError(f"--deadline {text}: a time with its unit is wanted", fix="48h, 30min or 2d")
-    return float(match[1]) * SECONDS[match[2]]
-
-
 # -- what is answered -------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +229,7 @@ def _best(
         value = show.ranking_value(ranking, shown, refused)
         value["explanation"] = None if explanation is None else show.explanation_value(explanation)
         value["bill"] = None if bill is None else show.bill_value(bill)
-        print(msgspec.json.encode(value).decode())
+        print_json(value)
         return 0
     price = ""
     if shown[0].hourly is not None:
@@ -273,10 +262,7 @@ def _write(path: Path, candidate: Candidate | None, threads: int) -> None:
     if candidate is None:
         raise InputError("none of the plans that are shown can be run, so none is written", fix="--top 20")
     plan = candidate_to_plan(candidate, threads=threads)
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}", fix="another path") from None
+    write_file(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
 
 
 def _next(given: argparse.Namespace, question: PlanQuery, best: Candidate | None, here: bool) -> str:
@@ -322,7 +308,7 @@ def _curve(given: argparse.Namespace, question: PlanQuery, clusters: Sequence[Cl
             raise InputError(f"one of {len(sized)} numbers of hosts has a plan: no curve", fix="more hosts")
         chart.save_charts(show.charts(curve), given.plot)
     if given.json:
-        print(msgspec.json.encode(show.curve_value(curve)).decode())
+        print_json(show.curve_value(curve))
         return 0
     batch = "a batch that grows with the hosts" if given.weak else f"batch {curve.points[0].candidate.setup.batch:,}"
     print(f"{question.work.name}, {batch}, {question.work.dtype}; cluster {given.cluster or 'this machine'}\n")

@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from shoal.cli.cluster_options import cluster_label, cluster_of, cluster_options
 from shoal.cli.options import job_options
-from shoal.cli.parser import command
+from shoal.cli.parser import CommandParser, print_json
 from shoal.cli.predict_text import against_measured, text, value
 from shoal.errors import InputError
 from shoal.parallel.layout import ParallelLayout
@@ -29,20 +27,17 @@ from shoal.planner.cost.predict import predict, slowest_device
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.runtime import SHOAL
 from shoal.planner.cost.setup import RECOMPUTE, Setup
-from shoal.planner.cost.transformer_shape import EXAMPLE, TransformerShape
+from shoal.planner.cost.transformer_shape import EXAMPLE as SHAPE
+from shoal.planner.cost.transformer_shape import TransformerShape
 from shoal.planner.cost.workload import Workload
 
+TEXT = "seconds, memory and FLOP/s of one configuration, or of a table of them"
+EXAMPLE = "shoal predict --table what-if.csv --cluster dgx-a100"
 
-def add(commands: Any) -> None:
-    parser = command(
-        commands,
-        "predict",
-        "seconds, memory and FLOP/s of one configuration, or of a table of them",
-        call,
-        "shoal predict --table what-if.csv --cluster dgx-a100",
-    )
+
+def arguments(parser: CommandParser) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
-    parser.add_argument("--gpt", metavar="SHAPE", help=f"or a shape: {EXAMPLE}")
+    parser.add_argument("--gpt", metavar="SHAPE", help=f"or a shape: {SHAPE}")
     parser.add_argument("--table", type=Path, metavar="FILE.csv", help="or a table, one configuration per row")
     parser.add_argument("--layout", default="data=1", metavar="AXES", help="data=2,pipeline=2,tensor=2,zero=1 (data=1)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape; a job has its own")
@@ -62,7 +57,7 @@ def call(given: argparse.Namespace) -> int:
     told = [name for name in ("file", "gpt", "table") if getattr(given, name) is not None]
     if len(told) != 1:
         said = "none of them is" if not told else f"{' and '.join(told)} are"
-        raise InputError(f"a file, --gpt or --table is to be predicted; {said} given", fix=f"--gpt {EXAMPLE}")
+        raise InputError(f"a file, --gpt or --table is to be predicted; {said} given", fix=f"--gpt {SHAPE}")
     if given.calibrate and given.file is None:
         raise InputError(f"--calibrate is for a job that Shoal trains, and --{told[0]} is none", fix="FILE")
     return _table(given) if given.table is not None else _one(given)
@@ -72,7 +67,7 @@ def _table(given: argparse.Namespace) -> int:
     rows = predict_table(given.table, given.cluster)
     summary = against_measured(rows)
     if given.json:
-        print(msgspec.json.encode(rows).decode())
+        print_json(rows)
     else:
         writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()
@@ -86,7 +81,7 @@ def _one(given: argparse.Namespace) -> int:
     work, cluster, found, where = _shape(given) if given.gpt is not None else _job(given)
     device = slowest_device(cluster, work.dtype)
     if given.json:
-        print(msgspec.json.encode(value(found, work)).decode())
+        print_json(value(found, work))
     else:
         what = given.file if given.gpt is None else f"--gpt {given.gpt}"
         batch = f" --batch {given.batch}" if given.batch else ""

@@ -8,15 +8,17 @@ import msgspec
 from rich.console import Console
 
 from shoal.cli.options import run_argument
-from shoal.cli.parser import command
+from shoal.cli.parser import CommandParser, print_json
 from shoal.errors import InputError
 from shoal.planner.calibration_runs import load_calibration, write_calibration
 from shoal.report.closing_report import closing
 from shoal.report.run_folder import find_run
 
+TEXT = "the closing report of a run"
+EXAMPLE = "shoal report 7f3a"
 
-def add(commands: Any) -> None:
-    parser = command(commands, "report", "the closing report of a run", call, "shoal report 7f3a")
+
+def arguments(parser: CommandParser) -> None:
     run_argument(parser, json="print report.json")
     parser.add_argument("--calibration", type=Path, metavar="FILE",
                         help="write the run's measured corrections of predictions, for --calibrate FILE")  # fmt: skip
@@ -44,6 +46,6 @@ def call(given: argparse.Namespace) -> int:
 
 def print_report(value: dict[str, Any], as_json: bool, *, prediction: bool = False) -> None:
     if as_json:
-        print(msgspec.json.encode(value).decode())
+        print_json(value)
     else:
         Console().print(closing(value, prediction=prediction))

@@ -2,10 +2,9 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from shoal.cli.options import config_of, config_options
-from shoal.cli.parser import command, rare_option
+from shoal.cli.parser import CommandParser, rare_option
 from shoal.cli.report import print_report
 from shoal.driver.launch import run_with
 from shoal.errors import InputError
@@ -14,9 +13,10 @@ from shoal.worker.run_config import AUTO
 TEXT = "start any torch.distributed script"
 JOB_ONLY = ("layout", "schedule", "chunks", "recompute", "memory", "cluster", "calibrate", "sync")
 
+EXAMPLE = "shoal run train.py --workers 2 -- --lr 0.1"
 
-def add(commands: Any) -> None:
-    parser = command(commands, "run", TEXT, call, "shoal run train.py --workers 2 -- --lr 0.1")
+
+def arguments(parser: CommandParser) -> None:
     parser.add_argument("script", help="a Python script; what follows -- is its own")
     config_options(parser, leave_out=JOB_ONLY, servers="parameter servers, which workers find in SHOAL_SERVERS (none)")
     rare_option(parser, "--json", action="store_true", help="print the report as JSON")

@@ -2,18 +2,18 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from rich.console import Console
 
-from shoal.cli.parser import command
+from shoal.cli.parser import CommandParser, print_json
 from shoal.report.closing_report import runs_table
 from shoal.report.run_folder import DEFAULT_ROOT, list_runs
 
+TEXT = "the runs in this folder"
+EXAMPLE = "shoal runs"
 
-def add(commands: Any) -> None:
-    parser = command(commands, "runs", "the runs in this folder", call, "shoal runs")
+
+def arguments(parser: CommandParser) -> None:
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="where to look (runs)")
     parser.add_argument("--json", action="store_true", help="print the runs as JSON")
 
@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
 def call(given: argparse.Namespace) -> int:
     lines = list_runs(given.root)
     if given.json:
-        print(msgspec.json.encode(lines).decode())
+        print_json(lines)
     else:
         Console().print(runs_table(lines))
     return 0

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +12,8 @@ import numpy as np
 
 from shoal.cli import simulate_text as show
 from shoal.cli.cluster_options import cluster_label, cluster_of, cluster_options
-from shoal.cli.options import job_options
-from shoal.cli.parser import HelpAll, command, rare_option
+from shoal.cli.options import job_options, read_time, write_file
+from shoal.cli.parser import CommandParser, HelpAll, rare_option
 from shoal.errors import InputError, PlanError
 from shoal.numerics.lanes import Span
 from shoal.parallel.layout import ParallelLayout
@@ -38,15 +37,14 @@ from shoal.recovery.checkpoint.interval import DAY
 
 SHAPE = "layers=24,hidden=2048,heads=16,seq=2048,vocab=51200"
 EXAMPLE = f"shoal simulate --gpt {SHAPE} --batch 512 --layout data=8,pipeline=4 --cluster dgx-a100 --hosts 4"
-TIMES = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY, "days": DAY}
 DEEP = 1000  # of the ranked ways of a job: looked through for one that can be run
 COPY = 10e9  # bytes a second: a device's state into its host's memory, which steps wait for
 DISK = 5e9  # bytes a second of a host: from there to where it outlives the host, beside the steps
 
+TEXT = "a plan played on a cluster with a virtual clock: stragglers, failures, shared links"
 
-def add(commands: Any) -> None:
-    words = "a plan played on a cluster with a virtual clock: stragglers, failures, shared links"
-    parser = command(commands, "simulate", words, call, EXAMPLE)
+
+def arguments(parser: CommandParser) -> None:
     parser.add_argument("files", nargs="*", metavar="PLAN.json|FILE[:job]",
                         help="a plan (shoal plan -o, or its --json), a job, or both")  # fmt: skip
     parser.add_argument("--gpt", metavar="SHAPE", help=f"or a shape: {SHAPE}")
@@ -118,7 +116,7 @@ def call(given: argparse.Namespace) -> int:
         lines += ["", *told]
     title = f"{asked.name}, {asked.setup}, {show.seconds(step.seconds)} a step"
     if given.trace is not None:
-        _write(given.trace, msgspec.json.encode(chrome_trace(rows, title, seconds=step.seconds)))
+        write_file(given.trace, msgspec.json.encode(chrome_trace(rows, title, seconds=step.seconds)))
         lines += ["", f"trace in {given.trace}: open it at ui.perfetto.dev"]
     if given.plot is not None:
         show.save_picture(rows, title, given.plot)
@@ -386,20 +384,6 @@ def _days(
 # -- words of the command line ----------------------------------------------------------------------------------------
 
 
-def read_time(option: str, text: str) -> float:
-    """50000h, 30min, 10s, 2d: in seconds. A bare number is refused."""
-    match = re.fullmatch(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text)
-    if match is None or (match[2] and match[2] not in TIMES):
-        raise InputError(f"{option} {text}: a time with its unit is wanted", fix=f"{option} 30min (or s, h, d)")
-    if not match[2]:
-        raise InputError(
-            f"{option} {text}: {text} of what? A bare number is refused", fix=f"{option} {text}h, or s, min, d"
-        )
-    if float(match[1]) <= 0:
-        raise InputError(f"{option} {text}: above 0", fix=f"{option} 1h")
-    return float(match[1]) * TIMES[match[2]]
-
-
 def _law(text: str) -> ConvergenceLaw:
     """steps=5000,noise=512,penalty=1."""
     found = _numbers("--accuracy", text, ("steps", "noise", "penalty"), "steps=5000,noise=512")
@@ -428,10 +412,3 @@ def _numbers(option: str, text: str, known: Sequence[str] | None, example: str) 
             raise InputError(f"{option} {text}: {item.strip()!r} is not understood", fix=f"{option} {example}")
         found[name] = number
     return found
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}", fix="another path") from None

@@ -1,25 +1,25 @@
 """`shoal stop`: lets a run finish its step, save and stop."""
 
 import argparse
-from typing import Any
-
-import msgspec
 
 from shoal.cli.options import run_argument
-from shoal.cli.parser import command
+from shoal.cli.parser import CommandParser, print_json
 from shoal.driver.control import stop
 from shoal.report.run_folder import find_run
 
+TEXT = "let a run finish its step, save and stop"
+EXAMPLE = "shoal stop 7f3a"
 
-def add(commands: Any) -> None:
-    run_argument(command(commands, "stop", "let a run finish its step, save and stop", call, "shoal stop 7f3a"))
+
+def arguments(parser: CommandParser) -> None:
+    run_argument(parser)
 
 
 def call(given: argparse.Namespace) -> int:
     folder = find_run(given.run)
     step = stop(folder)
     if given.json:
-        print(msgspec.json.encode({"run": folder.id, "step": step}).decode())
+        print_json({"run": folder.id, "step": step})
     else:
         print(f"{folder.id} stopped, {step} steps committed     go on: --resume {folder.path}")
     return 0

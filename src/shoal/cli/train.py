@@ -1,12 +1,9 @@
 """`shoal train`: trains a job."""
 
 import argparse
-from typing import Any
-
-import msgspec
 
 from shoal.cli.options import config_of, config_options, job_argument
-from shoal.cli.parser import command, rare_option
+from shoal.cli.parser import CommandParser, print_json, rare_option
 from shoal.cli.pin_isa import pin_isa
 from shoal.cli.report import print_report
 from shoal.driver.launch import train_with
@@ -17,12 +14,12 @@ from shoal.job.load import load_job
 from shoal.report.closing_report import prediction_lines
 from shoal.worker.run_config import RunConfig
 
-EXAMPLES = """shoal train digits.py --workers 2 --set steps=50
+TEXT = "train a job"
+EXAMPLE = """shoal train digits.py --workers 2 --set steps=50
          shoal train digits.py --workers 4 --servers 2 --sync stale:3"""
 
 
-def add(commands: Any) -> None:
-    parser = command(commands, "train", "train a job", call, EXAMPLES)
+def arguments(parser: CommandParser) -> None:
     job_argument(parser, nargs="?")
     parser.add_argument("--dry-run", action="store_true", help="print the job and the plan, and start nothing")
     config_options(parser)
@@ -55,7 +52,7 @@ def _dry_run(given: argparse.Namespace, job: Job, config: RunConfig) -> None:
         plan, prediction = prepared.plan, prepared.prediction(True) or {}
     if given.json:
         value = {"job": job.resolved(), "plan": plan, "samples": opened.source.samples, "steps": opened.steps}
-        print(msgspec.json.encode(value | {"chosen": prepared.layout_reason, "prediction": prediction}).decode())
+        print_json(value | {"chosen": prepared.layout_reason, "prediction": prediction})
         return
     for name, value in job.resolved().items():
         print(f"{name:17} {value}")

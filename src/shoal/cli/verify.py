@@ -2,20 +2,18 @@
 
 import argparse
 import sys
-from typing import Any
+from dataclasses import replace
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.options import config_of, config_options, job_argument
-from shoal.cli.parser import HelpAll, command, rare_option
+from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
 from shoal.cli.pin_isa import pin_isa
 from shoal.driver.make_plan import open_job, plan_for
 from shoal.driver.verify import (
     PLAIN_TOLERANCE,
     PlainResult,
-    VerifyPlacement,
     VerifyRow,
     against_plain,
     check_workers,
@@ -28,13 +26,14 @@ from shoal.driver.verify import (
 from shoal.errors import InputError
 from shoal.job.load import load_job
 from shoal.worker.model_partition import make_outline
+from shoal.worker.run_config import Servers
 
+TEXT = "prove that placements agree"
+EXAMPLE = "shoal verify digits.py --workers 1,2,4 --steps 20"
 DEFAULT_STEPS = 20
 
 
-def add(commands: Any) -> None:
-    example = "shoal verify digits.py --workers 1,2,4 --steps 20"
-    parser = command(commands, "verify", "prove that placements agree", call, example)
+def arguments(parser: CommandParser) -> None:
     job_argument(parser)
     parser.add_argument("--workers", metavar="LIST", help="numbers of workers to compare (1,2)")
     parser.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT",
@@ -68,13 +67,16 @@ def call(given: argparse.Namespace) -> int:
     steps = given.steps or min(DEFAULT_STEPS, opened.steps)
     workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
     counts = check_workers(workers) if given.workers is not None or not given.layouts else []
-    wanted: list[VerifyPlacement] = [
-        *placements(counts, given.shares, given.resume, steps, given.lab, comm_options),
-        *layout_placements(given.layouts, given.schedule, given.recompute, given.lab, comm_options),
-        *server_placements(counts or [1, 2], given.servers, given.sync),
+    wanted = [
+        replace(each, lab=given.lab, config=each.config.with_comm_options(comm_options))
+        for each in (
+            *placements(counts, given.shares, given.resume, steps),
+            *layout_placements(given.layouts, given.schedule, given.recompute),
+        )
     ]
+    wanted += server_placements(counts or [1, 2], Servers(count=given.servers, sync=given.sync))
     for placement in wanted:  # a placement that does not fit is reported before the first run
-        plan = plan_for(job, placement.config(), None if placement.lab is None else placement.lab.launcher)
+        plan = plan_for(job, placement.config, None if placement.lab is None else placement.lab.launcher)
         if plan.layout.sharded:
             make_outline(job, opened.source, plan)
     console, rows = Console(stderr=True), list[VerifyRow]()
@@ -88,7 +90,7 @@ def call(given: argparse.Namespace) -> int:
             plain = against_plain(job, wanted[0].workers, steps, name=name)
     failed = rows[-1].difference is not None or (plain is not None and not plain.good)
     if given.json:
-        print(msgspec.json.encode({"equal": not failed, "rows": rows, "plain": plain}).decode())
+        print_json({"equal": not failed, "rows": rows, "plain": plain})
     else:
         _show(f"{name}: {steps} steps", rows, plain)
     return int(failed)

@@ -1,4 +1,4 @@
-"""Which workers a run should have, and what becomes of the run when one is lost. Pure: the supervisor carries it out."""
+"""Which workers a run should have, and what becomes of the run when one is lost. Pure; the supervisor acts on it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field

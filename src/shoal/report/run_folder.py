@@ -37,6 +37,10 @@ class RunFolder:
         self.id = os.path.basename(os.path.abspath(path))  # also of ".", and of a link its own name
         self.write_errors = 0
         self.last_write_error: str | None = None
+        self.config, self.plan, self.prediction = path / "config.json", path / "plan.json", path / "prediction.json"
+        self.events, self.report, self.model = path / "events.jsonl", path / "report.json", path / "model.safetensors"
+        self.metrics = path / "metrics.jsonl"  # one line per StepsCommitted of the leader and per ModelEvaluated
+        self.checkpoints = path / "checkpoints"
         self._events = atomic_write.LineFile(self.events)
         self._metrics = atomic_write.LineFile(self.metrics)
 
@@ -97,39 +101,6 @@ class RunFolder:
             raise RunFolderError(
                 f"{self.path} has format {found}, and this Shoal reads format {FORMAT}", fix="a newer version of Shoal"
             )
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def prediction(self) -> Path:
-        return self.path / "prediction.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per Steps of the leader and per Evaluated."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.json"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model.safetensors"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def log(self, rank: int) -> Path:
         return self.path / f"worker-{rank}.log"

@@ -27,15 +27,19 @@ AUTO = "auto"  # of `plan`: the planner chooses; of `checkpoint`: the measured c
 MOST_SERVERS = 256  # more are a typing mistake: every worker connects to every server
 
 
-def option(default: Any, text: str, **more: Any) -> Any:
-    """A field of a group. `text`: one sentence for `--help`. In `more`:
+def option(default: Any, text: str, metavar: str | None = None, **more: Any) -> Any:
+    """A field of a group. `text`: its sentence, also in `--help-all`. In `more`:
 
-    flag    the flag's name without dashes, and the field's name in `shoal.train(…)`; None: no flag (the field's name)
-    common  `--help` shows the flag, not only `--help-all`
+    flag    the flag's name without dashes, also in `shoal.train(…)`; None: the field has no flag
     least   the smallest number allowed; above: the number must exceed this
     The rest goes to `add_argument`.
     """
-    return field(default=default, metadata={"text": text, **more})
+    return field(default=default, metadata={"text": text, "metavar": metavar, **more})
+
+
+def common(default: Any, text: str, metavar: str | None = None, **more: Any) -> Any:
+    """A field whose flag `--help` shows, too."""
+    return option(default, text, metavar, common=True, **more)
 
 
 class ConfigGroup:
@@ -60,28 +64,20 @@ class ConfigGroup:
 class Parallel(ConfigGroup):
     """How the job is spread over workers."""
 
-    workers: int | None = option(None, "worker processes in all (1)", common=True, metavar="N")
-    layout: str | None = option(
-        None, "data=2,pipeline=2,tensor=2,zero=1: copies, stages, slices, sharded states", common=True, metavar="LIST"
+    workers: int | None = common(None, "worker processes in all (1)", "N")
+    layout: str | None = common(
+        None, "data=2,pipeline=2,tensor=2,zero=1: copies, stages, slices, sharded state", "LIST"
     )
-    schedule: str = option(
-        "1f1b", "of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipe (1f1b)", metavar="NAME"
-    )
-    chunks: int | None = option(None, "stages on each worker of a pipeline (the schedule's own number)", metavar="N")
+    schedule: str = option("1f1b", "of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipe (1f1b)", "NAME")
+    chunks: int | None = option(None, "stages on each worker of a pipeline (the schedule's own number)", "N")
     recompute: bool = option(False, "keep only the inputs of blocks, and compute the blocks again in the backward")
-    shares: str | None = option(
-        None, "uneven shares of the lanes: 3,1; or auto: by measured speed", common=True, metavar="LIST"
+    shares: str | None = common(None, "uneven shares of the lanes: 3,1; or auto: by measured speed", "LIST")
+    plan: Plan | str | None = common(  # noqa: RUF009
+        None, "the planner chooses the layout (the default); or replay a plan.json", "auto|FILE"
     )
-    plan: Plan | str | None = option(  # noqa: RUF009
-        None, "the planner chooses the layout (the default); or replay a plan.json", common=True, metavar="auto|FILE"
-    )
-    memory: str | int | None = option(
-        None, "the most that a worker may use: 250MB; enforced (no limit)", metavar="SIZE"
-    )
-    cluster: str | None = option(None, "the cluster that the run is predicted and planned for (laptop)",
-                                 metavar="NAME|FILE")  # fmt: skip
-    calibrate: tuple[str, ...] = option((), "earlier runs, whose measurements correct the prediction",
-                                        metavar="RUN", nargs="+")  # fmt: skip
+    memory: str | int | None = option(None, "the most that a worker may use: 250MB; enforced (no limit)", "SIZE")
+    cluster: str | None = option(None, "the cluster that the run is predicted and planned for (laptop)", "NAME|FILE")
+    calibrate: tuple[str, ...] = option((), "earlier runs, whose measurements correct the prediction", "RUN", nargs="+")
     pin: bool = option(False, "give each worker cores of its own")
     inexact: bool = option(False, "without deterministic kernels: not the same bits, and the report says so")
 
@@ -125,19 +121,14 @@ class Parallel(ConfigGroup):
 class Communication(ConfigGroup):
     """How gradients travel between hosts."""
 
-    compress: str = option(
-        "", "gradients in fewer bytes between hosts or racks: int8@host,powersgd:4@rack; not exact", metavar="LIST"
-    )
+    compress: str = option("", "fewer bytes between hosts or racks, not exact: int8@host,powersgd:4@rack", "LIST")
     algorithm: str = option(
-        "",
-        "how gradients travel between hosts: direct, tree, halving, hierarchical, or ring, which is not exact"
-        " (the cost model chooses)",
-        metavar="NAME",
+        "", "direct, tree, halving, hierarchical, or ring, which is not exact (the cost model chooses)", "NAME"
     )
     links: dict[str, tuple[float, float]] | None = option(  # noqa: RUF009
         None, "by level (memory, host, rack): seconds of a message, and bytes per second (SHOAL_LINKS)", flag=None
     )
-    timeout: float = option(1800.0, "seconds to wait for other workers (1800)", above=0, metavar="S")
+    timeout: float = option(1800.0, "seconds to wait for other workers (1800)", "S", above=0)
 
     def check(self) -> None:
         CommConfig.from_options(CommOptions(algorithm=self.algorithm, compress=self.compress))
@@ -147,19 +138,17 @@ class Communication(ConfigGroup):
 class Failure(ConfigGroup):
     """What becomes of a run whose workers die, stall, leave and join."""
 
-    on_failure: Literal["replace", "shrink", "stop"] = option(
-        "replace", "a worker is lost: replace it (default), go on with the others, or stop", common=True
+    on_failure: Literal["replace", "shrink", "stop"] = common(
+        "replace", "a worker is lost: replace it (default), go on with the others, or stop"
     )
-    min_workers: int = option(1, "with fewer workers the run saves and stops (1)", metavar="N")
-    max_workers: int | None = option(None, "the most workers that shoal scale may ask for (the lanes)", metavar="N")
-    max_failures: int = option(100, "after more lost workers than this the run stops (100)", metavar="N")
+    min_workers: int = option(1, "with fewer workers the run saves and stops (1)", "N")
+    max_workers: int | None = option(None, "the most workers that shoal scale may ask for (the lanes)", "N")
+    max_failures: int = option(100, "after more lost workers than this the run stops (100)", "N")
     slow: Literal["rebalance", "evict", "ignore"] = option(
         "rebalance", "a worker that falls behind: fewer lanes (default), replaced, or waited for"
     )
-    lease: float = option(5.0, "seconds of silence after which a worker is lost (5)", above=0, metavar="S")
-    store: str | None = option(
-        None, "etcd://host:port[/prefix] for several machines (a process of the run's own)", metavar="URL"
-    )
+    lease: float = option(5.0, "seconds of silence after which a worker is lost (5)", "S", above=0)
+    store: str | None = option(None, "etcd://host:port[/prefix], for several machines (one process of the run)", "URL")
     nonfinite: Literal["stop", "skip"] = option("stop", "a loss that is not finite: stop (default) or skip the step")
     elastic: bool = option(True, "workers come and go; False: the first loss ends the run, without a store", flag=None)
     detached: bool = option(False, "the run goes on when its driver dies, for shoal attach", flag=None)
@@ -188,24 +177,21 @@ class Checkpoint(ConfigGroup):
     """When a run is saved, and from where it goes on."""
 
     every: int | None = option(
-        None, "steps between checkpoints (one pass over the data)", flag="checkpoint-every", least=1, metavar="N"
+        None, "steps between checkpoints (one pass over the data)", "N", flag="checkpoint-every", least=1
     )
     auto: bool = option(False, "checkpoints as often as their measured cost is worth", flag=None)
-    resume: str | bool = option(
-        False, "go on with a run (folder, id, or nothing: the newest), on any workers", common=True,
-        metavar="RUN", nargs="?", const=True,
-    )  # fmt: skip
-    stop_after: int | None = option(None, "stop after this step, resumable", least=1, metavar="N")
+    resume: str | bool = common(
+        False, "go on with a run (folder, id, or nothing: the newest), on any workers", "RUN", nargs="?", const=True
+    )
+    stop_after: int | None = option(None, "stop after this step, resumable", "N", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Servers(ConfigGroup):
     """Processes that hold the weights, and how they keep workers in step."""
 
-    count: int | None = option(
-        None, "parameter servers, which hold the weights (none)", flag="servers", common=True, metavar="N"
-    )
-    sync: str = option("", f"how servers keep workers in step: {EXAMPLES} (sync)", common=True, metavar="MODE")
+    count: int | None = common(None, "parameter servers, which hold the weights (none)", "N", flag="servers")
+    sync: str = common("", f"how servers keep workers in step: {EXAMPLES} (sync)", "MODE")
 
     def check(self) -> None:
         _ = self.mode
@@ -221,8 +207,8 @@ class Servers(ConfigGroup):
 class Output(ConfigGroup):
     """What the run shows and leaves behind."""
 
-    run_dir: str | None = option(None, "the run's folder (a fresh one under runs/)", common=True, metavar="DIR")
-    tensorboard: bool = option(False, "write TensorBoard files into the run's folder", common=True)
+    run_dir: str | None = common(None, "the run's folder (a fresh one under runs/)", "DIR")
+    tensorboard: bool = common(False, "write TensorBoard files into the run's folder")
     samples: bool = option(False, "record which samples each step saw, not only a digest")
     digests: bool = option(False, "record one sha256 per tensor and step, for shoal verify", flag=None)
     predict: bool | None = option(None, "predict the run for its report; None: as SHOAL_PREDICT says (on)", flag=None)
