@@ -400,7 +400,7 @@ def test_on_several_hosts(faults: Faults) -> None:
     """A replica on each host. A loss breaks one, and its mate follows from the other host."""
     kill_in_turn(faults, (BACKWARD, 3, 1), (MET, 8, 2))
     with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
-        train(faults, lab=lab, lease_seconds=1.0)
+        train(faults, lab=lab, lease=1.0)
     assert lost(faults) == [1, 2]
 
 
