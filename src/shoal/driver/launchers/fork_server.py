@@ -34,7 +34,7 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
     host: str  # its name
 
 
-class ServerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ForkServerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """To the driver: a worker runs (`pid`) or has ended (`code`)."""
 
     process: WorkerId
@@ -78,7 +78,7 @@ class _ForkServer:
         if self.listener is not None:
             self.selector.register(self.listener, selectors.EVENT_READ, self.listener)
         self.workers: dict[int, tuple[WorkerId, int]] = {}  # process descriptor -> worker, process id
-        self.undelivered: list[ServerReply] = []  # sent while no driver was connected
+        self.undelivered: list[ForkServerReply] = []  # sent while no driver was connected
 
     def run(self) -> int:
         while self.control is not None or self.workers:
@@ -99,7 +99,7 @@ class _ForkServer:
             return
         self.control = driver
         self.selector.register(driver, selectors.EVENT_READ, driver)
-        running = [ServerReply(process=worker, pid=pid) for worker, pid in self.workers.values()]
+        running = [ForkServerReply(process=worker, pid=pid) for worker, pid in self.workers.values()]
         driver.send(msgspec.json.encode(running))
         for reply in self.undelivered:
             self._reply(reply)
@@ -136,7 +136,7 @@ class _ForkServer:
                 os.close(descriptor)
             _become_worker(order, channel, self.program, self.enter_host)
         channel.close()
-        self._reply(ServerReply(process=order.process, pid=pid))
+        self._reply(ForkServerReply(process=order.process, pid=pid))
         watched = os.pidfd_open(pid)
         self.workers[watched] = (order.process, pid)
         self.selector.register(watched, selectors.EVENT_READ, watched)
@@ -146,9 +146,9 @@ class _ForkServer:
         self.selector.unregister(watched)
         os.close(watched)
         _, status = os.waitpid(pid, 0)
-        self._reply(ServerReply(process=worker, code=os.waitstatus_to_exitcode(status)))
+        self._reply(ForkServerReply(process=worker, code=os.waitstatus_to_exitcode(status)))
 
-    def _reply(self, reply: ServerReply) -> None:
+    def _reply(self, reply: ForkServerReply) -> None:
         if self.control is None:
             self.undelivered.append(reply)
             return

@@ -32,7 +32,7 @@ from shoal.driver.launchers.base import (
     StartsEnded,
 )
 from shoal.driver.launchers.channels import ProcessChannels
-from shoal.driver.launchers.fork_server import END, MESSAGE_BYTES, ServerReply, StartOrder, run_fork_server
+from shoal.driver.launchers.fork_server import END, MESSAGE_BYTES, ForkServerReply, StartOrder, run_fork_server
 from shoal.errors import RunError
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.report.run_sockets import connect
@@ -62,7 +62,7 @@ class LocalLauncher:
         if not message:
             launcher.close()
             raise RunError("the run is watched over by another driver")
-        running = msgspec.json.decode(message, type=list[ServerReply])
+        running = msgspec.json.decode(message, type=list[ForkServerReply])
         launcher._found = [event for reply in running for event in launcher._handle_reply(reply)]
         launcher._channels.listen(folder / DRIVER_SOCKET)
         return launcher
@@ -147,9 +147,9 @@ class LocalLauncher:
             message = b""
         if not message:
             return self._server_lost()
-        return self._handle_reply(msgspec.json.decode(message, type=ServerReply))
+        return self._handle_reply(msgspec.json.decode(message, type=ForkServerReply))
 
-    def _handle_reply(self, reply: ServerReply) -> list[ProcessEvent]:
+    def _handle_reply(self, reply: ForkServerReply) -> list[ProcessEvent]:
         self._starting.discard(reply.process)
         if reply.pid is not None:
             self._pids[reply.process] = reply.pid
