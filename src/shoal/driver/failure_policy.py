@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from shoal.errors import InputError
 from shoal.recovery.membership.protocol import WorkerId, covers_model, model_shard_of
+from shoal.report.human import plural
 from shoal.worker.run_config import Failure
 
 FALSE_STARTS = 3  # in a row: processes that end before they have taken part
@@ -85,8 +86,8 @@ class WorkerRoster:
             return LossDecision("replaced")
         self.wanted = len(self.active)
         if self.wanted < self.policy.min_workers:
-            count = f"{self.wanted} worker{'' if self.wanted == 1 else 's'} left"
-            return LossDecision("the run ends", f"{count}, and --min-workers is {self.policy.min_workers}")
+            left = f"{plural(self.wanted, 'worker')} left"
+            return LossDecision("the run ends", f"{left}, and --min-workers is {self.policy.min_workers}")
         if not covers_model(self.active, self.model_shards):
             ends = f"{uncovered_text(self.active, self.model_shards)} (--on-failure shrink)"
             return LossDecision("the run ends", ends, uncovered=True)
@@ -123,15 +124,14 @@ def worker_count_error(
     """Why a run cannot have that many workers."""
     if workers < 1:
         return InputError(f"{workers} workers: at least 1 is needed", fix="shoal stop ends a run")
+    count = plural(workers, "worker")
     if no_replicas and workers != model_shards:
-        count = "1 worker" if workers == 1 else f"{workers} workers"
         return InputError(
             f"{count}, but with zero the state is shared among {model_shards}, and each has its own rows of it",
             fix="shoal stop, then --resume with another layout: a checkpoint fits any number of workers",
         )
     if workers % model_shards:
         below, above = workers // model_shards * model_shards, (workers // model_shards + 1) * model_shards
-        count = "1 worker" if workers == 1 else f"{workers} workers"
         return InputError(
             f"{count}, but the layout's replicas have {model_shards} workers each",
             fix=f"--workers {below} or {above}" if below else f"--workers {above}",
@@ -148,7 +148,6 @@ def worker_count_error(
             fix=f"--workers {lanes} at the most; more lanes would be another job, with other bits",
         )
     if workers < policy.min_workers:
-        count = "1 worker" if workers == 1 else f"{workers} workers"
         return InputError(f"{count}, but the run was started with --min-workers {policy.min_workers}")
     if policy.max_workers is not None and workers > policy.max_workers:
         return InputError(f"{workers} workers, but the run was started with --max-workers {policy.max_workers}")
