@@ -649,7 +649,7 @@ def test_the_bill_of_a_deadline(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ((), "for a job or for a shape; neither", "shoal plan examples"),
         (("x.py", "--gpt", GPT), "both", "shoal plan examples"),
-        (("--gpt", GPT), "how many samples", "--batch"),
+        (("--gpt", GPT), "--gpt needs --batch", "--batch"),
         (("x.py", "--batch", "8"), "a job has its own", "--set batch=8"),
         (("--gpt", GPT, "--batch", "8", "--cluster", "dgx-a10"), "no cluster is called dgx-a10", "dgx-a100"),
         (("--gpt", GPT, "--batch", "0"), "--batch 0", "--batch 1"),

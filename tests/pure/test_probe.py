@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.cli.probe_text import text
+from shoal.cli.cluster import probe_text as text
 from shoal.driver.probe_device import ContentionSample, DeviceSpeed, best_of, fit_products, per_second, sum_of_parts
 from shoal.driver.probe_machine import ProbeResult, cluster_of, device_of, workers_of
 from shoal.errors import InputError

@@ -137,7 +137,7 @@ def test_workers_beyond_a_layout_are_copies() -> None:
         ({"something": 1}, "something is not a field of RunConfig", "one of algorithm, "),
         ({"on_failure": "retry"}, "on_failure='retry' is not known", "'replace', 'shrink', 'stop'"),
         ({"workers": 0}, "0 workers: at least 1 is needed", "--workers 1"),
-        ({"workers": "4"}, "workers='4' is of type str", "a value of type int"),
+        ({"workers": "4"}, "workers='4' is no number", "workers=1"),
         ({"stop_after": 0}, "--stop-after 0: a number from 1 up", None),
         ({"checkpoint_every": -1}, "--checkpoint-every -1: a number from 1 up", None),
         ({"checkpoint": "often"}, "--checkpoint often: auto, or a number of steps from 1 up", None),

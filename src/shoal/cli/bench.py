@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 import msgspec
 
+from shoal.cli.options import read_counts
 from shoal.cli.parser import CommandParser
 from shoal.collectives.choose_algorithm import readable_bytes, readable_seconds
 from shoal.collectives.topology import LEVELS
 from shoal.driver.bench_collectives import BETWEEN, BenchResult, bench_collectives
-from shoal.driver.verify import check_workers
 from shoal.planner.cluster import bandwidth_text, latency_text
 
 TEXT = "predicted against measured, on this machine"
@@ -26,7 +26,7 @@ def arguments(parser: CommandParser) -> None:
 
 def call(given: argparse.Namespace) -> int:
     workers = given.workers or ("2,4" if given.lab is None else f"{given.lab.cluster.workers}")
-    found = bench_collectives(check_workers(workers), quick=given.quick, lab=given.lab)
+    found = bench_collectives(read_counts("--workers", workers), quick=given.quick, lab=given.lab)
     print(msgspec.json.encode(found).decode() if given.json else "\n\n".join(text(each) for each in found))
     return 0
 

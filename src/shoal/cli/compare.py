@@ -7,16 +7,14 @@ from pathlib import Path
 from rich.console import Console
 
 from shoal.cli import compare_text as show
-from shoal.cli.options import job_options
+from shoal.cli.options import check_counts, job_of, job_options
 from shoal.cli.parser import CommandParser, print_json
-from shoal.cli.pin_isa import pin_isa
 from shoal.driver.check_plan import check_servers, read_sync_modes
 from shoal.driver.launch import train_with
 from shoal.driver.make_plan import plan_for
 from shoal.driver.outcome import RunFailed
 from shoal.errors import InputError
 from shoal.job.job import Job
-from shoal.job.load import load_job
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.report import chart
 from shoal.report.compare_runs import ComparedRun, best, read_compared_run
@@ -89,16 +87,14 @@ def _trained(given: argparse.Namespace) -> list[ComparedRun]:
     modes = read_sync_modes(given.sync)
     if len(modes) < 2:
         raise InputError(f"--sync {modes[0]}: one mode is nothing to compare", fix=f"--sync {_with_sync(modes[0])}")
-    if given.steps is not None and given.steps < 1:
-        raise InputError(f"--steps {given.steps}: at least 1", fix="--steps 200")
-    file = given.what[0]
-    job = load_job(file, [*given.settings, *([] if given.steps is None else [f"steps={given.steps}"])])
-    pin_isa(job, given)
+    check_counts(given, "steps")
+    given.file, given.settings = given.what[0], given.settings + ([f"steps={given.steps}"] if given.steps else [])
+    job = job_of(given)
     wanted = [_config(given, mode) for mode in modes]
     for config in wanted:  # what does not go together is reported before the first run
         check_servers(config.servers, workers=config.parallel.workers or 1)
         plan_for(job, config)
-    return [_train(job, file, config) for config in wanted]
+    return [_train(job, given.file, config) for config in wanted]
 
 
 def _with_sync(sync_mode: SyncMode) -> str:

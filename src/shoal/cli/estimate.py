@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from shoal.cli.cluster_options import cluster_label, cluster_of, cluster_options
 from shoal.cli.estimate_text import estimate, text, value
-from shoal.cli.options import job_options
+from shoal.cli.options import cluster_label, cluster_of, cluster_options, job_options, refuse_shape_flags
 from shoal.cli.parser import CommandParser, print_json
 from shoal.errors import InputError
 from shoal.job.dataset import open_data
@@ -53,11 +52,7 @@ def _work(given: argparse.Namespace) -> Workload:
                 "--set and -- ARGS are for files, and a shape is none", fix="the shape itself: layers=48,…"
             )
         return workload_of_shape(TransformerShape.parse(given.gpt), given.dtype)
-    for name in ("microbatch", "batch"):
-        number = getattr(given, name)
-        if number is not None:
-            fix = f"--set batch={number}" if name == "batch" else "--set microbatches=…, pieces of a lane"
-            raise InputError(f"--{name} is a shape's, and a job has its own", fix=fix)
+    refuse_shape_flags(given)
     path = Path(given.file)
     if path.is_file() and has_own_loop(path):
         if given.settings:

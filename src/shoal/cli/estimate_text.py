@@ -129,7 +129,7 @@ def _heading(found: JobEstimate) -> str:
     else:
         cut = (
             f"a step is {plural(found.batch, 'sample')}: {plural(work.lanes, 'lane')}"
-            f" × {plural(work.microbatches or 1, 'microbatch').replace('microbatchs', 'microbatches')}"
+            f" × {plural(work.microbatches or 1, 'microbatch')}"
             f" of {found.microbatch}"
         )
     return f"{work.name}: {count(work.parameters)} parameters, {work.dtype}; {cut}"

@@ -7,75 +7,39 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import torch
 
 import shoal
-from shoal.cli import (
-    attach,
-    bench,
-    blocks,
-    chaos,
-    cluster,
-    compare,
-    estimate,
-    lab,
-    plan,
-    predict,
-    report,
-    run,
-    runs,
-    scale,
-    schedule,
-    simulate,
-    stop,
-    train,
-    verify,
-    why,
-)
 from shoal.cli.parser import CommandParser, command, print_json
 from shoal.driver.outcome import RunFailed, RunInterrupted
 from shoal.errors import InputError, ShoalError
 
-HELP = """\
-Distributed PyTorch training with the same bits on any number of workers.
-
-Before   estimate FILE         compute, memory and traffic of a job, before anything runs
-         plan FILE             the fastest ways to spread it over a cluster that fit, and why
-         predict               seconds and memory of one configuration, or of a table of them
-         simulate              a plan played with a virtual clock: stragglers, failures, shared links
-         cluster probe|show    this machine measured; a cluster drawn with its narrow places
-         blocks FILE           a job's model as a row of blocks: parameters, costs, where a layout cuts
-         schedule NAME|all     pipeline schedules as pictures: waiting, and activations held
-Run      train FILE[:job]      train a job
-         run SCRIPT -- ARGS    start any torch.distributed script, or a loop with shoal.join
-         verify FILE           prove that every placement gives one sha256
-         compare FILE --sync … ways to keep workers in step, one run each: loss against time and steps
-During   attach [RUN]          take over a run whose driver is gone
-         why [RUN]             who waits for whom, in which operation, at which line
-         scale [RUN]           more or fewer workers, from the next step on
-         stop [RUN]            finish the step, save, stop
-After    report [RUN]          the closing report of a run
-         runs                  the runs in this folder
-         compare RUN RUN…      finished runs side by side
-Prove    lab -- COMMAND        a cluster in a box: run a command on hosts with slow links between them
-         bench collectives     measure the links between workers, and hold predictions against the clock
-         chaos FILE            faults on purpose: does the run end with the hash of one without any?
-"""
-COMMANDS = (  # a module has TEXT, EXAMPLE, `arguments(parser)` and `call(namespace)`
-    *(estimate, plan, predict, simulate, cluster, blocks, schedule),
-    *(train, run, verify, compare, attach, why, scale, stop, report, runs, bench, chaos, lab),
-)
+TEXT = "Distributed PyTorch training with the same bits on any number of workers."
+EXAMPLE = "shoal train examples/digits.py --workers 2"
+COMMANDS = {  # a command is a module with TEXT, EXAMPLE, `arguments(parser)` and `call(namespace)`
+    "Before": ("estimate", "plan", "predict", "simulate", "cluster", "blocks", "schedule"),
+    "Run": ("train", "run", "verify", "compare"),
+    "During": ("attach", "why", "scale", "stop"),
+    "After": ("report", "runs", "compare"),
+    "Prove": ("lab", "bench", "chaos"),
+}
 WITH_ARGUMENTS = ("run", "lab", "estimate")  # commands that take a script's or a program's arguments after --
 
 
 def build_parser() -> CommandParser:
-    parser = CommandParser(prog="shoal", description=HELP, epilog="example: shoal train examples/digits.py --workers 2")
+    parser = CommandParser(prog="shoal", epilog=f"example: {EXAMPLE}")
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=CommandParser)
-    for module in COMMANDS:
-        name = module.__name__.rpartition(".")[2]
-        module.arguments(command(commands, name, module.TEXT, module.call, module.EXAMPLE))
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=CommandParser)
+    lines = [TEXT, ""]
+    for group, names in COMMANDS.items():
+        for number, name in enumerate(names):
+            module = import_module(f"shoal.cli.{name}")
+            lines.append(f"{'' if number else group:8} {name:9} {module.TEXT}")
+            if name not in commands.choices:
+                module.arguments(command(commands, name, module.TEXT, module.call, module.EXAMPLE))
+    parser.description = "\n".join([*lines, "", "shoal COMMAND --help has its arguments and an example"])
     return parser
 
 

@@ -60,7 +60,7 @@ def rare_option(parser: Any, *names: str, help: str, **more: Any) -> None:
 
 def command(commands: Any, name: str, text: str, call: Any, example: str) -> CommandParser:
     """Declares a command: `call(namespace)` carries it out and returns the exit code."""
-    parser: CommandParser = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
+    parser: CommandParser = commands.add_parser(name, description=text, epilog=f"example: {example}")
     parser.set_defaults(call=call, parser=parser)
     return parser
 

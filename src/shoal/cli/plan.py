@@ -10,10 +10,22 @@ from typing import Any
 import msgspec
 
 from shoal.cli import plan_text as show
-from shoal.cli.cluster_options import cluster_label, cluster_options, clusters_of
-from shoal.cli.options import job_options, read_time, write_file
+from shoal.cli.options import (
+    calibrated,
+    check_counts,
+    cluster_label,
+    cluster_options,
+    clusters_of,
+    job_options,
+    read_time,
+    refuse_shape_flags,
+    write_file,
+)
 from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
+from shoal.driver.job_space import job_space, plan_refusal
+from shoal.driver.make_plan import open_job
 from shoal.errors import InputError
+from shoal.job.load import load_job
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime
 from shoal.planner.cost.setup import SEARCHED_MODES
@@ -31,6 +43,7 @@ from shoal.planner.search.search import (
     cheapest_plans,
     search,
 )
+from shoal.planner.trace_job import workload_of
 from shoal.report import chart
 from shoal.worker.memory import parse_size
 
@@ -73,8 +86,8 @@ def arguments(parser: CommandParser) -> None:
 def call(given: argparse.Namespace) -> int:
     _check(given)
     question, clusters = _question(given), clusters_of(given)
-    if given.calibrate:
-        question, clusters = _calibrated(given, question, clusters)
+    tuned = [calibrated(given, cluster, question.runtime) for cluster in clusters]
+    question, clusters = replace(question, runtime=tuned[0][1]), [cluster for cluster, _ in tuned]
     if len(clusters) > 1:
         return _curve(given, question, clusters)
     deadline = None if given.deadline is None else read_time("--deadline", given.deadline)
@@ -122,11 +135,9 @@ def _check(given: argparse.Namespace) -> None:
     if (given.file is None) == (given.gpt is None):
         what = "neither" if given.file is None else "both"
         raise InputError(f"a plan is for a job or for a shape; {what} is given", fix=EXAMPLE)
-    if given.file is not None and given.batch is not None:
-        raise InputError("--batch is a shape's, and a job has its own", fix=f"--set batch={given.batch}")
-    for name in ("top", "batch", "steps", "workers"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise InputError(f"--{name} {getattr(given, name)}: at least 1", fix=f"--{name} 1")
+    if given.file is not None:
+        refuse_shape_flags(given)
+    check_counts(given, "top", "batch", "steps", "workers")
     if given.output is not None and given.gpt is not None:
         raise InputError("-o writes a plan to train by, and a shape is not trained", fix="a job, or --json")
     curve = given.hosts is not None and len(given.hosts) > 1
@@ -150,7 +161,7 @@ def _question(given: argparse.Namespace) -> PlanQuery:
 def _shape_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
     shape = TransformerShape.parse(given.gpt)
     if given.batch is None:
-        raise InputError("how many samples has a step of the shape?", fix="--batch 1536")
+        raise InputError("--gpt needs --batch: samples per step", fix="--batch 1536")
 
     def space(work: Workload, cluster: Cluster) -> SearchSpace:
         found = space_of(work, cluster, batch=given.batch, heads=shape.kv_heads, workers=given.workers)
@@ -168,11 +179,6 @@ def _shape_question(given: argparse.Namespace, memory: float | None) -> PlanQuer
 
 
 def _job_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
-    from shoal.driver.job_space import job_space, plan_refusal
-    from shoal.driver.make_plan import open_job
-    from shoal.job.load import load_job
-    from shoal.planner.trace_job import workload_of
-
     job = load_job(given.file, given.settings)
     opened = open_job(job)
 
@@ -193,18 +199,6 @@ def _job_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
         threads=job.threads,
         refusal=refused,
     )
-
-
-def _calibrated(
-    given: argparse.Namespace, question: PlanQuery, clusters: list[Cluster]
-) -> tuple[PlanQuery, list[Cluster]]:
-    from shoal.driver.predict_run import PRESET
-    from shoal.planner.calibration_runs import load_calibration
-    from shoal.planner.cost.calibrate import apply_calibration
-
-    found = load_calibration(given.calibrate, given.cluster or PRESET)
-    tuned = [apply_calibration(cluster, question.runtime, found) for cluster in clusters]
-    return replace(question, runtime=tuned[0][1]), [cluster for cluster, _ in tuned]
 
 
 # -- what is answered -------------------------------------------------------------------------------------------------

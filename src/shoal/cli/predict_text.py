@@ -46,7 +46,7 @@ def _digits(seconds: float) -> int:
 
 
 def _how(setup: Setup) -> str:
-    said = [plural(setup.microbatches, "microbatch").replace("batchs", "batches") + f" of {setup.microbatch}"]
+    said = [plural(setup.microbatches, "microbatch") + f" of {setup.microbatch}"]
     if setup.pipeline > 1:
         said.append(setup.schedule + (f" × {setup.chunks}" if setup.chunks > 1 else ""))
     said += [f"{setup.recompute} recomputation"] if setup.recompute != "none" else []

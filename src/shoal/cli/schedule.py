@@ -19,6 +19,7 @@ from shoal.parallel.pipeline_schedule import (
     make_schedule,
     time_schedule,
 )
+from shoal.report.human import plural
 
 TEXT = "a pipeline schedule as a picture, with its bubble and the activations it holds; or all, compared"
 
@@ -102,7 +103,7 @@ def text(
     words = {"F": "F forward", "B": "B backward", "I": "I gradient of inputs", "W": "W gradient of weights"}
     return "\n".join(
         [
-            f"{name}: {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch')}{stages}",
+            f"{name}: {plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}{stages}",
             f"{', '.join(words[kind] for kind in words if kind in kinds)}; backward takes twice as long as forward",
             "",
             draw_schedule(schedule, width=width, colour=colour),
@@ -128,7 +129,7 @@ def value(name: str, *, ranks: int, microbatches: int, chunks: int | None = None
 
 def _table(found: dict[str, ScheduleFigures | str], ranks: int, microbatches: int) -> str:
     lines = [
-        f"{_count(ranks, 'rank')}, {_count(microbatches, 'microbatch')}; backward takes twice as long as forward",
+        f"{plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}; backward takes twice as long as forward",
         "",
         f"{'schedule':12} {'chunks':>6} {'time':>7} {'bubble':>7} {'formula':>8}   in flight, by rank",
     ]
@@ -155,7 +156,3 @@ def _small(ranks: int, microbatches: int, chunks: int | None) -> None:
             " is nothing to see",
             fix="fewer of them: the bubble depends on microbatches / ranks",
         )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 'es' if word.endswith('ch') else 's'}"

@@ -11,10 +11,22 @@ import msgspec
 import numpy as np
 
 from shoal.cli import simulate_text as show
-from shoal.cli.cluster_options import cluster_label, cluster_of, cluster_options
-from shoal.cli.options import job_options, read_time, write_file
+from shoal.cli.options import (
+    check_counts,
+    cluster_label,
+    cluster_of,
+    cluster_options,
+    job_options,
+    read_time,
+    refuse_shape_flags,
+    write_file,
+)
 from shoal.cli.parser import CommandParser, HelpAll, rare_option
+from shoal.driver.job_space import plan_refusal
+from shoal.driver.make_plan import open_job
+from shoal.driver.predict_run import setup_of
 from shoal.errors import InputError, PlanError
+from shoal.job.load import load_job
 from shoal.numerics.lanes import Span
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import check_schedule_name, default_chunks
@@ -33,7 +45,9 @@ from shoal.planner.simulate.servers import SimulatedServers, compare_modes
 from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_stragglers
 from shoal.planner.simulate.stragglers import StragglerModel
 from shoal.planner.simulate.time_to_accuracy import ConvergenceLaw, time_to_accuracy_table
+from shoal.planner.trace_job import workload_of
 from shoal.recovery.checkpoint.interval import DAY
+from shoal.report import chart
 
 SHAPE = "layers=24,hidden=2048,heads=16,seq=2048,vocab=51200"
 EXAMPLE = f"shoal simulate --gpt {SHAPE} --batch 512 --layout data=8,pipeline=4 --cluster dgx-a100 --hosts 4"
@@ -139,9 +153,7 @@ class SimulateRequest:
 
 
 def _check(given: argparse.Namespace) -> None:
-    for name in ("batch", "steps", "servers", "microbatch", "chunks"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise InputError(f"--{name} {getattr(given, name)}: at least 1", fix=f"--{name} 1")
+    check_counts(given, "batch", "steps", "servers", "microbatch", "chunks")
     if given.days is not None and not 0 < given.days < 36500:
         raise InputError(f"--days {given.days:g}: above 0, and less than a century", fix="--days 54")
     if given.failures is not None and given.failures < 0:
@@ -159,8 +171,6 @@ def _check(given: argparse.Namespace) -> None:
             f"--shares {given.shares} are of a job's lanes, with --layout", fix="--layout data=2 --shares 3,1"
         )
     if given.plot is not None:
-        from shoal.report import chart
-
         chart.check_picture(given.plot)
     if given.trace is not None and not given.trace.parent.is_dir():
         raise InputError(f"there is no folder {given.trace.parent}", fix=f"mkdir -p {given.trace.parent}")
@@ -181,14 +191,7 @@ def _request(given: argparse.Namespace, cluster: Cluster) -> SimulateRequest:
 
 
 def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cluster) -> SimulateRequest:
-    from shoal.driver.job_space import plan_refusal
-    from shoal.driver.make_plan import open_job
-    from shoal.driver.predict_run import setup_of
-    from shoal.job.load import load_job
-    from shoal.planner.trace_job import workload_of
-
-    if given.batch is not None or given.microbatch is not None:
-        raise InputError("--batch and --microbatch are a shape's, and a job has its own", fix="--set batch=64")
+    refuse_shape_flags(given)
     job = load_job(file, given.settings)
     opened = open_job(job)
     work = workload_of(job, opened.source)
@@ -242,7 +245,7 @@ def _of_shape(given: argparse.Namespace, plan: Path | None, cluster: Cluster) ->
         )
     if setup is None:
         if given.batch is None:
-            raise InputError("how many samples has a step of the shape?", fix="--batch 512")
+            raise InputError("--gpt needs --batch: samples per step", fix="--batch 512")
         if given.layout is None:
             setup = search(
                 work, cluster, space=space_of(work, cluster, batch=given.batch, heads=shape.kv_heads)

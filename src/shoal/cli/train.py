@@ -2,15 +2,13 @@
 
 import argparse
 
-from shoal.cli.options import config_of, config_options, job_argument
+from shoal.cli.options import config_of, config_options, job_argument, job_of
 from shoal.cli.parser import CommandParser, print_json, rare_option
-from shoal.cli.pin_isa import pin_isa
 from shoal.cli.report import print_report
 from shoal.driver.launch import train_with
 from shoal.driver.make_plan import PreparedJob, open_job
 from shoal.errors import InputError
 from shoal.job.job import Job
-from shoal.job.load import load_job
 from shoal.report.closing_report import prediction_lines
 from shoal.worker.run_config import RunConfig
 
@@ -33,8 +31,7 @@ def call(given: argparse.Namespace) -> int:
         given.file = given.calibrate.pop()  # likewise
     if given.file is None:
         raise InputError("which job? a file is missing", fix="shoal train digits.py")
-    job = load_job(given.file, given.settings)
-    pin_isa(job, given)
+    job = job_of(given)
     config = config_of(given, detached=given.lab is None)  # a lab ends with the process that made it
     if given.dry_run:
         _dry_run(given, job, config)

@@ -7,24 +7,20 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from shoal.cli.options import config_of, config_options, job_argument
+from shoal.cli.options import check_counts, config_of, config_options, job_argument, job_of, read_counts
 from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
-from shoal.cli.pin_isa import pin_isa
 from shoal.driver.make_plan import open_job, plan_for
 from shoal.driver.verify import (
     PLAIN_TOLERANCE,
     PlainResult,
     VerifyRow,
     against_plain,
-    check_workers,
     exact_comm_options,
     layout_placements,
     placements,
     server_placements,
     verify,
 )
-from shoal.errors import InputError
-from shoal.job.load import load_job
 from shoal.worker.model_partition import make_outline
 from shoal.worker.run_config import Servers
 
@@ -59,14 +55,12 @@ def arguments(parser: CommandParser) -> None:
 
 def call(given: argparse.Namespace) -> int:
     comm_options = exact_comm_options(config_of(given).comm_options)
-    job = load_job(given.file, given.settings)
-    pin_isa(job, given)
-    if given.steps is not None and given.steps < 1:
-        raise InputError(f"--steps {given.steps}: at least 1")
+    check_counts(given, "steps")
+    job = job_of(given)
     opened, name = open_job(job), given.file
     steps = given.steps or min(DEFAULT_STEPS, opened.steps)
     workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
-    counts = check_workers(workers) if given.workers is not None or not given.layouts else []
+    counts = read_counts("--workers", workers) if given.workers is not None or not given.layouts else []
     wanted = [
         replace(each, lab=given.lab, config=each.config.with_comm_options(comm_options))
         for each in (

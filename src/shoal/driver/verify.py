@@ -153,18 +153,14 @@ def exact_comm_options(asked: CommOptions) -> CommOptions:
     found = options_from_environment(asked)
     CommConfig.from_options(found)
     if found.compress:
-        given = f"--compress {asked.compress}" if asked.compress else f"SHOAL_COMPRESS={found.compress}"
-        raise InputError(
-            f"compression gives up exactness, and verify compares bits: {given}",
-            fix="leave it out; shoal train --compress … reports the error that it makes",
-        )
-    if found.algorithm == "ring":
-        given = "--algorithm ring" if asked.algorithm else "SHOAL_ALGORITHM=ring"
-        raise InputError(
-            f"a ring adds in an order of its own, and verify compares bits: {given}",
-            fix="one of direct, tree, halving, hierarchical, which give the same bits",
-        )
-    return found
+        named = f"--compress {asked.compress}" if asked.compress else f"SHOAL_COMPRESS={found.compress}"
+        why, fix = "compression gives up exactness", "leave it out; shoal train --compress … reports the error it makes"
+    elif found.algorithm == "ring":
+        named = "--algorithm ring" if asked.algorithm else "SHOAL_ALGORITHM=ring"
+        why, fix = "a ring adds in an order of its own", "one of direct, tree, halving, hierarchical: the same bits"
+    else:
+        return found
+    raise InputError(f"{why}, and verify compares bits: {named}", fix=fix)
 
 
 def verify(job: Job, wanted: list[VerifyPlacement], steps: int, *, name: str) -> Iterator[VerifyRow]:
@@ -333,13 +329,3 @@ def _plain_loop(job: Job, opened: OpenJob, steps: int) -> nn.Module:
         if scheduler is not None:
             scheduler.step()
     return model
-
-
-def check_workers(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"--workers {text}: numbers are needed", fix="--workers 1,2,4") from None
-    if not counts or min(counts) < 1:
-        raise InputError(f"--workers {text}: at least 1 worker each", fix="--workers 1,2,4")
-    return counts

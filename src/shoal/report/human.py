@@ -64,7 +64,7 @@ def size(num_bytes: float) -> str:
 
 
 def plural(number: int, word: str) -> str:
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 def times_text(number: int) -> str:

@@ -6,7 +6,6 @@ change a bit of the result.
 """
 
 import os
-import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -270,7 +269,6 @@ class ConfigField:
     name: str
     flag: str | None  # without dashes
     text: str
-    kinds: tuple[Any, ...]  # types that a value may have
     choices: tuple[str, ...]  # the known words; empty: any
     more: dict[str, Any]  # see `option`
 
@@ -279,13 +277,13 @@ class ConfigField:
         """The field's name where no group is named."""
         return self.name if self.flag is None else self.flag.replace("-", "_")
 
+    @property
+    def number(self) -> type[int | float] | None:
+        return {"N": int, "S": float}.get(str(self.more["metavar"]))
+
     def check(self, value: Any) -> None:
-        kinds = tuple(kind for kind in self.kinds if isinstance(kind, type)) + ((int,) if float in self.kinds else ())
-        if len(kinds) >= len(self.kinds) and not isinstance(value, kinds):
-            names = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-            raise InputError(
-                f"{self.flat_name}={value!r} is of type {type(value).__name__}", fix=f"a value of type {names}"
-            )
+        if self.number is not None and not isinstance(value, int | float):
+            raise InputError(f"{self.flat_name}={value!r} is no number", fix=f"{self.flat_name}=1")
         if self.choices and value not in self.choices:
             raise InputError(f"{self.flat_name}={value!r} is not known", fix=", ".join(map(repr, self.choices)))
         least, above = self.more.get("least"), self.more.get("above")
@@ -303,14 +301,12 @@ def config_fields(group: str = "") -> Sequence[ConfigField]:
     hints, found = typing.get_type_hints(GROUPS[group]), []
     for each in fields(GROUPS[group]):
         more, hint = dict(each.metadata), hints[each.name]
-        kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
         found.append(
             ConfigField(
                 group=group,
                 name=each.name,
                 text=more.pop("text"),
                 flag=more.pop("flag", each.name.replace("_", "-")),
-                kinds=kinds,
                 choices=typing.get_args(hint) if typing.get_origin(hint) is Literal else (),
                 more=more,
             )
