@@ -32,7 +32,7 @@ from shoal.planner.simulate.servers import SimulatedServers, compare_modes
 from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_stragglers
 from shoal.planner.simulate.stragglers import StragglerModel
 from shoal.planner.simulate.time_to_accuracy import ConvergenceLaw, time_to_accuracy_table
-from shoal.recovery.checkpoint.interval import DAY
+from shoal.recovery.checkpoint.policy import DAY
 
 SHAPE = "layers=24,hidden=2048,heads=16,seq=2048,vocab=51200"
 EXAMPLE = f"shoal simulate --gpt {SHAPE} --batch 512 --layout data=8,pipeline=4 --cluster dgx-a100 --hosts 4"

@@ -34,7 +34,9 @@ from shoal.parallel.data_parallel import Closure, StepInput, StepResult
 from shoal.parallel.plan import Plan
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.sharded_norm import gather_bytes
-from shoal.recovery.checkpoint.directory import Snapshot
+from shoal.recovery.checkpoint.files import Snapshot
+from shoal.recovery.checkpoint.live_state import LiveState
+from shoal.recovery.checkpoint.policy import CheckpointPolicy
 from shoal.recovery.membership.protocol import RecoveryPlan, WorkerId, covers_model
 from shoal.report.events import (
     LanesAssigned,
@@ -50,8 +52,7 @@ from shoal.report.events import (
     WorkerStarted,
 )
 from shoal.worker.build_model import WorkerModel, choose_strategy
-from shoal.worker.checkpoint_policy import CheckpointPolicy
-from shoal.worker.checkpointer import LiveState
+from shoal.worker.checkpointer import Checkpointer
 from shoal.worker.consistency import agree_on_kernels, agree_on_weights, broadcast_weights, model_digests
 from shoal.worker.context import WorkerContext
 from shoal.worker.elastic_membership import (
@@ -164,18 +165,22 @@ class Run:
             state=state,
             arithmetic=arithmetic,
             traits=self._traits,
+            state_shard=built.state_shard,
         )
         settings = context.settings
-        self.checkpoints = CheckpointPolicy(
-            context.folder,
-            self._live,
-            context.channel.emit,
+        policy = CheckpointPolicy(
+            time.monotonic(),
+            workers=plan.workers,
+            survives_loss=self._recovers and not self.layout.zero,
             every=settings.checkpoint_every or checkpoint_every,
             auto=settings.checkpoint_auto,
             steps_per_epoch=schedule.steps_per_epoch,
-            workers=plan.workers,
-            survives_loss=self._recovers and not self.layout.zero,
-            state_shard=built.state_shard,
+        )
+        self.checkpoints = Checkpointer(
+            context.folder,
+            self._live,
+            context.channel.emit,
+            policy,
             check_peers=lambda: self.group.raise_if_failed(),
         )
         self._enter()
@@ -287,7 +292,7 @@ class Run:
                     self.strategy.drop()  # before the state is handed to anybody: lanes have touched buffers
                 self._synchronise(settlement)
                 self._timer.dropped()
-                self.checkpoints.advisor.workers_lost(max(1, before - len(settlement.view.members)))
+                self.checkpoints.policy.workers_lost(max(1, before - len(settlement.view.members)))
                 return settlement
             except RunAbandoned:
                 raise
@@ -576,7 +581,7 @@ class Run:
     def _commit(self) -> None:
         """The step is done: the optimizer has been applied on every worker."""
         assert self._reduced is not None
-        self.checkpoints.advisor.stepped(time.perf_counter() - self._step_began)
+        self.checkpoints.policy.stepped(time.perf_counter() - self._step_began)
         (batch, outcome, epoch), self._reduced = self._reduced, None
         self.step = batch.step + 1
         self.membership.set_busy(False)
@@ -792,15 +797,15 @@ class Run:
         self._restore_all(snapshot)
 
     def _restore_all(self, snapshot: Snapshot) -> None:
-        told = snapshot.values["told"]
+        progress = snapshot.values["progress"]
         self.step = snapshot.step
         self.epoch = self.step // self.schedule.steps_per_epoch
-        self._finished_epochs = told.get("passes", self.epoch)
+        self._finished_epochs = progress.get("passes", self.epoch)
         if self.step:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
-        self.loss, self.metrics = told["loss"], told["metrics"]
-        self._inexact = told.get("inexact", "")
-        self._evaluations = (told.get("evaluations", 0), self.metrics)
+        self.loss, self.metrics = progress["loss"], progress["metrics"]
+        self._inexact = progress.get("inexact", "")
+        self._evaluations = (progress.get("evaluations", 0), self.metrics)
 
     def finish(self) -> None:
         """Ends the run: the last checkpoint, and the sha256 that says what was trained."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.errors import InputError
-from shoal.recovery.checkpoint.interval import DAY, daly
+from shoal.recovery.checkpoint.policy import DAY, daly
 
 CAUSES = ("saving", "repeated", "detection", "restart", "regrouping", "fewer workers")
 

@@ -28,15 +28,16 @@ _TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
 ALIGNMENT = 64  # bytes, of what torch allocates
 _MAX_DEPTH = 100  # deeper is a structure that contains itself
 
-STORABLE_DTYPES: dict[str, torch.dtype] = {  # what safetensors can hold
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
-        *(torch.int64, torch.int32, torch.int16, torch.int8),
-        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-    )
+# fmt: off
+DTYPE_LABELS: dict[str, torch.dtype] = {  # what safetensors can hold, by the name that it has there
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
+# fmt: on
+STORABLE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_LABELS.values()}
 
 
 def check_storable(tensor: Tensor, name: str) -> None:

@@ -42,6 +42,8 @@ from shoal.paramserver.messages import (
 from shoal.paramserver.reduce import SparseGradient
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.recovery.checkpoint.directory import FoundCheckpoint
+from shoal.recovery.checkpoint.live_state import LiveState
+from shoal.recovery.checkpoint.policy import CheckpointPolicy
 from shoal.report.events import (
     ModelEvaluated,
     ModelShardReported,
@@ -54,8 +56,7 @@ from shoal.report.events import (
     WorkerStarted,
 )
 from shoal.worker.build_model import WorkerModel, build_worker_model
-from shoal.worker.checkpoint_policy import CheckpointPolicy
-from shoal.worker.checkpointer import LiveState
+from shoal.worker.checkpointer import Checkpointer
 from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import evaluate, measure_locally
 from shoal.worker.main import OpenJob
@@ -134,16 +135,14 @@ class ServerWorker:
             if self.outer_optimizer is None
             else {f"outer={self.sync_mode.outer}": self.outer_optimizer},
         )
-        self.checkpoints = CheckpointPolicy(
-            context.folder,
-            self.live_state,
-            context.channel.emit,
+        policy = CheckpointPolicy(
+            time.monotonic(),
+            workers=plan.workers,
             every=self.settings.checkpoint_every or job.checkpoint_every,
             auto=self.settings.checkpoint_auto,
             steps_per_epoch=self.schedule.steps_per_epoch,
-            workers=plan.workers,
-            survives_loss=True,
         )
+        self.checkpoints = Checkpointer(context.folder, self.live_state, context.channel.emit, policy)
         self.checkpoints.regroup(plan.workers, is_leader=True)
         self.timer = StepTimer(context.channel, self.worker, samples=self.settings.samples)
         self.compressor: Compressor | None = _compressor(plan.compress)
@@ -230,10 +229,10 @@ class ServerWorker:
     def _resume(self) -> list[Any]:
         """What the servers are to begin with: see Shard."""
         found = self.restore_checkpoint()
-        told = found.snapshot.values["told"]
+        progress = found.snapshot.values["progress"]
         self.resumed_step = self.step = found.snapshot.step
-        self.loss, self.metrics = told["loss"], told["metrics"]
-        before = told.get("inexact", "")
+        self.loss, self.metrics = progress["loss"], progress["metrics"]
+        before = progress.get("inexact", "")
         event = RunResumed(
             time=time.time(),
             step=self.step,
@@ -243,8 +242,8 @@ class ServerWorker:
             inexact_sync_mode=before,
         )
         self.context.channel.emit(event)
-        first, above = self.first_step(told.get("done_above", []))
-        return [first, list(above), told.get("rows", ""), self.resumed_step, before]
+        first, above = self.first_step(progress.get("done_above", []))
+        return [first, list(above), progress.get("rows", ""), self.resumed_step, before]
 
     def restore_checkpoint(self) -> FoundCheckpoint:
         found = self.checkpoints.resume(SoloGroup(), state_lost=False)
