@@ -6,7 +6,7 @@ READY  := $(VENV)/.installed
 ETCD   := $(VENV)/etcd/etcd
 PEERS  ?= .venv-peers
 
-.PHONY: demo test simulate bench bench-peers lint clean
+.PHONY: demo test quick quick-1 quick-2 simulate bench bench-peers lint clean
 
 $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,6 +34,16 @@ $(ETCD): | $(READY)
 
 test: lint $(if $(shell command -v etcd),,$(ETCD))
 	@$(BIN)/python -m pytest
+
+# Lint, types and every test that starts no process: every other file in one pytest, the rest in another.
+quick: $(READY)
+	@$(MAKE) --no-print-directory -j 2 -O quick-1 quick-2 lint
+
+quick-1: $(READY)
+	@$(BIN)/python -m pytest $$(ls tests/pure/test_*.py | sed -n 'p;n')
+
+quick-2: $(READY)
+	@$(BIN)/python -m pytest $$(ls tests/pure/test_*.py | sed -n 'n;p')
 
 simulate: $(READY)
 	@$(BIN)/python -m shoal.testing.simulation --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100000)

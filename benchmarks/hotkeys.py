@@ -89,7 +89,7 @@ def work(
 
 
 def _timed(table: RemoteSparseTable | RowCache, drawn: list[Tensor], gradient: Tensor, step: int) -> dict[str, float]:
-    asked, served = getattr(table, "asked", 0), getattr(table, "served", 0)
+    asked, served = getattr(table, "lookups", 0), getattr(table, "hits", 0)
     began = time.perf_counter()
     pushed = None
     for number, ids in enumerate(drawn):
@@ -103,7 +103,7 @@ def _timed(table: RemoteSparseTable | RowCache, drawn: list[Tensor], gradient: T
     if pushed is not None:
         pushed.wait()
     seconds = time.perf_counter() - began
-    asked, served = getattr(table, "asked", 0) - asked, getattr(table, "served", 0) - served
+    asked, served = getattr(table, "lookups", 0) - asked, getattr(table, "hits", 0) - served
     return {"seconds": seconds, "served": served / asked if asked else 0.0}
 
 

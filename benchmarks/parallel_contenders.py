@@ -249,7 +249,10 @@ def by_layout(case: Case, layout: str, **more: Any) -> Measured:
 def over_gloo() -> Iterator[None]:
     """Shoal's own code for a pipeline and for slices, with everything that travels in a step going over gloo: what is
     left of a difference is not the backend's. For measuring only."""
-    kept = {name: vars(DistributedGroup)[name] for name in ("__init__", "team", "gather", "send", "receive", "post")}
+    kept = {
+        name: vars(DistributedGroup)[name]
+        for name in ("__init__", "subgroup", "gather_rows", "send", "receive", "isend")
+    }
     own = vars(TensorGroup)["_process_group"]
 
     def begin(self: Any, *args: Any, **named: Any) -> None:
@@ -257,13 +260,13 @@ def over_gloo() -> Iterator[None]:
         kept["__init__"](self, *args, **named)
         self.gloo = dist.new_group(backend="gloo")
 
-    def team(self: Any, ranks: Any) -> Any:
-        made: Any = kept["team"](self, ranks)
+    def subgroup(self: Any, ranks: Any) -> Any:
+        made: Any = kept["subgroup"](self, ranks)
         if isinstance(made, DistributedGroup):
             made.gloo = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         return made
 
-    def gather(self: Any, row: Tensor) -> Tensor:
+    def gather_rows(self: Any, row: Tensor) -> Tensor:
         rows = row.new_empty((self.size, *row.shape))
         dist.all_gather_into_tensor(rows.view(-1), row.contiguous().view(-1), group=self.gloo)
         return rows
@@ -286,10 +289,17 @@ def over_gloo() -> Iterator[None]:
             self._work.wait()
             return self.tensor
 
-    def post(self: Any, tensor: Tensor, to: int, tag: int) -> Any:
+    def isend(self: Any, tensor: Tensor, to: int, tag: int) -> Any:
         return Sent(tensor, self.gloo.send([tensor], to, tag))
 
-    new = {"__init__": begin, "team": team, "gather": gather, "send": send, "receive": receive, "post": post}
+    new = {
+        "__init__": begin,
+        "subgroup": subgroup,
+        "gather_rows": gather_rows,
+        "send": send,
+        "receive": receive,
+        "isend": isend,
+    }
     for name, method in new.items():
         setattr(DistributedGroup, name, method)
     TensorGroup._process_group = property(lambda self: self.group.gloo)  # type: ignore[assignment, method-assign]

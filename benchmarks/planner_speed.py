@@ -24,7 +24,7 @@ GOAL = 2.0
 def measure(ways: int, rounds: int) -> dict[str, object]:
     work = workload_of_shape(SHAPE)
     cluster = find_cluster("dgx-h100", hosts=96)  # 768 devices: a number with many divisors
-    space = replace(space_of(work, cluster, batch=4608, heads=SHAPE.heads), modes=SEARCHED_MODES)
+    space = replace(space_of(work, cluster, batch=4608, heads=SHAPE.heads), sync_modes=SEARCHED_MODES)
     found = []
     for _ in range(rounds):
         began = time.perf_counter()

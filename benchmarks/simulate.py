@@ -71,11 +71,12 @@ def speeds() -> dict[str, float]:
     found["100 such steps with stragglers"], _ = timed(
         lambda: simulate_stragglers(step, StragglerModel.parse("lognormal:0.05")), 1
     )
-    trial = FailureScenario(seconds=54 * DAY, devices=16384, step=step.seconds, replicas=128, copies=128, save=5.0, write=60.0,
-                  failures=466)  # fmt: skip
+    trial = FailureScenario(
+        seconds=54 * DAY, devices=16384, step=step.seconds, replicas=128, copies=128, save=5.0, write=60.0, failures=466
+    )
     found["54 days, 466 failures"], _ = timed(lambda: [simulate_failures(trial, policy) for policy in POLICIES])
     servers = SimulatedServers(workers=64, servers=8, compute=1.0, num_bytes=1e9, bandwidth=1e10,
-                      stragglers=StragglerModel.parse("lognormal:0.3"))  # fmt: skip
+                               stragglers=StragglerModel.parse("lognormal:0.3"))  # fmt: skip
     modes = [SyncMode.parse(each) for each in ("sync", "quorum:58", "stale:2", "async")]
     found["64 workers, 4 modes of servers, 100 rounds"], _ = timed(lambda: compare_modes(servers, modes))
     return found

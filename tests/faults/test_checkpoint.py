@@ -140,7 +140,7 @@ def test_a_writer_that_was_stopped_wakes_up_when_another_has_taken_over(
         os.kill(os.getpid(), signal.SIGSTOP)
 
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "seal", seal_and_stop)
+        patch.setattr(directory, "write_manifest", seal_and_stop)
         pid = forked(lambda: CheckpointDirectory(tmp_path).write(snapshot(20)))
     assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
     successor = CheckpointDirectory(tmp_path)
@@ -237,14 +237,14 @@ def test_a_full_disk_is_said_once_and_that_there_is_room_again_too(tiny_disk: Pa
         assert keeper.failing and not keeper.retry_due(time.monotonic() - 1)
         assert keeper.retry_due(time.monotonic() + 60)
         assert keeper.saved_step == 1, "what stands is still known"
-    assert told(events) == [("Saved", 1), ("SaveFailed", 2)]
+    assert told(events) == [("CheckpointSaved", 1), ("SaveFailed", 2)]
     newest = keeper.directory.newest()
     assert newest is not None and newest.snapshot.step == 1
     filler.unlink()
     keeper.save(5, {})
     keeper.close()
     assert not keeper.failing
-    assert told(events) == [("Saved", 1), ("SaveFailed", 2), ("Saved", 5)]
+    assert told(events) == [("CheckpointSaved", 1), ("SaveFailed", 2), ("CheckpointSaved", 5)]
     newest = keeper.directory.newest()
     assert newest is not None
     assert tensor_digests(newest.snapshot.weights.items()) == tensor_digests(live.live_snapshot(5, {}).weights.items())

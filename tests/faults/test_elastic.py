@@ -143,7 +143,7 @@ def test_any_worker_may_die_in_the_first_step_the_last_and_between(
     kill_in_turn(faults, (LANE, 0, first), (LANE, 7, second), (LANE, last, third))
     train(faults, name)
     assert [lost["rank"] for lost in faults.told("worker-lost")] == list(order)
-    assert [given["rank"] for given in faults.told("handed-over")][:2] == [first, second]
+    assert [given["rank"] for given in faults.told("state-transferred")][:2] == [first, second]
 
 
 @pytest.mark.parametrize("worker", [0, 2])
@@ -161,7 +161,7 @@ def test_the_result_is_written_by_whoever_is_left(faults: Faults) -> None:
     faults.at(SAVED, kill, step=STEPS - 1, worker=1)
     value = train(faults, "adamw")
     assert (faults.run / "model.safetensors").exists()
-    assert STEPS in [saved["step"] for saved in faults.told("saved")]
+    assert STEPS in [saved["step"] for saved in faults.told("checkpoint-saved")]
     assert value["outcome"] == "done"
 
 
@@ -188,7 +188,7 @@ def test_two_at_once_then_all_at_once(faults: Faults, capfd: pytest.CaptureFixtu
     faults.at(ASKS, until(WorkerId(0, 1), WorkerId(1, 1)), step=5)
     faults.at(LANE, both(until_stored(10), kills(0, 1, 2)), step=10, worker=0)
     value = train(faults, quiet=False, plain=True)
-    (resumed,) = faults.told("resumed")
+    (resumed,) = faults.told("run-resumed")
     assert (resumed["step"], resumed["repeated"]) == (8, 2)
     assert value["outcome"] == "done"
     said = capfd.readouterr().err
@@ -241,7 +241,7 @@ def test_a_stopped_worker_is_dropped_ended_and_replaced(faults: Faults, worker: 
     faults.at(ADDED_UP, stop, step=8, worker=worker, life=1)
     train(faults)
     lost = faults.told("worker-lost")
-    assert [(one["rank"], one["noticed"], one["code"]) for one in lost] == [(worker, "is stopped", -9)] * 2
+    assert [(one["rank"], one["detected_by"], one["code"]) for one in lost] == [(worker, "is stopped", -9)] * 2
     assert not any(Path(f"/proc/{one['pid']}").exists() for one in lost)
 
 
@@ -255,7 +255,7 @@ def test_a_silent_worker_is_dropped_when_its_lease_ends(faults: Faults) -> None:
     faults.at(LANE, fall_silent, step=3, worker=1)
     train(faults, lease_seconds=0.5)
     (lost,) = faults.told("worker-lost")
-    assert (lost["rank"], lost["noticed"]) == (1, "is silent: its lease has run out")
+    assert (lost["rank"], lost["detected_by"]) == (1, "is silent: its lease has run out")
     assert not Path(f"/proc/{lost['pid']}").exists()
 
 
@@ -267,9 +267,9 @@ def test_sigterm_is_a_clean_leave_and_nothing_is_done_again(faults: Faults) -> N
     faults.at(MERGED, leave, step=6, worker=2)  # too late for this step
     value = train(faults)
     assert [(left["rank"], left["step"]) for left in faults.told("worker-left")] == [(0, 3), (2, 8)]
-    assert [one["members"] for one in faults.told("changed")] == [[1, 2], [1]]
-    assert [one.get("redone", 0) for one in faults.told("changed")] == [0, 0]
-    assert faults.told("worker-lost") == faults.told("replaced") == []
+    assert [one["members"] for one in faults.told("membership-changed")] == [[1, 2], [1]]
+    assert [one.get("redone", 0) for one in faults.told("membership-changed")] == [0, 0]
+    assert faults.told("worker-lost") == faults.told("worker-added") == []
     assert value["outcome"] == "done"
 
 
@@ -308,8 +308,8 @@ def test_shrink_goes_on_with_whoever_is_left(faults: Faults) -> None:
     faults.at(LANE, kill, step=2, worker=0)
     faults.at(LANE, kill, step=6, worker=2)
     train(faults, on_failure="shrink")
-    assert [one["members"] for one in faults.told("changed")] == [[1, 2], [1]]
-    assert faults.told("replaced") == []
+    assert [one["members"] for one in faults.told("membership-changed")] == [[1, 2], [1]]
+    assert faults.told("worker-added") == []
 
 
 def test_with_too_few_left_it_ends_saved(faults: Faults) -> None:
@@ -318,10 +318,10 @@ def test_with_too_few_left_it_ends_saved(faults: Faults) -> None:
     with pytest.raises(RunFailed, match="1 worker left, and --min-workers is 2") as failed:
         faults.train(job(), on_failure="shrink", min_workers=2)
     assert failed.value.exit_code == 1
-    saved = max(one["step"] for one in faults.told("saved"))
+    saved = max(one["step"] for one in faults.told("checkpoint-saved"))
     assert saved >= 7, "the last one finished its step and saved"
     assert faults.train(job(), resume=True).weights_sha256 == undisturbed()
-    (resumed,) = faults.told("resumed")
+    (resumed,) = faults.told("run-resumed")
     assert (resumed["step"], resumed.get("repeated", 0)) == (saved, 0)
 
 
@@ -335,7 +335,7 @@ def test_stop_ends_with_the_first_loss(faults: Faults) -> None:
     faults.at(LANE, kill, step=6, worker=1)
     with pytest.raises(RunFailed, match=r"worker 1: .*SIGKILL"):
         faults.train(job(), workers=2, on_failure="stop")
-    assert faults.told("replaced") == []
+    assert faults.told("worker-added") == []
 
 
 def test_a_step_that_kills_whoever_computes_it_ends_the_run(faults: Faults) -> None:
@@ -370,7 +370,7 @@ def test_a_slow_worker_gets_fewer_lanes_and_gets_them_back(faults: Faults) -> No
     slow_down(faults, 1, range(20))
     job, expected = slow_job(45)
     assert faults.train(job, workers=2).weights_sha256 == expected
-    held = [[stop - start for start, stop in one["deal"]] for one in faults.told("dealt")]
+    held = [[stop - start for start, stop in one["assignment"]] for one in faults.told("lanes-assigned")]
     assert held, "lanes were dealt anew"
     assert held[0][1] <= 2 < 6 <= held[0][0], "worker 1 had four of eight"
     assert abs(held[-1][0] - held[-1][1]) <= 2, "and has about as many again"
@@ -388,14 +388,14 @@ def test_a_slow_worker_is_replaced_where_the_user_wants_that(faults: Faults) -> 
     job, expected = slow_job(24)
     assert faults.train(job, workers=2, slow="evict").weights_sha256 == expected
     assert [(left["rank"], left["reason"]) for left in faults.told("worker-left")] == [(1, "too slow")]
-    assert [(one["rank"], one["life"]) for one in faults.told("replaced")] == [(1, 1)]
+    assert [(one["rank"], one["incarnation"]) for one in faults.told("worker-added")] == [(1, 1)]
 
 
 def test_a_slow_worker_is_waited_for_where_the_user_wants_that(faults: Faults) -> None:
     slow_down(faults, 1, range(100))
     job, expected = slow_job(18)
     assert faults.train(job, workers=2, slow="ignore").weights_sha256 == expected
-    assert faults.told("dealt") == faults.told("worker-left") == []
+    assert faults.told("lanes-assigned") == faults.told("worker-left") == []
 
 
 # -- every sample once ------------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_any_schedule_of_faults_that_leaves_one_worker(faults: Faults, seed: int
     faults.may_not_happen()  # to a worker that is not there at that step
     train(faults, samples=True)
     assert faults.happened() >= 1
-    assert all(len(event["indices"]) == len(event["consumed"]) for event in faults.told("steps"))
+    assert all(len(event["sample_indices"]) == len(event["sample_digests"]) for event in faults.told("steps-committed"))
 
 
 # -- the other door ---------------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ def test_a_joined_loop_ends_with_the_same_bits_and_bookkeeping(faults: Faults, c
 
 
 def test_without_shared_memory(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DistributedGroup, "commons", lambda group, num_bytes: None)
+    monkeypatch.setattr(DistributedGroup, "shared_buffers", lambda group, num_bytes: None)
     kill_in_turn(faults, (LANE, 1, 0), (MEETS, 4, 2), (MET, 7, 1))
     faults.at(MET, unheard, step=10, worker=2)
     train(faults)
@@ -503,7 +503,7 @@ def test_a_host_that_is_cut_off(faults: Faults) -> None:
     with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
         report = faults.train(job(), workers=4, lab=lab, lease_seconds=1.0, on_failure="shrink")
         assert report.weights_sha256 == expected
-    changed = faults.told("changed")[-1]
+    changed = faults.told("membership-changed")[-1]
     assert changed["members"] == [0, 1]
     assert "is silent: its lease has run out" in changed["reason"]
     assert faults.audit(job()).sound

@@ -109,8 +109,8 @@ def train(faults: Faults, layout: str = PAIRS, *, back_to: int | None = None, **
     assert (report.weights_sha256, report.value["metrics"]) == expected
     seen = faults.audit(job())
     assert seen.sound and seen.steps == STEPS, seen
-    assert [one["step"] for one in faults.told("resumed")] == ([] if back_to is None else [back_to])
-    assert {one.get("term", 0) for one in faults.told("changed")} <= ({0} if back_to is None else {0, 1})
+    assert [one["step"] for one in faults.told("run-resumed")] == ([] if back_to is None else [back_to])
+    assert {one.get("restart", 0) for one in faults.told("membership-changed")} <= ({0} if back_to is None else {0, 1})
     assert report.value["outcome"] == "done"
     return report.value
 
@@ -120,7 +120,7 @@ def lost(faults: Faults) -> list[int]:
 
 
 def members(faults: Faults) -> list[list[int]]:
-    return [one["members"] for one in faults.told("changed")]
+    return [one["members"] for one in faults.told("membership-changed")]
 
 
 def report_of(faults: Faults) -> Any:
@@ -157,7 +157,7 @@ def test_any_worker_may_die_anywhere_in_its_work(
     kill_in_turn(faults, *((place, step, worker) for (place, step), worker in zip(places, workers, strict=True)))
     train(faults)
     assert lost(faults)[:7] == list(workers[:7])
-    given = [(one["rank"], one["donor"]) for one in faults.told("handed-over")]
+    given = [(one["rank"], one["donor"]) for one in faults.told("state-transferred")]
     assert given[:7] == [(worker, (worker + 2) % 4) for worker in workers[:7]], "by the one that holds the same part"
 
 
@@ -189,7 +189,9 @@ def test_a_step_in_doubt_outlives_a_second_loss_in_the_recovery(faults: Faults, 
     faults.at(place, kill, step=5, worker=2)
     train(faults)
     assert lost(faults) == [2]
-    assert sum(one.get("redone", 0) for one in faults.told("changed")) == 0, "a committed step is not done again"
+    assert sum(one.get("redone", 0) for one in faults.told("membership-changed")) == 0, (
+        "a committed step is not done again"
+    )
 
 
 def test_workers_may_die_while_groups_and_teams_are_formed(faults: Faults) -> None:
@@ -233,7 +235,7 @@ def test_two_broken_replicas_make_one(faults: Faults) -> None:
 def test_a_lost_part_goes_back_to_the_newest_checkpoint(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
     faults.at(BACKWARD, both(until_stored(10), until_saved(faults.run, 8), kills(1, 3)), step=10, worker=3)
     train(faults, back_to=8, quiet=False, plain=True)
-    (resumed,) = faults.told("resumed")
+    (resumed,) = faults.told("run-resumed")
     assert resumed["repeated"] == 2
     assert sorted(lost(faults)) == [1, 3]
     assert sorted((left["rank"], left["reason"]) for left in faults.told("worker-left")) == [
@@ -273,7 +275,7 @@ def test_a_stopped_worker_is_dropped_ended_and_replaced(faults: Faults) -> None:
     faults.at(MEETS, stop, step=8, worker=0)
     train(faults)
     found = faults.told("worker-lost")
-    assert [(one["rank"], one["noticed"], one["code"]) for one in found] == [
+    assert [(one["rank"], one["detected_by"], one["code"]) for one in found] == [
         (1, "is stopped", -9),
         (0, "is stopped", -9),
     ]
@@ -287,8 +289,8 @@ def test_one_of_a_pair_leaves_and_the_other_follows(faults: Faults) -> None:
     train(faults)
     assert [(left["rank"], left["step"]) for left in faults.told("worker-left")] == [(3, 3), (0, 7)]
     assert members(faults) == [[0, 1, 2], [1, 2]]
-    assert [one.get("redone", 0) for one in faults.told("changed")] == [0, 0]
-    assert faults.told("worker-lost") == faults.told("replaced") == []
+    assert [one.get("redone", 0) for one in faults.told("membership-changed")] == [0, 0]
+    assert faults.told("worker-lost") == faults.told("worker-added") == []
 
 
 def test_the_last_holder_of_a_part_does_not_leave_alone(faults: Faults) -> None:
@@ -315,7 +317,7 @@ def test_scaled_to_one_replica_and_back(faults: Faults, call: Caller) -> None:
         assert call.good("scale", faults.run, "--workers", "4", "--json").value["members"] == [0, 1, 2, 3]
         assert driver.end().code == 0
     assert report_of(faults)["weights_sha256"] == undisturbed()[0]
-    assert all(one.get("redone", 0) == 0 for one in faults.told("changed")), "nothing was done again"
+    assert all(one.get("redone", 0) == 0 for one in faults.told("membership-changed")), "nothing was done again"
     assert sorted(left["rank"] for left in faults.told("worker-left")) == [2, 3]
     assert faults.audit(job()).sound
 
@@ -328,9 +330,9 @@ def test_shrink_goes_on_with_one_replica_and_then_with_another_layout(faults: Fa
     report = faults.train(job(), layout=PAIRS, on_failure="shrink")
     value = report.value
     assert (report.weights_sha256, value["metrics"]) == undisturbed()
-    assert [one["step"] for one in faults.told("resumed")] in ([4], [8]), "the second may have been under way"
+    assert [one["step"] for one in faults.told("run-resumed")] in ([4], [8]), "the second may have been under way"
     assert members(faults) == [[0, 1, 3], [0, 3], [0]]
-    assert faults.told("replaced") == []
+    assert faults.told("worker-added") == []
     assert faults.audit(job()).sound
     assert (value["layout"], value["outcome"]) == ("data=1", "done")
     (told,) = [fault["reason"] for fault in value["faults"] if fault["kind"] == "relaid"]
@@ -381,7 +383,7 @@ def test_shared_states_go_back_with_any_loss(
 
 def test_the_first_checkpoint_may_still_be_under_way_when_a_part_is_lost(faults: Faults) -> None:
     """The driver does not give the run up before whoever is left has finished it."""
-    has_its_part = Place(sharded, "_await", after=True)
+    has_its_part = Place(sharded, "_await_receipts", after=True)
     gone = until_true(lambda: bool(faults.told("worker-exited")))  # the driver has heard of it
     faults.at(has_its_part, gone, worker=0)
     delivered = until_true(lambda: any((faults.run / "checkpoints").glob(".*/part-1.json")))
@@ -417,5 +419,5 @@ def test_another_driver_takes_over_and_replaces_whoever_was_lost_meanwhile(fault
     assert result.code == 0, result.err
     assert result.sha256 == undisturbed()[0]
     assert faults.audit(job()).sound
-    assert [(one["rank"], one["life"]) for one in faults.told("replaced")] == [(0, 1)]
-    assert faults.told("resumed") == []
+    assert [(one["rank"], one["incarnation"]) for one in faults.told("worker-added")] == [(0, 1)]
+    assert faults.told("run-resumed") == []

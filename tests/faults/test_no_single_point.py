@@ -76,7 +76,7 @@ def test_the_store_is_killed_and_comes_back(faults: Faults) -> None:
     faults.at(ASKS, until(WorkerId(2, 1)), step=11)
     faults.at(ACCEPTS, lambda: kill_store(faults.run), worker=2, life=1)
     train(faults)
-    away = faults.told("store-away")
+    away = faults.told("store-outage")
     assert any(one.get("rank") is None and one.get("seconds") for one in away), "the driver saw it go and come back"
 
 
@@ -104,7 +104,7 @@ def test_etcd_as_the_store(faults: Faults, etcd_port: int) -> None:
     faults.at(ASKS, leave, step=8, worker=1)
     train(faults, store=f"etcd://127.0.0.1:{etcd_port}/runs")
     assert not (faults.run / "store.db").exists()
-    assert [one["members"] for one in faults.told("changed")][-1] == [0, 2]
+    assert [one["members"] for one in faults.told("membership-changed")][-1] == [0, 2]
 
 
 # -- the driver -------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_another_driver_takes_over_and_replaces_whoever_was_lost_meanwhile(fault
     assert result.sha256 == expected
     assert faults.audit(job()).sound
     assert [one["rank"] for one in faults.told("worker-lost")] == [0]
-    assert [(one["rank"], one["life"]) for one in faults.told("replaced")] == [(0, 1)]
+    assert [(one["rank"], one["incarnation"]) for one in faults.told("worker-added")] == [(0, 1)]
 
 
 def test_a_run_ends_without_a_driver_and_the_next_one_writes_its_report(faults: Faults, call: Caller) -> None:
@@ -205,7 +205,7 @@ def test_the_process_that_starts_workers_is_killed(faults: Faults) -> None:
     with faults.drive(job()) as driver:
         assert driver.end().code == 0
     assert read_report(faults.run)["weights_sha256"] == expected
-    assert faults.told("replaced") == []
+    assert faults.told("worker-added") == []
 
 
 def test_nothing_outlives_a_process_that_called_train(faults: Faults) -> None:
@@ -254,7 +254,7 @@ def test_everything_is_killed_and_the_run_goes_on_from_its_checkpoint(
     end_detached()  # what restarted the store meanwhile, or has a worker less
     capfd.readouterr()
     assert faults.train(job(), resume=True, quiet=False, plain=True).weights_sha256 == expected
-    (resumed,) = faults.told("resumed")
+    (resumed,) = faults.told("run-resumed")
     assert (resumed["step"], resumed["repeated"]) == (8, 2)
     assert "2 steps" in capfd.readouterr().err
     assert faults.audit(job()).sound

@@ -111,7 +111,7 @@ def test_a_state_digest_that_differs(faults: Faults, monkeypatch: pytest.MonkeyP
         said = str(failed.value)
         assert "3 processes in a row ended before they took part" in said
         assert "arrived changed, first in weights" in said
-    failures = faults.told("failed")
+    failures = faults.told("worker-failed")
     assert [one["rank"] for one in failures] == [1] * min(times, 3)
     assert re.match(
         r"the state that (rank|worker) 0 handed over arrived changed, first in weights \S+", failures[0]["message"]

@@ -55,35 +55,37 @@ class Place:
     after: bool = False
 
 
-ASKS = Place(Run, "_wishes")  # a step begins: what it asks of all is about to be read
-LANE = Place(LocalStep, "lane")
-MEETS = Place(DataParallel, "meet")  # it has what all have computed, and has told nobody
-ADDED_UP = Place(SharedBuffers, "add_up", after=True)  # its share of the sums is written to all; it has not said so
-MET = Place(DataParallel, "meet", after=True)  # it knows that all have the gradient: the step is committed
+ASKS = Place(Run, "_requests")  # a step begins: what it asks of all is about to be read
+LANE = Place(LocalStep, "run_lane")
+MEETS = Place(DataParallel, "commit")  # it has what all have computed, and has told nobody
+ADDED_UP = Place(
+    SharedBuffers, "reduce_own_share", after=True
+)  # its share of the sums is written to all; it has not said so
+MET = Place(DataParallel, "commit", after=True)  # it knows that all have the gradient: the step is committed
 MERGED = Place(Run, "backward", after=True)  # the gradient is in .grad, and the optimizer has yet to step
 EVALUATES = Place(trainer, "evaluate")
 EVALUATED = Place(trainer, "evaluate", after=True)
 AGREES = Place(trainer, "agree_on_weights")
 SAVED = Place(Checkpointer, "save", after=True)
 RECOVERS = Place(ElasticMembership, "recover")
-CHANGES = Place(ElasticMembership, "change")
-CHANGED = Place(ElasticMembership, "change", after=True)
+CHANGES = Place(ElasticMembership, "change_members")
+CHANGED = Place(ElasticMembership, "change_members", after=True)
 FORMS = Place(ElasticMembership, "_make_group")
 FORMED = Place(ElasticMembership, "_make_group", after=True)
-GIVES = Place(trainer, "give")
-GAVE = Place(trainer, "give", after=True)
-ACCEPTS = Place(trainer, "accept")
-ACCEPTED = Place(trainer, "accept", after=True)
+GIVES = Place(trainer, "send_state")
+GAVE = Place(trainer, "send_state", after=True)
+ACCEPTS = Place(trainer, "receive_state")
+ACCEPTED = Place(trainer, "receive_state", after=True)
 FINISHES = Place(Run, "finish")
-STANDS_DOWN = Place(ElasticMembership, "stand_down")  # everybody has heard that the result is written
+STANDS_DOWN = Place(ElasticMembership, "stop_watching")  # everybody has heard that the result is written
 
 # Where the model is cut.
 FORWARD = Place(PipelineLocalStep, "_forward")
 BACKWARD = Place(PipelineLocalStep, "_backward")
-FORMS_TEAMS = Place(form_groups, "form_teams")
-FORMED_TEAMS = Place(form_groups, "form_teams", after=True)
+FORMS_TEAMS = Place(form_groups, "make_groups")
+FORMED_TEAMS = Place(form_groups, "make_groups", after=True)
 SHARES = Place(Run, "_share_evaluation")
-SPREADS = Place(OptimizerView, "after")  # with zero: rows of weights to those who do not update them
+SPREADS = Place(OptimizerView, "after_step")  # with zero: rows of weights to those who do not update them
 
 
 # -- what can happen. All of it in the worker itself ------------------------------------------------------------------

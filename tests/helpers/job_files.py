@@ -71,6 +71,7 @@ for epoch in run.epochs(2):
         run.backward(batch, lambda b: F.cross_entropy(model(b[0]), b[1]))
         optimizer.step()
         optimizer.zero_grad()
-told = run.travel
-print(told.way, "exact" if told.exact else "not exact", told.compress, told.sent != told.plain, flush=True)
+told = run.traffic
+compressed = told.sent_bytes != told.uncompressed_bytes
+print(told.transport, "exact" if told.exact else "not exact", told.compressors, compressed, flush=True)
 """

@@ -16,7 +16,7 @@ from shoal.paramserver.messages import (
 
 
 class Answer(NamedTuple):
-    to: ClientId
+    client: ClientId
     tag: int
     reply: ServerReply
     tensors: Sequence[Tensor] = ()
@@ -26,24 +26,30 @@ class Odd:
     """A shard that answers what it is told to, in another order."""
 
     def __init__(self, shard: int = 0, shards: int = 1) -> None:
-        self.shard, self.shards, self.epoch, self.version = shard, shards, 0, 0
+        self.shard, self.shards, self.generation, self.version = shard, shards, 0, 0
         self.sequence = 0
-        self.due, self.busy_seconds = False, 0.0
+        self.snapshot_due, self.busy_seconds = False, 0.0
         self.bytes_in = self.bytes_out = 0
         self.asked: list[tuple[int, ServerRequest]] = []
         self.answer: Callable[[ClientId, int, int, ServerRequest], list[Answer]] = lambda who, tag, sequence, request: []
 
-    def hello(self, hello: HelloRequest) -> WelcomeReply | RefusedReply:
+    def on_hello(self, hello: HelloRequest) -> WelcomeReply | RefusedReply:
         return WelcomeReply(self.shard, self.shards, 1, 0, hello.incarnation or 1, self.sequence, 0, 0, [])
 
-    def owed(self) -> list[Answer]:
+    def take_replies(self) -> list[Answer]:
         return []
 
-    def gone(self, who: ClientId) -> list[Answer]:
+    def on_disconnect(self, client: ClientId) -> list[Answer]:
         return []
 
     def handle(
-        self, who: ClientId, tag: int, sequence: int, epoch: int, request: ServerRequest, tensors: Sequence[Tensor]
+        self,
+        client: ClientId,
+        tag: int,
+        sequence: int,
+        generation: int,
+        request: ServerRequest,
+        tensors: Sequence[Tensor],
     ) -> list[Answer]:
         self.asked.append((sequence, request))
-        return self.answer(who, tag, sequence, request)
+        return self.answer(client, tag, sequence, request)

@@ -27,7 +27,7 @@ from shoal.paramserver.wire_format import REQUEST, Frame
 
 
 class Answer(NamedTuple):
-    to: ClientId
+    client: ClientId
     tag: int
     reply: ServerReply
     tensors: Sequence[Tensor] = ()
@@ -37,37 +37,43 @@ class Echo:
     """A shard that puts and pulls one thing. `Standing` waits for the next `Put`."""
 
     def __init__(self) -> None:
-        self.shard, self.shards, self.epoch, self.version = 0, 1, 0, 0
-        self.due, self.busy_seconds = False, 0.0
+        self.shard, self.shards, self.generation, self.version = 0, 1, 0, 0
+        self.snapshot_due, self.busy_seconds = False, 0.0
         self.bytes_in = self.bytes_out = 0
         self.held: list[Tensor] = []
         self.left: list[ClientId] = []
         self.parked: list[Answer] = []
 
-    def hello(self, hello: HelloRequest) -> WelcomeReply | RefusedReply:
+    def on_hello(self, hello: HelloRequest) -> WelcomeReply | RefusedReply:
         assert not hello.proof, "a shard sees no credentials"
         return WelcomeReply(0, 1, 1, 0, hello.incarnation or 1, 0, 0, 0, [])
 
-    def owed(self) -> list[Answer]:
+    def take_replies(self) -> list[Answer]:
         return []
 
-    def gone(self, who: ClientId) -> list[Answer]:
-        self.left.append(who)
+    def on_disconnect(self, client: ClientId) -> list[Answer]:
+        self.left.append(client)
         return []
 
     def handle(
-        self, who: ClientId, tag: int, sequence: int, epoch: int, request: ServerRequest, tensors: Sequence[Tensor]
+        self,
+        client: ClientId,
+        tag: int,
+        sequence: int,
+        generation: int,
+        request: ServerRequest,
+        tensors: Sequence[Tensor],
     ) -> list[Answer]:
         if isinstance(request, StatusRequest):
-            self.parked.append(Answer(who, tag, AckReply(self.version)))
+            self.parked.append(Answer(client, tag, AckReply(self.version)))
             return []
         if isinstance(request, PutRequest):
             self.version += 1
             self.held = [tensor.clone() for tensor in tensors]
             parked, self.parked = self.parked, []
-            return [Answer(who, tag, AckReply(self.version)), *parked]
+            return [Answer(client, tag, AckReply(self.version)), *parked]
         if isinstance(request, PullRequest):
-            return [Answer(who, tag, ValuesReply(self.version, request.slices), self.held)]
+            return [Answer(client, tag, ValuesReply(self.version, request.slices), self.held)]
         raise ZeroDivisionError("a mistake in the shard")
 
 

@@ -37,7 +37,7 @@ class Told(RunPredictor):
     """What is foreseen, without a job."""
 
     def __init__(self, work: Workload | None, cluster: str | None = None) -> None:
-        self.ground = PredictionBasis(
+        self.basis = PredictionBasis(
             cluster=find_cluster(cluster or "laptop"), name=cluster or "", named=cluster is not None
         )
         self.told = work
@@ -102,7 +102,7 @@ def peak(layout: str, recompute: bool = False) -> int:
     """Bytes, predicted."""
     found = ParallelLayout.parse(layout)
     plan = make_plan(lanes=4, workers=found.workers, layout=found, recompute=recompute)
-    return max(predict_plan(work(), plan, Told(None).ground).peak_bytes)
+    return max(predict_plan(work(), plan, Told(None).basis).peak_bytes)
 
 
 def test_another_layout_where_they_do_not() -> None:

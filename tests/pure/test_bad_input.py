@@ -92,11 +92,11 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
 
 
 def write_plans(folder: Path) -> None:
-    good = {"workers": 2, "lanes": 4, "deal": [[0, 2], [2, 4]]}
+    good = {"workers": 2, "lanes": 4, "assignment": [[0, 2], [2, 4]]}
     plans = {
         "good": good,
-        "eight": good | {"lanes": 8, "deal": [[0, 4], [4, 8]]},
-        "hole": good | {"deal": [[0, 2], [3, 4]]},
+        "eight": good | {"lanes": 8, "assignment": [[0, 4], [4, 8]]},
+        "hole": good | {"assignment": [[0, 2], [3, 4]]},
         "other": {"answer": 42},
     }
     for name, value in plans.items():

@@ -468,7 +468,7 @@ def test_each_cause_is_said_once_and_the_last_failure_always(tmp_path: Path, mon
         code = next(codes)
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(directory, "seal", fail)
+    monkeypatch.setattr(directory, "write_manifest", fail)
     for step in (1, 2, 3, 4, 5, 6):
         keeper.save(step, {})
         wait(keeper)
@@ -491,7 +491,7 @@ def test_who_writes_may_change(tmp_path: Path) -> None:
     keeper.writes = False  # what has begun is finished
     keeper.save(3, {})
     keeper.close()
-    assert told(events) == [("Saved", 2)]
+    assert told(events) == [("CheckpointSaved", 2)]
     assert (keeper.saved_step, names(tmp_path / "checkpoints")) == (2, ["step-00000002"])
     assert keeper.capture_seconds > 0 and keeper.write_seconds is not None and keeper.write_seconds > 0
 
@@ -527,12 +527,12 @@ class Answers:
     def __init__(self, *others: int) -> None:
         self.others = list(others)
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather_rows(self, tensor: Tensor) -> Tensor:
         return torch.stack([tensor, torch.tensor([self.others.pop(0)])])
 
 
 def test_workers_that_see_different_checkpoints_look_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(keeping, "RETRY_PAUSES", (0.0, 0.0, 0.0))
     live = run_of()
     keeper = Checkpointer(tmp_path, live, lambda event: None, writes=True)
     with pytest.raises(CheckpointError, match="holds no checkpoint to resume from"):

@@ -278,7 +278,7 @@ def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "show", "dgx-a100", "--hosts", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["hosts"], found["devices"], found["narrowest"]["tier"]) == (4, 32, "host")
-    assert [tier["each"] for tier in found["tiers"]] == [300e9, 25e9]
+    assert [tier["shared_bandwidth"] for tier in found["tiers"]] == [300e9, 25e9]
     assert found["kinds"]["a100-sxm-80"]["memory"] == 80e9
     assert found["racks"][0]["hosts"][0]["names"] == ["r0h0", "r0h1", "r0h2", "r0h3"]
     assert main(["cluster", "show", "--json"]) == 0

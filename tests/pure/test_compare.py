@@ -138,7 +138,7 @@ def test_the_lowest_loss_after_the_same_time_is_best(call: Caller, three: list[s
     value = call.good("compare", "aaaa", "cccc", "--json").value
     assert value["best"]["run"] == "cccc"
     assert value["best"]["why"] == "async after 1.5 s has a loss of 0.7 (2 workers 2)"
-    assert value["runs"][1]["curve"] == [[0.5, 10, 2.0], [1.0, 20, 1.2], [1.5, 30, 0.7]]
+    assert value["runs"][1]["loss_curve"] == [[0.5, 10, 2.0], [1.0, 20, 1.2], [1.5, 30, 0.7]]
     assert value["runs"][1]["staleness"] == 0.75
 
 
@@ -221,7 +221,7 @@ def test_a_picture_has_both_charts(call: Caller, tmp_path: Path, three: list[str
 
 def test_runs_without_losses_have_a_table_and_no_chart(tmp_path: Path) -> None:
     runs = [read_compared_run(RunFolder(make_run(tmp_path, name))) for name in ("aaaa", "bbbb")]
-    bare = [msgspec.structs.replace(run, curve=[]) for run in runs]
+    bare = [msgspec.structs.replace(run, loss_curve=[]) for run in runs]
     assert charts(bare) == [] and best(bare) is None
     assert "Loss against" not in text(bare, width=100)
 

@@ -110,7 +110,9 @@ def largest_of_block(flat: Tensor) -> Tensor:
 
 
 ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
-    "fp16": lambda flat: torch.maximum(flat.abs() / 2048, torch.tensor(3e-8)),
+    "fp16": lambda flat: torch.where(
+        flat.abs() > 65504, torch.inf, torch.maximum(flat.abs() / 2048, torch.tensor(3e-8))
+    ),
     "bf16": lambda flat: flat.abs() / 256,
     "int8": lambda flat: largest_of_block(flat) / 254,
     "int4-feedback": lambda flat: largest_of_block(flat) / 14,

@@ -402,7 +402,7 @@ def test_a_script_that_is_wrong_is_told_plainly(tmp_path: Path) -> None:
 def needs(**changes: Any) -> dict[str, float]:
     """A worker with 100 parameters of 4 bytes, Adam, 4 lanes alone, in bytes without what any process has."""
     given: dict[str, Any] = {"parameters": 100.0, "largest": 10.0, "activations": 1.0, "working": 0.0, "data": 1}
-    given |= {"zero": 0, "cut": True, "lanes": 4, "pieces": 1} | changes
+    given |= {"zero": 0, "cut": True, "lanes": 4, "microbatches": 1} | changes
     numbers = {"weight": 4.0, "gradient": 4.0, "state": given.pop("state", 8.0), "buffers": 0.0}
     keeps = given.pop("keeps", 0.0)
     arrays: dict[str, Any] = {name: np.array([[value]]) for name, value in given.items()}
@@ -417,7 +417,7 @@ def test_sums_of_lanes_take_log2_sets_and_one_of_the_step_before() -> None:
     # 2 partial sums, the last set but for what its activations still take, and the last step's
     assert step["gradients"] == 2 * 400 + (400 - 1) + 400
     assert step["weights"] == 400 and step["other"] == 0
-    assert needs(state=0.0, pieces=2)["gradients"] == 4 * 400  # the lane goes on: its set stays whole
+    assert needs(state=0.0, microbatches=2)["gradients"] == 4 * 400  # the lane goes on: its set stays whole
     two = needs(state=0.0, data=2, lanes=2)
     assert two["gradients"] == 400 + 399 + 1.5 * 400  # 2 sets, and in shared memory its own and half of the other's
 

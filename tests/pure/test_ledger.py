@@ -220,9 +220,7 @@ def test_through_joins_leaves_and_redone_steps_every_sample_is_seen_once(
                 for each in record
             ]
             assert not audit_steps(bad, schedule, order, committed=target).sound
-        assert not audit_steps(
-            [each for each in record if each.step != wrong], schedule, order, committed=target
-        ).sound
+        assert not audit_steps([each for each in record if each.step != wrong], schedule, order, committed=target).sound
 
 
 # ---- read back from events
@@ -266,7 +264,7 @@ def test_the_record_is_read_from_the_events_of_whoever_led(tmp_path: Path) -> No
     with_lists = StepsCommitted(
         **{
             **{name: getattr(events[1], name) for name in StepsCommitted.__struct_fields__},
-            "indices": [batch_of(s) for s in range(5)],
+            "sample_indices": [batch_of(s) for s in range(5)],
         }
     )
     assert [each.indices for each in sample_records([with_lists])] == [batch_of(s) for s in range(5)]

@@ -368,7 +368,7 @@ def test_a_part_that_comes_after_the_leader_gave_up_is_nobodys_trouble(
         checkpoints._discard(path.parent)
         real(tensors, path)
 
-    monkeypatch.setattr(files, "save", late)
+    monkeypatch.setattr(files, "save_tensors", late)
     share = ShardWriteTask(state_shard=layout[1], token="t")
     with pytest.raises(directory.CheckpointOvertaken):
         checkpoints.write_shard(cut(whole, layout[1]).capture(5, {}, task=share), share)
@@ -397,8 +397,8 @@ class Crew:
 
     def wait(self) -> None:
         for keeper in self.keepers:
-            if keeper._saver is not None:
-                keeper._saver.wait()
+            if keeper._writer is not None:
+                keeper._writer.wait()
 
     def told(self) -> list[list[tuple[str, int]]]:
         kinds = (CheckpointSaved, SaveFailed)
@@ -412,7 +412,7 @@ class Crew:
 class Alike:
     """A group whose members all find the same."""
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather_rows(self, tensor: Tensor) -> Tensor:
         return torch.stack([tensor, tensor])
 
 
@@ -425,7 +425,7 @@ def test_keepers_save_resume_and_export(tmp_path: Path) -> None:
     for keeper in crew.keepers:
         keeper.export()
     crew.close()
-    assert crew.told() == [[("Saved", 4)], [], [], []]
+    assert crew.told() == [[("CheckpointSaved", 4)], [], [], []]
     assert [keeper.saved_step for keeper in crew.keepers] == [4, -1, -1, -1]
     assert names(tmp_path) == ["checkpoints", "model.safetensors"]
     assert_same(CheckpointDirectory(tmp_path / "checkpoints").newest().snapshot, whole.capture(4, {"loss": 1.0}))  # type: ignore[union-attr]
@@ -490,21 +490,21 @@ def test_a_part_that_never_comes_is_told_once_and_what_stands_stays(tmp_path: Pa
     crew = Crew(tmp_path, whole, sliced())
     crew.save(1)
     crew.wait()
-    crew.keepers[0].checkpoints.late_seconds = 0.05
+    crew.keepers[0].directory.stall_seconds = 0.05
     for step in (2, 3):
         crew.save(step, without=[1])
         crew.wait()
         assert crew.keepers[0].failing and crew.keepers[0].saved_step == 1
-    assert crew.told() == [[("Saved", 1), ("SaveFailed", 2)], []]
+    assert crew.told() == [[("CheckpointSaved", 1), ("SaveFailed", 2)], []]
     (event,) = [e for e in crew.events[0] if isinstance(e, SaveFailed)]
     assert "the checkpoint of step 2 was not written: part 1 of 2 did not come" in event.reason
     assert names(tmp_path / "checkpoints") == ["step-00000001"]
     crew.keepers[0].export()
     assert isinstance(crew.events[0][-1], SaveFailed) and not (tmp_path / "model.safetensors").exists()
-    crew.keepers[0].checkpoints.late_seconds = 30.0
+    crew.keepers[0].directory.stall_seconds = 30.0
     crew.save(4)
     crew.close()
-    assert crew.told()[0][-1] == ("Saved", 4) and not crew.keepers[0].failing
+    assert crew.told()[0][-1] == ("CheckpointSaved", 4) and not crew.keepers[0].failing
     newest = CheckpointDirectory(tmp_path / "checkpoints").newest()
     assert newest is not None
     assert_same(newest.snapshot, whole.capture(4, {"loss": 1.0}))
@@ -518,13 +518,13 @@ def test_a_leader_that_failed_is_given_the_part_again(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "seal", fail)
+        patch.setattr(directory, "write_manifest", fail)
         crew.save(1)
         crew.wait()
     assert crew.told() == [[("SaveFailed", 1)], []] and names(tmp_path / "checkpoints") == []
     crew.save(1)
     crew.close()
-    assert crew.told() == [[("SaveFailed", 1), ("Saved", 1)], []]
+    assert crew.told() == [[("SaveFailed", 1), ("CheckpointSaved", 1)], []]
 
 
 def test_a_part_that_cannot_be_written_is_told_by_the_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,7 +536,7 @@ def test_a_part_that_cannot_be_written_is_told_by_the_leader(tmp_path: Path, mon
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(tensors, path)
 
-    monkeypatch.setattr(files, "save", full)
+    monkeypatch.setattr(files, "save_tensors", full)
     for step in (1, 2):
         crew.save(step)
         crew.wait()
@@ -553,15 +553,15 @@ def test_roles_change_with_the_members(tmp_path: Path) -> None:
     idle = StateShard(shapes=SHAPES, held=layout[1].held, num_shards=2)
     crew = Crew(tmp_path, whole, [*layout, idle])
     for keeper, holding in zip(crew.keepers, [*layout, idle], strict=True):
-        keeper.regroup(writes=holding.shard_index is not None, holding=holding, writers=("a", "b"))
+        keeper.regroup(writes=holding.shard_index is not None, state_shard=holding, writers=("a", "b"))
     crew.save(1, without=[1])
     for number, holding in ((0, layout[0]), (2, layout[1])):
-        crew.keepers[number].regroup(writes=True, holding=holding, writers=("a", "c"))
+        crew.keepers[number].regroup(writes=True, state_shard=holding, writers=("a", "c"))
     crew.wait()
     assert crew.keepers[0].failing and crew.told() == [[], [], []]
     crew.save(2, token="u", without=[1])
     crew.wait()
-    assert crew.told() == [[("Saved", 2)], [], []]
+    assert crew.told() == [[("CheckpointSaved", 2)], [], []]
     assert names(tmp_path / "checkpoints") == ["step-00000002"]
     # The leader is lost, too, and the third worker is alone with everything: the format of one.
     alone = StateShard(shapes=SHAPES, writes=set(ALL), shard_index=0, num_shards=1)
@@ -569,7 +569,7 @@ def test_roles_change_with_the_members(tmp_path: Path) -> None:
     keeper.save(3, {"loss": 1.0}, "v")
     keeper.export()
     keeper.close()
-    assert crew.told()[2] == [("Saved", 3)]
+    assert crew.told()[2] == [("CheckpointSaved", 3)]
     assert "model.safetensors" in names(tmp_path / "checkpoints" / "step-00000003")
     assert (tmp_path / "model.safetensors").exists()
     crew.close()
@@ -581,11 +581,11 @@ def test_the_same_step_is_written_anew_by_other_members(tmp_path: Path) -> None:
     crew = Crew(tmp_path, trained(), [*layout, layout[1]])
     crew.save(1, without=[1, 2])
     for number, holding in ((0, layout[0]), (2, layout[1])):
-        crew.keepers[number].regroup(writes=True, holding=holding, writers=("a", "c"))
+        crew.keepers[number].regroup(writes=True, state_shard=holding, writers=("a", "c"))
     crew.save(1, token="u", without=[1])
     crew.keepers[0].export()
     crew.close()
-    assert crew.told() == [[("Saved", 1)], [], []]
+    assert crew.told() == [[("CheckpointSaved", 1)], [], []]
     assert names(tmp_path) == ["checkpoints", "model.safetensors"]
 
 
@@ -598,7 +598,7 @@ def test_a_result_is_written_again_when_the_leader_is_lost_at_the_very_end(tmp_p
     crew.save(1, token="u", without=[0])
     crew.keepers[2].export()
     crew.close()
-    assert crew.told() == [[], [], [("Saved", 1)]]
+    assert crew.told() == [[], [], [("CheckpointSaved", 1)]]
     left = [name for name in names(tmp_path / "checkpoints") if name.startswith(".")]
     assert len(left) == 1, "of the leader that never came nothing is known: swept when it is old"
     assert load_file(tmp_path / "model.safetensors")

@@ -71,7 +71,7 @@ def as_job(shape: TransformerShape = SHAPE, *, lanes: int = 8, microbatches: int
 
 
 def test_every_candidate_of_a_shape_divides_it() -> None:
-    found = candidates(space(a100(), modes=SYNC_MODES, microbatch=(1, 2)))
+    found = candidates(space(a100(), sync_modes=SYNC_MODES, microbatch=(1, 2)))
     assert len(found) > 1000
     for setup in list(found)[::29]:
         assert setup.devices == 16 and SHAPE.heads % setup.tensor == 0
@@ -178,7 +178,7 @@ def test_more_of_anything_never_makes_the_best_slower(what: str, shape: Transfor
 
 def test_servers_that_do_not_wait_are_set_aside_unless_asked_for() -> None:
     cluster, work = a100(), workload_of_shape(SHAPE)
-    asked = space(cluster, modes=SYNC_MODES)
+    asked = space(cluster, sync_modes=SYNC_MODES)
     ranking = search(work, cluster, space=asked)
     assert len(ranking.inexact) and {ranking.candidate(int(row)).mark for row in ranking.inexact} == {INEXACT}
     assert INEXACT not in {each.mark for each in ranking.top(10**6)}
@@ -376,7 +376,7 @@ def test_a_shape_and_what_cannot_be_run_are_no_plans() -> None:
 @pytest.mark.parametrize(("mode", "sync"), [("sync", "sync"), ("quorum", "quorum:0.9"), ("stale", "stale:2")])
 def test_servers_are_a_plan_with_their_mode(mode: str, sync: str) -> None:
     cluster, work = a100(), as_job()
-    asked = replace(space_of(work, cluster, workers=8), pipelines=(1,), tensors=(1,), modes=(mode,), servers=(2,))
+    asked = replace(space_of(work, cluster, workers=8), pipelines=(1,), tensors=(1,), sync_modes=(mode,), servers=(2,))
     ranking = search(work, cluster, space=asked, inexact=True)
     found = next(each for each in ranking.top(999) if each.setup.exchange == "servers")
     plan = candidate_to_plan(found)

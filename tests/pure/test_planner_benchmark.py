@@ -54,5 +54,5 @@ def test_a_layout_becomes_the_setup_of_its_job() -> None:
 def test_every_part_of_a_step_is_held_against_something() -> None:
     ours = [part for measured, _ in planner.BESIDE.values() for part in measured]
     theirs = [term for _, terms in planner.BESIDE.values() for term in terms]
-    assert sorted(ours) == sorted(planner.PARTS) and sorted(theirs) == sorted(TERMS)
+    assert sorted(ours) == sorted(planner.TIME_PARTS) and sorted(theirs) == sorted(TERMS)
     assert sum(len(ways) for ways in planner.WAYS.values()) >= 8

@@ -264,7 +264,7 @@ def test_oversubscribed_uplinks_cost_what_they_are_oversubscribed_by() -> None:
         LinkTier(name="host", size=4, latency=0.0, single_bandwidth=1e9, shared_bandwidth=1e9),
         LinkTier(name="rack", size=8, latency=0.0, single_bandwidth=1e9, shared_bandwidth=1e9),
     )
-    narrow = (even[0], replace(even[1], each=0.5e9))
+    narrow = (even[0], replace(even[1], shared_bandwidth=0.5e9))
     assert seconds_of(narrow, 2, 1e9, stride=4) == 2 * seconds_of(even, 2, 1e9, stride=4)
     assert seconds_of(narrow, 4, 1e9) == seconds_of(even, 4, 1e9)
 

@@ -31,13 +31,13 @@ def found(**changes: Any) -> ProbeResult:
     value: dict[str, Any] = {
         "cores": 2,
         "memory": 16 << 30,
-        "pace": pace,
-        "crowd": {1: ContentionSample(product=1.0, stream=1.0), 2: ContentionSample(product=1.1, stream=1.3)},
+        "speed": pace,
+        "contention": {1: ContentionSample(product=1.0, stream=1.0), 2: ContentionSample(product=1.1, stream=1.3)},
         "hosts": ["a", "a"],
         "racks": ["", ""],
         "links": {"memory": (2e-5, 5e9)},
-        "merge": 6e9,
-        "meeting": 5e-6,
+        "reduce_speed": 6e9,
+        "barrier_seconds": 5e-6,
     }
     return ProbeResult(**{**value, **changes})
 
@@ -82,7 +82,7 @@ def test_of_several_passes_the_best_of_each_figure_counts() -> None:
     slow = msgspec.structs.replace(
         one,
         products={name: [(x, 2 * seconds) for x, seconds in samples] for name, samples in one.products.items()},
-        near=1e9,
+        cache_speed=1e9,
         overhead=1.0,
         rates={"gelu": 1.0, "convolution": 80e9},
     )
@@ -103,8 +103,8 @@ def test_a_core_is_what_was_measured_of_it() -> None:
 
 
 def test_a_model_that_takes_longer_than_its_operators_makes_each_of_them_slower() -> None:
-    pace = msgspec.structs.replace(found().speed, whole=1.25)
-    alone, whole = device_of(found()), device_of(found(pace=pace))
+    pace = msgspec.structs.replace(found().speed, model_slowdown=1.25)
+    alone, whole = device_of(found()), device_of(found(speed=pace))
     assert whole.peak["fp32"] == pytest.approx(alone.peak["fp32"] / 1.25, rel=0.01)
     assert whole.rates["gelu"] == 8e9 and whole.overhead == alone.overhead
 
@@ -125,7 +125,9 @@ def test_a_machine_is_a_host_of_cores_with_memory_between_them() -> None:
 
 def test_hosts_and_racks_are_as_the_workers_say() -> None:
     links = {"host": (5e-5, 1e8), "rack": (1e-4, 5e7)}
-    told = found(hosts=["a", "a", "b", "c"], racks=["x", "x", "x", "y"], links=links, merge=None, meeting=None)
+    told = found(
+        hosts=["a", "a", "b", "c"], racks=["x", "x", "x", "y"], links=links, reduce_speed=None, barrier_seconds=None
+    )
     cluster = cluster_of(told)
     assert [[host.name for host in rack.hosts] for rack in cluster.racks] == [["r0h0", "r0h1"], ["r1h0"]]
     assert cluster.hosts[0].link.bytes_per_second == 1e8 and cluster.racks[0].uplink.bytes_per_second == 5e7

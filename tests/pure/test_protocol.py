@@ -69,14 +69,14 @@ def doubt_is_done_again(view: MembershipView, positions: Mapping[WorkerId, Membe
 def a_lost_part_is_ignored(
     view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int
 ) -> RecoveryPlan:
-    return replace(plan_recovery(view, positions, parts), lost=())
+    return replace(plan_recovery(view, positions, parts), lost_shards=())
 
 
 def one_donor_for_all(view: MembershipView, positions: Mapping[WorkerId, MemberPosition], parts: int) -> RecoveryPlan:
     """Whoever has any part gives it to those behind, whatever part they should have."""
     found = plan_recovery(view, positions, parts)
     first = next((who for who in found.donors if who is not None), None)
-    return replace(found, donors=(first,) * parts, lost=() if first is not None else found.lost_shards)
+    return replace(found, donors=(first,) * parts, lost_shards=() if first is not None else found.lost_shards)
 
 
 def a_part_is_lost_with_whoever_is_in_doubt(
@@ -87,34 +87,38 @@ def a_part_is_lost_with_whoever_is_in_doubt(
     if found.fresh_start:
         return found
     held = {who.worker % parts for who in view.members if positions[who].committed == found.step}
-    return replace(found, lost=tuple(part for part in range(parts) if part not in held))
+    return replace(found, lost_shards=tuple(part for part in range(parts) if part not in held))
 
 
 class CommitsAtTheBeginning(MemberState):
     """A term begins with step 0, whatever the checkpoint says."""
 
-    def formed(self, settlement: RecoveryPlan) -> None:
+    def group_formed(self, settlement: RecoveryPlan) -> None:
         super().group_formed(settlement)
         self.committed = settlement.step
 
 
 class ForgetsTheFloor(MemberState):
-    def _next(self, view: MembershipView, members: Collection[WorkerId], reason: str, **rest: Any) -> MembershipView:
+    def _next_view(
+        self, view: MembershipView, members: Collection[WorkerId], reason: str, **rest: Any
+    ) -> MembershipView:
         return structs.replace(super()._next_view(view, members, reason, **rest), step=0)
 
 
 class EndsATermEarly(MemberState):
     """One lost member is enough for somebody outside to begin a new term."""
 
-    def _outside(self, seen: MembershipObservation, gone: Mapping[WorkerId, str]) -> MemberAction:
+    def _not_a_member(self, seen: MembershipObservation, gone: Mapping[WorkerId, str]) -> MemberAction:
         return super()._not_a_member(seen, dict.fromkeys(seen.view.members, "is gone") if gone else gone)
 
 
 class KeepsTheTerm(MemberState):
-    def _new_term(self, view: MembershipView, members: Collection[WorkerId]) -> MemberAction:
+    def _new_restart(self, view: MembershipView, members: Collection[WorkerId]) -> MemberAction:
         action = super()._new_restart(view, members)
         return (
-            ProposeView(structs.replace(action.view, term=view.restart)) if isinstance(action, ProposeView) else action
+            ProposeView(structs.replace(action.view, restart=view.restart))
+            if isinstance(action, ProposeView)
+            else action
         )
 
 
@@ -128,7 +132,7 @@ class DropsHoldersOfTheState(MemberState):
 
 
 class NeverGivesUp(MemberState):
-    def lost(self) -> None:
+    def group_failed(self) -> None:
         return
 
 
@@ -151,7 +155,7 @@ class BelievesNewcomers(MemberState):
 class StaysWithAWorthlessState(MemberState):
     """Those who have some of a state that is gone stay, and nobody can begin a term."""
 
-    def _without_a_part(
+    def _shard_lost(
         self, seen: MembershipObservation, gone: Mapping[WorkerId, str], settlement: RecoveryPlan
     ) -> MemberAction:
         action = super()._shard_lost(seen, gone, settlement)
@@ -161,14 +165,14 @@ class StaysWithAWorthlessState(MemberState):
 class NeverLetsIn(MemberState):
     """A view that lost a member before it began stays as it is."""
 
-    def _let_in(self, seen: MembershipObservation, gone: Mapping[WorkerId, str]) -> MemberAction:
+    def _admit(self, seen: MembershipObservation, gone: Mapping[WorkerId, str]) -> MemberAction:
         return WaitForStore()
 
 
 class DoesNotWaitForThoseWhoEnd(MemberState):
     """A term begins while others still have some of the state."""
 
-    def _without_a_part(
+    def _shard_lost(
         self, seen: MembershipObservation, gone: Mapping[WorkerId, str], settlement: RecoveryPlan
     ) -> MemberAction:
         stateless = [who for who in seen.view.members if seen.positions[who].committed < 0]
@@ -199,7 +203,7 @@ def broken_in(member: type[MemberState] = MemberState, seeds: int = 400, **plann
     ],
 )
 def test_a_wrong_settlement_is_found(wrong: Settle, law: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "settle", wrong)
+    monkeypatch.setattr(protocol, "plan_recovery", wrong)
     assert law in broken_in(parts=parts)
 
 
@@ -207,7 +211,7 @@ def test_a_wrong_settlement_is_found(wrong: Settle, law: str, parts: int, monkey
     ("first_view", "law"), [(True, "begins without some part"), (False, "goes on, and nobody has the parts")]
 )
 def test_a_beginning_without_some_part_is_found(first_view: bool, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "covers", lambda members, parts: True)
+    monkeypatch.setattr(protocol, "covers_model", lambda members, parts: True)
     assert law in broken_in(parts=2, first_view=first_view)
 
 

@@ -130,7 +130,7 @@ def test_every_route_gives_the_bits_of_one_process(places: tuple[RankPlace, ...]
         before = {span: part.clone() for span, part in parts.items()}
         out = torch.full((length,), 7.0) if elsewhere else None
         # Chunks of 64 elements: many turns, many messages under way.
-        found = tree_all_reduce(mail, route, parts, lanes=lanes, deal=deal, out=out, keep=keep, chunk_bytes=256)
+        found = tree_all_reduce(mail, route, parts, lanes=lanes, assignment=deal, out=out, keep=keep, chunk_bytes=256)
         if keep and elsewhere:
             assert all(torch.equal(before[span], part) for span, part in parts.items())
         return found
@@ -254,7 +254,7 @@ class Counted(TensorPool):
         super().__init__()
         self.made = 0
 
-    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def acquire(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         self.made += not self._free.get((count, dtype))
         return super().acquire(count, dtype)
 
@@ -293,7 +293,7 @@ def test_compressed_ways_leave_the_same_bits_on_all_ranks(text: str, levels: tup
                 places=places,
                 compress=compress,
                 key="w",
-                tally=tally,
+                byte_counts=tally,
                 chunk_bytes=512,
             )
             return found, codec.keys, tally
@@ -313,7 +313,7 @@ def test_compressed_ways_leave_the_same_bits_on_all_ranks(text: str, levels: tup
         if len({place.rack for place in places}) > 1:
             tallies = [tally for _, _, tally in results]
             sent = sum(tally.sent["rack"] for tally in tallies)
-            assert sent * 2 == sum(tally.plain["rack"] for tally in tallies)
+            assert sent * 2 == sum(tally.uncompressed["rack"] for tally in tallies)
             assert sent == sum(
                 num for wire, num in predicted.items() if wire.level == "rack" and wire.direction == "out"
             )

@@ -62,7 +62,7 @@ def steps(
     rank: int, step: int, spent: TimeSpent, *, time: float = 0.0, loss: float | None = 0.5, **more: Any
 ) -> StepsCommitted:
     lanes = {0: (0, 2), 1: (2, 4)}[rank]
-    facts = {"count": 10, "samples": 640, "epoch": step // 20, "lanes": lanes, "memory": 900_000_000, **more}
+    facts = {"count": 10, "samples": 640, "epoch": step // 20, "lanes": lanes, "memory_bytes": 900_000_000, **more}
     facts.setdefault("leader", rank == 0)
     return StepsCommitted(time=time, rank=rank, step=step, loss=loss, spent=spent, **facts)
 
@@ -79,7 +79,7 @@ TWO_WORKERS: list[AnyEvent] = [
         event
         for step, time, loss in ((10, 102.5, 2.0), (20, 103.0, 1.5), (30, 103.5, 1.2), (40, 104.0, 1.0))
         for event in (
-            steps(0, step, FIRST, time=time, loss=loss, slowest={1: 7, 0: 3}, rate=0.01),
+            steps(0, step, FIRST, time=time, loss=loss, slowest={1: 7, 0: 3}, learning_rate=0.01),
             steps(1, step, SECOND, time=time, loss=loss),
         )
     ),

@@ -20,7 +20,7 @@ def straggler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_theory_of_a_worker_that_is_five_times_slower(straggler: Any) -> None:
     def share(mode: str) -> float:
-        read = straggler.Mode.read(mode)
+        read = straggler.SyncMode.parse(mode)
         return float(straggler.theory(read, 4, slow=True) / straggler.theory(read, 3, slow=False))
 
     assert share("sync") == pytest.approx(4 / 3 / 5, rel=0.01)
@@ -34,8 +34,8 @@ def test_steady_speed_leaves_out_how_a_run_begins_and_ends(straggler: Any) -> No
     events = importlib.import_module("shoal.report.events")
 
     def told(time: float, count: int, seconds: float) -> Any:
-        spent = events.Spent(data=0.0, compute=seconds, wait=0.0, merge=0.0, apply=0.0, other=0.0)
-        return events.Steps(
+        spent = events.TimeSpent(data=0.0, compute=seconds, wait=0.0, merge=0.0, apply=0.0, other=0.0)
+        return events.StepsCommitted(
             time=time, rank=0, step=0, count=count, samples=0, epoch=0, loss=0.0, lanes=(0, 1), spent=spent, leader=True
         )
 

@@ -151,7 +151,7 @@ def test_futures_are_settled_in_any_order() -> None:
 
 
 def test_to_wait_for_oneself_is_told() -> None:
-    with ParameterClient([Odd()]) as client, pytest.raises(RunError, match="wait for ever: Standing by shard 0"):
+    with ParameterClient([Odd()]) as client, pytest.raises(RunError, match="wait for ever: StatusRequest by shard 0"):
         client.request(0, StatusRequest()).wait()
 
 
@@ -226,7 +226,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[ParameterClient]:
 @pytest.mark.parametrize("whole", [False, True], ids=["in pieces", "whole"])
 def test_large_tables_travel_in_pieces_to_the_same_end(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not whole:
-        for name, num_bytes in (("SPLIT_BYTES", 3000), ("PIECE_BYTES", 2000), ("STRETCH_BYTES", 700)):
+        for name, num_bytes in (("SPLIT_BYTES", 3000), ("CHUNK_BYTES", 2000), ("STREAM_BYTES", 700)):
             monkeypatch.setattr(remote_dense, name, num_bytes)
     generator = torch.Generator().manual_seed(1)
     shapes = [(1,), (300,), (7, 33), (), (50, 3), (0, 4), (64,), (1000,), (2, 2)]

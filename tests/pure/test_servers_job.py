@@ -11,7 +11,7 @@ from shoal.worker.server_worker.asynchronous import AsyncServerWorker
 def test_a_worker_asks_for_the_rows_of_its_next_step() -> None:
     asked: list[tuple[int, bool]] = []
     worker = object.__new__(AsyncServerWorker)
-    worker.prefetch = lambda step, beside=False: asked.append((step, beside))  # type: ignore[method-assign]
+    worker.prefetch = lambda step, keep_previous=False: asked.append((step, keep_previous))  # type: ignore[method-assign]
     for ticket, then in ((0, 2), (2, 3), (5, 3), (3, -1), (7, -1)):
         worker.prefetch_next(LeaseReply(lease=ticket, next_lease=then))
     assert asked == [(0, False), (2, True), (3, True), (5, False), (3, True), (7, False)]

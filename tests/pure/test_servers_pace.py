@@ -438,7 +438,7 @@ def test_the_end_waits_for_nothing() -> None:
 
 
 def test_errands_come_due_as_tickets_are_done() -> None:
-    made = pace("async", workers=1, steps=4, errands={"save": 2, "evaluate": 3})
+    made = pace("async", workers=1, steps=4, tasks={"save": 2, "evaluate": 3})
     told = [short(ask(made, 0))]
     for ticket in range(4):
         told.append(short(ask(made, 0, done=ticket)))

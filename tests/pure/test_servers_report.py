@@ -172,7 +172,7 @@ def test_steps_that_a_server_forgot_are_repeated_and_cost_goodput() -> None:
 
 
 def test_seconds_that_workers_lost_count_against_goodput() -> None:
-    tally = tallied([started("async"), steps(0, 5, 103.0, lost=0.5), steps(1, 10, 103.0)])
+    tally = tallied([started("async"), steps(0, 5, 103.0, lost_seconds=0.5), steps(1, 10, 103.0)])
     assert tally.seconds == pytest.approx(1.0)
     assert tally.commits.lost_seconds == pytest.approx(1.0 * 0.5 / 1.5)
 
@@ -259,7 +259,7 @@ REWOUND: list[AnyEvent] = [
     ServerLost(time=104.1, shard=1, pid=91, code=-9, action="started again", log=["last words"]),
     ServerOutage(time=104.2, rank=0, shard=1, address="unix:s1"),
     lockstep(1, 20, 104.0),
-    server(1, time=105.0, pid=191, boot=2, version=14, step=14),
+    server(1, time=105.0, pid=191, incarnation=2, version=14, step=14),
     ServerOutage(time=105.1, rank=0, shard=1, address="unix:s1", seconds=0.9),
     ServersRolledBack(time=105.1, rank=0, generation=1, step=14, repeated=6),
     ServersRolledBack(time=105.1, rank=1, generation=1, step=14, repeated=6),
@@ -285,12 +285,12 @@ def test_what_follows_a_rewind_is_no_sample_twice() -> None:
 
 def test_a_leader_that_missed_steps_does_not_make_them_as_slow_as_its_own() -> None:
     """In quorum mode worker 1 led while worker 0 was late; then worker 0 tells of one step of 0.1 s, three after it."""
-    events = [started("quorum:0.5"), steps(1, 8, 103.0, count=8), steps(0, 12, 103.15, count=1, lost=0.7)]
+    events = [started("quorum:0.5"), steps(1, 8, 103.0, count=8), steps(0, 12, 103.15, count=1, lost_seconds=0.7)]
     tally = tallied([*events, steps(0, 22, 104.15, count=10)])
     assert tally.steps == 22
     assert tally.seconds == pytest.approx(0.8 + 0.15 + 1.0), "by the clock"
     assert tally.commits.lost_seconds <= 0.15
-    late = steps(0, 13, 103.6, count=5, lost=2.8)  # it was held for 2.8 s, and worker 1 told of that time
+    late = steps(0, 13, 103.6, count=5, lost_seconds=2.8)  # it was held for 2.8 s, and worker 1 told of that time
     assert tallied([*events[:2], late]).seconds == pytest.approx(0.8 + 0.6)
 
 
@@ -366,7 +366,7 @@ def test_a_script_s_servers_are_reckoned_by_themselves() -> None:
 
 
 def test_hot_ranges_of_a_table_are_told() -> None:
-    more: dict[str, Any] = {"rows": {"users": 1000}, "loads": {"users": [90.0, 5.0, 5.0]}}
+    more: dict[str, Any] = {"rows": {"users": 1000}, "row_loads": {"users": [90.0, 5.0, 5.0]}}
     value = value_of([started("async"), server(0), steps(0, 5, 103.0), served(0, **more)])
     assert value["servers"]["tables"] == {"users": {"rows": 1000, "touches": 100.0, "hottest": 0.9, "ranges": 3}}
     assert "table users: 1,000 rows, the hottest of 3 ranges got 90 % of the accesses" in printed(value)
@@ -494,7 +494,7 @@ def test_lost_pushes_are_told_with_their_number() -> None:
     events = [
         *QUEUE,
         ServerLost(time=104.1, shard=0, pid=90, code=-9, action="started again"),
-        server(0, time=104.9, pid=190, boot=2, version=33),
+        server(0, time=104.9, pid=190, incarnation=2, version=33),
         PushesLost(time=105.0, rank=0, shard=0, number=3),
         PushesLost(time=105.0, rank=1, shard=0, number=4),
     ]
@@ -507,11 +507,11 @@ def test_lost_pushes_are_told_with_their_number() -> None:
 def test_what_a_server_had_told_of_and_lost_is_counted_though_the_workers_are_gone_too() -> None:
     lost = ServerLost(time=104.1, shard=0, pid=90, code=-9, action="started again")
     told = PushesLost(time=105.0, rank=0, shard=0, number=3)
-    back = server(0, time=104.9, pid=190, boot=2, version=30)
+    back = server(0, time=104.9, pid=190, incarnation=2, version=30)
     value = value_of([*QUEUE, served(0), lost, msgspec.structs.replace(back, step=-1), told])
     assert value["servers"]["pushes_lost"] == value["servers"]["per_server"][0]["pushes_lost"] == 10
     assert "10 acknowledged updates lost with it" in printed(value)
-    again = msgspec.structs.replace(back, step=-1, time=105.5, pid=290, boot=3)
+    again = msgspec.structs.replace(back, step=-1, time=105.5, pid=290, incarnation=3)
     twice = [msgspec.structs.replace(back, step=-1), msgspec.structs.replace(lost, time=105.1), again]
     assert value_of([*QUEUE, served(0), lost, *twice])["servers"]["pushes_lost"] == 10, "once"
     value = value_of([*QUEUE, served(0), lost, msgspec.structs.replace(back, step=30)])

@@ -119,12 +119,12 @@ def test_a_new_process_of_a_worker_takes_its_place() -> None:
 def test_a_ticket_is_applied_once_whoever_pushes_it() -> None:
     (first, second), spec = counting(2)
     one = {"count": torch.ones(3)}
-    assert first.push(spec, one, ticket=0)[0].reply == AckReply(1)
-    assert first.push(spec, one, ticket=2)[0].reply == AckReply(2)
-    assert second.push(spec, one, ticket=2)[0].reply == AckReply(2)
-    (late,) = second.push(spec, one, ticket=0, pull=True)
+    assert first.push(spec, one, lease=0)[0].reply == AckReply(1)
+    assert first.push(spec, one, lease=2)[0].reply == AckReply(2)
+    assert second.push(spec, one, lease=2)[0].reply == AckReply(2)
+    (late,) = second.push(spec, one, lease=0, pull=True)
     assert isinstance(late.reply, ValuesReply)
-    assert second.push(spec, one, ticket=1)[0].reply == AckReply(3)
+    assert second.push(spec, one, lease=1)[0].reply == AckReply(3)
     shard = first.shards[0]
     assert (shard._applied_leases.floor, shard._applied_leases.above) == (3, set())
     assert pushes(first, spec) == 3 and shard.stats().refused == {"ticket": 2}
@@ -137,14 +137,14 @@ def test_parts_of_an_update_are_one_update() -> None:
     assert first.push(spec, one, last=False)[0].reply == AckReply(0)
     assert first.push(spec, one)[0].reply == AckReply(1)
     assert pushes(first, spec) == 2
-    assert first.push(spec, one, ticket=0, last=False)[0].reply == AckReply(1)
+    assert first.push(spec, one, lease=0, last=False)[0].reply == AckReply(1)
     assert pushes(first, spec) == 2
-    second.push(spec, one, ticket=0, last=False)
-    assert second.push(spec, one, ticket=0)[0].reply == AckReply(2)
-    assert first.push(spec, one, ticket=0)[0].reply == AckReply(2)
+    second.push(spec, one, lease=0, last=False)
+    assert second.push(spec, one, lease=0)[0].reply == AckReply(2)
+    assert first.push(spec, one, lease=0)[0].reply == AckReply(2)
     assert pushes(first, spec) == 4
-    first.push(spec, one, ticket=1, last=False)
-    assert first.push(spec, one, ticket=2)[0].reply == AckReply(3), "it has given up the other"
+    first.push(spec, one, lease=1, last=False)
+    assert first.push(spec, one, lease=2)[0].reply == AckReply(3), "it has given up the other"
     assert pushes(first, spec) == 5
 
 
@@ -170,7 +170,7 @@ def test_an_order_that_failed_is_not_tried_again() -> None:
 def test_staleness_is_counted() -> None:
     (worker,), spec = counting()
     for basis in (0, 0, 1, -1):
-        worker.push(spec, {"count": torch.ones(3)}, basis=basis)
+        worker.push(spec, {"count": torch.ones(3)}, base_version=basis)
     counted = worker.look(StatsRequest()).reply
     assert isinstance(counted, StatsReply)
     assert counted.staleness == {0: 1, 1: 2} and counted.updates == counted.version == 4
@@ -370,7 +370,7 @@ def test_nobody_is_ahead_of_a_shard() -> None:
     fresh.declare(spec, {"count": torch.zeros(3)})
     assert fresh.order(ContributeRequest(6, (0, 1), [TableSlice("model")]), flats).reply == LateReply(7)
     fresh.contribute(spec, 7, (0, 1), {"count": torch.ones(3)})
-    assert fresh.push(spec, {"count": torch.ones(3)}, ticket=9)[0].reply == AckReply(0)
+    assert fresh.push(spec, {"count": torch.ones(3)}, lease=9)[0].reply == AckReply(0)
 
 
 def test_a_run_begins_once_however_often_that_is_said() -> None:

@@ -75,7 +75,7 @@ def test_a_shard_that_applies_a_repeated_order_is_found(monkeypatch: pytest.Monk
             return self._execute(asked, epoch, request, tensors)
         return again(self, record, asked, epoch, request, tensors)
 
-    monkeypatch.setattr(ParameterShard, "_again", twice)
+    monkeypatch.setattr(ParameterShard, "_repeat", twice)
     with pytest.raises(
         InvariantViolated, match=r"seed \d+: number \d+ was acknowledged, and was applied 2 times\n(.|\n)*begins"
     ):
@@ -100,19 +100,19 @@ def test_a_client_that_counts_what_is_lost_wrongly_is_found(monkeypatch: pytest.
         renewed = welcome(self, boot, sequence)
         return type(renewed)(0, renewed.resend)
 
-    monkeypatch.setattr(ShardSession, "welcome", careless)
+    monkeypatch.setattr(ShardSession, "resume", careless)
     with pytest.raises(InvariantViolated, match=r"0 orders were told as lost, and [1-9]"):
         some(mode="push", crashes=((0.2, 0), (0.5, 0)))
 
 
 def test_a_pace_that_forgets_a_dead_workers_ticket_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LeaseQueue, "_give_back", lambda self, party: setattr(party, "ticket", -1))
+    monkeypatch.setattr(LeaseQueue, "_return_leases", lambda self, holder: setattr(holder, "lease", -1))
     with pytest.raises(InvariantViolated, match="no end in sight"):
         some(mode="async", workers=3, steps=10, deaths=((0.05, 0), (0.06, 1)), crashes=())
 
 
 def test_a_server_that_comes_back_in_lockstep_unnoticed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParameterShard, "_check_back", lambda self: None)
+    monkeypatch.setattr(ParameterShard, "_check_rewound", lambda self: None)
     with pytest.raises(InvariantViolated):
         some(mode="sync", workers=3, steps=8, crashes=((0.3, 0), (0.6, 0)), heals=1.0)
 
@@ -177,7 +177,7 @@ def test_a_round_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch)
     def twice(self: ParameterShard, asked: Any, request: ApplyRequest, tensors: Any) -> Any:
         return self._apply_now(request) if self._pending_steps.ready_or_park(asked, request) else None
 
-    monkeypatch.setattr(PendingSteps, "over", lambda self, step: [])
+    monkeypatch.setattr(PendingSteps, "finish", lambda self, step: [])
     monkeypatch.setitem(shard._HANDLERS, ApplyRequest, twice)
     with pytest.raises(InvariantViolated, match=r"\d updates make step \d"):
         some(mode="local:2", workers=3, crashes=())
@@ -191,7 +191,7 @@ def test_a_gradient_that_is_not_clipped_is_found(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("mode", ["sync", "local:2"])
 def test_a_buffer_that_is_not_put_is_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PendingSteps, "put", lambda self, request, tensors: None)
+    monkeypatch.setattr(PendingSteps, "add_values", lambda self, request, tensors: None)
     with pytest.raises(InvariantViolated, match=r"buffer of step \d+: .*, one process|not the same bits in buffer"):
         some(mode=mode, rows=False, clips=False, buffers=True)
 
@@ -205,10 +205,10 @@ def test_a_server_that_comes_back_does_not_come_to_an_epoch_that_it_was_in(monke
     run(1215)
 
     def forgetful(standings: Any, looks: int) -> list[RewindRequest]:
-        newest = max(each.epoch for each in standings)
-        return [msgspec.structs.replace(each, epoch=newest + 1) for each in plan_rewind(standings, looks)]
+        newest = max(each.generation for each in standings)
+        return [msgspec.structs.replace(each, generation=newest + 1) for each in plan_rewind(standings, looks)]
 
-    monkeypatch.setattr(server_clients, "ways_back", forgetful)
+    monkeypatch.setattr(server_clients, "plan_rewind", forgetful)
     with pytest.raises(InvariantViolated, match="no end in sight"):
         run(1215)
 
@@ -220,9 +220,9 @@ def test_a_rewind_that_is_sent_again_does_not_reach_another_process(monkeypatch:
     run(729, eager=False, **plan)
 
     def anybody(standings: Any, looks: int) -> list[RewindRequest]:
-        return [msgspec.structs.replace(each, boot=0) for each in plan_rewind(standings, looks)]
+        return [msgspec.structs.replace(each, server_incarnation=0) for each in plan_rewind(standings, looks)]
 
-    monkeypatch.setattr(server_clients, "ways_back", anybody)
+    monkeypatch.setattr(server_clients, "plan_rewind", anybody)
     with pytest.raises(InvariantViolated, match="no end in sight"):
         run(729, eager=False, **plan)
 
@@ -238,7 +238,7 @@ def test_ten_thousand_pushes_over_a_bad_line_come_to_the_exact_sum() -> None:
 
 
 def test_a_sum_that_is_not_exact_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParameterShard, "_again", lambda self, record, asked, epoch, request, tensors: self._do(
+    monkeypatch.setattr(ParameterShard, "_repeat", lambda self, record, asked, epoch, request, tensors: self._execute(
         asked, epoch, request, tensors))  # fmt: skip
     assert not exact_sum(200).exact
 

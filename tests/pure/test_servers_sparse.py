@@ -432,8 +432,8 @@ class Source:
         self.asked.append(rows.tolist())
         return self.table.pull(rows)
 
-    def push(self, rows: Tensor, gradients: Tensor, *, ticket: int = -1, basis: int = -1) -> str:
-        self.table.push(rows, gradients, basis)
+    def push(self, rows: Tensor, gradients: Tensor, *, lease: int = -1, base_version: int = -1) -> str:
+        self.table.push(rows, gradients, base_version)
         return "acknowledged by the table"
 
 
@@ -684,4 +684,4 @@ def test_rows_on_servers_are_the_rows_of_one_table() -> None:
         counted = [first.request(shard, StatsRequest()).wait()[0] for shard in range(3)]
     assert sum(each.rows["words"] for each in counted) == alone.table.num_rows
     assert all(sum(each.loads["words"]) > 0 and each.evicted == {"words": 0} for each in counted)
-    assert all(row % 3 == shard for shard, each in enumerate(counted) for row, _ in each.hot["words"])
+    assert all(row % 3 == shard for shard, each in enumerate(counted) for row, _ in each.hot_rows["words"])

@@ -293,7 +293,7 @@ BEFORE_HELLO = {
     "unknown flags": (header(flags=64), "flags 64"),
     "a large body from nobody": (header(meta=PUT, table=entry(0, 1 << 20), body=4 << 20), "at most 0 are taken"),
     "long words from nobody": (header(meta_bytes=5000), "5,000 bytes, but at most 4,096 are taken"),
-    "a request before hello": (header(meta=encode(StatusRequest())), "Standing came before Hello"),
+    "a request before hello": (header(meta=encode(StatusRequest())), "StatusRequest came before Hello"),
     "an answer": (header(kind=2, meta=encode(AckReply(1))), "servers take requests"),
     "words that are no message": (header(meta=b"\xc1\xc1"), "cannot be read"),
     "a message of no known kind": (header(meta=encode(["Explode", 1])), "cannot be read"),
@@ -418,7 +418,7 @@ def test_who_does_not_read_is_not_read_from(tmp_path: Path) -> None:
         lazy.say(PullRequest([TableSlice("t")]))
     for _ in range(100):
         server.poll_once(0)
-    waiting = [guest.transport.waiting for guest in server.dispatcher.connections.values()]
+    waiting = [guest.transport.unsent_bytes for guest in server.dispatcher.connections.values()]
     assert 1 << 20 < max(waiting) < 2 << 20, "50 answers would be 20 MB"
     other.say(PullRequest([TableSlice("t")]))
     assert other.frame().tensors[0].sum() == 100_000
@@ -429,7 +429,7 @@ def test_who_does_not_read_is_not_read_from(tmp_path: Path) -> None:
 
 
 def test_who_does_not_say_who_it_is_is_let_go(server: ParameterServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STRANGER_SECONDS", 0.0)
+    monkeypatch.setattr(server_module, "HELLO_SECONDS", 0.0)
     monkeypatch.setattr(server_module, "POLL_SECONDS", 0.0)
     stranger = Guest(server, hello=False)
     assert isinstance(stranger.hear(), RefusedReply)

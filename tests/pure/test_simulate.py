@@ -223,7 +223,7 @@ def test_many_draws_at_once_are_the_single_ones() -> None:
             replica = SimulatedReplica(
                 devices=(0, 1, 2, 3), path=lambda a, b: LinkPath("x", 0.0, 1.0), slower=tuple(slower[:, draw])
             )
-            hopping = replace(replica, way=lambda a, b: None)
+            hopping = replace(replica, path=lambda a, b: None)
             plain = pipeline_totals(schedule, costs, slower)
             assert simulate_pipelines(schedule, costs, [hopping]).total == pytest.approx(plain[draw])
             assert found[draw] > plain[draw]
@@ -367,7 +367,7 @@ def work() -> Workload:
 
 def a_step(work: Workload, cluster: Cluster, **more: Any) -> SimulatedStep:
     runtime = more.pop("runtime", None)
-    extra = {name: more.pop(name) for name in ("slower", "whole", "deal") if name in more}
+    extra = {name: more.pop(name) for name in ("slower", "every_replica", "assignment") if name in more}
     return simulate_step(work, Setup(**{"batch": 64, "microbatch": 1} | more), cluster, runtime, **extra)
 
 
@@ -402,7 +402,7 @@ def test_playing_every_replica_changes_nothing(
     """Narrow links that replicas share, so that messages hold each other up."""
     cluster = a_cluster(racks=2, hosts=4, devices=2, link=2.0**28, over=over)
     once = a_step(work, cluster, runtime=runtime, **layout)
-    whole = a_step(work, cluster, runtime=runtime, whole=True, **layout)
+    whole = a_step(work, cluster, runtime=runtime, every_replica=True, **layout)
     assert once.seconds == whole.seconds  # to the last bit
     assert once.played == whole.played
     assert once.cells <= whole.cells
@@ -465,11 +465,11 @@ def test_lanes_are_dealt_as_the_runtime_does(work: Workload) -> None:
     assert even.schedule.microbatches == 8
     assert even.cells == 2, "two kinds: with eight microbatches, and with four"
     less, more = ((0, 1), (1, 2), (2, 4)), ((0, 2), (2, 3), (3, 4))
-    slow, slower = (a_step(job, cluster, **layout, slower={0: 2.0}, deal=each) for each in (less, more))
+    slow, slower = (a_step(job, cluster, **layout, slower={0: 2.0}, assignment=each) for each in (less, more))
     assert slow.pipeline == pytest.approx(even.pipeline), "half as fast, and half as much to do"
     assert slower.pipeline == pytest.approx(2 * even.pipeline)
     with pytest.raises(PlanError, match="dealt to 2 replicas, and the layout has 3"):
-        a_step(job, cluster, **layout, deal=((0, 2), (2, 4)))
+        a_step(job, cluster, **layout, assignment=((0, 2), (2, 4)))
 
 
 def test_a_layout_that_does_not_fit_the_devices(work: Workload) -> None:
@@ -573,7 +573,8 @@ def test_a_quorum_waits_for_its_order_statistic(quorum: int) -> None:
 def test_sync_is_the_quorum_of_all() -> None:
     kind = StragglerModel.parse("lognormal:0.5")
     sync, quorum = (
-        simulate_servers(replace(EIGHT, stragglers=kind, mode=SyncMode.parse(mode))) for mode in ("sync", "quorum:8")
+        simulate_servers(replace(EIGHT, stragglers=kind, sync_mode=SyncMode.parse(mode)))
+        for mode in ("sync", "quorum:8")
     )
     assert (sync.seconds, sync.updates, sync.staleness) == (quorum.seconds, quorum.updates, quorum.staleness)
     assert sync.mean_staleness == 0
@@ -582,7 +583,7 @@ def test_sync_is_the_quorum_of_all() -> None:
 @pytest.mark.parametrize("duplex", [True, False])
 @pytest.mark.parametrize(("servers", "num_bytes"), [(8, 1e6), (1, 4e8)])
 def test_async_is_bound_by_workers_or_by_links(duplex: bool, servers: int, num_bytes: float) -> None:
-    setup = replace(EIGHT, servers=servers, num_bytes=num_bytes, duplex=duplex, mode=SyncMode(name="async"))
+    setup = replace(EIGHT, servers=servers, num_bytes=num_bytes, duplex=duplex, sync_mode=SyncMode(name="async"))
     served = simulate_servers(setup, rounds=200)
     moved = num_bytes * (1 if duplex else 2)
     assert setup.max_rate == pytest.approx(min(8 / (1 + moved / 1e9), servers * 1e9 / moved))
@@ -594,8 +595,8 @@ def test_async_is_bound_by_workers_or_by_links(duplex: bool, servers: int, num_b
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_staleness_is_bounded_and_costs_speed(bound: int) -> None:
     setup = replace(EIGHT, servers=8, stragglers=StragglerModel.parse("slow:3"))
-    stale = simulate_servers(replace(setup, mode=SyncMode(name="stale", number=bound)), rounds=100)
-    free = simulate_servers(replace(setup, mode=SyncMode(name="async")), rounds=100)
+    stale = simulate_servers(replace(setup, sync_mode=SyncMode(name="stale", number=bound)), rounds=100)
+    free = simulate_servers(replace(setup, sync_mode=SyncMode(name="async")), rounds=100)
     assert stale.ahead == bound, "as far ahead as it may, and no further"
     assert free.ahead > 10
     assert stale.gradients_per_second < free.gradients_per_second
@@ -604,7 +605,7 @@ def test_staleness_is_bounded_and_costs_speed(bound: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 4, 16])
 def test_local_steps_share_one_exchange(steps: int) -> None:
-    setup = replace(EIGHT, mode=SyncMode.parse(f"local:{steps}"))
+    setup = replace(EIGHT, sync_mode=SyncMode.parse(f"local:{steps}"))
     served = simulate_servers(setup, rounds=16)
     assert served.seconds == pytest.approx(16 * 1.0 + 16 / steps * 1e8 * 8 / (2 * 1e9))
     assert served.updates == 16 and served.gradients == 16 * 8 and served.mean_staleness == 0
@@ -619,7 +620,7 @@ def test_a_quorum_is_a_share_or_a_number() -> None:
 
 def test_groups_wait_inside_and_not_between() -> None:
     """Two groups of four: a ring among four, then one exchange of the sum."""
-    setup = replace(EIGHT, servers=8, mode=SyncMode.parse("groups:2"))
+    setup = replace(EIGHT, servers=8, sync_mode=SyncMode.parse("groups:2"))
     served = simulate_servers(setup, rounds=100)
     ring = 2 * 3 * 1e8 / 4 / 1e9
     assert served.gradients == 4 * served.updates == 800
@@ -683,9 +684,9 @@ def test_a_mode_that_is_none(text: str, told: str, fix: str) -> None:
 
 def test_servers_that_cannot_be() -> None:
     with pytest.raises(InputError, match="a quorum of 9, but there are 8 workers"):
-        replace(EIGHT, mode=SyncMode.parse("quorum:9"))
+        replace(EIGHT, sync_mode=SyncMode.parse("quorum:9"))
     with pytest.raises(InputError, match="9 groups, but there are 8 workers"):
-        replace(EIGHT, mode=SyncMode.parse("groups:9"))
+        replace(EIGHT, sync_mode=SyncMode.parse("groups:9"))
     with pytest.raises(InputError, match="0 servers"):
         replace(EIGHT, servers=0)
     with pytest.raises(InputError, match="none is negative"):

@@ -89,7 +89,7 @@ def test_a_job_a_plan_of_it_and_the_best_layout(call: Caller, tmp_path: Path) ->
     assert "as the runtime chooses" in asked["step"]["route"]
     uneven = call.good(*given, "--layout", "data=2", "--shares", "3,1", "--json").value
     assert uneven["step"]["stages_busy"][0] < 1
-    (tmp_path / "plan.json").write_text('{"workers":2,"lanes":4,"deal":[[0,2],[2,4]]}')
+    (tmp_path / "plan.json").write_text('{"workers":2,"lanes":4,"assignment":[[0,2],[2,4]]}')
     planned = call.good("simulate", "plan.json", job, "--cluster", "lab-10g", "--hosts", "4", "--json").value
     assert planned["step"]["layout"] == "data=2"
     assert planned["step"]["microbatches"] == 2 * asked["step"]["microbatches"]
@@ -143,7 +143,7 @@ def plan_file(text: str) -> Any:
         (plan_file("{"), "is not JSON", "shoal plan"),
         (plan_file('{"workers": 2}'), "is not a plan", ""),
         (plan_file('{"best": []}'), "is not what shoal plan --json prints", ""),
-        (plan_file('{"workers":2,"lanes":4,"deal":[[0,2],[2,4]]}'), "deals 4 lanes of a job", "FILE.py"),
+        (plan_file('{"workers":2,"lanes":4,"assignment":[[0,2],[2,4]]}'), "deals 4 lanes of a job", "FILE.py"),
     ],
 )  # fmt: skip
 def test_bad_input_is_told_with_what_to_change(call: Caller, tmp_path: Path, words: Any, told: str, fix: str) -> None:
@@ -156,7 +156,7 @@ def test_bad_input_is_told_with_what_to_change(call: Caller, tmp_path: Path, wor
 
 def test_a_plan_of_other_lanes_is_told(call: Caller, tmp_path: Path) -> None:
     job = write_job(tmp_path)
-    (tmp_path / "plan.json").write_text('{"workers":2,"lanes":8,"deal":[[0,4],[4,8]]}')
+    (tmp_path / "plan.json").write_text('{"workers":2,"lanes":8,"assignment":[[0,4],[4,8]]}')
     result = call("simulate", "plan.json", job, "--cluster", "lab-10g", "--hosts", "2")
     assert result.code == 2
     assert "deals 8 lanes" in result.err

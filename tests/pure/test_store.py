@@ -32,7 +32,7 @@ def test_a_full_disk_takes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
 def test_removals_beyond_memory_are_answered_as_if_they_mattered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_server, "REMOVED_KEPT", 10)
+    monkeypatch.setattr(sqlite_server, "TOMBSTONES_KEPT", 10)
     records = sqlite_server.StoreRecords(tmp_path / "store.db", now=0.0)
     start = records.put("a", b"", None)
     for number in range(30):

@@ -83,7 +83,14 @@ def finished(rank: int, time: float = 200.0, **more: Any) -> WorkerFinished:
 
 
 def lost(rank: int = 3, life: int = 0, *, time: float = 180.0, **more: Any) -> WorkerLost:
-    facts = {"noticed": "its process ended", "code": -9, "host": "host-b", "pid": 4123, "action": "replaced", **more}
+    facts = {
+        "detected_by": "its process ended",
+        "code": -9,
+        "host": "host-b",
+        "pid": 4123,
+        "action": "replaced",
+        **more,
+    }
     return WorkerLost(time=time, rank=rank, incarnation=life, **facts)
 
 
@@ -181,7 +188,7 @@ def test_the_view_does_not_wait_for_ever_for_the_next_commit() -> None:
         return [line[len("00:00:00  ") :] for line in stream.getvalue()[before:].splitlines()]
 
     play(*BEFORE)
-    assert play(lost(code=None, noticed="its lease ran out", action="it is ended")) == []
+    assert play(lost(code=None, detected_by="its lease ran out", action="it is ended")) == []
     clock[0] += 3
     assert play() == ["worker 3 lost (its lease ran out); it is ended"]
     assert play(WorkerExited(time=183.0, rank=3, code=-9)) == []  # part of the same story
@@ -219,12 +226,12 @@ def test_an_end_that_no_driver_explains_is_still_told() -> None:
 
 def test_a_stopped_worker_that_the_others_ended_was_not_killed_by_chance() -> None:
     noticed = "worker 2 (life 1) died: its connection was closed; worker 3 is stopped"
-    (fault,) = tallied([*BEFORE, *LEADER, lost(noticed=noticed)]).incidents
+    (fault,) = tallied([*BEFORE, *LEADER, lost(detected_by=noticed)]).incidents
     assert sentence(fault) == ("worker 3 was stopped; step 801 done again by 0 1 2; next commit after 0.42 s")
     silent = msgspec.structs.replace(LEADER[0], reason="worker 3 is silent: its lease has run out")
     (fault,) = tallied([*BEFORE, lost(code=75), silent]).incidents
     assert sentence(fault) == "worker 3 was silent: its lease has run out; step 801 done again by 0 1 2"
-    (fault,) = tallied([*BEFORE, *LEADER, lost(noticed="worker 3 died: its connection was closed")]).incidents
+    (fault,) = tallied([*BEFORE, *LEADER, lost(detected_by="worker 3 died: its connection was closed")]).incidents
     assert sentence(fault).startswith("worker 3 killed (SIGKILL);")
 
 
@@ -315,7 +322,7 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
         ),
         (
             [
-                lost(code=None, noticed="its lease ran out"),
+                lost(code=None, detected_by="its lease ran out"),
                 *LEADER,
                 MembershipChanged(time=183.0, generation=3, members=[0, 1, 2, 3], step=810, reason="worker 3 joined"),
             ],
@@ -353,7 +360,7 @@ def test_totals_follow_the_leader_whoever_it_is() -> None:
         steps(1, 798, 798, time=179.8),
         lost(0, time=180.0),
         MembershipChanged(time=180.2, generation=2, members=[1, 2, 3], step=800, reason="", redone=1, seconds=0.2),
-        steps(1, 810, 12, time=181.5, leader=True, lost=0.5),
+        steps(1, 810, 12, time=181.5, leader=True, lost_seconds=0.5),
     ]
     tally = tallied(events)
     assert (tally.step, tally.steps, tally.samples) == (810, 810, 64 * 810)
@@ -373,10 +380,10 @@ def test_a_leader_that_tells_again_what_another_told_counts_once() -> None:
 
 def test_samples_that_were_lost_or_doubled_would_show() -> None:
     def told(step: int, consumed: list[str], rank: int = 0) -> StepsCommitted:
-        return steps(rank, step, len(consumed), time=100.0 + step, leader=True, consumed=consumed)
+        return steps(rank, step, len(consumed), time=100.0 + step, leader=True, sample_digests=consumed)
 
     good = tallied([*START, told(2, ["a", "b"]), told(4, ["c", "d"]), steps(1, 2, 2, time=102.0)])
-    good.add(steps(1, 5, 3, time=105.0, leader=True, consumed=["d", "e"]))  # took over in step 4
+    good.add(steps(1, 5, 3, time=105.0, leader=True, sample_digests=["d", "e"]))  # took over in step 4
     assert (good.commits.samples_lost, good.commits.samples_repeated, good.commits.unreported) == (0, 0, 0)
     twice = tallied([*START, told(2, ["a", "b"]), told(3, ["x", "c"])])
     assert (twice.commits.samples_lost, twice.commits.samples_repeated) == (64, 128)  # step 2 again, with others
@@ -415,7 +422,7 @@ def test_resuming_after_everything_was_killed_says_how_many_steps_are_repeated()
 def test_alive_participating_and_committed_are_counted_apart() -> None:
     tally = tallied(BEFORE)
     assert (tally.num_alive, tally.num_participating) == (4, 4)
-    tally.add(lost(code=None, noticed="its lease ran out"))
+    tally.add(lost(code=None, detected_by="its lease ran out"))
     assert (tally.num_alive, tally.num_participating) == (4, 3)  # stopped: there, but it takes no part
     for event in LEADER:
         tally.add(event)
@@ -510,7 +517,7 @@ def test_a_report_read_from_the_file_of_events_is_the_same() -> None:
     value = summarize_run(tallied(again))
     assert [fault["kind"] for fault in value["faults"]] == ["lost"]
     assert value["committed"]["redone"] == 1
-    assert {"worker", "life", "from", "to", "state"} == set(value["membership"][0])
+    assert {"worker", "incarnation", "from", "to", "state"} == set(value["membership"][0])
 
 
 def test_a_run_without_faults_says_nothing_of_them() -> None:
@@ -748,7 +755,7 @@ def test_why_names_the_line_of_code_that_everybody_waits_for() -> None:
             ],
         ),
         (
-            [waits(0, 1, operation=""), at(1, "silent", heard_seconds=75.0)],
+            [waits(0, 1, operation=""), at(1, "silent", silent_seconds=75.0)],
             [
                 "worker 1 holds up worker 0: its process (host-a, pid 4121) has not been heard of for 1:15; "
                 "worker 0 has waited for 30.0 s",
@@ -783,7 +790,7 @@ def test_why_concludes(records: list[WorkerActivity], told: list[str]) -> None:
 
 
 def test_why_looks_at_the_newest_life_and_says_when_there_is_none() -> None:
-    old, new = at(1, "gone"), at(1, life=1, user_line=TOKENIZE)
+    old, new = at(1, "gone"), at(1, incarnation=1, user_line=TOKENIZE)
     assert render([at(0), old, new]).splitlines()[0] == "nobody waits: all 2 workers compute"
     assert "1 (life 1)" in render([at(0), old, new])
     assert render([]) == "no worker of this run is known to be alive"

@@ -61,7 +61,7 @@ def test_the_environment_says_what_nobody_asked_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_two_hosts_with_one_name_are_told_apart() -> None:
-    usual: dict[str, Any] = {"rack": "", "address": "", "process": 1, "descriptor": -1, "token": ""}
+    usual: dict[str, Any] = {"rack": "", "address": "", "pid": 1, "descriptor": -1, "token": ""}
     members = [GroupMember(rank=rank, host=host, name="node", **usual) for rank, host in enumerate("aba")]
     assert places_of(members) == (RankPlace("node"), RankPlace("node of rank 1"), RankPlace("node"))
 
@@ -93,7 +93,7 @@ def test_figures_are_those_of_all_workers_and_a_host_compressor_serves_racks() -
     usual = {"epoch": 0, "loss": 1.0, "lanes": (0, 2), "spent": TimeSpent(), "leader": True}
     tally.add(StepsCommitted(time=3.0, rank=0, step=2, count=2, samples=8, **usual))
     tally.add(replace(told, final=True))
-    tally.add(replace(told, rank=1, sent={"rack": 200}, errors={"host": (8.0, 125.0)}, final=True))
+    tally.add(replace(told, rank=1, sent_bytes={"rack": 200}, squared_errors={"host": (8.0, 125.0)}, final=True))
     assert summarize.summarize_run(tally)["travel"]["levels"] == {
         "rack": {"bytes": 500, "bytes_saved": 1500, "bytes_per_step": 250.0, "compressor": "int8", "error": 0.2}
     }

@@ -62,7 +62,7 @@ def test_newcomers_have_the_bits_of_the_donor() -> None:
 
 
 def test_whoever_may_not_read_the_memory_of_the_donor_gets_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_transfer, "proven", lambda process, row: False)
+    monkeypatch.setattr(state_transfer, "can_read", lambda process, row: False)
     donor, *newcomers = ranks(3, hand_over)
     assert newcomers == [donor, donor]
 
@@ -74,7 +74,7 @@ def test_a_changed_tensor_is_named_and_nothing_is_restored(monkeypatch: pytest.M
         read(process, address, into)
         into[5] ^= 1
 
-    monkeypatch.setattr(state_transfer, "read", flipped)
+    monkeypatch.setattr(state_transfer, "read_memory", flipped)
     with pytest.raises(RanksFailed) as caught:
         ranks(3, hand_over)
     assert all(
@@ -87,7 +87,7 @@ def test_a_donor_that_ends_meanwhile_is_a_lost_peer(monkeypatch: pytest.MonkeyPa
     def gone(process: int, address: int, into: torch.Tensor) -> None:
         raise ProcessLookupError(3, "No such process")
 
-    monkeypatch.setattr(state_transfer, "read", gone)
+    monkeypatch.setattr(state_transfer, "read_memory", gone)
     with pytest.raises(RanksFailed) as caught:
         ranks(3, hand_over)
     assert "PeerLost: rank 0 ended or went on while it handed its state over" in caught.value.failures[1]

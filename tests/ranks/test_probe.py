@@ -25,8 +25,8 @@ def test_a_quick_probe_writes_a_file_that_reads_back(tmp_path: Path, capfd: pyte
     told = msgspec.json.decode(said.out)
     (host,) = read_cluster(path).hosts
     assert host.device is not None and host.interconnect is not None and host.devices == told["cores"]
-    assert host.device.overhead == pytest.approx(told["pace"]["overhead"], rel=0.01)
-    assert set(told["crowd"]) == {"1", "2"} and told["links"]["memory"][1] > 0 and told["merge"] > 0
+    assert host.device.overhead == pytest.approx(told["speed"]["overhead"], rel=0.01)
+    assert set(told["contention"]) == {"1", "2"} and told["links"]["memory"][1] > 0 and told["reduce_speed"] > 0
     assert {"gelu", "convolution", "bernoulli_"} <= set(host.device.rates)
     assert "products" in said.err and "links" in said.err, "a long probe tells what it does"
 

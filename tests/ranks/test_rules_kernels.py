@@ -79,7 +79,7 @@ def test_7_mkl_computes_reproducibly_from_the_first_kernel_on() -> None:
 
 TRAITS = """
 import json, torch
-from shoal.exact import kernels
+from shoal.numerics import kernels
 found = []
 for threads in (1, 2):
     torch.set_num_threads(threads)

@@ -203,7 +203,7 @@ def test_pushes_through_kills_are_applied_once_each(tmp_path: Path) -> None:
             for future in futures:
                 future.wait()
         done = 0
-        for shard, parts in enumerate(table.cut):
+        for shard, parts in enumerate(table.ranges):
             stats = client.request(shard, StatsRequest()).wait()[0]
             done += stats.updates
             assert parts
@@ -236,7 +236,7 @@ def test_a_server_that_stays_away_is_named_and_so_is_its_shard() -> None:
         assert notices == [ServerAwayNotice(1, servers.addresses[1])]
         with pytest.raises(ServerUnreachable):
             client.request(1, StatusRequest())
-        assert client.request(0, StatusRequest()).wait()[0].boot == 1, "the others are still there"
+        assert client.request(0, StatusRequest()).wait()[0].server_incarnation == 1, "the others are still there"
 
 
 def test_a_server_that_is_stopped_is_noticed() -> None:
@@ -262,7 +262,7 @@ def test_an_answer_that_takes_long_is_waited_for() -> None:
         LocalServers(1, make_shard=made) as servers,
         ParameterClient(servers.addresses, timeout=0.1, notify=notices.append) as client,
     ):
-        with pytest.raises(RunError, match=r"no answer within 0\.4 s: Put by shard 0"):
+        with pytest.raises(RunError, match=r"no answer within 0\.4 s: PutRequest by shard 0"):
             client.request(0, PutRequest([])).wait(0.4)
         assert client.request(0, StatusRequest()).wait()[0] == AckReply(1)
     assert notices == []

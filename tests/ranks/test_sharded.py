@@ -142,7 +142,7 @@ def make(case: Case, group: WorkerGroup, level: int) -> ShardedParallel:
         level=level,
         needs_norm=True,
     )
-    strategy.regroup(replace(ParallelGroups.replicated(group), cut=True), spans)
+    strategy.regroup(replace(ParallelGroups.replicated(group), sharded=True), spans)
     strategy.refresh()
     return strategy
 
@@ -280,14 +280,14 @@ class _InTurn(TreeAccumulator[Any]):
         super().__init__(lanes, held, add)
         self._lanes, self._plus = lanes, add
 
-    def put(self, lane: int, value: Any) -> None:
+    def add(self, lane: int, value: Any) -> None:
         whole = (0, self._lanes)
         self.partials[whole] = self._plus(self.partials[whole], value) if whole in self.partials else value
 
 
 def test_another_order_of_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(build=dropout_net, lanes=8)
-    monkeypatch.setattr(zero, "Folding", _InTurn)
+    monkeypatch.setattr(zero, "TreeAccumulator", _InTurn)
     found = ranks(2, lambda group: [train(case, make(case, group, level)) for level in (2, 3)])
     want = truth(case)
     for level in (0, 1):
@@ -361,7 +361,7 @@ def test_what_else_can_happen() -> None:
         strategy = make(case, group, 3)
         told.append(attempt(lambda: strategy.replica.model(*data[:-1])))
         try:
-            strategy.regroup(replace(ParallelGroups.replicated(SoloGroup()), cut=True), [(0, 4)])
+            strategy.regroup(replace(ParallelGroups.replicated(SoloGroup()), sharded=True), [(0, 4)])
         except RunError as error:
             told.append(str(error))
         strategy = make(wander, group, 3)
@@ -455,7 +455,7 @@ def test_no_more_than_a_block_is_whole() -> None:
 
             return looked
 
-        for name in ("hold", "send", "release"):
+        for name in ("acquire", "scatter_gradients", "release"):
             setattr(strategy, name, look(getattr(strategy, name)))
         train(case, strategy)
         return [max(gradients), max(weights)]

@@ -326,7 +326,7 @@ def test_stopping_ends_it_and_keeps_what_it_holds(folder: Path) -> None:
 
 
 def test_stopping_ends_one_that_does_not_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_client, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(sqlite_client, "RESPONSE_SECONDS", 0.2)
     serving = sqlite_client.start_server(folder)
     os.kill(serving.pid, signal.SIGSTOP)
     sqlite_client.stop_server(folder)

@@ -46,7 +46,7 @@ def _line(folder: Path, text: str) -> int:
 def test_dry_run_as_json(call: Caller, tmp_path: Path) -> None:
     write_job(tmp_path)
     value = call.good("train", "job.py", "--shares", "3,1", "--workers", "2", "--dry-run", "--json").value
-    assert value["plan"]["deal"] == [[0, 3], [3, 4]]
+    assert value["plan"]["assignment"] == [[0, 3], [3, 4]]
     assert (value["job"]["batch"], value["samples"], value["steps"]) == (16, 160, 8)
     assert not Path("runs").exists()
 
@@ -91,7 +91,7 @@ def test_a_run_folder_holds_everything(call: Caller, tmp_path: Path, monkeypatch
         *("checkpoints", "worker-0.log", "worker-1.log", "prediction.json"),
     }
     assert json.loads((folder / "report.json").read_text()) == result.value
-    assert json.loads((folder / "plan.json").read_text())["deal"] == [[0, 2], [2, 4]]
+    assert json.loads((folder / "plan.json").read_text())["assignment"] == [[0, 2], [2, 4]]
     config = json.loads((folder / "config.json").read_text())
     assert (config["name"], config["job"]["batch"], config["arithmetic"]["lanes"]) == ("job.py", 16, 4)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -258,7 +258,7 @@ def test_whoever_goes_first_takes_nothing_from_an_evaluation_after_the_end(
         hear(crew, news)
         heard.append(set(news.alive))
 
-    monkeypatch.setattr(ElasticMembership, "_heard", listen)
+    monkeypatch.setattr(ElasticMembership, "_on_state", listen)
     faults.at(STANDS_DOWN, until_true(lambda: heard[-1] == {crew().worker_id}), worker=1)
     with faults.armed():
         run(call, "--run-dir", str(faults.run), workers=3)

@@ -177,6 +177,13 @@ def test_a_network_that_cannot_be_made_is_taken_down_again(monkeypatch: pytest.M
     assert "tc qdisc add dev up0 root nosuch" in str(error.value)
 
 
+def expect_signals() -> None:
+    """As in a terminal. Under nohup, say, a signal comes ignored, and a lab leaves one alone that its user ignores."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Owner:
     """A forked process that has a lab and does something in it, until a signal comes."""
 
@@ -186,6 +193,7 @@ class Owner:
         if self.pid == 0:
             code: object = 1
             try:
+                expect_signals()
                 with Lab(even_cluster(hosts=1)) as lab:
                     os.write(theirs, json.dumps([lab.id, *inodes(lab)]).encode())
                     os.close(theirs)

@@ -186,7 +186,7 @@ def test_sums_over_the_wire_are_those_through_shared_memory(
     alone = train(job).weights_sha256
     assert train(job, workers).weights_sha256 == alone
     # As if the workers shared no host.
-    monkeypatch.setattr("shoal.collectives.group.open_commons", lambda group, num_bytes: None)
+    monkeypatch.setattr("shoal.collectives.group.open_shared_buffers", lambda group, num_bytes: None)
     assert train(job, workers).weights_sha256 == alone
 
 

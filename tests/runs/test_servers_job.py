@@ -535,7 +535,7 @@ def test_local_steps_go_on_from_any_step_at_its_rate(killed: bool, tmp_path: Pat
     shoal.train(job(loss=loss), resume=str(run), workers=2, servers=1, sync="local:4", quiet=True)
     assert run.with_suffix(".killed").exists() == killed
     told = [event for event in events(run, "steps-committed") if event["step"] > 5]
-    last = {event["rank"]: event["rate"] for event in told if event["step"] == STEPS}
+    last = {event["rank"]: event["learning_rate"] for event in told if event["step"] == STEPS}
     assert last == {0: 3e-3 * 0.5**3, 1: 3e-3 * 0.5**3}
     for rank in (0, 1):
         own = [event for event in told if event["rank"] == rank]

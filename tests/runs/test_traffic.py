@@ -60,7 +60,7 @@ def test_a_compressed_run_says_what_it_saved_and_what_error_it_made(call: Caller
     assert between["bytes_saved"] == pytest.approx((3 - 4 / 256) / 4 * whole, rel=0.01)
     assert 0.001 < between["error"] < 0.02, "int8 is good for about half a percent"
     told = [each for each in events(Path("run"), "traffic-reported") if each.get("final")]
-    assert between["bytes"] == sum(each["sent"]["host"] for each in told) and len(told) == 4
+    assert between["bytes"] == sum(each["sent_bytes"]["host"] for each in told) and len(told) == 4
 
     closing = " ".join(call.good("report", "run").out.split())
     assert "not exact: gradients were compressed (int8), and another placement can give other weights" in closing

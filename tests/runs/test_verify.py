@@ -144,7 +144,7 @@ def double_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_parallel, "_plus", lambda left, right, out: left)
+    monkeypatch.setattr(data_parallel, "_add_into", lambda left, right, out: left)
 
 
 def forget_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def _link(
 def _send_and_recv(way: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Messages as relays send them: through gloo between hosts, through shared memory inside."""
     if not isinstance(way, SingleHostTransport):
-        return way.post.send, way.post.receive
+        return way.router.send, way.router.receive
     what = CollectiveOp("send")
     return (
         lambda tensor, to, tag: way.send(tensor, to, tag, what),

@@ -173,7 +173,7 @@ def _forked(count: int, work: Callable[[Any], Any], places: Any = None) -> list[
 
 def _measure_contention(group: Any, quick: bool) -> Any:
     if group.size > 1:
-        group.gather(torch.zeros(1))
+        group.gather_rows(torch.zeros(1))
     return msgspec.to_builtins(sample_contention(quick=quick))
 
 
@@ -192,8 +192,8 @@ def _measure_between(group: DistributedGroup, quick: bool, progress: Callable[[s
         "hosts": [place.host for place in places],
         "racks": [place.rack for place in places],
         "links": links,
-        "merge": _reduce_speed(group, QUICK_REDUCED_BYTES if quick else REDUCED_BYTES),
-        "meeting": None if memory is None else memory.turn,
+        "reduce_speed": _reduce_speed(group, QUICK_REDUCED_BYTES if quick else REDUCED_BYTES),
+        "barrier_seconds": None if memory is None else memory.turn,
     }
 
 
@@ -251,7 +251,7 @@ def cluster_of(found: ProbeResult, like: Cluster | None = None) -> Cluster:
     share = 1.0 if like is None else min(1.0, found.cores / like.workers)
     known: dict[str, Any] = {
         "device": device_of(found, share=share),
-        "inside": _inside(found),
+        "interconnect": _inside(found),
         "link": _link(found.links.get("host")) or DEFAULT_LINK,
     }
     uplink = _link(found.links.get("rack"))

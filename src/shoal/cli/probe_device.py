@@ -93,7 +93,7 @@ def measure(*, quick: bool = False, progress: Callable[[str], None] = lambda _: 
         found.append(_pass(clock, quick))
     best = best_of(found)
     progress("one worker: whole models")
-    return msgspec.structs.replace(best, whole=_model_slowdown(best, clock, quick))
+    return msgspec.structs.replace(best, model_slowdown=_model_slowdown(best, clock, quick))
 
 
 def _pass(clock: ProbeTimer, quick: bool) -> DeviceSpeed:

@@ -239,7 +239,7 @@ class MultiHostTransport:
         a name it is not compressed."""
         with self._collective(op) as base:
             result = next(iter(partials.values()))
-            self._reduce_into(partials, result, SUM, base, key, lanes=lanes, deal=tuple(assignment))
+            self._reduce_into(partials, result, SUM, base, key, lanes=lanes, assignment=tuple(assignment))
         return result
 
     def _reduce_into(

@@ -196,7 +196,7 @@ class PeerMonitor:
                     rest = self._receive(wire)
                 for words in rest:
                     self.on_message(wire.peer, words)
-                if wire.ended_at is not None:
+                if wire.closed_at is not None:
                     selector.unregister(key.fileobj)
         if self.error is None:
             found = self._reported_failure() or self._find_failure()

@@ -373,7 +373,7 @@ def _launch_spec(
         served = importlib.import_module("shoal.worker.server_worker.server_process")  # now, not in each process
 
     def work(seat: WorkerContext) -> None:
-        served.train_served(opened, seat) if plan.servers else train_job(opened, seat)
+        served.train_with_servers(opened, seat) if plan.servers else train_job(opened, seat)
 
     def serve(seat: WorkerContext, number: int) -> None:
         served.serve_job(opened, seat, number)

@@ -166,7 +166,7 @@ class DataParallel:
 
     def make_evaluator(self, objective: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
         """What batches come to in an evaluation, where the model is cut; `model` is a job's objective."""
-        closure = objective.measured()
+        closure = objective.evaluation()
         return lambda fetches: ((number, closure(fetch())) for number, fetch in enumerate(fetches))
 
     def _local_step(self, work: StepInput, closure: Closure) -> "LocalStep":

@@ -262,7 +262,7 @@ class ShardedParallel(DataParallel):
 
     def make_evaluator(self, objective: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
         """All make as many passes as whoever has the most batches."""
-        closure = objective.measured()
+        closure = objective.evaluation()
 
         def passes(fetches: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
             longest = int(self.group.gather_rows(torch.tensor([len(fetches)], dtype=torch.int64)).max())

@@ -79,7 +79,7 @@ class ParameterServer:
             raise
         if snapshots is not None:
             shard.before_rewind = self._wait_for_writer
-            self.dispatcher.send_replies(shard.stood(snapshots.steps()))
+            self.dispatcher.send_replies(shard.snapshot_done(snapshots.steps()))
 
     @property
     def close_reasons(self) -> deque[str]:
@@ -170,7 +170,7 @@ class ParameterServer:
                     desk.dispatch(connection, frame)
                 finally:
                     frame.release()
-                if shard.due:
+                if shard.snapshot_due:
                     self._begin_snapshot()
                 if desk.changed:
                     self._update_polling()
@@ -237,13 +237,13 @@ class ParameterServer:
     def _begin_snapshot(self) -> None:
         """Begins a snapshot of the shard as it is now."""
         if self.snapshots is None:
-            self.shard.begun()
-            self.dispatcher.send_replies(self.shard.stood([], "this server was given no folder for snapshots"))
+            self.shard.snapshot_begun()
+            self.dispatcher.send_replies(self.shard.snapshot_done([], "this server was given no folder for snapshots"))
             return
         if self._snapshot_writer is not None:  # of an older state; two must not write at once
             self._finish_snapshot()
         self._snapshot_at, self._snapshot_version = time.monotonic(), self.shard.version
-        self.shard.begun()
+        self.shard.snapshot_begun()
         descriptors = [*self._listeners, self._poll.fileno()]
         self._snapshot_writer = _SnapshotWriter(
             lambda: self.snapshots.write(self.shard.capture(copy=False)), descriptors
@@ -260,7 +260,7 @@ class ParameterServer:
         assert keeper is not None
         self._poll.unregister(keeper.descriptor)
         error = keeper.collect_error()
-        self.dispatcher.send_replies(self.shard.stood(self.snapshots.steps(), error))
+        self.dispatcher.send_replies(self.shard.snapshot_done(self.snapshots.steps(), error))
         self._update_polling()
 
     def close(self) -> None:

@@ -308,7 +308,8 @@ def _is_sharded(tally: RunTally) -> bool:
 def _model_shard(event: ModelShardReported) -> dict[str, Any]:
     """One worker's part of the model, and its memory."""
     value = msgspec.structs.asdict(event)
-    return {name: value[name] for name in value if name != "time"}
+    keys = {"tensor_shard": "slice", "stage_seconds": "stream_seconds"}
+    return {keys.get(name, name): value[name] for name in value if name != "time"}
 
 
 def _bubble(tally: RunTally) -> dict[str, Any] | None:

@@ -260,7 +260,7 @@ def _value_group(where: GroupLike) -> ValueGroup:
     if isinstance(where, dist.ProcessGroup):
         return _TorchValueGroup(where)
     group: Any = getattr(where, "group", where)
-    if not all(hasattr(group, name) for name in ("rank", "size", "gather", "merge", "broadcast")):
+    if not all(hasattr(group, name) for name in ("rank", "size", "gather_rows", "ordered_reduce", "broadcast")):
         raise InputError(
             f"group is a {type(where).__qualname__}", fix="a run, one of torch.distributed's groups, or None"
         )

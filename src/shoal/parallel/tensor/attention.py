@@ -22,21 +22,21 @@ def attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     first = three[0]
     if not all(isinstance(each, ShardedTensor) and each.ndim == 4 and each.shard_dim in (0, 1) for each in three):
         return NotImplemented
-    if len({(each.cut, each.segments) for each in three}) > 1:
+    if len({(each.shard_dim, each.segments) for each in three}) > 1:
         return NotImplemented
     grouped = len({each.shape[1] for each in three}) > 1
     if grouped and (first.segments > 1 or not given.get("enable_gqa")):
         return NotImplemented
     for each in three:
-        each.consumed()
+        each.mark_consumed()
     if isinstance(mask, Tensor):
-        mask = match_operand(first, first.cut - 4, mask)
+        mask = match_operand(first, first.shard_dim - 4, mask)
     query, key, value = (each.local for each in three)
     if p == 0.0:
-        return first.like(func(query, key, value, mask, 0.0, **given))
+        return first.with_local(func(query, key, value, mask, 0.0, **given))
     weights = _weights(query, key, mask, **given)
-    weights = weights * dropout_mask(first.like(weights), p)
-    return first.like(weights @ _spread(value, query, **given))
+    weights = weights * dropout_mask(first.with_local(weights), p)
+    return first.with_local(weights @ _spread(value, query, **given))
 
 
 def _spread(tensor: Tensor, query: Tensor, **given: Any) -> Tensor:

@@ -32,12 +32,12 @@ def own_slice(whole: Tensor, dim: int, group: TensorGroup, segments: int = 1) ->
 class _CopyToShards(Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: TensorGroup) -> Tensor:
-        ctx.team = group
+        ctx.group = group
         return whole.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.team.sum(gradient), None
+        return ctx.group.sum(gradient), None
 
 
 class _AllReduce(Function):
@@ -53,47 +53,47 @@ class _AllReduce(Function):
 class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, segments: int, group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.segments, ctx.team = dim, segments, group
+        ctx.dim, ctx.segments, ctx.group = dim, segments, group
         found = group.gather(local, dim, segments)
         # Of a view that a function made autograd allows no writing: it would be lost with this copy of the slices.
         return found.view_as(found)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return own_slice(gradient, ctx.dim, ctx.team, ctx.segments), None, None, None
+        return own_slice(gradient, ctx.dim, ctx.group, ctx.segments), None, None, None
 
 
 class _TakeShard(Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, dim: int, segments: int, group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.segments, ctx.team = dim, segments, group
+        ctx.dim, ctx.segments, ctx.group = dim, segments, group
         return own_slice(whole, dim, group, segments).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.team.gather(gradient, ctx.dim, ctx.segments), None, None, None
+        return ctx.group.gather(gradient, ctx.dim, ctx.segments), None, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.team = dim, group
+        ctx.dim, ctx.group = dim, group
         return group.reduce_scatter(part, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.team.gather(gradient, ctx.dim), None, None
+        return ctx.group.gather(gradient, ctx.dim), None, None
 
 
 class _SequenceGather(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.team = dim, group
+        ctx.dim, ctx.group = dim, group
         return group.gather(local, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.team.scatter_sum(gradient, ctx.dim), None, None
+        return ctx.group.reduce_scatter(gradient, ctx.dim), None, None
 
 
 def _applied(function: Any, *args: Any) -> Tensor:

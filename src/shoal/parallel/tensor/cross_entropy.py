@@ -27,14 +27,14 @@ class _LogSoftmax(Function):
         own = finite.amax(dim, keepdim=True) - torch.log_softmax(finite, dim).amax(dim, keepdim=True)
         all_of_them = torch.logsumexp(group.gather(own, dim), dim, keepdim=True)
         found = local - all_of_them
-        ctx.dim, ctx.team = dim, group
+        ctx.dim, ctx.group = dim, group
         ctx.save_for_backward(found, own - all_of_them)
         return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         found, share = ctx.saved_tensors
-        total = ctx.team.sum(gradient.sum(ctx.dim, keepdim=True))
+        total = ctx.group.sum(gradient.sum(ctx.dim, keepdim=True))
         return gradient - torch.softmax(_finite(found), ctx.dim) * (share.exp() * total), None, None
 
 
@@ -52,13 +52,13 @@ def _log_softmax(local: Tensor, dim: int, group: TensorGroup) -> Tensor:
 def _along(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if dim is None or dim % value.ndim != value.cut:
+    if dim is None or dim % value.ndim != value.shard_dim:
         return operators.along(func, args, kwargs)
-    value.consumed()
+    value.mark_consumed()
     local = value.local if kwargs.get("dtype") is None else value.local.to(kwargs["dtype"])
     if torch.is_autocast_enabled(local.device.type):
         local = local.float()
-    return value.like(_log_softmax(local, value.cut, value.team))
+    return value.with_local(_log_softmax(local, value.shard_dim, value.group))
 
 
 HANDLERS["log_softmax"] = _along
@@ -70,10 +70,10 @@ def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     logits, target = given["input"], given["target"]
     if not _by_class(logits, target) or isinstance(given["weight"], ShardedTensor):
         return NotImplemented
-    logits.consumed()
+    logits.mark_consumed()
     automatic = torch.is_autocast_enabled(logits.local.device.type)
-    wide = logits.like(logits.local.float()) if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    found = _loss(F.log_softmax(wide, wide.cut), target, given)
+    wide = logits.with_local(logits.local.float()) if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    found = _loss(F.log_softmax(wide, wide.shard_dim), target, given)
     return found if automatic else found.to(logits.dtype)
 
 
@@ -104,7 +104,7 @@ def _loss(logs: Any, target: Tensor, given: dict[str, Any]) -> Tensor:
     weight, smoothing, reduction = given["weight"], given["label_smoothing"], given["reduction"]
     if given.get("size_average") is not None or given.get("reduce") is not None:
         raise ValueError("size_average and reduce are torch's old names; use reduction")
-    dim, team, classes = logs.cut, logs.team, logs.shape[logs.cut]
+    dim, team, classes = logs.shard_dim, logs.group, logs.shape[logs.shard_dim]
     each = None if weight is None else weight.view([-1 if place == dim else 1 for place in range(logs.ndim)])
     if target.is_floating_point():
         goal = target * (1 - smoothing) + smoothing / classes
@@ -140,15 +140,15 @@ def argmax(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value, dim = args[0], given["dim"]
     if dim is None:
         return NotImplemented
-    if dim % value.ndim != value.cut:
+    if dim % value.ndim != value.shard_dim:
         found = func(*(value.local, *args[1:]), **kwargs)
-        place = value.cut - (dim % value.ndim < value.cut and not given["keepdim"])
-        return value.like(found, place)
+        place = value.shard_dim - (dim % value.ndim < value.shard_dim and not given["keepdim"])
+        return value.with_local(found, place)
     if value.segments > 1:
         return NotImplemented
-    value.consumed()
-    best, place = value.local.detach().max(value.cut, keepdim=True)
-    best = value.team.gather(best, value.cut)
-    place = value.team.gather(place + value.team.rank * value.local.shape[value.cut], value.cut)
-    found = place.gather(value.cut, best.argmax(value.cut, keepdim=True))
-    return found if given["keepdim"] else found.squeeze(value.cut)
+    value.mark_consumed()
+    best, place = value.local.detach().max(value.shard_dim, keepdim=True)
+    best = value.group.gather(best, value.shard_dim)
+    place = value.group.gather(place + value.group.rank * value.local.shape[value.shard_dim], value.shard_dim)
+    found = place.gather(value.shard_dim, best.argmax(value.shard_dim, keepdim=True))
+    return found if given["keepdim"] else found.squeeze(value.shard_dim)

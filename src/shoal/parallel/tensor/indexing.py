@@ -54,11 +54,11 @@ def _taken(value: ShardedTensor, sizes: Sequence[int], dim: int) -> Any:
 def unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value, dim = _named("self dim", args, kwargs, dim=0)
     dim %= value.ndim
-    if dim == value.cut:
+    if dim == value.shard_dim:
         if value.shape[dim] <= FEW:
-            value.taken_apart(value.shape[dim])
+            value.check_fused(value.shape[dim])
         return NotImplemented
-    return tuple(value.like(part, value.cut - (dim < value.cut)) for part in value.local.unbind(dim))
+    return tuple(value.with_local(part, value.shard_dim - (dim < value.shard_dim)) for part in value.local.unbind(dim))
 
 
 @handles("select")
@@ -95,7 +95,7 @@ def setitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if part is NotImplemented:
         return NotImplemented
     if isinstance(value, Tensor):
-        value = match_operand(part, part.cut - part.ndim, value)
+        value = match_operand(part, part.shard_dim - part.ndim, value)
     part.local[...] = value
     return None
 
@@ -178,6 +178,6 @@ def repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> Any:
 @handles("view_as_complex", "view_as_real")
 def view_as_complex(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
-    if func.__name__ == "view_as_complex" and value.cut == value.ndim - 1:
+    if func.__name__ == "view_as_complex" and value.shard_dim == value.ndim - 1:
         return NotImplemented
-    return value.like(func(value.local))
+    return value.with_local(func(value.local))

@@ -91,7 +91,7 @@ def plain(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 @handles("get data")
 def data(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return args[0].like(args[0].local.detach())
+    return args[0].with_local(args[0].local.detach())
 
 
 @handles("dropout", "dropout_")
@@ -128,10 +128,10 @@ def along(func: Func, args: Args, kwargs: Kwargs) -> Any:
     default = {"normalize": 1, "glu": -1}.get(name)
     dims = kwargs.get(ask, args[place] if len(args) > place else default)
     dims = args[1:] if name == "flip" and len(args) > 2 else dims
-    if dims is None or value.cut in [dim % value.ndim for dim in ([dims] if isinstance(dims, int) else dims)]:
+    if dims is None or value.shard_dim in [dim % value.ndim for dim in ([dims] if isinstance(dims, int) else dims)]:
         return NotImplemented
-    value.worked()
-    return value.like(func(value.local, *args[1:], **kwargs))
+    value.mark_computed()
+    return value.with_local(func(value.local, *args[1:], **kwargs))
 
 
 @handles("sum", "mean", "amax", "amin", "logsumexp", "any", "all")
@@ -143,14 +143,16 @@ def reduce(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     all_dims = list(range(value.ndim))
     reduced = all_dims if dims is None or dims == () else [d % value.ndim for d in _many(dims)]
-    if value.cut in reduced:
+    if value.shard_dim in reduced:
         if name not in ("sum", "mean"):
             return NotImplemented
-        value.worked()
-        part = collective_ops.all_reduce(func(value.local, *args[1:], **kwargs), value.team)
-        return part / value.team.size if name == "mean" else part
-    value.worked()
-    return value.like(func(value.local, *args[1:], **kwargs), reshape.dim_after_reduce(value.cut, reduced, keep))
+        value.mark_computed()
+        part = collective_ops.all_reduce(func(value.local, *args[1:], **kwargs), value.group)
+        return part / value.group.size if name == "mean" else part
+    value.mark_computed()
+    return value.with_local(
+        func(value.local, *args[1:], **kwargs), reshape.dim_after_reduce(value.shard_dim, reduced, keep)
+    )
 
 
 def _many(dims: Any) -> Sequence[int]:

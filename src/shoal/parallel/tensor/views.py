@@ -92,7 +92,7 @@ def unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value, dim = args[0], kwargs.get("dim", args[-1])
     dim %= value.ndim + 1
-    return value.like(value.local.unsqueeze(dim), value.cut + (dim <= value.cut))
+    return value.with_local(value.local.unsqueeze(dim), value.shard_dim + (dim <= value.shard_dim))
 
 
 @handles("squeeze")
@@ -101,7 +101,7 @@ def squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     asked = range(value.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = [dim % value.ndim for dim in asked if value.shape[dim] == 1]
     return (
-        value.like(value.local.squeeze(tuple(gone)), reshape.dim_after_reduce(value.cut, gone, keep=False))
+        value.with_local(value.local.squeeze(tuple(gone)), reshape.dim_after_reduce(value.shard_dim, gone, keep=False))
         if gone
         else value
     )

@@ -173,7 +173,7 @@ class _TrafficModel:
             return self.seconds(self.group, num_bytes, passes=2)
         devices = range(setup.data)
         _, lanes, spans = self.assignment
-        choice = choose_route(self.topology, devices, int(num_bytes), lanes=lanes, deal=spans)
+        choice = choose_route(self.topology, devices, int(num_bytes), lanes=lanes, assignment=spans)
         played = simulate_route(choice.route, self.topology, devices, int(num_bytes), lanes=lanes, assignment=spans)
         self.route = f"{choice.name}, as the runtime chooses"
         for tier, (sent, busy) in by_tier(played.messages).items():

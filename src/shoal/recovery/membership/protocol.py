@@ -312,7 +312,7 @@ class MemberState:
         reason = "nobody is left who has the state: back to the newest checkpoint"
         out = [who for who in view.members if who not in members]
         return ProposeView(
-            structs.replace(self._next_view(view, members, reason, out=out), term=view.restart + 1, step=0)
+            structs.replace(self._next_view(view, members, reason, out=out), restart=view.restart + 1, step=0)
         )
 
     def _next_view(
@@ -328,7 +328,7 @@ class MemberState:
             removed[who.worker] = max(who.incarnation, removed.get(who.worker, -1))
         return structs.replace(
             view,
-            epoch=view.generation + 1,
+            generation=view.generation + 1,
             members=tuple(members),
             step=max(view.step, self.committed),
             reason=reason,
@@ -365,7 +365,7 @@ def remove_dead(view: MembershipView, gone: Mapping[WorkerId, str]) -> Membershi
         removed[who.worker] = max(who.incarnation, removed.get(who.worker, -1))
     return structs.replace(
         view,
-        epoch=view.generation + 1,
+        generation=view.generation + 1,
         members=tuple(who for who in view.members if who not in gone),
         reason="; ".join(f"{who} {why}" for who, why in gone.items()),
         boundary=False,

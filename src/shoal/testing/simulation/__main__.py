@@ -76,11 +76,11 @@ def simulate_seeds(first: int, seeds: int, servers: bool) -> int:
 
 
 def replay_seed(seed: int, trace: bool, servers: bool) -> int:
-    world: Any = _servers().World(seed, trace=True) if servers else SimWorld(seed, trace=True)
+    world: Any = _servers().SimServersWorld(seed, trace=True) if servers else SimWorld(seed, trace=True)
     try:
         met, verdict = world.run(), "every law held"
     except InvariantViolated as broken:
-        met, verdict = world.met if servers else world.laws.met, f"broken: {broken}"
+        met, verdict = world.cases if servers else world.invariants.cases, f"broken: {broken}"
     print(f"seed {seed}: {world.plan}")
     if trace:
         print("\n".join(world.trace or []))

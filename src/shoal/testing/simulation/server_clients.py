@@ -363,20 +363,20 @@ def queue_script(client: SimClient) -> Script:
             world.require(reply.reason == "" and reply.steps_done == world.plan.steps, f"the end came early: {reply}")
             return
         world.require(isinstance(reply, LeaseReply), f"worker {client.worker} was told {reply}")
-        if world.leases.setdefault(reply.ticket, client.who) != client.who and len(reply.members) == 1:
+        if world.leases.setdefault(reply.lease, client.who) != client.who and len(reply.members) == 1:
             world.record_case("a ticket was given to another")
-        together = yield SimBarrier((group, reply.epoch, reply.ticket, "sum"), reply.members)
+        together = yield SimBarrier((group, reply.generation, reply.lease, "sum"), reply.members)
         if world.plan.rows:
             yield client.pull_requests()
         if together and reply.members[0] == client.worker:
-            yield client.push_requests(reply.ticket, ticket=reply.ticket, pull=True)
-        together = together and (yield SimBarrier((group, reply.epoch, reply.ticket, "values"), reply.members))
+            yield client.push_requests(reply.lease, lease=reply.lease, pull=True)
+        together = together and (yield SimBarrier((group, reply.generation, reply.lease, "values"), reply.members))
         if not together:
             world.record_case("a group did a ticket again")
         ask = (
-            LeaseRequest(group, finished=reply.ticket)
+            LeaseRequest(group, finished=reply.lease)
             if together
-            else LeaseRequest(group, failed_generation=reply.epoch)
+            else LeaseRequest(group, failed_generation=reply.generation)
         )
 
 

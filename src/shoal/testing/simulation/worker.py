@@ -65,7 +65,7 @@ class SimWorker(SimProcess):
         super().__init__(world)
         self.who, self.host = who, host
         self.parts, self.part = world.plan.parts, model_shard_of(who.worker, world.plan.parts)
-        self.member: MemberState = world.member(who=who, parts=self.parts)
+        self.member: MemberState = world.member(worker_id=who, model_shards=self.parts)
         self.weights, self.steps = VOID, 0  # steps: how many the weights have seen
         self.kept_gradient: Gradient = ()  # of the step in doubt
         self.view: MembershipView | None = None  # of the group that was formed last
