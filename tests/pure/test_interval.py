@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.recovery.checkpoint.interval import (
+from shoal.recovery.checkpoint.policy import (
     ADVISE_SECONDS,
     DAY,
     FIRST_SECONDS,
     REPAIR_SECONDS,
+    CheckpointPolicy,
     FailureRate,
-    IntervalAdvisor,
     advise,
     all_lost_seconds,
     daly,
@@ -129,7 +129,7 @@ def test_losing_everybody_one_by_one() -> None:
 
 
 def play(
-    pacer: IntervalAdvisor, until: float, *, step_seconds: float = 0.5, save: float = 0.2, write: float = 1.0
+    pacer: CheckpointPolicy, until: float, *, step_seconds: float = 0.5, save: float = 0.2, write: float = 1.0
 ) -> list[float]:
     """A run that does as it is told; returns when it saved."""
     saved, step, now = [], 0, 0.0
@@ -146,7 +146,7 @@ def play(
 
 
 def test_the_first_save_measures_and_the_next_follow_the_advice() -> None:
-    pacer = IntervalAdvisor(0.0, workers=4)
+    pacer = CheckpointPolicy(0.0, auto=True, workers=4)
     saved = play(pacer, 2000.0)
     assert saved[0] == pytest.approx(FIRST_SECONDS, abs=1.0)
     gaps = [late - early for early, late in pairwise(saved)]
@@ -156,7 +156,7 @@ def test_the_first_save_measures_and_the_next_follow_the_advice() -> None:
 
 
 def test_never_twice_for_one_step_and_not_before_something_was_done() -> None:
-    pacer = IntervalAdvisor(0.0, workers=1)
+    pacer = CheckpointPolicy(0.0, auto=True, workers=1)
     assert not pacer.due(0, 1000.0)
     assert pacer.due(1, 1000.0)
     pacer.saved(1, 0.0, 1000.0)
@@ -165,7 +165,7 @@ def test_never_twice_for_one_step_and_not_before_something_was_done() -> None:
 
 def test_failures_of_single_workers_change_little_and_losses_change_much() -> None:
     calm, stormy, lossy, old = (
-        IntervalAdvisor(0.0, workers=4, survives_loss=live) for live in (True, True, True, False)
+        CheckpointPolicy(0.0, auto=True, workers=4, survives_loss=live) for live in (True, True, True, False)
     )
     for pacer in (calm, stormy, lossy, old):
         play(pacer, 300.0)
@@ -177,13 +177,13 @@ def test_failures_of_single_workers_change_little_and_losses_change_much() -> No
     assert seconds[1] > 0.9 * seconds[0], "four workers, of which one fails every 15 s, do not go all at once"
     assert seconds[2] < 0.02 * seconds[0]
     assert seconds[3] < seconds[2] / 10, "without recovery from live members each of the 20 counts"
-    two = IntervalAdvisor(0.0, workers=2)
+    two = CheckpointPolicy(0.0, auto=True, workers=2)
     two.workers_lost(20)
     assert two.failure_seconds(300.0) < HOUR, "two may"
 
 
 def test_the_advice_is_told_when_it_changes_and_only_then() -> None:
-    pacer = IntervalAdvisor(0.0, workers=2)
+    pacer = CheckpointPolicy(0.0, auto=True, workers=2)
     assert pacer.changed_advice(0.0) is None, "nothing has been measured yet"
     play(pacer, 100.0)
     told = pacer.changed_advice(100.0)
@@ -197,7 +197,7 @@ def test_the_advice_is_told_when_it_changes_and_only_then() -> None:
 
 
 def test_a_slow_disk_is_waited_for() -> None:
-    pacer = IntervalAdvisor(0.0, workers=2)
+    pacer = CheckpointPolicy(0.0, auto=True, workers=2)
     saved = play(pacer, 3000.0, save=0.001, write=120.0)
     assert pacer.advice is not None and pacer.advice.limited_by == "write"
     assert min(late - early for early, late in pairwise(saved[1:])) >= 119.0

@@ -9,9 +9,9 @@ from torch import nn
 
 from shoal.collectives.group import WorkerGroup
 from shoal.numerics.digest import model_digest, tensor_digests
+from shoal.recovery.checkpoint.live_state import LiveState
 from shoal.testing import RanksFailed, ranks
 from shoal.worker import state_transfer
-from shoal.worker.checkpointer import LiveState
 from shoal.worker.state_transfer import preallocate, receive_state, send_state
 
 
