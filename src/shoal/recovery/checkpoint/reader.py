@@ -28,11 +28,11 @@ from shoal.recovery.checkpoint.files import (
     StoredSlice,
     TensorEntry,
     TensorIndex,
-    TensorShape,
 )
 from shoal.recovery.checkpoint.manifest import Manifest, read_manifest
 from shoal.recovery.checkpoint.serialize import DTYPE_LABELS, STORABLE_DTYPES
 from shoal.recovery.checkpoint.shards import optimizer_state_of, parameter_of_tensor, without_strides
+from shoal.recovery.checkpoint.state import shape_text
 
 LENGTH_BYTES = 8  # of the length of the header, at the beginning of a file
 _OPEN_FILES = 64  # at once
@@ -311,7 +311,3 @@ def _check_model(
         then, now = stored[name].shape, tuple(state_shard.shapes[known[name]])
         if then != now:
             raise CheckpointMismatch(f"{name}: {shape_text(then)} in the checkpoint, {shape_text(now)} in the model")
-
-
-def shape_text(shape: TensorShape) -> str:
-    return "×".join(map(str, shape)) or "scalar"
