@@ -52,7 +52,7 @@ def hand_over(group: WorkerGroup) -> list[Any]:
     preallocate(newcomer.parameters.values())
     snapshot, _ = receive_state(group, 0)
     newcomer.restore(snapshot, own=True)
-    assert snapshot.step == 3 and snapshot.values["told"] == {"loss": 0.5}
+    assert snapshot.step == 3 and snapshot.values["progress"] == {"loss": 0.5}
     return [state(newcomer), newcomer.state["seen"]["samples"]]
 
 
