@@ -24,7 +24,7 @@ from helpers.checkpoint_parts import (
 )
 from helpers.command import forked
 from shoal.errors import CheckpointError
-from shoal.recovery.checkpoint import directory, files
+from shoal.recovery.checkpoint import directory, shards
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.files import ShardWriteTask, StateShard
 
@@ -64,7 +64,7 @@ def test_a_writer_killed_while_it_writes_leaves_nothing_that_looks_whole(tmp_pat
     write(CheckpointDirectory(tmp_path), whole, layout, 1)
 
     def play(holding: StateShard) -> None:
-        real = files.save_tensors
+        real = shards.save_tensors
 
         def dies(tensors: dict[str, Tensor], path: Path) -> None:
             real(tensors, path)
@@ -72,7 +72,7 @@ def test_a_writer_killed_while_it_writes_leaves_nothing_that_looks_whole(tmp_pat
                 path.write_bytes(path.read_bytes()[:100])
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        files.save_tensors = dies
+        shards.save_tensors = dies
         share = ShardWriteTask(state_shard=holding, token="first")
         snapshot = cut(whole, holding).capture(2, {"loss": 0.5}, task=share)
         if holding.is_leader and victim == 1:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from helpers.snapshots import assert_same, found, names, run_of, snapshot, told, train, wait, writer
@@ -21,9 +22,11 @@ from shoal.errors import CheckpointError, InputError, RunFolderError
 from shoal.numerics.digest import tensor_sha256
 from shoal.recovery.checkpoint import directory, manifest
 from shoal.recovery.checkpoint.directory import CheckpointDirectory, WrittenCheckpoint
-from shoal.recovery.checkpoint.files import Snapshot
+from shoal.recovery.checkpoint.export import export_weights
+from shoal.recovery.checkpoint.files import Snapshot, save_tensors
 from shoal.recovery.checkpoint.policy import CheckpointPolicy
-from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES, SnapshotBuffers
+from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES
+from shoal.recovery.checkpoint.serialize import SnapshotBuffers
 from shoal.report.events import Event
 from shoal.worker import checkpointer as keeping
 from shoal.worker.checkpointer import Checkpointer
@@ -68,6 +71,19 @@ def test_every_bit_of_every_dtype_and_layout_comes_back(tmp_path: Path) -> None:
             assert tensor.is_contiguous(), name
             assert tensor.data_ptr() % 64 == 0, name
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, f"{name} is a view of something larger"
+
+
+def test_a_file_has_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(3, 4), "a": torch.randn(2).double(), "ß": torch.tensor(True), "0": torch.empty(0, 4)}
+    tensors |= {"h": torch.ones(3, dtype=torch.bfloat16), "i": torch.arange(3)}
+    aliases = {"tied “name”": "b"}
+    for metadata in (None, {"format": "pt", "aliases": json.dumps(aliases)}):
+        save_file(tensors, tmp_path / "library", metadata)
+        if metadata is None:
+            save_tensors(tensors, tmp_path / "ours")
+        else:
+            export_weights(tmp_path / "ours", tensors, aliases)
+        assert (tmp_path / "ours").read_bytes() == (tmp_path / "library").read_bytes()
 
 
 def test_values_that_json_would_change_are_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -32,14 +32,14 @@ from helpers.checkpoint_parts import (
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import tensor_digests, tensor_sha256
 from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, row_slice
-from shoal.recovery.checkpoint import directory, files, manifest
+from shoal.recovery.checkpoint import directory, manifest
 from shoal.recovery.checkpoint import shards as sharding
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.export import export_stored, export_weights, initial_weights, load_weights
 from shoal.recovery.checkpoint.files import ShardWriteTask, StateShard, StoredSlice, TensorEntry
 from shoal.recovery.checkpoint.live_state import LiveState
 from shoal.recovery.checkpoint.reader import CheckpointMismatch, StoredTensors, index_of_files, open_weights
-from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES
+from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES
 from shoal.recovery.checkpoint.shards import is_complete
 from shoal.recovery.checkpoint.state import capture_weights, restore_weights
 from shoal.report.events import CheckpointSaved, Event, SaveFailed
@@ -392,13 +392,13 @@ def test_a_part_that_comes_after_the_leader_gave_up_is_nobodys_trouble(
 ) -> None:
     whole, layout = trained(), sliced()
     checkpoints = CheckpointDirectory(tmp_path)
-    real = files.save_tensors
+    real = sharding.save_tensors
 
     def late(tensors: dict[str, Tensor], path: Path) -> None:
         checkpoints._discard(path.parent)
         real(tensors, path)
 
-    monkeypatch.setattr(files, "save_tensors", late)
+    monkeypatch.setattr(sharding, "save_tensors", late)
     share = ShardWriteTask(state_shard=layout[1], token="t")
     with pytest.raises(directory.CheckpointOvertaken):
         checkpoints.write_shard(cut(whole, layout[1]).capture(5, {}, task=share), share)
@@ -557,14 +557,14 @@ def test_a_leader_that_failed_is_given_the_part_again(tmp_path: Path, monkeypatc
 
 def test_a_part_that_cannot_be_written_is_told_by_the_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = Crew(tmp_path, trained(), sliced())
-    real = files.save_tensors
+    real = sharding.save_tensors
 
     def full(tensors: dict[str, Tensor], path: Path) -> None:
         if path.name == "optimizer-1.safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(tensors, path)
 
-    monkeypatch.setattr(files, "save_tensors", full)
+    monkeypatch.setattr(sharding, "save_tensors", full)
     for step in (1, 2):
         crew.save(step)
         crew.wait()

@@ -4,60 +4,35 @@ A tied weight is stored once; its other names are in the metadata, as JSON under
 """
 
 import json
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.numerics.digest import tensor_bytes
 from shoal.recovery.checkpoint.files import StateShard
 from shoal.recovery.checkpoint.manifest import written_atomically
-from shoal.recovery.checkpoint.reader import SafetensorsFile, StoredTensors, index_of_files
-from shoal.recovery.checkpoint.serialize import DTYPE_LABELS, STORABLE_DTYPES
+from shoal.recovery.checkpoint.reader import StoredTensors, index_of_files
+from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES, SafetensorsFile, TensorSpecs, write_safetensors
 
-_LABELS = {dtype: label for label, dtype in DTYPE_LABELS.items()}
 _FIX = "use a file that was written for this model, such as a run's model.safetensors"
 
 
 def export_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
     """Writes the file from tensors in memory."""
-    contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
-    try:
-        with written_atomically(path) as beside:
-            save_file(contiguous, beside, metadata=_metadata(aliases))
-    except SafetensorError as error:  # such as "I/O error: No space left on device (os error 28)"
-        raise CheckpointError(f"the weights {path} could not be written: {error}") from error
+    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
+    _export(path, specs, weights.__getitem__, aliases)
 
 
 def export_stored(path: Path, stored: StoredTensors, aliases: dict[str, str]) -> None:
-    """Writes the same file from the files of a checkpoint, with one tensor in memory at a time.
-
-    safetensors writes only tensors that are all in memory, so this function writes the format: the length of the
-    header, the header, and the tensors one after the other. Large elements come first, so that all are aligned.
-    """
-    entries = stored.index["weights"]
-    dtypes = {name: STORABLE_DTYPES[entry.dtype] for name, entry in entries.items()}
-    names = sorted(dtypes, key=lambda name: (-dtypes[name].itemsize, name))
-    header: dict[str, object] = {"__metadata__": _metadata(aliases)}
-    end = 0
-    for name in names:
-        shape = entries[name].shape
-        start, end = end, end + math.prod(shape) * dtypes[name].itemsize
-        header[name] = {"dtype": _LABELS[dtypes[name]], "shape": list(shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with written_atomically(path) as beside, open(beside, "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name in names:
-            file.write(tensor_bytes(stored.read("weights", name)))
+    """Writes the same file from the files of a checkpoint, with one tensor in memory at a time."""
+    specs = {name: (STORABLE_DTYPES[entry.dtype], entry.shape) for name, entry in stored.index["weights"].items()}
+    _export(path, specs, lambda name: stored.read("weights", name), aliases)
 
 
-def _metadata(aliases: dict[str, str]) -> dict[str, str]:
-    return {"format": "pt", "aliases": json.dumps(aliases)}
+def _export(path: Path, specs: TensorSpecs, read: Callable[[str], Tensor], aliases: dict[str, str]) -> None:
+    with written_atomically(path) as beside:
+        write_safetensors(beside, specs, read, {"format": "pt", "aliases": json.dumps(aliases)})
 
 
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

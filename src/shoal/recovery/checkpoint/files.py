@@ -8,9 +8,7 @@
 directory.py decides which folder the files are in and when the folder counts as a checkpoint.
 """
 
-import errno
 import json
-import os
 import re
 import threading
 from collections.abc import Collection, Mapping
@@ -19,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.numerics.tensor_slice import FULL_SLICE, Range, TensorSlice
 from shoal.recovery.checkpoint.manifest import Manifest, fsync
+from shoal.recovery.checkpoint.safetensors_file import write_safetensors
 from shoal.recovery.checkpoint.serialize import check_storable, to_plain
 
 STATE_FILE = "state.json"
@@ -194,40 +191,20 @@ def make_folder(folder: Path) -> None:
 def write_whole(folder: Path, snapshot: Snapshot) -> None:
     """Writes all files of one writer; the manifest follows."""
     state = state_of(snapshot).encode()
-    tensors = {section: writable(each) for section, each in snapshot.tensors.items()}
+    for tensors in snapshot.tensors.values():
+        check_tensors(tensors)
     (folder / STATE_FILE).write_bytes(state)
-    for section, file in TENSOR_FILES.items():
-        save_readable(tensors[section], folder / file)
+    for section, tensors in snapshot.tensors.items():
+        save_tensors(tensors, folder / TENSOR_FILES[section])
 
 
-def writable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As safetensors requires them: row-major, in main memory, none sharing memory with another."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
+def check_tensors(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name == "__metadata__":
             raise CheckpointError(f"a tensor cannot be named {name!r}: safetensors keeps that name for itself")
         check_storable(tensor, name)
-        own = to_plain(tensor)
-        if own.untyped_storage().data_ptr() in seen:
-            own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
-        found[name] = own
-    return found
 
 
-def save_readable(tensors: dict[str, Tensor], path: Path) -> None:
-    """Saves tensors with the permissions of an ordinary file: safetensors makes files for their owner alone."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_tensors(tensors, path)
-    path.chmod(mode)
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:  # such as "I/O error: No space left on device (os error 28)"
-        code = re.search(r"os error (\d+)", str(error))
-        number = int(code[1]) if code else errno.EIO
-        raise OSError(number, os.strerror(number) if code else str(error), str(path)) from error
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_safetensors(path, specs, lambda name: to_plain(tensors[name]))

@@ -6,8 +6,7 @@ wanted   w rows 1-2: the reader reads one row of each file, and nothing else
 
 import itertools
 import json
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -30,11 +29,10 @@ from shoal.recovery.checkpoint.files import (
     TensorIndex,
 )
 from shoal.recovery.checkpoint.manifest import Manifest, read_manifest
-from shoal.recovery.checkpoint.serialize import DTYPE_LABELS, STORABLE_DTYPES
+from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES, SafetensorsFile
 from shoal.recovery.checkpoint.shards import optimizer_state_of, parameter_of_tensor, without_strides
 from shoal.recovery.checkpoint.state import shape_text
 
-LENGTH_BYTES = 8  # of the length of the header, at the beginning of a file
 _OPEN_FILES = 64  # at once
 
 
@@ -43,78 +41,6 @@ class CheckpointMismatch(CheckpointError):
 
 
 # ---- tensors
-
-
-class SafetensorsFile:
-    """One safetensors file. Anything wrong with the file raises OSError or ValueError.
-
-    The file is read and not mapped: a mapping counts as the process's own memory, and a worker under a memory limit may
-    have less left than the length of the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb")
-        try:
-            size = path.stat().st_size
-            length = int.from_bytes(self._file.read(LENGTH_BYTES), "little")
-            if size < LENGTH_BYTES or LENGTH_BYTES + length > size:
-                raise ValueError(f"{path.name} is no safetensors file, or only the beginning of one")
-            header: dict[str, Any] = json.loads(self._file.read(length))
-            self._start = LENGTH_BYTES + length
-            self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            self._tensors = {name: _SafetensorsEntry(name, entry, size - self._start) for name, entry in header.items()}
-        except (AttributeError, KeyError, TypeError) as error:
-            self._file.close()
-            raise ValueError(f"{path.name} is no safetensors file: {error}") from None
-        except BaseException:
-            self._file.close()
-            raise
-
-    def __enter__(self) -> "SafetensorsFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPE_LABELS[self._tensors[name].label]
-
-    def read(self, name: str, box: tuple[slice, ...] = ()) -> Tensor:
-        """A tensor in fresh memory, or a view of a box of it: a range per dimension. Other rows are not read."""
-        found = self._tensors.get(name)
-        if found is None:
-            raise ValueError(f"{self._file.name} has no {name}")
-        shape, start, dtype = found.shape, found.start, DTYPE_LABELS[found.label]
-        if box and shape:
-            first, stop, _ = box[0].indices(shape[0])
-            start += first * math.prod(shape[1:]) * dtype.itemsize
-            shape = (max(0, stop - first), *shape[1:])
-        tensor = torch.empty(shape, dtype=dtype)
-        if tensor.numel():
-            self._file.seek(self._start + start)
-            room = tensor.reshape(-1).view(torch.uint8).numpy().data
-            if self._file.readinto(room) != room.nbytes:
-                raise ValueError(f"{self._file.name} ends within {name}")
-        return tensor[(slice(None), *box[1:])] if len(box) > 1 else tensor
-
-
-class _SafetensorsEntry:
-    def __init__(self, name: str, entry: dict[str, Any], size: int) -> None:
-        self.label, self.shape = str(entry["dtype"]), tuple(int(each) for each in entry["shape"])
-        self.start, stop = entry["data_offsets"]
-        if self.label not in DTYPE_LABELS:
-            raise ValueError(f"{name} has the dtype {self.label}, which Shoal does not know")
-        length = math.prod(self.shape) * DTYPE_LABELS[self.label].itemsize
-        if not 0 <= self.start <= stop <= size or stop - self.start != length:
-            raise ValueError(f"{name} is not within the file")
 
 
 class StoredTensors:

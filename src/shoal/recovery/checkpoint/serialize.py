@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import tensor_bytes
+from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES
 
 CopyTensor = Callable[[Tensor, str], Tensor]  # a live tensor and its name -> the tensor of the snapshot
 
@@ -27,17 +28,6 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$OrderedDict": Ord
 _TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
 ALIGNMENT = 64  # bytes, of memory that torch allocates
 _MAX_DEPTH = 100  # a deeper structure contains itself
-
-# fmt: off
-DTYPE_LABELS: dict[str, torch.dtype] = {  # what safetensors can hold, by the name that it has there
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
-# fmt: on
-STORABLE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_LABELS.values()}
 
 
 def check_storable(tensor: Tensor, name: str) -> None:

@@ -42,12 +42,12 @@ from shoal.recovery.checkpoint.files import (
     TensorEntry,
     TensorIndex,
     check_json,
+    check_tensors,
     make_folder,
-    save_readable,
+    save_tensors,
     shard_file,
     state_of,
     step_name,
-    writable,
 )
 from shoal.recovery.checkpoint.manifest import FileSeal, fsync, make_durable
 
@@ -127,7 +127,9 @@ def _write_shard(partial: Path, snapshot: Snapshot, state_shard: StateShard) -> 
     mine = parameter_of_tensor(state)
     # Settings that are tensors are the same on all workers: the leader writes them.
     optimizer = {name: each for name, each in snapshot.optimizer.items() if name in mine or state_shard.is_leader}
-    tensors = {"weights": writable(snapshot.weights), "optimizer": writable(optimizer)}
+    tensors = {"weights": snapshot.weights, "optimizer": optimizer}
+    for each in tensors.values():
+        check_tensors(each)
     state = {
         name: without_strides(value) if state_shard.optimizer_slice_of(name) else value for name, value in state.items()
     }
@@ -135,7 +137,7 @@ def _write_shard(partial: Path, snapshot: Snapshot, state_shard: StateShard) -> 
     index = index_of_shard(state_shard, tensors, state)
     files = {section: partial / shard_file(section, state_shard.shard_index or 0) for section in FILE_STEMS}
     for section, file in files.items():
-        save_readable(tensors[section], file)
+        save_tensors(tensors[section], file)
     receipt = ShardReceipt(
         shard_index=state_shard.shard_index or 0,
         num_shards=state_shard.num_shards,
@@ -240,7 +242,8 @@ def write_as_leader(
     partial.mkdir(exist_ok=True)  # a follower may have made it
     (partial / OWNER).write_text(owner)
     receipts = [_write_shard(partial, snapshot, task.state_shard)]
-    save_readable(writable(snapshot.extra), partial / TENSOR_FILES["extra"])
+    check_tensors(snapshot.extra)
+    save_tensors(snapshot.extra, partial / TENSOR_FILES["extra"])
     receipts += _await_receipts(partial, snapshot.step, task, stall_seconds)
     (partial / STATE_FILE).write_bytes(merge_receipts(receipts, task.state_shard, snapshot).encode())
     for name in [OWNER, *(receipt_file(index) for index in range(1, task.state_shard.num_shards))]:
