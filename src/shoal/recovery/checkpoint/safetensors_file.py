@@ -19,16 +19,18 @@ from shoal.numerics.digest import tensor_bytes
 
 LENGTH_BYTES = 8  # of the length of the header, at the beginning of a file
 # fmt: off
-DTYPE_LABELS: dict[str, torch.dtype] = {  # what safetensors can hold, by the name that it has there
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+DTYPE_LABELS: dict[str, torch.dtype] = {  # by their names in the format, in the order of tensors in a file
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
+    "F32": torch.float32, "U32": torch.uint32, "I32": torch.int32,
+    "BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16, "I16": torch.int16,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }
 # fmt: on
 STORABLE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_LABELS.values()}
 _LABELS = {dtype: label for label, dtype in DTYPE_LABELS.items()}
+_ORDER = {dtype: place for place, dtype in enumerate(_LABELS)}  # large elements first, so that all tensors are aligned
 
 TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
 
@@ -36,12 +38,9 @@ TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype
 def write_safetensors(
     path: Path, specs: TensorSpecs, read: Callable[[str], Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Writes a file, byte for byte as the library does, with one tensor in memory at a time, which `read` returns.
-
-    Large elements come first, so that all tensors are aligned.
-    """
-    names = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
-    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
+    """Writes a file, byte for byte as the library does, with one tensor in memory at a time, which `read` returns."""
+    names = sorted(specs, key=lambda name: (_ORDER[specs[name][0]], name))
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name in names:
         dtype, shape = specs[name]
