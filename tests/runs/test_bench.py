@@ -43,7 +43,7 @@ def test_workers_in_a_lab_choose_by_its_links(monkeypatch: pytest.MonkeyPatch) -
     def links_in_use(group: WorkerGroup) -> list[list[float]]:
         assert isinstance(group, DistributedGroup)
         used: Any = group.process_group.transport
-        return [[each.latency, each.bandwidth] for each in (used.traffic.links[name] for name in ("host", "rack"))]
+        return [[each.latency, each.bandwidth] for each in (used.config.links[name] for name in ("host", "rack"))]
 
     cluster = even_cluster(racks=2, hosts=1, link="200 Mbit/s", uplink="40 Mbit/s")
     with Lab(cluster) as lab:
@@ -57,9 +57,8 @@ def test_workers_in_a_lab_choose_by_its_links(monkeypatch: pytest.MonkeyPatch) -
 
         def with_a_wish(group: WorkerGroup) -> list[list[float]]:
             made: Any = dist.new_group(backend="shoal", pg_options=CommOptions(algorithm="tree"))
-            return [
-                [each.latency, each.bandwidth] for each in (made.way.traffic.links[name] for name in ("host", "rack"))
-            ]
+            links = made.transport.config.links
+            return [[each.latency, each.bandwidth] for each in (links[name] for name in ("host", "rack"))]
 
         assert ranks(2, with_a_wish, places=lab.rank_hosts(2)) == [[[1e-3, 1e6], [1e-3, 1e5]]] * 2
 
