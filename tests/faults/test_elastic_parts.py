@@ -386,7 +386,7 @@ def test_the_first_checkpoint_may_still_be_under_way_when_a_part_is_lost(faults:
     has_its_part = Place(shards, "_await_receipts", after=True)
     gone = until_true(lambda: bool(faults.told("worker-exited")))  # the driver has heard of it
     faults.at(has_its_part, gone, worker=0)
-    delivered = until_true(lambda: any((faults.run / "checkpoints").glob(".*/part-1.json")))
+    delivered = until_true(lambda: any((faults.run / "checkpoints").glob(".*/shard-1.json")))
     faults.at(LANE, both(delivered, kill), step=5, worker=1)
     train(faults, "data=2,zero=1", back_to=4)
     assert lost(faults) == [1]
