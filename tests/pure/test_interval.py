@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.intervals import time_shares
 from shoal.recovery.checkpoint.policy import (
     ADVISE_SECONDS,
     DAY,
@@ -18,7 +19,6 @@ from shoal.recovery.checkpoint.policy import (
     advise,
     all_lost_seconds,
     daly,
-    time_shares,
     young,
 )
 
@@ -72,8 +72,9 @@ def test_advice_is_always_whole_steps_and_shares_of_one(save: float, failure: fl
     assert advice.every >= 1
     assert advice.seconds == advice.every * step
     assert advice.seconds >= write * (1 - 1e-9), "one is written before the next is due"
-    assert 0 <= advice.save_share <= 1 and 0 <= advice.repeat_share <= 1
-    assert advice.save_share + advice.repeat_share <= 1 + 1e-9
+    save_share, repeat_share = time_shares(advice.seconds, save, failure, write)
+    assert 0 <= save_share <= 1 and 0 <= repeat_share <= 1
+    assert save_share + repeat_share <= 1 + 1e-9
     if advice.limited_by == "daly" and advice.every > 10:
         assert advice.seconds == pytest.approx(daly(save, failure), rel=0.06)
 
@@ -83,8 +84,9 @@ def test_an_example_that_a_reader_can_check() -> None:
     advice = advise(0.05, DAY, 0.2, 4.0)
     assert (advice.every, advice.limited_by) == (465, "daly")
     assert advice.seconds == pytest.approx(93.0, abs=0.2)
-    assert advice.save_share == pytest.approx(0.05 / 93, rel=0.01)
-    assert advice.repeat_share == pytest.approx((93 / 2 + 4) / DAY, rel=0.01)
+    save_share, repeat_share = time_shares(advice.seconds, 0.05, DAY, 4.0)
+    assert save_share == pytest.approx(0.05 / 93, rel=0.01)
+    assert repeat_share == pytest.approx((93 / 2 + 4) / DAY, rel=0.01)
     assert advise(0.05, DAY, 0.2, 400.0).limited_by == "write"
     assert advise(0.05, DAY, 0.2, 400.0).every == 2000
     assert advise(0.0, DAY, 0.2).every == 1
@@ -112,8 +114,10 @@ def test_what_is_seen_soon_weighs_more_than_what_was_assumed(every: float, lasts
     assert rate.seconds(lasts) == pytest.approx(every, rel=0.1)
 
 
-def test_what_an_earlier_process_saw_counts() -> None:
-    assert FailureRate(50.0, observed_seconds=DAY, failures=24).seconds(50.0) == pytest.approx(HOUR, rel=0.02)
+def test_all_that_was_seen_counts() -> None:
+    rate = FailureRate(50.0 - DAY)
+    rate.failed(24)
+    assert rate.seconds(50.0) == pytest.approx(HOUR, rel=0.02)
 
 
 def test_losing_everybody_one_by_one() -> None:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from helpers.intervals import time_shares
 from helpers.places import GOLDEN
 from shoal.collectives import cost_model as runtime_cost
 from shoal.collectives import trees
@@ -762,7 +763,7 @@ def test_the_loss_is_that_of_the_closed_form() -> None:
     policy = replace(RESTART_ALL, detect=0.0, restart=0.0)
     trial = FailureScenario(seconds=4000 * DAY, devices=1, step=1.0, save=60.0, mtbf=0.5 * DAY, interval=1800.0)
     found = simulate_failures(trial, policy, seed=2)
-    save, repeat = checkpoint_policy.time_shares(1800.0, 60.0, 0.5 * DAY, 0.0)
+    save, repeat = time_shares(1800.0, 60.0, 0.5 * DAY, 0.0)
     assert found.lost["saving"] / found.seconds == pytest.approx(save, rel=0.05)
     assert found.lost["repeated"] / found.seconds == pytest.approx(repeat, rel=0.05)
     assert found.failures == pytest.approx(8000, rel=0.05)

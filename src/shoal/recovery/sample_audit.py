@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.numerics.sampling import SampleSchedule
+
 _SHOWN = 20  # defects that are listed
 
 
@@ -53,17 +55,6 @@ def sample_records(messages: Iterable[ConsumedSteps]) -> Iterator[SampleRecord]:
             yield SampleRecord(step=first + position, consumed=digest, indices=indices)
 
 
-class AuditSchedule(Protocol):
-    """How samples become steps (numerics/sampling.py)."""
-
-    @property
-    def samples(self) -> int: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampleAudit:
     steps: int  # that should have a record
@@ -88,7 +79,7 @@ class SampleAudit:
 
 def audit_steps(
     records: Iterable[SampleRecord],
-    schedule: AuditSchedule,
+    schedule: SampleSchedule,
     order: Callable[[int], Sequence[int]],
     committed: int | None = None,
 ) -> SampleAudit:
@@ -139,7 +130,7 @@ def _missing_steps(by_step: dict[int, SampleRecord], steps: int) -> list[str]:
 
 
 def _wrong_steps(
-    by_step: dict[int, SampleRecord], schedule: AuditSchedule, numbers: NDArray[np.int64], first: int, steps: int
+    by_step: dict[int, SampleRecord], schedule: SampleSchedule, numbers: NDArray[np.int64], first: int, steps: int
 ) -> list[str]:
     """The defects of one pass, which begins with step `first`."""
     within = range(schedule.steps_per_epoch)

@@ -41,8 +41,6 @@ class IntervalAdvice:
     save_seconds: float  # C
     failure_seconds: float  # M
     write_seconds: float
-    save_share: float  # expected share of all time that goes into saving
-    repeat_share: float  # expected share of all time that goes into repeated work
     limited_by: str  # "daly", "write" (no faster than one write takes) or "step" (every step)
 
 
@@ -67,30 +65,14 @@ def advise(
     best = round(daly(save_seconds, failure_seconds) / step_seconds)
     least = math.ceil(write_seconds / step_seconds)
     every = max(best, least, 1)
-    seconds = every * step_seconds
-    save, repeat = time_shares(seconds, save_seconds, failure_seconds, write_seconds)
     return IntervalAdvice(
         every=every,
-        seconds=seconds,
+        seconds=every * step_seconds,
         save_seconds=save_seconds,
         failure_seconds=failure_seconds,
         write_seconds=write_seconds,
-        save_share=save,
-        repeat_share=repeat,
         limited_by="daly" if every == best else "write" if every == least else "step",
     )
-
-
-def time_shares(
-    seconds: float, save_seconds: float, failure_seconds: float, write_seconds: float
-) -> tuple[float, float]:
-    """The expected shares of all time that go into saving and into repeated work, with random failures."""
-    useful = seconds + save_seconds
-    # Expected time until an interval of this length passes without a failure, lost attempts included.
-    taken = failure_seconds * math.expm1(min(useful / failure_seconds, 100.0))
-    falls_further = write_seconds * taken / failure_seconds  # each failure also loses the write under way
-    whole = taken + falls_further
-    return save_seconds / whole, (taken - useful + falls_further) / whole
 
 
 class FailureRate:
@@ -99,10 +81,9 @@ class FailureRate:
     A run starts with the assumption of one failure a day, which weighs as much as PRIOR_SECONDS of observation.
     """
 
-    def __init__(self, now: float, *, observed_seconds: float = 0.0, failures: int = 0) -> None:
-        """`observed_seconds`, `failures`: what an earlier process of the run observed."""
-        self._began = now - observed_seconds
-        self.failures = failures
+    def __init__(self, now: float) -> None:
+        self._began = now
+        self.failures = 0
 
     def failed(self, count: int = 1) -> None:
         self.failures += count

@@ -177,7 +177,7 @@ class MemberState:
         self.state_holders = frozenset(self.group_members)
 
     def drop(self) -> None:
-        """Forgets the step, which is done again."""
+        """Forgets the step, which is repeated."""
         self.in_doubt = False
 
     # -- membership -------------------------------------------------------------------------------------------------
