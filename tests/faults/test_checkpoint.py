@@ -21,7 +21,7 @@ import torch
 from helpers.snapshots import assert_same, found, names, run_of, snapshot, told, train, wait, writer
 from shoal.errors import RunFolderError
 from shoal.numerics.digest import tensor_digests
-from shoal.recovery.checkpoint import directory, files, manifest
+from shoal.recovery.checkpoint import directory, files, manifest, safetensors_file
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.files import Snapshot
 from shoal.report.events import Event
@@ -50,6 +50,9 @@ def test_leftovers_of_dead_writers_are_swept_and_of_living_ones_are_not(tmp_path
     assert names(tmp_path) == sorted([*(name for name, stays in leftovers.items() if stays), "step-00000002"])
 
 
+WRITING = (directory.__file__, files.__file__, manifest.__file__, safetensors_file.__file__)
+
+
 def forked(play: Callable[[], object]) -> int:
     """A process that does this and ends with 0, or with 3 if another writer has overtaken it."""
     pid = os.fork()
@@ -73,7 +76,7 @@ def lines_of(play: Callable[[], object], at_line: Callable[[int], None]) -> None
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename not in (directory.__file__, files.__file__, manifest.__file__):
+        if frame.f_code.co_filename not in WRITING:
             return None
         if event == "line":
             count += 1
