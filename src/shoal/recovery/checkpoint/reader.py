@@ -145,7 +145,7 @@ def read_snapshot(folder: Path, manifest: Manifest, state_shard: StateShard | No
         wanted |= slices
     with StoredTensors(folder, index) as stored:
         tensors = {
-            section: {name: stored.read(section, name, piece) for name, piece in wanted[section].items()}
+            section: {name: stored.read(section, name, own_slice) for name, own_slice in wanted[section].items()}
             for section in TENSOR_FILES
         }
     return Snapshot(

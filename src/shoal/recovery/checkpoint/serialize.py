@@ -128,7 +128,7 @@ def _encode_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor] | None,
     while name in tensors:  # "a/b" with key "c", and "a" with key "b/c"
         name += "'"
     tensors[name] = copy_tensor(tensor, name)
-    # Strides of a dense tensor that is not row-major (channels last, a transpose) are part of the arithmetic: kernels
+    # Strides of a dense tensor that is not row-major (channels last, a transpose) belong to the arithmetic: kernels
     # choose other algorithms for other strides. empty_like keeps strides exactly if they are dense.
     if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
         return {"$tensor": name, "stride": list(tensor.stride())}

@@ -58,7 +58,7 @@ _POLL_SECONDS = 0.05
 
 
 class CheckpointAbandoned(CheckpointError):
-    """The leader was told to stop waiting for the others."""
+    """The leader was asked to stop waiting for the others."""
 
 
 class ShardWriteError(OSError):
@@ -170,19 +170,21 @@ def index_of_shard(
         raise CheckpointError(f"what is written has no shape in the whole model: {', '.join(unknown[:5])}")
     file = shard_file("weights", shard)
     for name, tensor in tensors["weights"].items():
-        whole, piece = state_shard.shapes[name], state_shard.slice_of(name)
-        if piece.shape(whole) != tuple(tensor.shape):
-            raise CheckpointError(f"{name}: {tuple(tensor.shape)}, but its slice of {whole} is {piece.shape(whole)}")
-        index["weights"][name] = _entry(tensor, whole, StoredSlice(file, _slice_ranges(piece, whole)))
+        whole, own_slice = state_shard.shapes[name], state_shard.slice_of(name)
+        if own_slice.shape(whole) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{name}: {tuple(tensor.shape)}, but its slice of {whole} is {own_slice.shape(whole)}"
+            )
+        index["weights"][name] = _entry(tensor, whole, StoredSlice(file, _slice_ranges(own_slice, whole)))
     file = shard_file("optimizer", shard)
     for name, tensor in tensors["optimizer"].items():
         parameter, shape = owner.get(name), tuple(tensor.shape)
-        piece = FULL_SLICE if parameter is None else state_shard.optimizer_slice_of(parameter)
-        if parameter is None or not piece:
+        own_slice = FULL_SLICE if parameter is None else state_shard.optimizer_slice_of(parameter)
+        if parameter is None or not own_slice:
             index["optimizer"][name] = _entry(tensor, shape, StoredSlice(file))
-        elif shape == piece.shape(state_shard.shapes[parameter]):
+        elif shape == own_slice.shape(state_shard.shapes[parameter]):
             whole = state_shard.shapes[parameter]
-            index["optimizer"][name] = _entry(tensor, whole, StoredSlice(file, _slice_ranges(piece, whole)))
+            index["optimizer"][name] = _entry(tensor, whole, StoredSlice(file, _slice_ranges(own_slice, whole)))
         else:  # a count of steps: every holder of a slice has it
             index["optimizer"][name] = _entry(tensor, shape, StoredSlice(file, (), tensor_sha256(tensor)))
     return index

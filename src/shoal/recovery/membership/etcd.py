@@ -303,7 +303,7 @@ class EtcdStore:
 def _decode_chunk(line: bytes) -> _EtcdResponse:
     if not line:
         raise ConnectionError("the store closed the connection")
-    piece = msgspec.json.decode(line, type=_EtcdChunk, strict=False)
-    if piece.result is None:
-        raise ConnectionError(f"the store ended the reply: {piece.error}")
-    return piece.result
+    chunk = msgspec.json.decode(line, type=_EtcdChunk, strict=False)
+    if chunk.result is None:
+        raise ConnectionError(f"the store ended the reply: {chunk.error}")
+    return chunk.result

@@ -1,4 +1,4 @@
-"""Who takes part in a run, and when a step counts: the decisions, without clock, network or disk.
+"""Which workers are members of a run, and when a step counts: the decisions, without clock, network or disk.
 
     view      generation 7: workers 0 1 3, at least 801 steps committed     one record in the store, moved by swaps
     position  worker 1 is at 800, with step 800's gradient                  one per member and generation
@@ -229,16 +229,16 @@ class MemberState:
             return PostPosition(view.generation, self.position())
         if any(who not in observed.positions for who in view.members):
             return WaitForStore()
-        settlement = plan_recovery(view, observed.positions, self.model_shards)
-        if settlement.lost_shards:
-            return self._shard_lost(observed, gone, settlement)
-        waiting = [who for who in settlement.behind if settlement.donor_of(who) is None]
+        recovery = plan_recovery(view, observed.positions, self.model_shards)
+        if recovery.lost_shards:
+            return self._shard_lost(observed, gone, recovery)
+        waiting = [who for who in recovery.behind if recovery.donor_of(who) is None]
         if waiting:  # their donors are within a step: newcomers wait for the next boundary
             stay = [who for who in view.members if who not in waiting]
             return ProposeView(self._next_view(view, stay, "newcomers wait for the end of the step"))
-        if settlement.fresh_start and not covers_model(view.members, self.model_shards):
+        if recovery.fresh_start and not covers_model(view.members, self.model_shards):
             return self._admit(observed, gone)
-        return FormGroup(settlement)
+        return FormGroup(recovery)
 
     def _missing(self, observed: MembershipObservation, gone: Mapping[WorkerId, str]) -> list[WorkerId]:
         """Members to continue without. A broken connection must not cost the state or a shard of it: only members with

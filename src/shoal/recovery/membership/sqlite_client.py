@@ -66,9 +66,9 @@ def start_server(
     try:
         return msgspec.json.decode(done.stdout, type=StoreServerInfo)
     except msgspec.DecodeError:
-        said = (done.stdout + done.stderr).decode(errors="replace").strip() or f"it ended with code {done.returncode}"
+        output = (done.stdout + done.stderr).decode(errors="replace").strip() or f"it ended with code {done.returncode}"
         raise RunError(
-            f"the run's store could not be started in {folder}: {said.splitlines()[-1]}",
+            f"the run's store could not be started in {folder}: {output.splitlines()[-1]}",
             fix="a run folder on a local disk that can be written to (--run-dir), or --store etcd://host:port",
         ) from None
 

@@ -92,7 +92,7 @@ class StoreServer:
             due = max(now, self._next_deadline())
             ready = self._selector.select(due - now)
             woken = time.monotonic()
-            if woken - due > PAUSE_TOLERANCE_SECONDS:  # the server was paused, for an unknown part of that time
+            if woken - due > PAUSE_TOLERANCE_SECONDS:  # the server was paused, for an unknown share of that time
                 self._extend_deadlines(woken - now)
             for key, events in ready:
                 if key.fd == self._owner:

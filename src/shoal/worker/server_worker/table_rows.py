@@ -29,7 +29,7 @@ def save_rows(run: Path, step: int, servers: int) -> str:
     name = f"step-{step:08d}"
     beside = run / TABLES / f".{name}"
     shutil.rmtree(beside, ignore_errors=True)
-    for number in range(servers):  # an earlier part of the run may have had more
+    for number in range(servers):  # the run may have had more before it was resumed
         shard = run / "servers" / f"shard-{number}"
         newest = max(shard.glob("snapshot-*"))
         target = beside / shard.name / newest.name
