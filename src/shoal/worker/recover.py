@@ -137,7 +137,7 @@ class RunRecovery:
                     run.strategy.drop()  # before the state is sent: lanes have changed buffers
                 self._synchronise(recovery)
                 run.timer.dropped()
-                run.checkpoints.advisor.workers_lost(max(1, before - len(recovery.view.members)))
+                run.checkpoints.policy.workers_lost(max(1, before - len(recovery.view.members)))
                 return recovery
             except RunAbandoned:
                 raise

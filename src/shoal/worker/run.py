@@ -195,7 +195,7 @@ class Run(RunState):
         if self._committed is None:
             message = "a batch was taken but run.backward was not called for it"
             raise JobError(message, fix="run.backward(batch, closure)")
-        self.checkpoints.advisor.stepped(time.perf_counter() - self._step_began)
+        self.checkpoints.policy.stepped(time.perf_counter() - self._step_began)
         committed, self._committed, self._batch = self._committed, None, None
         result = committed.result
         self.step = committed.batch.step + 1

@@ -119,7 +119,7 @@ class ServerWorker(TrainingState):
     def _resume(self) -> list[Any]:
         """What the servers begin with: see `ParameterShard`."""
         found = self.restore_checkpoint()
-        values = found.snapshot.values["told"]
+        values = found.snapshot.values["progress"]
         self.resumed_step = self.step = found.snapshot.step
         self.loss, self.metrics = values["loss"], values["metrics"]
         inexact = values.get("inexact", "")
