@@ -22,6 +22,7 @@ from shoal.numerics.grad_norm import clip_to_norm
 from shoal.numerics.lanes import assign_lanes, reassign_lanes
 from shoal.parallel.data_parallel import StepInput, StepResult
 from shoal.parallel.groups import ParallelGroups
+from shoal.paramserver.lease_queue import EVALUATE, FINISH, SAVE
 from shoal.paramserver.messages import (
     EndReply,
     EndRequest,
@@ -32,7 +33,6 @@ from shoal.paramserver.messages import (
     TaskReply,
 )
 from shoal.paramserver.reduce import SparseGradient
-from shoal.paramserver.step_coordinator import EVALUATE, FINISH, SAVE
 from shoal.worker.server_worker.base import ServerWorker
 from shoal.worker.trainer import MIN_SPEEDUP, REASSIGN_STEPS
 

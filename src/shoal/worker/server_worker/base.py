@@ -219,7 +219,7 @@ class ServerWorker:
         if self.settings.resume:
             if self.initial_state is None:
                 self.initial_state = self._resume()
-            state = {"begin": self.initial_state}
+            state = {"start_from": self.initial_state}
             for future in [self.client.request(shard, PutRequest([], state=state)) for shard in unkept]:
                 future.wait()
         for shard in unkept:
