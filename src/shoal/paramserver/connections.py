@@ -18,18 +18,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shoal.errors import InputError, RunError, ShoalError
+from shoal.paramserver import messages
 from shoal.paramserver.dispatcher import connect_local, token_proof
 from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.local_transport import LocalTransport
-from shoal.paramserver.messages import (
-    ChallengeReply,
-    ClientId,
-    HelloRequest,
-    RefusedReply,
-    ServerReply,
-    WelcomeReply,
-    encode,
-)
+from shoal.paramserver.messages import ChallengeReply, ClientId, HelloRequest, RefusedReply, ServerReply, WelcomeReply
 from shoal.paramserver.session import PendingRequest, ShardSession
 from shoal.paramserver.shm_ring import RingBlock
 from shoal.paramserver.transport import ConnectionLost, SocketTransport, dial
@@ -233,7 +226,9 @@ class ShardLinks:
         hello = HelloRequest(client.worker, client.incarnation, proof, shared, link.ring_bytes)
         if type(transport) is SocketTransport:
             transport.accepts_descriptors = shared
-        self._send_frame(link, Frame(REQUEST, client.worker, client.incarnation, 0, 0, self.generation, encode(hello)))
+        self._send_frame(
+            link, Frame(REQUEST, client.worker, client.incarnation, 0, 0, self.generation, messages.encode(hello))
+        )
 
     def _on_welcome(self, link: ShardLink, welcome: WelcomeReply) -> None:
         if isinstance(link.transport, SocketTransport):

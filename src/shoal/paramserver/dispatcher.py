@@ -17,18 +17,9 @@ import msgspec
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.paramserver import messages
 from shoal.paramserver.local_transport import LocalReplyTransport, LocalTransport
-from shoal.paramserver.messages import (
-    ChallengeReply,
-    ClientId,
-    HelloRequest,
-    RefusedReply,
-    ServerReply,
-    ServerRequest,
-    WelcomeReply,
-    decode_request,
-    encode,
-)
+from shoal.paramserver.messages import ClientId, HelloRequest, RefusedReply, ServerReply, ServerRequest, WelcomeReply
 from shoal.paramserver.replies import ShardReply
 from shoal.paramserver.transport import ConnectionLost, FrameTransport, SocketTransport
 from shoal.paramserver.wire_format import HELLO_LIMITS, REPLY, REQUEST, BadFrame, Frame, FrameLimits
@@ -92,14 +83,14 @@ class RequestDispatcher:
     def send_challenge(self, connection: ClientConnection) -> None:
         if isinstance(connection.transport, SocketTransport):
             connection.transport.limits = HELLO_LIMITS
-        self._send(connection, 0, ChallengeReply(connection.nonce, self.number, self.count, bool(self._token)))
+        self._send(connection, 0, messages.ChallengeReply(connection.nonce, self.number, self.count, bool(self._token)))
 
     def dispatch(self, connection: ClientConnection, frame: Frame) -> None:
         """Handles a frame from a client. Raises `BadFrame` if no client sends such a frame."""
         if frame.kind != REQUEST:
             raise BadFrame("a reply came, but servers take requests")
         try:
-            request = decode_request(frame.meta)
+            request = messages.decode_request(frame.meta)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise BadFrame(f"a request that cannot be read: {error}") from None
         if type(request) is HelloRequest:
@@ -183,7 +174,9 @@ class RequestDispatcher:
         self._deliver(connection, self._frame(connection.client or ClientId(0), tag, reply, tensors))
 
     def _frame(self, client: ClientId, tag: int, reply: ServerReply, tensors: Sequence[Tensor] = ()) -> Frame:
-        return Frame(REPLY, client.worker, client.incarnation, 0, tag, self.shard.generation, encode(reply), tensors)
+        return Frame(
+            REPLY, client.worker, client.incarnation, 0, tag, self.shard.generation, messages.encode(reply), tensors
+        )
 
     def _deliver(self, connection: ClientConnection, frame: Frame) -> None:
         if connection.close_reason:

@@ -49,10 +49,6 @@ class ReplyFuture(Generic[T]):
             raise self._error
         return self._value  # type: ignore[return-value]
 
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
-
     def count_reply(self) -> None:
         self._left -= 1
         if self._left == 0:

@@ -39,9 +39,9 @@ class GrowableRows:
             finally:
                 self._places = self._view()
 
-    def read(self, slots: Slots, into: Tensor | None = None) -> Tensor:
+    def read(self, slots: Slots) -> Tensor:
         """Returns contiguous copies of rows."""
-        rows = torch.empty(len(slots), self.width, dtype=self.dtype) if into is None else into
+        rows = torch.empty(len(slots), self.width, dtype=self.dtype)
         if len(slots):
             np.take(self._places, slots, out=self._rows(rows), mode="clip")  # "raise" would go through a buffer
         return rows

@@ -47,12 +47,6 @@ class LocalReplyTransport:
             frame.tensors = [tensor.detach().clone() for tensor in frame.tensors]
             self.peer.inbox.append(frame)
 
-    def receive(self) -> Frame | None:
-        return None
-
-    def fileno(self) -> int:
-        return -1
-
     def close(self) -> None:
         if self.peer is not None:
             self.peer.close_reason = "it was closed"

@@ -132,19 +132,20 @@ def row_kernel(name: str, settings: Settings) -> RowKernel:
     return _KERNELS[name](**known)
 
 
+def _decayed(gradient: Tensor, values: Tensor, weight_decay: float) -> Tensor:
+    return gradient.add(values, alpha=weight_decay) if weight_decay else gradient
+
+
 def _sgd(lr: float, weight_decay: float) -> RowKernel:
     def update(values: Tensor, gradient: Tensor) -> None:
-        if weight_decay:
-            gradient = gradient.add(values, alpha=weight_decay)
-        values.add_(gradient, alpha=-lr)
+        values.add_(_decayed(gradient, values, weight_decay), alpha=-lr)
 
     return RowKernel({}, update)
 
 
 def _momentum(lr: float, momentum: float, nesterov: float, weight_decay: float) -> RowKernel:
     def update(values: Tensor, gradient: Tensor, buffer: Tensor) -> None:
-        if weight_decay:
-            gradient = gradient.add(values, alpha=weight_decay)
+        gradient = _decayed(gradient, values, weight_decay)
         buffer.mul_(momentum).add_(gradient, alpha=1)
         values.add_(gradient.add(buffer, alpha=momentum) if nesterov else buffer, alpha=-lr)
 
@@ -153,8 +154,7 @@ def _momentum(lr: float, momentum: float, nesterov: float, weight_decay: float) 
 
 def _adagrad(lr: float, eps: float, initial: float, weight_decay: float) -> RowKernel:
     def update(values: Tensor, gradient: Tensor, total: Tensor) -> None:
-        if weight_decay:
-            gradient = gradient.add(values, alpha=weight_decay)
+        gradient = _decayed(gradient, values, weight_decay)
         total.addcmul_(gradient, gradient, value=1)
         values.addcdiv_(gradient, total.sqrt().add_(eps), value=-lr)
 
@@ -187,8 +187,8 @@ def _adam(*, decoupled: bool) -> Callable[..., RowKernel]:
             steps.add_(1)
             if weight_decay and decoupled:
                 values.mul_(1 - lr * weight_decay)
-            elif weight_decay:
-                gradient = gradient.add(values, alpha=weight_decay)
+            else:
+                gradient = _decayed(gradient, values, weight_decay)
             average.lerp_(gradient, 1 - beta1)
             square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             size, root = corrections(steps, values.dtype)

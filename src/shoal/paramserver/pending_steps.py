@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.numerics.grad_norm import row_squares, total_norm
-from shoal.paramserver.messages import (
-    ApplyRequest,
-    ContributeRequest,
-    PutRequest,
-    SquaresRequest,
-    TableSlice,
-    ValuesReply,
-)
+from shoal.paramserver import messages
+from shoal.paramserver.messages import ApplyRequest, PutRequest, SquaresRequest, TableSlice, ValuesReply
 from shoal.paramserver.reduce import DenseGradient, ReducedContributions, StepContributions, span_error
 from shoal.paramserver.replies import ReplyAddress
 from shoal.paramserver.request_checks import RequestRefused
@@ -38,7 +32,7 @@ class PendingSteps:
         self.parked: list[ParkedRequest] = []  # requests that wait for contributions
         self._last_squares: tuple[int, ValuesReply, Sequence[Tensor]] | None = None  # with their step
 
-    def contribute(self, request: ContributeRequest, tensors: Sequence[Tensor]) -> bool:
+    def contribute(self, request: messages.ContributeRequest, tensors: Sequence[Tensor]) -> bool:
         """Holds a contribution. Returns False for a span that is already there."""
         gradients = self._tables.check_gradients(request.slices, tensors)
         start, stop = request.span

@@ -15,21 +15,10 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
+from shoal.paramserver import messages
 from shoal.paramserver.dense_table import Keys
 from shoal.paramserver.futures import ReplyFuture
-from shoal.paramserver.messages import (
-    AckReply,
-    DeclareRequest,
-    DenseSpec,
-    PullRequest,
-    PushRequest,
-    PutRequest,
-    ServerRequest,
-    Span,
-    SparseSpec,
-    TableSlice,
-    ValuesReply,
-)
+from shoal.paramserver.messages import DenseSpec, PullRequest, PushRequest, ServerRequest, Span, TableSlice, ValuesReply
 from shoal.paramserver.request_client import RequestClient
 from shoal.paramserver.request_layout import PackedBody, RequestLayout
 from shoal.paramserver.sharding import RowRange, dtype_name, dtype_of, shard_dense
@@ -133,7 +122,7 @@ class RemoteDenseTable:
         future: ReplyFuture[int] = ReplyFuture(self.client, lambda: max(versions, default=0), len(puts))
         for shard, chunk in puts:
             transfer = DenseTransfer(future, versions, None)
-            self._send(shard, chunk, present, partial(PutRequest, fill=fill), transfer, False)
+            self._send(shard, chunk, present, partial(messages.PutRequest, fill=fill), transfer, False)
         return future
 
     def pull(self, into: NamedTensors | None = None) -> ReplyFuture[dict[str, Tensor]]:
@@ -273,7 +262,7 @@ class RemoteDenseTable:
         shard: int,
         transfer: DenseTransfer,
         packed: tuple[RequestLayout, PackedBody] | None,
-        reply: AckReply | ValuesReply,
+        reply: messages.AckReply | ValuesReply,
         tensors: Sequence[Tensor],
         stays: bool,
     ) -> None:
@@ -363,7 +352,7 @@ def _rows_in(tensor: Tensor | None, rows: RowRange) -> Tensor | None:
     return tensor[rows.start : rows.stop]
 
 
-def declare_table(client: RequestClient, name: str, spec: DenseSpec | SparseSpec) -> None:
+def declare_table(client: RequestClient, name: str, spec: DenseSpec | messages.SparseSpec) -> None:
     """Declares a table on all shards."""
-    for future in [client.request(shard, DeclareRequest(name, spec)) for shard in range(client.shards)]:
+    for future in [client.request(shard, messages.DeclareRequest(name, spec)) for shard in range(client.shards)]:
         future.wait()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError, RunError
+from shoal.paramserver import messages
 from shoal.paramserver.addresses import read_address
 from shoal.paramserver.connections import (
     CHALLENGED,
@@ -29,16 +30,7 @@ from shoal.paramserver.connections import (
 )
 from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.local_transport import LocalTransport
-from shoal.paramserver.messages import (
-    WRITES,
-    ClientId,
-    PushRequest,
-    RefusedReply,
-    ServerRequest,
-    StatusRequest,
-    decode_reply,
-    encode,
-)
+from shoal.paramserver.messages import WRITES, ClientId, PushRequest, RefusedReply, ServerRequest, StatusRequest
 from shoal.paramserver.shm_ring import RingBlock
 from shoal.paramserver.spin_wait import SpinWait
 from shoal.paramserver.transport import MIN_SHARED_BYTES, ConnectionLost, SocketTransport
@@ -83,6 +75,7 @@ class RequestClient:
         options = ConnectionOptions(worker, token, timeout, notify, shared_memory, limits)
         self._connections = ShardLinks(addresses, options)
         self._links = self._connections.links
+        self.timeout = timeout
         self._tag = 0
         self._poll_seconds = min(POLL_SECONDS, timeout / 4)
         self._spin = SpinWait()
@@ -109,10 +102,6 @@ class RequestClient:
         self._connections.generation = generation
 
     @property
-    def timeout(self) -> float:
-        return self._connections.timeout
-
-    @property
     def lost_writes(self) -> int:
         """Acknowledged writes that restarted servers do not have."""
         return self._connections.lost_writes
@@ -121,10 +110,6 @@ class RequestClient:
     def server_incarnations(self) -> list[int]:
         """By shard: the number of its server process."""
         return [link.session.server_incarnation for link in self._links]
-
-    @property
-    def addresses(self) -> list[str]:
-        return self._connections.addresses
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -167,7 +152,15 @@ class RequestClient:
             link.received_at = time.monotonic()  # silence is measured from here
         kind, generation = type(request), self._connections.generation
         sent = SentRequest(
-            kind.__name__, encode(request), tensors, num_bytes, reply_bytes, generation, on_reply, future, block
+            kind.__name__,
+            messages.encode(request),
+            tensors,
+            num_bytes,
+            reply_bytes,
+            generation,
+            on_reply,
+            future,
+            block,
         )
         pending = link.session.register(self._tag, sent, writes=kind in _WRITES, is_push=kind is PushRequest)
         link.open_bytes += num_bytes
@@ -369,7 +362,7 @@ class RequestClient:
         if frame.kind != REPLY:
             raise BadFrame("a request")
         try:
-            reply = decode_reply(frame.meta)
+            reply = messages.decode_reply(frame.meta)
         except Exception as error:
             raise BadFrame(f"a reply that cannot be read: {error}") from None
         link.received_at = time.monotonic()

@@ -3,10 +3,9 @@
     DirectRowIndex    an array over all possible keys: one access, 4 bytes each. For tables of some million rows.
     HashRowIndex      open addressing: a few accesses, 16 to 24 bytes for each key held. For any range of keys.
 
-A key is a row's number among the rows of its shard. The slot of a key that is not held is -1.
+A key is a row's number among the rows of its shard. The slot of a key that is not held is -1. The keys of a call are
+unique: `insert` takes new ones, `remove` takes held ones. `entries` returns all keys, rising, and their slots.
 """
-
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,23 +21,7 @@ CHUNK = 1 << 16  # keys that a rebuild moves at once
 HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
-class RowIndex(Protocol):
-    """The keys of a call are unique. `insert` takes new keys, `remove` takes held ones."""
-
-    def find(self, keys: Keys) -> Slots: ...
-
-    def insert(self, keys: Keys, slots: Slots) -> None: ...
-
-    def remove(self, keys: Keys) -> None: ...
-
-    def entries(self) -> tuple[Keys, Slots]:
-        """All keys, rising, and their slots."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def make_index(keys: int) -> RowIndex:
+def make_index(keys: int) -> "DirectRowIndex | HashRowIndex":
     """An index for the keys 0 to `keys` - 1."""
     return DirectRowIndex(keys) if keys <= DIRECT_KEYS else HashRowIndex()
 

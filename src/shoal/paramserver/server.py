@@ -50,6 +50,7 @@ class ParameterServer:
         self.dispatcher = RequestDispatcher(
             shard, number=shard.shard, count=shard.shards, token=token, limits=limits, ring_bytes=ring_bytes
         )
+        self.close_reasons, self.close_counts = self.dispatcher.close_reasons, self.dispatcher.close_counts
         self.snapshots, self.snapshot_seconds = snapshots, snapshot_seconds
         self.max_unsent_bytes = max_unsent_bytes
         self.addresses: list[str] = []
@@ -79,16 +80,6 @@ class ParameterServer:
         if snapshots is not None:
             shard.before_rewind = self._wait_for_writer
             self.dispatcher.send_replies(shard.snapshot_done(snapshots.steps()))
-
-    @property
-    def close_reasons(self) -> deque[str]:
-        """Why the server closed connections; the latest reasons."""
-        return self.dispatcher.close_reasons
-
-    @property
-    def close_counts(self) -> dict[str, int]:
-        """Closed connections by kind: "left", "bad frame", "refused", …"""
-        return dict(self.dispatcher.close_counts)
 
     def serve(self, until: Callable[[], bool]) -> None:
         """Serves until `until()` is true, which is checked after every event and ten times a second."""

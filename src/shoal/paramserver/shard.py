@@ -20,29 +20,7 @@ from torch import Tensor
 from shoal.errors import CheckpointError, ShoalError
 from shoal.paramserver import messages
 from shoal.paramserver.dense_table import OptimizerFactory
-from shoal.paramserver.messages import (
-    AckReply,
-    AnyReply,
-    ApplyRequest,
-    BarrierRequest,
-    ClientId,
-    ContributeRequest,
-    DeclareRequest,
-    HelloRequest,
-    LateReply,
-    LeaseRequest,
-    PullRequest,
-    PushRequest,
-    PutRequest,
-    RefusedReply,
-    RewindRequest,
-    ServerRequest,
-    SquaresRequest,
-    StatsReply,
-    StatusReply,
-    ValuesReply,
-    WelcomeReply,
-)
+from shoal.paramserver.messages import AckReply, AnyReply, ClientId, LateReply, RefusedReply, ValuesReply
 from shoal.paramserver.pending_steps import PendingSteps
 from shoal.paramserver.reduce import Gradients, copy_gradients
 from shoal.paramserver.replies import CoordinatorReply, ReplyAddress, ShardReply
@@ -53,7 +31,7 @@ from shoal.paramserver.snapshot import ShardSnapshot, extract_tensors, insert_te
 from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.tables import ShardTables
 
-_ANY_GENERATION = (RewindRequest, messages.StatusRequest, messages.StatsRequest)
+_ANY_GENERATION = (messages.RewindRequest, messages.StatusRequest, messages.StatsRequest)
 _REWIND = "rewind all servers (RewindRequest)"
 
 Handler: TypeAlias = Callable[[Any, ReplyAddress, Any, Tensors], HandlerResult]
@@ -99,7 +77,7 @@ class ParameterShard(RequestSequencer):
 
     # -- connections --------------------------------------------------------------------------------------------------
 
-    def on_hello(self, hello: HelloRequest) -> WelcomeReply | RefusedReply:
+    def on_hello(self, hello: messages.HelloRequest) -> messages.WelcomeReply | RefusedReply:
         worker, incarnation = hello.worker, hello.incarnation
         if not incarnation:
             if self.shard:
@@ -112,7 +90,7 @@ class ParameterShard(RequestSequencer):
             return error.reply
         if self.coordinator is not None:
             self._queue_replies(self.coordinator.on_connect(worker, incarnation))
-        return WelcomeReply(
+        return messages.WelcomeReply(
             shard=self.shard,
             shards=self.shards,
             server_incarnation=self.server_incarnation,
@@ -133,7 +111,7 @@ class ParameterShard(RequestSequencer):
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def _execute(
-        self, address: ReplyAddress, generation: int, request: ServerRequest, tensors: Tensors
+        self, address: ReplyAddress, generation: int, request: messages.ServerRequest, tensors: Tensors
     ) -> HandlerResult:
         kind = type(request)
         try:
@@ -166,11 +144,11 @@ class ParameterShard(RequestSequencer):
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
-    def _declare(self, address: ReplyAddress, request: DeclareRequest, tensors: Tensors) -> HandlerResult:
+    def _declare(self, address: ReplyAddress, request: messages.DeclareRequest, tensors: Tensors) -> HandlerResult:
         self.tables.declare(request.table, request.spec)
         return self._ack()
 
-    def _put(self, address: ReplyAddress, request: PutRequest, tensors: Tensors) -> HandlerResult:
+    def _put(self, address: ReplyAddress, request: messages.PutRequest, tensors: Tensors) -> HandlerResult:
         if request.state is not None and "start_from" in request.state:
             self._start_from(*request.state["start_from"])
         else:
@@ -202,7 +180,7 @@ class ParameterShard(RequestSequencer):
                 raise RequestRefused("rows", f"shard {self.shard}: the tables' rows cannot be read: {error}") from error
         self._run_start = start
 
-    def _push(self, address: ReplyAddress, request: PushRequest, tensors: Tensors) -> HandlerResult:
+    def _push(self, address: ReplyAddress, request: messages.PushRequest, tensors: Tensors) -> HandlerResult:
         gradients = self.tables.check_gradients(request.slices, tensors)
         lease, record = request.lease, self._records[address.client.worker]
         earlier = record.pushes_of(lease)
@@ -232,7 +210,7 @@ class ParameterShard(RequestSequencer):
         slices, found = self.tables.values(tables)
         return ValuesReply(self.version, slices, self.step), found
 
-    def _pull(self, address: ReplyAddress, request: PullRequest, tensors: Tensors) -> HandlerResult:
+    def _pull(self, address: ReplyAddress, request: messages.PullRequest, tensors: Tensors) -> HandlerResult:
         found = self.tables.pull(request.slices, tensors, self.version)
         return ValuesReply(self.version, request.slices, self.step), found
 
@@ -252,7 +230,9 @@ class ParameterShard(RequestSequencer):
         if self._needs_rewind:
             raise RequestRefused("ahead", f"shard {self.shard} restarted, at step {self.step}", _REWIND)
 
-    def _contribute(self, address: ReplyAddress, request: ContributeRequest, tensors: Tensors) -> HandlerResult:
+    def _contribute(
+        self, address: ReplyAddress, request: messages.ContributeRequest, tensors: Tensors
+    ) -> HandlerResult:
         self._check_rewound()
         if request.step < self.step:
             self.refused["late"] += 1
@@ -268,7 +248,7 @@ class ParameterShard(RequestSequencer):
         """Answers the requests that waited for a contribution."""
         for address, request in self._pending_steps.pop_ready(step):
             try:
-                if isinstance(request, SquaresRequest):
+                if isinstance(request, messages.SquaresRequest):
                     result: tuple[AnyReply, Tensors] = self._pending_steps.squares(request, self.version)
                 else:
                     result = self._apply_now(request)
@@ -276,7 +256,7 @@ class ParameterShard(RequestSequencer):
                 result = self._refuse(error)
             self._queue_reply(address, *result)
 
-    def _apply(self, address: ReplyAddress, request: ApplyRequest, tensors: Tensors) -> HandlerResult:
+    def _apply(self, address: ReplyAddress, request: messages.ApplyRequest, tensors: Tensors) -> HandlerResult:
         self._check_rewound()
         if request.step < self.step:
             return self._applied(request)
@@ -286,7 +266,7 @@ class ParameterShard(RequestSequencer):
             return None
         return self._apply_now(request)
 
-    def _squares(self, address: ReplyAddress, request: SquaresRequest, tensors: Tensors) -> HandlerResult:
+    def _squares(self, address: ReplyAddress, request: messages.SquaresRequest, tensors: Tensors) -> HandlerResult:
         self._check_rewound()
         if request.step < self.step:  # another worker has applied the step
             return self._pending_steps.cached_squares(request.step) or (LateReply(self.step), ())
@@ -294,7 +274,7 @@ class ParameterShard(RequestSequencer):
         ready = self._pending_steps.ready_or_park(address, request)
         return self._pending_steps.squares(request, self.version) if ready else None
 
-    def _apply_now(self, request: ApplyRequest) -> tuple[AnyReply, Tensors]:
+    def _apply_now(self, request: messages.ApplyRequest) -> tuple[AnyReply, Tensors]:
         step = request.step
         gradients: Gradients = {}
         if not request.skip:
@@ -314,14 +294,14 @@ class ParameterShard(RequestSequencer):
         if self.coordinator is not None:
             self._queue_replies(self.coordinator.on_applied(step))
         for address, parked in waited:
-            result = self._applied(parked) if isinstance(parked, ApplyRequest) else (LateReply(self.step), ())
+            result = self._applied(parked) if isinstance(parked, messages.ApplyRequest) else (LateReply(self.step), ())
             self._queue_reply(address, *result)
         return self._applied(request)
 
-    def _applied(self, request: ApplyRequest) -> tuple[AnyReply, Tensors]:
+    def _applied(self, request: messages.ApplyRequest) -> tuple[AnyReply, Tensors]:
         return self._values() if request.pull else self._ack()
 
-    def _rewind(self, address: ReplyAddress, request: RewindRequest, tensors: Tensors) -> HandlerResult:
+    def _rewind(self, address: ReplyAddress, request: messages.RewindRequest, tensors: Tensors) -> HandlerResult:
         # A request to an earlier server process, resent: it must not bring back that process's generation.
         if request.server_incarnation not in (0, self.server_incarnation):
             reason = f"the request is for process {request.server_incarnation} of shard {self.shard}"
@@ -353,7 +333,7 @@ class ParameterShard(RequestSequencer):
 
     # -- the step coordinator -----------------------------------------------------------------------------------------
 
-    def _arrive(self, address: ReplyAddress, request: BarrierRequest, tensors: Tensors) -> HandlerResult:
+    def _arrive(self, address: ReplyAddress, request: messages.BarrierRequest, tensors: Tensors) -> HandlerResult:
         self._check_rewound()
         coordinator = self._require_coordinator()
         self._waiting[address.client] = address
@@ -361,7 +341,7 @@ class ParameterShard(RequestSequencer):
         self._queue_replies(coordinator.arrive(address.client, request.step, request.note, copies))
         return None
 
-    def _next_lease(self, address: ReplyAddress, request: LeaseRequest, tensors: Tensors) -> HandlerResult:
+    def _next_lease(self, address: ReplyAddress, request: messages.LeaseRequest, tensors: Tensors) -> HandlerResult:
         coordinator = self._require_coordinator()
         self._waiting[address.client] = address
         self._queue_replies(coordinator.next_lease(address.client, request))
@@ -390,7 +370,7 @@ class ParameterShard(RequestSequencer):
     # -- status -------------------------------------------------------------------------------------------------------
 
     def _status(self, address: ReplyAddress, request: messages.StatusRequest, tensors: Tensors) -> HandlerResult:
-        status = StatusReply(
+        status = messages.StatusReply(
             server_incarnation=self.server_incarnation,
             generation=self.generation,
             version=self.version,
@@ -407,8 +387,8 @@ class ParameterShard(RequestSequencer):
     def _stats(self, address: ReplyAddress, request: messages.StatsRequest, tensors: Tensors) -> HandlerResult:
         return self.stats(), ()
 
-    def stats(self) -> StatsReply:
-        return StatsReply(
+    def stats(self) -> messages.StatsReply:
+        return messages.StatsReply(
             version=self.version,
             updates=self.updates,
             duplicates=self.duplicates,
@@ -519,18 +499,18 @@ class ParameterShard(RequestSequencer):
 
 
 _HANDLERS: dict[type, Handler] = {
-    DeclareRequest: ParameterShard._declare,
-    PutRequest: ParameterShard._put,
-    PushRequest: ParameterShard._push,
-    ContributeRequest: ParameterShard._contribute,
-    ApplyRequest: ParameterShard._apply,
-    BarrierRequest: ParameterShard._arrive,
-    LeaseRequest: ParameterShard._next_lease,
+    messages.DeclareRequest: ParameterShard._declare,
+    messages.PutRequest: ParameterShard._put,
+    messages.PushRequest: ParameterShard._push,
+    messages.ContributeRequest: ParameterShard._contribute,
+    messages.ApplyRequest: ParameterShard._apply,
+    messages.BarrierRequest: ParameterShard._arrive,
+    messages.LeaseRequest: ParameterShard._next_lease,
     messages.TaskRequest: ParameterShard._add_task,
     messages.EndRequest: ParameterShard._end_run,
-    RewindRequest: ParameterShard._rewind,
-    PullRequest: ParameterShard._pull,
-    SquaresRequest: ParameterShard._squares,
+    messages.RewindRequest: ParameterShard._rewind,
+    messages.PullRequest: ParameterShard._pull,
+    messages.SquaresRequest: ParameterShard._squares,
     messages.TableStateRequest: ParameterShard._state,
     messages.StatusRequest: ParameterShard._status,
     messages.StatsRequest: ParameterShard._stats,

@@ -88,24 +88,23 @@ class SparseTable:
 
     # -- pull and push ------------------------------------------------------------------------------------------------
 
-    def pull(self, ids: Tensor, into: Tensor | None = None, *, version: int = 0) -> Tensor:
+    def pull(self, ids: Tensor, *, version: int = 0) -> Tensor:
         """Returns a copy of these rows at this version."""
-        return self.read(self._keys(ids), into, version=version)
+        return self.read(self._keys(ids), version=version)
 
-    def read(self, keys: Keys, into: Tensor | None = None, *, version: int = 0) -> Tensor:
+    def read(self, keys: Keys, *, version: int = 0) -> Tensor:
         """As `pull`, for checked keys."""
         self._tracker.record(keys)
         slots = self._index.find(keys)
         if self.spec.evict_age:
             slots[self._too_old(slots, version)] = -1
-        rows = torch.empty(len(keys), self.spec.dim, dtype=self.dtype) if into is None else into
         new = slots < 0
         if not new.any():
-            return self._values.read(slots, rows)
-        there = np.flatnonzero(~new)
-        fresh = np.flatnonzero(new)
-        if len(there):
-            rows[torch.from_numpy(there)] = self._values.read(slots[there])
+            return self._values.read(slots)
+        rows = torch.empty(len(keys), self.spec.dim, dtype=self.dtype)
+        held, fresh = np.flatnonzero(~new), np.flatnonzero(new)
+        if len(held):
+            rows[torch.from_numpy(held)] = self._values.read(slots[held])
         rows[torch.from_numpy(fresh)] = self._initial(keys[fresh])
         return rows
 

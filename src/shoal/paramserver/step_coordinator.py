@@ -61,15 +61,16 @@ class StepCoordinator:
         self, client: ClientId, step: int, note: bytes, tensors: "Sequence[Tensor]" = ()
     ) -> list[CoordinatorReply]:
         if not self.sync_mode.lockstep:
-            reason = f"--sync {self.sync_mode} has no barriers"
-            return [CoordinatorReply(client, RefusedReply("sync-mode", reason, "send LeaseRequest"))]
+            return [self._refused(client, "barriers", "send LeaseRequest")]
         return self.barriers.arrive(client, step, note, tensors)
 
     def next_lease(self, client: ClientId, request: LeaseRequest) -> list[CoordinatorReply]:
         if self.sync_mode.lockstep:
-            reason = f"--sync {self.sync_mode} has no queue of steps"
-            return [CoordinatorReply(client, RefusedReply("sync-mode", reason, "send BarrierRequest"))]
+            return [self._refused(client, "queue of steps", "send BarrierRequest")]
         return self.queue.next_lease(client, request)
+
+    def _refused(self, client: ClientId, what: str, fix: str) -> CoordinatorReply:
+        return CoordinatorReply(client, RefusedReply("sync-mode", f"--sync {self.sync_mode} has no {what}", fix))
 
     def on_applied(self, step: int) -> list[CoordinatorReply]:
         """Shard 0 has applied a step."""

@@ -13,20 +13,11 @@ from torch import Tensor
 from shoal.collectives.compression.base import Compressor
 from shoal.collectives.compression.parse import parse_compressor
 from shoal.errors import ShoalError
+from shoal.paramserver import request_checks
 from shoal.paramserver.dense_table import DenseLayout, DenseTable, Keys, OptimizerFactory
 from shoal.paramserver.messages import DenseSpec, PutRequest, SparseSpec, TableSlice, TableSpec, TableStateReply
 from shoal.paramserver.reduce import DenseGradient, Gradients, SparseGradient
-from shoal.paramserver.request_checks import (
-    RequestRefused,
-    check_dense_spec,
-    check_dtype,
-    check_finite,
-    check_flat,
-    pop_tensors,
-    span_of,
-    spec_difference,
-    too_many_tensors,
-)
+from shoal.paramserver.request_checks import RequestRefused
 from shoal.paramserver.sharding import dtype_name, shard_dense
 from shoal.paramserver.sparse_table import SparseTable
 from shoal.paramserver.unique_ids import is_rising
@@ -49,7 +40,7 @@ class ShardTables:
         if known is None:
             self._make(table, spec)
         elif known != spec:
-            was, now = spec_difference(known, spec), spec_difference(spec, known)
+            was, now = request_checks.spec_difference(known, spec), request_checks.spec_difference(spec, known)
             reason = f"table {table!r} is declared with {was}, and now with {now}"
             raise RequestRefused("declared", reason, "the same spec from every worker, or another name")
 
@@ -63,7 +54,7 @@ class ShardTables:
             if isinstance(spec, SparseSpec):
                 self.sparse[table] = SparseTable(spec, self.shard, self.shards, name=table)
                 return
-            check_dense_spec(table, spec)
+            request_checks.check_dense_spec(table, spec)
             factory = self._factories.get(table, self._factories.get("job"))
             if spec.optimizer == "job" and factory is None:
                 reason = f"table {table!r} wants the job's optimizer, and this server has none"
@@ -89,12 +80,12 @@ class ShardTables:
             table = self._dense(slot.table)
             keys = self._keys(slot, table)
             laid = table.layout(keys).flat
-            flats = pop_tensors(left, len(laid.dtypes), slot)
+            flats = request_checks.pop_tensors(left, len(laid.dtypes), slot)
             for flat, total, dtype in zip(flats, laid.totals, laid.dtypes, strict=True):
-                check_flat(slot, flat, total, (dtype,))
+                request_checks.check_flat(slot, flat, total, (dtype,))
             placed.append((table, keys, flats))
         if left and request.state is None:
-            raise too_many_tensors(left, request.slices)
+            raise request_checks.too_many_tensors(left, request.slices)
         return placed, left
 
     def put(self, request: PutRequest, tensors: Sequence[Tensor]) -> None:
@@ -141,20 +132,18 @@ class ShardTables:
         table.restore(kept)
 
     def _dense(self, name: str) -> DenseTable:
-        table = self.dense.get(name)
-        if table is None:
-            raise self._unknown(name, sparse=False)
-        return table
+        if name not in self.dense:
+            raise self._unknown(name, "dense")
+        return self.dense[name]
 
     def _sparse(self, name: str) -> SparseTable:
-        table = self.sparse.get(name)
-        if table is None:
-            raise self._unknown(name, sparse=True)
-        return table
+        if name not in self.sparse:
+            raise self._unknown(name, "sparse")
+        return self.sparse[name]
 
-    def _unknown(self, name: str, *, sparse: bool) -> RequestRefused:
+    def _unknown(self, name: str, requested: str) -> RequestRefused:
         if name in self.dense or name in self.sparse:
-            kind, requested = ("dense", "sparse") if sparse else ("sparse", "dense")
+            kind = "dense" if name in self.dense else "sparse"
             return RequestRefused("table", f"table {name!r} is {kind}, and the request wants a {requested} one")
         known = ", ".join(self.names) or "none"
         reason = f"shard {self.shard} has no table {name!r}; it has {known}"
@@ -193,7 +182,7 @@ class ShardTables:
                 raise RequestRefused("slot", reason, "one slice for each table")
             found[slot.table] = self._rows(slot, left) if slot.sparse else self._flats(slot, left)
         if left:
-            raise too_many_tensors(left, slices)
+            raise request_checks.too_many_tensors(left, slices)
         return found
 
     def _flats(self, slot: TableSlice, left: list[Tensor]) -> DenseGradient:
@@ -203,26 +192,26 @@ class ShardTables:
             raise RequestRefused("optimizer", reason, "put values")
         keys = self._keys(slot, table)
         laid = table.layout(keys).flat
-        flats = pop_tensors(left, len(laid.dtypes), slot)
+        flats = request_checks.pop_tensors(left, len(laid.dtypes), slot)
         if slot.codec:
             flats = [self._decoded(slot, each, total) for each, total in zip(flats, laid.totals, strict=True)]
         for flat, total, dtype in zip(flats, laid.totals, laid.dtypes, strict=True):
-            check_flat(slot, flat, total, (dtype, *_FLOATS))
-            check_finite(slot, flat)
+            request_checks.check_flat(slot, flat, total, (dtype, *_FLOATS))
+            request_checks.check_finite(slot, flat)
         table.count_access(keys)
         return DenseGradient(keys, flats)
 
     def _rows(self, slot: TableSlice, left: list[Tensor]) -> SparseGradient:
         table = self._sparse(slot.table)
-        ids, rows = pop_tensors(left, 2, slot)
+        ids, rows = request_checks.pop_tensors(left, 2, slot)
         if slot.codec:
             rows = self._decoded(slot, rows, ids.numel() * table.spec.dim).view(-1, table.spec.dim)
         self._check_ids(table, ids)
         if rows.shape != (ids.numel(), table.spec.dim):
             reason = f"a gradient of {list(rows.shape)} came for {ids.numel()} rows of table {slot.table!r}"
             raise RequestRefused("shape", reason, f"a gradient of [{ids.numel()}, {table.spec.dim}]")
-        check_dtype(slot, rows, (table.dtype, *_FLOATS))
-        check_finite(slot, rows)
+        request_checks.check_dtype(slot, rows, (table.dtype, *_FLOATS))
+        request_checks.check_finite(slot, rows)
         return SparseGradient(ids, rows)
 
     def _check_ids(self, table: SparseTable, ids: Tensor) -> None:
@@ -292,7 +281,7 @@ class ShardTables:
         for slot in slices:
             if slot.sparse:
                 rows = self._sparse(slot.table)
-                (ids,) = pop_tensors(left, 1, slot)
+                (ids,) = request_checks.pop_tensors(left, 1, slot)
                 self._check_ids(rows, ids)
                 found.append(rows.read(rows.local_keys(ids), version=version))
             else:
@@ -301,7 +290,7 @@ class ShardTables:
                 if slot.span is None or not slot.span[0]:
                     table.count_access(keys)
                 values = table.values(keys)
-                found += values if slot.span is None else [span_of(slot, values)]
+                found += values if slot.span is None else [request_checks.span_of(slot, values)]
         return found
 
     def state(self, name: str) -> tuple[TableStateReply, list[Tensor]]:

@@ -20,28 +20,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.paramserver import wire_format
 from shoal.paramserver.addresses import connect_socket, socket_error_text
 from shoal.paramserver.shm_ring import RING_BYTES, RingReader, RingWriter, create_ring
 from shoal.paramserver.wire_format import (
     ALIGN,
-    HEADER_BYTES,
     IN_SHARED_MEMORY,
     BadFrame,
     Frame,
     FrameHeader,
     FrameLimits,
     FrameTensor,
-    as_memoryview,
-    body_bytes,
-    body_tensors,
-    check_magic,
-    copy_into,
-    pack_prefix,
-    packed_body,
-    prefix_bytes,
-    read_header,
-    read_prefix,
-    tensor_bytes,
 )
 
 MIN_SHARED_BYTES = 4096  # smaller bodies go through the socket
@@ -69,16 +58,10 @@ class ConnectionLost(Exception):
 
 
 class FrameTransport(Protocol):
+    """What the dispatcher needs of a connection."""
+
     def send(self, frame: Frame) -> None:
         """Sends what the peer has room for; later calls send the rest."""
-        ...
-
-    def receive(self) -> Frame | None:
-        """Returns None if no complete frame has come."""
-        ...
-
-    def fileno(self) -> int:
-        """The descriptor to poll; -1 if there is none."""
         ...
 
     def close(self) -> None: ...
@@ -101,7 +84,6 @@ class SocketTransport:
         self._reader: RingReader | None = None
         self.descriptors: list[int] = []  # received
         self.accepts_descriptors = False
-        self.sent_bytes = self.received_bytes = 0
         self.unsent_bytes = 0
         self._outbox: deque[memoryview] = deque()
         self._inbox = _aligned(INBOX_BYTES)
@@ -129,28 +111,27 @@ class SocketTransport:
     def send(self, frame: Frame) -> None:
         tensors = frame.tensors
         if not tensors:
-            self._write([memoryview(pack_prefix(frame))])
+            self._write([memoryview(wire_format.pack_prefix(frame))])
             return
         writer = self.writer
         if writer is not None:
             offset = frame.ring_offset
-            if offset < 0 and self._copies and (size := body_bytes(tensors)) >= MIN_SHARED_BYTES:
+            if offset < 0 and self._copies and (size := wire_format.body_bytes(tensors)) >= MIN_SHARED_BYTES:
                 writer.reclaim()
                 allocated = writer.allocate(size)
                 if allocated is not None:
                     offset = allocated
-                    copy_into(writer.block(offset, size), tensors)
+                    wire_format.copy_into(writer.block(offset, size), tensors)
             if offset >= 0:
-                self.sent_bytes += body_bytes(tensors)
-                self._write([memoryview(pack_prefix(frame, IN_SHARED_MEMORY, offset))])
+                self._write([memoryview(wire_format.pack_prefix(frame, IN_SHARED_MEMORY, offset))])
                 return
-        if body_bytes(tensors) <= SMALL_BYTES:
-            self._write([memoryview(pack_prefix(frame) + packed_body(tensors))])
+        if wire_format.body_bytes(tensors) <= SMALL_BYTES:
+            self._write([memoryview(wire_format.pack_prefix(frame) + wire_format.packed_body(tensors))])
             return
-        buffers = [memoryview(pack_prefix(frame))]
+        buffers = [memoryview(wire_format.pack_prefix(frame))]
         for tensor in tensors:
             if tensor.nbytes:
-                buffers.append(tensor_bytes(tensor))
+                buffers.append(wire_format.tensor_bytes(tensor))
                 if tensor.nbytes % ALIGN:
                     buffers.append(_ZEROS[: ALIGN - tensor.nbytes % ALIGN])
         self._write(buffers)
@@ -172,7 +153,7 @@ class SocketTransport:
                 return False
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
             try:
-                self._socket.sendmsg([pack_prefix(frame)], [rights])
+                self._socket.sendmsg([wire_format.pack_prefix(frame)], [rights])
             except OSError as error:
                 raise ConnectionLost(socket_error_text(error)) from None
             self._reader, self.writer = reader, writer
@@ -229,27 +210,22 @@ class SocketTransport:
 
     def _send_some(self, buffers: Sequence[memoryview]) -> int:
         try:
-            sent = self._socket.sendmsg(buffers)
+            return self._socket.sendmsg(buffers)
         except BlockingIOError:
             return 0
         except OSError as error:
             raise ConnectionLost(socket_error_text(error)) from None
-        self.sent_bytes += sent
-        return sent
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
     def receive(self) -> Frame | None:
+        """Returns None if no complete frame has come."""
+        if self._body_rest is None and self._end > self._start and (frame := self._parse_frame()) is not None:
+            return frame
         if self._body_rest is not None:
             return self._read_body()
-        if self._end > self._start and (frame := self._parse_frame()) is not None:
-            return frame
-        if self._body_rest is None:
-            self._fill()
-            if self._end > self._start:
-                return self._parse_frame()
-            return None
-        return self._read_body()
+        self._fill()
+        return self._parse_frame() if self._end > self._start else None
 
     @property
     def buffered(self) -> bool:
@@ -275,31 +251,29 @@ class SocketTransport:
         if not count:
             raise ConnectionLost("it closed the connection" if self._start == self._end else "it closed within a frame")
         self._end += count
-        self.received_bytes += count
 
     def _parse_frame(self) -> Frame | None:
         """Returns the next frame of the inbox; None if it is incomplete."""
         start, here = self._start, self._end - self._start
-        if here < HEADER_BYTES:
-            check_magic(self._inbox, start, self._end)
-            self._reserve_inbox(HEADER_BYTES)
+        if here < wire_format.HEADER_BYTES:
+            wire_format.check_magic(self._inbox, start, self._end)
+            self._reserve_inbox(wire_format.HEADER_BYTES)
             return None
-        header = read_header(self._inbox, start, self.limits)
-        before_body, size = prefix_bytes(header), header.body_bytes
+        header = wire_format.read_header(self._inbox, start, self.limits)
+        before_body, size = wire_format.prefix_bytes(header), header.body_bytes
         if here < before_body:
             self._reserve_inbox(before_body)
             return None
-        table, meta = read_prefix(self._inbox, start, header)
+        table, meta = wire_format.read_prefix(self._inbox, start, header)
         if not size:
             self._start += before_body
-            return _make_frame(header, meta, body_tensors(self._inbox, 0, table) if table else ())
+            return _make_frame(header, meta, wire_format.body_tensors(self._inbox, 0, table) if table else ())
         if header.flags & IN_SHARED_MEMORY:
             reader = self._reader
             if reader is None:
                 raise BadFrame("a body in shared memory, but there is none on this connection")
             self._start += before_body
-            self.received_bytes += size
-            frame = _make_frame(header, meta, body_tensors(*reader.locate(header.ring_offset, size), table))
+            frame = _make_frame(header, meta, wire_format.body_tensors(*reader.locate(header.ring_offset, size), table))
             frame.on_release = reader.release
             return frame
         body_start = start + before_body
@@ -308,9 +282,9 @@ class SocketTransport:
             if body_start % ALIGN:  # behind bytes of a foreign sender
                 body = _aligned(size)
                 body[:] = self._inbox[body_start : body_start + size]
-                return _make_frame(header, meta, body_tensors(body, 0, table))
+                return _make_frame(header, meta, wire_format.body_tensors(body, 0, table))
             # The body stays in the inbox, which the next `receive` overwrites.
-            frame = _make_frame(header, meta, body_tensors(self._inbox, body_start, table))
+            frame = _make_frame(header, meta, wire_format.body_tensors(self._inbox, body_start, table))
             frame.on_release = _no_release
             return frame
         if before_body + size <= INBOX_BYTES:
@@ -337,9 +311,8 @@ class SocketTransport:
                 raise ConnectionLost(socket_error_text(error)) from None
             if not count:
                 raise ConnectionLost("it closed within a frame")
-            self.received_bytes += count
-            rest = rest[count:]
-        frame = _make_frame(self._header, self._meta, body_tensors(self._body, 0, self._table))
+                rest = rest[count:]
+        frame = _make_frame(self._header, self._meta, wire_format.body_tensors(self._body, 0, self._table))
         self._body_rest = self._body = self._header = None
         self._table = ()
         return frame
@@ -372,7 +345,7 @@ def _no_release() -> None:
 
 def _aligned(num_bytes: int) -> memoryview:
     """New memory that is aligned to 64 bytes."""
-    return as_memoryview(torch.empty(num_bytes, dtype=torch.uint8))
+    return wire_format.as_memoryview(torch.empty(num_bytes, dtype=torch.uint8))
 
 
 def _make_frame(header: FrameHeader, meta: bytes, tensors: Sequence[Tensor]) -> Frame:

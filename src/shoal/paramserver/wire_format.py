@@ -147,33 +147,21 @@ def pack_prefix(frame: Frame, flags: int = 0, ring_offset: int = 0) -> bytes:
 def read_header(buffer: memoryview, at: int, limits: FrameLimits) -> FrameHeader:
     """Reads and checks the header at this offset."""
     header = FrameHeader._make(_HEADER.unpack_from(buffer, at))
-    if (
-        header.magic != MAGIC
-        or header.version != VERSION
-        or header.flags > IN_SHARED_MEMORY
-        or not REQUEST <= header.kind <= REPLY
-        or header.body_bytes > limits.body_bytes
-        or header.meta_bytes > limits.meta_bytes
-        or header.table_bytes > limits.table_bytes
-    ):
-        raise BadFrame(_header_error(header, limits))
+    if header.magic != MAGIC:
+        raise BadFrame(f"not a frame of Shoal: it begins with {header.magic!r}")
+    if header.version != VERSION:
+        raise BadFrame(f"a frame of version {header.version}, but this side reads version {VERSION}")
+    if header.flags > IN_SHARED_MEMORY or not REQUEST <= header.kind <= REPLY:
+        raise BadFrame(f"a frame of unknown kind {header.kind} with flags {header.flags}")
+    _check_limit("a body", header.body_bytes, limits.body_bytes)
+    _check_limit("a message", header.meta_bytes, limits.meta_bytes)
+    _check_limit("a table", header.table_bytes, limits.table_bytes)
     return header
 
 
-def _header_error(header: FrameHeader, limits: FrameLimits) -> str:
-    if header.magic != MAGIC:
-        return f"not a frame of Shoal: it begins with {header.magic!r}"
-    if header.version != VERSION:
-        return f"a frame of version {header.version}, but this side reads version {VERSION}"
-    if header.flags > IN_SHARED_MEMORY or not REQUEST <= header.kind <= REPLY:
-        return f"a frame of unknown kind {header.kind} with flags {header.flags}"
-    for what, number, most in (
-        ("a body", header.body_bytes, limits.body_bytes),
-        ("a message", header.meta_bytes, limits.meta_bytes),
-    ):
-        if number > most:
-            return f"{what} of {number:,} bytes, but at most {most:,} are taken"
-    return f"a table of {header.table_bytes:,} bytes, but at most {limits.table_bytes:,} are taken"
+def _check_limit(what: str, num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise BadFrame(f"{what} of {num_bytes:,} bytes, but at most {most:,} are taken")
 
 
 def check_magic(buffer: memoryview, start: int, end: int) -> None:
