@@ -29,45 +29,46 @@ def is_loopback(host: str) -> bool:
 def listen(text: str, token: str | None) -> tuple[socket.socket, str]:
     """Returns a listening socket and its address, with the port that the system chose for port 0."""
     kind, place = read_address(text)
-    if kind == "unix":
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            place.unlink(missing_ok=True)
-            before = os.umask(0o177)  # only this user may connect
-            try:
-                with _ShortSocketPath(place) as path:
-                    listener.bind(path)
-            finally:
-                os.umask(before)
-        except OSError as error:
-            listener.close()
-            reason = f"cannot listen on {text}: {socket_error_text(error)}"
-            raise InputError(reason, fix="a folder that can be written") from None
-        listener.listen(128)
-        listener.setblocking(False)
-        return listener, text
-    host, port = place
-    if not token and not is_loopback(host):
+    if kind == "tcp" and not token and not is_loopback(place[0]):
         raise InputError(
             f"{text} can be reached from other machines, and there is no token: anyone could change the model",
             fix="token=… on servers and workers, or tcp://127.0.0.1",
         )
     try:
-        family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = _bind_unix(place) if kind == "unix" else _bind_tcp(*place)
     except OSError as error:
-        raise InputError(f"cannot listen on {text}: {socket_error_text(error)}") from None
+        fix = "a folder that can be written" if kind == "unix" else "another port, or 0 for any"
+        raise InputError(f"cannot listen on {text}: {socket_error_text(error)}", fix=fix) from None
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener, text if kind == "unix" else f"tcp://{place[0]}:{listener.getsockname()[1]}"
+
+
+def _bind_unix(place: Path) -> socket.socket:
+    place.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)  # only this user may connect
+    try:
+        with _ShortSocketPath(place) as path:
+            listener.bind(path)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(there)
-        listener.listen(128)
-    except OSError as error:
+        listener.bind(address)
+    except OSError:
         listener.close()
-        raise InputError(
-            f"cannot listen on {text}: {socket_error_text(error)}", fix="another port, or 0 for any"
-        ) from None
-    listener.setblocking(False)
-    return listener, f"tcp://{host}:{listener.getsockname()[1]}"
+        raise
+    return listener
 
 
 def connect_socket(text: str, timeout: float) -> socket.socket:

@@ -18,7 +18,7 @@ from shoal.paramserver.connections import (
 )
 from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.messages import DenseSpec, SparseSpec
-from shoal.paramserver.remote_dense import RemoteDenseTable
+from shoal.paramserver.remote_dense import RemoteDenseTable, declare_table
 from shoal.paramserver.remote_sparse import RemoteSparseTable
 from shoal.paramserver.request_client import RequestClient
 
@@ -44,4 +44,5 @@ class ParameterClient(RequestClient):
 
     def sparse(self, name: str, spec: SparseSpec) -> RemoteSparseTable:
         """A table of rows that are created at their first update."""
-        return RemoteSparseTable.create(self, name, spec)
+        declare_table(self, name, spec)
+        return RemoteSparseTable(self, name, spec)

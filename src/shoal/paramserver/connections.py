@@ -140,10 +140,6 @@ class ShardLinks:
         self._shared_memory = options.shared_memory
         self.limits = options.limits or FrameLimits()
 
-    @property
-    def addresses(self) -> list[str]:
-        return [link.address for link in self.links]
-
     def sort_by_shard(self) -> None:
         """Checks that the addresses are of all shards, each once. Every server must have sent its challenge."""
         found: dict[int, ShardLink] = {}
@@ -153,7 +149,7 @@ class ShardLinks:
             if shards != len(self.links):
                 raise InputError(
                     f"{link.address} is shard {shard} of {shards}, but {len(self.links)} addresses were given",
-                    where=self.addresses,
+                    where=[each.address for each in self.links],
                     fix="one address for each shard",
                 )
             if shard in found:
@@ -226,9 +222,8 @@ class ShardLinks:
         hello = HelloRequest(client.worker, client.incarnation, proof, shared, link.ring_bytes)
         if type(transport) is SocketTransport:
             transport.accepts_descriptors = shared
-        self._send_frame(
-            link, Frame(REQUEST, client.worker, client.incarnation, 0, 0, self.generation, messages.encode(hello))
-        )
+        meta = messages.encode(hello)
+        self._send_frame(link, Frame(REQUEST, client.worker, client.incarnation, 0, 0, self.generation, meta))
 
     def _on_welcome(self, link: ShardLink, welcome: WelcomeReply) -> None:
         if isinstance(link.transport, SocketTransport):
@@ -258,10 +253,8 @@ class ShardLinks:
         block, offset = sent.block, -1
         if block is not None and type(transport) is SocketTransport and block.ring is transport.writer:
             offset = block.offset
-        number = pending.sequence, pending.tag, sent.generation
-        self._send_frame(
-            link, Frame(REQUEST, client.worker, client.incarnation, *number, sent.meta, sent.tensors, offset)
-        )
+        sender = client.worker, client.incarnation, pending.sequence, pending.tag, sent.generation
+        self._send_frame(link, Frame(REQUEST, *sender, sent.meta, sent.tensors, offset))
 
     def _send_frame(self, link: ShardLink, frame: Frame) -> None:
         assert link.transport is not None

@@ -144,8 +144,6 @@ class DenseTable:
         held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return sum(each.nbytes for each in (*self.flats, *held))
 
-    # -- the optimizer's state ----------------------------------------------------------------------------------------
-
     def state(self) -> tuple[TableStateReply, list[Tensor]]:
         """Returns the state tensors of a parameter's shape, named "<parameter>\\t<field>". Other state (step counters)
         is in `values["steps"]` under such a name, with its dtype ("": a plain number)."""

@@ -65,13 +65,11 @@ class RequestDispatcher:
         self,
         shard: ShardHandler,
         *,
-        number: int = 0,
-        count: int = 1,
         token: str | None = None,
         limits: FrameLimits | None = None,
         ring_bytes: int = 0,
     ) -> None:
-        self.shard, self.number, self.count = shard, number, count
+        self.shard = shard
         self.limits = limits or FrameLimits()
         self._token = token.encode() if token else b""
         self._ring_bytes = ring_bytes
@@ -83,7 +81,11 @@ class RequestDispatcher:
     def send_challenge(self, connection: ClientConnection) -> None:
         if isinstance(connection.transport, SocketTransport):
             connection.transport.limits = HELLO_LIMITS
-        self._send(connection, 0, messages.ChallengeReply(connection.nonce, self.number, self.count, bool(self._token)))
+        self._send(
+            connection,
+            0,
+            messages.ChallengeReply(connection.nonce, self.shard.shard, self.shard.shards, bool(self._token)),
+        )
 
     def dispatch(self, connection: ClientConnection, frame: Frame) -> None:
         """Handles a frame from a client. Raises `BadFrame` if no client sends such a frame."""
@@ -174,9 +176,8 @@ class RequestDispatcher:
         self._deliver(connection, self._frame(connection.client or ClientId(0), tag, reply, tensors))
 
     def _frame(self, client: ClientId, tag: int, reply: ServerReply, tensors: Sequence[Tensor] = ()) -> Frame:
-        return Frame(
-            REPLY, client.worker, client.incarnation, 0, tag, self.shard.generation, messages.encode(reply), tensors
-        )
+        meta = messages.encode(reply)
+        return Frame(REPLY, client.worker, client.incarnation, 0, tag, self.shard.generation, meta, tensors)
 
     def _deliver(self, connection: ClientConnection, frame: Frame) -> None:
         if connection.close_reason:
@@ -205,7 +206,7 @@ def connect_local(shard: Any) -> LocalTransport:
     """Connects to a shard of this process. Clients of one shard share its dispatcher."""
     dispatcher = _dispatchers.get(shard)
     if dispatcher is None:
-        dispatcher = _dispatchers[shard] = RequestDispatcher(shard, number=shard.shard, count=shard.shards)
+        dispatcher = _dispatchers[shard] = RequestDispatcher(shard)
     server_end = LocalReplyTransport()
     connection = ClientConnection(server_end, "this process")
 

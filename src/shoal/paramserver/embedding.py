@@ -86,8 +86,6 @@ class Embedding(nn.Module):
         self._prefetched: list[tuple[Tensor, Any]] = []  # (ids, future of their rows) of at most two batches
         self._pulled: list[tuple[Tensor, Tensor]] = []  # (ids, rows) of this step
 
-    # -- the source of rows -------------------------------------------------------------------------------------------
-
     def spec(self, seed: int = 0) -> SparseSpec:
         """The table's spec for the servers. Its seed includes the name: the tables of one job have different rows."""
         import msgspec
@@ -112,8 +110,6 @@ class Embedding(nn.Module):
         if self._table is None:
             self._table = SparseTable(self.spec(), name=self.name or "Embedding")
         return self._table
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, version: int, *, keep_prefetched: bool = True) -> None:
         """Drops the last step's rows and gradients, and without `keep_prefetched` also prefetched rows."""

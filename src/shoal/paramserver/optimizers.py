@@ -106,9 +106,6 @@ def bare_step(optimizer: Optimizer) -> Callable[[], None]:
     return call
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RowStateField:
     """State of each row."""
@@ -194,12 +191,8 @@ def _adam(*, decoupled: bool) -> Callable[..., RowKernel]:
             size, root = corrections(steps, values.dtype)
             values.add_((average * size).div_(square.sqrt().div_(root).add_(eps)))
 
-        fields = {
-            "step": RowStateField(width=1, is_count=True),
-            "exp_avg": RowStateField(),
-            "exp_avg_sq": RowStateField(),
-        }
-        return RowKernel(fields, update)
+        step, average = RowStateField(width=1, is_count=True), RowStateField()
+        return RowKernel({"step": step, "exp_avg": average, "exp_avg_sq": average}, update)
 
     return make
 

@@ -52,8 +52,6 @@ class PendingSteps:
         self.parked = [each for each in self.parked if each[1].step > step]
         return over
 
-    # -- parked requests ----------------------------------------------------------------------------------------------
-
     def ready_or_park(self, address: ReplyAddress, request: ApplyRequest | SquaresRequest) -> bool:
         """Returns whether every contribution is there; parks the request if not."""
         wrong = span_error(request.lanes, request.spans)
@@ -78,8 +76,6 @@ class PendingSteps:
     def drop_worker(self, worker: int) -> None:
         """Forgets the parked requests of a worker whose process was replaced."""
         self.parked = [each for each in self.parked if each[0].client.worker != worker]
-
-    # -- reduced gradients --------------------------------------------------------------------------------------------
 
     def reduced_gradients(self, request: ApplyRequest) -> ReducedContributions:
         """The step's gradient: reduced, scaled, clipped."""

@@ -158,10 +158,8 @@ class RemoteDenseTable:
         if layout.num_bytes <= SPLIT_BYTES:
             return [keys]
         if layout.chunks is None:
-            sizes = [
-                count * layout.flat.dtypes[buffer].itemsize
-                for count, buffer in zip(layout.flat.counts, layout.flat.buffers, strict=True)
-            ]
+            flat = layout.flat
+            sizes = [n * flat.dtypes[buffer].itemsize for n, buffer in zip(flat.counts, flat.buffers, strict=True)]
             found: list[list[int]] = []
             size = 0
             for key, num_bytes in zip(range(len(sizes)) if keys is None else keys, sizes, strict=True):

@@ -15,7 +15,6 @@ from torch import Tensor
 from shoal.errors import InputError
 from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.messages import PullRequest, PushRequest, SparseSpec, TableSlice
-from shoal.paramserver.remote_dense import declare_table
 from shoal.paramserver.request_client import RequestClient
 from shoal.paramserver.sharding import dtype_name, shard_of
 from shoal.paramserver.shm_ring import RingBlock
@@ -33,11 +32,6 @@ class RemoteSparseTable:
         self.versions = [-1] * client.shards
         # Cached, since a worker pushes to the ids that it has pulled: the ids, their version, the result.
         self._last_unique: tuple[Tensor, int, UniqueIds] | None = None
-
-    @classmethod
-    def create(cls, client: RequestClient, name: str, spec: SparseSpec) -> "RemoteSparseTable":
-        declare_table(client, name, spec)
-        return cls(client, name, spec)
 
     def pull(self, ids: Tensor) -> ReplyFuture[Tensor]:
         """Returns a future of the rows: a tensor of the ids' shape and one dimension more."""

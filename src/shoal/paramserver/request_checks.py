@@ -42,20 +42,20 @@ def spec_difference(spec: TableSpec, other: TableSpec) -> str:
     return ", ".join(f"{key}={str(ours[key])[:80]}" for key in ours if ours[key] != theirs[key])
 
 
-def span_of(slot: TableSlice, values: Sequence[Tensor]) -> Tensor:
+def span_of(slice_: TableSlice, values: Sequence[Tensor]) -> Tensor:
     """The elements of the flat tensor that the slice's span names."""
-    assert slot.span is not None
-    start, stop = slot.span
+    assert slice_.span is not None
+    start, stop = slice_.span
     if len(values) != 1 or not 0 <= start <= stop <= values[0].numel():
         sizes = ", ".join(f"{each.numel():,}" for each in values)
-        reason = f"elements {start:,} to {stop:,} of table {slot.table!r}, whose flat tensors here have {sizes}"
+        reason = f"elements {start:,} to {stop:,} of table {slice_.table!r}, whose flat tensors here have {sizes}"
         raise RequestRefused("key", reason)
     return values[0][start:stop]
 
 
-def pop_tensors(tensors: list[Tensor], count: int, slot: TableSlice) -> list[Tensor]:
+def pop_tensors(tensors: list[Tensor], count: int, slice_: TableSlice) -> list[Tensor]:
     if len(tensors) < count:
-        raise RequestRefused("shape", f"table {slot.table!r}: {len(tensors)} tensors came, and its slice has {count}")
+        raise RequestRefused("shape", f"table {slice_.table!r}: {len(tensors)} tensors came, and its slice has {count}")
     taken = tensors[:count]
     del tensors[:count]
     return taken
@@ -66,27 +66,27 @@ def too_many_tensors(tensors: Sequence[Tensor], slices: Sequence[TableSlice]) ->
     return RequestRefused("shape", f"{len(tensors)} tensors more came than the slices of {tables} have")
 
 
-def check_flat(slot: TableSlice, flat: Tensor, total: int, dtypes: Sequence[torch.dtype]) -> None:
+def check_flat(slice_: TableSlice, flat: Tensor, total: int, dtypes: Sequence[torch.dtype]) -> None:
     if flat.dim() != 1 or flat.numel() != total or not flat.is_contiguous():
         raise RequestRefused(
             "shape",
-            f"table {slot.table!r}: {list(flat.shape)} elements came, and its row ranges have {total}",
+            f"table {slice_.table!r}: {list(flat.shape)} elements came, and its row ranges have {total}",
             "tensors with the declared shapes, laid out by sharding.flat_layout",
         )
-    check_dtype(slot, flat, dtypes)
+    check_dtype(slice_, flat, dtypes)
 
 
-def check_dtype(slot: TableSlice, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+def check_dtype(slice_: TableSlice, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     if tensor.dtype not in dtypes:
         wanted = dtype_name(dtypes[0])
-        reason = f"table {slot.table!r} holds {wanted}, and {dtype_name(tensor.dtype)} came"
+        reason = f"table {slice_.table!r} holds {wanted}, and {dtype_name(tensor.dtype)} came"
         raise RequestRefused("dtype", reason, f"convert it to {wanted}")
 
 
-def check_finite(slot: TableSlice, tensor: Tensor) -> None:
+def check_finite(slice_: TableSlice, tensor: Tensor) -> None:
     # The sum is the fast check. Finite numbers may overflow it, so an infinite sum is checked number by number.
     if math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all()):
         return
     count = int((~torch.isfinite(tensor)).sum())
-    reason = f"table {slot.table!r}: {count} of {tensor.numel()} numbers of the gradient are not finite"
+    reason = f"table {slice_.table!r}: {count} of {tensor.numel()} numbers of the gradient are not finite"
     raise RequestRefused("nonfinite", reason, "a smaller learning rate, or clip_norm")

@@ -4,6 +4,7 @@ A lost connection is made again (connections.py), and unanswered requests are re
 a shard applies a write once, however often it is sent. A client belongs to the thread that made it.
 """
 
+import os
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -291,7 +292,7 @@ class RequestClient:
                 self._spin.record(False)
                 return False
             else:
-                self._spin.yield_core()
+                os.sched_yield()
         if end > 0:
             self._spin.record(True)
         return found

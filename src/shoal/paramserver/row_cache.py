@@ -21,8 +21,7 @@ from shoal.paramserver.unique_ids import find_unique
 
 COUNTERS_LOG2 = 18
 HALVE_EVERY = 256  # requests
-
-WAYS = 4
+WAYS = 4  # places of a set
 TRIAL, MIN_HITS, BYPASS = 32, 0.05, 256  # after TRIAL requests with fewer hits, the cache is bypassed for BYPASS
 
 Ids = npt.NDArray[np.int64]

@@ -47,9 +47,7 @@ class ParameterServer:
         max_unsent_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
         self.shard = shard
-        self.dispatcher = RequestDispatcher(
-            shard, number=shard.shard, count=shard.shards, token=token, limits=limits, ring_bytes=ring_bytes
-        )
+        self.dispatcher = RequestDispatcher(shard, token=token, limits=limits, ring_bytes=ring_bytes)
         self.close_reasons, self.close_counts = self.dispatcher.close_reasons, self.dispatcher.close_counts
         self.snapshots, self.snapshot_seconds = snapshots, snapshot_seconds
         self.max_unsent_bytes = max_unsent_bytes
@@ -124,7 +122,7 @@ class ParameterServer:
                 if time.perf_counter() > end:
                     self._spin.record(False)
                     break
-                self._spin.yield_core()
+                os.sched_yield()
         return self._poll.poll(timeout)
 
     # -- connections --------------------------------------------------------------------------------------------------
@@ -227,10 +225,8 @@ class ParameterServer:
             self._finish_snapshot()
         self._snapshot_at, self._snapshot_version = time.monotonic(), self.shard.version
         self.shard.snapshot_begun()
-        descriptors = [*self._listeners, self._poll.fileno()]
-        self._snapshot_writer = _SnapshotWriter(
-            lambda: self.snapshots.write(self.shard.capture(copy=False)), descriptors
-        )
+        inherited = [*self._listeners, self._poll.fileno()]
+        self._snapshot_writer = _SnapshotWriter(lambda: self.snapshots.write(self.shard.capture()), inherited)
         self._poll.register(self._snapshot_writer.descriptor, select.EPOLLIN)
 
     def _wait_for_writer(self) -> None:

@@ -13,7 +13,7 @@ How a server (server.py) uses it:
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
@@ -33,8 +33,6 @@ from shoal.paramserver.tables import ShardTables
 
 _ANY_GENERATION = (messages.RewindRequest, messages.StatusRequest, messages.StatsRequest)
 _REWIND = "rewind all servers (RewindRequest)"
-
-Handler: TypeAlias = Callable[[Any, ReplyAddress, Any, Tensors], HandlerResult]
 
 
 class ParameterShard(RequestSequencer):
@@ -498,7 +496,7 @@ class ParameterShard(RequestSequencer):
         return values
 
 
-_HANDLERS: dict[type, Handler] = {
+_HANDLERS: dict[type, Callable[[Any, ReplyAddress, Any, Tensors], HandlerResult]] = {
     messages.DeclareRequest: ParameterShard._declare,
     messages.PutRequest: ParameterShard._put,
     messages.PushRequest: ParameterShard._push,

@@ -134,9 +134,8 @@ def flat_layout(ranges: Sequence[RowRange], spec: DenseSpec) -> FlatLayout:
     if not dtypes:
         dtypes, totals = [dtype_of(spec.dtypes[0]) if spec.dtypes else torch.float32], [0]
     strides = tuple(torch.empty(shape, device="meta").stride() for shape in shapes)
-    return FlatLayout(
-        tuple(dtypes), tuple(totals), tuple(buffers), tuple(offsets), tuple(shapes), tuple(counts), strides
-    )
+    layout = tuple(dtypes), tuple(totals), tuple(buffers), tuple(offsets), tuple(shapes), tuple(counts)
+    return FlatLayout(*layout, strides)
 
 
 def shard_of(rows: Tensor, shards: int) -> Tensor:

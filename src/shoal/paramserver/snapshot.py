@@ -116,7 +116,8 @@ class SnapshotFolder:
                 TENSORS: _write(partial / TENSORS, _safetensors(snapshot.tensors)),
             }
             manifest = _SnapshotManifest(format=FORMAT, step=snapshot.step, version=snapshot.version, files=files)
-            _write(partial / MANIFEST, [_with_digest(manifest)])
+            body = msgspec.json.encode(manifest)
+            _write(partial / MANIFEST, [hashlib.sha256(body).hexdigest().encode(), b"\n", body])
             _fsync(partial)
             partial.rename(self._path(number))
             _fsync(self.folder)
@@ -267,20 +268,14 @@ def insert_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return [insert_tensors(each, tensors) for each in value] if isinstance(value, list) else value
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yields the file in chunks, without a copy of the tensors."""
     header: dict[str, Any] = {}
     at = 0
     for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
+        end = at + tensor.nbytes
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % 64)
     yield len(text).to_bytes(8, "little") + text
@@ -300,11 +295,6 @@ def _write(path: Path, chunks: Iterator[bytes | memoryview] | list[bytes]) -> _F
                 rest = rest[file.write(rest) or 0 :]
         os.fsync(file.fileno())
     return _FileDigest(size, digest.hexdigest())
-
-
-def _with_digest(manifest: _SnapshotManifest) -> bytes:
-    body = msgspec.json.encode(manifest)
-    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
 def _fsync(folder: Path) -> None:

@@ -86,8 +86,6 @@ class SparseTable:
         """The most requested rows, each with its share of requests."""
         return [(key * self.shards + self.shard, share) for key, share in self._tracker.hottest(most)]
 
-    # -- pull and push ------------------------------------------------------------------------------------------------
-
     def pull(self, ids: Tensor, *, version: int = 0) -> Tensor:
         """Returns a copy of these rows at this version."""
         return self.read(self._keys(ids), version=version)
@@ -246,8 +244,6 @@ class SparseTable:
             self._index.remove(keys)
             self._free = np.sort(np.concatenate([self._free, slots]))
             self.evicted += len(keys)
-
-    # -- snapshots ----------------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Tensor]:
         """Copies of everything, rows rising."""

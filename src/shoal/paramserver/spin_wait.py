@@ -28,10 +28,6 @@ class SpinWait:
                 return time.perf_counter() + SPIN_SECONDS
         return 0.0
 
-    def yield_core(self) -> None:
-        """Lets other processes run between two polls."""
-        os.sched_yield()
-
     def record(self, found: bool) -> None:
         """Counts a poll that found something, or did not."""
         if found:

@@ -73,16 +73,16 @@ class ShardTables:
         """Returns the values with their tables and keys, and the remaining tensors: the optimizer's state."""
         left = list(tensors)
         placed: list[_PlacedValues] = []
-        for slot in request.slices:
-            if slot.sparse:
-                reason = f"rows of table {slot.table!r} cannot be put: they are created from their seed"
+        for slice_ in request.slices:
+            if slice_.sparse:
+                reason = f"rows of table {slice_.table!r} cannot be put: they are created from their seed"
                 raise RequestRefused("sparse", reason, "push gradients to them, or put the table's state")
-            table = self._dense(slot.table)
-            keys = self._keys(slot, table)
+            table = self._dense(slice_.table)
+            keys = self._keys(slice_, table)
             laid = table.layout(keys).flat
-            flats = request_checks.pop_tensors(left, len(laid.dtypes), slot)
+            flats = request_checks.pop_tensors(left, len(laid.dtypes), slice_)
             for flat, total, dtype in zip(flats, laid.totals, laid.dtypes, strict=True):
-                request_checks.check_flat(slot, flat, total, (dtype,))
+                request_checks.check_flat(slice_, flat, total, (dtype,))
             placed.append((table, keys, flats))
         if left and request.state is None:
             raise request_checks.too_many_tensors(left, request.slices)
@@ -157,16 +157,16 @@ class ShardTables:
             raise RequestRefused("unfilled", reason, "put its first values, or wait until another worker has")
         return table
 
-    def _keys(self, slot: TableSlice, table: DenseTable) -> Keys:
-        keys, count = slot.keys, len(table.ranges)
+    def _keys(self, slice_: TableSlice, table: DenseTable) -> Keys:
+        keys, count = slice_.keys, len(table.ranges)
         if keys is None or keys == table.all_keys:
             return None
         if len(set(keys)) != len(keys):
-            reason = f"keys of table {slot.table!r} come more than once: {list(keys)[:8]}"
+            reason = f"keys of table {slice_.table!r} come more than once: {list(keys)[:8]}"
             raise RequestRefused("key", reason, "each key once")
         wrong = [key for key in keys if not 0 <= key < count]
         if wrong:
-            reason = f"key {wrong[0]} of table {slot.table!r}, but shard {self.shard} has keys 0 to {count - 1}"
+            reason = f"key {wrong[0]} of table {slice_.table!r}, but shard {self.shard} has keys 0 to {count - 1}"
             raise RequestRefused("key", reason)
         return keys
 
@@ -176,42 +176,42 @@ class ShardTables:
         """Returns a request's gradients, checked. Copies only compressed ones."""
         left = list(tensors)
         found: Gradients = {}
-        for slot in slices:
-            if slot.table in found:
-                reason = f"table {slot.table!r} comes twice in one request"
-                raise RequestRefused("slot", reason, "one slice for each table")
-            found[slot.table] = self._rows(slot, left) if slot.sparse else self._flats(slot, left)
+        for slice_ in slices:
+            if slice_.table in found:
+                reason = f"table {slice_.table!r} comes twice in one request"
+                raise RequestRefused("slice", reason, "one slice for each table")
+            found[slice_.table] = self._rows(slice_, left) if slice_.sparse else self._flats(slice_, left)
         if left:
             raise request_checks.too_many_tensors(left, slices)
         return found
 
-    def _flats(self, slot: TableSlice, left: list[Tensor]) -> DenseGradient:
-        table = self._filled_table(slot.table)
+    def _flats(self, slice_: TableSlice, left: list[Tensor]) -> DenseGradient:
+        table = self._filled_table(slice_.table)
         if not table.has_optimizer:
-            reason = f"table {slot.table!r} has no optimizer: nothing can be pushed"
+            reason = f"table {slice_.table!r} has no optimizer: nothing can be pushed"
             raise RequestRefused("optimizer", reason, "put values")
-        keys = self._keys(slot, table)
+        keys = self._keys(slice_, table)
         laid = table.layout(keys).flat
-        flats = request_checks.pop_tensors(left, len(laid.dtypes), slot)
-        if slot.codec:
-            flats = [self._decoded(slot, each, total) for each, total in zip(flats, laid.totals, strict=True)]
+        flats = request_checks.pop_tensors(left, len(laid.dtypes), slice_)
+        if slice_.codec:
+            flats = [self._decoded(slice_, each, total) for each, total in zip(flats, laid.totals, strict=True)]
         for flat, total, dtype in zip(flats, laid.totals, laid.dtypes, strict=True):
-            request_checks.check_flat(slot, flat, total, (dtype, *_FLOATS))
-            request_checks.check_finite(slot, flat)
+            request_checks.check_flat(slice_, flat, total, (dtype, *_FLOATS))
+            request_checks.check_finite(slice_, flat)
         table.count_access(keys)
         return DenseGradient(keys, flats)
 
-    def _rows(self, slot: TableSlice, left: list[Tensor]) -> SparseGradient:
-        table = self._sparse(slot.table)
-        ids, rows = request_checks.pop_tensors(left, 2, slot)
-        if slot.codec:
-            rows = self._decoded(slot, rows, ids.numel() * table.spec.dim).view(-1, table.spec.dim)
+    def _rows(self, slice_: TableSlice, left: list[Tensor]) -> SparseGradient:
+        table = self._sparse(slice_.table)
+        ids, rows = request_checks.pop_tensors(left, 2, slice_)
+        if slice_.codec:
+            rows = self._decoded(slice_, rows, ids.numel() * table.spec.dim).view(-1, table.spec.dim)
         self._check_ids(table, ids)
         if rows.shape != (ids.numel(), table.spec.dim):
-            reason = f"a gradient of {list(rows.shape)} came for {ids.numel()} rows of table {slot.table!r}"
+            reason = f"a gradient of {list(rows.shape)} came for {ids.numel()} rows of table {slice_.table!r}"
             raise RequestRefused("shape", reason, f"a gradient of [{ids.numel()}, {table.spec.dim}]")
-        request_checks.check_dtype(slot, rows, (table.dtype, *_FLOATS))
-        request_checks.check_finite(slot, rows)
+        request_checks.check_dtype(slice_, rows, (table.dtype, *_FLOATS))
+        request_checks.check_finite(slice_, rows)
         return SparseGradient(ids, rows)
 
     def _check_ids(self, table: SparseTable, ids: Tensor) -> None:
@@ -235,17 +235,19 @@ class ShardTables:
                 shard = foreign[0] % self.shards
                 raise RequestRefused("row", f"row {foreign[0]} of table {name!r} is on shard {shard}, not {self.shard}")
 
-    def _decoded(self, slot: TableSlice, payload: Tensor, count: int) -> Tensor:
-        if slot.count != count:  # checked before decoding allocates memory
-            reason = f"table {slot.table!r}: {slot.count} elements came compressed, and its row ranges have {count}"
+    def _decoded(self, slice_: TableSlice, payload: Tensor, count: int) -> Tensor:
+        if slice_.count != count:  # checked before decoding allocates memory
+            reason = f"table {slice_.table!r}: {slice_.count} elements came compressed, and its row ranges have {count}"
             raise RequestRefused("shape", reason)
         try:
-            compressor = self._compressors.get(slot.codec)
+            compressor = self._compressors.get(slice_.codec)
             if compressor is None:
-                compressor = self._compressors[slot.codec] = parse_compressor(slot.codec)
+                compressor = self._compressors[slice_.codec] = parse_compressor(slice_.codec)
             return compressor.decode(payload, count)
         except (ShoalError, RuntimeError, ValueError, IndexError) as error:
-            raise RequestRefused("codec", f"table {slot.table!r}: {slot.codec!r} cannot be read: {error}") from error
+            raise RequestRefused(
+                "codec", f"table {slice_.table!r}: {slice_.codec!r} cannot be read: {error}"
+            ) from error
 
     # -- updates and values -------------------------------------------------------------------------------------------
 
@@ -278,19 +280,19 @@ class ShardTables:
         """`version`: of the shard."""
         left = list(tensors)
         found: list[Tensor] = []
-        for slot in slices:
-            if slot.sparse:
-                rows = self._sparse(slot.table)
-                (ids,) = request_checks.pop_tensors(left, 1, slot)
+        for slice_ in slices:
+            if slice_.sparse:
+                rows = self._sparse(slice_.table)
+                (ids,) = request_checks.pop_tensors(left, 1, slice_)
                 self._check_ids(rows, ids)
                 found.append(rows.read(rows.local_keys(ids), version=version))
             else:
-                table = self._filled_table(slot.table)
-                keys = self._keys(slot, table)
-                if slot.span is None or not slot.span[0]:
+                table = self._filled_table(slice_.table)
+                keys = self._keys(slice_, table)
+                if slice_.span is None or not slice_.span[0]:
                     table.count_access(keys)
                 values = table.values(keys)
-                found += values if slot.span is None else [request_checks.span_of(slot, values)]
+                found += values if slice_.span is None else [request_checks.span_of(slice_, values)]
         return found
 
     def state(self, name: str) -> tuple[TableStateReply, list[Tensor]]:

@@ -311,7 +311,7 @@ class SocketTransport:
                 raise ConnectionLost(socket_error_text(error)) from None
             if not count:
                 raise ConnectionLost("it closed within a frame")
-                rest = rest[count:]
+            rest = rest[count:]
         frame = _make_frame(self._header, self._meta, wire_format.body_tensors(self._body, 0, self._table))
         self._body_rest = self._body = self._header = None
         self._table = ()

@@ -131,9 +131,7 @@ def pack_prefix(frame: Frame, flags: int = 0, ring_offset: int = 0) -> bytes:
         shape = tensor.shape
         code = _CODES.get(tensor.dtype)
         if code is None:
-            raise InputError(
-                f"a tensor of {tensor.dtype} cannot travel", fix=f"one of {', '.join(str(each) for each in DTYPES)}"
-            )
+            raise InputError(f"a tensor of {tensor.dtype} cannot be sent", fix=f"one of {', '.join(map(str, DTYPES))}")
         table += _ENTRIES[len(shape)].pack(code, len(shape), *shape)
         body += tensor.nbytes + 63 & -64
     meta = frame.meta

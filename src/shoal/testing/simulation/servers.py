@@ -284,7 +284,7 @@ class SimServerHost:
         )
         self.shard.attach(world)
         self.shard.before_rewind = self._finish_write
-        self.dispatcher = RequestDispatcher(self.shard, number=self.number, count=plan.shards)
+        self.dispatcher = RequestDispatcher(self.shard)
         if self.snapshots:
             if (
                 len(self.snapshots) > 1 and not world.lockstep and world.chance(plan.torn)
