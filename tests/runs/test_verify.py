@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 import shoal
 from helpers.command import HASH, Caller, write_job
-from shoal.driver.verify import PLAIN_TOLERANCE, VerifyPlacement, against_plain, placements
+from shoal.driver.verify import PLAIN_TOLERANCE, against_plain
 from shoal.parallel import data_parallel
 
 

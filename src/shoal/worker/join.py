@@ -52,7 +52,7 @@ def join(
     """
     global _joined
     seat = seats.current_context(Path(run_dir) if run_dir is not None else None, resume)
-    kernels.configure(threads=threads, exact=seat.settings.exact)
+    kernels.configure(threads=threads, exact=seat.config.exact)
     source = open_data(loader, seed=seed)
     checked = as_job(
         model,
@@ -68,11 +68,11 @@ def join(
     plan = seat.plan or make_plan(
         lanes=checked.lane_count,
         workers=seat.size,
-        shares=seat.settings.shares,
+        shares=seat.config.parallel.shares,
         threads=threads,
-        exact=seat.settings.exact,
-        algorithm=seat.settings.communication.algorithm,
-        compress=seat.settings.communication.compress,
+        exact=seat.config.exact,
+        algorithm=seat.config.comm_options.algorithm,
+        compress=seat.config.comm_options.compress,
     )
     if (plan.lanes, plan.workers) != (checked.lane_count, seat.size):
         raise JobError(

@@ -52,13 +52,13 @@ class OpenJob:
 def train_job(opened: OpenJob, context: WorkerContext) -> None:
     """The loop of a job: the same that users write with `shoal.join`."""
     job = opened.job
-    kernels.configure(threads=job.threads, exact=context.settings.exact)
+    kernels.configure(threads=job.threads, exact=context.config.exact)
     assert context.plan is not None
-    if context.settings.memory is not None:
+    if context.config.parallel.memory_bytes is not None:
         return_freed_memory()  # before anything is measured: what the driver had freed goes back
     meter = MemoryMeter()
-    if context.settings.memory is not None:
-        cap_memory(context.settings.memory)
+    if context.config.parallel.memory_bytes is not None:
+        cap_memory(context.config.parallel.memory_bytes)
     crew = context.membership()
     built = build_worker_model(job, context.plan, context.rank, opened.outline)
     refuse_embedding_tables(built.model)
@@ -139,7 +139,7 @@ def resource_usage(run: Run, peak_bytes: int) -> ModelShardReported:
         blocks=[] if stages is None else stages.blocks_of(place.stage),
         num_parameters=sum(parameter.numel() for _, parameter in run.replica.parameters),
         peak_bytes=peak_bytes,
-        limit_bytes=run.context.settings.memory,
+        limit_bytes=run.context.config.parallel.memory_bytes,
         busy_seconds=busy,
         stage_seconds=stream,
         bubble_planned=planned,
@@ -242,7 +242,7 @@ def reporting_failures(context: WorkerContext, log: str) -> Iterator[list[int]]:
     except BaseException as error:
         run = joined_run() or (_current_run[0] if _current_run else None)
         code[0] = error.exit_code if isinstance(error, ShoalError) else 1
-        event = failure_event(error, context.rank, run, log, memory=context.settings.memory)
+        event = failure_event(error, context.rank, run, log, memory=context.config.parallel.memory_bytes)
         context.channel.emit(event)
         print(TRACEBACK_FOLLOWS, file=sys.stderr)
         traceback.print_exc()

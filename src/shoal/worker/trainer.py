@@ -151,7 +151,7 @@ class Run:
         self._evicted = False  # too slow: asks to leave
         self._commit_found = False  # the step in doubt was committed by somebody
         self._disrupted_at: float | None = None  # when something was wrong with the crew, until the next commit
-        self._timer = StepTimer(context.channel, membership.worker_id.worker, samples=context.settings.samples)
+        self._timer = StepTimer(context.channel, membership.worker_id.worker, samples=context.config.output.samples)
         self._step_began = 0.0  # the step under way
         self._traits = kernels.traits()
         self._broadcast_weights = broadcast
@@ -165,13 +165,13 @@ class Run:
             arithmetic=arithmetic,
             traits=self._traits,
         )
-        settings = context.settings
+        wanted = context.config.checkpoint
         self.checkpoints = CheckpointPolicy(
             context.folder,
             self._live,
             context.channel.emit,
-            every=settings.checkpoint_every or checkpoint_every,
-            auto=settings.checkpoint_auto,
+            every=wanted.every or checkpoint_every,
+            auto=wanted.auto,
             steps_per_epoch=schedule.steps_per_epoch,
             workers=plan.workers,
             survives_loss=self._recovers and not self.layout.zero,
@@ -220,7 +220,7 @@ class Run:
         if recovery.fresh_start:
             self._form_groups()
             agree_on_kernels(self.group, self._traits)
-            resumes = self.context.settings.resume or recovery.view.restart > 0
+            resumes = self.context.resumed or recovery.view.restart > 0
             if self._broadcast_weights and not resumes and not self.layout.sharded:
                 broadcast_weights(self.model, self.group)
             if resumes:
@@ -296,7 +296,7 @@ class Run:
 
     @property
     def _recovers(self) -> bool:
-        return self.membership.elastic and self.context.settings.on_failure != "stop"
+        return self.membership.elastic and self.context.config.failure.on_failure != "stop"
 
     def _regroup(self, recovery: RecoveryPlan, redone: int, next_step: int | None = None) -> None:
         """Lanes are dealt to whoever is there now. `next_step`: whose samples are needed next, if not `step`'s."""
@@ -559,7 +559,7 @@ class Run:
 
     def _not_finite(self, batch: Batch, result: StepResult) -> None:
         where = ", ".join(f"worker {rank} lane {lane}" for rank, lane in result.not_finite)
-        if self.context.settings.nonfinite == "stop":
+        if self.context.config.failure.nonfinite == "stop":
             raise NonFiniteError(
                 f"step {batch.step}: the loss is not finite ({where})",
                 where=f"nothing of step {batch.step} was applied",
@@ -597,11 +597,11 @@ class Run:
                 self.checkpoints.report_interval(self.step)
         if self.leader and not self._traffic_reported:
             self._report_traffic()
-        if self.context.settings.digests and (self.leader or self.layout.sharded):
+        if self.context.config.output.digests and (self.leader or self.layout.sharded):
             self._report_digests()
         if self.stopped is None and not self._at_limit():
             self._stop_if_asked(outcome)
-        watched = self.plan.shares == "auto" or self.context.settings.slow != "ignore"
+        watched = self.plan.shares == "auto" or self.context.config.failure.slow != "ignore"
         if epoch == self.membership.generation and watched and not self.layout.sharded:
             self._rebalance(outcome.compute_by_worker)
         if any(ask & SAVE for ask in outcome.requested):
@@ -655,7 +655,7 @@ class Run:
             agree_on_weights(self._groups.shard_group, tensors, self.step)
 
     def _stop_if_asked(self, result: StepResult) -> None:
-        after = self.context.settings.stop_after
+        after = self.context.config.checkpoint.stop_after
         if any(ask & STOP for ask in result.requested):
             self.stopped, self.resumable = "asked to stop", True
         elif after is not None and self.step >= after:
@@ -669,9 +669,9 @@ class Run:
             return
         typical = [sorted(times)[len(times) // 2] for times in zip(*self._compute_times, strict=True)]
         self._compute_times.clear()
-        if self.context.settings.slow == "evict" and self.membership.elastic:
+        if self.context.config.failure.slow == "evict" and self.membership.elastic:
             self._evicted = self.rank in find_stragglers(
-                self.strategy.assignment, typical, min_left=self.context.settings.min_workers
+                self.strategy.assignment, typical, min_left=self.context.config.failure.min_workers
             )
             return
         if self.plan.shares not in ("even", "auto"):
@@ -764,9 +764,7 @@ class Run:
         found = self.checkpoints.resume(self.group, state_lost=self.membership.view.restart > 0)
         self._restore_all(found.snapshot)
         if self.leader:
-            repeated = max(
-                0, max(self.membership.known_committed(), self.context.settings.committed_before) - self.step
-            )
+            repeated = max(0, max(self.membership.known_committed(), self.context.committed_before) - self.step)
             event = RunResumed(
                 time=time.time(),
                 step=self.step,

@@ -47,7 +47,7 @@ class AsyncServerWorker(ServerWorker):
         self.enter()
         self.pull()
         self.strategy.join_group(ParallelGroups.replicated(SoloGroup()), [(0, self.plan.lanes)])
-        self.leads = True  # of the steps that it does
+        self.is_leader = True  # of the steps that it does
         ask = self.next_lease()
         while True:
             self.timer.begin()
@@ -89,7 +89,7 @@ class AsyncServerWorker(ServerWorker):
         self.prefetched_step = given.next_lease
 
     def check_requests(self, done: int) -> None:
-        after = self.settings.stop_after
+        after = self.config.checkpoint.stop_after
         if self.context.channel.should_stop():
             self.client.request(0, EndRequest("asked to stop", True)).wait()
         elif after is not None and done >= after:
@@ -161,7 +161,7 @@ class AsyncServerWorker(ServerWorker):
         self.pull()
         self.report(reply.steps_done)
         self.stopped, self.resumable = reply.reason or None, reply.resumable
-        self.leads = self.wrote_result
+        self.is_leader = self.wrote_result
         self.finish(reply.steps_done)
 
 
@@ -189,11 +189,11 @@ class GroupServerWorker(AsyncServerWorker):
         self.group.close()
         members = list(given.members)
         leads = members[0] == self.worker
-        if leads != self.leads:
+        if leads != self.is_leader:
             self.report(given.steps_done)  # of what was done in the other part
-        self.leads = leads
+        self.is_leader = leads
         if len(members) == 1:
-            self.group = SoloGroup(self.settings.communication)
+            self.group = SoloGroup(self.config.comm_options)
         else:
             assert self.context.open_torch_store is not None
             number = self.sync_mode.group_of(self.worker)
@@ -203,8 +203,8 @@ class GroupServerWorker(AsyncServerWorker):
                     store,
                     rank=members.index(self.worker),
                     size=len(members),
-                    timeout=self.settings.timeout,
-                    options=self.settings.communication,
+                    timeout=timedelta(seconds=self.config.communication.timeout),
+                    options=self.config.comm_options,
                     form_timeout=FORMING_TIMEOUT,
                 )
             except RunError as error:
@@ -225,14 +225,14 @@ class GroupServerWorker(AsyncServerWorker):
 
     def push(self, lease: int, result: StepResult) -> StepResult:
         began = time.perf_counter()
-        if self.leads:
+        if self.is_leader:
             result = super().push(lease, result)
         self.broadcast_weights()
         return replace(result, reduce_seconds=result.reduce_seconds + time.perf_counter() - began)
 
     def rebalance(self, seconds: list[float]) -> None:
         """Everyone has the same numbers, so everyone comes to the same deal."""
-        if self.group.size == 1 or self.settings.slow == "ignore" or self.plan.shares not in ("even", "auto"):
+        if self.group.size == 1 or self.config.failure.slow == "ignore" or self.plan.shares not in ("even", "auto"):
             return
         self.compute_times.append(seconds)
         if len(self.compute_times) >= REASSIGN_STEPS:

@@ -75,13 +75,13 @@ class ServerWorker:
     def __init__(self, opened: OpenJob, context: WorkerContext) -> None:
         job, plan = opened.job, context.plan
         assert plan is not None
-        kernels.configure(threads=job.threads, exact=context.settings.exact)
-        if context.settings.memory is not None:
+        kernels.configure(threads=job.threads, exact=context.config.exact)
+        if context.config.parallel.memory_bytes is not None:
             return_freed_memory()
         self.meter = MemoryMeter()
-        if context.settings.memory is not None:
-            cap_memory(context.settings.memory)
-        self.opened, self.job, self.plan, self.context, self.settings = opened, job, plan, context, context.settings
+        if context.config.parallel.memory_bytes is not None:
+            cap_memory(context.config.parallel.memory_bytes)
+        self.opened, self.job, self.plan, self.context, self.config = opened, job, plan, context, context.config
         self.sync_mode = SyncMode.parse(plan.sync)
         self.worker = context.rank
         self.source = opened.source
@@ -138,20 +138,20 @@ class ServerWorker:
             context.folder,
             self.live_state,
             context.channel.emit,
-            every=self.settings.checkpoint_every or job.checkpoint_every,
-            auto=self.settings.checkpoint_auto,
+            every=self.config.checkpoint.every or job.checkpoint_every,
+            auto=self.config.checkpoint.auto,
             steps_per_epoch=self.schedule.steps_per_epoch,
             workers=plan.workers,
             survives_loss=True,
         )
         self.checkpoints.regroup(plan.workers, is_leader=True)
-        self.timer = StepTimer(context.channel, self.worker, samples=self.settings.samples)
+        self.timer = StepTimer(context.channel, self.worker, samples=self.config.output.samples)
         self.compressor: Compressor | None = _compressor(plan.compress)
         self.client = ParameterClient(
             context.servers,
             worker=self.worker,
             token=context.token or None,
-            timeout=self.settings.timeout.total_seconds(),
+            timeout=self.config.communication.timeout,
             notify=self._on_notice,
         )
         values = {name: each.detach() for name, each in self.built.update.optimizer_params.items()}
@@ -216,7 +216,7 @@ class ServerWorker:
         """Those that have no values yet, with what a checkpoint has, or the seed's. Then their first snapshot: from now
         on a server can come back."""
         unkept = [shard for shard, each in enumerate(found) if not (each.filled and each.snapshot_steps)]
-        if self.settings.resume:
+        if self.context.resumed:
             if self.initial_state is None:
                 self.initial_state = self._resume()
             state = {"start_from": self.initial_state}
@@ -239,7 +239,7 @@ class ServerWorker:
             step=self.step,
             path=str(found.path),
             skipped=list(found.skipped),
-            repeated=max(0, self.settings.committed_before - self.step),
+            repeated=max(0, self.context.committed_before - self.step),
             inexact_sync_mode=before,
         )
         self.context.channel.emit(event)
@@ -268,7 +268,7 @@ class ServerWorker:
 
     def _fill_shard(self, shard: int) -> None:
         """The values come last: with them the table stands, and when all do, others begin."""
-        if self.settings.resume:
+        if self.context.resumed:
             found, tensors = slice_state(
                 *self.server_optimizer, self.built.update.optimizer_params, self.model_table, shard
             )
@@ -398,7 +398,7 @@ class ServerWorker:
         if not result.not_finite:
             return True
         where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in result.not_finite)
-        if self.settings.nonfinite == "stop":
+        if self.config.failure.nonfinite == "stop":
             raise NonFiniteError(
                 f"step {step}: the loss is not finite ({where})",
                 where=f"nothing of step {step} was applied",
@@ -409,7 +409,7 @@ class ServerWorker:
         return False
 
     def report_digests(self, step: int) -> None:
-        if self.settings.digests and self.is_leader:
+        if self.config.output.digests and self.is_leader:
             self.context.channel.emit(StepDigest(time=time.time(), step=step, tensors=self.digests()))
 
     # -- now and then -------------------------------------------------------------------------------------------------
@@ -536,7 +536,7 @@ class ServerWorker:
             blocks=[],
             num_parameters=sum(parameter.numel() for _, parameter in self.replica.parameters),
             peak_bytes=self.meter.peak_bytes(),
-            limit_bytes=self.settings.memory,
+            limit_bytes=self.config.parallel.memory_bytes,
         )
 
     def _on_notice(self, notice: ClientNotice) -> None:
