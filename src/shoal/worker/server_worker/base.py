@@ -108,7 +108,7 @@ class ServerWorker(TrainingState):
         if self.context.resumed:
             if self.initial_state is None:
                 self.initial_state = self._resume()
-            state = {"begin": self.initial_state}
+            state = {"start_from": self.initial_state}
             wait_all([self.client.request(shard, PutRequest([], state=state)) for shard in unkept])
         for shard in unkept:
             if self.context.resumed:
