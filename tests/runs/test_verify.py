@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 import shoal
 from helpers.command import HASH, Caller, write_job
-from shoal.driver.verify import PLAIN_TOLERANCE, VerifyPlacement, against_plain, placements
+from shoal.driver.verify import PLAIN_TOLERANCE, against_plain
 from shoal.parallel import local_step
+
 
 
 def test_equal_placements_have_one_hash(call: Caller, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from shoal.numerics.lanes import Span, assign_lanes, subtrees
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import default_chunks
 
+VERSION = 2  # of plan.json
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: int
@@ -30,11 +32,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     compress: str = ""  # what they travel in, as --compress has it
     servers: int = 0  # parameter servers that hold the weights; 0: the workers do
     sync: str = ""  # how servers keep workers in step, as --sync has it
-    version: int = 1
+    version: int = VERSION
 
     def __post_init__(self) -> None:
-        if self.version != 1:
-            raise PlanError(f"the plan has version {self.version}; this Shoal reads version 1")
+        if self.version != VERSION:
+            raise PlanError(f"the plan has version {self.version}; this Shoal reads version {VERSION}")
         if len(self.assignment) * self.pipeline * self.tensor != self.workers:
             whom = (
                 f"{len(self.assignment)}"
@@ -159,9 +161,19 @@ def parse_shares(text: str, workers: int) -> Sequence[float]:
     return shares
 
 
+class _PlanVersion(msgspec.Struct):
+    version: int = VERSION
+
+
 def read_plan(path: Path) -> Plan:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Plan)
+        text = path.read_bytes()
+        if msgspec.json.decode(text, type=_PlanVersion).version == 1:
+            raise PlanError(
+                f"{path} was written by Shoal 0.1, which named the fields of a plan differently",
+                fix="shoal plan FILE -o plan.json writes a new one",
+            )
+        return msgspec.json.decode(text, type=Plan)
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:

@@ -8,7 +8,7 @@ from shoal.numerics.lanes import Span, assign_lanes
 from shoal.parallel.groups import ParallelGroups, make_groups
 from shoal.parallel.layout import ParallelLayout, form_replicas, model_shard_of
 from shoal.parallel.plan import Plan, parse_shares
-from shoal.recovery.checkpoint.shards import StateShard
+from shoal.recovery.checkpoint.files import StateShard
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.worker.build_model import WorkerModel
 from shoal.worker.membership import RunMembership

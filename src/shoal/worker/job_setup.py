@@ -42,12 +42,12 @@ def set_up_job(opened: OpenJob, context: WorkerContext) -> tuple[TrainingSetup, 
     """Builds what this worker trains. The meter measures from before the model is built."""
     job, plan = opened.job, context.plan
     assert plan is not None
-    kernels.configure(threads=job.threads, exact=context.settings.exact)
-    if context.settings.memory is not None:
+    kernels.configure(threads=job.threads, exact=context.config.exact)
+    if context.config.parallel.memory_bytes is not None:
         return_freed_memory()  # before anything is measured: what the driver had freed goes back
     meter = MemoryMeter()
-    if context.settings.memory is not None:
-        cap_memory(context.settings.memory)
+    if context.config.parallel.memory_bytes is not None:
+        cap_memory(context.config.parallel.memory_bytes)
     built = build_worker_model(job, plan, context.rank, None if plan.servers else opened.outline)
     if not plan.servers:
         refuse_embedding_tables(built.model)

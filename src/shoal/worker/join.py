@@ -53,7 +53,7 @@ def join(
     """
     global _joined
     context = current_context(Path(run_dir) if run_dir is not None else None, resume)
-    kernels.configure(threads=threads, exact=context.settings.exact)
+    kernels.configure(threads=threads, exact=context.config.exact)
     source = open_data(loader, seed=seed)
     checked = as_job(
         model,
@@ -69,11 +69,11 @@ def join(
     plan = context.plan or make_plan(
         lanes=checked.lane_count,
         workers=context.size,
-        shares=context.settings.shares,
+        shares=context.config.parallel.shares,
         threads=threads,
-        exact=context.settings.exact,
-        algorithm=context.settings.communication.algorithm,
-        compress=context.settings.communication.compress,
+        exact=context.config.exact,
+        algorithm=context.config.comm_options.algorithm,
+        compress=context.config.comm_options.compress,
     )
     if (plan.lanes, plan.workers) != (checked.lane_count, context.size):
         raise JobError(

@@ -94,7 +94,7 @@ def reporting_failures(context: WorkerContext, log: str) -> Iterator[list[int]]:
     except BaseException as error:
         run = own_run()
         code[0] = error.exit_code if isinstance(error, ShoalError) else 1
-        event = failure_event(error, context.rank, run, log, memory=context.settings.memory)
+        event = failure_event(error, context.rank, run, log, memory=context.config.parallel.memory_bytes)
         context.channel.emit(event)
         print(TRACEBACK_FOLLOWS, file=sys.stderr)
         traceback.print_exc()

@@ -55,7 +55,7 @@ class RunRecovery:
         run, group = self.run, self.membership.group
         self._form_groups()
         agree_on_kernels(group, run.traits)
-        resumes = run.settings.resume or recovery.view.restart > 0
+        resumes = run.context.resumed or recovery.view.restart > 0
         if run.setup.broadcast and not resumes and not run.layout.sharded:
             broadcast_weights(run.model, group)
         if resumes:
@@ -137,7 +137,7 @@ class RunRecovery:
                     run.strategy.drop()  # before the state is sent: lanes have changed buffers
                 self._synchronise(recovery)
                 run.timer.dropped()
-                run.checkpoints.advisor.workers_lost(max(1, before - len(recovery.view.members)))
+                run.checkpoints.policy.workers_lost(max(1, before - len(recovery.view.members)))
                 return recovery
             except RunAbandoned:
                 raise

@@ -194,7 +194,7 @@ class Run(RunState):
         if self._committed is None:
             message = "a batch was taken but run.backward was not called for it"
             raise JobError(message, fix="run.backward(batch, closure)")
-        self.checkpoints.advisor.stepped(time.perf_counter() - self._step_began)
+        self.checkpoints.policy.stepped(time.perf_counter() - self._step_began)
         committed, self._committed, self._batch = self._committed, None, None
         result = committed.result
         self.step = committed.batch.step + 1
@@ -207,11 +207,11 @@ class Run(RunState):
                 self.checkpoints.report_interval(self.step)
         if self.leader and not self.traffic_reported:
             self._report_traffic()
-        if self.settings.digests and (self.leader or self.layout.sharded):
+        if self.config.output.digests and (self.leader or self.layout.sharded):
             self._report_digests()
         if self.stopped is None and not self.at_limit and (reason := self.stop_reason(result.requested)):
             self.stopped, self.resumable = reason, True
-        watched = self.plan.shares == "auto" or self.settings.slow != "ignore"
+        watched = self.plan.shares == "auto" or self.config.failure.slow != "ignore"
         if committed.generation == self.membership.generation and watched and not self.layout.sharded:
             self._rebalance(result.compute_by_worker)
         if any(request & SAVE for request in result.requested):
@@ -247,8 +247,8 @@ class Run(RunState):
         typical = self.speeds.add(seconds)
         if typical is None:
             return
-        if self.settings.slow == "evict" and self.membership.elastic:
-            slow = find_stragglers(self.strategy.assignment, typical, min_left=self.settings.min_workers)
+        if self.config.failure.slow == "evict" and self.membership.elastic:
+            slow = find_stragglers(self.strategy.assignment, typical, min_left=self.config.failure.min_workers)
             self._evicted = self.rank in slow
             return
         if self.plan.shares not in ("even", "auto"):

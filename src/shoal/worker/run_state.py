@@ -9,7 +9,7 @@ from shoal.collectives.group import WorkerGroup
 from shoal.numerics.digest import tensor_digests
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.plan import Plan
-from shoal.recovery.checkpoint.directory import Snapshot
+from shoal.recovery.checkpoint.files import Snapshot
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.worker.build_model import choose_strategy
 from shoal.worker.consistency import agree_on_weights, model_digests
@@ -70,7 +70,7 @@ class RunState(TrainingState):
     @property
     def recovers(self) -> bool:
         """The run goes on after the loss of a worker."""
-        return self.membership.elastic and self.settings.on_failure != "stop"
+        return self.membership.elastic and self.config.failure.on_failure != "stop"
 
     @property
     def all_at_same_step(self) -> bool:
@@ -117,7 +117,7 @@ class RunState(TrainingState):
         }
 
     def restore_progress(self, snapshot: Snapshot) -> None:
-        values = snapshot.values["told"]
+        values = snapshot.values["progress"]
         self.step = snapshot.step
         self.epoch = self.step // self.schedule.steps_per_epoch
         self.finished_epochs = values.get("passes", self.epoch)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from shoal.parallel.step import StepResult
 from shoal.recovery.sample_audit import sample_digest
 from shoal.report.events import StepsCommitted, TimeSpent
-from shoal.worker.context import EventChannel
+from shoal.worker.event_channel import EventChannel
 
 REPORT_SECONDS = 0.2
 

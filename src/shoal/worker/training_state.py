@@ -25,6 +25,8 @@ from shoal.parallel.replica import ModelReplica
 from shoal.parallel.step import StepInput, StepResult
 from shoal.parallel.strategy import Strategy
 from shoal.recovery.checkpoint.directory import FoundCheckpoint
+from shoal.recovery.checkpoint.live_state import LiveState
+from shoal.recovery.checkpoint.policy import CheckpointPolicy
 from shoal.report.events import (
     Event,
     ModelEvaluated,
@@ -36,8 +38,7 @@ from shoal.report.events import (
     WorkerStarted,
 )
 from shoal.worker.build_model import WorkerModel
-from shoal.worker.checkpoint_policy import CheckpointPolicy
-from shoal.worker.checkpointer import LiveState
+from shoal.worker.checkpointer import Checkpointer
 from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import EvaluationGroup, Measure, evaluate
 from shoal.worker.requests import STOP
@@ -80,7 +81,7 @@ class TrainingState(ABC):
     strategy: Strategy
 
     def __init__(self, setup: TrainingSetup, plan: Plan, context: WorkerContext, worker: int) -> None:
-        self.setup, self.plan, self.context, self.settings = setup, plan, context, context.settings
+        self.setup, self.plan, self.context, self.config = setup, plan, context, context.config
         self.built, self.model, self.update = setup.built, setup.built.saved_model, setup.built.update
         self.optimizer, self.source, self.schedule = setup.optimizer, setup.source, setup.schedule
         self.objective, self.step_limit = setup.objective, setup.steps
@@ -100,7 +101,7 @@ class TrainingState(ABC):
         self.stopped: str | None = None  # why the run ends before its last step
         self.resumable = False
         self.inexact = ""  # the sync mode of an earlier part of the run, if that was not exact
-        self.timer = StepTimer(context.channel, worker, samples=self.settings.samples)
+        self.timer = StepTimer(context.channel, worker, samples=self.config.output.samples)
         self.traits = kernels.traits()
 
     @property
@@ -128,24 +129,22 @@ class TrainingState(ABC):
             arithmetic=self.setup.arithmetic,
             traits=self.traits,
             extra_optimizers=extra_optimizers or {},
+            state_shard=self.built.state_shard,
         )
 
     def open_checkpoints(
         self, live: LiveState, *, survives_loss: bool, check_peers: Callable[[], None] | None = None
-    ) -> CheckpointPolicy:
+    ) -> Checkpointer:
         """`survives_loss`: the loss of a worker costs no checkpoint. `check_peers`: raises if a worker is lost."""
-        return CheckpointPolicy(
-            self.context.folder,
-            live,
-            self.emit,
-            every=self.settings.checkpoint_every or self.setup.checkpoint_every,
-            auto=self.settings.checkpoint_auto,
-            steps_per_epoch=self.schedule.steps_per_epoch,
+        policy = CheckpointPolicy(
+            time.monotonic(),
             workers=self.plan.workers,
             survives_loss=survives_loss,
-            state_shard=self.built.state_shard,
-            check_peers=check_peers,
+            every=self.config.checkpoint.every or self.setup.checkpoint_every,
+            auto=self.config.checkpoint.auto,
+            steps_per_epoch=self.schedule.steps_per_epoch,
         )
+        return Checkpointer(self.context.folder, live, self.emit, policy, check_peers=check_peers)
 
     def step_setup(self) -> StepSetup:
         """For a strategy, before it has a group."""
@@ -171,7 +170,7 @@ class TrainingState(ABC):
 
     def stop_reason(self, requested: Sequence[int]) -> str:
         """Why the run ends after this step, to be resumed later; empty: it goes on."""
-        after = self.settings.stop_after
+        after = self.config.checkpoint.stop_after
         if any(request & STOP for request in requested):
             return "asked to stop"
         return f"stop after step {after}" if after is not None and self.step >= after else ""
@@ -199,7 +198,7 @@ class TrainingState(ABC):
             step=self.step,
             path=str(found.path),
             skipped=list(found.skipped),
-            repeated=max(0, max(known_committed, self.settings.committed_before) - self.step),
+            repeated=max(0, max(known_committed, self.context.committed_before) - self.step),
             inexact_sync_mode=inexact,
         )
         self.emit(event)
@@ -209,7 +208,7 @@ class TrainingState(ABC):
         if not result.not_finite:
             return True
         where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in result.not_finite)
-        if self.settings.nonfinite == "stop":
+        if self.config.failure.nonfinite == "stop":
             raise NonFiniteError(
                 f"step {step}: the loss is not finite ({where})",
                 where=f"nothing of step {step} was applied",
@@ -266,7 +265,7 @@ class TrainingState(ABC):
             blocks=[] if stages is None else stages.blocks_of(place.stage),
             num_parameters=sum(parameter.numel() for _, parameter in self.replica.parameters),
             peak_bytes=peak_bytes,
-            limit_bytes=self.settings.memory,
+            limit_bytes=self.config.parallel.memory_bytes,
             busy_seconds=timing[0],
             stage_seconds=timing[1],
             bubble_planned=timing[2],

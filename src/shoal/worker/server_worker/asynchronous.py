@@ -19,6 +19,7 @@ from shoal.numerics.grad_norm import clip_to_norm
 from shoal.numerics.lanes import assign_lanes, reassign_lanes
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.step import StepInput, StepResult
+from shoal.paramserver.lease_queue import EVALUATE, FINISH, SAVE
 from shoal.paramserver.messages import (
     EndReply,
     EndRequest,
@@ -29,7 +30,6 @@ from shoal.paramserver.messages import (
     TaskReply,
 )
 from shoal.paramserver.reduce import SparseGradient
-from shoal.paramserver.step_coordinator import EVALUATE, FINISH, SAVE
 from shoal.worker.lane_speeds import MIN_SPEEDUP, LaneSpeeds
 from shoal.worker.requests import STOP
 from shoal.worker.server_worker.base import ServerWorker
@@ -216,7 +216,7 @@ class GroupServerWorker(AsyncServerWorker):
             self.report()  # of the steps that it did as leader, or not
         self.leader = leads
         if len(members) == 1:
-            self.group = SoloGroup(self.settings.communication)
+            self.group = SoloGroup(self.config.comm_options)
         else:
             assert self.context.open_torch_store is not None
             number = self.sync_mode.group_of(self.worker)
@@ -226,8 +226,8 @@ class GroupServerWorker(AsyncServerWorker):
                     store,
                     rank=members.index(self.worker),
                     size=len(members),
-                    timeout=self.settings.timeout,
-                    options=self.settings.communication,
+                    timeout=timedelta(seconds=self.config.communication.timeout),
+                    options=self.config.comm_options,
                     form_timeout=FORMING_TIMEOUT,
                 )
             except RunError as error:
@@ -257,7 +257,7 @@ class GroupServerWorker(AsyncServerWorker):
         return replace(result, reduce_seconds=result.reduce_seconds + time.perf_counter() - began)
 
     def rebalance(self, seconds: list[float]) -> None:
-        if self.group.size == 1 or self.settings.slow == "ignore" or self.plan.shares not in ("even", "auto"):
+        if self.group.size == 1 or self.config.failure.slow == "ignore" or self.plan.shares not in ("even", "auto"):
             return
         typical = self.speeds.add(seconds)
         decision = None if typical is None else reassign_lanes(self.strategy.assignment, typical, min_gain=MIN_SPEEDUP)

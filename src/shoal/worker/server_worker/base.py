@@ -65,7 +65,7 @@ class ServerWorker(TrainingState):
             context.servers,
             worker=self.worker,
             token=context.token or None,
-            timeout=self.settings.timeout.total_seconds(),
+            timeout=self.config.communication.timeout,
             notify=self._on_notice,
         )
         self.remote = RemoteModel(
@@ -105,13 +105,13 @@ class ServerWorker(TrainingState):
         """Fills the servers that have no values yet, from a checkpoint or the seed, and makes them keep the values:
         from then on a server can come back."""
         unkept = [shard for shard, each in enumerate(found) if not (each.filled and each.snapshot_steps)]
-        if self.settings.resume:
+        if self.context.resumed:
             if self.initial_state is None:
                 self.initial_state = self._resume()
-            state = {"begin": self.initial_state}
+            state = {"start_from": self.initial_state}
             wait_all([self.client.request(shard, PutRequest([], state=state)) for shard in unkept])
         for shard in unkept:
-            if self.settings.resume:
+            if self.context.resumed:
                 self.remote.put_optimizer_state(shard, *self.server_optimizer)
             self.remote.fill_shard(shard)
         self.remote.snapshot(unkept)
@@ -119,7 +119,7 @@ class ServerWorker(TrainingState):
     def _resume(self) -> list[Any]:
         """What the servers begin with: see `ParameterShard`."""
         found = self.restore_checkpoint()
-        values = found.snapshot.values["told"]
+        values = found.snapshot.values["progress"]
         self.resumed_step = self.step = found.snapshot.step
         self.loss, self.metrics = values["loss"], values["metrics"]
         inexact = values.get("inexact", "")

@@ -45,7 +45,7 @@ class LocalSgdWorker(SyncServerWorker):
         self.marks = {0: settings_of(self.optimizer, self.setup.scheduler)}  # by step
         super().connect()
         self.resumed_step = self.remote.status()[0].start_step
-        behind = self.restored_step is None and (self.settings.resume or self.context.incarnation)
+        behind = self.restored_step is None and (self.context.resumed or self.context.incarnation)
         if behind and self.checkpoints.has_checkpoint:
             self.restore_checkpoint()
             self.clear_outer_state()

@@ -10,15 +10,17 @@ from torch.optim import Optimizer
 from shoal.job.job import Job
 from shoal.numerics import kernels
 from shoal.parallel.plan import Plan
+from shoal.paramserver.lease_queue import EVALUATE, SAVE
 from shoal.paramserver.server import ParameterServer
 from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.snapshot import SnapshotFolder
-from shoal.paramserver.step_coordinator import EVALUATE, SAVE, StepCoordinator
+from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.report.events import ServerReported, ServerStarted
-from shoal.worker.context import RunSettings, WorkerContext
+from shoal.worker.context import WorkerContext
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.memory import MemoryMeter
+from shoal.worker.run_config import RunConfig
 from shoal.worker.server_worker.asynchronous import AsyncServerWorker, GroupServerWorker
 from shoal.worker.server_worker.local_sgd import LocalSgdWorker
 from shoal.worker.server_worker.optimizer_state import outer_optimizer
@@ -45,7 +47,7 @@ def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
     job, plan = opened.job, context.plan
     assert plan is not None and context.folder is not None
     folder = context.folder
-    kernels.configure(threads=job.threads, exact=context.settings.exact)
+    kernels.configure(threads=job.threads, exact=context.config.exact)
     mode = SyncMode.parse(plan.sync)
     snapshots = SnapshotFolder(context.folder / "servers" / f"shard-{number}")
     if not context.incarnation:
@@ -54,7 +56,7 @@ def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
         shard=number,
         shards=plan.servers,
         server_incarnation=snapshots.next_incarnation(),
-        coordinator=make_coordinator(opened, plan, mode, context.settings) if number == 0 else None,
+        coordinator=make_coordinator(opened, plan, mode, context.config) if number == 0 else None,
         factories={"job": lambda named: make_optimizer(job, mode, named)},
         load_snapshot=snapshots.rewind,
         load_rows=lambda name: rows_of_shard(folder, name, number, plan.servers),
@@ -120,10 +122,10 @@ def serve_script(context: WorkerContext, number: int) -> None:
     _serve(shard, context, snapshots, SNAPSHOT_SECONDS)
 
 
-def make_coordinator(opened: OpenJob, plan: Plan, sync_mode: SyncMode, settings: RunSettings) -> StepCoordinator:
+def make_coordinator(opened: OpenJob, plan: Plan, sync_mode: SyncMode, config: RunConfig) -> StepCoordinator:
     job = opened.job
     steps_per_epoch = job.schedule(opened.source.samples, opened.source.last).steps_per_epoch
-    every = {SAVE: settings.checkpoint_every or job.checkpoint_every or steps_per_epoch}
+    every = {SAVE: config.checkpoint.every or job.checkpoint_every or steps_per_epoch}
     if opened.held_out is not None:
         every[EVALUATE] = job.evaluate_every or steps_per_epoch
     steps = opened.steps if sync_mode.name != "local" else -(-opened.steps // int(sync_mode.number))

@@ -252,7 +252,7 @@ class SyncServerWorker(ServerWorker):
     def after_step(self, requested: Sequence[int]) -> None:
         if any(request & (SNAPSHOT | SAVE) for request in requested):
             self.snapshot_at = time.monotonic()
-        if self.settings.digests and self.leader:
+        if self.config.output.digests and self.leader:
             self.record_digests(self.remote.digests())
         if self.leader and self.evaluation_due() and self.evaluate():
             self.stopped = f"target {self.job.target} reached"
