@@ -49,7 +49,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def test_what_training_needs() -> None:
-    alone = estimate_memory(28 * MB, state=2, merged=False)
+    alone = estimate_memory(28 * MB, state=2, reduced=False)
     assert (alone.weights, alone.gradients, alone.optimizer, alone.total) == (28 * MB, 28 * MB, 56 * MB, 112 * MB)
     several = estimate_memory(28 * MB, state=0.5, lanes=4, trained=20 * MB, stored=10 * MB, buffers=3)
     assert several == MemoryEstimate(weights=28 * MB, gradients=80 * MB, optimizer=5 * MB, buffers=3)
@@ -66,11 +66,11 @@ def test_gradients_at_once_are_those_of_adding_up_a_tree(lanes: int) -> None:
         middle = split_point(span)
         return max(at_once((span[0], middle)), 1 + at_once((middle, span[1])))
 
-    assert estimate_memory(1, state=0, lanes=lanes, merged=False).gradients == at_once((0, lanes))
+    assert estimate_memory(1, state=0, lanes=lanes, reduced=False).gradients == at_once((0, lanes))
 
 
 def test_too_little_is_refused_with_both_sides_and_a_way_out() -> None:
-    found = estimate_memory(28 * MB, state=2, merged=False)
+    found = estimate_memory(28 * MB, state=2, reduced=False)
     found.check(112 * MB, by="--memory 112MB", fix="")
     with pytest.raises(MemoryNeeded) as caught:
         found.check(80 * MB, by="--memory 80MB", fix="--layout pipeline=2")
