@@ -161,7 +161,7 @@ def test_a_step_that_kills_everybody_is_named_though_the_run_goes_back_to_a_chec
     ]
     ending = next(number for number, verdict in enumerate(verdicts) if verdict.end_reason)
     assert ending == 6
-    assert verdicts[ending].end_reason == "6 workers in a row were lost in step 5: others would be, too"
+    assert verdicts[ending].end_reason == "6 workers in a row were lost in step 5: further ones would be, too"
 
 
 def test_two_total_losses_in_a_row_do_not_end_a_run() -> None:

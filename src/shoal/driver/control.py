@@ -1,4 +1,4 @@
-"""While a run goes on: stop it, give it more or fewer workers, ask what it is doing, take it over. From any process."""
+"""Control of a running run from any process: stop it, scale it, ask what it is doing, take it over."""
 
 import os
 import signal
@@ -25,8 +25,8 @@ from shoal.report.events import WorkerStarted
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import WorkerActivity
 
-ANSWER_SECONDS = 1.5  # how long a worker may take to say what it is doing
-CHANGE_SECONDS = 60.0  # how long a change of the workers is waited for
+ANSWER_SECONDS = 1.5  # how long a worker may take to answer `shoal why`
+CHANGE_SECONDS = 60.0  # the longest wait for a change of the workers
 TICK_SECONDS = 0.1
 
 
@@ -39,53 +39,53 @@ def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> di
 
 
 def stop(folder: RunFolder) -> int:
-    """Asks the workers to finish their step, save and stop. Returns the last step that is known of."""
+    """Asks the workers to finish their step, save and stop. Returns the last committed step."""
     if (driver := server_driver_pid(folder)) is not None:
         return _stop_server_run(folder, driver)
     with _store(folder) as store:
-        news = _running(folder, store)
-        store.put("wish", msgspec.json.encode(msgspec.structs.replace(news.request, stop=True)))
-        news = _wait_until(store, lambda news: not _alive_workers(news), "the workers to stop")
-        return news.committed
+        state = _running(folder, store)
+        store.put("wish", msgspec.json.encode(msgspec.structs.replace(state.request, stop=True)))
+        state = _wait_until(store, lambda state: not _alive_workers(state), "the workers to stop")
+        return state.committed
 
 
 def scale(folder: RunFolder, workers: int) -> list[int]:
-    """Another number of workers from the next step on. Returns the numbers of those that take part then."""
+    """Sets the number of workers from the next step on. Returns the numbers of the members."""
     _refuse_servers(folder, "it has as many workers as it began with")
-    state = read_driver_state(folder)
-    layout = ParallelLayout.parse(state.started.layout)
+    driver = read_driver_state(folder)
+    layout = ParallelLayout.parse(driver.started.layout)
     refused = worker_count_error(
-        workers, state.config.failure, state.started.lanes, layout.shards, no_replicas=layout.zero > 0
+        workers, driver.config.failure, driver.started.lanes, layout.shards, no_replicas=layout.zero > 0
     )
     if refused is not None:
         raise refused
     with _store(folder) as store:
-        news = _running(folder, store)
-        if workers > len(news.view.members) and living_driver(store) is None:
+        state = _running(folder, store)
+        if workers > len(state.view.members) and living_driver(store) is None:
             raise RunError(
-                f"the run's driver is gone, so nobody can start a worker: it has {len(news.view.members)} now",
+                f"the run's driver is gone, so no process can start workers: it has {len(state.view.members)} now",
                 fix=f"shoal attach {folder.path} takes its place; then scale",
             )
-        store.put("wish", msgspec.json.encode(RunRequest(stop=news.request.stop, workers=workers)))
-        news = _wait_until(store, lambda news: len(news.view.members) == workers, f"{workers} workers to take part")
-        return [who.worker for who in news.view.members]
+        store.put("wish", msgspec.json.encode(RunRequest(stop=state.request.stop, workers=workers)))
+        state = _wait_until(store, lambda state: len(state.view.members) == workers, f"{workers} workers to take part")
+        return [who.worker for who in state.view.members]
 
 
 def why(folder: RunFolder) -> list[WorkerActivity]:
-    """What every worker of a run is doing; of one that does not answer, what can be seen from outside."""
+    """What every worker of a run is doing; of a worker that does not answer, the state of its process."""
     if server_driver_pid(folder) is not None:
         newest = {event.rank: event for event in folder.read_events() if isinstance(event, WorkerStarted)}
         return [_activity_of(event, "works with parameter servers") for event in newest.values()]
     try:
         with _store(folder) as store:
-            news = _running(folder, store)
+            state = _running(folder, store)
             asked = store.put("why", str(time.time()).encode())
-            answers = _answers(store, {store_key(who) for who in news.alive}, asked)
-            members = {who.worker for who in news.view.members}
+            answers = _answers(store, {store_key(who) for who in state.alive}, asked)
+            members = {who.worker for who in state.view.members}
             return sorted(
                 (
                     answers.get(store_key(who)) or _seen_from_outside(alive, who.worker in members)
-                    for who, alive in news.alive.items()
+                    for who, alive in state.alive.items()
                 ),
                 key=lambda where: (where.worker, where.incarnation),
             )
@@ -103,31 +103,31 @@ def _store(folder: RunFolder) -> Iterator[RunStore]:
 
 
 def _running(folder: RunFolder, store: RunStore) -> MembershipState:
-    news = MembershipState(store.read(""))
-    if not _alive_workers(news):
+    state = MembershipState(store.read(""))
+    if not _alive_workers(state):
         raise InputError(
             f"no worker of run {folder.id} is alive", fix=f"--resume {folder.path} goes on with it, if it was not done"
         )
-    return news
+    return state
 
 
-def _alive_workers(news: MembershipState) -> list[WorkerProcess]:
+def _alive_workers(state: MembershipState) -> list[WorkerProcess]:
     here = host_identity()
     return [
-        each for each in news.alive.values() if each.host != here or process_state(each.pid, each.started) is not None
+        each for each in state.alive.values() if each.host != here or process_state(each.pid, each.started) is not None
     ]
 
 
 def _wait_until(store: RunStore, done: Callable[[MembershipState], bool], what: str) -> MembershipState:
     deadline = time.monotonic() + CHANGE_SECONDS
-    news = MembershipState(store.read(""))
-    while not done(news):
+    state = MembershipState(store.read(""))
+    while not done(state):
         if time.monotonic() > deadline:
-            raise RunError(f"waited {CHANGE_SECONDS:g} s for {what}", fix="shoal why says what the run is doing")
+            raise RunError(f"waited {CHANGE_SECONDS:g} s for {what}", fix="shoal why shows what the run is doing")
         with suppress(StoreUnavailable):
-            store.wait("", news.revision, TICK_SECONDS)
-            news = MembershipState(store.read(""))
-    return news
+            store.wait("", state.revision, TICK_SECONDS)
+            state = MembershipState(store.read(""))
+    return state
 
 
 def _answers(store: RunStore, expected: set[str], asked: int) -> dict[str, WorkerActivity]:
@@ -146,7 +146,7 @@ def _answers(store: RunStore, expected: set[str], asked: int) -> dict[str, Worke
 
 
 def _seen_from_outside(alive: WorkerProcess, member: bool) -> WorkerActivity:
-    """One that does not answer."""
+    """A worker that does not answer, by the state of its process."""
     state = "silent"
     if alive.host == host_identity():
         seen = process_state(alive.pid, alive.started)
@@ -172,7 +172,7 @@ def _activity_of(event: WorkerStarted, phase: str = "the store is away") -> Work
 
 
 def server_driver_pid(folder: RunFolder) -> int | None:
-    """The driver's process of a run with parameter servers; None: it has none, or is over."""
+    """The driver's process id of a run with parameter servers; None for other runs, and for one that is over."""
     with suppress(OSError, msgspec.MsgspecError, KeyError):
         found = msgspec.json.decode((folder.path / DRIVER_PROCESS).read_bytes())
         if process_state(found["pid"], found["began"]) is not None:
@@ -189,7 +189,7 @@ def _refuse_servers(folder: RunFolder, why_not: str) -> None:
 
 
 def _stop_server_run(folder: RunFolder, pid: int) -> int:
-    """As Ctrl-C does."""
+    """Interrupts the driver, as Ctrl-C does. Returns the last committed step."""
     os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + CHANGE_SECONDS
     while server_driver_pid(folder) is not None:

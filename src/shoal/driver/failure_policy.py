@@ -1,4 +1,4 @@
-"""Which workers a run should have, and what becomes of it when one is lost. Pure: the driver acts on it."""
+"""Which workers a run should have, and what happens when one is lost. Pure: the driver acts on the decisions."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from shoal.recovery.membership.protocol import WorkerId, covers_model, model_sha
 from shoal.report.human import plural
 from shoal.worker.run_config import Failure
 
-FALSE_STARTS = 3  # in a row: processes that end before they have taken part
+FALSE_STARTS = 3  # in a row: processes that end before they take part
 
 
 @dataclass(frozen=True)
 class LossDecision:
-    """What becomes of the run. `ends`: why it cannot go on; empty while it can."""
+    """What becomes of the run. `end_reason`: why it cannot go on; empty while it can."""
 
     action: str
     end_reason: str = ""
-    uncovered: bool = False  # it ends because nobody is left who has some part of the model
+    uncovered: bool = False  # it ends because no worker is left that holds some model shard
 
 
 @dataclass(kw_only=True)
@@ -25,18 +25,18 @@ class WorkerRoster:
     policy: Failure
     wanted: int
     lanes: int  # 0: not known
-    model_shards: int = 1  # that the model is cut into; a worker has one of them, by its number
-    no_replicas: bool = False  # no two workers hold the same: there cannot be more or fewer of them
-    incarnations: dict[int, int] = field(default_factory=dict)  # worker -> its newest life
+    model_shards: int = 1  # that the model is cut into; a worker's number decides which it holds
+    no_replicas: bool = False  # every worker holds another shard: their number is fixed
+    incarnations: dict[int, int] = field(default_factory=dict)  # worker -> its newest incarnation
     active: set[WorkerId] = field(default_factory=set)
     failures: int = 0
     false_starts: int = 0
-    step: int = -1  # the most that was committed when one was lost
-    losses_at_step: int = 0  # how many were lost since then without a commit beyond it
+    step: int = -1  # the most steps that were committed when a worker was lost
+    losses_at_step: int = 0  # workers lost since then without a commit beyond it
 
     def fill(self) -> list[WorkerId]:
-        """Processes to start so that there are as many as wanted: in free places, the lowest first; but before all
-        others where nobody has a part of the model."""
+        """Processes to start so that there are as many as wanted: the lowest free numbers, but first those of model
+        shards that no worker holds."""
         fresh = []
         while len(self.active) < self.wanted:
             taken, without = {who.worker for who in self.active}, uncovered_shards(self.active, self.model_shards)
@@ -52,8 +52,8 @@ class WorkerRoster:
         self.false_starts = 0
 
     def worker_left(self, who: WorkerId, *, too_slow: bool = False, replaced: bool = False) -> None:
-        """It went as it should. One that was too slow leaves its place to another, as often as one may be lost; so does
-        whoever is to be `replaced`, however often: the loss that made it go has been counted."""
+        """A worker left as asked. One that was `too_slow` is replaced and counts as a failure; one that is `replaced`
+        after another's loss does not count again."""
         self.active.discard(who)
         if replaced:
             return
@@ -63,11 +63,11 @@ class WorkerRoster:
         self.wanted = min(self.wanted, max(1, len(self.active)))
 
     def worker_lost(self, who: WorkerId, *, took_part: bool, step: int) -> LossDecision:
-        """`step`: how many are known to be committed."""
+        """`step`: how many steps are known to be committed."""
         self.active.discard(who)
         self.failures += 1
         self.false_starts = 0 if took_part else self.false_starts + 1
-        # What is repeated from a checkpoint is no progress: the step that kills whoever computes it is still ahead.
+        # Repeating steps from a checkpoint is no progress: the step that kills its workers is still ahead.
         self.losses_at_step = 1 if step > self.step else self.losses_at_step + 1
         self.step = max(step, self.step)
         if self.policy.on_failure == "stop":
@@ -80,7 +80,7 @@ class WorkerRoster:
         if self.losses_at_step > 2 * self.wanted + 1:
             return LossDecision(
                 "the run ends",
-                f"{self.losses_at_step} workers in a row were lost in step {self.step}: others would be, too",
+                f"{self.losses_at_step} workers in a row were lost in step {self.step}: further ones would be, too",
             )
         if self.policy.on_failure == "replace":
             return LossDecision("replaced")
@@ -94,7 +94,7 @@ class WorkerRoster:
         return LossDecision("the others go on")
 
     def scale(self, workers: int) -> bool:
-        """Another number of workers from now on. False: it is that already, or cannot be."""
+        """Sets the number of workers. False: it is the same, or not possible."""
         if (
             workers == self.wanted
             or worker_count_error(workers, self.policy, self.lanes, self.model_shards, self.no_replicas) is not None
@@ -105,7 +105,7 @@ class WorkerRoster:
 
 
 def uncovered_shards(workers: Collection[WorkerId], model_shards: int) -> list[int]:
-    """Parts that none of them has."""
+    """Model shards that none of the workers holds."""
     covered = {model_shard_of(who.worker, model_shards) for who in workers}
     return [part for part in range(model_shards) if part not in covered]
 
