@@ -183,7 +183,7 @@ def digits(lab: Lab, compressors: Sequence[str], rounds: int, settings: Sequence
                     compress=compress,
                 )
                 try:
-                    report = train_with(job, config, name="digits", lab=lab).value
+                    report = train_with(job, config, name="digits", launcher=lab.launcher).value
                 except RunFailed as error:  # a compressor may lose the way; the others go on
                     report = error.report
                     print(f"digits, {word}: {error}", file=sys.stderr, flush=True)

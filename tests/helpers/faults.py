@@ -276,7 +276,7 @@ class Faults:
             workers = ParallelLayout.parse(settings["layout"]).workers
         where: dict[str, Any] = {"resume": str(self.run)} if resume else {"run_dir": self.run}
         usual = {"workers": workers, "quiet": True, "predict": False}
-        return train_with(job, RunConfig().changed(**usual | where | settings), lab=lab)
+        return train_with(job, RunConfig().changed(**usual | where | settings), launcher=lab and lab.launcher)
 
     @contextmanager
     def armed(self) -> Iterator[None]:

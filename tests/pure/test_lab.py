@@ -10,6 +10,7 @@ from shoal.driver.launchers import cleanup
 from shoal.driver.launchers.lab import Lab
 from shoal.errors import InputError
 from shoal.planner.cluster import even_cluster
+from shoal.recovery.membership.process import start_ticks
 
 
 def listed(folder: Path) -> set[str]:
@@ -22,10 +23,10 @@ def listed(folder: Path) -> set[str]:
 def test_a_process_id_that_is_used_again_is_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cleanup, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(cleanup, "NAMES", tmp_path / "names")
-    began = cleanup.start_ticks(os.getpid())
+    began = start_ticks(os.getpid())
     assert began is not None
     cleanup.NAMES.mkdir()
-    for lab, started in (("aaa", began), ("bbb", began - 1)):
+    for lab, started in (("aaa", began), ("bbb", str(int(began) - 1))):
         assert cleanup.unused_id()
         os.symlink("/proc/1/fd/none", cleanup.NAMES / f"shoal-{lab}-x")
         cleanup.write_record(cleanup.LabRecord(id=lab, owner=os.getpid(), started=started, names=[f"shoal-{lab}-x"]))

@@ -61,12 +61,12 @@ def test_shrinking_goes_on_while_somebody_has_each_part_of_the_model() -> None:
     verdict = own.worker_lost(WorkerId(3), took_part=True, step=3)
     assert (verdict.action, verdict.end_reason) == (
         "the run ends",
-        "no worker is left that has part 1 of the model (--on-failure shrink)",
+        "no worker is left that has shard 1 of the model (--on-failure shrink)",
     )
     three = roster(3, parts=3, on_failure="shrink")
     three.active = {WorkerId(1), WorkerId(4)}
     ends = three.worker_lost(WorkerId(4), took_part=True, step=3).end_reason
-    assert ends == "no worker is left that has parts 0 and 2 of the model (--on-failure shrink)"
+    assert ends == "no worker is left that has shards 0 and 2 of the model (--on-failure shrink)"
 
 
 @pytest.mark.parametrize("on_failure", ["replace", "shrink"])
@@ -161,7 +161,7 @@ def test_a_step_that_kills_everybody_is_named_though_the_run_goes_back_to_a_chec
     ]
     ending = next(number for number, verdict in enumerate(verdicts) if verdict.end_reason)
     assert ending == 6
-    assert verdicts[ending].end_reason == "6 workers in a row were lost in step 5: further ones would be, too"
+    assert verdicts[ending].end_reason == "6 workers in a row were lost in step 5: others would be, too"
 
 
 def test_two_total_losses_in_a_row_do_not_end_a_run() -> None:

@@ -203,7 +203,7 @@ def test_servers_on_other_hosts_are_reached_with_a_token(tmp_path: Path) -> None
     this = plain_job(steps=6)
     with Lab(even_cluster(racks=1, hosts=2)) as lab:
         config = RunConfig().changed(workers=2, servers=2, run_dir=tmp_path / "lab", quiet=True, predict=False)
-        found = train_with(this, config, lab=lab)
+        found = train_with(this, config, launcher=lab.launcher)
     addresses = [event["addresses"][0] for event in events(tmp_path / "lab", "server-started")]
     assert all(each.startswith("tcp://10.") for each in addresses) and len(set(addresses)) == 2
     assert found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256

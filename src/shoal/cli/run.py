@@ -26,7 +26,7 @@ def call(given: argparse.Namespace) -> int:
     if getattr(given, "plan", None) == AUTO:
         raise InputError("--plan auto: a script has no layout to choose", fix="shoal train FILE: a job has")
     config = config_of(given, detached=given.lab is None)  # a lab ends with the process that made it
-    report = run_with(Path(given.script), given.script_arguments, config, lab=given.lab)
+    report = run_with(Path(given.script), given.script_arguments, config, launcher=given.lab and given.lab.launcher)
     if report.value["weights_sha256"] or given.json:
         print_report(report.value, given.json)
     return 0

@@ -36,13 +36,15 @@ def call(given: argparse.Namespace) -> int:
     if given.dry_run:
         _dry_run(given, job, config)
     else:
-        print_report(train_with(job, config, name=given.file, lab=given.lab).value, given.json)
+        print_report(
+            train_with(job, config, name=given.file, launcher=given.lab and given.lab.launcher).value, given.json
+        )
     return 0
 
 
 def _dry_run(given: argparse.Namespace, job: Job, config: RunConfig) -> None:
     opened = open_job(job)
-    with PreparedJob(opened, config, given.lab) as prepared:
+    with PreparedJob(opened, config, given.lab and given.lab.launcher) as prepared:
         prepared.choose_plan()
         plan, prediction = prepared.plan, prepared.prediction(True) or {}
     if given.json:

@@ -70,7 +70,7 @@ def call(given: argparse.Namespace) -> int:
     ]
     wanted += server_placements(counts or [1, 2], Servers(count=given.servers, sync=given.sync))
     for placement in wanted:  # a placement that does not fit is reported before the first run
-        plan = plan_for(job, placement.config, placement.lab)
+        plan = plan_for(job, placement.config, None if placement.lab is None else placement.lab.launcher)
         if plan.layout.sharded:
             make_outline(job, opened.source, plan)
     console, rows = Console(stderr=True), list[VerifyRow]()

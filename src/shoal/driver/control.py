@@ -1,4 +1,4 @@
-"""Control of a running run from any process: stop it, scale it, ask what it is doing, take it over."""
+"""Commands to a run that goes on, from any process: stop, scale, what its workers are doing, take over."""
 
 import os
 import signal
@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 
 from shoal.collectives.handshake import host_identity
-from shoal.driver.driver import DRIVER_PROCESS, RunDriver
+from shoal.driver.driver import RunDriver
 from shoal.driver.failure_policy import worker_count_error
-from shoal.driver.launch_spec import read_driver_state
-from shoal.driver.store_monitor import living_driver
+from shoal.driver.launch_spec import DRIVER_PROCESS, LaunchSpec, read_driver_state
+from shoal.driver.launchers.base import LocalHost
+from shoal.driver.launchers.local import LocalLauncher
+from shoal.driver.store_monitor import StoreMonitor, living_driver, living_workers
 from shoal.errors import InputError, RunError
 from shoal.parallel.layout import ParallelLayout
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess, store_key
@@ -24,9 +26,10 @@ from shoal.report.event_queries import committed_floor
 from shoal.report.events import WorkerStarted
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import WorkerActivity
+from shoal.worker.context import WorkerContext
 
-ANSWER_SECONDS = 1.5  # how long a worker may take to answer `shoal why`
-CHANGE_SECONDS = 60.0  # the longest wait for a change of the workers
+ANSWER_SECONDS = 1.5  # in which a worker answers what it is doing
+CHANGE_SECONDS = 60.0  # to wait for a change of the workers
 TICK_SECONDS = 0.1
 
 
@@ -34,23 +37,42 @@ def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> di
     """Takes over a run whose driver is gone, and returns its report when it has ended."""
     _refuse_servers(folder, "its driver cannot be replaced")
     state = read_driver_state(folder)
+    config = state.config.changed(quiet=quiet, plain=plain, tensorboard=False, detached=True)
     with folder:
-        return RunDriver.attach(folder, state, quiet=quiet, plain=plain)
+        monitor = StoreMonitor(folder.path, folder.id, config.failure.store, LocalHost())
+        monitor.check_no_driver()
+        launcher, alive = LocalLauncher(), False
+        with suppress(OSError):
+            launcher, alive = LocalLauncher.attach(folder.path), True
+        monitor.take_over(launcher_alive=alive)
+        launch = LaunchSpec(
+            work=_no_work,
+            started=state.started,
+            launcher=launcher,
+            threads=state.threads,
+            target=state.target,
+            resumed=state.resumed,
+        )
+        return RunDriver(launch, folder, config).take_over(monitor, alive)
+
+
+def _no_work(context: WorkerContext) -> None:
+    raise RunError("workers are started by the server of the first driver")
 
 
 def stop(folder: RunFolder) -> int:
-    """Asks the workers to finish their step, save and stop. Returns the last committed step."""
+    """Asks the workers to finish their step, save and stop. Returns the last step that is known to be committed."""
     if (driver := server_driver_pid(folder)) is not None:
         return _stop_server_run(folder, driver)
     with _store(folder) as store:
         state = _running(folder, store)
         store.put("wish", msgspec.json.encode(msgspec.structs.replace(state.request, stop=True)))
-        state = _wait_until(store, lambda state: not _alive_workers(state), "the workers to stop")
+        state = _wait_until(store, lambda state: not living_workers(state), "the workers to stop")
         return state.committed
 
 
 def scale(folder: RunFolder, workers: int) -> list[int]:
-    """Sets the number of workers from the next step on. Returns the numbers of the members."""
+    """Changes the number of workers from the next step on. Returns the numbers of those that take part then."""
     _refuse_servers(folder, "it has as many workers as it began with")
     driver = read_driver_state(folder)
     layout = ParallelLayout.parse(driver.started.layout)
@@ -63,7 +85,7 @@ def scale(folder: RunFolder, workers: int) -> list[int]:
         state = _running(folder, store)
         if workers > len(state.view.members) and living_driver(store) is None:
             raise RunError(
-                f"the run's driver is gone, so no process can start workers: it has {len(state.view.members)} now",
+                f"the run's driver is gone, so no worker can be started: the run has {len(state.view.members)} now",
                 fix=f"shoal attach {folder.path} takes its place; then scale",
             )
         store.put("wish", msgspec.json.encode(RunRequest(stop=state.request.stop, workers=workers)))
@@ -72,7 +94,7 @@ def scale(folder: RunFolder, workers: int) -> list[int]:
 
 
 def why(folder: RunFolder) -> list[WorkerActivity]:
-    """What every worker of a run is doing; of a worker that does not answer, the state of its process."""
+    """What every worker of a run is doing. Of a worker that does not answer: what its process shows."""
     if server_driver_pid(folder) is not None:
         newest = {event.rank: event for event in folder.read_events() if isinstance(event, WorkerStarted)}
         return [_activity_of(event, "works with parameter servers") for event in newest.values()]
@@ -104,18 +126,11 @@ def _store(folder: RunFolder) -> Iterator[RunStore]:
 
 def _running(folder: RunFolder, store: RunStore) -> MembershipState:
     state = MembershipState(store.read(""))
-    if not _alive_workers(state):
+    if not living_workers(state):
         raise InputError(
             f"no worker of run {folder.id} is alive", fix=f"--resume {folder.path} goes on with it, if it was not done"
         )
     return state
-
-
-def _alive_workers(state: MembershipState) -> list[WorkerProcess]:
-    here = host_identity()
-    return [
-        each for each in state.alive.values() if each.host != here or process_state(each.pid, each.started) is not None
-    ]
 
 
 def _wait_until(store: RunStore, done: Callable[[MembershipState], bool], what: str) -> MembershipState:
@@ -123,7 +138,7 @@ def _wait_until(store: RunStore, done: Callable[[MembershipState], bool], what: 
     state = MembershipState(store.read(""))
     while not done(state):
         if time.monotonic() > deadline:
-            raise RunError(f"waited {CHANGE_SECONDS:g} s for {what}", fix="shoal why shows what the run is doing")
+            raise RunError(f"waited {CHANGE_SECONDS:g} s for {what}", fix="shoal why says what the run is doing")
         with suppress(StoreUnavailable):
             store.wait("", state.revision, TICK_SECONDS)
             state = MembershipState(store.read(""))
@@ -146,19 +161,18 @@ def _answers(store: RunStore, expected: set[str], asked: int) -> dict[str, Worke
 
 
 def _seen_from_outside(alive: WorkerProcess, member: bool) -> WorkerActivity:
-    """A worker that does not answer, by the state of its process."""
+    """The activity of a worker that does not answer."""
     state = "silent"
     if alive.host == host_identity():
         seen = process_state(alive.pid, alive.started)
         state = "gone" if seen is None else "stopped" if seen == "T" else "silent"
-    phase = "takes part" if member else "waits to be let in"
     return WorkerActivity(
         worker=alive.worker_id.worker,
         incarnation=alive.worker_id.incarnation,
         host=alive.host_name,
         pid=alive.pid,
         state=state,
-        phase=phase,
+        phase="takes part" if member else "waits to be let in",
     )
 
 
@@ -172,7 +186,7 @@ def _activity_of(event: WorkerStarted, phase: str = "the store is away") -> Work
 
 
 def server_driver_pid(folder: RunFolder) -> int | None:
-    """The driver's process id of a run with parameter servers; None for other runs, and for one that is over."""
+    """The driver's process id of a run with parameter servers; None: the run has no servers, or is over."""
     with suppress(OSError, msgspec.MsgspecError, KeyError):
         found = msgspec.json.decode((folder.path / DRIVER_PROCESS).read_bytes())
         if process_state(found["pid"], found["began"]) is not None:
@@ -189,7 +203,7 @@ def _refuse_servers(folder: RunFolder, why_not: str) -> None:
 
 
 def _stop_server_run(folder: RunFolder, pid: int) -> int:
-    """Interrupts the driver, as Ctrl-C does. Returns the last committed step."""
+    """Stops the run as Ctrl-C does."""
     os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + CHANGE_SECONDS
     while server_driver_pid(folder) is not None:

@@ -1,4 +1,4 @@
-"""Which workers a run should have, and what happens when one is lost. Pure: the driver acts on the decisions."""
+"""Which workers a run should have, and what becomes of the run when one is lost. Pure; the supervisor acts on it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -13,30 +13,33 @@ FALSE_STARTS = 3  # in a row: processes that end before they take part
 
 @dataclass(frozen=True)
 class LossDecision:
-    """What becomes of the run. `end_reason`: why it cannot go on; empty while it can."""
+    """What becomes of the run."""
 
     action: str
-    end_reason: str = ""
-    uncovered: bool = False  # it ends because no worker is left that holds some model shard
+    end_reason: str = ""  # why the run cannot go on; empty: it can
+    uncovered: bool = False  # it ends because no worker is left that has some shard of the model
 
 
 @dataclass(kw_only=True)
 class WorkerRoster:
+    """The workers that should run, and the counts that decide how many may be lost."""
+
     policy: Failure
     wanted: int
     lanes: int  # 0: not known
-    model_shards: int = 1  # that the model is cut into; a worker's number decides which it holds
-    no_replicas: bool = False  # every worker holds another shard: their number is fixed
-    incarnations: dict[int, int] = field(default_factory=dict)  # worker -> its newest incarnation
+    model_shards: int = 1  # a worker has one of them, by its number
+    no_replicas: bool = False  # no two workers hold the same state: their number cannot change
+    incarnations: dict[int, int] = field(default_factory=dict)  # worker -> its newest
     active: set[WorkerId] = field(default_factory=set)
     failures: int = 0
     false_starts: int = 0
     step: int = -1  # the most steps that were committed when a worker was lost
-    losses_at_step: int = 0  # workers lost since then without a commit beyond it
+    losses_at_step: int = 0  # workers lost since then without a further commit
 
     def fill(self) -> list[WorkerId]:
-        """Processes to start so that there are as many as wanted: the lowest free numbers, but first those of model
-        shards that no worker holds."""
+        """Adds workers until as many are active as wanted, and returns them.
+
+        They take free numbers from the lowest up; numbers whose shard of the model no worker has come first."""
         fresh = []
         while len(self.active) < self.wanted:
             taken, without = {who.worker for who in self.active}, uncovered_shards(self.active, self.model_shards)
@@ -52,8 +55,10 @@ class WorkerRoster:
         self.false_starts = 0
 
     def worker_left(self, who: WorkerId, *, too_slow: bool = False, replaced: bool = False) -> None:
-        """A worker left as asked. One that was `too_slow` is replaced and counts as a failure; one that is `replaced`
-        after another's loss does not count again."""
+        """A worker ended by itself.
+
+        It is replaced where it was too slow, which counts as a loss, or where it left because of a loss that has been
+        counted (`replaced`)."""
         self.active.discard(who)
         if replaced:
             return
@@ -63,51 +68,48 @@ class WorkerRoster:
         self.wanted = min(self.wanted, max(1, len(self.active)))
 
     def worker_lost(self, who: WorkerId, *, took_part: bool, step: int) -> LossDecision:
-        """`step`: how many steps are known to be committed."""
+        """Counts the loss and decides. `step`: steps that are known to be committed."""
         self.active.discard(who)
         self.failures += 1
         self.false_starts = 0 if took_part else self.false_starts + 1
-        # Repeating steps from a checkpoint is no progress: the step that kills its workers is still ahead.
+        # Steps repeated from a checkpoint are no progress: the step that kills its workers may still be ahead.
         self.losses_at_step = 1 if step > self.step else self.losses_at_step + 1
         self.step = max(step, self.step)
         if self.policy.on_failure == "stop":
             return LossDecision("the run ends", "a worker was lost (--on-failure stop)")
         if self.failures > self.policy.max_failures:
-            count = "1 worker was" if self.failures == 1 else f"{self.failures} workers were"
-            return LossDecision("the run ends", f"{count} lost (--max-failures {self.policy.max_failures})")
+            were = "was" if self.failures == 1 else "were"
+            lost = f"{plural(self.failures, 'worker')} {were} lost (--max-failures {self.policy.max_failures})"
+            return LossDecision("the run ends", lost)
         if self.false_starts >= FALSE_STARTS:
             return LossDecision("the run ends", f"{self.false_starts} processes in a row ended before they took part")
         if self.losses_at_step > 2 * self.wanted + 1:
-            return LossDecision(
-                "the run ends",
-                f"{self.losses_at_step} workers in a row were lost in step {self.step}: further ones would be, too",
-            )
+            lost = f"{self.losses_at_step} workers in a row were lost in step {self.step}: others would be, too"
+            return LossDecision("the run ends", lost)
         if self.policy.on_failure == "replace":
             return LossDecision("replaced")
         self.wanted = len(self.active)
         if self.wanted < self.policy.min_workers:
-            left = f"{plural(self.wanted, 'worker')} left"
-            return LossDecision("the run ends", f"{left}, and --min-workers is {self.policy.min_workers}")
+            left = f"{plural(self.wanted, 'worker')} left, and --min-workers is {self.policy.min_workers}"
+            return LossDecision("the run ends", left)
         if not covers_model(self.active, self.model_shards):
             ends = f"{uncovered_text(self.active, self.model_shards)} (--on-failure shrink)"
             return LossDecision("the run ends", ends, uncovered=True)
         return LossDecision("the others go on")
 
     def scale(self, workers: int) -> bool:
-        """Sets the number of workers. False: it is the same, or not possible."""
-        if (
-            workers == self.wanted
-            or worker_count_error(workers, self.policy, self.lanes, self.model_shards, self.no_replicas) is not None
-        ):
+        """Wants another number of workers. Returns False where it is that number already, or cannot be."""
+        error = worker_count_error(workers, self.policy, self.lanes, self.model_shards, self.no_replicas)
+        if workers == self.wanted or error is not None:
             return False
         self.wanted = workers
         return True
 
 
 def uncovered_shards(workers: Collection[WorkerId], model_shards: int) -> list[int]:
-    """Model shards that none of the workers holds."""
+    """Shards of the model that none of these workers has."""
     covered = {model_shard_of(who.worker, model_shards) for who in workers}
-    return [part for part in range(model_shards) if part not in covered]
+    return [shard for shard in range(model_shards) if shard not in covered]
 
 
 def uncovered_text(workers: Collection[WorkerId], model_shards: int) -> str:
@@ -115,16 +117,16 @@ def uncovered_text(workers: Collection[WorkerId], model_shards: int) -> str:
     if len(without) == model_shards:
         return "no worker is left"
     names = " and ".join(map(str, without))
-    return f"no worker is left that has part{'' if len(without) == 1 else 's'} {names} of the model"
+    return f"no worker is left that has shard{'' if len(without) == 1 else 's'} {names} of the model"
 
 
 def worker_count_error(
     workers: int, policy: Failure, lanes: int, model_shards: int = 1, no_replicas: bool = False
 ) -> InputError | None:
-    """Why a run cannot have that many workers."""
+    """Returns why a run cannot have that many workers; None: it can."""
+    count = plural(workers, "worker")
     if workers < 1:
         return InputError(f"{workers} workers: at least 1 is needed", fix="shoal stop ends a run")
-    count = plural(workers, "worker")
     if no_replicas and workers != model_shards:
         return InputError(
             f"{count}, but with zero the state is shared among {model_shards}, and each has its own rows of it",

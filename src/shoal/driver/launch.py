@@ -9,7 +9,8 @@ from typing import Any
 from shoal.driver.check_plan import check_servers
 from shoal.driver.driver import RunDriver
 from shoal.driver.launch_spec import LaunchSpec
-from shoal.driver.launchers.lab import Lab
+from shoal.driver.launchers.base import LOOPBACK, Launcher
+from shoal.driver.launchers.local import LocalLauncher
 from shoal.driver.make_plan import PreparedJob, open_job, plan_for, resolve_comm_options, resumed_folder
 from shoal.driver.result import Report
 from shoal.errors import InputError, PlanError, RunFolderError
@@ -37,15 +38,17 @@ def train(job: Job, config: RunConfig | None = None, **given: Any) -> Report:
     return train_with(job, (config or RunConfig()).changed(**given))
 
 
-def train_with(job: Job, config: RunConfig, *, name: str | None = None, lab: Lab | None = None) -> Report:
-    """`name`: of the job in the report. `lab`: whose hosts the workers run on."""
+def train_with(job: Job, config: RunConfig, *, name: str | None = None, launcher: Launcher | None = None) -> Report:
+    """`name`: of the job in the report. `launcher`: where workers run; None: on this machine."""
     check_isa(job)
-    config.failure.check_workers(plan_for(job, config, lab).workers)  # before any data is read
-    return train_opened(open_job(job), config, name=name, lab=lab)
+    config.failure.check_workers(plan_for(job, config, launcher).workers)  # before any data is read
+    return train_opened(open_job(job), config, name=name, launcher=launcher)
 
 
-def train_opened(opened: OpenJob, config: RunConfig, *, name: str | None = None, lab: Lab | None = None) -> Report:
-    with PreparedJob(opened, config, lab) as prepared:
+def train_opened(
+    opened: OpenJob, config: RunConfig, *, name: str | None = None, launcher: Launcher | None = None
+) -> Report:
+    with PreparedJob(opened, config, launcher) as prepared:
         prepared.choose_plan()
         check_initial_weights(opened.job, prepared.opened.outline)
         with open_folder(config) as folder:
@@ -109,8 +112,11 @@ def _launch_spec(
         target=None if job.target is None else str(job.target),
         resumed=resumed,
         committed_before=committed_floor(folder.read_events()) if resumed else 0,
-        lab=prepared.lab,
-        files={folder.config: _run_record(described, prepared.config, prepared.lab, plan.workers), folder.plan: plan},
+        launcher=prepared.launcher,
+        files={
+            folder.config: _run_record(described, prepared.config, prepared.launcher, plan.workers),
+            folder.plan: plan,
+        },
         prediction=prepared.prediction if prepared.predicted else None,
         serve_shard=serve if plan.servers else None,
         replan=prepared.replan,
@@ -125,10 +131,10 @@ def _next_driver(prepared: PreparedJob, driver: RunDriver, plan: Plan, why: str,
     return RunDriver(launch, driver.folder, driver.config, previous=driver)
 
 
-def _run_record(described: dict[str, Any], config: RunConfig, lab: Lab | None, workers: int) -> dict[str, Any]:
+def _run_record(described: dict[str, Any], config: RunConfig, launcher: Launcher, workers: int) -> dict[str, Any]:
     """The content of config.json."""
-    hosts = {} if lab is None else {"hosts": [slot.host.name for slot in lab.slots(workers)]}
-    return {"format": FORMAT, **described, **hosts, "run_config": config}
+    hosts = [host.name for host in launcher.hosts(workers) if host.address != LOOPBACK]
+    return {"format": FORMAT, **described, **({"hosts": hosts} if hosts else {}), "run_config": config}
 
 
 def check_isa(job: Job) -> None:
@@ -163,7 +169,7 @@ def open_folder(config: RunConfig) -> RunFolder:
 # -- scripts ----------------------------------------------------------------------------------------------------------
 
 
-def run_with(script: Path, arguments: list[str], config: RunConfig, *, lab: Lab | None = None) -> Report:
+def run_with(script: Path, arguments: list[str], config: RunConfig, *, launcher: Launcher | None = None) -> Report:
     """Starts any script on workers with the environment that torchrun sets. A script that joins has a report."""
     if not script.is_file():
         raise InputError(f"there is no script {script}")
@@ -171,6 +177,7 @@ def run_with(script: Path, arguments: list[str], config: RunConfig, *, lab: Lab 
     size = workers if workers is not None else plan.workers if plan else 1
     if plan is not None and plan.workers != size:
         raise PlanError(f"--workers {size}, but the plan has {plan.workers}", fix="leave --workers out")
+    launcher = LocalLauncher() if launcher is None else launcher
     config.failure.check_workers(size)
     servers = config.servers.count or 0
     check_servers(config.servers, workers=size)
@@ -196,8 +203,8 @@ def run_with(script: Path, arguments: list[str], config: RunConfig, *, lab: Lab 
             plan=plan,
             resumed=resumed,
             committed_before=committed_floor(folder.read_events()) if resumed else 0,
-            lab=lab,
-            files={folder.config: _run_record(described, config, lab, size)},
+            launcher=launcher,
+            files={folder.config: _run_record(described, config, launcher, size)},
             serve_shard=_serve_script if servers else None,
         )
         value = driver_class(servers)(launch, folder, config).run()

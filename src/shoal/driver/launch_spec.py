@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.driver.launchers.lab import Lab
+from shoal.driver.launchers.base import Launcher
 from shoal.errors import InputError, RunFolderError
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan
@@ -17,6 +17,7 @@ from shoal.worker.context import WorkerContext
 from shoal.worker.run_config import RunConfig
 
 DRIVER_STATE = "driver.json"  # in the run's folder: what another driver needs to take over
+DRIVER_PROCESS = "driving.json"  # in the run's folder, of a run with parameter servers: which process is its driver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +26,12 @@ class LaunchSpec:
 
     work: Callable[[WorkerContext], None]  # called in each worker
     started: RunStarted
+    launcher: Launcher  # of the processes
     plan: Plan | None = None
     threads: int = 1  # of each worker
     target: str | None = None  # at which training stops
     resumed: bool = False  # the run goes on from a checkpoint
     committed_before: int = 0  # steps that are known to have been committed before this sitting
-    lab: Lab | None = None  # whose hosts the workers run on
     files: dict[Path, Any] = field(default_factory=dict)  # to be written into the run's folder
     # Returns the content of prediction.json, or None while it is not known. `True`: waits for it.
     prediction: Callable[[bool], Mapping[str, Any] | None] | None = None

@@ -12,7 +12,9 @@ from shoal.collectives.options import CommConfig, CommOptions, options_from_envi
 from shoal.collectives.topology import RankPlace
 from shoal.driver.auto_layout import LayoutChooser
 from shoal.driver.check_plan import check_compile, check_servers
-from shoal.driver.launchers.lab import Lab
+from shoal.driver.launchers.base import Launcher
+from shoal.driver.launchers.lab import LabLauncher
+from shoal.driver.launchers.local import LocalLauncher
 from shoal.driver.predict_run import BACKGROUND_SECONDS, RunPredictor, prediction_basis, prediction_enabled
 from shoal.errors import PlanError, ShoalError
 from shoal.job.dataset import open_data
@@ -62,12 +64,12 @@ def resolve_comm_options(config: RunConfig) -> CommOptions:
     return options_from_environment(asked)
 
 
-def plan_for(job: Job, config: RunConfig, lab: Lab | None = None) -> Plan:
-    """The plan that the configuration asks for. `lab`: whose hosts the workers run on."""
+def plan_for(job: Job, config: RunConfig, launcher: Launcher | None = None) -> Plan:
+    """The plan that the configuration asks for. `launcher`: where workers run; None: on this machine."""
     fixed = config.parallel.fixed_plan
     plan = _new_plan(job, config) if fixed is None else _replayed_plan(job, config, fixed)
     check_compile(job, plan)
-    if not _travels_exactly(config, plan.workers, lab):
+    if not _travels_exactly(config, plan.workers, launcher or LocalLauncher()):
         plan = structs.replace(plan, exact=False)
     servers = resolve_servers(config)
     mode = check_servers(servers, workers=plan.workers, layout=plan.layout)
@@ -108,22 +110,20 @@ def _replayed_plan(job: Job, config: RunConfig, plan: Plan) -> Plan:
     return structs.replace(plan, algorithm=travel.algorithm, compress=travel.compress)
 
 
-def _travels_exactly(config: RunConfig, workers: int, lab: Lab | None) -> bool:
+def _travels_exactly(config: RunConfig, workers: int, launcher: Launcher) -> bool:
     """False where gradients lose bits between hosts. On this machine alone no gradient leaves the host."""
-    places = [RankPlace("here")]
-    if lab is not None:
-        places = [RankPlace(slot.host.name, slot.host.rack) for slot in lab.slots(workers)]
+    places = [RankPlace(host.name, host.rack) for host in launcher.hosts(workers)]
     return CommConfig.from_options(resolve_comm_options(config)).restrict_to(places).exact
 
 
 class PreparedJob:
     """A job that is about to run: its plan and its prediction."""
 
-    def __init__(self, opened: OpenJob, config: RunConfig, lab: Lab | None = None) -> None:
-        self.opened, self.lab = opened, lab
+    def __init__(self, opened: OpenJob, config: RunConfig, launcher: Launcher | None = None) -> None:
+        self.opened, self.launcher = opened, launcher or LocalLauncher()
         self.config = config.with_comm_options(resolve_comm_options(config))
         self.predicted = prediction_enabled() if config.output.predict is None else config.output.predict
-        self.plan = plan_for(opened.job, config, lab)
+        self.plan = plan_for(opened.job, config, self.launcher)
         self.layout_reason = ""  # why the plan is not the one asked for
         self._predictor: RunPredictor | None = None
         config.failure.check_workers(self.plan.workers)
@@ -141,7 +141,7 @@ class PreparedJob:
             known = prediction_basis(
                 asked.cluster,
                 asked.calibrate,
-                lab=None if self.lab is None else self.lab.cluster,
+                lab=self.launcher.lab.cluster if isinstance(self.launcher, LabLauncher) else None,
                 memory_capped=asked.memory is not None,
             )
             self._predictor = RunPredictor(self.opened.job, self.opened.source, known)
@@ -188,7 +188,7 @@ class PreparedJob:
                 asked, workers=None, plan=None, layout=str(layout), schedule=schedule or asked.schedule, chunks=chunks,
                 recompute=recompute or asked.recompute,
             )  # fmt: skip
-            return plan_for(self.opened.job, replace(self.config, parallel=wanted), self.lab)
+            return plan_for(self.opened.job, replace(self.config, parallel=wanted), self.launcher)
 
         def refuse(plan: Plan) -> None:
             self.check(plan)

@@ -193,11 +193,12 @@ def _trace(
     config = placed.config.changed(
         digests=True, checkpoint_every=opened.steps + 1, run_dir=folder, quiet=True, elastic=False, predict=False
     )
+    launcher = None if placed.lab is None else placed.lab.launcher
     if config.checkpoint.stop_after is not None:
         with suppress(Stopped):
-            train_opened(opened, config, name=name, lab=placed.lab)
+            train_opened(opened, config, name=name, launcher=launcher)
         config = config.changed(workers=placed.resume_workers, resume=True, stop_after=None)
-    report = train_opened(opened, config, name=name, lab=placed.lab)
+    report = train_opened(opened, config, name=name, launcher=launcher)
     row = VerifyRow(
         label=placed.label, weights_sha256=report.weights_sha256, seconds=report.seconds, steps=report.steps
     )

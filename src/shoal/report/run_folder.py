@@ -105,6 +105,9 @@ class RunFolder:
     def log(self, rank: int) -> Path:
         return self.path / f"worker-{rank}.log"
 
+    def server_log(self, shard: int) -> Path:
+        return self.path / f"server-{shard}.log"
+
     def files(self) -> list[str]:
         """Names of the files worth knowing that are there."""
         known = (self.report, self.plan, self.prediction, self.config, self.events, self.metrics, self.model)

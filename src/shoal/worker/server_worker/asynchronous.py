@@ -47,7 +47,7 @@ class AsyncServerWorker(ServerWorker):
         self.enter()
         self.pull()
         self.strategy.join_group(ParallelGroups.replicated(SoloGroup()), [(0, self.plan.lanes)])
-        self.leads = True  # of the steps that it does
+        self.is_leader = True  # of the steps that it does
         ask = self.next_lease()
         while True:
             self.timer.begin()
@@ -161,7 +161,7 @@ class AsyncServerWorker(ServerWorker):
         self.pull()
         self.report(reply.steps_done)
         self.stopped, self.resumable = reply.reason or None, reply.resumable
-        self.leads = self.wrote_result
+        self.is_leader = self.wrote_result
         self.finish(reply.steps_done)
 
 
@@ -189,9 +189,9 @@ class GroupServerWorker(AsyncServerWorker):
         self.group.close()
         members = list(given.members)
         leads = members[0] == self.worker
-        if leads != self.leads:
+        if leads != self.is_leader:
             self.report(given.steps_done)  # of what was done in the other part
-        self.leads = leads
+        self.is_leader = leads
         if len(members) == 1:
             self.group = SoloGroup(self.config.comm_options)
         else:
@@ -225,7 +225,7 @@ class GroupServerWorker(AsyncServerWorker):
 
     def push(self, lease: int, result: StepResult) -> StepResult:
         began = time.perf_counter()
-        if self.leads:
+        if self.is_leader:
             result = super().push(lease, result)
         self.broadcast_weights()
         return replace(result, reduce_seconds=result.reduce_seconds + time.perf_counter() - began)

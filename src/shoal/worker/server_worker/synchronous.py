@@ -62,13 +62,13 @@ class SyncServerWorker(ServerWorker):
     run_over = False  # the leader said so
 
     def run(self) -> None:
-        self.leads = self.worker == 0
+        self.is_leader = self.worker == 0
         self.enter()
         if not self.catch_up():
             self.recover()
         self.strategy.set_lanes(self.plan.assignment[self.worker])
         # Whoever comes when nothing is left to do takes the place of one that died before it had written the result.
-        self.leads, self.snapshot_at = self.worker == 0 or self.step >= self.steps, time.monotonic()
+        self.is_leader, self.snapshot_at = self.worker == 0 or self.step >= self.steps, time.monotonic()
         while True:
             try:
                 while self.step < self.steps and self.stopped is None and not self.run_over:
@@ -124,7 +124,7 @@ class SyncServerWorker(ServerWorker):
             return
         agreed = self.strategy.agree(work, sums, rows)
         members = sorted(rows)
-        self.leads = members[0] == self.worker
+        self.is_leader = members[0] == self.worker
         finite = self.check_finite(step, agreed.result)
         began = time.perf_counter()
         self.commit(step, agreed, shares, skip=not finite)
@@ -180,7 +180,7 @@ class SyncServerWorker(ServerWorker):
             self.recover()
             return
         self.timer.dropped()
-        self.leads = False
+        self.is_leader = False
         if isinstance(reply, EndReply):
             self.run_over, self.stopped, self.resumable = True, reply.reason or None, reply.resumable
         else:
@@ -242,7 +242,7 @@ class SyncServerWorker(ServerWorker):
         shapes = dict(zip(self.model_table.spec.names, self.model_table.spec.shapes, strict=True))
         for shard, (reply, tensors) in enumerate(replies):
             rest = list(tensors)
-            for slot in reply.slots:
+            for slot in reply.slices:
                 if slot.sparse:
                     tables[slot.table].append((rest.pop(0), rest.pop(0)))
                     continue
@@ -260,7 +260,7 @@ class SyncServerWorker(ServerWorker):
 
     def requests(self, step: int) -> int:
         asked = STOP if self.context.channel.should_stop() else 0
-        if not self.leads:
+        if not self.is_leader:
             return asked
         if self.checkpoints.due(step):
             asked |= SAVE
@@ -272,7 +272,7 @@ class SyncServerWorker(ServerWorker):
         if any(ask & (SNAPSHOT | SAVE) for ask in requests):
             self.snapshot_at = time.monotonic()
         self.report_digests(self.step)
-        if self.leads and self.evaluation_due(self.step) and self.evaluate(self.step):
+        if self.is_leader and self.evaluation_due(self.step) and self.evaluate(self.step):
             self.stopped = f"target {self.job.target} reached"
             return
         after = self.config.checkpoint.stop_after
@@ -280,7 +280,7 @@ class SyncServerWorker(ServerWorker):
             self.stopped, self.resumable = "asked to stop", True
         elif after is not None and self.step >= after:
             self.stopped, self.resumable = f"stop after step {after}", True
-        if self.leads and any(ask & SAVE for ask in requests) and self.step < self.steps:
+        if self.is_leader and any(ask & SAVE for ask in requests) and self.step < self.steps:
             self.report(self.step)
             self.save(self.step)
 
@@ -330,7 +330,7 @@ class SyncServerWorker(ServerWorker):
         the servers were made to go back, and there is something left to do."""
         if not self.sync_mode.exact:
             self.pull()
-        if self.leads:
+        if self.is_leader:
             self.report(self.step)
             self.write_result(self.step)
             self.client.request(0, EndRequest(self.stopped or "", self.resumable)).wait()
@@ -455,7 +455,7 @@ class LocalSgdWorker(SyncServerWorker):
         if notes is None:
             return
         members = sorted(notes)
-        self.leads = members[0] == self.worker
+        self.is_leader = members[0] == self.worker
         agreed = self.strategy.agree(work, sums, notes)
         began = time.perf_counter()
         self.load_mean_buffers(buffers)
