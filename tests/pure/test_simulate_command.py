@@ -124,7 +124,11 @@ def plan_file(text: str) -> Any:
         ((*STEP, "--days", "54", "--mtbf", "50000"), "50000: a time with its unit is wanted", "--mtbf 50000h"),
         ((*STEP, "--days", "54", "--mtbf", "50000 hours"), "a time with its unit", "30min"),
         ((*STEP, "--days", "54", "--mtbf=-5h"), "above 0", "--mtbf 1h"),
-        ((*STEP, "--days", "5", "--failures", "3", "--checkpoint", "600"), "600: a time with its unit is wanted", "--checkpoint 600h, or s"),
+        (
+            (*STEP, "--days", "5", "--failures", "3", "--checkpoint", "600"),
+            "600: a time with its unit is wanted",
+            "--checkpoint 600h, or s",
+        ),
         ((*STEP, "--mtbf", "5h"), "failures need --days", "--days 54"),
         ((*STEP, "--days", "5", "--mtbf", "5h", "--failures", "3"), "one of them", "leave one out"),
         ((*STEP, "--servers", "0"), "--servers 0: at least 1", "--servers 1"),
