@@ -24,9 +24,7 @@ EXAMPLE = "shoal blocks examples/gpt.py --layout pipeline=2,tensor=2"
 
 def arguments(parser: CommandParser) -> None:
     job_argument(parser)
-    parser.add_argument(
-        "--layout", metavar="LIST", default="data=1", help="pipeline=2,tensor=2: shows stages and slices"
-    )
+    parser.add_argument("--layout", metavar="LIST", default="data=1", help="pipeline=2,tensor=2: stages and slices")
     parser.add_argument("--schedule", default="1f1b", metavar="NAME", help="of the pipeline (1f1b)")
     parser.add_argument("--chunks", type=int, metavar="N", help="stages on each worker (the schedule's own number)")
     parser.add_argument("--json", action="store_true", help="print the blocks as JSON")

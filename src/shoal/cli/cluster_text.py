@@ -25,12 +25,7 @@ from shoal.planner.cluster.library import device_tables
 from shoal.planner.cluster.presets import is_preset, preset_note
 from shoal.report.human import columns, plural
 
-BETWEEN = {
-    "inside": "devices of a host",
-    "socket": "sockets of a host",
-    "host": "hosts of a rack",
-    "rack": "racks",
-}
+BETWEEN = {"inside": "devices of a host", "socket": "sockets of a host", "host": "hosts of a rack", "rack": "racks"}
 HALF = "bf16"
 Item = TypeVar("Item")
 
@@ -79,9 +74,8 @@ def _cause(cluster: Cluster, tier: LinkTier) -> str:
         return f"the link between the sockets of host {host.name}, {_speed(host.interconnect.between.bytes_per_second)}"
     near = host.devices // host.interconnect.sockets
     shared = f", which {plural(near, 'device')} share" if host.interconnect.shared else ""
-    return (
-        f"{host.interconnect.kind} inside host {host.name}, {_speed(host.interconnect.link.bytes_per_second)}{shared}"
-    )
+    speed = _speed(host.interconnect.link.bytes_per_second)
+    return f"{host.interconnect.kind} inside host {host.name}, {speed}{shared}"
 
 
 def _uplink_each(rack: Rack) -> float:
@@ -185,13 +179,9 @@ def _table(cluster: Cluster) -> list[str]:
     rows = [("between", "devices", "latency", "one alone", "all at once", "large messages", "")]
     last: LinkTier | None = None
     for tier in found:
-        ratio = (
-            ""
-            if last is None
-            else f"{_times(last.shared_bandwidth / tier.shared_bandwidth)} less"
-            if tier.shared_bandwidth < last.shared_bandwidth
-            else "no less"
-        )
+        ratio = "" if last is None else "no less"
+        if last is not None and tier.shared_bandwidth < last.shared_bandwidth:
+            ratio = f"{_times(last.shared_bandwidth / tier.shared_bandwidth)} less"
         mark = "  ◄ narrowest" if tier is worst and len(found) > 1 else ""
         rows.append((
             _near(cluster, tier), f"{tier.size:,}", latency_text(tier.latency), _speed(tier.single_bandwidth),
@@ -268,11 +258,8 @@ def presets_value() -> list[dict[str, Any]]:
     for name in presets():
         host = find_cluster(name).hosts[0]
         device = host.device.name if host.device else None
-        links = {
-            "link": asdict(host.link),
-            "cards": host.cards,
-            "inside": asdict(host.interconnect) if host.interconnect else None,
-        }
+        inside = asdict(host.interconnect) if host.interconnect else None
+        links = {"link": asdict(host.link), "cards": host.cards, "inside": inside}
         found.append({"name": name, "device": device, "devices": host.devices, **links, "note": preset_note(name)})
     return found
 

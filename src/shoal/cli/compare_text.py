@@ -82,14 +82,9 @@ def charts(runs: Sequence[ComparedRun]) -> list[Chart]:
     drawn = [(label, run) for run, label in zip(runs, labels(runs), strict=True) if run.loss_curve]
     if not drawn:
         return []
-    return [
-        _chart(
-            "Loss against time",
-            "seconds",
-            {label: [(p.seconds, p.loss) for p in run.loss_curve] for label, run in drawn},
-        ),
-        _chart("Loss against steps", "steps", {label: _by_step(run.loss_curve) for label, run in drawn}),
-    ]
+    by_time = {label: [(point.seconds, point.loss) for point in run.loss_curve] for label, run in drawn}
+    by_step = {label: _by_step(run.loss_curve) for label, run in drawn}
+    return [_chart("Loss against time", "seconds", by_time), _chart("Loss against steps", "steps", by_step)]
 
 
 def _by_step(curve: Sequence[LossPoint]) -> list[tuple[float, float]]:

@@ -127,11 +127,8 @@ def _heading(found: JobEstimate) -> str:
     if work.lanes is None:
         cut = f"batch {found.batch}, microbatches of {found.microbatch}"
     else:
-        cut = (
-            f"a step is {plural(found.batch, 'sample')}: {plural(work.lanes, 'lane')}"
-            f" × {plural(work.microbatches or 1, 'microbatch')}"
-            f" of {found.microbatch}"
-        )
+        parts = f"{plural(work.lanes, 'lane')} × {plural(work.microbatches or 1, 'microbatch')} of {found.microbatch}"
+        cut = f"a step is {plural(found.batch, 'sample')}: {parts}"
     return f"{work.name}: {count(work.parameters)} parameters, {work.dtype}; {cut}"
 
 

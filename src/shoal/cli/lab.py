@@ -38,9 +38,7 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--uplink", metavar="RATE", help="a rack's link to the others (the sum of its hosts' links)")
     parser.add_argument("--oversubscription", type=float, metavar="X", help="or: the sum of its hosts' links over it")
     parser.add_argument("--workers-per-host", type=int, metavar="N", help="processes on each host (1)")
-    parser.add_argument(
-        "--order", choices=ORDERS, default="blocks", help="ranks host by host (blocks), or each on another rack"
-    )
+    parser.add_argument("--order", choices=ORDERS, default="blocks", help="ranks host by host, or each on another rack")
 
 
 def call(given: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,8 @@ def cluster_options(parser: CommandParser) -> None:
     """The flags that `cluster_of`, `clusters_of` and `cluster_label` read."""
     parser.add_argument("--cluster", metavar="NAME|FILE",
                         help="a preset (shoal cluster show lists them) or a TOML file (this machine)")  # fmt: skip
-    parser.add_argument(
-        "--hosts",
-        type=lambda text: read_counts("--hosts", text),
-        metavar="N",
-        help="so many hosts of that kind (as it has)",
-    )
+    counts = partial(read_counts, "--hosts")
+    parser.add_argument("--hosts", type=counts, metavar="N", help="so many hosts of that kind (as it has)")
     rare_option(parser, "--racks", type=int, metavar="N", help="spread over so many racks (as it has)")
 
 

@@ -173,18 +173,12 @@ def law_lines(curve: ScalingCurve) -> list[str]:
     most = "no limit" if limit > 1e4 else f"at most {limit:.3g} × of {first:,} devices"
     turn = "never slower with more" if peak == float("inf") else f"fastest with {peak * first:,.0f} devices"
     errors = _errors(curve)
-    return columns(
-        [
-            ["Amdahl", f"{percent(fits.amdahl, 2)} parallel", most, errors["Amdahl"]],
-            [
-                "Gustafson",
-                f"{percent(fits.gustafson, 2)} parallel",
-                "speed-up that grows without end",
-                errors["Gustafson"],
-            ],
-            ["USL", f"σ {fits.contention:.3g}, κ {fits.coherence:.3g}", turn, errors["USL"]],
-        ]
-    )
+    laws = {
+        "Amdahl": (f"{percent(fits.amdahl, 2)} parallel", most),
+        "Gustafson": (f"{percent(fits.gustafson, 2)} parallel", "speed-up that grows without end"),
+        "USL": (f"σ {fits.contention:.3g}, κ {fits.coherence:.3g}", turn),
+    }
+    return columns([[law, *words, errors[law]] for law, words in laws.items()])
 
 
 def _errors(curve: ScalingCurve) -> dict[str, str]:

@@ -73,13 +73,8 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--failures", type=int, metavar="N", help="or: so many in all")
     parser.add_argument("--checkpoint", metavar="TIME", default="auto", help="how often: 30min (auto: as it pays)")
     parser.add_argument("--servers", type=int, metavar="N", help="parameter servers instead of collectives")
-    parser.add_argument(
-        "--sync",
-        "--mode",
-        metavar="MODE",
-        dest="mode",
-        help="of servers: quorum:0.9, stale:3, async, local:16, groups:2 (sync)",
-    )
+    parser.add_argument("--sync", "--mode", metavar="MODE", dest="mode",
+                        help="of servers: quorum:0.9, stale:3, async, local:16, groups:2 (sync)")  # fmt: skip
     parser.add_argument("--compare-modes", action="store_true", help="all modes of servers in one table")
     parser.add_argument("--accuracy", metavar="LIST", help="steps=5000,noise=512: time to a target, by a law")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one, other bad luck (0)")
@@ -89,19 +84,13 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
     job_options(parser)
     rare_option(parser, "--microbatch", type=int, metavar="N", help="samples, of a shape (1)")
-    rare_option(
-        parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)"
-    )
+    rare_option(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (the schedule's)")
     rare_option(parser, "--recompute", choices=RECOMPUTE, help="what backward computes again (none)")
     rare_option(parser, "--sequence-parallel", action="store_true", help="with tensor: cut the rest along the sequence")
     rare_option(parser, "--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16, fp32, fp8")
     rare_option(parser, "--shares", metavar="LIST", help="of a job's lanes, for each replica of --layout: 3,1 (even)")
-    rare_option(
-        parser, "--slow", metavar="LIST", help="5=3,9=1.5: device 5 takes 3 times as long, device 9 half as long again"
-    )
-    rare_option(
-        parser, "--save", metavar="TIME", help="that steps wait for a checkpoint (state of a device at 10 GB/s)"
-    )
+    rare_option(parser, "--slow", metavar="LIST", help="5=3,9=1.5: device 5 takes 3 times as long, device 9 1.5 times")
+    rare_option(parser, "--save", metavar="TIME", help="steps wait so long for a checkpoint (state at 10 GB/s)")
 
 
 def call(given: argparse.Namespace) -> int:
@@ -201,16 +190,9 @@ def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cl
         made = _layout_plan(given, work) if plan is None else read_plan(plan)
         setup, assignment = setup_of(work, made), made.assignment
     elif setup is None:
-        setup = next(
-            (
-                each.setup
-                for each in search(work, cluster).top(DEEP)
-                if each.mark == EXACT
-                and each.runnable
-                and plan_refusal(job, opened.source, candidate_to_plan(each)) is None
-            ),
-            None,
-        )
+        exact = (each for each in search(work, cluster).top(DEEP) if each.mark == EXACT and each.runnable)
+        fitting = (each for each in exact if plan_refusal(job, opened.source, candidate_to_plan(each)) is None)
+        setup = next((each.setup for each in fitting), None)
         if setup is None:
             raise PlanError(f"no exact layout of {file} was found that can be run", fix="--layout data=1")
     if setup.lanes != work.lanes:

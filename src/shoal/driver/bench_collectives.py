@@ -146,9 +146,8 @@ def measure_links(
     if "rack" in links and "host" not in links:
         links["host"] = links["rack"]  # no two hosts share a rack: their own links are at least as fast
     links = _broadcast_links(links)
-    return links, _memory(process_group.transport, rounds) if isinstance(
-        process_group.transport, SingleHostTransport
-    ) else None
+    transport = process_group.transport
+    return links, _memory(transport, rounds) if isinstance(transport, SingleHostTransport) else None
 
 
 def pairs(places: Sequence[RankPlace]) -> dict[Level, Pairs]:

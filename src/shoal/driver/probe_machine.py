@@ -185,10 +185,8 @@ def device_of(found: ProbeResult, *, share: float = 1.0) -> Device:
     speed, half = fits["fp32"]
     best = max(flops / seconds for flops, seconds in measured.products["fp32"])
     efficiency = min(1.0, speed / best)
-    alone, crowded = (
-        found.contention[1],
-        found.contention[max(count for count in found.contention if count <= max(1, found.cores))],
-    )
+    most = max(count for count in found.contention if count <= max(1, found.cores))
+    alone, crowded = found.contention[1], found.contention[most]
     product, stream = crowded.product / alone.product, crowded.stream / alone.stream
     slower = max(1.0, MATMUL_SHARE * product + (1 - MATMUL_SHARE) * stream)
     fastest = max(measured.memory_speed, measured.cache_speed)
