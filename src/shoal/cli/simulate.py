@@ -10,17 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shoal.cli import options
 from shoal.cli import simulate_text as show
-from shoal.cli.options import (
-    check_counts,
-    cluster_label,
-    cluster_of,
-    cluster_options,
-    job_options,
-    read_time,
-    refuse_shape_flags,
-    write_file,
-)
 from shoal.cli.parser import CommandParser, HelpAll, rare_option
 from shoal.driver.job_space import plan_refusal
 from shoal.driver.make_plan import open_job
@@ -64,7 +55,7 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--gpt", metavar="SHAPE", help=f"or a shape: {SHAPE}")
     parser.add_argument("--layout", metavar="LIST", help="data=8,pipeline=4,tensor=2,zero=1 (the fastest that fits)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape; a job has its own")
-    cluster_options(parser)
+    options.cluster_options(parser)
     parser.add_argument("--schedule", metavar="NAME", help="of a pipeline (1f1b)")
     parser.add_argument("--stragglers", metavar="KIND", help="lognormal:0.1, normal:0.1, exponential:0.1, slow:3")
     parser.add_argument("--steps", type=int, metavar="N", help="steps with stragglers, or rounds of servers (100)")
@@ -82,7 +73,7 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the timeline as .svg or .png")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
-    job_options(parser)
+    options.job_options(parser)
     rare_option(parser, "--microbatch", type=int, metavar="N", help="samples, of a shape (1)")
     rare_option(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (the schedule's)")
     rare_option(parser, "--recompute", choices=RECOMPUTE, help="what backward computes again (none)")
@@ -95,11 +86,15 @@ def arguments(parser: CommandParser) -> None:
 
 def call(given: argparse.Namespace) -> int:
     _check(given)
-    cluster = cluster_of(given)
+    cluster = options.cluster_of(given)
     asked = _request(given, cluster)
     step = simulate_step(asked.work, asked.setup, cluster, assignment=asked.assignment, slower=_slow(given.slow))
     rows = timeline(step)
-    lines = [f"{asked.name}; {cluster_label(given)}", *_memory(asked, cluster, step), *show.step_lines(step, rows=rows)]
+    lines = [
+        f"{asked.name}; {options.cluster_label(given)}",
+        *_memory(asked, cluster, step),
+        *show.step_lines(step, rows=rows),
+    ]
     value: dict[str, Any] = {"name": asked.name, "step": show.step_value(step)}
     seconds = step.seconds
     if given.stragglers is not None and given.servers is None:
@@ -119,7 +114,7 @@ def call(given: argparse.Namespace) -> int:
         lines += ["", *more]
     title = f"{asked.name}, {asked.setup}, {show.seconds(step.seconds)} a step"
     if given.trace is not None:
-        write_file(given.trace, msgspec.json.encode(chrome_trace(rows, title, seconds=step.seconds)))
+        options.write_file(given.trace, msgspec.json.encode(chrome_trace(rows, title, seconds=step.seconds)))
         lines += ["", f"trace in {given.trace}: open it at ui.perfetto.dev"]
     if given.plot is not None:
         show.save_picture(rows, title, given.plot)
@@ -142,7 +137,7 @@ class SimulateRequest:
 
 
 def _check(given: argparse.Namespace) -> None:
-    check_counts(given, "batch", "steps", "servers", "microbatch", "chunks")
+    options.check_counts(given, "batch", "steps", "servers", "microbatch", "chunks")
     if given.days is not None and not 0 < given.days < 36500:
         raise InputError(f"--days {given.days:g}: above 0, and less than a century", fix="--days 54")
     if given.failures is not None and given.failures < 0:
@@ -152,9 +147,7 @@ def _check(given: argparse.Namespace) -> None:
     if given.days is None and (given.failures is not None or given.mtbf is not None):
         raise InputError("failures need --days: how long the run lasts", fix="--days 54")
     if given.days is not None and given.failures is None and given.mtbf is None:
-        raise InputError(
-            f"--days {given.days:g}: how often does a device fail?", fix="--mtbf 50000h, or --failures 466"
-        )
+        raise InputError(f"--days {given.days:g}: how often does a device fail?", fix="--mtbf 50000h or --failures 466")
     if given.shares is not None and (given.layout is None or given.gpt is not None):
         raise InputError(
             f"--shares {given.shares} are of a job's lanes, with --layout", fix="--layout data=2 --shares 3,1"
@@ -180,7 +173,7 @@ def _request(given: argparse.Namespace, cluster: Cluster) -> SimulateRequest:
 
 
 def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cluster) -> SimulateRequest:
-    refuse_shape_flags(given)
+    options.refuse_shape_flags(given)
     job = load_job(file, given.settings)
     opened = open_job(job)
     work = workload_of(job, opened.source)
@@ -339,9 +332,9 @@ def _days(
     given: argparse.Namespace, setup: Setup, cluster: Cluster, step: SimulatedStep, seconds: float
 ) -> tuple[list[str], Any, list[str]]:
     state = max(stage.memory["weights"] + stage.memory["optimizer"] for stage in step.prediction.stages)
-    save = state / COPY if given.save is None else read_time("--save", given.save)
+    save = state / COPY if given.save is None else options.read_time("--save", given.save)
     write = state * min(host.devices for host in cluster.hosts) / DISK
-    interval = None if given.checkpoint == "auto" else read_time("--checkpoint", given.checkpoint)
+    interval = None if given.checkpoint == "auto" else options.read_time("--checkpoint", given.checkpoint)
     trial = FailureScenario(
         seconds=given.days * DAY,
         devices=setup.devices,
@@ -351,12 +344,12 @@ def _days(
         save=save,
         write=write,
         interval=interval,
-        mtbf=None if given.mtbf is None else read_time("--mtbf", given.mtbf),
+        mtbf=None if given.mtbf is None else options.read_time("--mtbf", given.mtbf),
         failures=given.failures,
     )
     endured = [simulate_failures(trial, policy, seed=given.seed) for policy in POLICIES]
     copies = (
-        "every part of the state has one holder" if trial.copies == 1 else f"{trial.copies} replicas hold every part"
+        "each shard of the state has one holder" if trial.copies == 1 else f"{trial.copies} replicas hold each shard"
     )
     assumed = [
         *(str(policy) for policy in POLICIES),

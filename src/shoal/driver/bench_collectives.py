@@ -157,9 +157,7 @@ def pairs(places: Sequence[RankPlace]) -> dict[Level, Pairs]:
     found: dict[Level, Pairs] = {
         "memory": tuple(pair for rack in racks for host in rack for pair in _by_two(host)),
         "host": tuple(pair for rack in racks for pair in _by_two([host[0] for host in rack])),
-        "rack": tuple(
-            (mine[0], theirs[0]) for one, other in _by_two(racks) for mine, theirs in zip(one, other, strict=False)
-        ),
+        "rack": tuple((a[0], b[0]) for one, other in _by_two(racks) for a, b in zip(one, other, strict=False)),
     }
     return {where: those for where, those in found.items() if those}
 
@@ -182,9 +180,7 @@ def predict(
     """Predicted seconds of each exact algorithm; the one that the cost model chooses, and why."""
     if memory is not None:
         seconds = shm_all_reduce_seconds(len(places), num_bytes, memory)
-        reason = (
-            f"all {len(places)} workers share a host: {readable_seconds(seconds)} to copy and to wait for each other"
-        )
+        reason = f"all {len(places)} workers share a host: {readable_seconds(seconds)} to copy and to wait"
         return {SHARED_MEMORY: seconds}, SHARED_MEMORY, reason
     choice = choose_algorithm(places, CommConfig.from_options(CommOptions(links=dict(links))).links, num_bytes)
     return {choice.name: choice.seconds, **dict(choice.alternatives)}, choice.name, choice.reason
@@ -253,9 +249,8 @@ def _memory(way: SingleHostTransport, rounds: int) -> MemorySpeed:
     what = CollectiveOp("all_gather", torch.uint8, COPY_BYTES)
     call = statistics.median(_timed(dist.barrier, MAX_REPEATS) for _ in range(rounds))
     turn = statistics.median(_timed(way.barrier, MAX_REPEATS) for _ in range(rounds))
-    gather = statistics.median(
-        _timed(lambda: way.all_gather(outputs, outputs[way.rank], what), 2) for _ in range(rounds + 1)
-    )
+    times = [_timed(lambda: way.all_gather(outputs, outputs[way.rank], what), 2) for _ in range(rounds + 1)]
+    gather = statistics.median(times)
     copying = gather - COPY_BYTES // SLOT_BYTES * turn
     return MemorySpeed(call, turn, way.size * COPY_BYTES / max(copying, gather / 2))
 

@@ -84,10 +84,8 @@ def ranks(
             children[rank] = pid
         # After the forks, which would not copy the store's thread. Early ranks wait in the backlog.
         listening = listener.detach()
-        store = call_on(
-            first,
-            lambda: TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening),
-        )
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening}
+        store = call_on(first, lambda: TCPStore("127.0.0.1", port, **options))
         try:
             found = _collect(pipes, timeout)
         finally:
@@ -193,9 +191,8 @@ def _encode(answer: _RankReply) -> bytes:
         if not isinstance(value, Tensor):
             raise TypeError(f"a rank returned {type(value).__qualname__}; it can return numbers, strings and tensors")
         kind = str(value.dtype).removeprefix("torch.")
-        return msgspec.msgpack.Ext(
-            _TENSOR, msgspec.msgpack.encode((kind, list(value.shape), bytes(tensor_bytes(value))))
-        )
+        content = (kind, list(value.shape), bytes(tensor_bytes(value)))
+        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(content))
 
     return msgspec.msgpack.encode(answer, enc_hook=tensor)
 

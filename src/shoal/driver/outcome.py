@@ -10,9 +10,8 @@ from shoal.report.incidents import Incident
 from shoal.report.wording import end_text, exit_text, sentence
 
 LOG_LINES = 3  # of a lost worker's log
-SELF_EXPLAINING = (  # kinds whose message names the place
-    *("CheckpointError", "JobError", "MismatchError", "NonFiniteError", "ServerLost"),
-)
+# Kinds whose message names the place.
+SELF_EXPLAINING = ("CheckpointError", "JobError", "MismatchError", "NonFiniteError", "ServerLost")
 
 
 class RunFailed(WorkerError):
@@ -86,15 +85,13 @@ def _fatal_loss(incident: Incident, tally: RunTally) -> WorkerFailed:
 
 
 def _fatal_server(incident: Incident, tally: RunTally) -> WorkerFailed:
+    where = [f"after step {tally.step}"] if tally.step else []
     return WorkerFailed(
         time=incident.time,
         rank=0,
         kind="ServerLost",
         message=sentence(incident, place=True),
-        where=[
-            *([f"after step {tally.step}"] if tally.step else []),
-            *(f"its log: {line}" for line in incident.log[-LOG_LINES:]),
-        ],
+        where=where + [f"its log: {line}" for line in incident.log[-LOG_LINES:]],
         fix="shoal report shows what was saved; --resume goes on from there",
     )
 

@@ -74,9 +74,8 @@ class PredictionBasis:
         from shoal.planner.cost.calibrate import NO_CALIBRATION, apply_calibration
         from shoal.planner.cost.runtime import SHOAL, SHOAL_CAPPED
 
-        return apply_calibration(
-            self.cluster, SHOAL_CAPPED if self.memory_capped else SHOAL, self.calibration or NO_CALIBRATION
-        )
+        runtime = SHOAL_CAPPED if self.memory_capped else SHOAL
+        return apply_calibration(self.cluster, runtime, self.calibration or NO_CALIBRATION)
 
 
 def prediction_basis(
@@ -101,17 +100,12 @@ def prediction_basis(
 
 
 def _with_devices(lab: Cluster, like: ClusterHost) -> Cluster:
-    racks = [
-        replace(
-            rack,
-            hosts=tuple(
-                replace(host, device=like.device, devices=max(1, host.workers), interconnect=like.interconnect)
-                for host in rack.hosts
-            ),
-        )
-        for rack in lab.racks
-    ]
-    return replace(lab, racks=tuple(racks))
+    """The lab with devices and interconnect of another host."""
+
+    def host(one: ClusterHost) -> ClusterHost:
+        return replace(one, device=like.device, devices=max(1, one.workers), interconnect=like.interconnect)
+
+    return replace(lab, racks=tuple(replace(rack, hosts=tuple(map(host, rack.hosts))) for rack in lab.racks))
 
 
 def prediction_enabled() -> bool:

@@ -228,9 +228,7 @@ class RunConfig:
 
     def changed(self, **given: Any) -> "RunConfig":
         """With other groups (`failure=Failure(lease=2.0)`), or other fields by their flags' names (`lease=2.0`)."""
-        groups: dict[str, Any] = {
-            name: value for name, value in given.items() if isinstance(value, GROUPS.get(name, ()))
-        }
+        groups: dict[str, Any] = {name: each for name, each in given.items() if isinstance(each, GROUPS.get(name, ()))}
         known, changes = {each.flat_name: each for each in config_fields()}, dict[str, dict[str, Any]]()
         for name, value in _checkpoint_given(given).items():
             if name in groups:

@@ -263,10 +263,8 @@ def scorecard_lines(card: Scorecard) -> list[str]:
     for row in card.rows:
         done = f"{row.injected}" if row.injected == row.planned else f"{row.injected} of {row.planned}"
         times = (row.commit_median, row.commit_worst, row.restored_median, row.restored_worst)
-        first, second, third, fourth = (f"{time:.2f} s" if time is not None else "" for time in times)
-        lines.append(
-            f"  {row.kind:9} {done:>7}  {row.noticed:>7}   {first:>8}  {second:>8}      {third:>8}  {fourth:>8}"
-        )
+        a, b, c, d = (f"{time:.2f} s" if time is not None else "" for time in times)
+        lines.append(f"  {row.kind:9} {done:>7}  {row.noticed:>7}   {a:>8}  {b:>8}      {c:>8}  {d:>8}")
     lines += [
         f"  committed    {_percent(card.relative_rate)} of the steps per second of the twin without faults:"
         f" {card.steps:,} steps in {card.seconds:.1f} s, twin {card.twin_seconds:.1f} s",
