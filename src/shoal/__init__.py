@@ -16,8 +16,9 @@ from shoal.errors import InputError, RunError, ShoalError, Stopped
 from shoal.job.job import Job
 from shoal.parallel.plan import Plan
 from shoal.worker.join import join
+from shoal.worker.run import Run
 from shoal.worker.run_config import Checkpoint, Communication, Failure, Output, Parallel, RunConfig, Servers
-from shoal.worker.trainer import Batch, Run
+from shoal.worker.training_state import Batch
 from shoal.worker.values import Mirrored, PerWorker
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_s
 from shoal.planner.simulate.stragglers import StragglerModel
 from shoal.planner.simulate.time_to_accuracy import ConvergenceLaw, time_to_accuracy_table
 from shoal.planner.trace_job import workload_of
-from shoal.recovery.checkpoint.interval import DAY
+from shoal.recovery.checkpoint.policy import DAY
 from shoal.report import chart
 
 SHAPE = "layers=24,hidden=2048,heads=16,seq=2048,vocab=51200"

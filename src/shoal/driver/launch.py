@@ -23,7 +23,8 @@ from shoal.report.events import RunStarted
 from shoal.report.run_folder import DEFAULT_ROOT, FORMAT, RunFolder
 from shoal.report.tensorboard import TensorBoard
 from shoal.worker.context import WorkerContext
-from shoal.worker.main import OpenJob, run_script, train_job
+from shoal.worker.job_setup import OpenJob
+from shoal.worker.main import run_script, train_job
 from shoal.worker.model_partition import check_initial_weights
 from shoal.worker.run_config import RunConfig
 

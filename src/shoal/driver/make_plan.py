@@ -23,7 +23,7 @@ from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan, make_plan, read_plan
 from shoal.report import human
 from shoal.report.run_folder import RunFolder, find_run
-from shoal.worker.main import OpenJob
+from shoal.worker.job_setup import OpenJob
 from shoal.worker.model_partition import ModelOutline, check_memory, check_optimizer, make_outline
 from shoal.worker.run_config import AUTO, RunConfig, Servers
 

@@ -30,7 +30,7 @@ from shoal.report.events import (
 )
 from shoal.report.human import plural
 from shoal.report.oom import OomWatch
-from shoal.worker.elastic_membership import MODEL_SHARD_LOST, TOO_SLOW
+from shoal.worker.membership import MODEL_SHARD_LOST, TOO_SLOW
 
 DROPPED_GRACE_SECONDS = 1.0  # in which a worker that the others dropped may end by itself
 FILL_SECONDS = 1.0  # after taking over: in which the launcher reports the processes that ended meanwhile

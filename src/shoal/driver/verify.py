@@ -28,7 +28,7 @@ from shoal.recovery.checkpoint.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.report.human import plural
 from shoal.worker.build_model import build_model
-from shoal.worker.main import OpenJob
+from shoal.worker.job_setup import OpenJob
 from shoal.worker.run_config import RunConfig, Servers
 
 PLAIN_TOLERANCE = 1e-8  # norm of the difference over the norm of the weights, in fp64

@@ -19,8 +19,9 @@ from shoal.parallel.plan import Plan
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.store import RunStore as Records
 from shoal.report.run_folder import RunFolder
-from shoal.worker.elastic_membership import ElasticMembership, FixedMembership, RunMembership
+from shoal.worker.elastic_membership import ElasticMembership
 from shoal.worker.event_channel import EventChannel
+from shoal.worker.membership import FixedMembership, RunMembership
 from shoal.worker.run_config import RunConfig
 
 

@@ -29,7 +29,7 @@ from shoal.errors import RunError, ShoalError
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.heartbeat import MembershipState
 from shoal.recovery.membership.process import kill_process, process_state, start_ticks
-from shoal.recovery.membership.sqlite_server import read_server_info
+from shoal.recovery.membership.sqlite_messages import read_server_info
 from shoal.recovery.membership.store import StoreUnavailable
 from shoal.report.events import (
     AnyEvent,
