@@ -177,7 +177,7 @@ def run(job: shoal.Job, way: Way, steps: int) -> Measured:
             slow="ignore",
         )
         told = [event for event in RunFolder.open(report.folder).read_events() if isinstance(event, StepsCommitted)]
-        return measured(told, [each["peak_bytes"] for each in report.value["carried"]])
+        return measured(told, [each["peak_bytes"] for each in report.value["model_shards"]])
 
 
 def measured(told: Sequence[StepsCommitted], peaks: Sequence[float]) -> Measured:

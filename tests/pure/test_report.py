@@ -368,7 +368,7 @@ def test_report_of_two_workers() -> None:
     assert (value["seconds"], value["start_up_seconds"]) == (pytest.approx(2.0), pytest.approx(2.0))
     assert value["target"] == {"text": "loss <= 1.4", "reached": True, "step": 30, "seconds": pytest.approx(1.6)}
     assert (value["workers"], value["lanes"], value["layout"]) == (2, 4, "data=2")
-    assert value["deal"] == [[0, 2], [2, 4]]
+    assert value["assignment"] == [[0, 2], [2, 4]]
     assert value["fingerprint"] == "f00d"
     assert value["failure"] is None
     assert [worker["slowest_in_steps"] for worker in value["per_worker"]] == [12, 28]
@@ -478,7 +478,7 @@ def test_closing_report_says_what_is_known_and_no_more() -> None:
     ]
     for fact in facts:
         assert fact in text
-    for absent in ("faults", "most gain", "error", "next", "--resume", "not exact"):
+    for absent in ("incidents", "most gain", "error", "next", "--resume", "not exact"):
         assert absent not in text
     assert all(line == line.rstrip() for line in text.splitlines()[1:])
     bare = printed(summarize_run(tallied([*TWO_WORKERS[:-2], FINISHED])))

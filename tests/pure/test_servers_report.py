@@ -311,7 +311,7 @@ def test_steps_that_were_repeated_untold_are_counted() -> None:
 
 def test_report_tells_of_servers() -> None:
     value = value_of([*QUEUE, *SERVED, finished(0), finished(1)])["servers"]
-    assert (value["mode"], value["servers"], value["updates"]) == ("stale:3", 2, 40)
+    assert (value["sync_mode"], value["servers"], value["updates"]) == ("stale:3", 2, 40)
     assert value["updates_per_second"] == pytest.approx(40 / 2.05, rel=1e-5)
     assert value["staleness"] == {
         "mean": pytest.approx((40 + 50 + 20) / 80), "median": 1, "max": 5,
@@ -362,7 +362,7 @@ def test_in_local_mode_an_update_is_many_steps() -> None:
 def test_a_script_s_servers_are_reckoned_by_themselves() -> None:
     value = value_of([started("", servers=1), server(0), served(0, time=108.5, updates=400)])
     assert value["servers"]["updates_per_second"] == pytest.approx(50.0)
-    assert value["servers"]["mode"] is None
+    assert value["servers"]["sync_mode"] is None
 
 
 def test_hot_ranges_of_a_table_are_told() -> None:

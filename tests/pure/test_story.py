@@ -515,7 +515,7 @@ def test_a_report_read_from_the_file_of_events_is_the_same() -> None:
     again = [decode(encode(event)) for event in WHOLE_RUN]
     assert summarize_run(tallied(again)) == summarize_run(tallied(WHOLE_RUN))
     value = summarize_run(tallied(again))
-    assert [fault["kind"] for fault in value["faults"]] == ["lost"]
+    assert [fault["kind"] for fault in value["incidents"]] == ["lost"]
     assert value["committed"]["redone"] == 1
     assert {"worker", "incarnation", "from", "to", "state"} == set(value["membership"][0])
 
@@ -523,8 +523,8 @@ def test_a_report_read_from_the_file_of_events_is_the_same() -> None:
 def test_a_run_without_faults_says_nothing_of_them() -> None:
     calm = [*BEFORE, *(steps(rank, 1000, 200, time=200.0, leader=rank == 0) for rank in range(4))]
     value = summarize_run(tallied([*calm, *(finished(rank) for rank in range(4))]))
-    assert (value["faults"], value["membership"], value["goodput"], value["participation"]) == ([], [], 1.0, 1.0)
-    for word in ("faults", "members ", "goodput", "participation"):
+    assert (value["incidents"], value["membership"], value["goodput"], value["participation"]) == ([], [], 1.0, 1.0)
+    for word in ("incidents", "members ", "goodput", "participation"):
         assert word not in printed(value)
 
 

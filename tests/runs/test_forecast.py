@@ -133,7 +133,7 @@ def test_every_run_records_its_prediction(tmp_path: Path) -> None:
     assert found["step_ms"]["measured"] == report.value["step_ms"]["total"], "there was no evaluation"
     for side, total in (("predicted_ms", "predicted"), ("measured_ms", "measured")):
         assert sum(line[side] for line in found["lines"].values()) == pytest.approx(found["step_ms"][total], abs=1e-4)
-    assert found["memory"]["measured_bytes"] == max(each["peak_bytes"] for each in report.value["carried"])
+    assert found["memory"]["measured_bytes"] == max(each["peak_bytes"] for each in report.value["model_shards"])
     (event,) = [each for each in RunFolder(Path("run")).read_events() if isinstance(each, RunPredicted)]
     assert event.samples_per_second == told["samples_per_second"]
     said = [text for label, text in rows(report.value) if label == "a step"]

@@ -745,7 +745,7 @@ class RunDriver:
             prediction=self.prediction,
         )
         # A joined script's lanes are known from what its workers hold.
-        value["lanes"] = value["lanes"] or max((stop for _, stop in value["deal"]), default=0)
+        value["lanes"] = value["lanes"] or max((stop for _, stop in value["assignment"]), default=0)
         self._emit(RunFinished(time=time.time(), outcome=ended))
         if ended == "failed" and self.settings.resume and self.tally.resumed is None:
             return value  # nothing was trained: the report of what was trained before stays

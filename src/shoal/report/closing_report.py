@@ -108,7 +108,7 @@ SHARDS_SHOWN = 16
 
 def _model_shards(report: Report) -> Iterator[Row]:
     """What each worker held and what memory it took, where the model was cut or memory was limited."""
-    carried = report.get("carried") or []
+    carried = report.get("model_shards") or []
     cut = str(report.get("layout") or "").replace("data=", "") != str(report["workers"])
     if not carried or not (cut or any(each["limit_bytes"] for each in carried)):
         return
@@ -124,7 +124,7 @@ def _model_shard_line(each: Mapping[str, Any]) -> str:
     blocks = each["blocks"]
     what = f"; {blocks[0]} … {blocks[-1]}" if len(blocks) > 2 else f"; {', '.join(blocks)}" if blocks else ""
     return (
-        f"worker {each['rank']} (replica {each['replica']}, stage {each['stage']}, slice {each['slice']}):"
+        f"worker {each['rank']} (replica {each['replica']}, stage {each['stage']}, slice {each['tensor_shard']}):"
         f" peak {human.size(each['peak_bytes'])}{of}, {each['num_parameters']:,} parameters{what}"
     )
 
@@ -187,16 +187,16 @@ def _weights(report: Report) -> Iterator[Row]:
 
 
 def _why_not_exact(report: Report) -> str:
-    if report.get("inexact_before"):
-        return f"it goes on from a checkpoint of --sync {report['inexact_before']}"
-    travel = report.get("travel") or {"exact": True}
+    if report.get("inexact_sync_mode"):
+        return f"it goes on from a checkpoint of --sync {report['inexact_sync_mode']}"
+    travel = report.get("traffic") or {"exact": True}
     if not travel["exact"]:
-        used = [name for level, name in travel["compress"].items() if level not in travel["uncrossed"]]
+        used = [name for level, name in travel["compressors"].items() if level not in travel["unused_levels"]]
         if used:
             return f"gradients were compressed ({', '.join(used)}), and another placement can give other weights"
-        if travel["way"] == "ring":
+        if travel["transport"] == "ring":
             return "a ring adds in an order of its own, and another placement can give other weights"
-    mode = (report.get("servers") or {}).get("mode") or ""
+    mode = (report.get("servers") or {}).get("sync_mode") or ""
     if mode and mode != "sync":
         return servers_text.why_not_exact(mode)
     if "tensor" in str(report.get("layout")):
@@ -287,7 +287,7 @@ def error_text(error: float) -> str:
 
 
 def _layout(report: Report) -> Iterator[Row]:
-    why = report.get("layout_chosen")  # older reports have none
+    why = report.get("layout_reason")  # older reports have none
     if why:
         yield "layout", f"{report['layout']}: {why}"
 
@@ -349,7 +349,7 @@ def _lanes(report: Report) -> Iterator[Row]:
     if cost is None or cost["share_of_step"] is None:
         return
     held = human.plural(report["lanes"], "lane")
-    apart, together = (human.milliseconds(1000 * cost[key]) for key in ("apart_seconds", "together_seconds"))
+    apart, together = (human.milliseconds(1000 * cost[key]) for key in ("separate_seconds", "joint_seconds"))
     yield (
         "lanes",
         f"{held} on {human.plural(report['workers'], 'worker')} cost {human.percent(cost['share_of_step'])} "
@@ -359,16 +359,16 @@ def _lanes(report: Report) -> Iterator[Row]:
 
 
 def _traffic(report: Report) -> Iterator[Row]:
-    travel = report.get("travel")  # older reports have none
+    travel = report.get("traffic")  # older reports have none
     if not travel:
         return
-    rows = {"shared memory": ["through shared memory"], "": ["one worker: they do not travel"]}.get(travel["way"], [])
+    rows = {"shared memory": ["through shared memory"], "": ["one worker: they do not travel"]}.get(travel["transport"], [])
     if travel["reason"]:
         rows.append(travel["reason"])
     for level in ("host", "rack"):
         if level in travel["levels"]:
             rows.append(_level(level, travel["levels"][level]))
-    rows += [unused_level_text(travel["compress"][level], level) for level in travel["uncrossed"]]
+    rows += [unused_level_text(travel["compressors"][level], level) for level in travel["unused_levels"]]
     yield from zip(["gradients"] + [""] * len(rows), rows, strict=False)
 
 
@@ -392,7 +392,7 @@ def _incidents(report: Report) -> Iterator[Row]:
     if failed:
         faults.append(f"{human.plural(len(failed), 'checkpoint')} not written ({failed[-1]['reason']})")
     if faults:
-        yield "faults", "; ".join(faults)
+        yield "incidents", "; ".join(faults)
     for fault in happened[:INCIDENTS_SHOWN]:
         yield "", f"{stamp(fault.time)}  {full_text(fault)}"
         if fault.kind in ("lost", "server") and fault.log:
@@ -402,7 +402,7 @@ def _incidents(report: Report) -> Iterator[Row]:
 
 
 def _incidents_of(report: Report) -> list[Incident]:
-    return msgspec.convert(report.get("faults") or [], list[Incident])  # older reports have none
+    return msgspec.convert(report.get("incidents") or [], list[Incident])  # older reports have none
 
 
 def _members_lost(report: Report, incidents: list[Incident]) -> list[str]:
@@ -419,9 +419,9 @@ def _members_lost(report: Report, incidents: list[Incident]) -> list[str]:
     if committed["repeated"]:
         since = "snapshots of the servers" if number["server"] else "a checkpoint"
         parts.append(f"{human.plural(committed['repeated'], 'committed step')} repeated from {since}")
-    if committed["untold"]:
-        parts.append(f"{human.plural(committed['untold'], 'step')} of which nobody told")
-    parts.append(f"{human.plural(committed['samples_lost'], 'sample')} lost, {committed['samples_doubled']:,} doubled")
+    if committed["unreported"]:
+        parts.append(f"{human.plural(committed['unreported'], 'step')} of which nobody told")
+    parts.append(f"{human.plural(committed['samples_lost'], 'sample')} lost, {committed['samples_repeated']:,} doubled")
     pushes = sum(fault.pushes_lost for fault in incidents)
     if pushes:
         parts.append(f"{human.plural(pushes, 'acknowledged update')} lost with a server")

@@ -70,7 +70,7 @@ def _lines(
 
 
 def _measured(step_ms: Mapping[str, float], report: Mapping[str, Any]) -> dict[str, float]:
-    waiting = min(step_ms["wait"], max(_uneven_ms(report["per_worker"]), _idle_ms(report.get("carried") or [])))
+    waiting = min(step_ms["wait"], max(_uneven_ms(report["per_worker"]), _idle_ms(report.get("model_shards") or [])))
     return {
         "compute": step_ms["compute"],
         "waiting": waiting,
@@ -89,16 +89,16 @@ def _uneven_ms(workers: Sequence[Mapping[str, Any]]) -> float:
 def _idle_ms(carried: Sequence[Mapping[str, Any]]) -> float:
     """How long the workers of a pipeline wait for other stages, in a typical step."""
     idle = [
-        1000 * (each["stream_seconds"] - each["busy_seconds"])
+        1000 * (each["stage_seconds"] - each["busy_seconds"])
         for each in carried
-        if each["stream_seconds"] is not None and each["busy_seconds"] is not None
+        if each["stage_seconds"] is not None and each["busy_seconds"] is not None
     ]
     return sum(idle) / len(idle) if idle else 0.0
 
 
 def _memory(prediction: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any] | None:
     """Of the worker that needs most; and of each that told."""
-    told = {each["rank"]: each["peak_bytes"] for each in report.get("carried") or []}
+    told = {each["rank"]: each["peak_bytes"] for each in report.get("model_shards") or []}
     peaks = prediction.get("peak_bytes") or []
     if not peaks:
         return None

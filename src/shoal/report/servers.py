@@ -102,7 +102,7 @@ class ServerTally:
         per_server = [self._server(shard) for shard in sorted(self.started.keys() | self.reports.keys())]
         lost = sum(number for why, number in refused.items() if why in GRADIENT_REFUSALS)
         return {
-            "mode": sync_mode or None,
+            "sync_mode": sync_mode or None,
             "servers": self.count or len(self.reports),
             "updates": self.updates,
             "updates_per_second": _rounded(math.ceil(steps / number) / seconds) if seconds else None,

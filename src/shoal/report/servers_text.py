@@ -29,7 +29,7 @@ def servers(report: Report) -> Iterator[Row]:
     found = report.get("servers")  # older reports have none
     if not found:
         return
-    mode = f", {found['mode']}" if found["mode"] else ""
+    mode = f", {found['sync_mode']}" if found["sync_mode"] else ""
     parts = [] if found["updates_per_second"] is None else [f"{human.rate(found['updates_per_second'])} updates/s"]
     stale = found["staleness"]
     if stale:

@@ -40,7 +40,7 @@ def summarize_run(
         "outcome": outcome,
         "stopped": lowest.stopped if lowest else None,
         "exact": _exact(tally),
-        "inexact_before": (tally.resumed.inexact_sync_mode if tally.resumed else "") or None,
+        "inexact_sync_mode": (tally.resumed.inexact_sync_mode if tally.resumed else "") or None,
         "weights_sha256": lowest.weights_sha256 if lowest else None,
         "steps": tally.step,
         "steps_planned": started.steps if started else None,
@@ -54,8 +54,8 @@ def summarize_run(
         "workers": tally.num_workers,
         "lanes": started.lanes if started else None,
         "layout": started.layout if started else None,
-        "layout_chosen": (started.layout_reason or None) if started else None,
-        "deal": [list(worker.lanes) for worker in tally.members],
+        "layout_reason": (started.layout_reason or None) if started else None,
+        "assignment": [list(worker.lanes) for worker in tally.members],
         "samples_per_second": _rounded(tally.samples_per_second),
         "tokens_per_second": _tokens_per_second(tally),
         "step_ms": step_ms,
@@ -65,26 +65,26 @@ def summarize_run(
         "most_gain": _most_gain(tally),
         "lane_cost": _lane_cost(tally),
         "bubble": _bubble(tally),
-        "carried": [_model_shard(each) for _, each in sorted(tally.model_shards.items())],
+        "model_shards": [_model_shard(each) for _, each in sorted(tally.model_shards.items())],
         "alive": tally.num_alive,
         "participating": tally.num_participating,
         "participation": _rounded(tally.participation),
         "goodput": _rounded(tally.commits.goodput),
         "lost_seconds": _rounded(tally.commits.lost_seconds),
         "committed": _committed(tally),
-        "faults": msgspec.to_builtins(tally.incidents),
+        "incidents": msgspec.to_builtins(tally.incidents),
         "membership": msgspec.to_builtins(tally.membership.spans) if tally.incidents else [],
         "training_began": tally.training_began,
         "losses_by_time": _losses(tally),
         "servers": _servers(tally),
-        "travel": _traffic(tally),
+        "traffic": _traffic(tally),
         "checkpoints": [
             {"step": s.step, "path": s.path, "num_bytes": s.num_bytes, "seconds": s.seconds, "final": s.final}
             for s in tally.saved
         ],
         "checkpoints_failed": [{"step": each.step, "reason": each.reason} for each in tally.save_failed],
-        "deals": [
-            {"step": d.step, "deal": [list(lanes) for lanes in d.assignment], "reason": d.reason}
+        "assignments": [
+            {"step": d.step, "assignment": [list(lanes) for lanes in d.assignment], "reason": d.reason}
             for d in tally.assignments
         ],
         "skipped_steps": [{"step": each.step, "where": [list(at) for at in each.where]} for each in tally.skipped],
@@ -125,9 +125,9 @@ def _committed(tally: RunTally) -> dict[str, int]:
         "steps": commits.steps,
         "redone": tally.incident_log.redone,  # under way when somebody was lost
         "repeated": commits.repeated,  # committed, then lost with all who had them
-        "untold": commits.unreported,  # nobody told of them
+        "unreported": commits.unreported,  # nobody told of them
         "samples_lost": commits.samples_lost,
-        "samples_doubled": commits.samples_repeated,
+        "samples_repeated": commits.samples_repeated,
     }
 
 
@@ -197,7 +197,7 @@ def _worker(worker: WorkerTally) -> dict[str, Any]:
     per_lane = worker.seconds_per_lane
     return {
         "rank": worker.rank,
-        "life": worker.incarnation,
+        "incarnation": worker.incarnation,
         "host": worker.host,
         "pid": worker.pid,
         "lanes": list(worker.lanes),
@@ -333,8 +333,8 @@ def _lane_cost(tally: RunTally) -> dict[str, Any] | None:
     extra = max(0.0, cost.separate_seconds - cost.joint_seconds)
     return {
         "lanes": cost.lanes,
-        "apart_seconds": cost.separate_seconds,
-        "together_seconds": cost.joint_seconds,
+        "separate_seconds": cost.separate_seconds,
+        "joint_seconds": cost.joint_seconds,
         "share_of_step": _rounded(1000 * extra / step_ms["total"]) if step_ms and step_ms["total"] else None,
     }
 
@@ -351,13 +351,13 @@ def _traffic(tally: RunTally) -> dict[str, Any] | None:
         level for level in ("memory", "host", "rack") if any(each.uncompressed_bytes.get(level) for each in told)
     ]
     return {
-        "way": first.transport,
+        "transport": first.transport,
         "reason": first.reason,
         "hosts": list(first.hosts),
         "racks": list(first.racks),
         "exact": first.exact,
-        "compress": first.compressors,
-        "uncrossed": list(first.unused_levels),
+        "compressors": first.compressors,
+        "unused_levels": list(first.unused_levels),
         "levels": {level: _level(told, level, tally.steps) for level in crossed},
     }
 
