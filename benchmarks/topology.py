@@ -209,7 +209,7 @@ def _trained(word: str, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bytes_between_racks": rack["bytes"],
         "bytes_per_step": rack["bytes_per_step"],
         "error": rack["error"],
-        "way": last["traffic"]["way"],
+        "way": last["traffic"]["transport"],
     }
 
 

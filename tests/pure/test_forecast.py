@@ -61,7 +61,7 @@ def test_lines_of_both_sides_add_up() -> None:
 
 def test_a_pipelines_idle_time_is_waiting() -> None:
     idle = [{"rank": rank, "peak_bytes": 1, "busy_seconds": 0.040, "stage_seconds": 0.0435} for rank in range(2)]
-    assert compared(carried=idle)["lines"]["waiting"]["measured_ms"] == pytest.approx(3.5)
+    assert compared(model_shards=idle)["lines"]["waiting"]["measured_ms"] == pytest.approx(3.5)
 
 
 def test_nothing_is_compared_with_nothing() -> None:

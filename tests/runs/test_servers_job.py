@@ -579,5 +579,5 @@ def test_checkpoints_are_written_on_the_way_in_every_mode(tmp_path: Path) -> Non
 def test_a_report_tells_of_servers(tmp_path: Path) -> None:
     found = train(plain_job(), tmp_path / "run", workers=2, servers=2, sync="stale:3")
     told = msgspec.json.decode((tmp_path / "run" / "report.json").read_bytes())["servers"]
-    assert told["mode"] == "stale:3" and sum(told["staleness"]["histogram"].values()) >= STEPS
+    assert told["sync_mode"] == "stale:3" and sum(told["staleness"]["histogram"].values()) >= STEPS
     assert found.value["exact"] is False

@@ -52,7 +52,7 @@ def test_a_compressed_run_says_what_it_saved_and_what_error_it_made(call: Caller
     assert value["exact"] is False and value["weights_sha256"] != alone
     travel = value["traffic"]
     assert travel["hosts"] == ["r0h0", "r0h0", "r0h1", "r0h1"] and travel["racks"] == ["r0"] * 4
-    assert (travel["compress"], travel["unused_levels"]) == ({"host": "int8", "rack": "bf16"}, ["rack"])
+    assert (travel["compressors"], travel["unused_levels"]) == ({"host": "int8", "rack": "bf16"}, ["rack"])
     between = travel["levels"]["host"]
     whole = between["bytes"] + between["bytes_saved"]
     assert whole == 8 * 2 * 4 * 3632, "8 steps, to and fro, 4 bytes for each of 3,603 elements and what pads them"

@@ -362,7 +362,9 @@ def _traffic(report: Report) -> Iterator[Row]:
     travel = report.get("traffic")  # older reports have none
     if not travel:
         return
-    rows = {"shared memory": ["through shared memory"], "": ["one worker: they do not travel"]}.get(travel["transport"], [])
+    rows = {"shared memory": ["through shared memory"], "": ["one worker: they do not travel"]}.get(
+        travel["transport"], []
+    )
     if travel["reason"]:
         rows.append(travel["reason"])
     for level in ("host", "rack"):

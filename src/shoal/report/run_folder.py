@@ -252,7 +252,7 @@ def _metrics_line(event: AnyEvent) -> dict[str, Any] | None:
             "epoch": event.epoch,
             "time": event.time,
             "loss": event.loss,
-            "rate": event.learning_rate,
+            "learning_rate": event.learning_rate,
             "samples_per_second": event.samples / seconds if seconds else None,
         }
     if isinstance(event, ModelEvaluated):
