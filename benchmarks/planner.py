@@ -37,9 +37,8 @@ from shoal.planner.cost.runtime import SHOAL
 from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.workload import Workload
 from shoal.planner.trace_job import workload_of
-from shoal.report.events import StepsCommitted
+from shoal.report.events import TIME_PARTS, StepsCommitted
 from shoal.report.run_folder import RunFolder
-from shoal.report.summarize import TIME_PARTS
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"

@@ -210,5 +210,5 @@ def test_tensorboard_that_is_not_installed(call: Caller, tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     write_job(tmp_path)
     result = call("train", "job.py", "--tensorboard")
-    assert_plain(result, "tensorboard is not there", "pip install 'shoal[tensorboard]'")
+    assert_plain(result, "needs the package tensorboard, which is missing", "pip install 'shoal[tensorboard]'")
     assert not (tmp_path / "runs").exists()

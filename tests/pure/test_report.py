@@ -19,6 +19,7 @@ from shoal.report import atomic_write
 from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, RunTally
 from shoal.report.closing_report import closing, runs_table
 from shoal.report.events import (
+    TIME_PARTS,
     AnyEvent,
     CheckpointSaved,
     LaneCost,
@@ -38,7 +39,7 @@ from shoal.report.events import (
 )
 from shoal.report.human import parts_that_add_up
 from shoal.report.run_folder import RunFolder, find_run, list_runs
-from shoal.report.summarize import TIME_PARTS, summarize_run
+from shoal.report.summarize import summarize_run
 from shoal.report.tensorboard import TensorBoard
 
 SHA256 = "c5d391c5" + "0" * 53 + "8e8"

@@ -109,8 +109,8 @@ def test_those_who_are_left_go_on_with_another_layout(
     value = report.value
     assert (value["layout"], value["outcome"], value["workers"]) == ("pipeline=2", "done", 2)
     kinds = [fault["kind"] for fault in value["incidents"]]
-    assert kinds.count("lost") == 2 and kinds.count("relaid") == 1
-    (told,) = [fault["reason"] for fault in value["incidents"] if fault["kind"] == "relaid"]
+    assert kinds.count("lost") == 2 and kinds.count("layout-changed") == 1
+    (told,) = [fault["reason"] for fault in value["incidents"] if fault["kind"] == "layout-changed"]
     assert told == "layout data=2,pipeline=2 → pipeline=2: 2 workers left"
     assert capfd.readouterr().err.count(told) == 1
     assert value["committed"]["samples_lost"] == value["committed"]["samples_repeated"] == 0

@@ -1,33 +1,35 @@
 """Every run says before what it will take, and after how far that was off. What goes wrong in it harms no run."""
 
-import io
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from torch import nn
+
 import shoal
 from helpers.command import Caller, write_job
+from helpers.forecast_job import compared, job
 from shoal.driver.launch import open_job
-from shoal.driver.predict_run import BackgroundTrace, RunPredictor, PredictionBasis, NoPrediction, predict_run, predict_plan, prediction_basis
-from shoal.errors import InputError
+from shoal.driver.predict_run import (
+    BackgroundTrace,
+    NoPrediction,
+    PredictionBasis,
+    RunPredictor,
+    predict_plan,
+    predict_run,
+    prediction_basis,
+)
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
 from shoal.planner.cost.calibrate import Calibration
-from shoal.report import live_view
-from shoal.report.aggregate import RunTally
-from shoal.report.closing_report import _prediction, error_text, rows
-from shoal.report.events import ModelEvaluated, RunPredicted, RunStarted, TimeSpent, StepsCommitted, WorkerStarted
-from shoal.report.predicted_vs_measured import LINES, reconcile
+from shoal.report.closing_report import rows
+from shoal.report.events import ModelEvaluated, RunPredicted
+from shoal.report.prediction_text import prediction_rows
 from shoal.report.run_folder import RunFolder
-from helpers.forecast_job import TERMS, compared, job
-
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +190,7 @@ def test_evaluations_are_no_part_of_a_step() -> None:
     found = compared(evaluation_ms=2.0)
     assert found["step_ms"]["measured"] == 58.0
     assert found["lines"]["rest"]["measured_ms"] == pytest.approx(2.0)
-    told = [text for _, text in _prediction({"prediction": found, "layout": "data=2"})]
+    told = [text for _, text in prediction_rows({"prediction": found, "layout": "data=2"})]
     assert "besides: evaluation 2.00 ms a step" in told
     x = torch.randn(32, 16)
     report = shoal.train(job(evaluate=(x, x)), quiet=True).value

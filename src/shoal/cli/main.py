@@ -58,7 +58,8 @@ from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import read_plan
 from shoal.paramserver.sync_mode import EXAMPLES
 from shoal.planner.cluster import ORDERS, Cluster, even_cluster, read_cluster
-from shoal.report.closing_report import closing, prediction_lines, runs_table
+from shoal.report.closing_report import closing, runs_table
+from shoal.report.prediction_text import prediction_lines
 from shoal.report.run_folder import RunFolder, find_run, list_runs
 from shoal.report.stacks import render
 from shoal.testing.chaos.player import ChaosTarget, run_chaos

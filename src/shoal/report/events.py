@@ -65,6 +65,9 @@ class TimeSpent(msgspec.Struct, frozen=True, kw_only=True):
         return TimeSpent(**{name: getattr(self, name) + getattr(more, name) for name in self.__struct_fields__})
 
 
+TIME_PARTS = TimeSpent.__struct_fields__
+
+
 class StepsCommitted(Event, frozen=True, kw_only=True, tag="steps-committed"):
     """From every worker, now and then: the steps that it committed since its last such event."""
 
@@ -83,6 +86,10 @@ class StepsCommitted(Event, frozen=True, kw_only=True, tag="steps-committed"):
     leader: bool = False  # its report counts for the run; another member takes over when it is lost
     sample_digests: list[str] = []  # of each of these steps' samples
     sample_indices: list[list[int]] = []  # the samples themselves, on request
+
+    @property
+    def began(self) -> float:
+        return self.time - self.spent.total - self.lost_seconds
 
 
 class ModelEvaluated(Event, frozen=True, kw_only=True, tag="model-evaluated"):

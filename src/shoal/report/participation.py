@@ -90,7 +90,7 @@ class MembershipHistory:
             case events.WorkerStarted():
                 self._join((event.rank, event.incarnation), event.time)
             case events.StepsCommitted() if self.generation is None and event.rank not in self.states:
-                self._join((event.rank, 0), event.time - event.spent.total - event.lost_seconds)
+                self._join((event.rank, 0), event.began)
             case events.MembershipChanged() if not self.with_servers:
                 return self._change(event)
             case events.WorkerLost():
@@ -160,8 +160,10 @@ class MembershipHistory:
         self._members, self.generation = after, event.generation
         self._close(delta.removed, (PARTICIPATING,), event.time)
         for incarnation in set(after) - self._dead:
-            self._appear(incarnation, event.time, TAKES_PART)
+            self.incarnations[incarnation[0]] = max(self.incarnation_of(incarnation[0]), incarnation[1])
+            self._begin(incarnation, ALIVE, event.time)
             self._begin(incarnation, PARTICIPATING, event.time)
+            self._state(incarnation, TAKES_PART)
         return delta
 
     def _state(self, incarnation: Incarnation, state: str) -> None:
