@@ -17,7 +17,7 @@ from rich.console import Console
 from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write
 from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, RunTally
-from shoal.report.closing_report import closing, runs_table
+from shoal.report.closing_report import ClosingReport, runs_table
 from shoal.report.events import (
     TIME_PARTS,
     AnyEvent,
@@ -103,7 +103,7 @@ def tallied(events: Sequence[AnyEvent]) -> RunTally:
 def printed(value: dict[str, Any], width: int = 120) -> str:
     """The closing report of what a program reads from report.json, as text."""
     console = Console(file=io.StringIO(), width=width)
-    console.print(closing(msgspec.json.decode(msgspec.json.encode(value))))
+    console.print(ClosingReport(msgspec.json.decode(msgspec.json.encode(value))))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -548,7 +548,7 @@ def test_narrow_screens_get_every_word(width: int) -> None:
 def test_closing_report_can_be_written_in_ascii() -> None:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding="ascii") as stream:
-        Console(file=stream, width=100).print(closing(summarize_run(tallied([*TWO_WORKERS, FINISHED]))))
+        Console(file=stream, width=100).print(ClosingReport(summarize_run(tallied([*TWO_WORKERS, FINISHED]))))
         stream.flush()
         assert b"1.7 x worker 0 alone" in raw.getvalue()
 

@@ -17,7 +17,7 @@ from shoal.errors import InputError, PlanError
 from shoal.parallel.layout import ParallelLayout
 from shoal.report import live_view
 from shoal.report.aggregate import RunTally
-from shoal.report.closing_report import closing
+from shoal.report.closing_report import ClosingReport
 from shoal.report.event_queries import committed_floor
 from shoal.report.events import (
     AnyEvent,
@@ -122,7 +122,7 @@ def value_of(events: Sequence[AnyEvent], **more: Any) -> dict[str, Any]:
 
 def printed(value: dict[str, Any], *, whole: bool = False) -> str:
     console = Console(file=io.StringIO(), width=140)
-    console.print(closing(value, prediction=whole))
+    console.print(ClosingReport(value, prediction=whole))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

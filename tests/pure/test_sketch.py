@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers.sketched_models import large, linear_stack
 from shoal.errors import JobError
 from shoal.numerics import kernels
-from shoal.numerics import meta_init as module
+from shoal.numerics import init_tape as module
 from shoal.numerics.meta_init import MetaModel, build_meta_model
 from shoal.numerics.seeds import initialise
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shoal.driver import outcome
 from shoal.report.aggregate import RunTally
-from shoal.report.closing_report import closing
+from shoal.report.closing_report import ClosingReport
 from shoal.report.events import (
     AnyEvent,
     CheckpointSaved,
@@ -138,7 +138,7 @@ def interleaved(one: Sequence[AnyEvent], other: Sequence[AnyEvent]) -> Iterator[
 def printed(value: dict[str, Any], width: int = 130, *, terminal: bool = True) -> str:
     """The closing report of what a program reads from report.json."""
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
-    console.print(closing(msgspec.json.decode(msgspec.json.encode(value))))
+    console.print(ClosingReport(msgspec.json.decode(msgspec.json.encode(value))))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -408,7 +408,10 @@ def test_total_loss_goes_back_to_a_checkpoint_and_says_how_far() -> None:
         assert tally.seconds == pytest.approx(91.0, abs=0.2)
         assert tally.commits.goodput == pytest.approx(71 / 91, abs=0.01)
         assert [fault.kind for fault in tally.incidents] == ["lost"] * 4 + ["rolled-back"]
-        assert sentence(tally.incidents[-1]) == f"{reason}; the run continues from the checkpoint of step 700; 100 steps repeated"
+        assert (
+            sentence(tally.incidents[-1])
+            == f"{reason}; the run continues from the checkpoint of step 700; 100 steps repeated"
+        )
     line = "4 workers lost, 0 steps redone, 100 committed steps repeated from a checkpoint"
     assert line in " ".join(printed(summarize_run(tally)).split())
 

@@ -58,7 +58,7 @@ from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import read_plan
 from shoal.paramserver.sync_mode import EXAMPLES
 from shoal.planner.cluster import ORDERS, Cluster, even_cluster, read_cluster
-from shoal.report.closing_report import closing, runs_table
+from shoal.report.closing_report import ClosingReport, runs_table
 from shoal.report.prediction_text import prediction_lines
 from shoal.report.run_folder import RunFolder, find_run, list_runs
 from shoal.report.stacks import render
@@ -563,7 +563,7 @@ def _print_report(value: dict[str, Any], as_json: bool, *, prediction: bool = Fa
     if as_json:
         print(msgspec.json.encode(value).decode())
     else:
-        Console().print(closing(value, prediction=prediction))
+        Console().print(ClosingReport(value, prediction=prediction))
 
 
 def _run(given: argparse.Namespace) -> int:

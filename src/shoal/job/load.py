@@ -62,8 +62,8 @@ def _load(path: Path) -> Any:
 
 
 def _failing_line(path: Path, error: BaseException) -> str | None:
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
-    own = own or [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename) in (path, path.resolve())]
     return f"{path}:{own[-1].lineno}  {own[-1].line}" if own else None
 
 

@@ -32,10 +32,8 @@ def global_norm(gradients: Iterable[Tensor]) -> float:
 
 
 def clip_to_norm(gradients: Sequence[Tensor], max_norm: float, norm: float | None = None) -> float:
-    """Scales the gradients in place so that their global norm is at most `max_norm`; returns the norm before.
-
-    `norm`: the global norm, where this worker does not hold all gradients.
-    """
+    """Scales the gradients in place so that their global norm is at most `max_norm`; returns the norm before. `norm`:
+    the global norm, where this worker does not hold all gradients."""
     norm = global_norm(gradients) if norm is None else norm
     factor = min(1.0, max_norm / (norm + 1e-6))
     if factor < 1.0:

@@ -37,10 +37,8 @@ def configure(*, threads: int, exact: bool = True) -> None:
 
 
 def keep_large_allocations() -> None:
-    """Lets the C library keep freed blocks instead of returning them to the kernel after every step.
-
-    Every step allocates gradients of tens of megabytes; their page faults cost more than the copy.
-    """
+    """Lets the C library keep freed blocks: every step allocates gradients of tens of megabytes, and their page faults
+    cost more than the copy."""
     try:
         libc = ctypes.CDLL(None)
         m_trim_threshold, m_mmap_threshold, m_mmap_max = -1, -3, -4

@@ -89,10 +89,8 @@ def cut_batch(count: int, batch: int, lanes: int, microbatches: int) -> list[lis
 
 
 def assign_lanes(lanes: int, speeds: Sequence[float]) -> tuple[Span, ...]:
-    """Assigns neighbouring lanes to workers in rank order, at least one each.
-
-    Minimizes the time of the slowest worker, then the number of partial sums: aligned subtrees where speed allows.
-    """
+    """Assigns neighbouring lanes to workers in rank order, at least one each. Minimizes the time of the slowest
+    worker, then the number of partial sums: aligned subtrees where speed allows."""
     return _assign_lanes(lanes, tuple(speeds))
 
 
@@ -133,9 +131,7 @@ def reassign_lanes(
     assignment: Sequence[Span], seconds: Sequence[float], *, min_gain: float = 0.1
 ) -> tuple[tuple[Span, ...], str] | None:
     """A better assignment for workers whose speed has drifted, with the reason; None if it gains less than `min_gain`.
-
-    `seconds`: what each worker lately needed for the lanes it holds.
-    """
+    `seconds`: what each worker lately needed for the lanes it holds."""
     if min(seconds) <= 0:
         return None
     counts = [stop - start for start, stop in assignment]

@@ -51,10 +51,8 @@ def preserve_generators() -> Iterator[None]:
 
 
 class _SeededOperations(TorchDispatchMode):
-    """Gives each random operation a stream of its own: the k-th draws from (seed, INITIAL, k).
-
-    A process that builds some blocks of a model can skip the other operations and still draw the same numbers.
-    """
+    """Gives each random operation a stream of its own: the k-th draws from (seed, INITIAL, k). A process that builds
+    some blocks of a model can skip the other operations and still draw the same numbers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

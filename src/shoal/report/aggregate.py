@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.report import events
-from shoal.report.commits import CommitEvent, CommitLog
+from shoal.report.commits import CommitLog
 from shoal.report.events import StepsCommitted, TimeSpent
 from shoal.report.incidents import Incident, IncidentLog
 from shoal.report.participation import TAKES_PART, MembershipHistory, participation_span
-from shoal.report.servers import ServerEvent, ServerTally
+from shoal.report.servers import ServerTally
 from shoal.report.updates import UpdateLog, is_queue_mode
 
 RECENT_STEPS = 100
@@ -152,10 +152,8 @@ class RunTally:
                 self._clear()  # the events of a resumed run: only those since the resumption count
         self.last_time = max(event.time, self.last_time or event.time)
         self.incident_log.add(event)
-        if isinstance(event, CommitEvent) and not isinstance(event, StepsCommitted):
-            self.commits.add(event)
-        if isinstance(event, ServerEvent):
-            self.servers.add(event)
+        self.commits.add(event)
+        self.servers.add(event)
         match event:
             case events.RunStarted():
                 if self.started is None and is_queue_mode(event.sync_mode):
@@ -199,8 +197,6 @@ class RunTally:
                 self.failures.append(event)
             case events.WorkerFinished():
                 self.finished[event.rank] = event
-            case events.RunRecovered():
-                self.commits.recovered(event.seconds)
             case events.WorkerExited():
                 worker = self._worker(event.rank)
                 if event.incarnation >= worker.incarnation:
@@ -355,7 +351,6 @@ class RunTally:
         worker.recent.add(event)
         worker.memory = event.memory_bytes
         worker.peak_memory = max(worker.peak_memory, event.memory_bytes)
-        self.commits.add(event)
         if not event.leader:
             return
         if self.training_began is None or (self.is_queue and event.began < self.training_began):

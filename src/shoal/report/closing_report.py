@@ -27,15 +27,11 @@ MEMBERS = "members"  # the row that is a drawing
 SHARDS_SHOWN = 16
 
 
-def closing(report: Report, *, prediction: bool = False) -> RenderableType:
-    """Rows of a label and a text that wraps beside it. `prediction` adds a table of predicted and measured times."""
-    return _ClosingReport(report, prediction)
+class ClosingReport:
+    """Rows of a label and a text that wraps beside it, for the width and the encoding of the console. `prediction`
+    adds a table of predicted and measured times."""
 
-
-class _ClosingReport:
-    """Fits the width and the encoding of the console, without blanks at line ends."""
-
-    def __init__(self, report: Report, prediction: bool) -> None:
+    def __init__(self, report: Report, *, prediction: bool = False) -> None:
         self._report, self._prediction = report, prediction
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -114,25 +110,21 @@ def _model_shard_line(each: Mapping[str, Any]) -> str:
 
 def _title(report: Report) -> Text:
     mark, style = _MARKS.get(report["outcome"], ("?", "bold"))
-    steps, samples = report["steps"], report["samples"]
+    steps, samples, seconds = report["steps"], report["samples"], human.duration(report["seconds"])
     job = report["job"] or "run"
     if report["outcome"] == "done":
-        what = f"{human.plural(steps, 'step')}, {human.plural(samples, 'sample')} in {_duration_text(report)}"
+        what = f"{human.plural(steps, 'step')}, {human.plural(samples, 'sample')} in {seconds}"
         if report["resumed_from"] is not None:
             what += f" (since step {report['resumed_from']:,})"
     else:
         planned = f" of {report['steps_planned']:,}" if report["steps_planned"] else ""
-        what = f"{report['outcome']} after step {steps:,}{planned} ({_duration_text(report)})"
+        what = f"{report['outcome']} after step {steps:,}{planned} ({seconds})"
         if report["stopped"]:
             what += f": {report['stopped']}"
     title = Text.assemble((f"{mark} ", style), (clean(f"{job}  {what}"), "bold"), "   ")
     if report["run"]:
         title.append(f"run {report['run']}", style="dim")
     return title
-
-
-def _duration_text(report: Report) -> str:
-    return human.duration(report["seconds"])
 
 
 def _failure(report: Report) -> Iterator[Row]:

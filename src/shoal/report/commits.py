@@ -8,29 +8,10 @@ The leader reports for the run. When it dies, another worker takes over, and som
 
 from collections.abc import Sequence
 
-from shoal.report.events import (
-    MembershipChanged,
-    RunResumed,
-    ServerLost,
-    ServersRolledBack,
-    StateTransferred,
-    StepsCommitted,
-    WorkerFinished,
-    WorkerStarted,
-)
+from shoal.report import events
+from shoal.report.events import StepsCommitted
 
 DIGESTS_KEPT = 4096  # steps are reported twice only around a change of leader, so recent ones are enough
-
-CommitEvent = (
-    StepsCommitted
-    | RunResumed
-    | MembershipChanged
-    | WorkerFinished
-    | StateTransferred
-    | WorkerStarted
-    | ServersRolledBack
-    | ServerLost
-)
 
 
 class CommitLog:
@@ -82,24 +63,22 @@ class CommitLog:
         good = self.seconds - self.lost_seconds
         return good / self.steps if self.steps else 0.0
 
-    def recovered(self, seconds: float) -> None:
-        """Counts the time from the detection of a change to its first commit, without the committed step itself."""
-        self.detected_lost_seconds += max(0.0, seconds - self.seconds_per_step)
-
-    def add(self, event: CommitEvent) -> None:
+    def add(self, event: events.AnyEvent) -> None:
         match event:
             case StepsCommitted():
                 self._add_steps(event)
-            case RunResumed():
+            case events.RunRecovered():  # the committed step itself is not lost time
+                self.detected_lost_seconds += max(0.0, event.seconds - self.seconds_per_step)
+            case events.RunResumed():
                 self._resume(event)
-            case MembershipChanged(restart=restart) if restart > self._restart:
+            case events.MembershipChanged(restart=restart) if restart > self._restart:
                 self._restart, self._restart_begins = restart, self.began is not None and not self._returned
-            case WorkerFinished():
+            case events.WorkerFinished():
                 self.step = max(self.step, event.step)
-            case ServersRolledBack():
+            case events.ServersRolledBack():
                 self._last.pop(event.rank, None)  # the worker reports the repeated steps again
                 self._roll_back(event)
-            case StateTransferred() | WorkerStarted():  # a new process goes on from the others' step
+            case events.StateTransferred() | events.WorkerStarted():  # a new process goes on from the others' step
                 self._last.pop(event.rank, None)
 
     def _add_steps(self, event: StepsCommitted) -> None:
@@ -141,14 +120,14 @@ class CommitLog:
         while len(self._digests) > DIGESTS_KEPT:
             del self._digests[next(iter(self._digests))]
 
-    def _resume(self, event: RunResumed) -> None:
+    def _resume(self, event: events.RunResumed) -> None:
         if self.began is None:
             self.began = self.step = self._leader_step = event.step
             self.repeated += event.repeated
         elif self._restart_begins or event.step < self.step:
             self._back_to(event.step, event.time)
 
-    def _roll_back(self, event: ServersRolledBack) -> None:
+    def _roll_back(self, event: events.ServersRolledBack) -> None:
         if event.generation <= self._rollback_generation:
             return
         self._rollback_generation = event.generation

@@ -18,10 +18,8 @@ from shoal.report.events import (
 
 
 def committed_floor(events: Iterable[AnyEvent], recorded: int = 0) -> int:
-    """At least how many steps the run has committed; `recorded`: the store's count.
-
-    A run that went back to a checkpoint counts from there, since it repeats the later steps.
-    """
+    """At least how many steps the run has committed; `recorded`: the store's count. A run that went back to a
+    checkpoint counts from there, since it repeats the later steps."""
     floor, restart, generation = 0, 0, 0
     for event in events:
         match event:

@@ -378,42 +378,15 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run-finished"):
     report: dict[str, Any] = {}
 
 
-AnyEvent = (
-    RunStarted
-    | RunPredicted
-    | WorkerStarted
-    | StepsCommitted
-    | ModelEvaluated
-    | LanesAssigned
-    | CheckpointSaved
-    | SaveFailed
-    | RunResumed
-    | StepSkipped
-    | StepDigest
-    | TrafficReported
-    | ModelShardReported
-    | LaneCost
-    | WorkerFailed
-    | WorkerFinished
-    | WorkerExited
-    | WorkerLost
-    | WorkerLeft
-    | WorkerAdded
-    | MembershipChanged
-    | RunRecovered
-    | StateTransferred
-    | StoreOutage
-    | DriverChanged
-    | ServerStarted
-    | ServerLost
-    | ServerOutage
-    | PushesLost
-    | ServersRolledBack
-    | ServerReported
-    | CheckpointIntervalChanged
-    | WorkerPrinted
-    | RunFinished
+RunEvent = RunStarted | RunPredicted | RunResumed | RunRecovered | RunFinished | DriverChanged | StoreOutage
+StepEvent = StepsCommitted | StepSkipped | StepDigest | ModelEvaluated | LanesAssigned | LaneCost | TrafficReported
+CheckpointEvent = CheckpointSaved | SaveFailed | CheckpointIntervalChanged
+WorkerEvent = (
+    WorkerAdded | WorkerStarted | WorkerPrinted | WorkerFailed | WorkerLeft | WorkerLost | WorkerFinished | WorkerExited
 )
+MemberEvent = WorkerAdded | MembershipChanged | StateTransferred | ModelShardReported
+ServerEvent = ServerStarted | ServerLost | ServerOutage | PushesLost | ServersRolledBack | ServerReported
+AnyEvent = RunEvent | StepEvent | CheckpointEvent | WorkerEvent | MemberEvent | ServerEvent
 
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 

@@ -26,10 +26,6 @@ def value(number: float | None) -> str:
     return "not finite" if number is None else f"{number:.4g}"
 
 
-def values(metrics: Mapping[str, float | None]) -> str:
-    return "  ".join(f"{with_spaces(name)} {value(number)}" for name, number in metrics.items())
-
-
 def with_spaces(name: str) -> str:
     return name.replace("_", " ")
 

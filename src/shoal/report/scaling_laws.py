@@ -7,10 +7,8 @@ import math
 
 
 def amdahl_speedup(parallel: float, workers: int) -> float:
-    """1 / ((1 - p) + p / n): the same work on n workers.
-
-    Amdahl, "Validity of the single processor approach to achieving large scale computing capabilities", 1967.
-    """
+    """1 / ((1 - p) + p / n): the same work on n workers (Amdahl, "Validity of the single processor approach to
+    achieving large scale computing capabilities", 1967)."""
     _check(parallel, workers)
     return 1.0 / ((1.0 - parallel) + parallel / workers)
 
@@ -22,11 +20,8 @@ def amdahl_limit(parallel: float) -> float:
 
 
 def parallel_fraction(speedup: float, workers: int) -> float | None:
-    """(1 - 1/S) / (1 - 1/n): Amdahl's law solved for p, clamped to 0..1. None for one worker.
-
-    1 - p is the experimentally determined serial fraction of Karp and Flatt ("Measuring parallel processor
-    performance", 1990); it includes waiting and communication.
-    """
+    """(1 - 1/S) / (1 - 1/n): Amdahl's law solved for p, clamped to 0..1. None for one worker. 1 - p is the serial
+    fraction of Karp and Flatt ("Measuring parallel processor performance", 1990), waiting and messages included."""
     _check(0.0, workers)
     if not speedup > 0.0:
         raise ValueError(f"a speed-up is above 0, got {speedup}")
@@ -36,10 +31,8 @@ def parallel_fraction(speedup: float, workers: int) -> float | None:
 
 
 def gustafson_speedup(parallel: float, workers: int) -> float:
-    """(1 - p) + p * n: work that grows with n, so that each worker does as much divisible work as one did alone.
-
-    Gustafson, "Reevaluating Amdahl's law", 1988.
-    """
+    """(1 - p) + p * n: work that grows with n, so that each worker does as much divisible work as one did alone
+    (Gustafson, "Reevaluating Amdahl's law", 1988)."""
     _check(parallel, workers)
     return (1.0 - parallel) + parallel * workers
 

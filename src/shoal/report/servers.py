@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.report.events import PushesLost, ServerLost, ServerReported, ServersRolledBack, ServerStarted
+from shoal.report.events import AnyEvent, PushesLost, ServerReported, ServersRolledBack, ServerStarted
 from shoal.report.human import rounded
 
 # Reasons to refuse a gradient. Requests refused for other reasons are repeated.
 GRADIENT_REFUSALS = ("late", "ticket", "nonfinite", "shape", "dtype", "key", "row", "codec")
-ServerEvent = ServerStarted | ServerLost | PushesLost | ServersRolledBack | ServerReported
 _BYTES = ("bytes_in", "bytes_out", "held_bytes", "peak_bytes")
 
 
@@ -28,7 +27,7 @@ class ServerTally:
         self._generation = 0
         self._repeated = 0  # in this generation
 
-    def add(self, event: ServerEvent) -> None:
+    def add(self, event: AnyEvent) -> None:
         match event:
             case ServerStarted():
                 self.count = max(self.count, event.shards)

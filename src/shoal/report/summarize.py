@@ -144,11 +144,6 @@ def _committed(tally: RunTally) -> dict[str, int]:
     }
 
 
-def first_failure(tally: RunTally) -> WorkerFailed | None:
-    """The first failure, which is the likely cause of the later ones."""
-    return min(tally.open_failures, key=lambda failure: failure.time, default=None)
-
-
 def _outcome(tally: RunTally) -> str:
     if tally.outcome:
         return tally.outcome
@@ -273,7 +268,8 @@ def _level(events: Sequence[TrafficReported], level: str, steps: int) -> dict[st
 
 
 def _failure(tally: RunTally, failed: WorkerFailed | None) -> dict[str, Any] | None:
-    failed = failed or first_failure(tally)
+    # The first failure is the likely cause of the later ones.
+    failed = failed or min(tally.open_failures, key=lambda failure: failure.time, default=None)
     died = min(tally.silent_exits, key=lambda each: each.time, default=None)
     if failed is None and died is not None:
         message = exit_text(died.code, guess=True)

@@ -10,8 +10,7 @@ of training is the wall clock from the first step to the last report. Goodput is
 went into updates, except time reported as lost and updates repeated because a restarted server lacked them.
 """
 
-from shoal.report.commits import CommitEvent
-from shoal.report.events import RunResumed, ServerLost, StepsCommitted, WorkerFinished
+from shoal.report.events import AnyEvent, RunResumed, ServerLost, StepsCommitted, WorkerFinished
 
 QUEUE_MODES = ("async", "stale", "groups")
 
@@ -39,8 +38,7 @@ class UpdateLog:
 
     @property
     def step(self) -> int:
-        """Done so far. The sum of reports can be too high: a worker that dies between its report and its push has
-        reported a step that another worker does again."""
+        """Done so far. The sum of reports can be too high: a worker may die between its report and its push."""
         if self._ended is not None:
             return self._ended
         return self._furthest if self._updates_lost else max(self._furthest, self._resumed + self._reported)
@@ -78,10 +76,7 @@ class UpdateLog:
     def goodput(self) -> float | None:
         return 1 - self.lost_seconds / self.seconds if self.seconds else None
 
-    def recovered(self, seconds: float) -> None:
-        """Nothing to count: no worker waits for a lost one."""
-
-    def add(self, event: CommitEvent) -> None:
+    def add(self, event: AnyEvent) -> None:
         match event:
             case StepsCommitted():
                 self._add_steps(event)
