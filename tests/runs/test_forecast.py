@@ -12,17 +12,9 @@ import torch.nn.functional as F
 
 import shoal
 from helpers.command import Caller, write_job
-from helpers.forecast_job import compared, job
-from shoal.driver.launch import open_job
-from shoal.driver.predict_run import (
-    BackgroundTrace,
-    NoPrediction,
-    PredictionBasis,
-    RunPredictor,
-    predict_plan,
-    predict_run,
-    prediction_basis,
-)
+from shoal.driver.make_plan import open_job
+from shoal.driver.predict_run import BackgroundTrace, RunPredictor, PredictionBasis, NoPrediction, predict_plan, prediction_basis
+from shoal.errors import InputError
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
 from shoal.planner.cost.calibrate import Calibration
@@ -30,6 +22,8 @@ from shoal.report.closing_report import rows
 from shoal.report.events import ModelEvaluated, RunPredicted
 from shoal.report.prediction_text import prediction_rows
 from shoal.report.run_folder import RunFolder
+from helpers.forecast_job import TERMS, compared, job, predict_run
+
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from shoal.report.events import AnyEvent, PushesLost, ServerReported, ServersRol
 from shoal.report.human import rounded
 
 # Reasons to refuse a gradient. Requests refused for other reasons are repeated.
-GRADIENT_REFUSALS = ("late", "ticket", "nonfinite", "shape", "dtype", "key", "row", "codec")
+GRADIENT_REFUSALS = ("late", "lease", "nonfinite", "shape", "dtype", "key", "row", "codec")
 _BYTES = ("bytes_in", "bytes_out", "held_bytes", "peak_bytes")
 
 

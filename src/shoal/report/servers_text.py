@@ -15,7 +15,7 @@ _MODES = {
     "groups": "gradients of groups are applied as they arrive",
 }
 
-_CAUSES = {"late": "late", "ticket": "of steps already done", "nonfinite": "not finite"}
+_CAUSES = {"late": "late", "lease": "of steps already done", "nonfinite": "not finite"}
 
 
 def why_not_exact(sync_mode: str) -> str:

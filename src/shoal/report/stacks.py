@@ -219,8 +219,7 @@ def table(activities: Sequence[WorkerActivity]) -> list[str]:
     """One line per worker, in columns as wide as needed."""
     rows: list[tuple[str, ...]] = [("worker", "host", "pid", "step", "does", "for", "own code")]
     rows += [_row(each) for each in newest(activities).values()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return human.columns(rows)
 
 
 def _row(each: WorkerActivity) -> tuple[str, ...]:
