@@ -45,9 +45,13 @@ class RecordedOp:
     args: Any  # with a view for each tensor of the tape
     kwargs: Any
     number: int | None  # of the draw, if it is random
-    uses: frozenset[int]  # existing storages
-    covers: int | None  # the storage that it overwrites entirely, without reading it
+    covers: int | None = None  # the storage that it overwrites entirely, without reading it
     makes: list[RecordedView | None] = field(default_factory=list)  # by output: a new storage, or None
+    uses: frozenset[int] = frozenset()  # existing storages
+
+    def __post_init__(self) -> None:
+        leaves = tree_leaves((self.args, self.kwargs))
+        self.uses = frozenset(leaf.storage for leaf in leaves if isinstance(leaf, RecordedView))
 
 
 class OpTape:
@@ -255,7 +259,7 @@ class InitRecorder(TorchDispatchMode):
             return self._run_real(func, args, kwargs, number)
         if kwargs.get("dtype") is None and any(argument.name == "dtype" for argument in func._schema.arguments):
             kwargs["dtype"] = made[0].dtype  # the default may have changed at replay
-        self._append(func, self._recorded(func, args, kwargs), number, (), None, outputs)
+        self.tape.add(RecordedOp(func, *self._recorded(func, args, kwargs), number), (), outputs)
         return outputs
 
     def _run_in_place(
@@ -274,17 +278,10 @@ class InitRecorder(TorchDispatchMode):
             outputs = self._run_on_meta(func, args, kwargs)
         except NotImplementedError:  # depends on values; an in-place operation keeps the shape
             outputs = args[0]
-        self._append(func, recorded, number, writes, covers, outputs)
+        self.tape.add(RecordedOp(func, *recorded, number, covers), writes, outputs)
         return outputs
 
-    def _append(
-        self, func: Any, recorded: Any, number: int | None, writes: Iterable[int], covers: int | None, outputs: Any
-    ) -> None:
-        uses = frozenset(leaf.storage for leaf in tree_leaves(recorded) if isinstance(leaf, RecordedView))
-        args, kwargs = recorded
-        self.tape.add(RecordedOp(func, args, kwargs, number, uses, covers), writes, outputs)
-
-    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments for the tape. Real tensors are copied, since they may change later."""
 
         def own(tensor: Tensor) -> Any:
@@ -292,7 +289,7 @@ class InitRecorder(TorchDispatchMode):
                 return meta_like(tensor)
             return self.tape.view(tensor) if tensor.is_meta else tensor.detach().clone()
 
-        return tree_map_only(Tensor, own, (args, kwargs))
+        return tree_map_only(Tensor, own, args), tree_map_only(Tensor, own, kwargs)
 
     def _run_on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = tree_map_only(

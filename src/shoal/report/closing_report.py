@@ -222,11 +222,8 @@ def _speed(report: Report) -> Iterator[Row]:
     parallel = speedup["parallel_fraction"]
     if parallel is not None:
         limit = f"limit {human.times(speedup['amdahl_limit'])}" if speedup["amdahl_limit"] else "law sets no limit"
-        yield (
-            "",
-            f"parallel part {human.percent(parallel)}: Amdahl's {limit}, Gustafson at {report['workers']} workers "
-            f"{human.times(speedup['gustafson'])} ({speedup['basis']})",
-        )
+        gustafson = f"Gustafson at {report['workers']} workers {human.times(speedup['gustafson'])}"
+        yield "", f"parallel part {human.percent(parallel)}: Amdahl's {limit}, {gustafson} ({speedup['basis']})"
 
 
 def _step(report: Report) -> Iterator[Row]:
@@ -250,13 +247,10 @@ def _lanes(report: Report) -> Iterator[Row]:
     if cost is None or cost["share_of_step"] is None:
         return
     held = human.plural(report["lanes"], "lane")
-    apart, together = (human.milliseconds(1000 * cost[key]) for key in ("separate_seconds", "joint_seconds"))
-    yield (
-        "lanes",
-        f"{held} on {human.plural(report['workers'], 'worker')} cost {human.percent(cost['share_of_step'])} "
-        f"of the step"
-        + (f" ({cost['lanes']} one by one {apart} ms, at once {together} ms)" if cost["lanes"] > 1 else ""),
-    )
+    separate, joint = (human.milliseconds(1000 * cost[key]) for key in ("separate_seconds", "joint_seconds"))
+    share = f"{human.percent(cost['share_of_step'])} of the step"
+    compared = f" ({cost['lanes']} one by one {separate} ms, at once {joint} ms)" if cost["lanes"] > 1 else ""
+    yield "lanes", f"{held} on {human.plural(report['workers'], 'worker')} cost {share}{compared}"
 
 
 def _traffic(report: Report) -> Iterator[Row]:
@@ -301,11 +295,8 @@ def _most_gain(report: Report) -> Iterator[Row]:
     if gain is None:
         return
     rest = "worker 0" if report["workers"] == 2 and gain["worker"] == 1 else "the rest"
-    yield (
-        "most gain",
-        f"worker {gain['worker']} is {human.times(gain['times_slower'])} slower than {rest}; "
-        f"one like the others would make a step {human.milliseconds(gain['step_ms'])} ms",
-    )
+    slower = f"worker {gain['worker']} is {human.times(gain['times_slower'])} slower than {rest}"
+    yield "most gain", f"{slower}; one like the others would make a step {human.milliseconds(gain['step_ms'])} ms"
 
 
 def _files(report: Report) -> Iterator[Row]:

@@ -5,47 +5,41 @@ from collections.abc import Iterable, Iterator
 
 from shoal.numerics.sampling import SampleOrder, SampleSchedule
 from shoal.recovery.sample_audit import SampleAudit, SampleRecord, audit_steps, sample_records
-from shoal.report.events import (
-    AnyEvent,
-    CheckpointSaved,
-    MembershipChanged,
-    RunRecovered,
-    RunResumed,
-    ServersRolledBack,
-    StepsCommitted,
-    WorkerFinished,
-)
+from shoal.report import events
+from shoal.report.events import AnyEvent, StepsCommitted
 
 
-def committed_floor(events: Iterable[AnyEvent], recorded: int = 0) -> int:
+def committed_floor(history: Iterable[AnyEvent], recorded: int = 0) -> int:
     """At least how many steps the run has committed; `recorded`: the store's count. A run that went back to a
     checkpoint counts from there, since it repeats the later steps."""
     floor, restart, generation = 0, 0, 0
-    for event in events:
+    for event in history:
         match event:
-            case RunResumed():
+            case events.RunResumed():
                 floor = event.step
-            case MembershipChanged() if event.restart > restart:
+            case events.MembershipChanged() if event.restart > restart:
                 floor, restart = event.step, event.restart
-            case ServersRolledBack() if event.generation > generation:
+            case events.ServersRolledBack() if event.generation > generation:
                 floor, generation = event.step, event.generation
-            case StepsCommitted() | WorkerFinished() | CheckpointSaved() | MembershipChanged() | RunRecovered():
+            case StepsCommitted() | events.WorkerFinished() | events.CheckpointSaved():
+                floor = max(floor, event.step)
+            case events.MembershipChanged() | events.RunRecovered():
                 floor = max(floor, event.step)
     return max(floor, recorded)
 
 
 def audit_samples(
-    events: Iterable[AnyEvent], schedule: SampleSchedule, order: SampleOrder, committed: int | None = None
+    history: Iterable[AnyEvent], schedule: SampleSchedule, order: SampleOrder, committed: int | None = None
 ) -> SampleAudit:
     """Checks that every committed step saw its samples, and each pass each sample once."""
-    return audit_steps(_audit_entries(events), schedule, order, committed)
+    return audit_steps(_audit_entries(history), schedule, order, committed)
 
 
-def _audit_entries(events: Iterable[AnyEvent]) -> Iterator[SampleRecord]:
+def _audit_entries(history: Iterable[AnyEvent]) -> Iterator[SampleRecord]:
     """One record a step if all members agree, and another for each time that one member reports the step again."""
     counts: Counter[tuple[int, int]] = Counter()  # worker and step -> reports
     known: dict[int, tuple[int, str]] = {}  # step -> records, and the last one's samples
-    for event in events:
+    for event in history:
         if isinstance(event, StepsCommitted):
             for entry in sample_records([event]):
                 counts[event.rank, entry.step] += 1

@@ -1,7 +1,5 @@
 """The events of a run. Workers send them to the driver as lines of JSON; the driver writes them to `events.jsonl`."""
 
-from typing import Any
-
 import msgspec
 
 
@@ -375,7 +373,6 @@ class WorkerPrinted(Event, frozen=True, kw_only=True, tag="worker-printed"):
 
 class RunFinished(Event, frozen=True, kw_only=True, tag="run-finished"):
     outcome: str  # done, stopped, failed
-    report: dict[str, Any] = {}
 
 
 RunEvent = RunStarted | RunPredicted | RunResumed | RunRecovered | RunFinished | DriverChanged | StoreOutage
