@@ -82,7 +82,7 @@ def test_a_dry_run_shows_the_choice_and_its_prediction(call: Caller, tmp_path: P
     write_job(tmp_path, fields=BIG + ", loss=F.mse_loss, data=(x, x[:, :3])")
     out = call.good("train", "job.py", "--workers", "2", "--memory", "30MB", "--dry-run").out
     assert ": plain copies need " in out
-    assert "predicted: a step of " in out and "predicted: a worker's memory at the most " in out
+    assert "predicted: a step of " in out and "predicted: a worker's memory at most " in out
     assert out.splitlines()[-1] == "predicted for cluster: laptop preset; shoal cluster probe measures yours"
 
 
