@@ -20,9 +20,8 @@ def form_groups(layout: ParallelLayout, membership: RunMembership, built: Worker
         return ParallelGroups.replicated(membership.group)
     workers = [member.worker for member in membership.view.members]
     if layout.zero:  # no member is missing: a loss restarts the run
-        whole = [
-            tuple(workers[first : first + layout.replica_size]) for first in range(0, len(workers), layout.replica_size)
-        ]
+        size = layout.replica_size
+        whole = [tuple(workers[first : first + size]) for first in range(0, len(workers), size)]
         leftover: list[int] = []
     else:
         whole, leftover = form_replicas(workers, layout.replica_size)

@@ -202,9 +202,8 @@ class RunRecovery:
         run, own = self.run, self.membership.worker_id
         run.finished = True
         run.report()
-        run.emit(
-            WorkerLeft(time=time.time(), rank=own.worker, incarnation=own.incarnation, step=run.step, reason=reason)
-        )
+        rank, incarnation = own.worker, own.incarnation
+        run.emit(WorkerLeft(time=time.time(), rank=rank, incarnation=incarnation, step=run.step, reason=reason))
         self.membership.leave()
         self.membership.close()
         run.checkpoints.close()
