@@ -194,7 +194,7 @@ def digits(lab: Lab, compressors: Sequence[str], rounds: int, settings: Sequence
 
 def _trained(word: str, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     last = reports[-1]
-    rack = last["travel"]["levels"].get("rack") or {"bytes": None, "bytes_per_step": None, "error": None}
+    rack = last["traffic"]["levels"].get("rack") or {"bytes": None, "bytes_per_step": None, "error": None}
     return {
         "compressor": word,
         "exact": last["exact"],
@@ -208,7 +208,7 @@ def _trained(word: str, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bytes_between_racks": rack["bytes"],
         "bytes_per_step": rack["bytes_per_step"],
         "error": rack["error"],
-        "way": last["travel"]["way"],
+        "way": last["traffic"]["transport"],
     }
 
 

@@ -27,7 +27,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     ),
     "uneven cut, with microbatches": (
         ["job.py", "--set", "microbatches=3"],
-        ["a batch of 16 cannot be cut into 4 lanes of 3 microbatches (12 pieces)", "batch=12 or 24"],
+        ["a batch of 16 cannot be cut into 4 lanes of 3 microbatches (12 in all)", "batch=12 or 24"],
     ),
     "more workers than lanes": (["job.py", "--workers", "5"], ["5 workers but 4 lanes", "--workers 4, or lanes=8"]),
     "no workers": (["job.py", "--workers", "0"], ["0 workers: at least 1", "--workers 1"]),
@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "unknown setting": (["job.py", "--set", "stepz=5"], ["--set stepz", "did you mean --set steps=5?"]),
     "a setting that is no name": (["job.py", "--set", "model=x"], ["--set model", "one of batch, steps"]),
     "bad value": (["job.py", "--set", "steps=many"], ["--set steps=many", "'many' is not a whole number"]),
-    "bad switch": (["job.py", "--set", "shuffle=2"], ["--set shuffle=2", "true or false"]),
+    "bad switch": (["job.py", "--set", "shuffle=2"], ["--set shuffle=2", "neither true nor false"]),
     "no value": (["job.py", "--set", "steps"], ["--set steps: a name and a value", "--set steps=50"]),
     "value out of range": (["job.py", "--set", "steps=0"], ["steps=0 must be a whole number from 1 up"]),
     "unknown precision": (["job.py", "--set", "precision=fp8"], ["precision='fp8'", "one of 'fp32'"]),
@@ -186,8 +186,8 @@ def sharded_loader() -> DataLoader[Tensor]:
     [
         (Stream(), "an IterableDataset has no sample numbers"),
         (DataLoader(Stream(), batch_size=4), "a DataLoader over an IterableDataset"),
-        (sharded_loader(), "a DataLoader with a DistributedSampler is already cut"),
-        (42, "int is none of the forms that data can have"),
+        (sharded_loader(), "a DataLoader with a DistributedSampler has one rank's samples"),
+        (42, "int is not a supported type"),
         ((torch.zeros(3), torch.zeros(4)), "tensors of different lengths: 3, 4"),
     ],
 )
@@ -210,5 +210,5 @@ def test_tensorboard_that_is_not_installed(call: Caller, tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     write_job(tmp_path)
     result = call("train", "job.py", "--tensorboard")
-    assert_plain(result, "tensorboard is not there", "pip install 'shoal[tensorboard]'")
+    assert_plain(result, "needs the package tensorboard, which is missing", "pip install 'shoal[tensorboard]'")
     assert not (tmp_path / "runs").exists()

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("generators_stay")
         ({"batch": 16.0}, "batch=16.0 must be a whole number"),
         ({"batch": True}, "batch=True must be a whole number"),
         ({"lanes": 3}, "a batch of 16 cannot be cut into 3 lanes"),
-        ({"lanes": 4, "microbatches": 8}, r"16 cannot be cut into 4 lanes of 8 microbatches \(32 pieces\)"),
+        ({"lanes": 4, "microbatches": 8}, r"16 cannot be cut into 4 lanes of 8 microbatches \(32 in all\)"),
         ({"microbatches": 0}, "microbatches=0 must be"),
         ({"steps": 3}, "a job has steps or epochs; this one has both"),
         ({"epochs": None}, "a job has steps or epochs; this one has neither"),
@@ -76,13 +76,13 @@ class Endless(torch.utils.data.IterableDataset[Tensor]):
         (lambda: Endless(), "an IterableDataset has no sample numbers"),
         (lambda: loader(Endless()), "a DataLoader over an IterableDataset"),
         (lambda: (torch.ones(20, 8), torch.ones(19)), "tensors of different lengths: 20, 19"),
-        (lambda: 7, "int is none of the forms that data can have"),
+        (lambda: 7, "int is not a supported type"),
         (
             lambda: loader(
                 Samples(mlp_data(20)),
                 sampler=torch.utils.data.DistributedSampler(Samples(mlp_data(20)), num_replicas=2, rank=0),
             ),
-            "already cut",
+            "has one rank's samples",
         ),
     ],
 )

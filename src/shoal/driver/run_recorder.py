@@ -110,7 +110,7 @@ class RunRecorder:
             prediction=self.prediction,
         )
         # The lanes of a script that joined are known from its workers' ranges.
-        value["lanes"] = value["lanes"] or max((stop for _, stop in value["deal"]), default=0)
+        value["lanes"] = value["lanes"] or max((stop for _, stop in value["assignment"]), default=0)
         self.emit(RunFinished(time=time.time(), outcome=ended))
         if ended == "failed" and self.launch.resumed and self.tally.resumed is None:
             return value  # nothing was trained: the former report stays
