@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import pytest
@@ -14,12 +14,27 @@ from helpers.relay_lanes import Halves, add, held, lane, summed
 from helpers.routes import LINKS, any_deal, any_places, at
 from shoal.collectives.choose_algorithm import candidates
 from shoal.collectives.cost_model import DirectedLink, collective_cost, links_between
-from shoal.collectives.run_tree import ByteCounts, TensorPool, TreeExecutor, split_pieces, tree_all_reduce
+from shoal.collectives.run_tree import ByteCounts, Messenger, TensorPool, TreeExecutor, split_pieces
 from shoal.collectives.topology import RankPlace
 from shoal.collectives.trees import TreeRoute, direct, hierarchical, reroot, tree
-from shoal.numerics.lanes import fold
+from shoal.numerics.lanes import Span, fold
 
 PATIENCE_SECONDS = 30.0
+
+
+def tree_all_reduce(
+    messenger: Messenger,
+    route: TreeRoute,
+    partials: Mapping[Span, torch.Tensor],
+    *,
+    out: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Sums flat tensors over all ranks, into this rank's first partial sum or into `out`."""
+    result = next(iter(partials.values())) if out is None else out
+    pieces = {span: split_pieces(route, partial) for span, partial in partials.items()}
+    TreeExecutor(messenger, route, pieces, split_pieces(route, result), **options).wait()
+    return result
 
 
 class Office:
