@@ -1,10 +1,10 @@
-"""Reads another process's memory directly, where the system lets us: one copy instead of two through a slot.
+"""Reads another process's memory directly: one copy instead of two through a slot.
 
-Linux allows it between processes of one user unless a debugger policy (Yama, a container's seccomp) forbids it. Asked
-once per group, by trying; where anybody may not, everything goes through slots as before.
+Linux allows this between processes of one user unless a debugger policy (Yama, a container's seccomp) forbids it. Each
+group tries it once. If one rank may not read, all tensors of the group go through slots.
 
-Only reads. Writing would be faster still, but a process that was stopped past the deadline and wakes up would write
-into the memory of ranks that have long given up on it.
+This module never writes. Writing would be faster, but a process that is stopped past the deadline and then continues
+would write into the memory of ranks that no longer expect it.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def read_memory(process: int, address: int, into: Tensor) -> None:
-    """Fills a flat contiguous tensor from another process's memory. OSError where it is gone or closed to us."""
+    """Fills a flat contiguous tensor from another process's memory. Raises OSError if that fails."""
     done, total, own = 0, into.nbytes, into.data_ptr()
     while done < total:
         count = min(MAX_READ_BYTES, total - done)
@@ -38,13 +38,12 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
 
 
 class ReadProbe:
-    """Something that only a process which can read this one's memory knows."""
+    """A secret that another process knows only if it can read this one's memory."""
 
     def __init__(self) -> None:
         self.secret = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8)
 
     def address_and_secret(self) -> list[int]:
-        """Where it is, and what it is: for the others to compare."""
         return [self.secret.data_ptr(), *self.secret.view(torch.int64).tolist()]
 
 
@@ -52,6 +51,6 @@ def can_read(process: int, row: list[int]) -> bool:
     found = torch.zeros(16, dtype=torch.uint8)
     try:
         read_memory(process, row[0], found)
-    except (OSError, AttributeError):  # not allowed, or not in this C library
+    except (OSError, AttributeError):  # not allowed, or not in the C library
         return False
     return found.view(torch.int64).tolist() == row[1:]

@@ -1,8 +1,8 @@
-"""Memory of each rank that all ranks of the host can read and write: gradients live there, and are summed in place.
+"""Memory of each rank that all ranks of the host read and write: gradients are there and are summed in place.
 
-┌ rank 0's ────┬──────────────┐      Each rank takes one share of the tensor, adds up everybody's part of it,
-│ share 0      │ share 1      │      a cache-sized piece at a time, and writes the sum to everybody. Two meetings:
-├ rank 1's ────┼──────────────┤      all parts are there; all sums are there. Nothing is copied in or out.
+┌ rank 0's ────┬──────────────┐      Each rank adds up one share of all buffers, a cache-sized piece at a time, and
+│ share 0      │ share 1      │      writes the sum to all buffers. There are two barriers: all buffers are filled;
+├ rank 1's ────┼──────────────┤      all sums are written. Nothing is copied in or out.
 │ share 0      │ share 1      │
 └──────────────┴──────────────┘
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from shoal.collectives.process_group import ShoalProcessGroup
 
 PartialSums = Mapping[Span, Tensor | None]
-PIECE_BYTES = 1 << 18  # added up at a time: everybody's pieces stay in cache
+PIECE_BYTES = 1 << 18  # added up at a time: the pieces of all ranks stay in cache
 
 
 class SharedBuffers:
-    """`flats` are everybody's bytes, by rank; `own` is this rank's."""
+    """`buffers` has the bytes of each rank; `own` is this rank's."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class SharedBuffers:
         run_in_order: Callable[[Callable[[], None]], None],
     ) -> None:
         self.transport = transport
-        self._run_in_order = run_in_order  # runs something in the order of the group's collectives
+        self._run_in_order = run_in_order  # runs an action in the order of the group's collectives
         self.buffers = list(buffers)
         self.own = self.buffers[transport.rank]
 
     def all_reduce(self, dtype: torch.dtype = torch.float32, reduction: Reduction = SUM) -> None:
-        """Everybody's memory, as elements of one type, becomes their sum."""
+        """Overwrites all buffers, as elements of one type, with their sum."""
         arena = self.transport.segment
         flats = [flat.view(dtype) for flat in self.buffers]
         parts: PartialSums = {(rank, rank + 1): flat for rank, flat in enumerate(flats)}
@@ -63,7 +63,7 @@ class SharedBuffers:
         arena = self.transport.segment
 
         def action() -> None:
-            arena.begin(CollectiveOp("merge", count=len(sums)))
+            arena.begin(CollectiveOp("ordered_reduce", count=len(sums)))
             for parts, targets in sums:
                 self.reduce_own_share(lanes, parts, targets, SUM)
             arena.wait_all(arena.publish(), compare=True)
@@ -74,7 +74,7 @@ class SharedBuffers:
     def reduce_own_share(
         self, lanes: int, partials: PartialSums, targets: Sequence[Tensor], reduction: Reduction
     ) -> None:
-        """This rank's share of a sum, written to everybody."""
+        """Adds up this rank's share of a sum and writes it to the targets of all ranks."""
         rank, size = self.transport.rank, self.transport.size
         own, itemsize = targets[rank], targets[rank].element_size()
         start, stop = aligned_share(own.numel(), rank, size, max(1, 64 // itemsize))
@@ -91,7 +91,7 @@ class SharedBuffers:
 
 
 def open_shared_buffers(group: "ShoalProcessGroup", num_bytes: int) -> SharedBuffers | None:
-    """All ranks call it together. None, on all of them, where they share no host or one cannot have the memory."""
+    """All ranks call this together. Returns None on all of them if they share no host or one gets no memory."""
     way = group.transport
     if not isinstance(way, SingleHostTransport):
         return None
@@ -110,7 +110,7 @@ def open_shared_buffers(group: "ShoalProcessGroup", num_bytes: int) -> SharedBuf
                 segment = map_segment(process, their_descriptor, bytes(secret).hex(), num_bytes)
             if segment is not None:
                 found.append(torch.frombuffer(segment, dtype=torch.uint8)[TOKEN_BYTES:])
-        # Also the barrier after which nobody needs the descriptors any more.
+        # Also a barrier: after it the descriptors may be closed.
         complete = bool(group.gather_rows(torch.tensor([len(found) == way.size])).all())
     finally:
         if descriptor >= 0:
