@@ -7,8 +7,8 @@ import msgspec
 
 from helpers.command import Caller, events
 from helpers.job_files import JOB
-from shoal.testing.chaos.schedule import read_schedule
-from shoal.testing.chaos.scorecard import InjectedFault
+from shoal.driver.chaos.schedule import read_schedule
+from shoal.driver.chaos.scorecard import InjectedFault
 
 # -- for real -------------------------------------------------------------------------------------------------------
 

@@ -101,4 +101,6 @@ def test_a_group_of_another_backend_is_refused_by_name() -> None:
         return str(caught.value)
 
     told = ranks(2, work)[0]
-    assert re.search(r"needs a group of the backend shoal, and this is one of gloo\n  fix: dist.init_process_group", told)
+    assert re.search(
+        r"needs a group of the backend shoal, and this is one of gloo\n  fix: dist.init_process_group", told
+    )
