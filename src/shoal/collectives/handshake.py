@@ -4,7 +4,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -148,8 +148,3 @@ def relayed_error(member: GroupMember, text: str) -> str:
 def left_midway_error(member: GroupMember, doing: str, error: BaseException) -> PeerLost:
     """The error that the other ranks get when this one leaves a collective midway."""
     return PeerLost(f"{member} broke off {doing}: {type(error).__name__}{f': {error}' if str(error) else ''}")
-
-
-def host_members(members: Sequence[GroupMember], rank: int) -> list[GroupMember]:
-    """The members on this rank's host, in rank order."""
-    return [member for member in members if member.host == members[rank].host]

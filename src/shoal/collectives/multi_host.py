@@ -30,7 +30,7 @@ from shoal.collectives.options import CommConfig
 from shoal.collectives.peer_monitor import PeerMonitor
 from shoal.collectives.recv_any import AnySourceMatcher, AnySourceReceive
 from shoal.collectives.reduction import SUM, Reduction, ScratchBuffers
-from shoal.collectives.run_tree import ByteCounts, TensorPool, TreeExecutor, split_pieces
+from shoal.collectives.run_tree import ByteCounts, TensorPool, TreeExecutor, TreeOptions, split_pieces
 from shoal.collectives.shm_p2p import ANY_SOURCE, ShmMessenger
 from shoal.collectives.shm_segment import ShmSegment
 from shoal.collectives.single_host import check_lengths, own_lengths
@@ -107,16 +107,10 @@ class MultiHostTransport:
         return self._choices[key]
 
     def _run_tree(
-        self,
-        route: TreeRoute,
-        partials: Mapping[Span, Sequence[Tensor]],
-        out: Sequence[Tensor | None],
-        base: int,
-        **options: Any,
+        self, route: TreeRoute, partials: Mapping[Span, Sequence[Tensor]], out: Sequence[Tensor | None], **options: Any
     ) -> None:
-        TreeExecutor(
-            self.router, route, partials, out, base=base, places=self.places, pool=self._pool, **options
-        ).wait()
+        given = TreeOptions(places=self.places, pool=self._pool, **options)
+        TreeExecutor(self.router, route, partials, out, given).wait()
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -154,7 +148,7 @@ class MultiHostTransport:
             choice.route,
             {span: split_pieces(choice.route, partial) for span, partial in partials.items()},
             split_pieces(choice.route, result),
-            base,
+            base=base,
             combine=reduction.combine,
             ordered=choice.ordered,
             compress=self.config.compress if compressed else None,
@@ -168,7 +162,7 @@ class MultiHostTransport:
         """Returns when all ranks have called it."""
         route = self._choose(1, 1).route
         pieces = split_pieces(route, torch.zeros(1, dtype=torch.uint8))
-        self._run_tree(route, {self._own_span: pieces}, pieces, base)
+        self._run_tree(route, {self._own_span: pieces}, pieces, base=base)
 
     def barrier(self) -> None:
         with self._collective(CollectiveOp("barrier")) as base:
@@ -185,7 +179,7 @@ class MultiHostTransport:
                 choice.route,
                 {self._own_span: pieces},
                 pieces if self.rank == root else [None] * len(pieces),
-                base,
+                base=base,
                 down=False,
                 combine=reduction.combine,
                 ordered=choice.ordered,
@@ -207,7 +201,7 @@ class MultiHostTransport:
                 choice.route,
                 {self._own_span: work},
                 [target if rank == self.rank else None for rank in range(self.size)],
-                base,
+                base=base,
                 down=False,
                 combine=reduction.combine,
                 ordered=choice.ordered,
@@ -232,7 +226,7 @@ class MultiHostTransport:
             if not flat.numel():
                 return self._sync(base)
             route = self._choose(flat.nbytes, 1, root=root, up=False).route
-            self._run_tree(route, {}, split_pieces(route, flat), base, up=False)
+            self._run_tree(route, {}, split_pieces(route, flat), base=base, up=False)
         return None
 
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor, op: CollectiveOp) -> None:
@@ -242,7 +236,7 @@ class MultiHostTransport:
             if outputs[self.rank].data_ptr() != source.data_ptr():
                 outputs[self.rank].copy_(source)
             route = self._choose(source.nbytes * self.size, 1, own_pieces=True, up=False).route
-            self._run_tree(route, {}, outputs, base, up=False)
+            self._run_tree(route, {}, outputs, base=base, up=False)
         return None
 
     def gather(self, outputs: Sequence[Tensor] | None, source: Tensor, root: int, op: CollectiveOp) -> None:

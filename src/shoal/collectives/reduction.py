@@ -17,6 +17,7 @@ from shoal.errors import CollectiveError
 from shoal.numerics.lanes import Span, split_point
 
 Combine = Callable[..., Tensor]  # (left, right, *, out)
+ALIGN = 64  # bytes: shares and pieces begin at multiples of this
 
 _COMBINE: dict[str, Combine] = {
     "sum": torch.add,
@@ -140,3 +141,10 @@ def _supported(dtype: torch.dtype) -> tuple[str, ...]:
     if dtype in _SAME_BITS:
         return ("sum", "product", *_BITWISE)
     return ("sum", "product", "min", "max", *_BITWISE)
+
+
+def aligned_share(length: int, owner: int, owners: int, align: int) -> tuple[int, int]:
+    """The start and end of a rank's share of a tensor, both aligned."""
+    cells = (length + align - 1) // align
+    width = (cells + owners - 1) // owners * align
+    return min(length, owner * width), min(length, (owner + 1) * width)

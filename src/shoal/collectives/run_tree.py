@@ -87,25 +87,36 @@ class TensorPool:
     def release(self, tensor: Tensor) -> None:
         self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
-    def clear(self) -> None:
-        self._free.clear()
-
 
 def split_pieces(route: TreeRoute, flat: Tensor) -> list[Tensor]:
     """Splits a flat tensor into the pieces of a route."""
     return [flat[start:stop] for start, stop in piece_bounds(flat.numel(), len(route.parents))]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions:
+    lanes: int | None = None
+    assignment: Sequence[Span] | None = None  # spans of lanes by rank; without, rank r holds lane r
+    base: int = 0  # the first tag: trees that run at the same time need `TreeExecutor.tags` different ones each
+    up: bool = True
+    down: bool = True
+    ordered: bool = True
+    combine: Combine = torch.add
+    keep: bool = False  # do not overwrite the partial sums
+    chunk_bytes: int | None = None
+    places: Sequence[RankPlace] | None = None  # without, each rank is a host
+    compress: Mapping[str, Codec] | None = None  # by level, for one sum per rank (`ordered=False`)
+    key: Hashable = None  # identifies the tensor for the state of compressors
+    byte_counts: ByteCounts | None = None
+    pool: TensorPool = field(default_factory=TensorPool)
+
+
 class TreeExecutor:
     """One run of a route. The constructor posts the first messages; `wait` does the rest and returns the pieces.
 
-    partials  this rank's sums by subtree of the lanes, as one flat tensor per piece
-    out       one flat tensor per piece: the results, or the source (down only). With up only, those of other roots may
-              be None. It may be the memory of a partial sum
-    base      the first tag: trees that run at the same time need `tags` different ones each
-    lanes     the lanes; with `assignment`. Without both, rank r holds lane r
-    keep      do not overwrite `partials`
-    compress  compressors by level, for one sum per rank (`ordered=False`). `key` identifies the tensor for their state
+    `partials` has this rank's sums by subtree of the lanes, as one flat tensor per piece. `out` has one flat tensor per
+    piece: the results, or the source (down only). It may be the memory of a partial sum. With up only, those of other
+    roots may be None.
     """
 
     def __init__(
@@ -114,48 +125,31 @@ class TreeExecutor:
         route: TreeRoute,
         partials: Mapping[Span, Sequence[Tensor]],
         out: Sequence[Tensor | None],
-        *,
-        lanes: int | None = None,
-        assignment: Sequence[Span] | None = None,
-        base: int = 0,
-        up: bool = True,
-        down: bool = True,
-        ordered: bool = True,
-        combine: Combine = torch.add,
-        keep: bool = False,
-        chunk_bytes: int | None = None,
-        places: Sequence[RankPlace] | None = None,
-        compress: Mapping[str, Codec] | None = None,
-        key: Hashable = None,
-        byte_counts: ByteCounts | None = None,
-        pool: TensorPool | None = None,
+        options: TreeOptions,
     ) -> None:
-        self.messenger, self.out, self.partials = messenger, out, partials
-        self.up, self.down, self.combine, self.keep, self.key = up, down, combine, keep, key
-        self.byte_counts, self.pool = byte_counts, pool or TensorPool()
+        self.messenger, self.out, self.partials, self.options = messenger, out, partials, options
+        self.up, self.down, self.pool, rank = options.up, options.down, options.pool, messenger.rank
         tensors = [*out, *(piece for pieces in partials.values() for piece in pieces)]
         self.dtype = next(tensor.dtype for tensor in tensors if tensor is not None)
-        order, rank = (
-            _task_order(route, *complete_assignment(messenger.size, lanes, assignment), ordered),
-            messenger.rank,
-        )
+        lanes, assignment = complete_assignment(messenger.size, options.lanes, options.assignment)
+        order = _task_order(route, lanes, assignment, options.ordered)
         self._tasks, self._heights = order.tasks[rank], order.heights
         self._reduce_order, self._broadcast_order = order.reduce_order[rank], order.broadcast_order[rank]
 
         first = next(iter(partials.values()), None)
         shapes = (out[piece] if first is None else first[piece] for piece in range(len(route.parents)))
         self._lengths = [0 if tensor is None else tensor.numel() for tensor in shapes]
+        chunk_bytes, compress = options.chunk_bytes, options.compress
         if chunk_bytes is None:
             sizes = [length * self.dtype.itemsize for length in self._lengths]
             chunk_bytes = chunk_size(max(sizes), sum(sizes), bool(compress))
         self._chunk = max(1, chunk_bytes // self.dtype.itemsize // GRAIN) * GRAIN
         self._chunks = [-(-length // self._chunk) for length in self._lengths]
         self._turns = max(self._chunks)
-        self._tags = self._number_tags(base)
+        self._tags = self._number_tags(options.base)
         self.tags = sum(chunks * (widest + 1) for chunks, widest in zip(self._chunks, order.widest, strict=True))
 
-        if places is None:
-            places = tuple(RankPlace(str(rank)) for rank in range(messenger.size))
+        places = options.places or tuple(RankPlace(str(each)) for each in range(messenger.size))
         self._levels = [link_level(places[rank], place) for place in places]
         self._compress: Mapping[str, Codec] = {}
         self._down_codec: Sequence[Codec | None] = [None] * len(self._lengths)
@@ -163,7 +157,7 @@ class TreeExecutor:
             self._compress = compress
             farthest = _farthest(route, tuple(places), frozenset(compress))
             self._down_codec = [None if level is None else level_setting(compress, level) for level in farthest]
-            if ordered and up and any(farthest):
+            if options.ordered and self.up and any(farthest):
                 raise ValueError("compressed sums are not exact: run the route with ordered=False")
 
         self._arriving: dict[tuple[int, int], list[Arrival]] = {}  # by piece and chunk, in slot order
@@ -254,14 +248,14 @@ class TreeExecutor:
             one, other = value(left), value(right)
             if task.parent is None and number == len(task.folds) - 1:
                 target = self._result(piece, chunk)
-            elif not self.keep or left >= owned or left in written:
+            elif not self.options.keep or left >= owned or left in written:
                 target = one
             elif right >= owned or right in written:
                 target = other
             else:
                 target = self.pool.acquire(one.numel(), one.dtype)
                 pooled[target.data_ptr()] = target
-            self.combine(one, other, out=target)
+            self.options.combine(one, other, out=target)
             slots[left] = target
             written.add(left)
 
@@ -276,7 +270,7 @@ class TreeExecutor:
                     back = pooled.pop(found.data_ptr(), None) is not None
                     self._send(found, task.parent, tag, turn, found.nbytes, back)
                 else:
-                    payload = codec.encode(found, (self.key, piece, chunk, "up"))
+                    payload = codec.encode(found, (self.options.key, piece, chunk, "up"))
                     self._send(payload, task.parent, tag, turn, found.nbytes, False)
         for buffer in pooled.values():
             self.pool.release(buffer)
@@ -292,7 +286,7 @@ class TreeExecutor:
         payload = None
         if codec is not None:
             # The root decodes its own payload, so that all ranks have the same bits.
-            payload = codec.encode(result, (self.key, task.piece, chunk, "down"))
+            payload = codec.encode(result, (self.options.key, task.piece, chunk, "down"))
             result.copy_(codec.decode(payload, result.numel()))
         self._send_down(task, chunk, turn, payload)
 
@@ -322,10 +316,10 @@ class TreeExecutor:
         return self.messenger.receive(place, source, tag), place
 
     def _send(self, tensor: Tensor, to: int, tag: int, turn: int, plain: int, back: bool) -> None:
-        if self.byte_counts is not None:
-            level = self._levels[to]
-            self.byte_counts.sent[level] += tensor.nbytes
-            self.byte_counts.uncompressed[level] += plain
+        counts = self.options.byte_counts
+        if counts is not None:
+            counts.sent[self._levels[to]] += tensor.nbytes
+            counts.uncompressed[self._levels[to]] += plain
         self._sends.append((turn, self.messenger.send(tensor, to, tag), tensor, back))
 
     def _wait_sends(self, turn: int) -> None:

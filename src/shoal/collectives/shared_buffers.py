@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shoal.collectives.handshake import new_token
 from shoal.collectives.operation import CollectiveOp
-from shoal.collectives.reduction import SUM, Reduction, fold_partials
+from shoal.collectives.reduction import ALIGN, SUM, Reduction, aligned_share, fold_partials
 from shoal.collectives.shm_segment import TOKEN_BYTES, map_segment, new_segment
-from shoal.collectives.single_host import SingleHostTransport, aligned_share
+from shoal.collectives.single_host import SingleHostTransport
 from shoal.numerics.lanes import Span
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class SharedBuffers:
         """Adds up this rank's share of a sum and writes it to the targets of all ranks."""
         rank, size = self.transport.rank, self.transport.size
         own, itemsize = targets[rank], targets[rank].element_size()
-        start, stop = aligned_share(own.numel(), rank, size, max(1, 64 // itemsize))
+        start, stop = aligned_share(own.numel(), rank, size, max(1, ALIGN // itemsize))
         step = PIECE_BYTES // itemsize
         others = [target for other, target in enumerate(targets) if other != rank]
         for at in range(start, stop, step):
@@ -104,13 +104,13 @@ class SharedBuffers:
 
 def open_shared_buffers(group: "ShoalProcessGroup", num_bytes: int) -> SharedBuffers | None:
     """All ranks call this together. Returns None on all of them if they share no host or one gets no memory."""
-    way = group.transport
-    if not isinstance(way, SingleHostTransport):
+    transport = group.transport
+    if not isinstance(transport, SingleHostTransport):
         return None
     token = new_token()
     num_bytes = TOKEN_BYTES + -(-num_bytes // TOKEN_BYTES) * TOKEN_BYTES
     try:
-        descriptor = new_segment(num_bytes, token, sharers=way.size)
+        descriptor = new_segment(num_bytes, token, sharers=transport.size)
     except OSError:
         descriptor = -1
     try:
@@ -123,8 +123,8 @@ def open_shared_buffers(group: "ShoalProcessGroup", num_bytes: int) -> SharedBuf
             if segment is not None:
                 found.append(torch.frombuffer(segment, dtype=torch.uint8)[TOKEN_BYTES:])
         # Also a barrier: after it the descriptors may be closed.
-        complete = bool(group.gather_rows(torch.tensor([len(found) == way.size])).all())
+        complete = bool(group.gather_rows(torch.tensor([len(found) == transport.size])).all())
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    return SharedBuffers(way, found, group.run_in_order) if complete else None
+    return SharedBuffers(transport, found, group.run_in_order) if complete else None

@@ -10,7 +10,7 @@ ring before `send` returns. The rest moves while either side waits, or in a thre
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,16 +46,12 @@ class ShmMessage:
         self.done = False
         self.error: CollectiveError | None = None
         self.source = peer
-        self.finished: Callable[[], None] | None = None  # called once, when it is done or has failed
 
     def __str__(self) -> str:
         return f"{self.op}, number {self.op_number}" if self.op_number else f"{self.op} with tag {self.tag}"
 
     def finish(self, error: CollectiveError | None = None) -> None:
-        self.error = error
-        self.done = True
-        if self.finished is not None:
-            self.finished()
+        self.error, self.done = error, True
 
     def wait(self, timeout: float | None = None) -> None:
         if not self.done:
@@ -187,9 +183,9 @@ class ShmMessenger:
         for peer, queue in self._out.items():
             if queue:
                 moved |= self._push(peer)
-        anyone = bool(self._posted[ANY_SOURCE])
+        any_source = bool(self._posted[ANY_SOURCE])
         for peer in self.segment.others:
-            if anyone or self._posted[peer] or peer in self._current:
+            if any_source or self._posted[peer] or peer in self._current:
                 moved |= self._pull(peer)
         return moved
 

@@ -11,27 +11,24 @@ from torch import Tensor
 
 from shoal.collectives.handshake import GroupMember
 from shoal.collectives.operation import CollectiveOp
-from shoal.collectives.reduction import SUM, Reduction, ScratchBuffers, fold_partials
-from shoal.collectives.remote_read import ReadProbe, can_read, read_memory
+from shoal.collectives.reduction import ALIGN, SUM, Reduction, ScratchBuffers, aligned_share, fold_partials
+from shoal.collectives.remote_read import PeerReader
 from shoal.collectives.shm_p2p import ShmMessage, ShmMessenger
 from shoal.collectives.shm_segment import SLOT_BYTES, ShmSegment
 from shoal.collectives.stats import CommStats, places_of, single_host_stats
 from shoal.errors import CollectiveError
 from shoal.numerics.lanes import Span, subtrees
 
-ALIGN = 64  # bytes: pieces begin at multiples of this
-REMOTE_READ_BYTES = 1 << 18  # from this size on, ranks read tensors in their owners' memory, if the system allows
-REMOTE_READ_PIECE_BYTES = 1 << 18  # of a sum at a time: the pieces of all ranks stay in cache
 SPREAD_BYTES = 1 << 15  # from this size on, with three ranks or more, each rank reduces one share for all
 
 
 class SingleHostTransport:
     def __init__(self, segment: ShmSegment, messenger: ShmMessenger) -> None:
-        self.segment = segment
+        self.segment = self.health = segment
         self.messenger = messenger
         self.rank, self.size = segment.rank, segment.size
-        self._peers_readable: bool | None = None  # whether all ranks can read each other's memory; None: not tried yet
         self.scratch = ScratchBuffers()
+        self._reader = PeerReader(segment, self.scratch)
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
@@ -62,10 +59,6 @@ class SingleHostTransport:
     def sequence(self) -> int:
         return self.segment.sequence
 
-    @property
-    def health(self) -> ShmSegment:
-        return self.segment
-
     def comm_stats(self) -> CommStats:
         return single_host_stats(places_of(self.segment.members), self.segment.members[0].options)
 
@@ -85,69 +78,6 @@ class SingleHostTransport:
         self.segment.leave()
         self.messenger.close()
 
-    # -- reading in the owners' memory --------------------------------------------------------------------------------
-
-    def _reads_peers(self, num_bytes: int, op: CollectiveOp) -> bool:
-        """Whether ranks read tensors of this size (the same on all ranks) in their owners' memory."""
-        if num_bytes < REMOTE_READ_BYTES or self.size == 1:
-            return False
-        if self._peers_readable is None:
-            probe = ReadProbe()
-            rows = self._exchange_rows(op, probe.address_and_secret())
-            readable = all(can_read(self.segment.members[each].pid, rows[each]) for each in self.segment.others)
-            self.segment.end()
-            answers = self._exchange_rows(op, [int(readable)])  # also a barrier: the probe may go
-            self._peers_readable = all(answer for (answer,) in answers)
-            self.segment.end()
-        return self._peers_readable
-
-    def _exchange_rows(self, op: CollectiveOp, row: list[int]) -> list[list[int]]:
-        """Begins an operation, which `_end_op` ends, and returns a few numbers of each rank."""
-        segment, count = self.segment, len(row)
-        segment.begin(op)
-        turn = segment.turn + 1
-        segment.slot(self.rank, turn, torch.int64)[:count] = torch.tensor(row)
-        segment.wait_all(segment.publish(), compare=True)
-        return [segment.slot(each, turn, torch.int64)[:count].tolist() for each in range(self.size)]
-
-    def _fetch(self, rank: int, address: int, into: Tensor) -> None:
-        try:
-            read_memory(self.segment.members[rank].pid, address, into)
-        except OSError as error:
-            self.segment.peer_unreadable(rank, error)
-
-    def _end_op(self) -> None:
-        self.segment.wait_all(self.segment.publish())
-        self.segment.end()
-
-    def _reduce_remote(self, own: Tensor, addresses: Sequence[int], out: Tensor, reduction: Reduction) -> None:
-        """Combines the tensors of all ranks, each at its address, one cache-sized piece at a time."""
-        itemsize = own.element_size()
-        step = REMOTE_READ_PIECE_BYTES // itemsize
-        for start in range(0, own.numel(), step):
-            piece = own[start : start + step]
-            operands = [
-                piece if each == self.rank else self.scratch.like(piece, 100 + each) for each in range(self.size)
-            ]
-            for each in self.segment.others:
-                self._fetch(each, addresses[each] + start * itemsize, operands[each])
-            reduction.fold(operands, out[start : start + step], self.scratch)
-
-    def _reduce_remote_shares(self, flat: Tensor, reduction: Reduction, op: CollectiveOp, root: int | None) -> None:
-        """Each rank reduces one share in its own memory; then all ranks, or the root, fetch the others' shares."""
-        itemsize = flat.element_size()
-        addresses = [row[0] for row in self._exchange_rows(op, [flat.data_ptr()])]
-        shares = [aligned_share(flat.numel(), each, self.size, max(1, ALIGN // itemsize)) for each in range(self.size)]
-        start, stop = shares[self.rank]
-        own = flat[start:stop]
-        self._reduce_remote(own, [address + start * itemsize for address in addresses], own, reduction)
-        self.segment.wait_all(self.segment.publish())
-        if root is None or root == self.rank:
-            for each in self.segment.others:
-                start, stop = shares[each]
-                self._fetch(each, addresses[each] + start * itemsize, flat[start:stop])
-        self._end_op()
-
     # -- reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, flat: Tensor, reduction: Reduction, op: CollectiveOp) -> None:
@@ -156,8 +86,8 @@ class SingleHostTransport:
             self._small_all_reduce(work, reduction, op)
         elif self.size == 2:  # adds the other's piece directly from its slot: nothing faster was found
             self._fold_all(work, reduction, op, None)
-        elif self._reads_peers(work.nbytes, op):
-            self._reduce_remote_shares(work, reduction, op, None)
+        elif self._reader.usable(work.nbytes, op):
+            self._reader.reduce_shares(work, reduction, op, None)
         else:
             self._pipelined_reduce(work, reduction, op, None)
         if not reduction.is_plain:
@@ -188,10 +118,10 @@ class SingleHostTransport:
     def reduce(self, flat: Tensor, root: int, reduction: Reduction, op: CollectiveOp) -> None:
         """Like all_reduce, but only the root's tensor changes."""
         work = reduction.prepare(flat)
-        if self._reads_peers(work.nbytes, op):
+        if self._reader.usable(work.nbytes, op):
             shared = self.rank != root and work.data_ptr() == flat.data_ptr()
             work = work.clone() if shared else work  # shares are reduced in place
-            self._reduce_remote_shares(work, reduction, op, root)
+            self._reader.reduce_shares(work, reduction, op, root)
         elif self.size > 2 and work.nbytes >= SPREAD_BYTES:
             self._pipelined_reduce(work, reduction, op, root)
         else:
@@ -260,11 +190,11 @@ class SingleHostTransport:
         step = SLOT_BYTES // dtype.itemsize // self.size // align * align
         target = output if reduction.dtype is None else output.view(reduction.dtype)
         longest = max(each.numel() for each in work)
-        if self._reads_peers(longest * dtype.itemsize * self.size, op):
-            table = self._exchange_rows(op, [each.data_ptr() for each in work])
-            self._reduce_remote(work[rank], [row[rank] for row in table], target, reduction)
+        if self._reader.usable(longest * dtype.itemsize * self.size, op):
+            table = self._reader.begin(op, [each.data_ptr() for each in work])
+            self._reader.reduce(work[rank], [row[rank] for row in table], target, reduction)
             reduction.finish(target, self.size)
-            return self._end_op()
+            return self._reader.end()
 
         def stage(piece: int, turn: int) -> None:
             slot = segment.slot(rank, turn, dtype)
@@ -346,12 +276,12 @@ class SingleHostTransport:
         `sends` has this rank's tensors by field of its slot; `receives` has a rank, a field of its slot and the output.
         """
         segment, step = self.segment, SLOT_BYTES // fields // ALIGN * ALIGN
-        if self._reads_peers(longest, op):
+        if self._reader.usable(longest, op):
             own = [sends[field].data_ptr() if field in sends else 0 for field in range(fields)]
-            addresses = self._exchange_rows(op, own)
+            addresses = self._reader.begin(op, own)
             for source, field, output in receives:
-                self._fetch(source, addresses[source][field], output)
-            self._end_op()
+                self._reader.fetch(source, addresses[source][field], output)
+            self._reader.end()
             return
 
         def stage(piece: int, turn: int) -> None:
@@ -423,10 +353,3 @@ def check_lengths(table: Sequence[Sequence[int]], members: Sequence[GroupMember]
 def _copy_own(output: Tensor, source: Tensor) -> None:
     if output.data_ptr() != source.data_ptr():
         output.copy_(source)
-
-
-def aligned_share(length: int, owner: int, owners: int, align: int) -> tuple[int, int]:
-    """The start and end of a rank's share of a tensor, both aligned."""
-    cells = (length + align - 1) // align
-    width = (cells + owners - 1) // owners * align
-    return min(length, owner * width), min(length, (owner + 1) * width)

@@ -21,7 +21,6 @@ from shoal.collectives.handshake import (
     exchange_members,
     exchange_notes,
     host_identity,
-    host_members,
     new_token,
     own_address,
 )
@@ -48,7 +47,7 @@ _logged: set[str] = set()
 
 
 class TransportMessage(Protocol):
-    """A message under way."""
+    """A send or receive in progress."""
 
     source: int
     done: bool
@@ -58,7 +57,7 @@ class TransportMessage(Protocol):
 
 
 class GroupHealth(Protocol):
-    """What this rank knows of the others. Any thread may ask."""
+    """The state of the group as this rank knows it, for any thread."""
 
     failure: CollectiveError | None  # why no further collective can run
 
@@ -175,7 +174,7 @@ def _read_options(options: Any) -> tuple[CommOptions, ShoalError | None]:
 
 def _open_segment(store: Store, members: list[GroupMember], rank: int, timeout: timedelta) -> ShmSegment | None:
     """The memory that this host's ranks share; None on all of them, with a warning, if one has no access to it."""
-    local = host_members(members, rank)
+    local = [member for member in members if member.host == members[rank].host]
     segments, problem = [], ""
     for member in local:
         mapped = None
