@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.snapshots import assert_same, found, names, run_of, snapshot, told, train, wait
+from helpers.snapshots import assert_same, found, names, run_of, snapshot, told, train, wait, writer
 from shoal.errors import RunFolderError
 from shoal.numerics.digest import tensor_digests
-from shoal.recovery.checkpoint import directory, manifest
-from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
+from shoal.recovery.checkpoint import directory, files, manifest, safetensors_file
+from shoal.recovery.checkpoint.directory import CheckpointDirectory
+from shoal.recovery.checkpoint.files import Snapshot
 from shoal.report.events import Event
-from shoal.worker.checkpointer import Checkpointer
 
 
 def test_leftovers_of_dead_writers_are_swept_and_of_living_ones_are_not(tmp_path: Path) -> None:
@@ -50,6 +50,9 @@ def test_leftovers_of_dead_writers_are_swept_and_of_living_ones_are_not(tmp_path
     assert names(tmp_path) == sorted([*(name for name, stays in leftovers.items() if stays), "step-00000002"])
 
 
+WRITING = (directory.__file__, files.__file__, manifest.__file__, safetensors_file.__file__)
+
+
 def forked(play: Callable[[], object]) -> int:
     """A process that does this and ends with 0, or with 3 if another writer has overtaken it."""
     pid = os.fork()
@@ -68,12 +71,12 @@ def forked(play: Callable[[], object]) -> int:
 
 
 def lines_of(play: Callable[[], object], at_line: Callable[[int], None]) -> None:
-    """Calls back before each line of the two files that write checkpoints."""
+    """Calls back before each line of the files that write checkpoints."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename not in (directory.__file__, manifest.__file__):
+        if frame.f_code.co_filename not in WRITING:
             return None
         if event == "line":
             count += 1
@@ -223,7 +226,7 @@ def test_a_disk_that_is_really_full(tiny_disk: Path, part: str) -> None:
 
 def test_a_full_disk_is_said_once_and_that_there_is_room_again_too(tiny_disk: Path) -> None:
     live, events = run_of(), list[Event]()
-    keeper = Checkpointer(tiny_disk, live, events.append, writes=True)
+    keeper = writer(tiny_disk, live, events.append)
     keeper.save(1, {})
     wait(keeper)
     filler = tiny_disk / "filler"
@@ -234,8 +237,8 @@ def test_a_full_disk_is_said_once_and_that_there_is_room_again_too(tiny_disk: Pa
         train(live)
         keeper.save(step, {})
         wait(keeper)
-        assert keeper.failing and not keeper.retry_due(time.monotonic() - 1)
-        assert keeper.retry_due(time.monotonic() + 60)
+        assert keeper.policy.failing and not keeper.policy.retry_due(time.monotonic() - 1)
+        assert keeper.policy.retry_due(time.monotonic() + 60)
         assert keeper.saved_step == 1, "what stands is still known"
     assert told(events) == [("CheckpointSaved", 1), ("SaveFailed", 2)]
     newest = keeper.directory.newest()
@@ -243,7 +246,7 @@ def test_a_full_disk_is_said_once_and_that_there_is_room_again_too(tiny_disk: Pa
     filler.unlink()
     keeper.save(5, {})
     keeper.close()
-    assert not keeper.failing
+    assert not keeper.policy.failing
     assert told(events) == [("CheckpointSaved", 1), ("SaveFailed", 2), ("CheckpointSaved", 5)]
     newest = keeper.directory.newest()
     assert newest is not None

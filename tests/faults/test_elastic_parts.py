@@ -53,7 +53,7 @@ from helpers.faults import (
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.outcome import RunFailed, RunInterrupted
 from shoal.planner.cluster import even_cluster
-from shoal.recovery.checkpoint import sharded
+from shoal.recovery.checkpoint import shards
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing import everything, job_for, samples_for
 from shoal.testing.leftovers import end_detached
@@ -383,10 +383,10 @@ def test_shared_states_go_back_with_any_loss(
 
 def test_the_first_checkpoint_may_still_be_under_way_when_a_part_is_lost(faults: Faults) -> None:
     """The driver does not give the run up before whoever is left has finished it."""
-    has_its_part = Place(sharded, "_await_receipts", after=True)
+    has_its_part = Place(shards, "_await_receipts", after=True)
     gone = until_true(lambda: bool(faults.told("worker-exited")))  # the driver has heard of it
     faults.at(has_its_part, gone, worker=0)
-    delivered = until_true(lambda: any((faults.run / "checkpoints").glob(".*/part-1.json")))
+    delivered = until_true(lambda: any((faults.run / "checkpoints").glob(".*/shard-1.json")))
     faults.at(LANE, both(delivered, kill), step=5, worker=1)
     train(faults, "data=2,zero=1", back_to=4)
     assert lost(faults) == [1]

@@ -33,7 +33,7 @@ from helpers.faults import (
 from shoal.recovery.membership import heartbeat, sqlite_client
 from shoal.recovery.membership.heartbeat import MembershipState
 from shoal.recovery.membership.protocol import WorkerId
-from shoal.recovery.membership.sqlite_server import read_server_info
+from shoal.recovery.membership.sqlite_messages import read_server_info
 from shoal.testing import dropout_net, job_for
 from shoal.testing.leftovers import end_detached
 

@@ -24,9 +24,9 @@ from helpers.checkpoint_parts import (
 )
 from helpers.command import forked
 from shoal.errors import CheckpointError
-from shoal.recovery.checkpoint import directory, files
+from shoal.recovery.checkpoint import directory, shards
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
-from shoal.recovery.checkpoint.shards import ShardWriteTask, StateShard
+from shoal.recovery.checkpoint.files import ShardWriteTask, StateShard
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_a_shared_folder_is_swept_when_its_leader_is_gone_or_nothing_moves(tmp_p
     leftovers = {"ab": (f"{here}-{dead.pid}-77", False), "cd": (directory._process_identity(), True), "ef": ("", True)}
     leftovers |= {"12": ("0123abcd-1-1", True), "34": ("0123abcd-1-1", False), "56": ("", False)}
     for token, (owner, _) in leftovers.items():
-        folder = tmp_path / f".step-00000001.parts-{token}"
+        folder = tmp_path / f".step-00000001.shards-{token}"
         folder.mkdir()
         (folder / "model-1.safetensors").write_bytes(b"half")
         if owner:
@@ -53,7 +53,7 @@ def test_a_shared_folder_is_swept_when_its_leader_is_gone_or_nothing_moves(tmp_p
             for path in (*folder.iterdir(), folder):
                 os.utime(path, (time.time() - 3600,) * 2)
     write(CheckpointDirectory(tmp_path), trained(), sliced(), 2)
-    stay = [f".step-00000001.parts-{token}" for token, (_, stays) in leftovers.items() if stays]
+    stay = [f".step-00000001.shards-{token}" for token, (_, stays) in leftovers.items() if stays]
     assert names(tmp_path) == sorted([*stay, "step-00000002"])
 
 
@@ -64,7 +64,7 @@ def test_a_writer_killed_while_it_writes_leaves_nothing_that_looks_whole(tmp_pat
     write(CheckpointDirectory(tmp_path), whole, layout, 1)
 
     def play(holding: StateShard) -> None:
-        real = files.save_tensors
+        real = shards.save_tensors
 
         def dies(tensors: dict[str, Tensor], path: Path) -> None:
             real(tensors, path)
@@ -72,11 +72,11 @@ def test_a_writer_killed_while_it_writes_leaves_nothing_that_looks_whole(tmp_pat
                 path.write_bytes(path.read_bytes()[:100])
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        files.save_tensors = dies
+        shards.save_tensors = dies
         share = ShardWriteTask(state_shard=holding, token="first")
         snapshot = cut(whole, holding).capture(2, {"loss": 0.5}, task=share)
         if holding.is_leader and victim == 1:
-            with pytest.raises(CheckpointError, match="part 1 of 2 did not come"):
+            with pytest.raises(CheckpointError, match="shard 1 of 2 did not come"):
                 CheckpointDirectory(tmp_path, stall_seconds=0.1).write_shard(snapshot, share)
         else:
             CheckpointDirectory(tmp_path).write_shard(snapshot, share)

@@ -11,10 +11,10 @@ from torch import Tensor, nn, optim
 from shoal.numerics.digest import tensor_digests
 from shoal.numerics.tensor_slice import TensorSlice, even_slice, row_slice
 from shoal.recovery.checkpoint import directory
-from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
-from shoal.recovery.checkpoint.shards import ShardWriteTask, StateShard
+from shoal.recovery.checkpoint.directory import CheckpointDirectory
+from shoal.recovery.checkpoint.files import ShardWriteTask, Snapshot, StateShard
+from shoal.recovery.checkpoint.live_state import LiveState
 from shoal.recovery.checkpoint.state import shapes_of
-from shoal.worker.checkpointer import LiveState
 
 TENSORS = ("weights", "optimizer", "extra")
 

@@ -34,7 +34,7 @@ from shoal.parallel.optimizer_view import OptimizerView
 from shoal.parallel.pipeline import PipelineLocalStep
 from shoal.recovery.membership.process import process_state
 from shoal.recovery.membership.protocol import WorkerId
-from shoal.recovery.membership.sqlite_server import read_server_info
+from shoal.recovery.membership.sqlite_messages import read_server_info
 from shoal.recovery.sample_audit import SampleAudit
 from shoal.report.event_queries import audit_samples
 from shoal.report.run_folder import RunFolder

@@ -22,7 +22,8 @@ from shoal.paramserver.messages import (
     ValuesReply,
     WelcomeReply,
 )
-from shoal.paramserver.shard import ParameterShard, ShardReply
+from shoal.paramserver.replies import ShardReply
+from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.sharding import flat_layout, shard_dense
 from shoal.paramserver.snapshot import ShardSnapshot
 

@@ -1,14 +1,17 @@
 """Snapshots to write and to compare, and a run that makes them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from shoal.numerics.digest import tensor_digests
-from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
+from shoal.recovery.checkpoint.directory import CheckpointDirectory
+from shoal.recovery.checkpoint.files import Snapshot
+from shoal.recovery.checkpoint.live_state import LiveState
 from shoal.report.events import CheckpointSaved, Event, SaveFailed
-from shoal.worker.checkpointer import Checkpointer, LiveState
+from shoal.worker.checkpointer import Checkpointer
 
 
 def snapshot(step: int, *, weights: dict[str, Tensor] | None = None) -> Snapshot:
@@ -59,9 +62,14 @@ def train(live: LiveState) -> None:
     live.optimizer.step()
 
 
+def writer(folder: Path, live: LiveState, emit: Callable[[Event], None]) -> Checkpointer:
+    keeper = Checkpointer(folder, live, emit)
+    keeper.writes = True
+    return keeper
+
+
 def wait(keeper: Checkpointer) -> None:
-    assert keeper._writer is not None
-    keeper._writer.wait()
+    keeper._wait()
 
 
 def told(events: list[Event]) -> list[tuple[str, int]]:

@@ -14,15 +14,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from helpers.snapshots import assert_same, found, names, run_of, snapshot, told, train, wait
+from helpers.snapshots import assert_same, found, names, run_of, snapshot, told, train, wait, writer
 from shoal.errors import CheckpointError, InputError, RunFolderError
 from shoal.numerics.digest import tensor_sha256
 from shoal.recovery.checkpoint import directory, manifest
-from shoal.recovery.checkpoint.async_writer import AsyncWriter, RetryBackoff
-from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot, WrittenCheckpoint
-from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES, SnapshotBuffers
+from shoal.recovery.checkpoint.directory import CheckpointDirectory, WrittenCheckpoint
+from shoal.recovery.checkpoint.export import export_weights
+from shoal.recovery.checkpoint.files import Snapshot, save_tensors
+from shoal.recovery.checkpoint.policy import CheckpointPolicy
+from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES
+from shoal.recovery.checkpoint.serialize import SnapshotBuffers
 from shoal.report.events import Event
 from shoal.worker import checkpointer as keeping
 from shoal.worker.checkpointer import Checkpointer
@@ -67,6 +71,23 @@ def test_every_bit_of_every_dtype_and_layout_comes_back(tmp_path: Path) -> None:
             assert tensor.is_contiguous(), name
             assert tensor.data_ptr() % 64 == 0, name
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, f"{name} is a view of something larger"
+
+
+def test_a_file_has_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
+    tensors = {f"ß {name}": torch.ones(3, dtype=dtype) for name, dtype in STORABLE_DTYPES.items()}
+    tensors |= {"b": torch.randn(3, 4), "a": torch.randn(2), "scalar": torch.tensor(1.0), "0": torch.empty(0, 4)}
+    save_file(tensors, tmp_path / "library")
+    save_tensors(tensors, tmp_path / "ours")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "library").read_bytes()
+    aliases = {"tied “name”": "b"}
+    export_weights(tmp_path / "ours", tensors, aliases)
+    metadata = {"format": "pt", "aliases": json.dumps(aliases)}
+    for _ in range(20):  # the library writes metadata in an order that it draws anew each time
+        save_file(tensors, tmp_path / "library", metadata)
+        if (tmp_path / "ours").read_bytes() == (tmp_path / "library").read_bytes():
+            break
+    else:
+        pytest.fail("the library never wrote the same bytes")
 
 
 def test_values_that_json_would_change_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -200,11 +221,11 @@ def reseal(path: Path, change: Callable[[dict[str, object]], None]) -> None:
 
 def test_what_is_not_ours_is_refused_by_name(two: Path) -> None:
     newest = two / "step-00000020"
-    reseal(newest, lambda content: content.update(version=2))
-    with pytest.raises(CheckpointError, match=r"step-00000020: .*version 2, this Shoal reads 1") as caught:
+    reseal(newest, lambda content: content.update(version=3))
+    with pytest.raises(CheckpointError, match=r"step-00000020: .*version 3, this Shoal reads 1 and 2") as caught:
         CheckpointDirectory(two).read(newest)
     assert "newer Shoal" in (caught.value.fix or "")
-    reseal(newest, lambda content: content.update(version=1, format="other-checkpoint"))
+    reseal(newest, lambda content: content.update(version=2, format="other-checkpoint"))
     with pytest.raises(CheckpointError, match="format 'other-checkpoint', not 'shoal-checkpoint'"):
         CheckpointDirectory(two).read(newest)
     reseal(newest, lambda content: content.update(format="shoal-checkpoint", files={}))
@@ -358,17 +379,18 @@ def test_a_folder_that_cannot_be_made_or_read(tmp_path: Path) -> None:
 
 
 # ---- saving beside training
-class Told:
-    def __init__(self) -> None:
-        self.saved: list[tuple[WrittenCheckpoint, Snapshot]] = []
+class Told(Checkpointer):
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        super().__init__(directory.folder, run_of(), lambda event: None)
+        self.directory, self.writes = directory, True
+        self.saved: list[tuple[WrittenCheckpoint, int]] = []
         self.failed: list[tuple[int, Exception]] = []
 
-    def saver(self, checkpoints: CheckpointDirectory) -> AsyncWriter:
-        return AsyncWriter(
-            checkpoints,
-            on_saved=lambda written, saved: self.saved.append((written, saved)),
-            on_failed=lambda step, error: self.failed.append((step, error)),
-        )
+    def _on_saved(self, written: WrittenCheckpoint, step: int) -> None:
+        self.saved.append((written, step))
+
+    def _on_failed(self, step: int, error: Exception) -> None:
+        self.failed.append((step, error))
 
 
 class Blocked(CheckpointDirectory):
@@ -387,24 +409,24 @@ class Blocked(CheckpointDirectory):
 
 def test_saving_overlaps_training_and_never_runs_twice_at_once(tmp_path: Path) -> None:
     threads = threading.active_count()
-    told, slow = Told(), Blocked(tmp_path)
-    saver = told.saver(slow)
-    saver.save(snapshot(1))  # returns, though the write cannot end
+    slow = Blocked(tmp_path)
+    saver = told = Told(slow)
+    saver.save(1, {})  # returns, though the write cannot end
     assert slow.begun.acquire(timeout=60)
     assert told.saved == []
     assert names(tmp_path) == []
-    second = threading.Thread(target=saver.save, args=(snapshot(2),))
+    second = threading.Thread(target=saver.save, args=(2, {}))
     second.start()
     second.join(timeout=0.2)  # cannot end early if right, and does if wrong
     assert second.is_alive(), "the second save has to wait for the first"
     assert not slow.begun.acquire(blocking=False)
     slow.go.release()
     second.join(timeout=60)
-    assert [saved.step for _, saved in told.saved] == [1]
+    assert [step for _, step in told.saved] == [1]
     slow.go.release()
     saver.close()
     saver.close()
-    assert [(written.path.name, saved.step) for written, saved in told.saved] == [
+    assert [(written.path.name, step) for written, step in told.saved] == [
         ("step-00000001", 1),
         ("step-00000002", 2),
     ]
@@ -415,53 +437,52 @@ def test_saving_overlaps_training_and_never_runs_twice_at_once(tmp_path: Path) -
 def test_a_failed_write_is_told_and_the_next_one_works(tmp_path: Path) -> None:
     obstacle = tmp_path / "checkpoints"
     obstacle.write_text("in the way")
-    saved: list[int] = []
-    failed: list[tuple[int, type[Exception]]] = []
 
-    def on_failed(step: int, error: Exception) -> None:
-        failed.append((step, type(error)))
-        if step == 2:
-            obstacle.unlink()
+    class Unblocking(Told):
+        def _on_failed(self, step: int, error: Exception) -> None:
+            super()._on_failed(step, error)
+            if step == 2:
+                obstacle.unlink()
 
-    saver = AsyncWriter(CheckpointDirectory(obstacle), lambda written, snapshot: saved.append(snapshot.step), on_failed)
+    saver = Unblocking(CheckpointDirectory(obstacle))
     for step in (1, 2, 3):
-        saver.save(snapshot(step))
+        saver.save(step, {})
     saver.close()
-    assert failed == [(1, RunFolderError), (2, RunFolderError)]
-    assert saved == [3]
+    assert [(step, type(error)) for step, error in saver.failed] == [(1, RunFolderError), (2, RunFolderError)]
+    assert [step for _, step in saver.saved] == [3]
 
 
 def test_a_callback_that_raises_is_not_swallowed(tmp_path: Path) -> None:
     def raises(*_: object) -> None:
         raise ZeroDivisionError
 
-    saver = AsyncWriter(CheckpointDirectory(tmp_path), on_saved=raises, on_failed=raises)
-    saver.save(snapshot(1))
+    saver = writer(tmp_path, run_of(), raises)
+    saver.save(1, {})
     with pytest.raises(ZeroDivisionError):
         saver.close()
 
 
 def test_patience_grows_and_is_forgotten() -> None:
-    patience = RetryBackoff()
+    patience = CheckpointPolicy(0.0, workers=1)
     assert not patience.failing and not patience.retry_due(1e9)
     now, waits = 100.0, []
     for _ in range(7):
-        patience.failed(now)
+        patience.write_failed(now)
         wait_for = next(seconds for seconds in range(1, 100) if patience.retry_due(now + seconds))
         assert not patience.retry_due(now + wait_for - 0.5)
         waits.append(wait_for)
         now += wait_for
     assert waits == [1, 2, 4, 8, 16, 30, 30]
-    patience.succeeded()
+    patience.write_succeeded()
     assert not patience.failing and not patience.retry_due(now + 1000)
-    patience.failed(now)
+    patience.write_failed(now)
     assert patience.retry_due(now + 1)
 
 
 def test_each_cause_is_said_once_and_the_last_failure_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room in the end the run has not been saved, and whoever ends it must know."""
     events: list[Event] = []
-    keeper = Checkpointer(tmp_path, run_of(), events.append, writes=True)
+    keeper = writer(tmp_path, run_of(), events.append)
     codes = iter([errno.ENOSPC, errno.ENOSPC, errno.EIO, errno.EIO, errno.ENOSPC, errno.ENOSPC])
 
     def fail(*_: object, **__: object) -> None:
@@ -481,7 +502,7 @@ def test_each_cause_is_said_once_and_the_last_failure_always(tmp_path: Path, mon
 def test_who_writes_may_change(tmp_path: Path) -> None:
     threads = threading.active_count()
     live, events = run_of(), list[Event]()
-    keeper = Checkpointer(tmp_path, live, events.append, writes=False)
+    keeper = Checkpointer(tmp_path, live, events.append)
     keeper.save(1, {})
     keeper.export()
     assert names(tmp_path) == [] and threading.active_count() == threads
@@ -534,13 +555,13 @@ class Answers:
 def test_workers_that_see_different_checkpoints_look_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "RETRY_PAUSES", (0.0, 0.0, 0.0))
     live = run_of()
-    keeper = Checkpointer(tmp_path, live, lambda event: None, writes=True)
+    keeper = writer(tmp_path, live, lambda event: None)
     with pytest.raises(CheckpointError, match="holds no checkpoint to resume from"):
         keeper.resume(Answers(-1))  # type: ignore[arg-type]
     keeper.save(4, {"loss": 1.0})
     keeper.close()
     late: Any = Answers(2, 4)
-    assert keeper.resume(late).snapshot.values["told"] == {"loss": 1.0}
+    assert keeper.resume(late).snapshot.values["progress"] == {"loss": 1.0}
     with pytest.raises(CheckpointError, match=r"different newest checkpoints: steps 4, 9") as caught:
         keeper.resume(Answers(2, 3, 9))  # type: ignore[arg-type]
     assert "the same folder on every host" in str(caught.value)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
@@ -31,24 +32,18 @@ from helpers.checkpoint_parts import (
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import tensor_digests, tensor_sha256
 from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, row_slice
-from shoal.recovery.checkpoint import directory, files
-from shoal.recovery.checkpoint import sharded as sharding
+from shoal.recovery.checkpoint import directory, manifest
+from shoal.recovery.checkpoint import shards as sharding
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
-from shoal.recovery.checkpoint.export import export_weights, initial_weights, load_weights
-from shoal.recovery.checkpoint.serialize import STORABLE_DTYPES
-from shoal.recovery.checkpoint.shards import (
-    CheckpointMismatch,
-    ShardWriteTask,
-    StateShard,
-    StoredSlice,
-    StoredTensors,
-    TensorEntry,
-    index_of_files,
-    is_complete,
-)
+from shoal.recovery.checkpoint.export import export_stored, export_weights, initial_weights, load_weights
+from shoal.recovery.checkpoint.files import ShardWriteTask, StateShard, StoredSlice, TensorEntry
+from shoal.recovery.checkpoint.live_state import LiveState
+from shoal.recovery.checkpoint.reader import CheckpointMismatch, StoredTensors, index_of_files, open_weights
+from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES
+from shoal.recovery.checkpoint.shards import is_complete
 from shoal.recovery.checkpoint.state import capture_weights, restore_weights
 from shoal.report.events import CheckpointSaved, Event, SaveFailed
-from shoal.worker.checkpointer import Checkpointer, LiveState
+from shoal.worker.checkpointer import Checkpointer
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +146,40 @@ def test_every_layout_reads_every_other(tmp_path: Path, first: str) -> None:
                 assert tensor.data_ptr() % 64 == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+@pytest.mark.parametrize("name", ["slices", "whole"])
+def test_a_checkpoint_of_version_1_is_read(tmp_path: Path, name: str) -> None:
+    """Version 1 has other names in state.json, and is the same otherwise."""
+    whole = trained()
+    if name == "whole":
+        path = CheckpointDirectory(tmp_path).write(whole.capture(7, {"loss": 0.5})).path
+    else:
+        path = write(CheckpointDirectory(tmp_path), whole, LAYOUTS[name](), 7).path
+    state = json.loads((path / "state.json").read_bytes())
+    state["values"]["told"] = state["values"].pop("progress")
+    state["values"]["aside"] = {}
+    for entries in state.get("index", {}).values():
+        for entry in entries.values():
+            entry["pieces"] = entry.pop("slices")
+            for piece in entry["pieces"]:
+                if "ranges" in piece:
+                    piece["cuts"] = piece.pop("ranges")
+    (path / "state.json").write_text(json.dumps(state))
+    names = manifest.read_manifest(path).files
+    manifest.write_manifest(path, step=7, names=tuple(names))
+    sealed = msgspec.structs.replace(manifest.read_manifest(path), version=1)
+    (path / "manifest.json").write_bytes(sealed.encode())
+    newest = CheckpointDirectory(tmp_path).newest()
+    assert newest is not None and newest.skipped == []
+    assert newest.snapshot.values.pop("extra_optimizers") == {}
+    assert_same(newest.snapshot, whole.capture(7, {"loss": 0.5}))
+    stored, found_aliases = open_weights(path)
+    with stored:
+        export_stored(tmp_path / "w.safetensors", stored, found_aliases)
+    weights, aliases = capture_weights(whole.model)
+    loaded, other_names = load_weights(tmp_path / "w.safetensors")
+    assert tensor_digests(sorted(loaded.items())) == tensor_digests(sorted(weights.items())) and other_names == aliases
+
+
 def test_the_values_are_those_of_the_whole_on_every_worker(tmp_path: Path) -> None:
     whole = trained()
     groups = whole.capture(1, {}).values["optimizer"]["groups"]
@@ -232,7 +261,8 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     only = StateShard(shapes=SHAPES, slices=first.slices, held={"qkv.weight"}, shard_index=None, num_shards=2)
     assert set(CheckpointDirectory(tmp_path).read(path, only).weights) == {"qkv.weight"}
     assert max(sizes) == 24, "half of 12×4"
-    assert set(opened) == {f"{kind}-{part}.safetensors" for kind in ("model", "optimizer") for part in (0, 1)}
+    parts = {f"{kind}-{part}.safetensors" for kind in ("model", "optimizer") for part in (0, 1)}
+    assert set(opened) == {*parts, "extra.safetensors"}
 
 
 def test_pieces_have_to_make_up_the_whole() -> None:
@@ -254,10 +284,10 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write(checkpoints, whole, sliced(), 1)
     first, second = sliced()
     lazy = StateShard(shapes=SHAPES, slices=second.slices, writes={"qkv.weight"}, shard_index=1, num_shards=2)
-    with pytest.raises(CheckpointError, match=r"embed\.weight: the parts' pieces do not make up \(10, 4\)"):
+    with pytest.raises(CheckpointError, match=r"embed\.weight: the shards' slices do not make up \(10, 4\)"):
         write(checkpoints, whole, [first, lazy], 2)
     shy = StateShard(shapes=SHAPES, slices=first.slices, writes=set(ALL) - {"scale"}, shard_index=0, num_shards=2)
-    with pytest.raises(CheckpointError, match="the parts do not make up the weights: scale"):
+    with pytest.raises(CheckpointError, match="the shards do not make up the weights: scale"):
         write(checkpoints, whole, [shy, second], 3)
     assert names(tmp_path) == ["step-00000001"]
 
@@ -270,7 +300,7 @@ def test_what_is_whole_beside_a_cut_parameter_has_to_be_the_same(tmp_path: Path)
     lives[1].optimizer.state[lives[1].parameters["qkv.weight"]]["step"] += 1
     checkpoints = CheckpointDirectory(tmp_path)
     checkpoints.write_shard(lives[1].capture(1, {}, task=shares[1]), shares[1])
-    with pytest.raises(CheckpointError, match=r"qkv\.weight/step is kept whole beside a parameter that is cut"):
+    with pytest.raises(CheckpointError, match=r"qkv\.weight/step is kept whole beside a parameter that is sliced"):
         checkpoints.write_shard(lives[0].capture(1, {}, task=shares[0]), shares[0])
     assert names(tmp_path) == []
 
@@ -349,10 +379,10 @@ def test_what_a_dead_leader_left_under_the_same_name_is_not_used(tmp_path: Path)
     left = sharding.shared_folder(tmp_path, 5, "t")
     left.mkdir()
     (left / "owner").write_text("0123abcd-1-1")
-    (left / "part-1.json").write_text(json.dumps({"part": 1, "parts": 2}))
+    (left / "shard-1.json").write_text(json.dumps({"shard_index": 1, "num_shards": 2}))
     share = ShardWriteTask(state_shard=layout[0], token="t")
     share.cancelled.set()
-    with pytest.raises(sharding.CheckpointAbandoned, match=r"without part 1 of 2"):
+    with pytest.raises(sharding.CheckpointAbandoned, match=r"without shard 1 of 2"):
         CheckpointDirectory(tmp_path).write_shard(cut(whole, layout[0]).capture(5, {}, task=share), share)
     assert names(tmp_path) == []
 
@@ -362,13 +392,13 @@ def test_a_part_that_comes_after_the_leader_gave_up_is_nobodys_trouble(
 ) -> None:
     whole, layout = trained(), sliced()
     checkpoints = CheckpointDirectory(tmp_path)
-    real = files.save_tensors
+    real = sharding.save_tensors
 
     def late(tensors: dict[str, Tensor], path: Path) -> None:
         checkpoints._discard(path.parent)
         real(tensors, path)
 
-    monkeypatch.setattr(files, "save_tensors", late)
+    monkeypatch.setattr(sharding, "save_tensors", late)
     share = ShardWriteTask(state_shard=layout[1], token="t")
     with pytest.raises(directory.CheckpointOvertaken):
         checkpoints.write_shard(cut(whole, layout[1]).capture(5, {}, task=share), share)
@@ -384,9 +414,8 @@ class Crew:
         self.keepers = []
         for holding, told in zip(layout, self.events, strict=True):
             live = cut(whole, holding)
-            keeper = Checkpointer(
-                folder, live, told.append, writes=holding.shard_index is not None, state_shard=holding
-            )
+            keeper = Checkpointer(folder, live, told.append)
+            keeper.writes = holding.shard_index is not None
             keeper.directory.stall_seconds = late
             self.keepers.append(keeper)
 
@@ -397,8 +426,7 @@ class Crew:
 
     def wait(self) -> None:
         for keeper in self.keepers:
-            if keeper._writer is not None:
-                keeper._writer.wait()
+            keeper._wait()
 
     def told(self) -> list[list[tuple[str, int]]]:
         kinds = (CheckpointSaved, SaveFailed)
@@ -430,8 +458,8 @@ def test_keepers_save_resume_and_export(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoints", "model.safetensors"]
     assert_same(CheckpointDirectory(tmp_path / "checkpoints").newest().snapshot, whole.capture(4, {"loss": 1.0}))  # type: ignore[union-attr]
     for holding in (*sliced(), None):
-        keeper = Checkpointer(tmp_path, empty(holding), lambda event: None, writes=False, state_shard=holding)
-        assert keeper.resume(Alike()).snapshot.values["told"] == {"loss": 1.0}  # type: ignore[arg-type]
+        keeper = Checkpointer(tmp_path, empty(holding), lambda event: None)
+        assert keeper.resume(Alike()).snapshot.values["progress"] == {"loss": 1.0}  # type: ignore[arg-type]
         mine = whole if holding is None else cut(whole, holding)
         assert_same(keeper.live.capture(4, {}), mine.capture(4, {}))
 
@@ -494,17 +522,17 @@ def test_a_part_that_never_comes_is_told_once_and_what_stands_stays(tmp_path: Pa
     for step in (2, 3):
         crew.save(step, without=[1])
         crew.wait()
-        assert crew.keepers[0].failing and crew.keepers[0].saved_step == 1
+        assert crew.keepers[0].policy.failing and crew.keepers[0].saved_step == 1
     assert crew.told() == [[("CheckpointSaved", 1), ("SaveFailed", 2)], []]
     (event,) = [e for e in crew.events[0] if isinstance(e, SaveFailed)]
-    assert "the checkpoint of step 2 was not written: part 1 of 2 did not come" in event.reason
+    assert "the checkpoint of step 2 was not written: shard 1 of 2 did not come" in event.reason
     assert names(tmp_path / "checkpoints") == ["step-00000001"]
     crew.keepers[0].export()
     assert isinstance(crew.events[0][-1], SaveFailed) and not (tmp_path / "model.safetensors").exists()
     crew.keepers[0].directory.stall_seconds = 30.0
     crew.save(4)
     crew.close()
-    assert crew.told()[0][-1] == ("CheckpointSaved", 4) and not crew.keepers[0].failing
+    assert crew.told()[0][-1] == ("CheckpointSaved", 4) and not crew.keepers[0].policy.failing
     newest = CheckpointDirectory(tmp_path / "checkpoints").newest()
     assert newest is not None
     assert_same(newest.snapshot, whole.capture(4, {"loss": 1.0}))
@@ -529,20 +557,20 @@ def test_a_leader_that_failed_is_given_the_part_again(tmp_path: Path, monkeypatc
 
 def test_a_part_that_cannot_be_written_is_told_by_the_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = Crew(tmp_path, trained(), sliced())
-    real = files.save_tensors
+    real = sharding.save_tensors
 
     def full(tensors: dict[str, Tensor], path: Path) -> None:
         if path.name == "optimizer-1.safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(tensors, path)
 
-    monkeypatch.setattr(files, "save_tensors", full)
+    monkeypatch.setattr(sharding, "save_tensors", full)
     for step in (1, 2):
         crew.save(step)
         crew.wait()
     assert crew.told() == [[("SaveFailed", 1)], []]
     reason = crew.events[0][0].reason  # type: ignore[attr-defined]
-    assert "step 1 was not written: No space left on device (part 1)" in reason and "free some space" in reason
+    assert "step 1 was not written: No space left on device (shard 1)" in reason and "free some space" in reason
     assert names(tmp_path / "checkpoints") == []
     crew.close()
 
@@ -553,19 +581,20 @@ def test_roles_change_with_the_members(tmp_path: Path) -> None:
     idle = StateShard(shapes=SHAPES, held=layout[1].held, num_shards=2)
     crew = Crew(tmp_path, whole, [*layout, idle])
     for keeper, holding in zip(crew.keepers, [*layout, idle], strict=True):
-        keeper.regroup(writes=holding.shard_index is not None, state_shard=holding, writers=("a", "b"))
+        keeper.regroup(2, is_leader=holding.is_leader, state_shard=holding, writers=("a", "b"))
     crew.save(1, without=[1])
     for number, holding in ((0, layout[0]), (2, layout[1])):
-        crew.keepers[number].regroup(writes=True, state_shard=holding, writers=("a", "c"))
+        crew.keepers[number].regroup(2, is_leader=holding.is_leader, state_shard=holding, writers=("a", "c"))
     crew.wait()
-    assert crew.keepers[0].failing and crew.told() == [[], [], []]
+    assert crew.keepers[0].policy.failing and crew.told() == [[], [], []]
     crew.save(2, token="u", without=[1])
     crew.wait()
     assert crew.told() == [[("CheckpointSaved", 2)], [], []]
     assert names(tmp_path / "checkpoints") == ["step-00000002"]
     # The leader is lost, too, and the third worker is alone with everything: the format of one.
     alone = StateShard(shapes=SHAPES, writes=set(ALL), shard_index=0, num_shards=1)
-    keeper = Checkpointer(tmp_path, cut(whole, alone), crew.events[2].append, writes=True, state_shard=alone)
+    keeper = Checkpointer(tmp_path, cut(whole, alone), crew.events[2].append)
+    keeper.regroup(1, is_leader=True)
     keeper.save(3, {"loss": 1.0}, "v")
     keeper.export()
     keeper.close()
@@ -581,7 +610,7 @@ def test_the_same_step_is_written_anew_by_other_members(tmp_path: Path) -> None:
     crew = Crew(tmp_path, trained(), [*layout, layout[1]])
     crew.save(1, without=[1, 2])
     for number, holding in ((0, layout[0]), (2, layout[1])):
-        crew.keepers[number].regroup(writes=True, state_shard=holding, writers=("a", "c"))
+        crew.keepers[number].regroup(2, is_leader=holding.is_leader, state_shard=holding, writers=("a", "c"))
     crew.save(1, token="u", without=[1])
     crew.keepers[0].export()
     crew.close()

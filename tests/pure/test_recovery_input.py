@@ -24,7 +24,7 @@ from shoal.testing import dropout_net, job_for
         ("--min-workers 0", "--min-workers 0: at least 1 is needed"),
         ("--max-failures -1", "--max-failures -1: a number of lost workers, 0 or more"),
         ("--lease 0", "--lease 0.0: seconds above 0"),
-        ("--store redis://here", "there is no store at 'redis://here': it is on this machine, or an etcd"),
+        ("--store redis://here", "'redis://here' is no address of a store: a store is on this machine, or an etcd"),
         ("--checkpoint often", "--checkpoint often: auto, or a number of steps from 1 up"),
     ],
 )

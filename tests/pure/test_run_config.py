@@ -10,7 +10,7 @@ import pytest
 import shoal
 from helpers.command import Caller, refused, write_job
 from shoal.cli.main import build_parser, parse
-from shoal.cli.options import config_of
+from shoal.cli.options import run_config_of
 from shoal.driver.make_plan import plan_for
 from shoal.errors import InputError, PlanError, RunFolderError
 from shoal.job.load import load_job
@@ -33,7 +33,7 @@ def flags(command: str) -> dict[str, argparse.Action]:
 
 
 def given(*words: str) -> RunConfig:
-    return config_of(parse(["train", "job.py", *words]))
+    return run_config_of(parse(["train", "job.py", *words]))
 
 
 # -- fields and flags -------------------------------------------------------------------------------------------------
@@ -81,11 +81,11 @@ def test_help_has_the_field_s_own_sentence() -> None:
     ],
 )  # fmt: skip
 def test_flags_and_python_say_the_same(words: list[str], fields: dict[str, Any]) -> None:
-    assert given(*words) == RunConfig().changed(**fields) != RunConfig()
+    assert given(*words) == RunConfig().changed(detached=True, **fields) != given()
 
 
 def test_flags_that_are_not_given_change_nothing() -> None:
-    assert given() == RunConfig()
+    assert given() == RunConfig().changed(detached=True)
 
 
 # -- groups and flat names --------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import torch
 
 from helpers.odd_server import Answer, Odd
 from shoal.errors import InputError, RunError
-from shoal.paramserver import client as client_module
-from shoal.paramserver import remote_dense
+from shoal.paramserver import remote_dense, request_client
+from shoal.paramserver.addresses import listen
 from shoal.paramserver.client import ParameterClient, RefusedError, ServerUnreachable
-from shoal.paramserver.connections import DIAL_SECONDS, ShardLinks
+from shoal.paramserver.connections import DIAL_SECONDS, ConnectionOptions, ShardLinks
 from shoal.paramserver.local_servers import LocalServers
 from shoal.paramserver.messages import (
     AckReply,
@@ -34,7 +34,6 @@ from shoal.paramserver.messages import (
 )
 from shoal.paramserver.session import ShardSession
 from shoal.paramserver.shard import ParameterShard
-from shoal.paramserver.transport import listen
 
 # -- numbers and retries, pure -----------------------------------------------------------------------------------------
 
@@ -151,7 +150,7 @@ def test_futures_are_settled_in_any_order() -> None:
 
 
 def test_to_wait_for_oneself_is_told() -> None:
-    with ParameterClient([Odd()]) as client, pytest.raises(RunError, match="wait for ever: StatusRequest by shard 0"):
+    with ParameterClient([Odd()]) as client, pytest.raises(RunError, match="wait forever: StatusRequest by shard 0"):
         client.request(0, StatusRequest()).wait()
 
 
@@ -190,7 +189,7 @@ def test_what_is_refused_is_raised_once_somebody_looks() -> None:
 
 
 def test_too_much_under_way_waits_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "WINDOW_REQUESTS", 5)
+    monkeypatch.setattr(request_client, "WINDOW_REQUESTS", 5)
     shard = Odd()
     most = 0
 
@@ -287,7 +286,7 @@ def test_rows_that_are_not_there_are_told(client: ParameterClient) -> None:
         table.pull(torch.tensor([3, 100]))
     with pytest.raises(InputError, match="row -1"):
         table.push(torch.tensor([-1]), torch.ones(1, 2))
-    with pytest.raises(InputError, match="whole numbers, but these are float32"):
+    with pytest.raises(InputError, match="ids of rows are integers, but these are float32"):
         table.pull(torch.tensor([1.0]))
     with pytest.raises(InputError, match=r"\[1, 2\] are needed"):
         table.push(torch.tensor([1]), torch.ones(1, 3))
@@ -344,7 +343,7 @@ def test_a_server_that_is_not_there_is_named_with_the_time(tmp_path: Path) -> No
 def test_what_is_no_server_is_told(tmp_path: Path) -> None:
     """Something else listens there, and says nothing."""
     other = socket.create_server(("127.0.0.1", 0))
-    with pytest.raises(ServerUnreachable, match="it takes the connection, and does not answer"):
+    with pytest.raises(ServerUnreachable, match="it accepts the connection, and does not answer"):
         ParameterClient([f"tcp://127.0.0.1:{other.getsockname()[1]}"], timeout=0.1)
     other.close()
 
@@ -366,7 +365,7 @@ def test_a_newer_process_of_a_worker_ends_the_older_one() -> None:
 def test_a_connection_that_is_lost_in_its_greeting_is_made_again_soon(tmp_path: Path) -> None:
     """A process that is being killed still takes a connection, and then closes it."""
     listener, address = listen(f"unix:{tmp_path / 'server'}", None)
-    links = ShardLinks([address], 0, None, 30.0, None, False, None)
+    links = ShardLinks([address], ConnectionOptions(0, None, 30.0, None, False, None))
     (link,) = links.links
     now = time.monotonic()
     assert links.try_connect(link, now)

@@ -22,7 +22,8 @@ from shoal.paramserver.messages import (
     RefusedReply,
     TaskReply,
 )
-from shoal.paramserver.step_coordinator import CoordinatorReply, StepCoordinator
+from shoal.paramserver.replies import CoordinatorReply
+from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
 
 
@@ -181,7 +182,7 @@ def test_the_end_comes_to_meetings_that_are_not_closed() -> None:
     assert short(meet(made, 1, 0)) == [(1, "met", [0, 1])], "what was met was met"
 
 
-@pytest.mark.parametrize(("mode", "code"), [("sync", "mode"), ("quorum:2", "mode")])
+@pytest.mark.parametrize(("mode", "code"), [("sync", "sync-mode"), ("quorum:2", "sync-mode")])
 def test_there_is_no_queue_in_lockstep(mode: str, code: str) -> None:
     made = pace(mode)
     assert short(ask(made, 0)) == [(0, "refused", code)]
@@ -355,10 +356,10 @@ def test_tickets_that_were_done_before_are_not_given() -> None:
 def test_a_ticket_that_the_run_does_not_have_is_refused() -> None:
     made = pace("async", steps=7)
     told = ask(made, 0, done=7)
-    assert short(told) == [(0, "refused", "ticket")]
+    assert short(told) == [(0, "refused", "lease")]
     assert isinstance(told[0].reply, RefusedReply)
     assert "7" in told[0].reply.reason and "0 to 6" in told[0].reply.reason
-    assert short(meet(made, 0, 0)) == [(0, "refused", "mode")]
+    assert short(meet(made, 0, 0)) == [(0, "refused", "sync-mode")]
 
 
 def test_notes_come_in_the_order_of_tickets() -> None:

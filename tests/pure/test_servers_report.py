@@ -347,8 +347,8 @@ def test_refused_gradients_are_counted_once_for_all_servers() -> None:
     assert value["servers"]["refused"] == {"gap": 9, "late": 5}, "a gap is sent again: no work is lost"
     assert value["servers"]["refused_share"] == pytest.approx(5 / 25)
     assert "5 late gradients (20.0 %)" in printed(value)
-    value = value_of([*events, served(0, refused={"late": 5, "ticket": 2, "shape": 1})])
-    assert "8 gradients (28.6 %): 5 late, 1 with a wrong shape, 2 of steps that were done before" in printed(value)
+    value = value_of([*events, served(0, refused={"late": 5, "lease": 2, "shape": 1})])
+    assert "8 gradients (28.6 %): 5 late, 2 of steps that were done before, 1 with a wrong shape" in printed(value)
 
 
 def test_in_local_mode_an_update_is_many_steps() -> None:

@@ -52,7 +52,8 @@ from shoal.paramserver.messages import (
     WelcomeReply,
 )
 from shoal.paramserver.reduce import SparseGradient, add_sparse
-from shoal.paramserver.shard import ParameterShard, ShardReply
+from shoal.paramserver.replies import ShardReply
+from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.sharding import shard_dense
 from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
@@ -75,7 +76,7 @@ def test_a_repeated_order_is_answered_as_before_and_applied_once() -> None:
     assert again == ShardReply(worker.who, 3, AckReply(1), ())
     assert pushes(worker, spec) == 2 and shard.stats().duplicates == 1
     (gap,) = shard.handle(worker.who, 9, 6, 0, request, tensors)
-    assert "order 6" in refused(gap, "gap") and "order 4" in refused(gap, "gap")
+    assert "write 6" in refused(gap, "gap") and "write 4" in refused(gap, "gap")
     (none,) = shard.handle(worker.who, 9, 0, 0, request, tensors)
     refused(none, "sequence")
     for _ in range(70):
@@ -127,7 +128,7 @@ def test_a_ticket_is_applied_once_whoever_pushes_it() -> None:
     assert second.push(spec, one, lease=1)[0].reply == AckReply(3)
     shard = first.shards[0]
     assert (shard._applied_leases.floor, shard._applied_leases.above) == (3, set())
-    assert pushes(first, spec) == 3 and shard.stats().refused == {"ticket": 2}
+    assert pushes(first, spec) == 3 and shard.stats().refused == {"lease": 2}
 
 
 def test_parts_of_an_update_are_one_update() -> None:
@@ -363,10 +364,10 @@ def test_nobody_is_ahead_of_a_shard() -> None:
     assert "at step 0" in refused(worker.order(ContributeRequest(1, (0, 1), [TableSlice("model")]), flats), "ahead")
     refused(worker.order(ApplyRequest(1, 1, [(0, 1)])), "ahead")
     refused(worker.look(SquaresRequest(1, 1, [(0, 1)])), "ahead")
-    begun = worker.order(PutRequest([], state={"begin": [7, []]}))
-    refused(begun, "begun")
+    begun = worker.order(PutRequest([], state={"start_from": [7, []]}))
+    refused(begun, "started")
     fresh = Worker([ParameterShard()])
-    assert fresh.order(PutRequest([], state={"begin": [7, [9]]})).reply == AckReply(0)
+    assert fresh.order(PutRequest([], state={"start_from": [7, [9]]})).reply == AckReply(0)
     fresh.declare(spec, {"count": torch.zeros(3)})
     assert fresh.order(ContributeRequest(6, (0, 1), [TableSlice("model")]), flats).reply == LateReply(7)
     fresh.contribute(spec, 7, (0, 1), {"count": torch.ones(3)})
@@ -381,15 +382,15 @@ def test_a_run_begins_once_however_often_that_is_said() -> None:
     for number, shard in enumerate(shards):
         who = ClientId(0, 1)
         shard.on_hello(HelloRequest(who.worker, who.incarnation))
-        begin = PutRequest([], state={"begin": [4, [6], "", 4]})
+        begin = PutRequest([], state={"start_from": [4, [6], "", 4]})
         replies = [shard.handle(who, 1, 1, 0, DeclareRequest("model", spec)), shard.handle(who, 2, 2, 0, begin)]
         if number == holds:
             replies.append(shard.handle(who, 3, 3, 0, PutRequest([TableSlice("model")]), [torch.zeros(64)]))
         at = len(replies)
         replies.append(shard.handle(who, at + 1, at + 1, 0, begin))
         assert all(isinstance(answers[0].reply, AckReply) for answers in replies)
-        other = PutRequest([], state={"begin": [5, [], "", 5]})
-        assert shard.handle(who, at + 2, at + 2, 0, other)[0].reply.code == "begun"  # type: ignore[union-attr]
+        other = PutRequest([], state={"start_from": [5, [], "", 5]})
+        assert shard.handle(who, at + 2, at + 2, 0, other)[0].reply.code == "started"  # type: ignore[union-attr]
         stood = shard.handle(who, at + 3, 0, 0, StatusRequest())[0].reply
         assert isinstance(stood, StatusReply) and (stood.step, stood.start_step, stood.filled) == (4, 4, True)
 
@@ -441,7 +442,7 @@ def test_a_meeting_is_answered_when_all_have_come() -> None:
     (again,) = shard.handle(first.who, first.tag, first.sequence[0], 0, BarrierRequest(0, b"a"))
     assert again.reply == answers[0].reply and len(again.tensors) == 1
     lone = Worker([ParameterShard()], 0)
-    refused(lone.order(BarrierRequest(0, b"")), "pace")
+    refused(lone.order(BarrierRequest(0, b"")), "coordinator")
 
 
 def test_a_lost_workers_ticket_goes_to_another() -> None:

@@ -31,8 +31,9 @@ from shoal.paramserver.messages import (
     TableSlice,
     WelcomeReply,
 )
+from shoal.paramserver.replies import ShardReply
 from shoal.paramserver.rollback import MAX_POLLS, NoCommonSnapshotError, are_consistent, plan_rewind
-from shoal.paramserver.shard import ParameterShard, ShardReply
+from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.sharding import flat_layout, shard_dense
 from shoal.paramserver.snapshot import ShardSnapshot, SnapshotFolder
 from shoal.paramserver.step_coordinator import StepCoordinator
@@ -171,7 +172,7 @@ def test_a_rewind_is_for_one_process_of_a_shard() -> None:
     )
     second.restore(captured)
     worker.shards = [second]
-    assert "process 1 of shard 0 was to go back, and this is process 2" in refused(
+    assert "the request is for process 1 of shard 0, and this is process 2" in refused(
         worker.order(RewindRequest(7, 0, server_incarnation=1)), "fenced"
     )
     assert second.generation == 0
@@ -256,6 +257,17 @@ def test_two_snapshots_are_kept_and_read_back(tmp_path: Path) -> None:
         assert snapshots.newest() is None
 
 
+def test_a_snapshot_of_another_format_is_refused_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SnapshotFolder(tmp_path / "s") as snapshots:
+        with monkeypatch.context() as patch:
+            patch.setattr("shoal.paramserver.snapshot.FORMAT", "shoal-shard 1")
+            snapshots.write(captured_at(1))
+        sentence = "s/snapshot-00000001 has format 'shoal-shard 1', and this Shoal reads 'shoal-shard 2'"
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=sentence):
+                snapshots.newest()
+
+
 @pytest.mark.parametrize("name", ["values.msgpack", "tensors.safetensors", "manifest.json"])
 @pytest.mark.parametrize("harm", ["flipped", "torn", "missing"])
 def test_a_damaged_snapshot_falls_back_to_the_older(name: str, harm: str, tmp_path: Path) -> None:
@@ -279,7 +291,7 @@ def test_when_all_are_damaged_it_is_said(tmp_path: Path) -> None:
         snapshots.write(captured_at(1))
         (path,) = (tmp_path / "s").glob("snapshot-*")
         (path / "values.msgpack").write_bytes(b"")
-        with pytest.raises(CheckpointError, match="none of the 1 snapshots in s is whole"):
+        with pytest.raises(CheckpointError, match="none of the 1 snapshots in s is intact"):
             snapshots.newest()
         assert path.exists()
 
@@ -309,6 +321,6 @@ def test_starts_are_counted_and_two_processes_never_serve_one_shard(tmp_path: Pa
             SnapshotFolder(tmp_path / "shard-3")
     with SnapshotFolder(tmp_path / "shard-3") as again:
         assert again.next_incarnation() == 2
-    (tmp_path / "shard-3" / "boot").write_text("two")
+    (tmp_path / "shard-3" / "incarnation").write_text("two")
     with SnapshotFolder(tmp_path / "shard-3") as broken, pytest.raises(InputError, match="does not hold a number"):
         broken.next_incarnation()

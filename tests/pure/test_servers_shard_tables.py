@@ -240,7 +240,7 @@ def bad_pushes() -> dict[str, tuple[str, list[TableSlice], Callable[[Tensor], li
         "doubles": ("dtype", [model], lambda good: [good.double()]),
         "nan": ("nonfinite", [model], nan),
         "infinities": ("nonfinite", [model], infinities),
-        "table twice": ("slot", [model, model], lambda good: [good, good]),
+        "table twice": ("slice", [model, model], lambda good: [good, good]),
         "no optimizer": ("optimizer", [TableSlice("fixed")], lambda good: [torch.zeros(64)]),
         "unfilled": ("unfilled", [TableSlice("empty")], lambda good: [torch.zeros(64)]),
         "row out of range": ("row", [words], lambda good: [torch.tensor([1, 100]), torch.zeros(2, 4)]),

@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.paramserver import reduce as push_reduction
 from shoal.paramserver import shard
 from shoal.paramserver.dense_table import DenseTable
+from shoal.paramserver.lease_queue import LeaseQueue
 from shoal.paramserver.messages import ApplyRequest, PushRequest, RewindRequest
 from shoal.paramserver.pending_steps import PendingSteps
 from shoal.paramserver.reduce import ReducedContributions
@@ -21,7 +22,6 @@ from shoal.paramserver.rollback import plan_rewind
 from shoal.paramserver.session import ShardSession
 from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.sparse_table import SparseTable
-from shoal.paramserver.step_coordinator import LeaseQueue
 from shoal.paramserver.tables import ShardTables
 from shoal.testing.simulation import server_clients
 from shoal.testing.simulation.__main__ import main

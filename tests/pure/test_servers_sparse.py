@@ -218,7 +218,7 @@ def test_a_row_out_of_range_changes_nothing() -> None:
     held = table(shard=1, shards=2, settings={"lr": 1.0})
     held.push(ids(1, 49), torch.ones(2, DIM), 1)
     before = held.capture()
-    for wrong, says in [(50, "words: row 50, but it has rows 0 to 49"), (-1, "row -1"), (4, "row 4 is of shard 0")]:
+    for wrong, says in [(50, "words: row 50, but it has rows 0 to 49"), (-1, "row -1"), (4, "row 4 is on shard 0")]:
         for call in (lambda w=wrong: held.pull(ids(w)), lambda w=wrong: held.push(ids(1, w), torch.ones(2, DIM), 2)):
             with pytest.raises(ValueError, match=says) as caught:
                 call()

@@ -19,6 +19,7 @@ from torch import Tensor
 from helpers.server_guests import Echo, Guest, turns
 from shoal.errors import InputError
 from shoal.paramserver import server as server_module
+from shoal.paramserver.addresses import listen, read_address
 from shoal.paramserver.dispatcher import token_proof
 from shoal.paramserver.messages import (
     AckReply,
@@ -37,7 +38,7 @@ from shoal.paramserver.messages import (
 from shoal.paramserver.server import ParameterServer
 from shoal.paramserver.shm_ring import RingReader, RingWriter, create_ring
 from shoal.paramserver.spin_wait import MAX_CREDIT, RETRY_AFTER, SpinWait
-from shoal.paramserver.transport import ConnectionLost, SocketTransport, dial, listen, read_address
+from shoal.paramserver.transport import ConnectionLost, SocketTransport, dial
 from shoal.paramserver.wire_format import (
     DTYPES,
     IN_SHARED_MEMORY,
@@ -264,7 +265,7 @@ def test_large_bodies_go_through_shared_memory(server: ParameterServer) -> None:
 
 
 def header(
-    *, version: int = 1, kind: int = 1, flags: int = 0, table: bytes = b"", meta: bytes = b"", body: int = 0,
+    *, version: int = 2, kind: int = 1, flags: int = 0, table: bytes = b"", meta: bytes = b"", body: int = 0,
     place: int = 0, worker: int = 0, table_bytes: int | None = None, meta_bytes: int | None = None,
 ) -> bytes:  # fmt: skip
     """With a right checksum, whatever it says."""
@@ -288,7 +289,7 @@ BEFORE_HELLO = {
     "a pickle": (b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix", r"begins with b'\\x80\\x04\\x95\\x1f'"),
     "random bytes": (random.Random(7).randbytes(500), "not a frame of Shoal"),
     "two bytes of something else": (b"{}", r"begins with b'{}'"),
-    "another version": (header(version=9), "version 9, but this side speaks version 1"),
+    "another version": (header(version=9), "version 9, but this side reads version 2"),
     "an unknown kind": (header(kind=7), "kind 7"),
     "unknown flags": (header(flags=64), "flags 64"),
     "a large body from nobody": (header(meta=PUT, table=entry(0, 1 << 20), body=4 << 20), "at most 0 are taken"),
@@ -297,7 +298,7 @@ BEFORE_HELLO = {
     "an answer": (header(kind=2, meta=encode(AckReply(1))), "servers take requests"),
     "words that are no message": (header(meta=b"\xc1\xc1"), "cannot be read"),
     "a message of no known kind": (header(meta=encode(["Explode", 1])), "cannot be read"),
-    "a message with wrong types": (header(meta=encode(["Hello", "root", 1, b"", False])), "cannot be read"),
+    "a message with wrong types": (header(meta=encode(["HelloRequest", "root", 1, b"", False])), "cannot be read"),
     "deep nesting": (header(meta=b"\x91" * 4000), "cannot be read"),
 }
 AFTER_HELLO = {
@@ -320,7 +321,7 @@ AFTER_HELLO = {
         header(meta=PUT, flags=IN_SHARED_MEMORY, table=entry(0, 16), body=64),
         "there is none",
     ),
-    "another worker's name": (header(meta=PUT, worker=3), "worker 0 spoke as worker 3"),
+    "another worker's name": (header(meta=PUT, worker=3), r"a frame of worker 3, .* on the connection of worker 0"),
     "half a checksum": (header(meta=PUT)[:4] + bytes(4) + header(meta=PUT)[8:], "the checksum is"),
 }
 

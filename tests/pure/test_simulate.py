@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from helpers.intervals import time_shares
 from helpers.places import GOLDEN
 from shoal.collectives import cost_model as runtime_cost
 from shoal.collectives import trees
@@ -51,8 +52,8 @@ from shoal.planner.simulate.servers import SimulatedServers, compare_modes, simu
 from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_stragglers
 from shoal.planner.simulate.stragglers import StragglerModel
 from shoal.planner.simulate.time_to_accuracy import ConvergenceLaw, time_to_accuracy
-from shoal.recovery.checkpoint import interval
-from shoal.recovery.checkpoint.interval import DAY
+from shoal.recovery.checkpoint import policy as checkpoint_policy
+from shoal.recovery.checkpoint.policy import DAY
 
 CHIP = Device(
     name="chip", peak={"bf16": 3e14, "fp32": 2e13}, memory=int(80e9), memory_bandwidth=2e12, half_flops=4e9, price=2.0
@@ -758,11 +759,11 @@ def test_interruptions_of_the_published_run() -> None:
 
 
 def test_the_loss_is_that_of_the_closed_form() -> None:
-    """Restarts and saving as chosen: losses near M (e^((T+C)/M) − 1), Daly 2006, which checkpoint/interval.py has."""
+    """Restarts and saving as chosen: losses near M (e^((T+C)/M) − 1), Daly 2006, which checkpoint/policy.py has."""
     policy = replace(RESTART_ALL, detect=0.0, restart=0.0)
     trial = FailureScenario(seconds=4000 * DAY, devices=1, step=1.0, save=60.0, mtbf=0.5 * DAY, interval=1800.0)
     found = simulate_failures(trial, policy, seed=2)
-    save, repeat = interval.time_shares(1800.0, 60.0, 0.5 * DAY, 0.0)
+    save, repeat = time_shares(1800.0, 60.0, 0.5 * DAY, 0.0)
     assert found.lost["saving"] / found.seconds == pytest.approx(save, rel=0.05)
     assert found.lost["repeated"] / found.seconds == pytest.approx(repeat, rel=0.05)
     assert found.failures == pytest.approx(8000, rel=0.05)
@@ -771,11 +772,11 @@ def test_the_loss_is_that_of_the_closed_form() -> None:
 def test_dalys_interval_is_best_and_the_runtimes() -> None:
     for save in (0.5, 5.0, 500.0, 1e5):
         for mean in (1e3, 1e5):
-            assert interval.young(save, mean) == math.sqrt(2 * save * mean)
+            assert checkpoint_policy.young(save, mean) == math.sqrt(2 * save * mean)
     policy = replace(RESTART_ALL, detect=0.0, restart=0.0)
     trial = FailureScenario(seconds=2000 * DAY, devices=1, step=1.0, save=60.0, mtbf=DAY)
     best = simulate_failures(trial, policy)
-    assert best.interval == interval.daly(60.0, DAY)
+    assert best.interval == checkpoint_policy.daly(60.0, DAY)
     for times in (0.3, 3.0):
         assert simulate_failures(replace(trial, interval=times * best.interval), policy).goodput < best.goodput
 

@@ -15,7 +15,9 @@ from torch.optim import lr_scheduler as schedulers
 
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import quick_digest, tensor_digests, tensor_sha256
-from shoal.recovery.checkpoint.directory import CheckpointDirectory, Snapshot
+from shoal.recovery.checkpoint.directory import CheckpointDirectory
+from shoal.recovery.checkpoint.files import Snapshot
+from shoal.recovery.checkpoint.live_state import LiveState
 from shoal.recovery.checkpoint.serialize import decode, encode
 from shoal.recovery.checkpoint.state import (
     capture_extra,
@@ -27,7 +29,6 @@ from shoal.recovery.checkpoint.state import (
     restore_scheduler,
     restore_weights,
 )
-from shoal.worker.checkpointer import LiveState
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from shoal.errors import InputError
-from shoal.recovery.membership import sqlite_server
+from shoal.recovery.membership import sqlite_records
 from shoal.recovery.membership.etcd import EtcdAddress, parse_address
 from shoal.recovery.membership.open_store import open_store
 
@@ -15,7 +15,7 @@ from shoal.recovery.membership.open_store import open_store
 
 
 def test_a_full_disk_takes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
-    records = sqlite_server.StoreRecords(tmp_path / "store.db", now=0.0)
+    records = sqlite_records.StoreRecords(tmp_path / "store.db", now=0.0)
     assert records._disk.execute("pragma synchronous").fetchone() == (2,), "each commit is on disk, not on its way"
     before = records.put("a", b"1", None)
     records._disk.execute("pragma max_page_count = 1")  # as many as it has: it may not grow
@@ -32,8 +32,8 @@ def test_a_full_disk_takes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
 def test_removals_beyond_memory_are_answered_as_if_they_mattered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_server, "TOMBSTONES_KEPT", 10)
-    records = sqlite_server.StoreRecords(tmp_path / "store.db", now=0.0)
+    monkeypatch.setattr(sqlite_records, "TOMBSTONES_KEPT", 10)
+    records = sqlite_records.StoreRecords(tmp_path / "store.db", now=0.0)
     start = records.put("a", b"", None)
     for number in range(30):
         records.put(f"{number}", b"", None)
@@ -41,7 +41,7 @@ def test_removals_beyond_memory_are_answered_as_if_they_mattered(
     assert records.changed("b", start), "what happened then is forgotten"
     assert not records.changed("b", last) and not records.changed("a", last - 3)
     records.close()
-    again = sqlite_server.StoreRecords(tmp_path / "store.db", now=0.0)
+    again = sqlite_records.StoreRecords(tmp_path / "store.db", now=0.0)
     assert again.revision == last and again.changed("b", start) and not again.changed("a", last - 3)
     assert again.changed("", last + 1), "of a store that was here before"
     assert again.read("") == {"a": (b"", start)}

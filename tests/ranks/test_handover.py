@@ -9,9 +9,9 @@ from torch import nn
 
 from shoal.collectives.group import WorkerGroup
 from shoal.numerics.digest import model_digest, tensor_digests
+from shoal.recovery.checkpoint.live_state import LiveState
 from shoal.testing import RanksFailed, ranks
 from shoal.worker import state_transfer
-from shoal.worker.checkpointer import LiveState
 from shoal.worker.state_transfer import preallocate, receive_state, send_state
 
 
@@ -52,7 +52,7 @@ def hand_over(group: WorkerGroup) -> list[Any]:
     preallocate(newcomer.parameters.values())
     snapshot, _ = receive_state(group, 0)
     newcomer.restore(snapshot, own=True)
-    assert snapshot.step == 3 and snapshot.values["told"] == {"loss": 0.5}
+    assert snapshot.step == 3 and snapshot.values["progress"] == {"loss": 0.5}
     return [state(newcomer), newcomer.state["seen"]["samples"]]
 
 

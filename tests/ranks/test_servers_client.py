@@ -243,7 +243,7 @@ def test_a_server_that_is_stopped_is_noticed() -> None:
     with LocalServers(1) as servers, ParameterClient(servers.addresses, timeout=0.4) as client:
         os.kill(servers.pids[0], signal.SIGSTOP)
         try:
-            with pytest.raises(ServerUnreachable, match=r"no word from it|does not answer"):
+            with pytest.raises(ServerUnreachable, match=r"no reply from it|does not answer"):
                 client.request(0, StatsRequest()).wait()
         finally:
             os.kill(servers.pids[0], signal.SIGCONT)
@@ -262,7 +262,7 @@ def test_an_answer_that_takes_long_is_waited_for() -> None:
         LocalServers(1, make_shard=made) as servers,
         ParameterClient(servers.addresses, timeout=0.1, notify=notices.append) as client,
     ):
-        with pytest.raises(RunError, match=r"no answer within 0\.4 s: PutRequest by shard 0"):
+        with pytest.raises(RunError, match=r"no reply within 0\.4 s: PutRequest by shard 0"):
             client.request(0, PutRequest([])).wait(0.4)
         assert client.request(0, StatusRequest()).wait()[0] == AckReply(1)
     assert notices == []

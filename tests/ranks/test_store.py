@@ -19,7 +19,7 @@ import pytest
 
 from helpers.etcd import etcd_server, free_ports, post, until
 from shoal.errors import InputError, RunError
-from shoal.recovery.membership import sqlite_client, sqlite_server
+from shoal.recovery.membership import sqlite_client, sqlite_messages, sqlite_process, sqlite_records, sqlite_server
 from shoal.recovery.membership.etcd import EtcdStore
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
     finally:
         sqlite_client.stop_server(tmp_path)
-        assert not sqlite_server.is_locked(tmp_path)
+        assert not sqlite_messages.is_locked(tmp_path)
 
 
 @pytest.fixture(params=["embedded", "etcd"])
@@ -196,10 +196,10 @@ def test_waiting_ends_with_a_change_under_the_prefix(kind: Kind) -> None:
 # -- the embedded store's server --------------------------------------------------------------------------------------
 
 
-def kill(folder: Path) -> sqlite_server.StoreServerInfo:
+def kill(folder: Path) -> sqlite_messages.StoreServerInfo:
     serving = sqlite_client.start_server(folder)
     os.kill(serving.pid, signal.SIGKILL)
-    until(lambda: not sqlite_server.is_locked(folder))
+    until(lambda: not sqlite_messages.is_locked(folder))
     return serving
 
 
@@ -276,7 +276,7 @@ def test_there_is_one_server_however_many_are_started(folder: Path, tmp_path: Pa
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(sqlite_client.start_server, [folder] * 4))
     assert len(set(found)) == 1
-    assert sqlite_server.read_server_info(folder) == found[0]
+    assert sqlite_messages.read_server_info(folder) == found[0]
     assert stat.S_IMODE((folder / "store.json").stat().st_mode) == 0o600, "the token is in it"
     assert os.getsid(found[0].pid) == found[0].pid, "a session of its own: no terminal, and no signal of ours"
 
@@ -317,7 +317,7 @@ def test_stopping_ends_it_and_keeps_what_it_holds(folder: Path) -> None:
     serving = sqlite_client.start_server(folder)
     sqlite_client.stop_server(folder)
     assert not sqlite_client.server_running(folder)
-    assert sqlite_server.process_start_ticks(serving.pid) is None
+    assert sqlite_messages.process_start_ticks(serving.pid) is None
     assert sorted(path.name for path in folder.iterdir()) == ["store.db", "store.lock"]
     sqlite_client.stop_server(folder)  # no harm
     sqlite_client.start_server(folder)
@@ -330,7 +330,7 @@ def test_stopping_ends_one_that_does_not_answer(folder: Path, monkeypatch: pytes
     serving = sqlite_client.start_server(folder)
     os.kill(serving.pid, signal.SIGSTOP)
     sqlite_client.stop_server(folder)
-    assert sqlite_server.process_start_ticks(serving.pid) is None
+    assert sqlite_messages.process_start_ticks(serving.pid) is None
     assert not (folder / "store.json").exists()
 
 
@@ -341,15 +341,15 @@ def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
     time.sleep(0.6)  # a client is there
     assert sqlite_client.server_running(tmp_path) and not store.renew(lease)
     store.close()
-    until(lambda: sqlite_server.process_start_ticks(serving.pid) is None)
+    until(lambda: sqlite_messages.process_start_ticks(serving.pid) is None)
     assert not sqlite_client.server_running(tmp_path) and not (tmp_path / "store.json").exists()
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(sqlite_server.frame(sqlite_server.StoreHello("0" * 32)), id="wrong token"),
-        pytest.param(sqlite_server.frame(sqlite_server.StoreRead("")), id="no token"),
+        pytest.param(sqlite_messages.frame(sqlite_messages.StoreHello("0" * 32)), id="wrong token"),
+        pytest.param(sqlite_messages.frame(sqlite_messages.StoreRead("")), id="no token"),
         pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", id="something else"),
         pytest.param(struct.pack(">I", 0xFFFFFFFF), id="huge"),
         pytest.param(struct.pack(">I", 5) + b"\x80\x04K\x01.", id="a pickle"),
@@ -373,13 +373,13 @@ def test_one_with_the_token_is_sent_away_too(folder: Path) -> None:
     serving = sqlite_client.start_server(folder)
     store = sqlite_client.connect(folder)
     for words in (
-        struct.pack(">I", sqlite_server.REQUEST_BYTES + 1),
+        struct.pack(">I", sqlite_messages.REQUEST_BYTES + 1),
         struct.pack(">I", 3) + b"\xff\xff\xff",
-        sqlite_server.frame(sqlite_server.StoreGrant(-1.0)),
-        sqlite_server.frame(sqlite_server.StorePut("", b"", None)),
+        sqlite_messages.frame(sqlite_messages.StoreGrant(-1.0)),
+        sqlite_messages.frame(sqlite_messages.StorePut("", b"", None)),
     ):
         with socket.create_connection((serving.address, serving.port), timeout=10) as client:
-            client.sendall(sqlite_server.frame(sqlite_server.StoreHello(serving.token)))
+            client.sendall(sqlite_messages.frame(sqlite_messages.StoreHello(serving.token)))
             assert len(client.recv(100)) > 4
             client.sendall(words)
             with suppress(ConnectionResetError):
@@ -424,15 +424,17 @@ def test_a_store_that_cannot_be_started_says_why(tmp_path: Path) -> None:
 
 
 def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
-    tree = ast.parse(Path(sqlite_server.__file__).read_text())
+    modules = (sqlite_messages, sqlite_process, sqlite_records, sqlite_server)
+    nodes = [node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
     clocks = {
         node.attr
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time"
     }
     assert clocks == {"monotonic", "sleep"}
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported -= {module.__name__ for module in modules}
     assert not {"datetime", "shoal", "torch"} & {name.partition(".")[0] for name in imported}
     assert "torch" not in Path(f"/proc/{sqlite_client.start_server(folder).pid}/maps").read_text()
 

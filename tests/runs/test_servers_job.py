@@ -491,7 +491,7 @@ def test_a_resumed_run_has_its_outer_optimizer_back_on_any_number_of_servers(tmp
 def aside(run: Path) -> dict[str, Any]:
     found = CheckpointDirectory(run / "checkpoints").newest()
     assert found is not None
-    kept: dict[str, Any] = found.snapshot.values.get("aside", {})
+    kept: dict[str, Any] = found.snapshot.values.get("extra_optimizers", {})
     return kept
 
 

@@ -19,5 +19,6 @@ def arguments(parser: CommandParser) -> None:
 
 def call(given: argparse.Namespace) -> int:
     output = config_of(given).output
-    print_report(attach(find_run(given.run), quiet=output.quiet, plain=output.plain), given.json)
+    value = attach(find_run(given.run), quiet=output.quiet or given.json, plain=output.plain)
+    print_report(value, given.json)
     return 0

@@ -17,16 +17,14 @@ from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
 from shoal.worker.model_partition import ModelOutline, example_microbatch, make_outline
 
-TEXT = "a job's model as a row of blocks: what each costs, and where a layout cuts between and through them"
+TEXT = "a job's model as a row of blocks: parameters, costs, where a layout cuts"
 
 EXAMPLE = "shoal blocks examples/gpt.py --layout pipeline=2,tensor=2"
 
 
 def arguments(parser: CommandParser) -> None:
     job_argument(parser)
-    parser.add_argument(
-        "--layout", metavar="LIST", default="data=1", help="pipeline=2,tensor=2: shows stages and slices"
-    )
+    parser.add_argument("--layout", metavar="LIST", default="data=1", help="pipeline=2,tensor=2: stages and slices")
     parser.add_argument("--schedule", default="1f1b", metavar="NAME", help="of the pipeline (1f1b)")
     parser.add_argument("--chunks", type=int, metavar="N", help="stages on each worker (the schedule's own number)")
     parser.add_argument("--json", action="store_true", help="print the blocks as JSON")
@@ -38,7 +36,7 @@ def call(given: argparse.Namespace) -> int:
     return 0
 
 
-# -- what it prints -----------------------------------------------------------------------------------------------------
+# -- what it prints ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from shoal.errors import InputError
 from shoal.job.load import load_job
 from shoal.report.run_folder import RunFolder
 
-TEXT = "faults on purpose, and what becomes of the run"
+TEXT = "faults on purpose: does the run end with the hash of one without any?"
 SCHEDULED = {"every": "--every", "duration": "--for", "kinds": "--kinds", "fault_seed": "--fault-seed"}
 
 EXAMPLE = "shoal chaos digits.py --every 15s --for 5m --kinds kill,stop --fault-seed 1"
@@ -54,7 +55,8 @@ def call(given: argparse.Namespace) -> int:
         lab="partition" in schedule.kinds,
     )
     folder = RunFolder.create(None if config.output.run_dir is None else Path(config.output.run_dir))
-    card = run_chaos(target, schedule, folder, _ignore if getattr(given, "quiet", False) else _show)
+    emit = (lambda text: None) if config.output.quiet else partial(print, file=sys.stderr, flush=True)
+    card = run_chaos(target, schedule, folder, emit)
     print(msgspec.json.encode(card).decode() if given.json else "\n".join(scorecard_lines(card)))
     return int(not card.good)
 
@@ -75,11 +77,3 @@ def _schedule(given: argparse.Namespace, workers: int | None) -> FaultSchedule:
     if workers not in (None, schedule.workers):
         raise InputError(f"--workers {workers}, but the schedule was made for {schedule.workers}")
     return schedule
-
-
-def _show(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _ignore(text: str) -> None:
-    pass

@@ -18,7 +18,7 @@ from shoal.planner.cluster import Cluster, bandwidth_text, latency_text
 from shoal.planner.cluster import cluster_text as toml_text
 from shoal.report import human
 
-TEXT = "devices, hosts and links: presets and files shown, this machine measured"
+TEXT = "this machine measured; a cluster drawn with its narrow places"
 
 EXAMPLE = "shoal cluster show dgx-a100 --hosts 4"
 
@@ -26,25 +26,15 @@ EXAMPLE = "shoal cluster show dgx-a100 --hosts 4"
 def arguments(parser: CommandParser) -> None:
     parts = parser.add_subparsers(title="commands", metavar="COMMAND", dest="part", parser_class=CommandParser)
 
-    show = command(
-        parts,
-        "show",
-        "a cluster as a tree, with its narrow places; without a name, the presets",
-        call_show,
-        "shoal cluster show dgx-a100 --hosts 4",
-    )
+    text = "a cluster as a tree, with its narrow places; without a name, the presets"
+    show = command(parts, "show", text, call_show, EXAMPLE)
     show.add_argument("cluster", nargs="?", metavar="NAME|FILE", help="a preset, or a TOML file (lists the presets)")
     show.add_argument("--hosts", type=int, metavar="N", help="so many hosts of that kind (as it has)")
     rare_option(show, "--racks", type=int, metavar="N", help="spread over so many racks (as it has)")
     show.add_argument("--json", action="store_true", help="print it as JSON")
 
-    probe = command(
-        parts,
-        "probe",
-        "measures this machine, or the workers of a run, and writes a cluster file",
-        call_probe,
-        "shoal cluster probe -o cluster.toml",
-    )
+    text = "measures this machine, or the workers of a run, and writes a cluster file"
+    probe = command(parts, "probe", text, call_probe, "shoal cluster probe -o cluster.toml")
     probe.add_argument("-o", "--output", type=Path, default=Path("cluster.toml"), metavar="FILE",
                        help="where to write it (cluster.toml)")  # fmt: skip
     probe.add_argument("--force", action="store_true", help="write over a file that is there")

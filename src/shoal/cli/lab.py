@@ -13,7 +13,7 @@ from shoal.errors import InputError
 from shoal.planner.cluster import ORDERS, Cluster, even_cluster, read_cluster
 
 IN_A_LAB = ("train", "run", "verify", "bench", "cluster")  # commands whose workers can run on a lab's hosts
-TEXT, EXAMPLE = "a cluster in a box: hosts with slow links between them", ""
+TEXT, EXAMPLE = "a cluster in a box: run a command on hosts with slow links between them", ""
 EXAMPLES = """\
 examples:
   shoal lab --racks 2 --hosts 2 --link "1 Gbit/s" --oversubscription 4
@@ -38,9 +38,7 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--uplink", metavar="RATE", help="a rack's link to the others (the sum of its hosts' links)")
     parser.add_argument("--oversubscription", type=float, metavar="X", help="or: the sum of its hosts' links over it")
     parser.add_argument("--workers-per-host", type=int, metavar="N", help="processes on each host (1)")
-    parser.add_argument(
-        "--order", choices=ORDERS, default="blocks", help="ranks host by host (blocks), or each on another rack"
-    )
+    parser.add_argument("--order", choices=ORDERS, default="blocks", help="ranks host by host, or each on another rack")
 
 
 def call(given: argparse.Namespace) -> int:

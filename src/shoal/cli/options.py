@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +107,24 @@ def _add_flag(parser: Any, each: ConfigField, text: str, *, common: bool) -> Non
 def config_of(given: argparse.Namespace, **more: Any) -> RunConfig:
     """The configuration that the flags ask for. `more`: fields that the command itself decides."""
     asked = {name: getattr(given, name) for name in given.config_names if hasattr(given, name)}
-    if getattr(given, "checkpoint", None) is not None:
-        asked["checkpoint"] = given.checkpoint
-    axes = {axis: number for axis in (*AXES, "zero") if (number := getattr(given, axis, None)) is not None}
-    if axes and "layout" in asked:
-        raise InputError(
-            f"--layout {asked['layout']} and --{next(iter(axes))}: both describe the layout", fix="one of them"
-        )
-    if axes:
-        asked["layout"] = ",".join(f"{axis}={number}" for axis, number in axes.items())
-    if given.lab is not None and "workers" in given.config_names and asked.get("plan", AUTO) == AUTO:
-        asked.setdefault("workers", given.lab.cluster.workers)
-    if getattr(given, "json", False) and "quiet" in given.config_names:
-        asked["quiet"] = True
     return RunConfig().changed(**asked | more)
+
+
+def run_config_of(given: argparse.Namespace) -> RunConfig:
+    """The configuration of `shoal train` and `shoal run`."""
+    more: dict[str, Any] = {"detached": given.lab is None}  # a lab ends with the process that made it
+    axes = {axis: number for axis in (*AXES, "zero") if (number := getattr(given, axis, None)) is not None}
+    if axes and hasattr(given, "layout"):
+        raise InputError(f"--layout {given.layout} and --{next(iter(axes))}: both name a layout", fix="one of them")
+    if axes:
+        more["layout"] = ",".join(f"{axis}={number}" for axis, number in axes.items())
+    if given.checkpoint is not None:
+        more["checkpoint"] = given.checkpoint
+    if given.lab is not None and not hasattr(given, "workers") and getattr(given, "plan", AUTO) == AUTO:
+        more["workers"] = given.lab.cluster.workers
+    if given.json:
+        more["quiet"] = True
+    return config_of(given, **more)
 
 
 # -- clusters ---------------------------------------------------------------------------------------------------------
@@ -129,12 +134,8 @@ def cluster_options(parser: CommandParser) -> None:
     """The flags that `cluster_of`, `clusters_of` and `cluster_label` read."""
     parser.add_argument("--cluster", metavar="NAME|FILE",
                         help="a preset (shoal cluster show lists them) or a TOML file (this machine)")  # fmt: skip
-    parser.add_argument(
-        "--hosts",
-        type=lambda text: read_counts("--hosts", text),
-        metavar="N",
-        help="so many hosts of that kind (as it has)",
-    )
+    counts = partial(read_counts, "--hosts")
+    parser.add_argument("--hosts", type=counts, metavar="N", help="so many hosts of that kind (as it has)")
     rare_option(parser, "--racks", type=int, metavar="N", help="spread over so many racks (as it has)")
 
 

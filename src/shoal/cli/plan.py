@@ -9,18 +9,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.cli import options
 from shoal.cli import plan_text as show
-from shoal.cli.options import (
-    calibrated,
-    check_counts,
-    cluster_label,
-    cluster_options,
-    clusters_of,
-    job_options,
-    read_time,
-    refuse_shape_flags,
-    write_file,
-)
 from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
 from shoal.driver.job_space import job_space, plan_refusal
 from shoal.driver.make_plan import open_job
@@ -63,7 +53,7 @@ def arguments(parser: CommandParser) -> None:
         "--gpt", metavar="SHAPE", help="or a shape: layers=96,hidden=12288,heads=96,seq=2048,vocab=51200"
     )
     parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape; a job has its own")
-    cluster_options(parser)
+    options.cluster_options(parser)
     parser.add_argument("--workers", type=int, metavar="N", help="exactly so many (all devices; of a job what helps)")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many ways to show (5)")
     parser.add_argument("--explain", action="store_true", help="why this one, and which one change would help most")
@@ -76,7 +66,7 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--calibrate", nargs="+", default=[], metavar="RUN", help="corrected by what runs measured")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
-    job_options(parser)
+    options.job_options(parser)
     rare_option(parser, "--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16, fp32, fp8")
     rare_option(parser, "--every", action="store_true", help="every way by itself, not the best of each layout")
     rare_option(parser, "--inexact", action="store_true", help="rank servers that do not wait, too: another training")
@@ -85,12 +75,12 @@ def arguments(parser: CommandParser) -> None:
 
 def call(given: argparse.Namespace) -> int:
     _check(given)
-    question, clusters = _question(given), clusters_of(given)
-    tuned = [calibrated(given, cluster, question.runtime) for cluster in clusters]
+    question, clusters = _question(given), options.clusters_of(given)
+    tuned = [options.calibrated(given, cluster, question.runtime) for cluster in clusters]
     question, clusters = replace(question, runtime=tuned[0][1]), [cluster for cluster, _ in tuned]
     if len(clusters) > 1:
         return _curve(given, question, clusters)
-    deadline = None if given.deadline is None else read_time("--deadline", given.deadline)
+    deadline = None if given.deadline is None else options.read_time("--deadline", given.deadline)
     if given.objective == "cost" or deadline is not None:
         bill = cheapest_plans(question.rank, clusters[0], steps=question.steps, deadline=deadline, each=DEEP // 5)
         return _best(given, question, [each for each, _ in bill.chosen], bill.chosen[0][1], bill)
@@ -103,9 +93,9 @@ def call(given: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuery:
-    """A job or a shape, and how its ways are searched on any cluster."""
+    """A job or a shape, and how its layouts are searched on a cluster."""
 
-    command_words: Sequence[str]  # of the command line, to ask for it again
+    command_words: Sequence[str]  # of the command line, to repeat the query
     work: Workload
     space: Callable[[Workload, Cluster], SearchSpace]
     runtime: Runtime
@@ -122,11 +112,11 @@ class PlanQuery:
         return search(work, cluster, space=space, memory=self.memory, runtime=self.runtime, inexact=self.inexact)
 
     def can_run(self, candidate: Candidate) -> bool:
-        """A shape is nobody's: all that can be predicted is shown."""
+        """False where this runtime cannot run a job's candidate; a shape is not run, so all candidates count."""
         return candidate.runnable or candidate.setup.lanes is None
 
     def rank_larger_batch(self, cluster: Cluster, times: int) -> PlanRanking:
-        """With a batch so many times as large."""
+        """The ranking with a batch `times` as large."""
         work, space = larger_batch(self.work, self.space(self.work, cluster), times)
         return self.rank_again(work, cluster, space)
 
@@ -134,10 +124,10 @@ class PlanQuery:
 def _check(given: argparse.Namespace) -> None:
     if (given.file is None) == (given.gpt is None):
         what = "neither" if given.file is None else "both"
-        raise InputError(f"a plan is for a job or for a shape; {what} is given", fix=EXAMPLE)
+        raise InputError(f"a job FILE or --gpt SHAPE: {what} is given", fix=EXAMPLE)
     if given.file is not None:
-        refuse_shape_flags(given)
-    check_counts(given, "top", "batch", "steps", "workers")
+        options.refuse_shape_flags(given)
+    options.check_counts(given, "top", "batch", "steps", "workers")
     if given.output is not None and given.gpt is not None:
         raise InputError("-o writes a plan to train by, and a shape is not trained", fix="a job, or --json")
     curve = given.hosts is not None and len(given.hosts) > 1
@@ -229,7 +219,8 @@ def _best(
     if shown[0].hourly is not None:
         some = f"{shown[0].hosts} of them " if bill is not None else ""
         price = f"; {some}{show.money(shown[0].hourly, shown[0].currency)} an hour"
-    print(f"{question.work.name}, batch {ranking.space.batch:,}, {question.work.dtype}; {cluster_label(given)}{price}")
+    work = question.work
+    print(f"{work.name}, batch {ranking.space.batch:,}, {work.dtype}; {options.cluster_label(given)}{price}")
     print()
     print("\n".join([*show.layout_lines(shown, refused), *show.heterogeneous_lines(shown[0])]))
     print("\nwhere the time goes")
@@ -237,8 +228,8 @@ def _best(
     print(f"\nmemory of 1, {show.layout_text(shown[0])}")
     print("\n".join(show.memory_lines(ranking.full_prediction(shown[0]).stages, ranking.memory)))
     print()
-    for told in [*(show.bill_lines(bill) if bill else []), *show.rejected_lines(ranking)]:
-        print("\n".join(wrap(told, WIDTH, **WRAPPED)))
+    for line in [*(show.bill_lines(bill) if bill else []), *show.rejected_lines(ranking)]:
+        print("\n".join(wrap(line, WIDTH, **WRAPPED)))
     if cannot is not None and cannot.seconds < shown[0].seconds:
         print(f"  faster, and not yet in this runtime: {show.layout_text(cannot)}, {seconds_text(cannot.seconds)}")
     for number, why in refused.items():
@@ -256,11 +247,11 @@ def _write(path: Path, candidate: Candidate | None, threads: int) -> None:
     if candidate is None:
         raise InputError("none of the plans that are shown can be run, so none is written", fix="--top 20")
     plan = candidate_to_plan(candidate, threads=threads)
-    write_file(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
+    options.write_file(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
 
 
 def _next(given: argparse.Namespace, question: PlanQuery, best: Candidate | None, here: bool) -> str:
-    """The one command worth typing now. `here`: the cluster is a processor and its cores."""
+    """The next command to type. `here`: the cluster is one processor and its cores."""
     if best is None:
         return f"shoal plan {' '.join(question.command_words)} --top 20"
     if given.output is not None:
@@ -275,7 +266,7 @@ def _next(given: argparse.Namespace, question: PlanQuery, best: Candidate | None
 
 
 def _options(candidate: Candidate, trains: bool) -> list[str]:
-    """As `train` has them, or `predict` and `simulate`."""
+    """The candidate as flags of `train`, or of `predict` and `simulate`."""
     setup = candidate.setup
     served = setup.exchange == "servers"
     found = ["--workers", str(setup.data)] if served and trains else ["--layout", str(setup)]

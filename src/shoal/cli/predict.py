@@ -6,15 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.options import (
-    calibrated,
-    check_counts,
-    cluster_label,
-    cluster_of,
-    cluster_options,
-    job_options,
-    refuse_shape_flags,
-)
+from shoal.cli import options
 from shoal.cli.parser import CommandParser, print_json
 from shoal.cli.predict_text import against_measured, text, value
 from shoal.errors import InputError
@@ -41,7 +33,7 @@ from shoal.planner.cost.transformer_shape import TransformerShape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.trace_job import workload_of
 
-TEXT = "seconds, memory and FLOP/s of one configuration, or of a table of them"
+TEXT = "seconds and memory of one configuration, or of a table of them"
 EXAMPLE = "shoal predict --table what-if.csv --cluster dgx-a100"
 
 
@@ -57,20 +49,20 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--chunks", type=int, metavar="N", help="stages on each worker of a pipeline")
     parser.add_argument("--sequence-parallel", action="store_true", help="with tensor: the rest is cut, too")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a shape (bf16)")
-    job_options(parser)
-    cluster_options(parser)
+    options.job_options(parser)
+    options.cluster_options(parser)
     parser.add_argument("--calibrate", nargs="+", default=[], metavar="RUN", help="corrected by what runs measured")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def call(given: argparse.Namespace) -> int:
-    told = [name for name in ("file", "gpt", "table") if getattr(given, name) is not None]
-    if len(told) != 1:
-        said = "none of them is" if not told else f"{' and '.join(told)} are"
-        raise InputError(f"a file, --gpt or --table is to be predicted; {said} given", fix=f"--gpt {SHAPE}")
-    check_counts(given, "microbatch", "batch", "chunks")
+    named = [name for name in ("file", "gpt", "table") if getattr(given, name) is not None]
+    if len(named) != 1:
+        found = "none is" if not named else f"{' and '.join(named)} are"
+        raise InputError(f"a job FILE, --gpt SHAPE or --table: {found} given", fix=f"--gpt {SHAPE}")
+    options.check_counts(given, "microbatch", "batch", "chunks")
     if given.calibrate and given.file is None:
-        raise InputError(f"--calibrate is for a job that Shoal trains, and --{told[0]} is none", fix="FILE")
+        raise InputError(f"--calibrate is for a job that Shoal trains, and --{named[0]} is none", fix="FILE")
     return _table(given) if given.table is not None else _one(given)
 
 
@@ -114,20 +106,20 @@ def _shape(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, st
         cluster = cluster_for(given.cluster, setup.devices)
         where = f"cluster {given.cluster}, {len(cluster.hosts)} host{'s' * (len(cluster.hosts) > 1)}"
     else:
-        cluster, where = cluster_of(given), cluster_label(given)
+        cluster, where = options.cluster_of(given), options.cluster_label(given)
     row = TableRow(shape=shape, setup=setup, dtype=given.dtype, cluster=given.cluster or "")
     return workload_of_row(row, cluster), cluster, predict_row(row, cluster), where
 
 
 def _job(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, str]:
-    refuse_shape_flags(given)
+    options.refuse_shape_flags(given)
     job = load_job(given.file, given.settings)
     work = workload_of(job, open_data(job.data, seed=job.seed, shuffle=job.shuffle))
     setup = _setup(
         given, ParallelLayout.parse(given.layout), batch=work.batch or 1, microbatch=work.samples, lanes=work.lanes
     )
-    cluster, runtime = calibrated(given, cluster_of(given), SHOAL)
-    return work, cluster, predict(work, setup, cluster, runtime), cluster_label(given)
+    cluster, runtime = options.calibrated(given, options.cluster_of(given), SHOAL)
+    return work, cluster, predict(work, setup, cluster, runtime), options.cluster_label(given)
 
 
 def _setup(given: argparse.Namespace, layout: ParallelLayout, **more: Any) -> Setup:

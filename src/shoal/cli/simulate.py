@@ -10,17 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shoal.cli import options
 from shoal.cli import simulate_text as show
-from shoal.cli.options import (
-    check_counts,
-    cluster_label,
-    cluster_of,
-    cluster_options,
-    job_options,
-    read_time,
-    refuse_shape_flags,
-    write_file,
-)
 from shoal.cli.parser import CommandParser, HelpAll, rare_option
 from shoal.driver.job_space import plan_refusal
 from shoal.driver.make_plan import open_job
@@ -46,7 +37,7 @@ from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_s
 from shoal.planner.simulate.stragglers import StragglerModel
 from shoal.planner.simulate.time_to_accuracy import ConvergenceLaw, time_to_accuracy_table
 from shoal.planner.trace_job import workload_of
-from shoal.recovery.checkpoint.interval import DAY
+from shoal.recovery.checkpoint.policy import DAY
 from shoal.report import chart
 
 SHAPE = "layers=24,hidden=2048,heads=16,seq=2048,vocab=51200"
@@ -55,7 +46,7 @@ DEEP = 1000  # of the ranked ways of a job: looked through for one that can be r
 COPY = 10e9  # bytes a second: a device's state into its host's memory, which steps wait for
 DISK = 5e9  # bytes a second of a host: from there to where it outlives the host, beside the steps
 
-TEXT = "a plan played on a cluster with a virtual clock: stragglers, failures, shared links"
+TEXT = "a plan played with a virtual clock: stragglers, failures, shared links"
 
 
 def arguments(parser: CommandParser) -> None:
@@ -64,7 +55,7 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--gpt", metavar="SHAPE", help=f"or a shape: {SHAPE}")
     parser.add_argument("--layout", metavar="LIST", help="data=8,pipeline=4,tensor=2,zero=1 (the fastest that fits)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape; a job has its own")
-    cluster_options(parser)
+    options.cluster_options(parser)
     parser.add_argument("--schedule", metavar="NAME", help="of a pipeline (1f1b)")
     parser.add_argument("--stragglers", metavar="KIND", help="lognormal:0.1, normal:0.1, exponential:0.1, slow:3")
     parser.add_argument("--steps", type=int, metavar="N", help="steps with stragglers, or rounds of servers (100)")
@@ -73,13 +64,8 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--failures", type=int, metavar="N", help="or: so many in all")
     parser.add_argument("--checkpoint", metavar="TIME", default="auto", help="how often: 30min (auto: as it pays)")
     parser.add_argument("--servers", type=int, metavar="N", help="parameter servers instead of collectives")
-    parser.add_argument(
-        "--sync",
-        "--mode",
-        metavar="MODE",
-        dest="mode",
-        help="of servers: quorum:0.9, stale:3, async, local:16, groups:2 (sync)",
-    )
+    parser.add_argument("--sync", "--mode", metavar="MODE", dest="mode",
+                        help="of servers: quorum:0.9, stale:3, async, local:16, groups:2 (sync)")  # fmt: skip
     parser.add_argument("--compare-modes", action="store_true", help="all modes of servers in one table")
     parser.add_argument("--accuracy", metavar="LIST", help="steps=5000,noise=512: time to a target, by a law")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one, other bad luck (0)")
@@ -87,30 +73,28 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the timeline as .svg or .png")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
-    job_options(parser)
+    options.job_options(parser)
     rare_option(parser, "--microbatch", type=int, metavar="N", help="samples, of a shape (1)")
-    rare_option(
-        parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (as the schedule has it)"
-    )
+    rare_option(parser, "--chunks", type=int, metavar="N", help="stages on each worker of a pipeline (the schedule's)")
     rare_option(parser, "--recompute", choices=RECOMPUTE, help="what backward computes again (none)")
     rare_option(parser, "--sequence-parallel", action="store_true", help="with tensor: cut the rest along the sequence")
     rare_option(parser, "--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16, fp32, fp8")
     rare_option(parser, "--shares", metavar="LIST", help="of a job's lanes, for each replica of --layout: 3,1 (even)")
-    rare_option(
-        parser, "--slow", metavar="LIST", help="5=3,9=1.5: device 5 takes 3 times as long, device 9 half as long again"
-    )
-    rare_option(
-        parser, "--save", metavar="TIME", help="that steps wait for a checkpoint (state of a device at 10 GB/s)"
-    )
+    rare_option(parser, "--slow", metavar="LIST", help="5=3,9=1.5: device 5 takes 3 times as long, device 9 1.5 times")
+    rare_option(parser, "--save", metavar="TIME", help="steps wait so long for a checkpoint (state at 10 GB/s)")
 
 
 def call(given: argparse.Namespace) -> int:
     _check(given)
-    cluster = cluster_of(given)
+    cluster = options.cluster_of(given)
     asked = _request(given, cluster)
     step = simulate_step(asked.work, asked.setup, cluster, assignment=asked.assignment, slower=_slow(given.slow))
     rows = timeline(step)
-    lines = [f"{asked.name}; {cluster_label(given)}", *_memory(asked, cluster, step), *show.step_lines(step, rows=rows)]
+    lines = [
+        f"{asked.name}; {options.cluster_label(given)}",
+        *_memory(asked, cluster, step),
+        *show.step_lines(step, rows=rows),
+    ]
     value: dict[str, Any] = {"name": asked.name, "step": show.step_value(step)}
     seconds = step.seconds
     if given.stragglers is not None and given.servers is None:
@@ -121,16 +105,16 @@ def call(given: argparse.Namespace) -> int:
         seconds = float(times.mean())
     servers = given.servers or (asked.setup.servers if asked.setup.exchange == "servers" else None)
     if servers is None and (given.mode is not None or given.compare_modes or given.accuracy is not None):
-        raise InputError("modes and accuracy are of parameter servers, and none is asked for", fix="--servers 4")
+        raise InputError("--sync, --compare-modes and --accuracy need parameter servers", fix="--servers 4")
     if servers is not None:
-        told, value["servers"] = _servers(given, servers, asked, cluster, step)
-        lines += ["", *told]
+        more, value["servers"] = _servers(given, servers, asked, cluster, step)
+        lines += ["", *more]
     if given.days is not None:
-        told, value["days"], value["assumed"] = _days(given, asked.setup, cluster, step, seconds)
-        lines += ["", *told]
+        more, value["days"], value["assumed"] = _days(given, asked.setup, cluster, step, seconds)
+        lines += ["", *more]
     title = f"{asked.name}, {asked.setup}, {show.seconds(step.seconds)} a step"
     if given.trace is not None:
-        write_file(given.trace, msgspec.json.encode(chrome_trace(rows, title, seconds=step.seconds)))
+        options.write_file(given.trace, msgspec.json.encode(chrome_trace(rows, title, seconds=step.seconds)))
         lines += ["", f"trace in {given.trace}: open it at ui.perfetto.dev"]
     if given.plot is not None:
         show.save_picture(rows, title, given.plot)
@@ -153,19 +137,17 @@ class SimulateRequest:
 
 
 def _check(given: argparse.Namespace) -> None:
-    check_counts(given, "batch", "steps", "servers", "microbatch", "chunks")
+    options.check_counts(given, "batch", "steps", "servers", "microbatch", "chunks")
     if given.days is not None and not 0 < given.days < 36500:
         raise InputError(f"--days {given.days:g}: above 0, and less than a century", fix="--days 54")
     if given.failures is not None and given.failures < 0:
         raise InputError(f"--failures {given.failures}: not below 0", fix="--failures 466")
     if given.failures is not None and given.mtbf is not None:
-        raise InputError(f"--failures {given.failures} and --mtbf {given.mtbf}: either says it", fix="leave one out")
+        raise InputError(f"--failures {given.failures} and --mtbf {given.mtbf}: one of them", fix="leave one out")
     if given.days is None and (given.failures is not None or given.mtbf is not None):
-        raise InputError("failures happen over days, and it is not said how many", fix="--days 54")
+        raise InputError("failures need --days: how long the run lasts", fix="--days 54")
     if given.days is not None and given.failures is None and given.mtbf is None:
-        raise InputError(
-            f"--days {given.days:g}, and how often does something fail?", fix="--mtbf 50000h, or --failures 466"
-        )
+        raise InputError(f"--days {given.days:g}: how often does a device fail?", fix="--mtbf 50000h or --failures 466")
     if given.shares is not None and (given.layout is None or given.gpt is not None):
         raise InputError(
             f"--shares {given.shares} are of a job's lanes, with --layout", fix="--layout data=2 --shares 3,1"
@@ -182,7 +164,7 @@ def _request(given: argparse.Namespace, cluster: Cluster) -> SimulateRequest:
     if len(plans) > 1 or len(jobs) > 1:
         raise InputError(f"{' '.join(given.files)}: one plan and one job at the most", fix=EXAMPLE)
     if bool(jobs) == (given.gpt is not None):
-        what = "both are given" if jobs else "neither is given" if not plans else "a plan alone does not say of what"
+        what = "both are given" if jobs else "neither is given" if not plans else "a plan alone names no job"
         raise InputError(f"a job or a shape is simulated; {what}", fix=f"a FILE.py beside it, or --gpt {SHAPE}")
     if plans and given.layout is not None:
         raise InputError(f"{plans[0]} has a layout, and --layout {given.layout} another", fix="leave one out")
@@ -191,32 +173,25 @@ def _request(given: argparse.Namespace, cluster: Cluster) -> SimulateRequest:
 
 
 def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cluster) -> SimulateRequest:
-    refuse_shape_flags(given)
+    options.refuse_shape_flags(given)
     job = load_job(file, given.settings)
     opened = open_job(job)
     work = workload_of(job, opened.source)
     setup = None if plan is None else _stored_setup(plan)
-    dealt: tuple[Span, ...] | None = None
+    assignment: tuple[Span, ...] | None = None
     if setup is None and (plan is not None or given.layout is not None):
         made = _layout_plan(given, work) if plan is None else read_plan(plan)
-        setup, dealt = setup_of(work, made), made.assignment
+        setup, assignment = setup_of(work, made), made.assignment
     elif setup is None:
-        setup = next(
-            (
-                each.setup
-                for each in search(work, cluster).top(DEEP)
-                if each.mark == EXACT
-                and each.runnable
-                and plan_refusal(job, opened.source, candidate_to_plan(each)) is None
-            ),
-            None,
-        )
+        exact = (each for each in search(work, cluster).top(DEEP) if each.mark == EXACT and each.runnable)
+        fitting = (each for each in exact if plan_refusal(job, opened.source, candidate_to_plan(each)) is None)
+        setup = next((each.setup for each in fitting), None)
         if setup is None:
             raise PlanError(f"no exact layout of {file} was found that can be run", fix="--layout data=1")
     if setup.lanes != work.lanes:
-        raise PlanError(f"{plan} deals {setup.lanes} lanes, and {file} has {work.lanes}", fix="the plan of this job")
+        raise PlanError(f"{plan} assigns {setup.lanes} lanes, and {file} has {work.lanes}", fix="the plan of this job")
     words = " ".join(f"--set {text}" for text in given.settings)
-    return SimulateRequest(name=file, work=work, setup=setup, assignment=dealt,
+    return SimulateRequest(name=file, work=work, setup=setup, assignment=assignment,
                  following=f"shoal train {file} {words + ' ' if words else ''}--layout {setup}")  # fmt: skip
 
 
@@ -240,7 +215,7 @@ def _of_shape(given: argparse.Namespace, plan: Path | None, cluster: Cluster) ->
     if plan is not None and setup is None:
         layout = read_plan(plan)
         raise PlanError(
-            f"{plan} deals {layout.lanes} lanes of a job, and a shape has none",
+            f"{plan} assigns {layout.lanes} lanes of a job, and a shape has none",
             fix="the job's FILE.py, or what shoal plan --gpt … --json prints",
         )
     if setup is None:
@@ -285,7 +260,7 @@ def _shape_setup(given: argparse.Namespace, layout: ParallelLayout) -> Setup:
 
 
 def _stored_setup(path: Path) -> Setup | None:
-    """The best of what `shoal plan --json` printed; None: it is another file."""
+    """The best setup of what `shoal plan --json` printed; None for another file."""
     try:
         value = msgspec.json.decode(path.read_bytes())
     except OSError as error:
@@ -303,7 +278,7 @@ def _stored_setup(path: Path) -> Setup | None:
 
 
 def _memory(request: SimulateRequest, cluster: Cluster, step: SimulatedStep) -> list[str]:
-    """A word of warning where it would not fit."""
+    """A warning where the layout does not fit."""
     device = min((host.device for host in cluster.hosts if host.device), key=lambda each: each.memory)
     stage, part = step.prediction.binds
     need, there = step.prediction.peak, device.memory - device.reserved
@@ -337,12 +312,12 @@ def _servers(
         latency=far.latency,
         stragglers=StragglerModel.parse(given.stragglers or "constant"),
     )
-    quorum = max(2, base.workers - max(1, base.workers // 10))  # nobody waits for the slowest tenth
+    quorum = max(2, base.workers - max(1, base.workers // 10))  # the slowest tenth is not waited for
     usual = [SyncMode.parse(text) for text in ("sync", f"quorum:{quorum}", "stale:2", "async", "local:16")]
     usual = usual if base.workers > 2 else [each for each in usual if each.name != "quorum"]
     usual += [SyncMode.parse("groups:2")] if base.workers > 2 else []
     mode = SyncMode.parse(given.mode or setup.sync or "sync")
-    replace(base, sync_mode=mode)  # whether it fits
+    replace(base, sync_mode=mode)  # raises if the mode does not fit
     modes = [mode]
     if given.compare_modes:
         modes = list({str(each): each for each in (*usual, mode)}.values())
@@ -357,9 +332,9 @@ def _days(
     given: argparse.Namespace, setup: Setup, cluster: Cluster, step: SimulatedStep, seconds: float
 ) -> tuple[list[str], Any, list[str]]:
     state = max(stage.memory["weights"] + stage.memory["optimizer"] for stage in step.prediction.stages)
-    save = state / COPY if given.save is None else read_time("--save", given.save)
+    save = state / COPY if given.save is None else options.read_time("--save", given.save)
     write = state * min(host.devices for host in cluster.hosts) / DISK
-    interval = None if given.checkpoint == "auto" else read_time("--checkpoint", given.checkpoint)
+    interval = None if given.checkpoint == "auto" else options.read_time("--checkpoint", given.checkpoint)
     trial = FailureScenario(
         seconds=given.days * DAY,
         devices=setup.devices,
@@ -369,12 +344,12 @@ def _days(
         save=save,
         write=write,
         interval=interval,
-        mtbf=None if given.mtbf is None else read_time("--mtbf", given.mtbf),
+        mtbf=None if given.mtbf is None else options.read_time("--mtbf", given.mtbf),
         failures=given.failures,
     )
     endured = [simulate_failures(trial, policy, seed=given.seed) for policy in POLICIES]
     copies = (
-        "every part of the state has one holder" if trial.copies == 1 else f"{trial.copies} replicas hold every part"
+        "each shard of the state has one holder" if trial.copies == 1 else f"{trial.copies} replicas hold each shard"
     )
     assumed = [
         *(str(policy) for policy in POLICIES),
@@ -412,6 +387,6 @@ def _numbers(option: str, text: str, known: Sequence[str] | None, example: str) 
             number = math.nan
         right = name.isdecimal() if known is None else name in known
         if not right or not np.isfinite(number) or number < 0:
-            raise InputError(f"{option} {text}: {item.strip()!r} is not understood", fix=f"{option} {example}")
+            raise InputError(f"{option} {text}: {item.strip()!r} is not known", fix=f"{option} {example}")
         found[name] = number
     return found

@@ -2,7 +2,7 @@
 
 import argparse
 
-from shoal.cli.options import config_of, config_options, job_argument, job_of
+from shoal.cli.options import config_options, job_argument, job_of, run_config_of
 from shoal.cli.parser import CommandParser, print_json, rare_option
 from shoal.cli.report import print_report
 from shoal.driver.launch import train_with
@@ -32,7 +32,7 @@ def call(given: argparse.Namespace) -> int:
     if given.file is None:
         raise InputError("which job? a file is missing", fix="shoal train digits.py")
     job = job_of(given)
-    config = config_of(given, detached=given.lab is None)  # a lab ends with the process that made it
+    config = run_config_of(given)
     if given.dry_run:
         _dry_run(given, job, config)
     else:

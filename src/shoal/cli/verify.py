@@ -24,7 +24,7 @@ from shoal.driver.verify import (
 from shoal.worker.model_partition import make_outline
 from shoal.worker.run_config import Servers
 
-TEXT = "prove that placements agree"
+TEXT = "prove that every placement gives one sha256"
 EXAMPLE = "shoal verify digits.py --workers 1,2,4 --steps 20"
 DEFAULT_STEPS = 20
 
@@ -38,16 +38,10 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--recompute", action="store_true", help="recompute blocks, except in the reference")
     parser.add_argument("--servers", type=int, metavar="N", help="each number of workers also with N parameter servers")
     rare_option(parser, "--sync", default="", metavar="MODE", help="of servers: sync, which alone is exact (sync)")
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help=f"steps to compare ({DEFAULT_STEPS}, or the job's if fewer)"
-    )
-    parser.add_argument(
-        "--shares", action="append", default=[], metavar="LIST", help="uneven shares, such as 3,1; repeats"
-    )
+    parser.add_argument("--steps", type=int, metavar="N", help=f"to compare ({DEFAULT_STEPS}, or the job's if fewer)")
+    parser.add_argument("--shares", action="append", default=[], metavar="LIST", help="uneven shares: 3,1; repeats")
     parser.add_argument("--resume", action="store_true", help="also stop half way and resume with fewer workers")
-    parser.add_argument(
-        "--against", choices=["plain"], help="plain: also compare with an ordinary PyTorch loop, in fp64"
-    )
+    parser.add_argument("--against", choices=["plain"], help="plain: also with an ordinary PyTorch loop, in fp64")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     config_options(parser, "compress", "algorithm", common=False)
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")

@@ -41,7 +41,7 @@ PING_PONGS = 40
 COPY_BYTES = 8 << 20
 MIN_SECONDS = 0.02  # seconds that a timing should take: what is short is repeated
 MAX_REPEATS = 100
-FASTEST_RATIO = 1.05  # times the fastest: no clock tells these apart
+FASTEST_RATIO = 1.05  # times the fastest: within the clock's noise
 DEADLINE_SECONDS = 600.0
 BETWEEN = {"memory": "workers of a host", "host": "hosts of a rack", "rack": "racks"}
 
@@ -146,9 +146,8 @@ def measure_links(
     if "rack" in links and "host" not in links:
         links["host"] = links["rack"]  # no two hosts share a rack: their own links are at least as fast
     links = _broadcast_links(links)
-    return links, _memory(process_group.transport, rounds) if isinstance(
-        process_group.transport, SingleHostTransport
-    ) else None
+    transport = process_group.transport
+    return links, _memory(transport, rounds) if isinstance(transport, SingleHostTransport) else None
 
 
 def pairs(places: Sequence[RankPlace]) -> dict[Level, Pairs]:
@@ -158,9 +157,7 @@ def pairs(places: Sequence[RankPlace]) -> dict[Level, Pairs]:
     found: dict[Level, Pairs] = {
         "memory": tuple(pair for rack in racks for host in rack for pair in _by_two(host)),
         "host": tuple(pair for rack in racks for pair in _by_two([host[0] for host in rack])),
-        "rack": tuple(
-            (mine[0], theirs[0]) for one, other in _by_two(racks) for mine, theirs in zip(one, other, strict=False)
-        ),
+        "rack": tuple((a[0], b[0]) for one, other in _by_two(racks) for a, b in zip(one, other, strict=False)),
     }
     return {where: those for where, those in found.items() if those}
 
@@ -183,9 +180,7 @@ def predict(
     """Predicted seconds of each exact algorithm; the one that the cost model chooses, and why."""
     if memory is not None:
         seconds = shm_all_reduce_seconds(len(places), num_bytes, memory)
-        reason = (
-            f"all {len(places)} workers share a host: {readable_seconds(seconds)} to copy and to wait for each other"
-        )
+        reason = f"all {len(places)} workers share a host: {readable_seconds(seconds)} to copy and to wait"
         return {SHARED_MEMORY: seconds}, SHARED_MEMORY, reason
     choice = choose_algorithm(places, CommConfig.from_options(CommOptions(links=dict(links))).links, num_bytes)
     return {choice.name: choice.seconds, **dict(choice.alternatives)}, choice.name, choice.reason
@@ -254,9 +249,8 @@ def _memory(way: SingleHostTransport, rounds: int) -> MemorySpeed:
     what = CollectiveOp("all_gather", torch.uint8, COPY_BYTES)
     call = statistics.median(_timed(dist.barrier, MAX_REPEATS) for _ in range(rounds))
     turn = statistics.median(_timed(way.barrier, MAX_REPEATS) for _ in range(rounds))
-    gather = statistics.median(
-        _timed(lambda: way.all_gather(outputs, outputs[way.rank], what), 2) for _ in range(rounds + 1)
-    )
+    times = [_timed(lambda: way.all_gather(outputs, outputs[way.rank], what), 2) for _ in range(rounds + 1)]
+    gather = statistics.median(times)
     copying = gather - COPY_BYTES // SLOT_BYTES * turn
     return MemorySpeed(call, turn, way.size * COPY_BYTES / max(copying, gather / 2))
 

@@ -58,9 +58,8 @@ def resolve_comm_options(config: RunConfig) -> CommOptions:
     """How gradients travel: as asked, else as the plan to replay has it, else as the environment has it."""
     asked, plan = config.comm_options, config.parallel.fixed_plan
     if plan is not None:
-        asked = structs.replace(
-            asked, algorithm=asked.algorithm or plan.algorithm, compress=asked.compress or plan.compress
-        )
+        algorithm, compress = asked.algorithm or plan.algorithm, asked.compress or plan.compress
+        asked = structs.replace(asked, algorithm=algorithm, compress=compress)
     return options_from_environment(asked)
 
 
@@ -102,10 +101,9 @@ def _new_plan(job: Job, config: RunConfig) -> Plan:
 def _replayed_plan(job: Job, config: RunConfig, plan: Plan) -> Plan:
     if plan.lanes != job.lane_count:
         raise PlanError(f"the plan has {plan.lanes} lanes, the job {job.lane_count}", fix="a plan made for this job")
-    if config.parallel.workers not in (None, plan.workers):
-        raise PlanError(
-            f"--workers {config.parallel.workers}, but the plan has {plan.workers}", fix="leave --workers out"
-        )
+    workers = config.parallel.workers
+    if workers not in (None, plan.workers):
+        raise PlanError(f"--workers {workers}, but the plan has {plan.workers}", fix="leave --workers out")
     travel = resolve_comm_options(config)
     return structs.replace(plan, algorithm=travel.algorithm, compress=travel.compress)
 
@@ -154,9 +152,8 @@ class PreparedJob:
             self.predictor()
         free = asked.fixed_plan is None and asked.layout is None and asked.shares is None and not self.plan.servers
         former = _resumed_plan(self.config) if free else None
-        bounded = (
-            asked.memory is not None or asked.cluster is not None
-        )  # otherwise only plain copies come into question
+        # Without a limit of memory and without a cluster, only plain copies come into question.
+        bounded = asked.memory is not None or asked.cluster is not None
         if former is not None:
             self.plan = self.chooser().choose_again(former, workers, workers)
             now = f", and there are {human.plural(workers, 'worker')} now" if workers < former.workers else ""

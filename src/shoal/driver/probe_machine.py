@@ -70,7 +70,7 @@ def workers_of(run: str) -> int:
     folder = find_run(run)
     started = next((event for event in folder.read_events() if isinstance(event, RunStarted)), None)
     if started is None:
-        raise InputError(f"{folder.path} does not say how many workers it has", fix="a run that has started")
+        raise InputError(f"{folder.path} does not record how many workers it has", fix="a run that has started")
     return started.workers
 
 
@@ -86,9 +86,8 @@ def probe(
 ) -> ProbeResult:
     """`workers`: how many measure the links between them; by default all of a lab, or one per core."""
     count = max(2, workers or (cores() if lab is None else lab.cluster.workers))
-    speed = msgspec.convert(
-        _forked(1, lambda group: msgspec.to_builtins(measure(quick=quick, progress=progress)))[0], DeviceSpeed
-    )
+    (alone,) = _forked(1, lambda group: msgspec.to_builtins(measure(quick=quick, progress=progress)))
+    speed = msgspec.convert(alone, DeviceSpeed)
     crowd: dict[int, ContentionSample] = {}
     # Each three times, with time between.
     for number in (1, 2) if quick else 3 * sorted({*AT_ONCE, cores()}):
@@ -115,9 +114,7 @@ def probe_launched(*, quick: bool) -> ProbeResult | None:
         if size > 1:
             mine = msgspec.convert(_measure_contention(group, quick), ContentionSample)
             rows = group.gather_rows(torch.tensor([mine.product, mine.stream], dtype=torch.float64)).tolist()
-            crowd[local] = _fastest_sample(
-                [ContentionSample(product=product, stream=stream) for product, stream in rows[:local]]
-            )
+            crowd[local] = _fastest_sample([ContentionSample(product=row[0], stream=row[1]) for row in rows[:local]])
         between = _measure_between(group, quick, progress)
     finally:
         group.close()
@@ -185,10 +182,8 @@ def device_of(found: ProbeResult, *, share: float = 1.0) -> Device:
     speed, half = fits["fp32"]
     best = max(flops / seconds for flops, seconds in measured.products["fp32"])
     efficiency = min(1.0, speed / best)
-    alone, crowded = (
-        found.contention[1],
-        found.contention[max(count for count in found.contention if count <= max(1, found.cores))],
-    )
+    most = max(count for count in found.contention if count <= max(1, found.cores))
+    alone, crowded = found.contention[1], found.contention[most]
     product, stream = crowded.product / alone.product, crowded.stream / alone.stream
     slower = max(1.0, MATMUL_SHARE * product + (1 - MATMUL_SHARE) * stream)
     fastest = max(measured.memory_speed, measured.cache_speed)
@@ -217,30 +212,20 @@ def cluster_of(found: ProbeResult, like: Cluster | None = None) -> Cluster:
     }
     uplink = _link(found.links.get("rack"))
     if like is not None:
+        own = [[replace(host, devices=host.workers, **known) for host in each.hosts] for each in like.racks]
         return Cluster(
-            racks=tuple(
-                _rack(rack.name, [replace(host, devices=host.workers, **known) for host in rack.hosts], uplink)
-                for rack in like.racks
-            )
+            racks=tuple(_rack(each.name, hosts, uplink) for each, hosts in zip(like.racks, own, strict=True))
         )
     names: dict[str, set[str]] = {}  # of hosts, by rack
-    for host, rack in zip(found.hosts, found.racks, strict=True):
-        names.setdefault(rack, set()).add(host)
-    return Cluster(
-        racks=tuple(
-            _rack(
-                f"r{number}",
-                [
-                    ClusterHost(
-                        name=f"r{number}h{place}", rack=f"r{number}", workers=found.cores, devices=found.cores, **known
-                    )
-                    for place in range(len(hosts))
-                ],
-                uplink,
-            )
-            for number, hosts in enumerate(names.values())
-        )
-    )
+    for host, rack_name in zip(found.hosts, found.racks, strict=True):
+        names.setdefault(rack_name, set()).add(host)
+    racks = []
+    for number, members in enumerate(names.values()):
+        rack, count = f"r{number}", found.cores
+        alike = [ClusterHost(name=f"{rack}h{place}", rack=rack, workers=count, devices=count, **known)
+                 for place in range(len(members))]  # fmt: skip
+        racks.append(_rack(rack, alike, uplink))
+    return Cluster(racks=tuple(racks))
 
 
 def _rack(name: str, hosts: Sequence[ClusterHost], uplink: ClusterLink | None) -> Rack:

@@ -14,7 +14,7 @@ import msgspec
 from shoal.collectives.handshake import host_identity
 from shoal.driver.launchers.base import Host
 from shoal.errors import RunError, RunFolderError, ShoalError
-from shoal.recovery.membership import sqlite_client, sqlite_server
+from shoal.recovery.membership import sqlite_client, sqlite_messages
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state, start_ticks
@@ -257,5 +257,5 @@ class StoreMonitor:
         if stop and self.address is None:
             sqlite_client.stop_server(self.folder, dial=self._dial)
             if for_good:
-                for name in (sqlite_server.DATABASE, sqlite_server.LOCK, sqlite_server.LOG):
+                for name in (sqlite_messages.DATABASE, sqlite_messages.LOCK, sqlite_messages.LOG):
                     (self.folder / name).unlink(missing_ok=True)

@@ -199,9 +199,8 @@ def _trace(
             train_opened(opened, config, name=name, launcher=launcher)
         config = config.changed(workers=placed.resume_workers, resume=True, stop_after=None)
     report = train_opened(opened, config, name=name, launcher=launcher)
-    row = VerifyRow(
-        label=placed.label, weights_sha256=report.weights_sha256, seconds=report.seconds, steps=report.steps
-    )
+    sha256, seconds = report.weights_sha256, report.seconds
+    row = VerifyRow(label=placed.label, weights_sha256=sha256, seconds=seconds, steps=report.steps)
     events = (decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines())
     return row, {event.step: event.tensors for event in events if isinstance(event, StepDigest)}
 
@@ -242,9 +241,8 @@ def _measure(
     _trace(short, again, root / "again", name)
     left, _ = load_weights(root / "reference-again" / "model.safetensors")
     right, _ = load_weights(root / "again" / "model.safetensors")
-    tensor = next(
-        (key for key in names if not torch.equal(left[key], right[key])), names[0] if names else next(iter(left))
-    )
+    differing = [key for key in names if not torch.equal(left[key], right[key])]
+    tensor = [*differing, *names, *left][0]
     a, b = left[tensor].double(), right[tensor].double()
     gap = (a - b).abs()
     relative = gap / a.abs().clamp_min(torch.finfo(torch.float64).tiny)

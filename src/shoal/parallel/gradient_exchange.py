@@ -145,9 +145,8 @@ class SharedMemoryExchange:
         if place not in self._own_buffers:
             values: GradList = [None] * self.count
             for number, bucket in enumerate(self.buckets):
-                for slot, view in zip(
-                    bucket.slots, bucket.views(self._flat(self.group.rank, place, number)), strict=True
-                ):
+                views = bucket.views(self._flat(self.group.rank, place, number))
+                for slot, view in zip(bucket.slots, views, strict=True):
                     values[slot.index] = view
             self._own_buffers[place] = values
         return self._own_buffers[place]

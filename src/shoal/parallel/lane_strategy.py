@@ -64,11 +64,8 @@ class LaneStrategy(ABC):
 
     def lane_owners(self) -> dict[int, int]:
         """By lane, the world rank that knows its loss."""
-        return {
-            lane: self.groups.loss_ranks[replica]
-            for replica, held in enumerate(self.assignment)
-            for lane in range(*held)
-        }
+        replicas = zip(self.groups.loss_ranks, self.assignment, strict=True)
+        return {lane: rank for rank, lanes in replicas for lane in range(*lanes)}
 
     def microbatch_indices(self, indices: Sequence[int], batch: int) -> list[list[int]]:
         first, stop = self.own_lanes

@@ -42,9 +42,8 @@ class LocalStep:
         self.holder, self.replica = holder, holder.replica
         self.step_input = step_input
         self.closure = closure
-        self.lane_microbatches = cut_batch(
-            len(step_input.indices), step_input.batch_size, holder.lanes, holder.microbatches
-        )
+        count, size = len(step_input.indices), step_input.batch_size
+        self.lane_microbatches = cut_batch(count, size, holder.lanes, holder.microbatches)
         self.lane_sizes = [sum(map(len, microbatches)) for microbatches in self.lane_microbatches]  # in samples
         self.data_seconds = 0.0
         self.idle_seconds = 0.0  # spent waiting for other workers between lanes

@@ -106,9 +106,8 @@ def all_gather_rows(parameters: Sequence[Tensor], group: WorkerGroup) -> None:
 
 
 def _all_gather_pack(tensors: Sequence[Tensor], group: WorkerGroup) -> None:
-    shares = [
-        [tensor[slice(*even_range(len(tensor), group.size, rank))] for tensor in tensors] for rank in range(group.size)
-    ]
+    size = group.size
+    shares = [[tensor[slice(*even_range(len(tensor), size, rank))] for tensor in tensors] for rank in range(size)]
     lengths = [sum(each.numel() for each in own) for own in shares]
     row = torch.zeros(max(lengths), dtype=tensors[0].dtype)
     row[: lengths[group.rank]] = torch.cat([each.reshape(-1) for each in shares[group.rank]])

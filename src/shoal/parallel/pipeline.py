@@ -251,12 +251,8 @@ class PipelineLocalStep(LocalStep):
     def sum_lanes(self, exchange: GradientExchange) -> SubtreeSums:
         strategy = self.pipeline
         began = time.perf_counter()
-        actions = (
-            strategy.stages.schedule_for(max(1, len(self.microbatches))).rows[strategy.groups.stage]
-            if self.microbatches
-            else ()
-        )
-        for action in actions:
+        count = len(self.microbatches)
+        for action in strategy.stages.schedule_for(count).rows[strategy.groups.stage] if count else ():
             strategy.group.raise_if_failed()
             self._run_action(action)
         self.channel.drain(0)
@@ -306,9 +302,8 @@ class PipelineLocalStep(LocalStep):
             weight = self.lane_sizes[each.lane] / len(self.step_input.indices)
             found = strategy.replica.buffers.end_lane(weight, each.lane, self.buffers[stage])
             kept = self.buffer_shares.setdefault(each.lane, [None] * len(found))
-            self.buffer_shares[each.lane] = [
-                new if new is not None else old for new, old in zip(found, kept, strict=True)
-            ]
+            pairs = zip(found, kept, strict=True)
+            self.buffer_shares[each.lane] = [new if new is not None else old for new, old in pairs]
         if stage == max(strategy.own_stages):
             self.batches.pop(number, None)
 
@@ -327,12 +322,8 @@ class PipelineLocalStep(LocalStep):
         if stage == len(self.pipeline.stages.spans) - 1:
             return microbatch.outputs, None
         found = self.channel.receive_gradients(stage, microbatch.outputs)
-        pairs = [
-            (tensor, gradient)
-            for tensor, gradient in zip(microbatch.outputs, found, strict=True)
-            if gradient is not None
-        ]
-        return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        pairs = [pair for pair in zip(microbatch.outputs, found, strict=True) if pair[1] is not None]
+        return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs if gradient is not None]
 
     def _backward(self, stage: int, number: int) -> None:
         in_stage = self.in_flight.pop((stage, number))
@@ -368,9 +359,8 @@ class PipelineLocalStep(LocalStep):
         """Runs a backward pass, or half of one, with the gradients of the microbatch's own lane in `.grad`."""
         each, leaves = self.microbatches[number], self.leaves[stage]
         self.pipeline.current_lane = each.lane
-        for (_, _, leaf), gradient in zip(
-            leaves, self.lane_grads.pop((stage, each.lane), [None] * len(leaves)), strict=True
-        ):
+        before = self.lane_grads.pop((stage, each.lane), [None] * len(leaves))
+        for (_, _, leaf), gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
         go()
         found: list[Tensor | None] = []

@@ -161,19 +161,16 @@ def parse_shares(text: str, workers: int) -> Sequence[float]:
     return shares
 
 
-class _PlanVersion(msgspec.Struct):
-    version: int = VERSION
-
-
 def read_plan(path: Path) -> Plan:
     try:
         text = path.read_bytes()
-        if msgspec.json.decode(text, type=_PlanVersion).version == 1:
+        found = msgspec.json.decode(text)
+        if isinstance(found, dict) and found.get("version") == 1:
             raise PlanError(
                 f"{path} was written by Shoal 0.1, which named the fields of a plan differently",
                 fix="shoal plan FILE -o plan.json writes a new one",
             )
-        return msgspec.json.decode(text, type=Plan)
+        return msgspec.convert(found, Plan)
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:

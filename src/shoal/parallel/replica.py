@@ -115,10 +115,8 @@ class ModelReplica:
 
     def take_gradients(self) -> list[Tensor | None]:
         """What a lane's backward passes left, one per parameter; None where it got no gradient."""
-        return [
-            sum_tied([take_grad(leaf, name) for leaf in self.leaves(name, parameter)])
-            for name, parameter in self.parameters
-        ]
+        leaves = [(name, self.leaves(name, parameter)) for name, parameter in self.parameters]
+        return [sum_tied([take_grad(leaf, name) for leaf in each]) for name, each in leaves]
 
     def close(self) -> None:
         """Ties the weights again and takes the hooks off: the model is the user's as it was."""

@@ -35,9 +35,8 @@ class ShardedNorm:
             NormShare(name, _rows(replica.shapes.get(name, tuple(parameter.shape))), slices.get(name, FULL_SLICE))
             for name, parameter in replica.parameters
         ]
-        tables = [
-            msgspec.json.decode(text, type=list[NormShare]) for text in gather_bytes(group, msgspec.json.encode(own))
-        ]
+        texts = gather_bytes(group, msgspec.json.encode(own))
+        tables = [msgspec.json.decode(text, type=list[NormShare]) for text in texts]
         self.parameter_order = replica.parameter_order
         first: dict[tuple[str, bytes], int] = {}
         for rank, shares in enumerate(tables):

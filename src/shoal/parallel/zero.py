@@ -116,9 +116,8 @@ class ShardedParallel(LaneStrategy):
         return {lane: self.groups.loss_ranks[lane % self.shard_group.size] for lane in range(self.lanes)}
 
     def microbatch_indices(self, indices: Sequence[int], batch: int) -> list[list[int]]:
-        lanes = cut_batch(len(indices), batch, self.lanes, self.microbatches)[
-            self.shard_group.rank :: self.shard_group.size
-        ]
+        group = self.shard_group
+        lanes = cut_batch(len(indices), batch, self.lanes, self.microbatches)[group.rank :: group.size]
         return [[indices[position] for position in positions] for lane in lanes for positions in lane]
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -202,9 +201,8 @@ class ShardedParallel(LaneStrategy):
             self.wait_seconds += time.perf_counter() - began
             fold = self._folds.get(tuple(trained))
             if fold is None:
-                fold = self._folds[tuple(trained)] = TreeAccumulator(
-                    self.lanes, (0, self.lanes), _skip_absent(rows.add)
-                )
+                fold = TreeAccumulator(self.lanes, (0, self.lanes), _skip_absent(rows.add))
+                self._folds[tuple(trained)] = fold
             for place, message in enumerate(incoming):
                 if self.lane_round.first + place < self.lanes:
                     fold.add(self.lane_round.first + place, message if lanes[place] is not None else None)
@@ -219,9 +217,8 @@ class ShardedParallel(LaneStrategy):
                     fold.add(lane, None)
             total = fold.partials[0, self.lanes]
             assert total is not None
-            for index, view in zip(
-                indices, self._row_message(indices).views(total, self.shard_group.rank), strict=True
-            ):
+            views = self._row_message(indices).views(total, self.shard_group.rank)
+            for index, view in zip(indices, views, strict=True):
                 found[index] = view if anywhere[index] else None
         self._folds = {}
         return found

@@ -1,8 +1,8 @@
-"""Parameter servers: processes that hold a model's parameters and apply what workers push. Knows no job and no plan.
+"""Parameter servers: processes that hold a model's parameters and apply the gradients that workers push.
 
 worker ── client.py ── transport.py ~~~ transport.py ── server.py ── shard.py
-            links.py: lost,          frames.py: bytes     the loop      order, then apply: pure
-            and made again                                              ├─ dense.py, sparse.py: what it holds
-            session.py: what is                                         ├─ steps.py, merge.py: gradients of one step
-            still unanswered                                            └─ pace.py: who may do which step (shard 0)
+          connections.py: reconnects    wire_format.py  event loop   pure state machine: order, then apply
+          session.py: unanswered requests                            ├─ dense_table.py, sparse_table.py: parameters
+                                                                     ├─ pending_steps.py, reduce.py: gradients
+                                                                     └─ step_coordinator.py: assigns steps (shard 0)
 """

@@ -1,11 +1,11 @@
 """The dense tensors of a shard: flat memory, parameters that are views of it, and torch's own optimizer on them.
 
-    flat       [ w0 rows 0 to 40 ......|0000| b0 .|000| w2 rows 0 to 8 ....]      each from 64 elements on (cut.py)
+    flat       [ w0 rows 0 to 40 ......|0000| b0 .|000| w2 rows 0 to 8 ....]      aligned to 64 elements (sharding.py)
                      │                     │            │
     parameters    Parameter w0         Parameter b0  Parameter w2               what the optimizer sees
 
-All of it is read as the flat tensor itself, and a flat gradient that comes is used where it lies, as `.grad` views.
-Elementwise optimizers give the bits that they give on whole tensors (EXACT rule 10).
+A read of the full table returns the flat tensors themselves, and a flat gradient is used in place through `.grad`
+views. Elementwise optimizers give the same bits on row ranges as on full tensors (docs/exact.md).
 """
 
 from collections import Counter
@@ -18,36 +18,29 @@ from torch.optim import Optimizer
 
 from shoal.paramserver.messages import DenseSpec, TableStateReply
 from shoal.paramserver.optimizers import bare_step, make_optimizer
-from shoal.paramserver.sharding import FlatLayout, RowRange, flat_layout
+from shoal.paramserver.sharding import FlatLayout, RowRange, dtype_name, flat_layout
 
-OptimizerFactory: TypeAlias = Callable[
-    [list[tuple[str, nn.Parameter]]], tuple[Optimizer, Any]
-]  # ... and a scheduler, or None
-Keys: TypeAlias = tuple[int, ...] | None
+NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
+OptimizerFactory: TypeAlias = Callable[[NamedParameters], tuple[Optimizer, Any]]  # the second: a scheduler or None
+Keys: TypeAlias = tuple[int, ...] | None  # None: all
 
-_MAX_LAYOUTS = 256  # of different keys that are remembered
-_ALIGN_BYTES = 64  # what a kernel wants its memory aligned to
+_MAX_LAYOUTS = 256  # cached, by keys
+_ALIGN_BYTES = 64  # alignment that torch's kernels want
 
 
 class DenseLayout(NamedTuple):
-    """Some parts of the table, and how they lie in the flat tensors of a request."""
+    """Some row ranges of the table: their layout in the flat tensors of a request, and their parameters."""
 
     flat: FlatLayout
     parameters: tuple[nn.Parameter, ...]
-    places: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]  # buffer, shape, stride, offset
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Faster than Flat.views: one call for each part."""
-        starts = [each.storage_offset() for each in flats]
-        return [
-            torch.as_strided(flats[buffer], shape, stride, starts[buffer] + offset)
-            for buffer, shape, stride, offset in self.places
-        ]
+        return self.flat.views(flats)
 
 
 class DenseTable:
     def __init__(self, spec: DenseSpec, ranges: Sequence[RowRange], factory: OptimizerFactory | None = None) -> None:
-        """`factory` makes the optimizer where the spec says "job"."""
+        """`factory` makes the optimizer if the spec has "job"."""
         self.spec = spec
         self.ranges = list(ranges)
         self.flat = flat_layout(ranges, spec)
@@ -56,12 +49,12 @@ class DenseTable:
             nn.Parameter(view, requires_grad=view.is_floating_point()) for view in self.flat.views(self.flats)
         ]
         self.filled = [False] * len(self.ranges)
-        self.ready = not self.ranges  # every part has values
+        self.ready = not self.ranges  # every range has values
         self.all_keys = tuple(range(len(self.ranges)))
         self.optimizer: Optimizer | None = None
         self.scheduler: Any = None
         self._step: Callable[[], Any] = lambda: None
-        named = list(zip((part.name for part in self.ranges), self.parameters, strict=True))
+        named = list(zip((rows.name for rows in self.ranges), self.parameters, strict=True))
         if spec.optimizer == "job":
             assert factory is not None
             if named:
@@ -80,23 +73,19 @@ class DenseTable:
         return self.spec.optimizer != "none"
 
     def layout(self, keys: Keys) -> DenseLayout:
-        """The keys are there, each once."""
+        """The layout of these keys, which are valid and unique."""
         found = self._layouts.get(keys)
         if found is None:
             chosen = range(len(self.ranges)) if keys is None else keys
             laid = flat_layout([self.ranges[key] for key in chosen], self.spec)
-            places = tuple(
-                (buffer, shape, torch.empty(shape, device="meta").stride(), offset)
-                for buffer, shape, offset in zip(laid.buffers, laid.shapes, laid.offsets, strict=True)
-            )
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            found = self._layouts[keys] = DenseLayout(laid, tuple(self.parameters[key] for key in chosen), places)
+            found = self._layouts[keys] = DenseLayout(laid, tuple(self.parameters[key] for key in chosen))
         return found
 
     def push(self, flats: Sequence[Tensor], keys: Keys = None, *, last: bool = True) -> None:
-        """One update with these gradients, or a part of one; what has no key here has no gradient. The flat tensors are
-        only read."""
+        """Updates these keys; the others have no gradient. The scheduler steps with the `last` push of an update.
+        The flat tensors are only read."""
         layout = self._full_layout if keys is None else self.layout(keys)
         fitting = [
             each if each.dtype == dtype and not each.data_ptr() % _ALIGN_BYTES else each.to(dtype, copy=True)
@@ -116,7 +105,7 @@ class DenseTable:
             self.scheduler.step()
 
     def values(self, keys: Keys = None) -> list[Tensor]:
-        """All: the flat tensors themselves, which the next push changes."""
+        """Without keys, returns the flat tensors themselves, which the next push changes."""
         if keys is None:
             return self.flats
         layout = self.layout(keys)
@@ -126,7 +115,7 @@ class DenseTable:
         return flats
 
     def put(self, flats: Sequence[Tensor], keys: Keys = None, *, fill: bool = False) -> None:
-        """`fill`: what has values already keeps them."""
+        """`fill`: a range that has values keeps them."""
         chosen = range(len(self.ranges)) if keys is None else keys
         layout = self.layout(keys)
         with torch.no_grad():
@@ -145,34 +134,32 @@ class DenseTable:
 
     @property
     def loads(self) -> list[float]:
-        """By key: how often it was asked for or pushed."""
+        """Accesses by key."""
         return [float(self._full_accesses + each) for each in self._accesses]
 
     @property
     def nbytes(self) -> int:
-        """Values and the optimizer's state."""
+        """Of values and the optimizer's state."""
         states = self.optimizer.state.values() if self.optimizer is not None else ()
         held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return sum(each.nbytes for each in (*self.flats, *held))
 
-    # -- the optimizer's state ----------------------------------------------------------------------------------------
-
     def state(self) -> tuple[TableStateReply, list[Tensor]]:
-        """Tensors that have the part's shape, named "<tensor>\\t<field>"; what else is kept for a tensor (counters of
-        steps) is in `steps` under such a name, with its dtype ("": a plain number)."""
+        """Returns the state tensors of a parameter's shape, named "<parameter>\\t<field>". Other state (step counters)
+        is in `values["steps"]` under such a name, with its dtype ("": a plain number)."""
         names: list[str] = []
         tensors: list[Tensor] = []
         steps: dict[str, list[Any]] = {}
         groups: list[dict[str, Any]] = []
         if self.optimizer is not None:
-            for part, parameter in zip(self.ranges, self.parameters, strict=True):
+            for rows, parameter in zip(self.ranges, self.parameters, strict=True):
                 for field, value in self.optimizer.state.get(parameter, {}).items():
-                    name = f"{part.name}\t{field}"
+                    name = f"{rows.name}\t{field}"
                     if isinstance(value, Tensor) and value.shape == parameter.shape and field != "step":
                         names.append(name)
                         tensors.append(value.detach())
                     elif isinstance(value, Tensor):
-                        steps[name] = [value.tolist(), str(value.dtype).removeprefix("torch.")]
+                        steps[name] = [value.tolist(), dtype_name(value.dtype)]
                     else:
                         steps[name] = [value, ""]
             groups = [
@@ -183,26 +170,26 @@ class DenseTable:
         return TableStateReply(names, {"groups": groups, "scheduler": scheduler, "steps": steps}), tensors
 
     def put_state(self, names: Sequence[str], tensors: Sequence[Tensor], values: Mapping[str, Any]) -> None:
-        """What `state` gave, here or elsewhere; of tensors that are not here nothing is taken."""
+        """Restores what `state` of this or another process returned; ignores parameters that are not here."""
         if self.optimizer is None:
             return
-        mine = {part.name: parameter for part, parameter in zip(self.ranges, self.parameters, strict=True)}
+        mine = {rows.name: parameter for rows, parameter in zip(self.ranges, self.parameters, strict=True)}
         self.optimizer.state.clear()
         for name, tensor in zip(names, tensors, strict=True):
-            whose, _, field = name.partition("\t")
-            if whose in mine:
-                self.optimizer.state[mine[whose]][field] = tensor.detach().clone()
+            owner, _, field = name.partition("\t")
+            if owner in mine:
+                self.optimizer.state[mine[owner]][field] = tensor.detach().clone()
         for name, (value, dtype) in values.get("steps", {}).items():
-            whose, _, field = name.partition("\t")
-            if whose in mine:
+            owner, _, field = name.partition("\t")
+            if owner in mine:
                 made = torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
-                self.optimizer.state[mine[whose]][field] = made
+                self.optimizer.state[mine[owner]][field] = made
         for group, stored in zip(self.optimizer.param_groups, values.get("groups", ()), strict=False):
             for key, value in stored.items():
                 group[key] = with_types_of(group.get(key), value)
         if self.scheduler is not None and values.get("scheduler") is not None:
             self.scheduler.load_state_dict(with_types_of(self.scheduler.state_dict(), values["scheduler"]))
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns about the scheduler
 
     def capture(self) -> dict[str, Any]:
         found, tensors = self.state()
@@ -212,7 +199,7 @@ class DenseTable:
             "names": found.names,
             "tensors": tensors,
             "values": found.values,
-            "touched": [self._full_accesses, *self._accesses],
+            "accesses": [self._full_accesses, *self._accesses],
         }
 
     def restore(self, captured: Mapping[str, Any]) -> None:
@@ -222,11 +209,11 @@ class DenseTable:
         self.filled = list(captured["filled"])
         self.ready = all(self.filled)
         self.put_state(captured["names"], captured["tensors"], captured["values"])
-        self._full_accesses, *self._accesses = captured["touched"]
+        self._full_accesses, *self._accesses = captured["accesses"]
 
 
 def to_plain_value(value: Any) -> Any:
-    """As it travels: numbers, text, lists, dicts. What is none of these is left to whoever has it (None)."""
+    """Converts to numbers, text, lists and dicts; other values become None, and `with_types_of` keeps the live ones."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -239,14 +226,13 @@ def to_plain_value(value: Any) -> Any:
 
 
 def with_types_of(live: Any, stored: Any) -> Any:
-    """A plain value with the types of the one that it takes the place of."""
+    """Converts a plain value to the types of the live one that it replaces."""
     if isinstance(live, Tensor):
         with torch.no_grad():
             return live.copy_(torch.as_tensor(stored))
     if isinstance(live, tuple) and isinstance(stored, list):
-        return (
-            tuple(with_types_of(a, b) for a, b in zip(live, stored, strict=True)) if len(live) == len(stored) else live
-        )
+        same_size = len(live) == len(stored)
+        return tuple(with_types_of(a, b) for a, b in zip(live, stored, strict=True)) if same_size else live
     if isinstance(live, Counter):
         return Counter(stored)
     if isinstance(live, dict) and isinstance(stored, dict):

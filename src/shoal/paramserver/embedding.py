@@ -1,13 +1,13 @@
-"""`shoal.Embedding`: a table whose rows live on servers. A model looks rows up in it as in `nn.Embedding`.
+"""`shoal.Embedding`: a table whose rows are on servers. A model looks rows up as in `nn.Embedding`.
 
     model = nn.Sequential(shoal.Embedding(10_000_000, 64, lr=0.1), nn.Flatten(), nn.Linear(640, 1))
 
-    forward     ids ── each once ── pull ──> rows, a leaf of the graph ── repeated as in ids ──> output
-    backward    gradient of the output ── added up by id ──> gradient of the rows, kept here
+    forward     ids ── unique ── pull ──> rows, a leaf of the graph ── repeated as in ids ──> output
+    backward    gradient of the output ── added by id ──> gradient of the rows, kept in the module
     after       take_gradient() ──> ids and rows, for a push
 
-A worker holds the rows of its batch and no others, and the table's optimizer runs where the rows are. A module that is
-attached to no server has a table of its own in this process, so that a model works anywhere.
+A worker holds only the rows of its batch, and the table's optimizer runs on the servers. A module that is not attached
+to servers has a table in this process, so that a model works anywhere.
 """
 
 import hashlib
@@ -22,20 +22,21 @@ from torch import Tensor, nn
 from shoal.errors import InputError
 from shoal.paramserver.messages import SparseSpec
 from shoal.paramserver.row_cache import RowCache, wait_result
+from shoal.paramserver.sharding import dtype_name
 from shoal.paramserver.sparse_table import DTYPES, SparseTable, check_spec, combine, out_of_range
 
-CALLS_KEPT = 63  # calls of one step whose rows are remembered for a block that is recomputed
+CALLS_KEPT = 63  # calls of one step whose rows are cached for recomputed blocks
 
 
 class Embedding(nn.Module):
-    """`rows` vectors of `dim` numbers, made when something is first pushed to them; until then a row is what (seed,
-    row) says, with standard deviation `scale`.
+    """`rows` vectors of `dim` numbers. Before its first update a row is a function of (seed, row), with standard
+    deviation `scale`.
 
-    `optimizer` (sgd, momentum, adam, adamw, adagrad, row_adagrad) and its `settings` (lr, eps, …) are the table's own;
-    the job's optimizer does not see it. `ids`: which ids a batch will look up, so that they can be asked for before the
-    model runs. `cache` and `bound`: that many of the hottest rows are kept at a worker and may be `bound` steps old.
-    `evict_age`, `evict_least`: rows untouched for so many updates are forgotten unless touched that often. `capacity`:
-    rows that a server holds at the most.
+    `optimizer` (sgd, momentum, adam, adamw, adagrad, row_adagrad) and its `settings` (lr, eps, …) update the table; the
+    job's optimizer does not. `ids`: returns the ids that a batch will look up, so that rows can be prefetched. `cache`
+    and `bound`: a worker caches so many of the hottest rows, which may be `bound` steps old. `evict_age`,
+    `evict_least`: rows untouched for so many updates are evicted unless touched that often. `capacity`: the most rows
+    on one server.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Embedding(nn.Module):
         self._spec = SparseSpec(
             rows=rows,
             dim=dim,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype_name(dtype),
             scale=scale,
             optimizer=optimizer,
             settings=dict(settings),
@@ -82,20 +83,18 @@ class Embedding(nn.Module):
     def _clear(self) -> None:
         self._calls = 0
         self._gradients: list[tuple[int, Tensor, Tensor]] = []  # (number of the call, ids, rows)
-        self._prefetched: list[tuple[Tensor, Any]] = []  # ids, and the future of their rows: of at most two batches
-        self._pulled: list[tuple[Tensor, Tensor]] = []  # in this step
-
-    # -- where the rows are -------------------------------------------------------------------------------------------
+        self._prefetched: list[tuple[Tensor, Any]] = []  # (ids, future of their rows) of at most two batches
+        self._pulled: list[tuple[Tensor, Tensor]] = []  # (ids, rows) of this step
 
     def spec(self, seed: int = 0) -> SparseSpec:
-        """What the servers are told. Tables of one job begin with different rows: the name is in their seed."""
+        """The table's spec for the servers. Its seed includes the name: the tables of one job have different rows."""
         import msgspec
 
         digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
         return msgspec.structs.replace(self._spec, seed=int.from_bytes(digest[:8], "big") >> 1)
 
     def attach(self, name: str, source: Any) -> None:
-        """From now on rows come from there: something with `pull(ids)`, a tensor or its future."""
+        """Pulls rows from `source`, whose `pull(ids)` returns a tensor or its future."""
         self.name = name
         self._source = RowCache(source, self.cache, self.bound) if self.cache else source
         self._table = None
@@ -107,15 +106,13 @@ class Embedding(nn.Module):
 
     @property
     def table(self) -> SparseTable:
-        """The table in this process, of a module that is attached to no server."""
+        """The table in this process, of a module that is not attached."""
         if self._table is None:
             self._table = SparseTable(self.spec(), name=self.name or "Embedding")
         return self._table
 
-    # -- a step -------------------------------------------------------------------------------------------------------
-
     def begin_step(self, version: int, *, keep_prefetched: bool = True) -> None:
-        """Forgets what the last step left. `keep_ahead=False`: also rows that were asked for before this step began."""
+        """Drops the last step's rows and gradients, and without `keep_prefetched` also prefetched rows."""
         self._calls, self._gradients, self._pulled = 0, [], []
         if not keep_prefetched:
             self._prefetched = []
@@ -123,8 +120,8 @@ class Embedding(nn.Module):
             self._source.begin_step(version)
 
     def prefetch(self, batch: Any, *, keep_last: bool = False) -> bool:
-        """Asks for the rows that this batch will look up, if the module was told how to know. Calls of `forward` take
-        them from there, until the next prefetch. `beside`: what was asked for last is still to be used, too."""
+        """Requests the rows that a batch will look up, for calls of `forward` until the next prefetch. Does nothing,
+        and returns False, without `ids`. `keep_last`: keeps the rows of the last prefetch, too."""
         if self.ids is None:
             return False
         unique = torch.unique(torch.as_tensor(self.ids(batch)).to("cpu", torch.int64))
@@ -134,9 +131,10 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise InputError(f"{self._title}: ids are {ids.dtype}", fix="whole numbers: ids.long()")
-        if _is_stand_in(ids):
-            return self._stand_in(ids)
+            title = f"table {self.name}" if self.name else "Embedding"
+            raise InputError(f"{title}: ids are {ids.dtype}", fix="integers: ids.long()")
+        if _is_placeholder(ids):
+            return self._placeholder(ids)
         unique, inverse = torch.unique(ids.detach().to("cpu", torch.int64), return_inverse=True)
         self._check(unique)
         rows = self._rows(unique).to(ids.device)
@@ -147,8 +145,8 @@ class Embedding(nn.Module):
         return F.embedding(inverse.to(ids.device), rows)
 
     def take_gradient(self) -> tuple[Tensor, Tensor] | None:
-        """What came of all backward passes since it was last taken: ids, each once and rising, and their rows. Several
-        gradients of one row are added in the order of the calls of `forward`. None: no backward came by here."""
+        """Returns the gradient of all backward passes since the last call: ids, unique and rising, and rows. Gradients
+        of one row are added in the order of calls of `forward`. None if there was no backward pass."""
         taken = sorted(self._gradients, key=lambda each: each[0])
         self._calls, self._gradients, self._pulled = 0, [], []
         if not taken:
@@ -158,21 +156,19 @@ class Embedding(nn.Module):
         return combine(torch.cat([ids for _, ids, _ in taken]), torch.cat([rows for _, _, rows in taken]))
 
     def update(self, version: int = 0) -> None:
-        """One step of the optimizer on the table in this process."""
+        """Applies one optimizer step to the table in this process."""
         taken = self.take_gradient()
         if taken is not None:
             self.table.push(*taken, version)
         self.begin_step(version + 1, keep_prefetched=False)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
-
     def _rows(self, unique: Tensor) -> Tensor:
-        """Looked up twice in a step (a block that is recomputed), rows are the same."""
+        # A recomputed block gets the rows that it had: another worker may have changed them meanwhile.
         for ids, rows in self._pulled:
             if torch.equal(ids, unique):
                 return rows
-        ahead = self._from_prefetched(unique)
-        rows = wait_result(self._pull(unique)) if ahead is None else ahead
+        prefetched = self._from_prefetched(unique)
+        rows = wait_result(self._pull(unique)) if prefetched is None else prefetched
         if torch.is_grad_enabled():
             self._pulled = [*self._pulled[-CALLS_KEPT:], (unique, rows)]
         return rows
@@ -192,52 +188,47 @@ class Embedding(nn.Module):
         return self.table.pull(unique) if self._source is None else self._source.pull(unique)
 
     def _hook_gradient(self, rows: Tensor, ids: Tensor, call: int) -> None:
-        def heard(leaf: Tensor) -> None:
+        def collect(leaf: Tensor) -> None:
             assert leaf.grad is not None
             self._gradients.append((call, ids, leaf.grad.cpu()))
             leaf.grad = None
 
-        rows.register_post_accumulate_grad_hook(heard)
+        rows.register_post_accumulate_grad_hook(collect)
 
     def _check(self, unique: Tensor) -> None:
-        """Before anything is asked for."""
         if len(unique) and (int(unique[0]) < 0 or int(unique[-1]) >= self.rows):
             raise out_of_range(unique, self.rows, self.name or "Embedding")
 
-    def _stand_in(self, ids: Tensor) -> Tensor:
-        """Where nothing is computed: a tensor of the right shape that a gradient could come back to."""
+    def _placeholder(self, ids: Tensor) -> Tensor:
+        """For meta and fake tensors: a tensor of the right shape that has a gradient."""
         kwargs: dict[str, Any] = {"dtype": DTYPES[self._spec.dtype], "device": ids.device}
         rows = torch.empty(min(self.rows, max(1, ids.numel())), self.dim, **kwargs)
         return F.embedding(ids, rows.requires_grad_(torch.is_grad_enabled()))
 
-    @property
-    def _title(self) -> str:
-        return f"table {self.name}" if self.name else "Embedding"
-
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: rows of a table in this process go along, a connection does not."""
-        state = self.__dict__.copy()
-        kept = self._table.capture() if self._table is not None and self._table.num_rows else None
-        return state | {"_source": None, "_table": None, "_kept": kept, "_gradients": [], "_ahead": [], "_pulled": []}
+        """For copies: includes the rows of the table in this process, and no connection."""
+        captured = self._table.capture() if self._table is not None and self._table.num_rows else None
+        dropped: dict[str, Any] = {"_source": None, "_table": None, "_gradients": [], "_prefetched": [], "_pulled": []}
+        return self.__dict__ | dropped | {"_captured": captured}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kept = state.pop("_kept", None)
+        captured = state.pop("_captured", None)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if kept is not None:
-            self.table.restore(kept)
+        if captured is not None:
+            self.table.restore(captured)
 
     def extra_repr(self) -> str:
         return f"{self.rows}, {self.dim}, optimizer={self._spec.optimizer!r}"
 
 
 def tables_of(model: nn.Module) -> list[tuple[str, Embedding]]:
-    """By the path of the module, which is the table's name from now on. One that is in the model twice is one table."""
+    """The model's embeddings by module path, which becomes the table's name. A module used twice is one table."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, Embedding)]
     for name, module in found:
         module.name = name
     return found
 
 
-def _is_stand_in(ids: Tensor) -> bool:
-    fake = sys.modules.get("torch._subclasses.fake_tensor")  # whoever made one has imported it
+def _is_placeholder(ids: Tensor) -> bool:
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # imported if there is any fake tensor
     return ids.is_meta or (fake is not None and isinstance(ids, fake.FakeTensor))

@@ -1,5 +1,5 @@
-"""Answers that are still to come. `wait` reads the sockets on the calling thread: there are no other threads, and a
-client and its futures belong to one of them."""
+"""Futures of replies. `wait` reads the client's sockets on the calling thread; a client and its futures belong to one
+thread."""
 
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -11,12 +11,13 @@ class ReplyPump(Protocol):
     """What futures need of a client."""
 
     def pump(self, future: "ReplyFuture[Any] | None", timeout: float | None) -> None:
-        """Until the future is settled; None for it: what has come, without waiting. Raises when the time is over."""
+        """Receives replies until the future is settled, or raises after `timeout` seconds. Without a future, receives
+        what has come and does not wait."""
         ...
 
 
 class ReplyFuture(Generic[T]):
-    """Settled by `parts` answers: `value` is called when all have come, or the first error is raised."""
+    """Settled by `replies` replies, whose value `make_value` returns, or by the first error."""
 
     __slots__ = ("_error", "_left", "_pump", "_value", "make_value", "unobserved")
 
@@ -25,7 +26,7 @@ class ReplyFuture(Generic[T]):
         self.make_value = make_value
         self._value: T | None = None
         self._error: BaseException | None = None
-        self.unobserved = True  # nobody has waited for it
+        self.unobserved = True  # `wait` was never called
         if not replies:
             self._finish()
 
@@ -34,13 +35,13 @@ class ReplyFuture(Generic[T]):
         return self._left <= 0
 
     def done(self) -> bool:
-        """Whether it is settled, for good or bad. Reads what has come, and does not wait."""
+        """Receives what has come, without waiting. Returns whether the future has a value or an error."""
         if self._left > 0:
             self._pump.pump(None, 0)
         return self._left <= 0
 
     def wait(self, timeout: float | None = None) -> T:
-        """The value. `timeout` in seconds; None: as long as the server is there."""
+        """Returns the value. `timeout` in seconds; None: as long as the server is reachable."""
         self.unobserved = False
         if self._left > 0:
             self._pump.pump(self, timeout)
@@ -48,12 +49,7 @@ class ReplyFuture(Generic[T]):
             raise self._error
         return self._value  # type: ignore[return-value]
 
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
-
     def count_reply(self) -> None:
-        """One more answer is in."""
         self._left -= 1
         if self._left == 0:
             self._finish()

@@ -1,29 +1,26 @@
-"""Servers for scripts, tests and benchmarks: processes of their own on this host, one for each shard.
+"""Servers for scripts, tests and benchmarks: a process on this host for each shard.
 
-with Servers(2) as servers, Client(servers.addresses) as client: ...
+with LocalServers(2) as servers, ParameterClient(servers.addresses) as client: ...
 """
 
-import ctypes
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
+from shoal.paramserver.child_process import fork_child, read_to_end
 from shoal.paramserver.client import ParameterClient
-
-PR_SET_PDEATHSIG = 1
 
 
 class LocalServers:
-    """So many servers, forked from this process, that end with it. They keep snapshots in `folder` if there is one,
-    every `keep_seconds` and when asked to; a server that is started again goes on from its newest."""
+    """`count` servers, forked from this process, which die with it. With a `folder`, they write snapshots every
+    `snapshot_seconds` and on request, and a restarted server continues from its newest one."""
 
     def __init__(
         self,
@@ -36,26 +33,22 @@ class LocalServers:
         make_shard: Callable[[int, int, int], Any] | None = None,
         **settings: Any,
     ) -> None:
-        """`addresses`: where each listens, else on sockets in a folder that is removed at the end. `make(shard, shards,
-        boot)` gives the shard, else a plain one. `settings`: of `Server`."""
+        """`addresses`: by default sockets in a temporary folder. `make_shard(shard, shards, server_incarnation)` makes
+        the shards; the default is a plain `ParameterShard`. `settings`: of `ParameterServer`."""
         if count < 1:
             raise InputError(f"{count} servers: at least 1 is needed")
         if addresses is not None and len(addresses) != count:
             raise InputError(f"{count} servers, but {len(addresses)} addresses")
         self._temporary = Path(tempfile.mkdtemp(prefix="shoal-"))
         self._folder = Path(folder) if folder is not None else None
-        self._token, self._snapshot_seconds, self._make_shard, self._settings = (
-            token,
-            snapshot_seconds,
-            make_shard,
-            settings,
-        )
+        self._make_shard = make_shard
+        self._settings = {"token": token, "snapshot_seconds": snapshot_seconds, **settings}
         self._requested = list(addresses or (f"unix:{self._temporary}/shard-{shard}" for shard in range(count)))
         self.addresses: list[str] = list(self._requested)
         self.pids: list[int] = [0] * count
         try:
             if make_shard is None:
-                import torch._dynamo  # noqa: F401  what torch's optimizers import at their first step: once for all
+                import torch._dynamo  # noqa: F401  torch's optimizers import it at their first step: here, once for all
             for shard in range(count):
                 self._start(shard)
         except BaseException:
@@ -63,7 +56,7 @@ class LocalServers:
             raise
 
     def kill(self, shard: int, number: int = signal.SIGKILL) -> None:
-        """A signal to one of them, and waits for its end."""
+        """Sends a signal to a server and waits for its exit."""
         pid, self.pids[shard] = self.pids[shard], 0
         if pid:
             with suppress(ProcessLookupError):
@@ -72,7 +65,7 @@ class LocalServers:
                 os.waitpid(pid, 0)
 
     def restart(self, shard: int) -> None:
-        """Kill -9, and a new process in its place, which takes up the newest snapshot."""
+        """Kills a server and starts a new process, which restores the newest snapshot."""
         self.kill(shard)
         self._start(shard)
 
@@ -89,39 +82,23 @@ class LocalServers:
 
     def _start(self, shard: int) -> None:
         """Forks, and waits until the server listens."""
-        heard, told = os.pipe()
-        parent = os.getpid()
+
+        def work(pipe: int) -> None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends this process
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            try:
+                self._run(shard, pipe)
+            except InputError as error:
+                os.write(pipe, f"!{error}".encode())
+
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.close(heard)
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to hear, and to end this process
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                if os.getppid() == parent:
-                    self._run(shard, told)
-                    code = 0
-            except InputError as error:
-                os.write(told, f"!{error}".encode())
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        os.close(told)
-        self.pids[shard] = pid
-        text = b""
-        while part := os.read(heard, 4096):
-            text += part
-        os.close(heard)
-        if not text or text.startswith(b"!"):
+        self.pids[shard], pipe = fork_child(work)
+        text = read_to_end(pipe).decode()
+        if not text or text.startswith("!"):
             self.kill(shard)
-            raise InputError(text[1:].decode() or f"the server of shard {shard} did not start: see its traceback")
-        self.addresses[shard] = text.decode()
-        self._requested[shard] = text.decode()  # the same again after a restart
+            raise InputError(text[1:] or f"the server of shard {shard} did not start: see its traceback")
+        self.addresses[shard] = self._requested[shard] = text  # a restarted server has the same address
 
     def _run(self, shard: int, ready_pipe: int) -> None:
         import torch
@@ -132,28 +109,19 @@ class LocalServers:
 
         torch.set_num_threads(1)
         count = len(self.pids)
-        snapshots = None
-        boot = 1
-        newest = None
+        snapshots, incarnation, newest = None, 1, None
         if self._folder is not None:
-            snapshots = SnapshotFolder(self._folder / f"shard-{shard}", shard=shard)
-            boot = snapshots.next_incarnation()
+            snapshots = SnapshotFolder(self._folder / f"shard-{shard}")
+            incarnation = snapshots.next_incarnation()
             newest = snapshots.newest()
         if self._make_shard is not None:
-            held = self._make_shard(shard, count, boot)
+            served = self._make_shard(shard, count, incarnation)
         else:
-            kept = snapshots.rewind if snapshots is not None else None
-            held = ParameterShard(shard=shard, shards=count, server_incarnation=boot, load_snapshot=kept)
+            load = snapshots.rewind if snapshots is not None else None
+            served = ParameterShard(shard=shard, shards=count, server_incarnation=incarnation, load_snapshot=load)
         if newest is not None:
-            held.restore(newest)
-        server = ParameterServer(
-            held,
-            [self._requested[shard]],
-            token=self._token,
-            snapshots=snapshots,
-            snapshot_seconds=self._snapshot_seconds,
-            **self._settings,
-        )
+            served.restore(newest)
+        server = ParameterServer(served, [self._requested[shard]], snapshots=snapshots, **self._settings)
         os.write(ready_pipe, server.addresses[0].encode())
         os.close(ready_pipe)
         server.serve(lambda: False)
@@ -162,8 +130,8 @@ class LocalServers:
 def connect(
     addresses: Sequence[str] | str | None = None, worker: int | None = None, **settings: Any
 ) -> ParameterClient:
-    """A client of servers that are named here or in the environment: SHOAL_SERVERS (their addresses, with commas),
-    SHOAL_TOKEN, and RANK for the number of the worker."""
+    """Connects to servers. Defaults come from the environment: SHOAL_SERVERS (addresses, separated by commas),
+    SHOAL_TOKEN, and RANK for the worker's number."""
     if addresses is None:
         addresses = os.environ.get("SHOAL_SERVERS", "")
     if isinstance(addresses, str):
@@ -173,7 +141,7 @@ def connect(
     if worker is None:
         rank = os.environ.get("RANK", "0")
         if not (rank.isascii() and rank.isdigit()):
-            raise InputError(f"RANK is {rank!r}, which is no number of a worker", fix="RANK=0, or worker=0")
+            raise InputError(f"RANK is {rank!r}, which is not a worker's number", fix="RANK=0, or worker=0")
         worker = int(rank)
     settings.setdefault("token", os.environ.get("SHOAL_TOKEN") or None)
     return ParameterClient(addresses, worker=worker, **settings)

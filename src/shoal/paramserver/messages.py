@@ -1,51 +1,51 @@
-"""What client and server say to each other. Small typed messages; tensors travel beside them as raw bytes.
+"""The messages between client and server: small typed structs. Their tensors travel beside them as raw bytes.
 
-A request is an order or a look. Orders change the shard: each has a sequence number of its worker's incarnation, 1, 2,
-3, …, and a shard applies number n + 1 after n, once: a repeated one gets the answer that it got before. Looks change
-nothing, have sequence 0, and may be repeated at will. Whatever cannot be done is answered by `Refused`.
+A request is a write or a read. A write changes the shard: each has a sequence number 1, 2, 3, … within its worker's
+incarnation. A shard applies number n + 1 after n, once, and answers a repeated write with the first reply. A read
+changes nothing, has sequence 0 and may be repeated. A request that cannot be done is answered by `RefusedReply`.
 
-The tensors of slots: a dense slot has one, flat: the shard's pieces of these keys one after the other, in the order of
-the keys. A sparse slot has ids (int64, each once, rising) and rows (one per id); a look has ids alone.
+The tensors of a table slice: a dense slice has one flat tensor, the shard's row ranges of its keys in the order of the
+keys. A sparse slice has ids (int64, unique, rising) and rows (one per id); a read has ids alone.
 """
 
 from typing import Any, TypeAlias
 
 import msgspec
 
-Span: TypeAlias = tuple[int, int]  # lanes, or workers: from the first up to, not including, the second
+Span: TypeAlias = tuple[int, int]  # half open
 
 
 class ClientId(msgspec.Struct, frozen=True, array_like=True):
-    """One process that is a worker."""
+    """One process of a worker."""
 
     worker: int
     incarnation: int = 0
 
 
 class TableSlice(msgspec.Struct, frozen=True, array_like=True):
-    """Some of a table."""
+    """Some rows of a table on one shard."""
 
     table: str
-    keys: tuple[int, ...] | None = None  # dense: numbers of pieces in this shard; None: all of them
+    keys: tuple[int, ...] | None = None  # dense: indices of this shard's row ranges; None: all of them
     sparse: bool = False
-    codec: str = ""  # of a compressor (collectives/compress); the tensor is its payload
+    codec: str = ""  # a compressor's name (collectives/compression); the tensor is its payload
     count: int = 0  # elements before compression
-    span: Span | None = None  # of a look at a table of one dtype: elements of the flat tensor, from and up to
+    span: Span | None = None  # reads of a table of one dtype: elements of the flat tensor
 
 
 class DenseSpec(msgspec.Struct, frozen=True, tag="dense"):
-    """Tensors of which every shard has some rows; `cut.py` says which. All clients say the same."""
+    """Tensors cut by rows over the shards (sharding.py). All clients declare the same spec."""
 
     names: list[str]
     shapes: list[list[int]]
     dtypes: list[str]  # "float32"
-    optimizer: str = "none"  # optimizers.py; "none": values are put; "job": the factory that the server was given
+    optimizer: str = "none"  # optimizers.py; "none": values are only put; "job": made by the server's factory
     settings: dict[str, float | bool] = {}  # of the optimizer
-    loads: list[float] = []  # measured, by name: what is asked for more often than the rest
+    loads: list[float] = []  # measured relative access rates, by name
 
 
 class SparseSpec(msgspec.Struct, frozen=True, tag="sparse"):
-    """Rows that are made when they are first touched, from (seed, row)."""
+    """Rows that are created from (seed, row) at their first update."""
 
     rows: int
     dim: int
@@ -54,9 +54,9 @@ class SparseSpec(msgspec.Struct, frozen=True, tag="sparse"):
     scale: float = 0.01  # standard deviation of a new row; 0: zeros
     optimizer: str = "row_adagrad"
     settings: dict[str, float | bool] = {}
-    evict_age: int = 0  # versions that a row may go untouched; 0: for ever
-    evict_least: int = 0  # touches that a row needs to stay when it is that old
-    capacity: int = 0  # rows that a shard holds at the most; 0: no bound
+    evict_age: int = 0  # versions after which an untouched row is evicted; 0: never
+    evict_least: int = 0  # a row with this many touches is never evicted by age; 0: no such exception
+    capacity: int = 0  # most rows on one shard; 0: unlimited
 
 
 TableSpec: TypeAlias = DenseSpec | SparseSpec
@@ -67,28 +67,28 @@ class ServerRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class HelloRequest(ServerRequest, frozen=True):
-    """The first word of a connection."""
+    """The first request on a connection."""
 
     worker: int
-    incarnation: int = 0  # 0: grant one (shard 0 alone does)
-    proof: bytes = b""  # of the credentials, over what the server sent first
-    shared_memory: bool = False  # this process is on the server's host and would share memory
-    ring_bytes: int = 0  # that it would like to share each way; 0: as the server has it
+    incarnation: int = 0  # 0: the server grants one (shard 0 only)
+    proof: bytes = b""  # HMAC-SHA256 of the challenge's nonce under the token
+    shared_memory: bool = False  # this process runs on the server's host and accepts shared memory
+    ring_bytes: int = 0  # requested ring size each way; 0: the server's default
 
 
-# -- orders -----------------------------------------------------------------------------------------------------------
+# -- writes -----------------------------------------------------------------------------------------------------------
 
 
 class DeclareRequest(ServerRequest, frozen=True):
-    """A table; the same again does nothing, another of the same name is refused."""
+    """Creates a table. The same spec again does nothing; another spec under the same name is refused."""
 
     table: str
     spec: TableSpec
 
 
 class PutRequest(ServerRequest, frozen=True):
-    """Values as they are. `fill`: these are the first ones, and the table stands when all of its keys have some. With
-    `state`, of the optimizer (see `State`)."""
+    """Sets values. `fill`: sets only keys without values; a table is ready when all its keys have values.
+    `state`: the optimizer's state, as in `TableStateReply`."""
 
     slices: list[TableSlice]
     fill: bool = False
@@ -96,18 +96,18 @@ class PutRequest(ServerRequest, frozen=True):
 
 
 class PushRequest(ServerRequest, frozen=True):
-    """Gradients, applied at once: one update. `ticket`: the step that it is of (-1: none); a ticket is applied once,
-    whoever pushes it. `basis`: the version that the gradient was computed from. `pull`: answer with dense values."""
+    """Gradients that the shard applies at once as one update. `lease`: the step they belong to (-1: none); the shard
+    applies each lease once. `base_version`: the version that the gradients were computed from."""
 
     slices: list[TableSlice]
     lease: int = -1
     base_version: int = -1
-    pull: bool = False
-    last: bool = True  # False: another part of the same update follows
+    pull: bool = False  # reply with dense values
+    last: bool = True  # False: another request of the same update follows
 
 
 class ContributeRequest(ServerRequest, frozen=True):
-    """Gradients of some lanes of a step, kept until it is applied. What comes for a step that is over is refused."""
+    """Gradients of some lanes of a step, held until the step is applied. `LateReply` if the step is over."""
 
     step: int
     span: Span
@@ -115,8 +115,8 @@ class ContributeRequest(ServerRequest, frozen=True):
 
 
 class ApplyRequest(ServerRequest, frozen=True):
-    """The step's update: contributions of these spans are added in the tree over `lanes`, times `scale`, clipped to
-    `max_norm` given the whole gradient's `norm`. Once for each step, whoever asks first. `skip`: nothing is applied."""
+    """Applies a step: adds the contributions of these spans in the tree over `lanes`, multiplies by `scale` and clips
+    to `max_norm` given the full gradient's `norm`. Only the first request for a step applies it."""
 
     step: int
     lanes: int
@@ -124,56 +124,52 @@ class ApplyRequest(ServerRequest, frozen=True):
     scale: float = 1.0
     norm: float | None = None
     max_norm: float | None = None
-    skip: bool = False
-    snapshot: bool = False  # keep what it comes to on disk
-    pull: bool = True  # answer with dense values
-    put: list[TableSlice] = []  # values that become part of the step as they are (buffers); their tensors come along
+    skip: bool = False  # ends the step without an update
+    snapshot: bool = False  # write a snapshot of the result
+    pull: bool = True  # reply with dense values
+    put: list[TableSlice] = []  # values to set with the step (buffers); their tensors come along
 
 
 class BarrierRequest(ServerRequest, frozen=True):
-    """In lockstep, shard 0: this worker is done with the step. Answered with everybody's notes when enough have come.
-    Tensors may come along; they go to everybody."""
+    """Lockstep modes, shard 0: this worker has finished the step. When a quorum has arrived, `BarrierReply` gives each
+    of them all notes and all tensors that came along."""
 
     step: int
     note: bytes
 
 
 class LeaseRequest(ServerRequest, frozen=True):
-    """Not in lockstep, shard 0: give me a step. Answered when there is one, `Compute` or `Errand` or `End`.
-
-    `done`: the ticket that this worker has done since, -1: none, with its `note` (loss and so on: kept in order).
-    `failed`: the group's epoch in which a mate was lost; the ticket is still to be done. `ahead`: tell me also which
-    ticket is to be mine after this one."""
+    """Queue modes, shard 0: asks for a step. The reply is `LeaseReply`, `TaskReply` or `EndReply`."""
 
     group: int
-    finished: int = -1
-    note: bytes = b""
-    failed_generation: int = -1
-    wants_next: bool = False
+    finished: int = -1  # the lease that this worker has finished since its last request; -1: none
+    note: bytes = b""  # on the finished step (loss and so on); read in the order of steps
+    failed_generation: int = -1  # the group's generation that lost a member; its lease is not finished
+    wants_next: bool = False  # reply also with the lease that follows
 
 
 class TaskRequest(ServerRequest, frozen=True):
-    """Shard 0: something is to be done once, by the next worker that asks: "evaluate", "save"."""
+    """Shard 0: queues a task ("evaluate", "save") for the next worker that asks for a step."""
 
     task: str
 
 
 class EndRequest(ServerRequest, frozen=True):
-    """Shard 0: the run ends (a target, an error, word from the user). `resumable`: before its last step."""
+    """Shard 0: ends the run (target reached, error, user's request). `resumable`: the run ends before its last step."""
 
     reason: str
     resumable: bool = False
 
 
 class RewindRequest(ServerRequest, frozen=True):
-    """In lockstep, after a server was lost: back to what was kept of a step. Once for each epoch."""
+    """Lockstep modes, after a server was lost: restores the snapshot of a step and begins a new generation."""
 
     generation: int
     step: int
-    server_incarnation: int = 0  # of the process that is meant: what was asked of another is out of date; 0: of any
+    server_incarnation: int = 0  # the addressed server process; any other refuses; 0: any
 
 
-# -- looks ------------------------------------------------------------------------------------------------------------
+# -- reads ------------------------------------------------------------------------------------------------------------
 
 
 class PullRequest(ServerRequest, frozen=True):
@@ -181,7 +177,7 @@ class PullRequest(ServerRequest, frozen=True):
 
 
 class SquaresRequest(ServerRequest, frozen=True):
-    """Sums of squares by row of what a step's contributions come to, by key: for the norm of the whole gradient."""
+    """Sums of squares by row of a step's reduced gradient: for the norm of the full gradient."""
 
     step: int
     lanes: int
@@ -190,21 +186,21 @@ class SquaresRequest(ServerRequest, frozen=True):
 
 
 class TableStateRequest(ServerRequest, frozen=True):
-    """The optimizer's state of a dense table, for a checkpoint."""
+    """The state of a table, for a checkpoint."""
 
     table: str
 
 
 class StatusRequest(ServerRequest, frozen=True):
-    """Where the shard is."""
+    """The shard's generation, version, step and snapshots."""
 
 
 class StatsRequest(ServerRequest, frozen=True):
-    """What it has done."""
+    """The shard's counters."""
 
 
 class SnapshotRequest(ServerRequest, frozen=True):
-    """Write a snapshot now; answered when it stands on disk."""
+    """Writes a snapshot; the reply comes when it is on disk."""
 
 
 # -- replies ----------------------------------------------------------------------------------------------------------
@@ -215,7 +211,7 @@ class ServerReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ChallengeReply(ServerReply, frozen=True):
-    """The server's first word. `proof` in Hello is the HMAC-SHA256 of this nonce under the token."""
+    """The server's first message on a connection."""
 
     nonce: bytes
     shard: int
@@ -226,12 +222,12 @@ class ChallengeReply(ServerReply, frozen=True):
 class WelcomeReply(ServerReply, frozen=True):
     shard: int
     shards: int
-    server_incarnation: int  # how many processes have been this shard
+    server_incarnation: int  # number of this shard's server process: 1, 2, …
     generation: int
     incarnation: int
-    sequence: int  # the last order of this incarnation that the shard has
+    sequence: int  # the last write of this incarnation that the shard has applied
     version: int  # updates applied
-    step: int  # in lockstep: the next one
+    step: int  # lockstep: the next step
     tables: list[str]
 
 
@@ -242,17 +238,17 @@ class AckReply(ServerReply, frozen=True):
 class ValuesReply(ServerReply, frozen=True):
     version: int
     slices: list[TableSlice]
-    step: int = -1  # in lockstep: the next one
+    step: int = -1  # lockstep: the next step
 
 
 class LateReply(ServerReply, frozen=True):
-    """The step is over without this worker. `step`: the one at work."""
+    """The requested step closed without this worker. `step`: the current one."""
 
     step: int
 
 
 class BarrierReply(ServerReply, frozen=True):
-    """`workers`: who is in, rising; their notes; how many tensors of those that follow are each one's."""
+    """The workers of the barrier, rising; by worker its note and its number of the tensors that follow."""
 
     step: int
     workers: list[int]
@@ -261,14 +257,11 @@ class BarrierReply(ServerReply, frozen=True):
 
 
 class LeaseReply(ServerReply, frozen=True):
-    """`members`: the worker's group, rising; `epoch`: of the group, rises when they change. `done`: tickets so far.
-    `then`: the ticket that comes next, unless somebody who has nothing else to do takes it; -1: not known."""
-
     lease: int
-    generation: int = 0
-    members: tuple[int, ...] = ()
+    generation: int = 0  # of the group: rises when its members change
+    members: tuple[int, ...] = ()  # of the worker's group, rising
     steps_done: int = 0
-    next_lease: int = -1
+    next_lease: int = -1  # reserved for the group, until an idle one takes it; -1: none
 
 
 class TaskReply(ServerReply, frozen=True):
@@ -277,16 +270,16 @@ class TaskReply(ServerReply, frozen=True):
 
 
 class EndReply(ServerReply, frozen=True):
-    reason: str  # empty: the last step is done
+    reason: str  # empty: every step is done
     resumable: bool
     steps_done: int
 
 
 class TableStateReply(ServerReply, frozen=True):
-    """The optimizer's state: tensors follow, named; scheduler and counters in `values`."""
+    """The optimizer's state of a dense table, or all of a sparse table."""
 
-    names: list[str]
-    values: dict[str, Any]
+    names: list[str]  # of the tensors that follow
+    values: dict[str, Any]  # scheduler and counters
 
 
 class StatusReply(ServerReply, frozen=True):
@@ -294,54 +287,41 @@ class StatusReply(ServerReply, frozen=True):
     generation: int
     version: int
     step: int
-    filled: bool  # every dense table has its first values
-    snapshot_steps: list[int]  # steps that a snapshot stands of
-    progress: dict[str, Any] = {}  # of the pace
-    needs_rewind: bool = False  # another process had this shard before, and nobody has gone back with it since
-    start_step: int = 0  # the job's step that the run began with; `step` may count something else
-    inexact: str = ""  # how the steps before that were done, if not exactly
+    filled: bool  # every dense table has values
+    snapshot_steps: list[int]  # steps that have a snapshot on disk
+    progress: dict[str, Any] = {}  # of the step coordinator
+    needs_rewind: bool = False  # the server process restarted, and the shard was not rewound since
+    start_step: int = 0  # the job's step that the run started from
+    inexact: str = ""  # the sync mode of the steps before that, if it was not exact
 
 
 class StatsReply(ServerReply, frozen=True):
-    """All since the shard was first started. `staleness`: versions between basis and push -> pushes."""
+    """Counters since the shard was first started."""
 
     version: int
     updates: int
     duplicates: int
-    refused: dict[str, int]  # why -> how many
-    staleness: dict[int, int]
+    refused: dict[str, int]  # code -> count
+    staleness: dict[int, int]  # versions between base version and push -> pushes
     bytes_in: int
     bytes_out: int
     rows: dict[str, int]  # sparse table -> rows held
-    loads: dict[str, list[float]]  # table -> touches, by key or by range of rows
+    loads: dict[str, list[float]]  # table -> accesses, by key or by range of rows
     busy_seconds: float
-    evicted: dict[str, int] = {}  # sparse table -> rows that were forgotten
-    hot_rows: dict[
-        str, list[tuple[int, float]]
-    ] = {}  # sparse table -> rows asked for most, and in which share of requests
+    evicted: dict[str, int] = {}  # sparse table -> rows evicted
+    hot_rows: dict[str, list[tuple[int, float]]] = {}  # sparse table -> most requested rows, share of requests
 
 
 class RefusedReply(ServerReply, frozen=True):
-    """`code`: one word for programs. `fix`: what to change."""
-
-    code: str
+    code: str  # one word, for programs
     reason: str
-    fix: str = ""
+    fix: str = ""  # what to change
 
 
 WRITES = (
-    DeclareRequest,
-    PutRequest,
-    PushRequest,
-    ContributeRequest,
-    ApplyRequest,
-    BarrierRequest,
-    LeaseRequest,
-    TaskRequest,
-    EndRequest,
-    RewindRequest,
-)
-READS = (PullRequest, SquaresRequest, TableStateRequest, StatusRequest, StatsRequest, SnapshotRequest)
+    DeclareRequest, PutRequest, PushRequest, ContributeRequest, ApplyRequest, BarrierRequest, LeaseRequest,
+    TaskRequest, EndRequest, RewindRequest,
+)  # fmt: skip
 AnyRequest: TypeAlias = (
     HelloRequest | DeclareRequest | PutRequest | PushRequest | ContributeRequest | ApplyRequest | BarrierRequest
     | LeaseRequest | TaskRequest | EndRequest | RewindRequest | PullRequest | SquaresRequest | TableStateRequest

@@ -7,11 +7,10 @@
     adagrad        Adagrad        the same as dense             dim
     row_adagrad    -              one sum for the whole row     1
 
-A row kernel does what torch's loop over tensors does, operation by operation, so that a row that is touched in every
-step has torch's bits. Lazy: a row that is not touched stands still. Dense momentum would move it on and dense Adam
-would let its averages decay; here its averages wait, and its bias correction counts its own steps. Weight decay, too,
-falls on touched rows alone. Sgd and Adagrad without weight decay do nothing to a row without a gradient, so there lazy
-and dense are one.
+A row kernel repeats torch's loop over tensors operation by operation, so a row that is updated in every step has
+torch's bits. Lazy: a row without a gradient does not change. Dense momentum would still move it, and dense Adam would
+decay its averages; here averages stay, bias correction counts the row's own steps, and weight decay applies to updated
+rows only. Sgd and Adagrad without weight decay never change a row without a gradient: there lazy and dense agree.
 """
 
 import math
@@ -28,7 +27,7 @@ from shoal.errors import InputError
 
 Settings = Mapping[str, float | bool]
 
-# name -> its settings and what they are if nothing is said: torch's defaults
+# name -> its settings with torch's defaults
 DEFAULTS: dict[str, dict[str, float | bool]] = {
     "sgd": {"lr": 1e-3, "weight_decay": 0.0},
     "momentum": {"lr": 1e-3, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0},
@@ -42,20 +41,19 @@ SPARSE_NAMES = tuple(DEFAULTS)
 
 
 def check_settings(name: str, settings: Settings, names: Sequence[str] = SPARSE_NAMES) -> dict[str, float | bool]:
-    """All settings of an optimizer: those given, and the usual ones for the rest."""
+    """Checks the given settings and adds defaults for the rest."""
     if name not in names:
         near = get_close_matches(name, names, n=1, cutoff=0.5)
-        only = name in SPARSE_NAMES
         raise InputError(
-            f"{name} is for sparse tables only" if only else f"there is no optimizer {name!r}",
+            f"{name} is for sparse tables only" if name in SPARSE_NAMES else f"there is no optimizer {name!r}",
             fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}",
         )
-    usual = DEFAULTS[name]
+    defaults = DEFAULTS[name]
     for key, value in settings.items():
-        if key not in usual:
+        if key not in defaults:
             raise InputError(f"{name} has no setting {key!r}", fix=_nearest_setting(name, key))
         _check_value(name, key, value)
-    return {**usual, **settings}
+    return {**defaults, **settings}
 
 
 def _nearest_setting(name: str, key: str) -> str:
@@ -78,7 +76,7 @@ def _check_value(name: str, key: str, value: float | bool) -> None:
 
 
 def make_optimizer(name: str, settings: Settings, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Torch's own, for dense tensors."""
+    """Makes torch's optimizer, for dense tensors."""
     from torch import optim
 
     known = check_settings(name, settings, DENSE_NAMES)
@@ -97,8 +95,8 @@ def make_optimizer(name: str, settings: Settings, named: Sequence[tuple[str, nn.
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], None]:
-    """Its step without what torch wraps around it for profilers and for hooks, of which an optimizer that was made here
-    has none: half of the time that a small one takes."""
+    """The optimizer's step without torch's wrappers for profilers and hooks, which take half of a small step's time. An
+    optimizer of `make_optimizer` has no hooks."""
     step = unwrap(type(optimizer).step)
 
     def call() -> None:
@@ -108,22 +106,19 @@ def bare_step(optimizer: Optimizer) -> Callable[[], None]:
     return call
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RowStateField:
-    """Something kept for each row: `width` numbers, or as many as the row has (0). `whole`: a count."""
+    """State of each row."""
 
-    width: int = 0
+    width: int = 0  # numbers; 0: as many as the row has
     initial: float = 0.0
-    is_count: bool = False
+    is_count: bool = False  # an integer
 
 
 @dataclass(frozen=True)
 class RowKernel:
-    """`update(values, gradient, *state)` changes rows and their state in place; it may change the gradient, too. Rows
-    are contiguous, one for each row of the gradient."""
+    """`update(values, gradient, *state)` changes rows and their state in place, and may change the gradient. Rows are
+    contiguous, one for each row of the gradient."""
 
     fields: dict[str, RowStateField]
     update: Callable[..., None]
@@ -134,19 +129,20 @@ def row_kernel(name: str, settings: Settings) -> RowKernel:
     return _KERNELS[name](**known)
 
 
+def _decayed(gradient: Tensor, values: Tensor, weight_decay: float) -> Tensor:
+    return gradient.add(values, alpha=weight_decay) if weight_decay else gradient
+
+
 def _sgd(lr: float, weight_decay: float) -> RowKernel:
     def update(values: Tensor, gradient: Tensor) -> None:
-        if weight_decay:
-            gradient = gradient.add(values, alpha=weight_decay)
-        values.add_(gradient, alpha=-lr)
+        values.add_(_decayed(gradient, values, weight_decay), alpha=-lr)
 
     return RowKernel({}, update)
 
 
 def _momentum(lr: float, momentum: float, nesterov: float, weight_decay: float) -> RowKernel:
     def update(values: Tensor, gradient: Tensor, buffer: Tensor) -> None:
-        if weight_decay:
-            gradient = gradient.add(values, alpha=weight_decay)
+        gradient = _decayed(gradient, values, weight_decay)
         buffer.mul_(momentum).add_(gradient, alpha=1)
         values.add_(gradient.add(buffer, alpha=momentum) if nesterov else buffer, alpha=-lr)
 
@@ -155,8 +151,7 @@ def _momentum(lr: float, momentum: float, nesterov: float, weight_decay: float) 
 
 def _adagrad(lr: float, eps: float, initial: float, weight_decay: float) -> RowKernel:
     def update(values: Tensor, gradient: Tensor, total: Tensor) -> None:
-        if weight_decay:
-            gradient = gradient.add(values, alpha=weight_decay)
+        gradient = _decayed(gradient, values, weight_decay)
         total.addcmul_(gradient, gradient, value=1)
         values.addcdiv_(gradient, total.sqrt().add_(eps), value=-lr)
 
@@ -172,7 +167,7 @@ def _row_adagrad(lr: float, eps: float, initial: float) -> RowKernel:
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
-    """By halves, in place: a row's sum does not depend on what it is in a batch with."""
+    """Adds by halves, in place: a row's sum does not depend on the other rows of its batch."""
     width = rows.shape[1]
     while width > 1:
         half = (width + 1) // 2
@@ -189,26 +184,22 @@ def _adam(*, decoupled: bool) -> Callable[..., RowKernel]:
             steps.add_(1)
             if weight_decay and decoupled:
                 values.mul_(1 - lr * weight_decay)
-            elif weight_decay:
-                gradient = gradient.add(values, alpha=weight_decay)
+            else:
+                gradient = _decayed(gradient, values, weight_decay)
             average.lerp_(gradient, 1 - beta1)
             square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             size, root = corrections(steps, values.dtype)
             values.add_((average * size).div_(square.sqrt().div_(root).add_(eps)))
 
-        fields = {
-            "step": RowStateField(width=1, is_count=True),
-            "exp_avg": RowStateField(),
-            "exp_avg_sq": RowStateField(),
-        }
-        return RowKernel(fields, update)
+        step, average = RowStateField(width=1, is_count=True), RowStateField()
+        return RowKernel({"step": step, "exp_avg": average, "exp_avg_sq": average}, update)
 
     return make
 
 
 class _BiasCorrections:
-    """Adam's factors by number of steps: -lr / (1 - beta1 ^ n), and the root of 1 - beta2 ^ n. Computed as torch does,
-    one after the other in double precision, and kept."""
+    """Adam's factors by number of steps: -lr / (1 - beta1 ^ n), and the root of 1 - beta2 ^ n. Computed one by one in
+    double precision, as torch does, and cached."""
 
     def __init__(self, lr: float, beta1: float, beta2: float) -> None:
         self._lr, self._betas = lr, (beta1, beta2)
@@ -217,7 +208,7 @@ class _BiasCorrections:
         self._table = torch.zeros(1, 2, dtype=torch.float64)
 
     def __call__(self, steps: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Columns, for a column of steps."""
+        """The two factors as columns, for a column of steps."""
         steps = steps.view(-1).clamp(max=self._last)
         most = int(steps.max())
         if most >= len(self._table):

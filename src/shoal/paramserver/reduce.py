@@ -1,11 +1,11 @@
-"""Gradients of one step from many workers, kept until it is applied and then added in the job's tree. Pure.
+"""Holds the gradients of one step from many workers and reduces them in the job's tree of lanes. Pure.
 
-    step 7    span (0, 2)   {"model": flat gradient, "words": ids and rows}        whoever sent it
+    step 7    span (0, 2)   {"model": flat gradient, "words": ids and rows}
               span (2, 3)   {"model": …}                                           a span counts once
               span (3, 4)   {}                                                     an empty lane: no operand
 
-It does not matter who sends a span, so a replaced worker just sends again. Sums are made in place, in memory that is
-ours: what is kept is a copy of what came.
+Any worker may send a span, so the replacement of a lost worker sends again. Contributions are copied, and sums are made
+in place in the copies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,24 +24,24 @@ T = TypeVar("T")
 
 
 class DenseGradient(NamedTuple):
-    """A dense table's gradient: flat tensors with the parts of these keys (cut.py)."""
+    """A dense table's gradient: flat tensors with the row ranges of these keys (sharding.py)."""
 
     keys: Keys
     flats: list[Tensor]
 
 
 class SparseGradient(NamedTuple):
-    """A sparse table's gradient: ids, each once, rising, and a row for each."""
+    """A sparse table's gradient: ids, unique and rising, and a row for each."""
 
     ids: Tensor
     rows: Tensor
 
 
-Gradients: TypeAlias = dict[str, DenseGradient | SparseGradient]  # by table; one that is absent has none
+Gradients: TypeAlias = dict[str, DenseGradient | SparseGradient]  # by table; an absent table has no gradient
 
 
 class TableLayouts(Protocol):
-    """What has to be known of the tables."""
+    """What the reduction needs of the tables."""
 
     def layout(self, table: str, keys: Keys) -> DenseLayout: ...
 
@@ -50,12 +50,12 @@ class TableLayouts(Protocol):
 
 @dataclass
 class ReducedContributions:
-    """What a step's contributions come to, in the dtype of the values, and how it was asked for."""
+    """A step's reduced gradient in the dtype of the values, and what it was reduced over."""
 
     lanes: int
     spans: tuple[Span, ...]
     scale: float
-    left_out: int = 0  # contributions that came and are not in it
+    left_out: int = 0  # contributions of spans that were not requested
     dense: dict[str, DenseGradient] = field(default_factory=dict)
     sparse: dict[str, SparseGradient] = field(default_factory=dict)
 
@@ -68,29 +68,29 @@ class ReducedContributions:
 
 
 class StepContributions:
-    """What is kept lies in memory of steps that are over: fresh memory costs several times what a copy does."""
+    """Copies contributions into the memory of finished steps: fresh memory costs several times what a copy does."""
 
     def __init__(self) -> None:
-        self._in_use: dict[int, list[Tensor]] = {}  # by step: flat tensors that its contributions are kept in
-        self._spare: list[Tensor] = []  # of the last step that is over
+        self._in_use: dict[int, list[Tensor]] = {}  # by step: the copies' flat tensors
+        self._spare: list[Tensor] = []  # flat tensors of the last finished step
         self.steps: dict[int, dict[Span, Gradients]] = {}
         self.reduced: dict[int, ReducedContributions] = {}
 
     def add(self, step: int, span: Span, gradients: Gradients) -> bool:
-        """A copy of them. False: this span is there already; nothing changes."""
+        """Holds a copy of a contribution. Returns False, and changes nothing, if the span is already there."""
         held = self.steps.setdefault(step, {})
         if span in held or step in self.reduced:
             return False
-        lent = self._in_use.setdefault(step, [])
-        held[span] = copy_gradients(gradients, lambda flat: self._copy(flat, lent))
+        in_use = self._in_use.setdefault(step, [])
+        held[span] = copy_gradients(gradients, lambda flat: self._copy(flat, in_use))
         return True
 
     def _copy(self, flat: Tensor, in_use: list[Tensor]) -> Tensor:
         fits = (at for at, each in enumerate(self._spare) if each.dtype == flat.dtype and each.shape == flat.shape)
         at = next(fits, None)
-        room = torch.empty_like(flat) if at is None else self._spare.pop(at)
-        in_use.append(room)
-        return room.copy_(flat)
+        memory = torch.empty_like(flat) if at is None else self._spare.pop(at)
+        in_use.append(memory)
+        return memory.copy_(flat)
 
     def has_all(self, step: int, spans: Sequence[Span]) -> bool:
         held = self.steps.get(step, {})
@@ -99,21 +99,21 @@ class StepContributions:
     def reduce(
         self, step: int, lanes: int, spans: Sequence[Span], scale: float, layouts: TableLayouts
     ) -> ReducedContributions:
-        """Once for each step; what was added up is used up."""
+        """Reduces a step at the first call, which uses up its contributions; returns that result at later calls."""
         found = self.reduced.get(step)
         if found is None:
             held, self.steps[step] = self.steps.get(step, {}), {}
-            parts = {span: held[span] for span in sorted_spans(spans)}
-            found = self.reduced[step] = reduce_contributions(lanes, parts, scale, layouts)
-            found.left_out = len(held) - len(parts)
+            requested = {span: held[span] for span in sorted_spans(spans)}
+            found = self.reduced[step] = reduce_contributions(lanes, requested, scale, layouts)
+            found.left_out = len(held) - len(requested)
         return found
 
     def finish(self, step: int) -> None:
-        """The step and all before it."""
+        """Drops the step and all before it."""
         self.steps = {at: held for at, held in self.steps.items() if at > step}
-        self.reduced = {at: folded for at, folded in self.reduced.items() if at > step}
+        self.reduced = {at: reduced for at, reduced in self.reduced.items() if at > step}
         self._spare = self._in_use.pop(step, [])
-        self._in_use = {at: lent for at, lent in self._in_use.items() if at > step}
+        self._in_use = {at: in_use for at, in_use in self._in_use.items() if at > step}
 
 
 def sorted_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -121,7 +121,7 @@ def sorted_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def span_error(lanes: int, spans: Sequence[Span]) -> str:
-    """Why these cannot be added in the tree over so many lanes; empty: they can."""
+    """Why these spans cannot be reduced in the tree over `lanes`; empty if they can."""
     at = 0
     for start, stop in sorted_spans(spans):
         if not 0 <= start < stop <= lanes:
@@ -137,7 +137,7 @@ def span_error(lanes: int, spans: Sequence[Span]) -> str:
 def reduce_contributions(
     lanes: int, contributions: Mapping[Span, Gradients], scale: float, layouts: TableLayouts
 ) -> ReducedContributions:
-    """In the tree, then times the scale, then in the dtype of the values."""
+    """Adds in the tree, then multiplies by the scale, then converts to the dtype of the values."""
     found = ReducedContributions(lanes, sorted_spans(list(contributions)), scale)
     for table in sorted({table for gradients in contributions.values() for table in gradients}):
         mine = {span: gradients.get(table) for span, gradients in contributions.items()}
@@ -157,10 +157,10 @@ def reduce_contributions(
 def reduce_dense(
     lanes: int, gradients: Mapping[Span, DenseGradient], layout: Callable[[Keys], DenseLayout]
 ) -> DenseGradient:
-    """What has a gradient in some of the parts only is added where it has one."""
-    if len({part.keys for part in gradients.values()}) == 1:
+    """Adds flat tensors where all contributions have the same keys, else key by key."""
+    if len({each.keys for each in gradients.values()}) == 1:
         keys = next(iter(gradients.values())).keys
-        total = fold(lanes, with_empty_lanes(lanes, {span: part.flats for span, part in gradients.items()}), _add_flats)
+        total = fold(lanes, with_empty_lanes(lanes, {span: each.flats for span, each in gradients.items()}), _add_flats)
         assert total is not None
         return DenseGradient(keys, total)
     every = len(layout(None).parameters)
@@ -170,11 +170,11 @@ def reduce_dense(
             views.setdefault(key, {})[span] = view
     keys = tuple(sorted(views))
     laid = layout(keys)
-    # In the gradients' dtype, which need not be that of the values.
-    kinds = {
+    # Sums have the gradients' dtype, which may differ from that of the values.
+    dtypes = {
         index: view.dtype for index, key in zip(laid.flat.buffers, keys, strict=True) for view in views[key].values()
     }
-    sums = [torch.zeros(total, dtype=kinds.get(index, torch.float32)) for index, total in enumerate(laid.flat.totals)]
+    sums = [torch.zeros(total, dtype=dtypes.get(index, torch.float32)) for index, total in enumerate(laid.flat.totals)]
     for key, into in zip(keys, laid.views(sums), strict=True):
         one = fold(lanes, with_empty_lanes(lanes, views[key]), lambda left, right: left.add_(right))
         assert one is not None
@@ -182,16 +182,16 @@ def reduce_dense(
     return DenseGradient(None if len(keys) == every else keys, sums)
 
 
-def with_empty_lanes(lanes: int, parts: Mapping[Span, T]) -> dict[Span, T | None]:
-    """With nothing in the places of lanes that are not in."""
-    found: dict[Span, T | None] = dict(parts)
-    covered = {lane for start, stop in parts for lane in range(start, stop)}
+def with_empty_lanes(lanes: int, operands: Mapping[Span, T]) -> dict[Span, T | None]:
+    """Adds None for every lane that no operand covers."""
+    found: dict[Span, T | None] = dict(operands)
+    covered = {lane for start, stop in operands for lane in range(start, stop)}
     found.update({(lane, lane + 1): None for lane in range(lanes) if lane not in covered})
     return found
 
 
 def add_sparse(left: SparseGradient, right: SparseGradient) -> SparseGradient:
-    """Rows that both have are added, left first; the others stay as they are."""
+    """Adds the rows that both have, left operand first; keeps the others."""
     if torch.equal(left.ids, right.ids):
         return SparseGradient(left.ids, left.rows.add_(right.rows))
     ids = torch.unique(torch.cat([left.ids, right.ids]))  # sorted
@@ -214,11 +214,8 @@ def _scaled(tensor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (tensor.mul_(scale) if scale != 1 else tensor).to(dtype)
 
 
-# -- kept ------------------------------------------------------------------------------------------------------------
-
-
 def copy_gradients(gradients: Gradients, copy: Callable[[Tensor], Tensor] = torch.clone) -> Gradients:
-    """Copies: what came is only there while it is handled."""
+    """Copies a request's gradients, whose memory is valid only while the request is handled."""
     return {
         table: DenseGradient(each.keys, [copy(flat) for flat in each.flats])
         if isinstance(each, DenseGradient)

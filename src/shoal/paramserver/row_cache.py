@@ -1,11 +1,10 @@
-"""Hot rows kept at a worker: served from here for a number of steps after they were fetched, then fetched again.
+"""A worker's cache of hot rows: serves a row for a number of steps after it was fetched, then fetches it again.
 
-A cache has the face of what it is in front of: pull and push. Pushes go straight through: a cache acknowledges nothing
-and applies nothing, so a worker, too, sees its own updates of a row only when the row is next fetched. `bound` is the
-most steps that a row may lag: 0 serves a row only in the step in which it was fetched.
+A cache has the interface of its source: pull and push. Pushes pass straight through, so a worker sees its own update of
+a row only when the cache next fetches the row. `bound` is the most steps that a row may lag: with 0, a row is served
+only in the step in which it was fetched.
 
-Which rows are worth a place: those that are asked for most often. Requests are counted by hashed id, and the counts are
-halved now and then.
+The cache keeps the rows that are requested most. It counts requests by hashed id and halves the counts regularly.
 """
 
 from collections.abc import Callable
@@ -17,14 +16,13 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
+from shoal.paramserver.row_index import HASH_FACTOR
 from shoal.paramserver.unique_ids import find_unique
 
 COUNTERS_LOG2 = 18
 HALVE_EVERY = 256  # requests
-FACTOR = np.uint64(0x9E3779B97F4A7C15)
-
-WAYS = 4
-TRIAL, LITTLE, REST = 32, 0.05, 256  # after so many requests, a cache that served less steps aside for so many more
+WAYS = 4  # places of a set
+TRIAL, MIN_HITS, BYPASS = 32, 0.05, 256  # after TRIAL requests with fewer hits, the cache is bypassed for BYPASS
 
 Ids = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -32,7 +30,7 @@ Heats = npt.NDArray[np.float32]
 
 
 class RowSource(Protocol):
-    """Where rows come from: a client's table, or a cache before it."""
+    """A table at the client, or a cache in front of it."""
 
     def pull(self, ids: Tensor) -> Any: ...
 
@@ -40,7 +38,7 @@ class RowSource(Protocol):
 
 
 class MappedFuture:
-    """A future made of another one's result."""
+    """A future whose result is a function of another future's result."""
 
     def __init__(self, future: Any, transform: Callable[[Tensor], Tensor]) -> None:
         self._future, self._transform = future, transform
@@ -57,15 +55,14 @@ class MappedFuture:
 
 
 def wait_result(future: Any, timeout: float | None = None) -> Tensor:
-    """Of a future, or what it is already."""
+    """`future`: of a tensor, or a tensor."""
     return future if isinstance(future, Tensor) else future.wait(timeout)
 
 
 class RowCache:
-    """At most about `rows` of them are kept. `asked` and `served` count rows since the start.
+    """Keeps about `rows` rows. `lookups` and `hits` count rows since the start.
 
-    A row has four places where it can be, by its hash. A newcomer gets the place of the one that is asked for least,
-    if it is asked for more itself.
+    The hash of a row selects a set of four places. A new row replaces the coldest row of its set if it is hotter.
     """
 
     def __init__(self, source: RowSource, rows: int, bound: int) -> None:
@@ -74,11 +71,11 @@ class RowCache:
         self._source, self._bound = source, bound
         self._sets = -(-rows // WAYS)
         self._ids = np.full((self._sets, WAYS), -1, dtype=np.int64)
-        self._fetched = np.zeros(self._sets * WAYS, dtype=np.int64)  # in which step
+        self._fetched = np.zeros(self._sets * WAYS, dtype=np.int64)  # step, by place
         self._values: Tensor | None = None
         self._counts = np.zeros(1 << COUNTERS_LOG2, dtype=np.float32)
         self._step = self._requests = self.lookups = self.hits = 0
-        self._rest = self._trial_asked = self._trial_served = 0
+        self._bypasses_left = self._trial_lookups = self._trial_hits = 0
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -87,7 +84,7 @@ class RowCache:
         return self._source.push(ids, gradients, lease=lease, base_version=base_version)
 
     def pull(self, ids: Tensor) -> Any:
-        """Of any ids. Only what is not here, or too old, is asked for."""
+        """Returns a future of the rows; fetches those that are not cached or too old."""
         if not self._is_worth_it():
             return self._source.pull(ids)
         found = find_unique(ids.reshape(-1))
@@ -102,41 +99,41 @@ class RowCache:
         rows: Tensor | None = None
         if len(missing) < len(wanted):
             assert self._values is not None
-            rows = self._values.index_select(0, torch.from_numpy(np.where(here, places, 0)))  # the missing: see below
+            rows = self._values.index_select(0, torch.from_numpy(np.where(here, places, 0)))  # `complete` adds the rest
             if not len(missing):
                 return MappedFuture(rows, lambda each: found.expand(each).view(shape))
 
         def complete(fetched: Tensor) -> Tensor:
             self._store(wanted[missing], hashes[missing], fetched, step)
-            whole = fetched if rows is None else rows.index_copy_(0, torch.from_numpy(missing), fetched)
-            return found.expand(whole).view(shape)
+            completed = fetched if rows is None else rows.index_copy_(0, torch.from_numpy(missing), fetched)
+            return found.expand(completed).view(shape)
 
         return MappedFuture(self._source.pull(torch.from_numpy(wanted[missing])), complete)
 
     def _is_worth_it(self) -> bool:
-        """Where access is even there is nothing to serve, and looking costs time: looked for again later."""
-        if self._rest:
-            self._rest -= 1
+        """Bypasses the cache for a while if it had few hits: with even access, lookups only cost time."""
+        if self._bypasses_left:
+            self._bypasses_left -= 1
             return False
         if self._requests % TRIAL == TRIAL - 1:
-            asked, served = self.lookups - self._trial_asked, self.hits - self._trial_served
-            self._trial_asked, self._trial_served = self.lookups, self.hits
-            self._rest = REST if served < LITTLE * asked else 0
+            lookups, hits = self.lookups - self._trial_lookups, self.hits - self._trial_hits
+            self._trial_lookups, self._trial_hits = self.lookups, self.hits
+            self._bypasses_left = BYPASS if hits < MIN_HITS * lookups else 0
         return True
 
     def _find(self, ids: Ids, hashes: Words) -> Ids:
-        """The place of each, or -1."""
+        """The place of each id; -1 if it is not cached."""
         which = self._which_set(hashes)
         hits = self._ids[which] == ids[:, None]
         return np.where(hits.any(1), which * WAYS + hits.argmax(1), -1)
 
     def _store(self, ids: Ids, hashes: Words, rows: Tensor, step: int) -> None:
-        """Rows that were here and too old are here again; others come where there is room, or if they are hotter."""
+        """Refreshes rows that are cached; inserts others into free places, or in place of colder rows."""
         if self._values is None:
             self._values = torch.zeros(self._sets * WAYS, rows.shape[1], dtype=rows.dtype)
         places = self._find(ids, hashes)
         heat = self._counts[_counter(hashes)]
-        least = 1 if (self._ids < 0).any() else 2  # to displace somebody a row has been in two requests
+        least = 1 if (self._ids < 0).any() else 2  # only a row of at least two requests replaces another
         new = np.flatnonzero((places < 0) & (heat >= least))
         for _ in range(WAYS):
             new = new[self._try_insert(new, ids, hashes, heat, places, step)]
@@ -150,8 +147,8 @@ class RowCache:
     def _try_insert(
         self, new: Ids, ids: Ids, hashes: Words, heat: Heats, places: Ids, step: int
     ) -> npt.NDArray[np.bool_]:
-        """Each of `new` tries the place of the least hot of its set. Of several who want one place, one gets it; who
-        may try again is told."""
+        """Each of `new` tries the coldest place of its set; of several that try the same place, one gets it. Returns
+        which of the others may try again."""
         which = self._which_set(hashes[new])
         there = self._ids[which]
         others = np.where(there < 0, 0, self._counts[_counter(_hashed(there))])
@@ -176,7 +173,7 @@ class RowCache:
 
 
 def _hashed(ids: Ids) -> Words:
-    words = ids.view(np.uint64) * FACTOR
+    words = ids.view(np.uint64) * HASH_FACTOR
     return words ^ (words >> np.uint64(32))
 
 

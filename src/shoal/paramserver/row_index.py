@@ -1,12 +1,11 @@
-"""Where a row of a sparse table is: keys to slots, for a batch at a time.
+"""Maps the rows of a sparse table to slots in memory, a batch at a time.
 
-    Direct    a slot for every key that there could be: one look, 4 bytes for each. For tables of some million rows.
-    Hashed    open addressing: a few looks, 16 to 24 bytes for each key that is held. For any range of keys.
+    DirectRowIndex    an array over all possible keys: one access, 4 bytes each. For tables of some million rows.
+    HashRowIndex      open addressing: a few accesses, 16 to 24 bytes for each key held. For any range of keys.
 
-A key is a row's number among those of its shard. -1 is the slot of what is not held.
+A key is a row's number among the rows of its shard. The slot of a key that is not held is -1. The keys of a call are
+unique: `insert` takes new ones, `remove` takes held ones. `entries` returns all keys, rising, and their slots.
 """
-
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,38 +15,25 @@ from shoal.paramserver.growable_memory import GrowableRows, Slots, anonymous_mma
 
 Keys = npt.NDArray[np.int64]
 DIRECT_KEYS = 1 << 23  # up to 32 MB
-MAX_LOAD = 0.6  # of a hash table's places
-MIN_PLACES = 1024  # places
-CHUNK = 1 << 16  # keys that move at once
-FACTOR = np.uint64(0x9E3779B97F4A7C15)
+MAX_LOAD = 0.6  # share of a hash table's places in use
+MIN_PLACES = 1024
+CHUNK = 1 << 16  # keys that a rebuild moves at once
+HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
-class RowIndex(Protocol):
-    """Keys are given each once."""
-
-    def find(self, keys: Keys) -> Slots: ...
-
-    def insert(self, keys: Keys, slots: Slots) -> None:
-        """Of keys that it does not have."""
-
-    def remove(self, keys: Keys) -> None:
-        """Of keys that it has."""
-
-    def entries(self) -> tuple[Keys, Slots]:
-        """All of them, keys rising."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def make_index(keys: int) -> RowIndex:
-    """For keys from 0 up to, not including, that many."""
+def make_index(keys: int) -> "DirectRowIndex | HashRowIndex":
+    """An index for the keys 0 to `keys` - 1."""
     return DirectRowIndex(keys) if keys <= DIRECT_KEYS else HashRowIndex()
+
+
+def hash_places(keys: Keys, bits: int) -> npt.NDArray[np.int64]:
+    """Hashes each key to a number of so many bits."""
+    return ((keys.view(np.uint64) * HASH_FACTOR) >> np.uint64(64 - bits)).astype(np.int64)
 
 
 class DirectRowIndex:
     def __init__(self, keys: int) -> None:
-        # One more than the slot: memory that nobody has written is zero, and costs nothing.
+        # Holds slot + 1: pages that were never written read as zero and take no memory.
         self._slots = np.frombuffer(anonymous_mmap(max(1, keys) * 4), dtype=np.int32)
 
     def find(self, keys: Keys) -> Slots:
@@ -70,7 +56,7 @@ class DirectRowIndex:
 
 class HashRowIndex:
     def __init__(self) -> None:
-        self._places = np.zeros(MIN_PLACES, dtype=np.int32)  # one more than the slot; 0: free
+        self._places = np.zeros(MIN_PLACES, dtype=np.int32)  # slot + 1; 0: free
         self._key_of = GrowableRows(1, torch.int64)  # by slot
         self._count = 0
 
@@ -106,8 +92,7 @@ class HashRowIndex:
         return self._places.nbytes + len(self._key_of) * self._key_of.row_bytes
 
     def _first_place(self, keys: Keys) -> npt.NDArray[np.int64]:
-        bits = np.uint64(64 - (len(self._places).bit_length() - 1))
-        return ((keys.view(np.uint64) * FACTOR) >> bits).astype(np.int64)
+        return hash_places(keys, len(self._places).bit_length() - 1)
 
     def _next_place(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return (places + 1) & (len(self._places) - 1)
@@ -125,12 +110,12 @@ class HashRowIndex:
         while room > MAX_LOAD * size:
             size *= 2
         self._places, self._count = np.zeros(size, dtype=np.int32), 0
-        for start in range(0, len(slots), CHUNK):  # little memory beside the table's own
+        for start in range(0, len(slots), CHUNK):  # bounds the temporary memory
             some = slots[start : start + CHUNK].astype(np.int64)
             self._place(self._keys(some), some)
 
     def _place(self, keys: Keys, slots: Slots) -> None:
-        """Everybody tries its place at once; of several who want one that is free, one gets it."""
+        """All keys try their place at once; of several that try the same free place, one gets it."""
         self._key_of.grow(int(slots.max(initial=-1)) + 1)
         self._key_of.write(slots, torch.from_numpy(keys).view(-1, 1))
         place, left = self._first_place(keys), slots + 1

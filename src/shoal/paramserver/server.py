@@ -1,12 +1,11 @@
-"""The loop of one server: reads frames, lets the shard handle them, sends answers, keeps snapshots. One thread.
+"""The event loop of one server, on one thread: receives requests for the shard, sends replies, writes snapshots.
 
-A snapshot is written by a forked child, which has the shard as it is at that moment, while this process goes on.
+A forked child, which has a copy of the shard's memory, writes a snapshot while this process goes on.
 """
 
 import ctypes
 import os
 import select
-import signal
 import socket
 import time
 from collections import deque
@@ -15,25 +14,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shoal.paramserver.addresses import listen, read_address
+from shoal.paramserver.child_process import fork_child, read_to_end
 from shoal.paramserver.dispatcher import ClientConnection, RequestDispatcher
 from shoal.paramserver.shm_ring import RING_BYTES
 from shoal.paramserver.spin_wait import SpinWait
-from shoal.paramserver.transport import ConnectionLost, SocketTransport, listen, read_address
+from shoal.paramserver.transport import ConnectionLost, SocketTransport
 from shoal.paramserver.wire_format import BadFrame, FrameLimits
 
-POLL_SECONDS = 0.1  # how often `until` is asked when nothing comes
-HELLO_SECONDS = 10.0  # a connection that has not said who it is by then is closed
-MAX_UNSENT_BYTES = 64 << 20  # bytes that a client may leave unread before the server reads no more from it
-FRAMES_PER_TURN = 64  # frames of one connection before the others have their turn
-PR_SET_PDEATHSIG = 1
+POLL_SECONDS = 0.1  # longest wait for an event
+HELLO_SECONDS = 10.0  # a connection without a hello is closed after this
+MAX_UNSENT_BYTES = 64 << 20  # a client with this many unread bytes of replies is not served until it reads
+FRAMES_PER_TURN = 64  # of one connection before the others have their turn
 M_MMAP_THRESHOLD = -3
 MMAP_BYTES = 1 << 20
 
 
 class ParameterServer:
-    """One shard's process. `addresses`: "unix:PATH", "tcp://HOST:PORT" (port 0: any); without a token only those that
-    other machines cannot reach. `keep_seconds`: how often to write a snapshot; None: only when it is asked for.
-    `most_waiting`: bytes of answers that a client may leave unread before nothing more is read from it."""
+    """Serves one shard. `addresses`: "unix:PATH", "tcp://HOST:PORT" (port 0: any); without a token only addresses that
+    other machines cannot reach. `snapshot_seconds`: between snapshots; None: only on request."""
 
     def __init__(
         self,
@@ -48,17 +47,16 @@ class ParameterServer:
         max_unsent_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
         self.shard = shard
-        self.dispatcher = RequestDispatcher(
-            shard, number=shard.shard, count=shard.shards, token=token, limits=limits, ring_bytes=ring_bytes
-        )
+        self.dispatcher = RequestDispatcher(shard, token=token, limits=limits, ring_bytes=ring_bytes)
+        self.close_reasons, self.close_counts = self.dispatcher.close_reasons, self.dispatcher.close_counts
         self.snapshots, self.snapshot_seconds = snapshots, snapshot_seconds
         self.max_unsent_bytes = max_unsent_bytes
         self.addresses: list[str] = []
         self._listeners: dict[int, socket.socket] = {}
-        self._paths: list[tuple[Path, int]] = []  # of sockets that are files, and which files they are
+        self._paths: list[tuple[Path, int]] = []  # files of unix sockets, with their inodes
         self._connections: dict[int, ClientConnection] = {}
-        self._unidentified: dict[ClientConnection, float] = {}  # who has not said who it is, and since when
-        self._readable: deque[ClientConnection] = deque()  # whose next frame is here already
+        self._unidentified: dict[ClientConnection, float] = {}  # connections without a hello, since when
+        self._readable: deque[ClientConnection] = deque()  # connections with buffered bytes
         self._poll = select.epoll()
         self._snapshot_writer: _SnapshotWriter | None = None
         self._snapshot_at = self._timers_at = time.monotonic()
@@ -81,41 +79,31 @@ class ParameterServer:
             shard.before_rewind = self._wait_for_writer
             self.dispatcher.send_replies(shard.snapshot_done(snapshots.steps()))
 
-    @property
-    def close_reasons(self) -> deque[str]:
-        """Why connections were closed: the last ones that did not just leave."""
-        return self.dispatcher.close_reasons
-
-    @property
-    def close_counts(self) -> dict[str, int]:
-        """Connections that have ended, by how: "left", "bad frame", "refused", …"""
-        return dict(self.dispatcher.close_counts)
-
     def serve(self, until: Callable[[], bool]) -> None:
-        """Until then; asked after everything that comes, and ten times a second when nothing does."""
+        """Serves until `until()` is true, which is checked after every event and ten times a second."""
         _lower_mmap_threshold()
         while not until():
             self.poll_once(POLL_SECONDS)
 
     def poll_once(self, timeout: float) -> None:
-        """Waits for something to come, not longer than that, and does it."""
+        """Waits for events, at most `timeout` seconds, and handles them."""
         events = self._wait(timeout)
         began = time.monotonic()
         for descriptor, event in events:
-            guest = self._connections.get(descriptor)
-            if guest is not None:
+            connection = self._connections.get(descriptor)
+            if connection is not None:
                 if event & select.EPOLLOUT:
-                    self._flush(guest)
-                if event & ~select.EPOLLOUT and not guest.close_reason:
-                    self._read(guest)
+                    self._flush(connection)
+                if event & ~select.EPOLLOUT and not connection.close_reason:
+                    self._read(connection)
             elif descriptor in self._listeners:
                 self._accept(self._listeners[descriptor])
             elif self._snapshot_writer is not None and descriptor == self._snapshot_writer.descriptor:
                 self._finish_snapshot()
         for _ in range(len(self._readable)):
-            guest = self._readable.popleft()
-            if not guest.close_reason:
-                self._read(guest)
+            connection = self._readable.popleft()
+            if not connection.close_reason:
+                self._read(connection)
         now = time.monotonic()
         if events:
             self.shard.busy_seconds += now - began
@@ -125,7 +113,7 @@ class ParameterServer:
     def _wait(self, timeout: float) -> list[tuple[int, int]]:
         if self._readable:
             return self._poll.poll(0)
-        if 0 < len(self._connections) < self._cores:  # everybody who takes part can have a core
+        if 0 < len(self._connections) < self._cores:  # every process can have a core
             end = self._spin.deadline()
             while end:
                 if events := self._poll.poll(0):
@@ -134,95 +122,88 @@ class ParameterServer:
                 if time.perf_counter() > end:
                     self._spin.record(False)
                     break
-                self._spin.yield_core()
+                os.sched_yield()
         return self._poll.poll(timeout)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            connection, there = listener.accept()
+            accepted, peer = listener.accept()
         except OSError:
             return
-        guest = ClientConnection(
-            SocketTransport(connection, copies=True), f"{there[0]}:{there[1]}" if there else "this host"
-        )
-        guest.descriptor = connection.fileno()
-        self._connections[guest.descriptor] = guest
-        self._unidentified[guest] = time.monotonic()
-        self._poll.register(guest.descriptor, select.EPOLLIN)
-        self.dispatcher.send_challenge(guest)
+        name = f"{peer[0]}:{peer[1]}" if peer else "this host"
+        connection = ClientConnection(SocketTransport(accepted, copies=True), name)
+        connection.descriptor = accepted.fileno()
+        self._connections[connection.descriptor] = connection
+        self._unidentified[connection] = time.monotonic()
+        self._poll.register(connection.descriptor, select.EPOLLIN)
+        self.dispatcher.send_challenge(connection)
         self._update_polling()
 
     def _read(self, connection: ClientConnection) -> None:
-        wire, shard, desk = connection.transport, self.shard, self.dispatcher
-        assert isinstance(wire, SocketTransport)
+        transport, shard, dispatcher = connection.transport, self.shard, self.dispatcher
+        assert isinstance(transport, SocketTransport)
         try:
             for _ in range(FRAMES_PER_TURN):
-                if (
-                    wire.unsent_bytes >= self.max_unsent_bytes
-                ):  # it does not read what it gets: `_settle` comes back to it
+                if transport.unsent_bytes >= self.max_unsent_bytes:  # `_update_polling` resumes it
                     break
-                frame = wire.receive()
+                frame = transport.receive()
                 if frame is None:
                     break
                 try:
-                    desk.dispatch(connection, frame)
+                    dispatcher.dispatch(connection, frame)
                 finally:
                     frame.release()
                 if shard.snapshot_due:
                     self._begin_snapshot()
-                if desk.changed:
+                if dispatcher.changed:
                     self._update_polling()
-                if connection.close_reason or not wire.buffered:
+                if connection.close_reason or not transport.buffered:
                     break
             else:
                 self._readable.append(connection)
         except BadFrame as error:
-            desk.close_connection(connection, "bad frame", str(error))
+            dispatcher.close_connection(connection, "bad frame", str(error))
         except ConnectionLost as error:
-            desk.close_connection(connection, "left", str(error))
-        if desk.changed:
+            dispatcher.close_connection(connection, "left", str(error))
+        if dispatcher.changed:
             self._update_polling()
 
     def _flush(self, connection: ClientConnection) -> None:
-        wire = connection.transport
-        assert isinstance(wire, SocketTransport)
+        assert isinstance(connection.transport, SocketTransport)
         try:
-            wire.flush()
+            connection.transport.flush()
         except ConnectionLost as error:
             self.dispatcher.close_connection(connection, "left", str(error))
         self.dispatcher.changed.add(connection)
         self._update_polling()
 
     def _update_polling(self) -> None:
-        """Waits for room on connections that have none, reads no more from those that leave too much unread, and
-        forgets those that have ended."""
+        """Polls for writing where bytes are unsent, stops reading where too many are, drops closed connections."""
         while self.dispatcher.changed:
-            guest = self.dispatcher.changed.pop()
-            descriptor, wire = guest.descriptor, guest.transport
-            assert isinstance(wire, SocketTransport)
-            if guest.close_reason:
-                self._unidentified.pop(guest, None)
-                if self._connections.get(descriptor) is guest:
-                    del self._connections[descriptor]  # closed: the kernel has taken it from the poll
+            connection = self.dispatcher.changed.pop()
+            descriptor, transport = connection.descriptor, connection.transport
+            assert isinstance(transport, SocketTransport)
+            if connection.close_reason:
+                self._unidentified.pop(connection, None)
+                if self._connections.get(descriptor) is connection:
+                    del self._connections[descriptor]  # closing removed it from the poll
                 continue
-            if wire.unsent_bytes >= self.max_unsent_bytes:
+            if transport.unsent_bytes >= self.max_unsent_bytes:
                 self._poll.modify(descriptor, select.EPOLLOUT)
                 continue
-            self._poll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if wire.unsent_bytes else 0))
-            if wire.buffered and guest not in self._readable:
-                self._readable.append(guest)
+            self._poll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if transport.unsent_bytes else 0))
+            if transport.buffered and connection not in self._readable:
+                self._readable.append(connection)
 
     def _run_timers(self, now: float) -> None:
         self._timers_at = now
-        for guest, since in list(self._unidentified.items()):
-            if guest.client is not None:
-                del self._unidentified[guest]
+        for connection, since in list(self._unidentified.items()):
+            if connection.client is not None:
+                del self._unidentified[connection]
             elif now - since > HELLO_SECONDS:
-                self.dispatcher.close_connection(
-                    guest, "refused", f"it has not said who it is within {HELLO_SECONDS:g} s"
-                )
+                self.dispatcher.close_connection(connection, "refused", f"no HelloRequest within {HELLO_SECONDS:g} s")
         self._update_polling()
         if (
             self.snapshot_seconds is not None
@@ -235,19 +216,17 @@ class ParameterServer:
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
     def _begin_snapshot(self) -> None:
-        """Begins a snapshot of the shard as it is now."""
+        """Begins a snapshot of the shard's current state."""
         if self.snapshots is None:
             self.shard.snapshot_begun()
-            self.dispatcher.send_replies(self.shard.snapshot_done([], "this server was given no folder for snapshots"))
+            self.dispatcher.send_replies(self.shard.snapshot_done([], "this server has no folder for snapshots"))
             return
-        if self._snapshot_writer is not None:  # of an older state; two must not write at once
+        if self._snapshot_writer is not None:  # two must not write at once
             self._finish_snapshot()
         self._snapshot_at, self._snapshot_version = time.monotonic(), self.shard.version
         self.shard.snapshot_begun()
-        descriptors = [*self._listeners, self._poll.fileno()]
-        self._snapshot_writer = _SnapshotWriter(
-            lambda: self.snapshots.write(self.shard.capture(copy=False)), descriptors
-        )
+        inherited = [*self._listeners, self._poll.fileno()]
+        self._snapshot_writer = _SnapshotWriter(lambda: self.snapshots.write(self.shard.capture()), inherited)
         self._poll.register(self._snapshot_writer.descriptor, select.EPOLLIN)
 
     def _wait_for_writer(self) -> None:
@@ -255,72 +234,60 @@ class ParameterServer:
             self._snapshot_writer.wait_exit()
 
     def _finish_snapshot(self) -> None:
-        """Waits for the child that writes, and tells who waits for the snapshot."""
-        keeper, self._snapshot_writer = self._snapshot_writer, None
-        assert keeper is not None
-        self._poll.unregister(keeper.descriptor)
-        error = keeper.collect_error()
+        """Waits for the writer and answers the requests that wait for the snapshot."""
+        writer, self._snapshot_writer = self._snapshot_writer, None
+        assert writer is not None
+        self._poll.unregister(writer.descriptor)
+        error = writer.collect_error()
         self.dispatcher.send_replies(self.shard.snapshot_done(self.snapshots.steps(), error))
         self._update_polling()
 
     def close(self) -> None:
-        """Closes all connections. A snapshot that is being written is waited for."""
+        """Closes all connections, after a snapshot under way is written."""
         if self._snapshot_writer is not None:
             self._finish_snapshot()
-        for guest in list(self._connections.values()):
-            guest.transport.close()
+        for connection in list(self._connections.values()):
+            connection.transport.close()
         self._connections.clear()
         for listener in self._listeners.values():
             listener.close()
         self._listeners.clear()
-        for path, number in self._paths:  # unless a successor has put its own there
+        for path, inode in self._paths:  # a successor's socket stays
             with suppress(OSError):
-                if os.stat(path).st_ino == number:
+                if os.stat(path).st_ino == inode:
                     path.unlink()
         self._paths.clear()
         self._poll.close()
 
 
 def _lower_mmap_threshold() -> None:
-    """Makes large blocks go back to the system when they are freed. Else what an optimizer needs for a moment lies
-    between its states for ever, up to half of the table again."""
-    with suppress(AttributeError, OSError):  # of the GNU C library alone
+    """Makes malloc return large freed blocks to the system. Otherwise an optimizer's temporary memory stays allocated
+    between its states, up to half the size of the table."""
+    with suppress(AttributeError, OSError):  # only the GNU C library has mallopt
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 class _SnapshotWriter:
-    """A child that writes a snapshot and ends. `descriptor` can be waited on: readable when it has ended."""
+    """A child process that writes a snapshot and exits. `descriptor` is readable after its exit."""
 
-    def __init__(self, write: Callable[[], None], descriptors: Sequence[int]) -> None:
-        self.descriptor, pipe = os.pipe()
-        parent = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            code = 1
+    def __init__(self, write: Callable[[], None], inherited: Sequence[int]) -> None:
+        def work(pipe: int) -> None:
             try:
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                # As connections are (transport.py): clients must notice the server's death while this process lives.
-                for descriptor in descriptors:
+                for descriptor in inherited:  # clients must notice the server's death while this process lives
                     os.close(descriptor)
-                if os.getppid() == parent:
-                    write()
-                    code = 0
+                write()
             except BaseException as error:
                 os.write(pipe, f"{type(error).__name__}: {error}".encode()[:4000])
-            finally:
-                os._exit(code)
-        os.close(pipe)
+
+        self._pid, self.descriptor = fork_child(work)
 
     def wait_exit(self) -> None:
-        """Waits until it has; what came of it is still to be asked for."""
+        """Waits for the child's exit; `collect_error` still has to be called."""
         os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
 
     def collect_error(self) -> str:
-        """Until it has ended; returns what went wrong."""
-        text = b""
-        while part := os.read(self.descriptor, 4096):
-            text += part
-        os.close(self.descriptor)
+        """Waits for the child's exit; returns its error, empty if it has none."""
+        text = read_to_end(self.descriptor)
         _, status = os.waitpid(self._pid, 0)
         code = os.waitstatus_to_exitcode(status)
         return text.decode(errors="replace") or ("" if code == 0 else f"its process ended with {code}")

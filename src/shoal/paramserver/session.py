@@ -1,13 +1,12 @@
-"""What a client has asked of one shard and has no answer to: numbers, and what to send again. No socket, no clock.
+"""A client's unanswered requests to one shard: numbers them and decides what to resend. Has no socket and no clock.
 
-    order 1  answered        connection lost, the shard says: I have order 3 of yours
-    order 2  answered          same process      send 3, 4, 5 again; 3 gets the answer that it got before
-    order 3  unanswered      restarted, and the shard says: I have order 1 of yours
-    order 4  unanswered        2 was answered, and is lost: that is told, with the number of such orders
-    order 5  unanswered        3, 4, 5 become 2, 3, 4: the shard takes number n + 1 after n
+    write 1  answered        reconnected to the same process, which has writes 1 to 3:
+    write 2  answered          resend 3, 4, 5; the shard answers 3 with its first reply
+    write 3  unanswered      reconnected to a restarted process, which has write 1:
+    write 4  unanswered        write 2 was answered and is lost: `SessionResume.lost` counts it
+    write 5  unanswered        3, 4, 5 become 2, 3, 4, since the shard applies number n + 1 after n
 
-Looks change nothing: they have no number, and are sent again, in their place. The tag of a request never changes.
-The client (client.py) and the simulation run this very code.
+Reads change nothing, have no number and are resent in their place. The tag of a request never changes.
 """
 
 from collections import deque
@@ -16,81 +15,74 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-REMEMBERED = 1 << 18  # answered pushes: more than fit between two snapshots
+REMEMBERED = 1 << 18  # answered pushes: more than occur between two snapshots
 
 
 @dataclass(slots=True)
 class PendingRequest(Generic[T]):
-    """A request without an answer."""
-
     tag: int
-    sequence: int  # 0: a look
+    sequence: int  # 0: a read
     payload: T
-    is_push: bool = False  # a push: the one kind of order whose loss is a loss
+    is_push: bool = False  # pushes are the only writes whose loss loses work
 
 
 @dataclass(frozen=True, slots=True)
 class SessionResume(Generic[T]):
-    """What a new connection to the shard comes to."""
-
-    lost: int  # orders that were answered, and that the shard does not have
-    resend: list[PendingRequest[T]]  # to be sent now, in this order
-    lost_pushes: int = 0  # pushes among the lost ones
+    lost: int  # answered writes that the shard does not have
+    resend: list[PendingRequest[T]]  # in this order
+    lost_pushes: int = 0  # pushes among the lost writes
 
 
 class ShardSession(Generic[T]):
-    """One client's dealings with one shard, in one incarnation."""
+    """The requests of one client incarnation to one shard."""
 
     def __init__(self) -> None:
-        self.server_incarnation = 0  # of the shard, when it was last heard of; 0: never
-        self.sequence = 0  # of the last order
+        self.server_incarnation = 0  # of the last welcome; 0: none came yet
+        self.sequence = 0  # of the last write
         self.lost = 0
-        self.answered = 0  # orders, of those up to `sequence`
-        self.unanswered: dict[
-            int, PendingRequest[T]
-        ] = {}  # without an answer: by tag, in the order in which they were asked
-        self._answered_pushes: deque[int] = deque(maxlen=REMEMBERED)  # numbers of pushes that were answered
+        self.answered = 0  # writes
+        self.unanswered: dict[int, PendingRequest[T]] = {}  # by tag, in the order of requests
+        self._answered_pushes: deque[int] = deque(maxlen=REMEMBERED)  # their sequence numbers
 
     def register(self, tag: int, payload: T, *, writes: bool, is_push: bool = False) -> PendingRequest[T]:
         """Numbers a request and keeps it until it is answered."""
         if writes:
             self.sequence += 1
-        asked = self.unanswered[tag] = PendingRequest(tag, self.sequence if writes else 0, payload, is_push)
-        return asked
+        pending = self.unanswered[tag] = PendingRequest(tag, self.sequence if writes else 0, payload, is_push)
+        return pending
 
     def resolve(self, tag: int) -> PendingRequest[T] | None:
-        """What is answered by this; None: nothing is, it was answered before."""
-        asked = self.unanswered.pop(tag, None)
-        if asked is not None and asked.sequence:
+        """Returns the request that this reply answers; None if it was answered before."""
+        pending = self.unanswered.pop(tag, None)
+        if pending is not None and pending.sequence:
             self.answered += 1
-            if asked.is_push:
-                self._answered_pushes.append(asked.sequence)
-        return asked
+            if pending.is_push:
+                self._answered_pushes.append(pending.sequence)
+        return pending
 
     def resume(self, server_incarnation: int, sequence: int) -> SessionResume[T]:
-        """The shard, as process number `boot`, has this client's orders up to `sequence`.
+        """Continues with a shard that has this client's writes up to `sequence`.
 
-        Only a shard that came back with an older snapshot has fewer than it has answered: then what it lacks is lost,
-        and unanswered orders close up behind what it has."""
-        missing = [asked for asked in self.unanswered.values() if asked.sequence > sequence]
+        Only a shard restored from an older snapshot has fewer writes than it has answered. The missing ones are lost,
+        and the unanswered writes are renumbered behind `sequence`."""
+        missing = [pending for pending in self.unanswered.values() if pending.sequence > sequence]
         lost = max(0, self.sequence - sequence - len(missing))
         if lost or sequence > self.sequence:
-            for number, asked in enumerate(missing, sequence + 1):
-                asked.sequence = number
+            for number, pending in enumerate(missing, sequence + 1):
+                pending.sequence = number
             self.sequence = sequence + len(missing)
         self.server_incarnation = server_incarnation
         self.lost += lost
-        gone = sum(number > sequence for number in self._answered_pushes) if lost else 0
-        if gone:
-            self._answered_pushes = deque(
-                (number for number in self._answered_pushes if number <= sequence), maxlen=REMEMBERED
-            )
-        return SessionResume(lost, list(self.unanswered.values()), gone)
+        lost_pushes = sum(number > sequence for number in self._answered_pushes) if lost else 0
+        if lost_pushes:
+            kept = (number for number in self._answered_pushes if number <= sequence)
+            self._answered_pushes = deque(kept, maxlen=REMEMBERED)
+        return SessionResume(lost, list(self.unanswered.values()), lost_pushes)
 
     def abandon(self) -> list[PendingRequest[T]]:
-        """Gives up all that is unanswered."""
-        asked, self.unanswered = list(self.unanswered.values()), {}
-        return asked
+        """Forgets all unanswered requests and returns them."""
+        pending, self.unanswered = list(self.unanswered.values()), {}
+        return pending
 
     def __len__(self) -> int:
         return len(self.unanswered)

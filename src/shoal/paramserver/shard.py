@@ -1,76 +1,41 @@
-"""A shard: a pure state machine. An order comes in, is applied, and out come the answers that it sets free.
+"""A shard of the parameters: a state machine without clock, socket or chance. The same requests give the same bits.
 
-    handle(who, tag, sequence, epoch, request, tensors) ──► seen before? ──► what was answered then, nothing changes
-                                                        └─► the next one ──► checked, applied, answered or parked
+How a server (server.py) uses it:
 
-It has no clock, no socket and no chance in it: the same orders give the same bits, here and in a replica. Orders of an
-incarnation are numbered; one that is refused has used up its number, too, except "gap" and "incarnation", which were
-not looked at. A request that cannot be answered yet is parked; somebody else's order brings its answer.
-
-The server keeps to this:
-    hello(hello)        then send the Welcome, then what `owed()` gives
-    handle(...)         then send the answers; tensors of an answer are views of the shard's memory, for now only
-    gone(who)           when its connection is closed
-    due                 True after some order: a snapshot of the state as it is now is asked for. Begin one (a forked
-                        child writes `capture()`), say `begun()`, and when it stands `stood(steps)`, with all steps
-                        that stand on disk, or with an error. Say `stood(steps)` at the start, too.
-    busy_seconds        add to it
+    on_hello(hello)     send the welcome, then `take_replies()`
+    handle(…)           send the replies (request_sequencer.py)
+    on_disconnect(…)    after a connection is closed
+    snapshot_due        if True after a request: have a forked child write `capture()`, call `snapshot_begun()`, and
+                        `snapshot_done(steps)`, with all steps on disk, when it is written. Call `snapshot_done(steps)`
+                        at the start, too.
+    busy_seconds        add the time of requests
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
 from shoal.errors import CheckpointError, ShoalError
 from shoal.paramserver import messages
 from shoal.paramserver.dense_table import OptimizerFactory
-from shoal.paramserver.messages import (
-    AckReply,
-    AnyReply,
-    ApplyRequest,
-    BarrierRequest,
-    ClientId,
-    ContributeRequest,
-    DeclareRequest,
-    HelloRequest,
-    LateReply,
-    LeaseRequest,
-    PullRequest,
-    PushRequest,
-    PutRequest,
-    RefusedReply,
-    RewindRequest,
-    ServerRequest,
-    SquaresRequest,
-    StatsReply,
-    StatusReply,
-    ValuesReply,
-    WelcomeReply,
-)
+from shoal.paramserver.messages import AckReply, AnyReply, ClientId, LateReply, RefusedReply, ValuesReply
 from shoal.paramserver.pending_steps import PendingSteps
 from shoal.paramserver.reduce import Gradients, copy_gradients
-from shoal.paramserver.request_log import AppliedLeases, ClientRecord, ReplyAddress
+from shoal.paramserver.replies import CoordinatorReply, ReplyAddress, ShardReply
+from shoal.paramserver.request_checks import RequestRefused
+from shoal.paramserver.request_log import AppliedLeases, ClientRecord
+from shoal.paramserver.request_sequencer import HandlerResult, RequestSequencer, Tensors
 from shoal.paramserver.snapshot import ShardSnapshot, extract_tensors, insert_tensors
-from shoal.paramserver.step_coordinator import CoordinatorReply, StepCoordinator
-from shoal.paramserver.tables import RequestRefused, ShardTables
+from shoal.paramserver.step_coordinator import StepCoordinator
+from shoal.paramserver.tables import ShardTables
 
-_ANY_GENERATION = (RewindRequest, messages.StatusRequest, messages.StatsRequest)
-
-
-class ShardReply(NamedTuple):
-    client: ClientId
-    tag: int
-    reply: AnyReply
-    tensors: Sequence[Tensor] = ()
+_ANY_GENERATION = (messages.RewindRequest, messages.StatusRequest, messages.StatsRequest)
+_REWIND = "rewind all servers (RewindRequest)"
 
 
-HandlerResult: TypeAlias = tuple[AnyReply, Sequence[Tensor]] | None  # None: parked
-Handler: TypeAlias = Callable[[Any, ReplyAddress, Any, Sequence[Tensor]], HandlerResult]
-
-
-class ParameterShard:
+class ParameterShard(RequestSequencer):
     def __init__(
         self,
         *,
@@ -82,39 +47,35 @@ class ParameterShard:
         load_snapshot: Callable[[int], ShardSnapshot] | None = None,
         load_rows: Callable[[str], Mapping[str, Mapping[str, Tensor]]] | None = None,
     ) -> None:
-        """`factories`: optimizers of tables that want the job's, by table, or one for all under "job". `kept`: what was
-        kept of a step (Snapshots.rewind)."""
+        """`factories`: optimizers of tables that want the job's, by table, or under "job" for all. `load_snapshot`:
+        reads the snapshot of a step (`SnapshotFolder.rewind`). `load_rows`: reads a checkpoint's rows by its name."""
+        super().__init__()
         self.shard, self.shards, self.server_incarnation = shard, shards, server_incarnation
         self.coordinator = coordinator
         self.tables = ShardTables(shard, shards, factories or {})
         self.generation = 0
-        self.version = 0  # updates applied
-        self.step = coordinator.step if coordinator is not None else 0  # in lockstep: the next one
+        self.step = coordinator.step if coordinator is not None else 0  # lockstep: the next step
         self.snapshot_due = False
-        self.before_rewind: Callable[[], None] = lambda: None  # a snapshot under way is of what will be undone
+        self.before_rewind: Callable[[], None] = lambda: None  # waits for a snapshot that is being written
         self.busy_seconds = 0.0
-        self.bytes_in = self.bytes_out = 0
-        self.updates = self.duplicates = 0
-        self.refused: Counter[str] = Counter()
+        self.updates = 0
         self.staleness: Counter[int] = Counter()
         self._load_snapshot, self._load_rows = load_snapshot, load_rows
-        self._run_start: list[Any] | None = None  # what the run goes on from
-        self._generation_step = 0  # the step that this epoch began with
-        self._needs_rewind = False  # with an older state than others have seen, and not rewound since
-        self._granted = 0  # incarnations of this boot
-        self._records: dict[int, ClientRecord] = {}  # by worker
+        self._run_start: list[Any] | None = None  # the arguments of `_start_from`
+        self._generation_step = 0  # the step that this generation began with
+        self._needs_rewind = False  # restored by a new process, and not rewound since
+        self._granted = 0  # incarnations that this server process granted
         self._applied_leases = AppliedLeases()
         self._pending_steps = PendingSteps(self.tables)
-        self._waiting: dict[ClientId, ReplyAddress] = {}  # who wait for the pace
-        self._snapshot_requests: list[ReplyAddress] = []  # who wait for a snapshot that is not begun
-        self._snapshot_waiters: list[ReplyAddress] = []  # ... that is
+        self._waiting: dict[ClientId, ReplyAddress] = {}  # requests that wait for the coordinator
+        self._snapshot_requests: list[ReplyAddress] = []  # wait for the next snapshot
+        self._snapshot_waiters: list[ReplyAddress] = []  # wait for the snapshot that is being written
         self._snapshot_steps: list[int] = []
         self._snapshot_filled = False  # the newest snapshot has values
-        self._replies: list[ShardReply] = []  # answers that are free
 
-    # -- who is there -------------------------------------------------------------------------------------------------
+    # -- connections --------------------------------------------------------------------------------------------------
 
-    def on_hello(self, hello: HelloRequest) -> WelcomeReply | RefusedReply:
+    def on_hello(self, hello: messages.HelloRequest) -> messages.WelcomeReply | RefusedReply:
         worker, incarnation = hello.worker, hello.incarnation
         if not incarnation:
             if self.shard:
@@ -123,11 +84,11 @@ class ParameterShard:
             incarnation = self.server_incarnation << 32 | self._granted
         try:
             record = self._record(ClientId(worker, incarnation))
-        except RequestRefused as no:
-            return no.reply
+        except RequestRefused as error:
+            return error.reply
         if self.coordinator is not None:
             self._queue_replies(self.coordinator.on_connect(worker, incarnation))
-        return WelcomeReply(
+        return messages.WelcomeReply(
             shard=self.shard,
             shards=self.shards,
             server_incarnation=self.server_incarnation,
@@ -139,78 +100,16 @@ class ParameterShard:
             tables=self.tables.names,
         )
 
-    def take_replies(self) -> list[ShardReply]:
-        """What a hello has set free. Otherwise the next order brings it."""
-        out, self._replies = self._replies, []
-        return out
-
     def on_disconnect(self, client: ClientId) -> list[ShardReply]:
         record = self._records.get(client.worker)
         if self.coordinator is not None and record is not None and record.incarnation == client.incarnation:
             self._queue_replies(self.coordinator.on_disconnect(client.worker))
         return self.take_replies()
 
-    def _record(self, client: ClientId) -> ClientRecord:
-        record = self._records.get(client.worker)
-        if record is None or record.incarnation < client.incarnation:
-            record = self._records[client.worker] = ClientRecord(client.incarnation)
-            self._pending_steps.drop_worker(client.worker)
-            self._waiting = {whose: asked for whose, asked in self._waiting.items() if whose.worker != client.worker}
-        elif record.incarnation > client.incarnation:
-            raise RequestRefused(
-                "incarnation",
-                f"this is an older process of worker {client.worker}: another one has taken its place",
-                "end this process",
-            )
-        return record
-
-    # -- order, then apply --------------------------------------------------------------------------------------------
-
-    def handle(
-        self,
-        client: ClientId,
-        tag: int,
-        sequence: int,
-        generation: int,
-        request: ServerRequest,
-        tensors: Sequence[Tensor] = (),
-    ) -> list[ShardReply]:
-        asked = ReplyAddress(client, tag, sequence)
-        outcome: HandlerResult
-        try:
-            record = self._records.get(client.worker)
-            if record is None or record.incarnation != client.incarnation:
-                record = self._record(client)
-            if sequence == record.sequence + 1:
-                record.sequence = sequence
-                try:
-                    outcome = self._execute(asked, generation, request, tensors)
-                except BaseException:  # a mistake of ours, or of the job's optimizer: not to be tried again
-                    record.remember(sequence, RefusedReply("failed", f"order {sequence} failed when it came first"))
-                    raise
-                if outcome is not None:
-                    record.remember(sequence, outcome[0])
-            elif sequence:
-                outcome = self._repeat(record, asked, generation, request, tensors)
-            elif isinstance(request, messages.WRITES):
-                raise RequestRefused(
-                    "sequence", f"{type(request).__name__} is an order, and has no number", "number it"
-                )
-            else:
-                outcome = self._execute(asked, generation, request, tensors)
-        except RequestRefused as no:
-            outcome = self._refuse(no)
-        out, self._replies = self._replies, []
-        answers = out if outcome is None else [ShardReply(client, tag, *outcome), *out]
-        for tensor in tensors:
-            self.bytes_in += tensor.nbytes
-        for answer in answers:
-            for tensor in answer.tensors:
-                self.bytes_out += tensor.nbytes
-        return answers
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     def _execute(
-        self, asked: ReplyAddress, generation: int, request: ServerRequest, tensors: Sequence[Tensor]
+        self, address: ReplyAddress, generation: int, request: messages.ServerRequest, tensors: Tensors
     ) -> HandlerResult:
         kind = type(request)
         try:
@@ -219,212 +118,167 @@ class ParameterShard:
             handler = _HANDLERS.get(kind)
             if handler is None:
                 raise RequestRefused("request", f"a shard does not take {kind.__name__}")
-            return handler(self, asked, request, tensors)
-        except RequestRefused as no:
-            return self._refuse(no)
-
-    def _refuse(self, no: RequestRefused) -> tuple[AnyReply, Sequence[Tensor]]:
-        self.refused[no.reply.code] += 1
-        return no.reply, ()
+            return handler(self, address, request, tensors)
+        except RequestRefused as error:
+            return self._refuse(error)
 
     def _fenced(self, generation: int) -> RequestRefused:
-        both = f"this is of epoch {generation}, and shard {self.shard} is in epoch {self.generation}"
-        if generation < self.generation:
-            return RequestRefused(
-                "fenced",
-                f"{both}, which began at step {self._generation_step}",
-                f"go on from step {self._generation_step}",
-            )
-        return RequestRefused("behind", both, "rewind all shards first")
+        both = f"this request is of generation {generation}, and shard {self.shard} is in {self.generation}"
+        if generation > self.generation:
+            return RequestRefused("behind", both, _REWIND)
+        step = self._generation_step
+        return RequestRefused("fenced", f"{both}, which began at step {step}", f"continue from step {step}")
 
-    def _repeat(
-        self,
-        record: ClientRecord,
-        asked: ReplyAddress,
-        generation: int,
-        request: ServerRequest,
-        tensors: Sequence[Tensor],
-    ) -> HandlerResult:
-        """Not the next order: one that was here before, or one too far."""
-        sequence = asked.sequence
-        if sequence > record.sequence:
-            raise RequestRefused(
-                "gap",
-                f"order {sequence} of worker {asked.client.worker} came after order {record.sequence}",
-                f"send again from order {record.sequence + 1} on",
-            )
-        self.duplicates += 1
-        if record.is_forgotten(sequence):
-            return AckReply(self.version), ()
-        reply = record.replies.get(sequence)
-        if isinstance(reply, ValuesReply):
-            return self._values([slot.table for slot in reply.slices])
-        if reply is not None:
-            return reply, ()
-        if self._is_waiting(asked):
-            return None
-        return self._execute(asked, generation, request, tensors)  # Apply, Meet, Next: these do nothing twice
+    def _is_waiting(self, address: ReplyAddress) -> bool:
+        waiting = self._waiting.get(address.client)
+        return (waiting is not None and waiting.sequence == address.sequence) or self._pending_steps.is_parked(address)
 
-    def _is_waiting(self, asked: ReplyAddress) -> bool:
-        waiting = self._waiting.get(asked.client)
-        return (waiting is not None and waiting.sequence == asked.sequence) or self._pending_steps.is_parked(asked)
+    def _drop_worker(self, worker: int) -> None:
+        self._pending_steps.drop_worker(worker)
+        self._waiting = {client: address for client, address in self._waiting.items() if client.worker != worker}
 
-    def _queue_reply(self, asked: ReplyAddress, reply: AnyReply, tensors: Sequence[Tensor] = ()) -> None:
-        """Of what was parked."""
-        record = self._records.get(asked.client.worker)
-        if asked.sequence and record is not None and record.incarnation == asked.client.incarnation:
-            record.remember(asked.sequence, reply)
-        self._replies.append(ShardReply(asked.client, asked.tag, reply, tensors))
+    def _ack(self) -> tuple[AnyReply, Tensors]:
+        return AckReply(self.version), ()
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
-    def _declare(self, asked: ReplyAddress, request: DeclareRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _declare(self, address: ReplyAddress, request: messages.DeclareRequest, tensors: Tensors) -> HandlerResult:
         self.tables.declare(request.table, request.spec)
-        return AckReply(self.version), ()
+        return self._ack()
 
-    def _put(self, asked: ReplyAddress, request: PutRequest, tensors: Sequence[Tensor]) -> HandlerResult:
-        if request.state is not None and "begin" in request.state:
-            self._start_from(*request.state["begin"])
+    def _put(self, address: ReplyAddress, request: messages.PutRequest, tensors: Tensors) -> HandlerResult:
+        if request.state is not None and "start_from" in request.state:
+            self._start_from(*request.state["start_from"])
         else:
             self.tables.put(request, tensors)
-        return AckReply(self.version), ()
+        return self._ack()
 
     def _start_from(
         self, first: int, done: Sequence[int], rows: str = "", start_step: int = 0, inexact: str = ""
     ) -> None:
-        """The run goes on from a checkpoint, of the job's step `began`: nothing has been done here yet. Whoever says it
-        may be lost before all servers have their values, and another one says it again. `inexact`: kept for workers."""
-        word = [first, list(done), rows, start_step, inexact]
-        if word == self._run_start and not self.version:
+        """Before the first update: starts the run from a checkpoint of the job's step `start_step`. Another worker
+        repeats this if the first one is lost. `StatusReply` gives `start_step` and `inexact` to workers."""
+        start = [first, list(done), rows, start_step, inexact]
+        if start == self._run_start and not self.version:
             return
         if self.version or self._run_start is not None or self.tables.has_values:
-            raise RequestRefused(
-                "begun", f"shard {self.shard} has begun, at version {self.version}", "begin before the first values"
-            )
+            reason = f"shard {self.shard} has started, and is at version {self.version}"
+            raise RequestRefused("started", reason, "start from a checkpoint before the first values")
         self.step = first
         self._applied_leases = AppliedLeases(first)
-        for ticket in done:
-            self._applied_leases.add(ticket)
+        for lease in done:
+            self._applied_leases.add(lease)
         if self.coordinator is not None:
             self.coordinator.start_from(first, done)
         if rows and self._load_rows is not None:
             try:
-                for table, kept in self._load_rows(rows).items():
-                    self.tables.sparse[table].restore(kept)
+                for table, captured in self._load_rows(rows).items():
+                    self.tables.sparse[table].restore(captured)
             except (ShoalError, KeyError) as error:
                 raise RequestRefused("rows", f"shard {self.shard}: the tables' rows cannot be read: {error}") from error
-        self._run_start = word
+        self._run_start = start
 
-    def _push(self, asked: ReplyAddress, request: PushRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _push(self, address: ReplyAddress, request: messages.PushRequest, tensors: Tensors) -> HandlerResult:
         gradients = self.tables.check_gradients(request.slices, tensors)
-        ticket, record = request.lease, self._records[asked.client.worker]
-        parts = record.pushes_of(ticket)
-        if ticket >= 0 and ticket in self._applied_leases:
-            self.refused["ticket"] += 1
-            parts.clear()
-        elif ticket >= 0 and not request.last:
-            # All or nothing: if this worker is lost, whoever does the ticket again sends all parts again.
-            parts.append(copy_gradients(gradients))
+        lease, record = request.lease, self._records[address.client.worker]
+        earlier = record.pushes_of(lease)
+        if lease >= 0 and lease in self._applied_leases:
+            self.refused["lease"] += 1
+            earlier.clear()
+        elif lease >= 0 and not request.last:
+            # Applied with the last push: if this worker is lost, the lease's next holder pushes all again.
+            earlier.append(copy_gradients(gradients))
         else:
-            for part in parts:
-                self.tables.update(part, self.version + 1, last=False)
-            parts.clear()
+            for push in earlier:
+                self.tables.update(push, self.version + 1, last=False)
+            earlier.clear()
             self.tables.update(gradients, self.version + 1, last=request.last)
-            if ticket >= 0:
-                self._applied_leases.add(ticket)
+            if lease >= 0:
+                self._applied_leases.add(lease)
             if request.last:
                 if request.base_version >= 0:
                     self.staleness[max(0, self.version - request.base_version)] += 1
                 self.version += 1
                 self.updates += 1
         if not request.pull:
-            return AckReply(self.version), ()
-        return self._values([slot.table for slot in request.slices if not slot.sparse])
+            return self._ack()
+        return self._values([each.table for each in request.slices if not each.sparse])
 
-    def _values(self, tables: Sequence[str] = ()) -> tuple[AnyReply, Sequence[Tensor]]:
-        slots, found = self.tables.values(tables)
-        return ValuesReply(self.version, slots, self.step), found
+    def _values(self, tables: Sequence[str] = ()) -> tuple[AnyReply, Tensors]:
+        slices, found = self.tables.values(tables)
+        return ValuesReply(self.version, slices, self.step), found
 
-    def _pull(self, asked: ReplyAddress, request: PullRequest, tensors: Sequence[Tensor]) -> HandlerResult:
-        return ValuesReply(self.version, request.slices, self.step), self.tables.pull(
-            request.slices, tensors, self.version
-        )
+    def _pull(self, address: ReplyAddress, request: messages.PullRequest, tensors: Tensors) -> HandlerResult:
+        found = self.tables.pull(request.slices, tensors, self.version)
+        return ValuesReply(self.version, request.slices, self.step), found
 
-    def _state(
-        self, asked: ReplyAddress, request: messages.TableStateRequest, tensors: Sequence[Tensor]
-    ) -> HandlerResult:
+    def _state(self, address: ReplyAddress, request: messages.TableStateRequest, tensors: Tensors) -> HandlerResult:
         return self.tables.state(request.table)
 
-    # -- lockstep -----------------------------------------------------------------------------------------------------
+    # -- lockstep steps -----------------------------------------------------------------------------------------------
+
+    def _check_step(self, address: ReplyAddress, step: int) -> None:
+        """Refuses a worker that is ahead: the shard was restored from an older state than the worker has seen."""
+        if step > self.step:
+            reason = f"shard {self.shard} is at step {self.step}, and worker {address.client.worker} at {step}"
+            raise RequestRefused("ahead", reason, _REWIND)
 
     def _check_rewound(self) -> None:
-        """A shard that came back has none of the contributions that were acknowledged: in lockstep all go back first,
-        even if no step is missing."""
+        """A restored shard lacks acknowledged contributions: all shards rewind first, even if no step is missing."""
         if self._needs_rewind:
-            raise RequestRefused(
-                "ahead", f"shard {self.shard} came back, at step {self.step}", "go back with all servers (Rewind)"
-            )
+            raise RequestRefused("ahead", f"shard {self.shard} restarted, at step {self.step}", _REWIND)
 
-    def _contribute(self, asked: ReplyAddress, request: ContributeRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _contribute(
+        self, address: ReplyAddress, request: messages.ContributeRequest, tensors: Tensors
+    ) -> HandlerResult:
         self._check_rewound()
         if request.step < self.step:
             self.refused["late"] += 1
             return LateReply(self.step), ()
-        self._check_step(asked, request.step)
+        self._check_step(address, request.step)
         if self._pending_steps.contribute(request, tensors):
             self._unpark(request.step)
         else:
             self.duplicates += 1
-        return AckReply(self.version), ()
+        return self._ack()
 
     def _unpark(self, step: int) -> None:
-        """A contribution has come: what waited for it goes on."""
-        for asked, request in self._pending_steps.pop_ready(step):
+        """Answers the requests that waited for a contribution."""
+        for address, request in self._pending_steps.pop_ready(step):
             try:
-                outcome = (
-                    self._squares_now(request) if isinstance(request, SquaresRequest) else self._apply_now(request)
-                )
-            except RequestRefused as no:
-                outcome = self._refuse(no)
-            self._queue_reply(asked, *outcome)
+                if isinstance(request, messages.SquaresRequest):
+                    result: tuple[AnyReply, Tensors] = self._pending_steps.squares(request, self.version)
+                else:
+                    result = self._apply_now(request)
+            except RequestRefused as error:
+                result = self._refuse(error)
+            self._queue_reply(address, *result)
 
-    def _check_step(self, asked: ReplyAddress, step: int) -> None:
-        """Nobody is ahead of a shard but one that came back with an older state: a step begins when all have applied
-        the one before."""
-        if step > self.step:
-            raise RequestRefused(
-                "ahead",
-                f"shard {self.shard} is at step {self.step}, and worker {asked.client.worker} at {step}",
-                "go back with all servers (Rewind)",
-            )
-
-    def _apply(self, asked: ReplyAddress, request: ApplyRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _apply(self, address: ReplyAddress, request: messages.ApplyRequest, tensors: Tensors) -> HandlerResult:
         self._check_rewound()
         if request.step < self.step:
             return self._applied(request)
-        self._check_step(asked, request.step)
+        self._check_step(address, request.step)
         self._pending_steps.add_values(request, tensors)
-        if not request.skip and not self._pending_steps.ready_or_park(asked, request):
+        if not request.skip and not self._pending_steps.ready_or_park(address, request):
             return None
         return self._apply_now(request)
 
-    def _squares(self, asked: ReplyAddress, request: SquaresRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _squares(self, address: ReplyAddress, request: messages.SquaresRequest, tensors: Tensors) -> HandlerResult:
         self._check_rewound()
-        if request.step < self.step:  # others have applied it since
+        if request.step < self.step:  # another worker has applied the step
             return self._pending_steps.cached_squares(request.step) or (LateReply(self.step), ())
-        self._check_step(asked, request.step)
-        return self._squares_now(request) if self._pending_steps.ready_or_park(asked, request) else None
+        self._check_step(address, request.step)
+        ready = self._pending_steps.ready_or_park(address, request)
+        return self._pending_steps.squares(request, self.version) if ready else None
 
-    def _squares_now(self, request: SquaresRequest) -> tuple[AnyReply, Sequence[Tensor]]:
-        return self._pending_steps.squares(request, self.version)
-
-    def _apply_now(self, request: ApplyRequest) -> tuple[AnyReply, Sequence[Tensor]]:
+    def _apply_now(self, request: messages.ApplyRequest) -> tuple[AnyReply, Tensors]:
         step = request.step
         gradients: Gradients = {}
         if not request.skip:
-            folded = self._pending_steps.reduced_gradients(request)
-            self.refused["late"] += folded.left_out
-            gradients = {**folded.dense, **folded.sparse}
+            reduced = self._pending_steps.reduced_gradients(request)
+            self.refused["late"] += reduced.left_out
+            gradients = {**reduced.dense, **reduced.sparse}
         self.tables.update(gradients, self.version + 1)
         self.tables.step_schedulers(gradients)
         put = self._pending_steps.puts.pop(step, None)
@@ -437,33 +291,28 @@ class ParameterShard:
         self.snapshot_due = self.snapshot_due or request.snapshot
         if self.coordinator is not None:
             self._queue_replies(self.coordinator.on_applied(step))
-        for asked, parked in waited:
-            self._queue_reply(
-                asked, *(self._applied(parked) if isinstance(parked, ApplyRequest) else (LateReply(self.step), ()))
-            )
+        for address, parked in waited:
+            result = self._applied(parked) if isinstance(parked, messages.ApplyRequest) else (LateReply(self.step), ())
+            self._queue_reply(address, *result)
         return self._applied(request)
 
-    def _applied(self, request: ApplyRequest) -> tuple[AnyReply, Sequence[Tensor]]:
-        return self._values() if request.pull else (AckReply(self.version), ())
+    def _applied(self, request: messages.ApplyRequest) -> tuple[AnyReply, Tensors]:
+        return self._values() if request.pull else self._ack()
 
-    def _rewind(self, asked: ReplyAddress, request: RewindRequest, tensors: Sequence[Tensor]) -> HandlerResult:
-        if request.server_incarnation not in (
-            0,
-            self.server_incarnation,
-        ):  # sent again to one that came back: with it the epoch would, too
-            reason = f"process {request.server_incarnation} of shard {self.shard} was to go back,"
-            reason += f" and this is process {self.server_incarnation}"
-            raise RequestRefused("fenced", reason, "look again")
+    def _rewind(self, address: ReplyAddress, request: messages.RewindRequest, tensors: Tensors) -> HandlerResult:
+        # A request to an earlier server process, resent: it must not bring back that process's generation.
+        if request.server_incarnation not in (0, self.server_incarnation):
+            reason = f"the request is for process {request.server_incarnation} of shard {self.shard}"
+            raise RequestRefused("fenced", f"{reason}, and this is process {self.server_incarnation}", "poll again")
         if request.generation < self.generation:
             raise self._fenced(request.generation)
         if request.generation == self.generation:
             if request.step != self._generation_step:
-                raise RequestRefused(
-                    "rewind", f"epoch {self.generation} began at step {self._generation_step}, not at {request.step}"
-                )
-            return AckReply(self.version), ()
+                reason = f"generation {self.generation} began at step {self._generation_step}, not at {request.step}"
+                raise RequestRefused("rewind", reason)
+            return self._ack()
         if self._load_snapshot is None:
-            raise RequestRefused("snapshot", f"shard {self.shard} keeps no snapshots", "give the servers a folder")
+            raise RequestRefused("snapshot", f"shard {self.shard} has no snapshots", "give the servers a folder")
         self.before_rewind()
         try:
             self._restore_tables(self._load_snapshot(request.step))
@@ -474,54 +323,52 @@ class ParameterShard:
         self._snapshot_steps = [step for step in self._snapshot_steps if step <= request.step]
         for record in self._records.values():
             record.partial_pushes.clear()
-        for waiting, _ in undone.parked:
-            self._queue_reply(waiting, self._fenced(request.generation - 1).reply)
+        for parked, _ in undone.parked:
+            self._queue_reply(parked, self._fenced(request.generation - 1).reply)
         if self.coordinator is not None:
             self._queue_replies(self.coordinator.rewind(self.step))
-        return AckReply(self.version), ()
+        return self._ack()
 
-    # -- the pace -----------------------------------------------------------------------------------------------------
+    # -- the step coordinator -----------------------------------------------------------------------------------------
 
-    def _arrive(self, asked: ReplyAddress, request: BarrierRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _arrive(self, address: ReplyAddress, request: messages.BarrierRequest, tensors: Tensors) -> HandlerResult:
         self._check_rewound()
-        pace = self._require_coordinator()
-        self._waiting[asked.client] = asked
-        self._queue_replies(
-            pace.arrive(asked.client, request.step, request.note, [tensor.clone() for tensor in tensors])
-        )
+        coordinator = self._require_coordinator()
+        self._waiting[address.client] = address
+        copies = [tensor.clone() for tensor in tensors]
+        self._queue_replies(coordinator.arrive(address.client, request.step, request.note, copies))
         return None
 
-    def _next_lease(self, asked: ReplyAddress, request: LeaseRequest, tensors: Sequence[Tensor]) -> HandlerResult:
-        pace = self._require_coordinator()
-        self._waiting[asked.client] = asked
-        self._queue_replies(pace.next_lease(asked.client, request))
+    def _next_lease(self, address: ReplyAddress, request: messages.LeaseRequest, tensors: Tensors) -> HandlerResult:
+        coordinator = self._require_coordinator()
+        self._waiting[address.client] = address
+        self._queue_replies(coordinator.next_lease(address.client, request))
         return None
 
-    def _add_task(self, asked: ReplyAddress, request: messages.TaskRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _add_task(self, address: ReplyAddress, request: messages.TaskRequest, tensors: Tensors) -> HandlerResult:
         self._queue_replies(self._require_coordinator().add_task(request.task))
-        return AckReply(self.version), ()
+        return self._ack()
 
-    def _end_run(self, asked: ReplyAddress, request: messages.EndRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _end_run(self, address: ReplyAddress, request: messages.EndRequest, tensors: Tensors) -> HandlerResult:
         self._queue_replies(self._require_coordinator().end_run(request.reason, request.resumable))
-        return AckReply(self.version), ()
+        return self._ack()
 
     def _require_coordinator(self) -> StepCoordinator:
         if self.coordinator is None:
-            raise RequestRefused(
-                "pace", f"shard {self.shard} gives out no steps", "ask shard 0 of servers that a run has started"
-            )
+            reason = f"shard {self.shard} assigns no steps"
+            raise RequestRefused("coordinator", reason, "ask shard 0 of servers that `shoal run` has started")
         return self.coordinator
 
     def _queue_replies(self, replies: Sequence[CoordinatorReply]) -> None:
-        for each in replies:
-            asked = self._waiting.pop(each.client, None)
-            if asked is not None:
-                self._queue_reply(asked, each.reply, each.tensors)
+        for client, reply, tensors in replies:
+            address = self._waiting.pop(client, None)
+            if address is not None:
+                self._queue_reply(address, reply, tensors)
 
-    # -- how it stands ------------------------------------------------------------------------------------------------
+    # -- status -------------------------------------------------------------------------------------------------------
 
-    def _status(self, asked: ReplyAddress, request: messages.StatusRequest, tensors: Sequence[Tensor]) -> HandlerResult:
-        stood = StatusReply(
+    def _status(self, address: ReplyAddress, request: messages.StatusRequest, tensors: Tensors) -> HandlerResult:
+        status = messages.StatusReply(
             server_incarnation=self.server_incarnation,
             generation=self.generation,
             version=self.version,
@@ -533,13 +380,13 @@ class ParameterShard:
             start_step=self._run_start[3] if self._run_start is not None else 0,
             inexact=self._run_start[4] if self._run_start is not None else "",
         )
-        return stood, ()
+        return status, ()
 
-    def _stats(self, asked: ReplyAddress, request: messages.StatsRequest, tensors: Sequence[Tensor]) -> HandlerResult:
+    def _stats(self, address: ReplyAddress, request: messages.StatsRequest, tensors: Tensors) -> HandlerResult:
         return self.stats(), ()
 
-    def stats(self) -> StatsReply:
-        return StatsReply(
+    def stats(self) -> messages.StatsReply:
+        return messages.StatsReply(
             version=self.version,
             updates=self.updates,
             duplicates=self.duplicates,
@@ -561,51 +408,47 @@ class ParameterShard:
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
-    def _snapshot(
-        self, asked: ReplyAddress, request: messages.SnapshotRequest, tensors: Sequence[Tensor]
-    ) -> HandlerResult:
-        self._snapshot_requests.append(asked)
+    def _snapshot(self, address: ReplyAddress, request: messages.SnapshotRequest, tensors: Tensors) -> HandlerResult:
+        self._snapshot_requests.append(address)
         self.snapshot_due = True
         return None
 
     def snapshot_begun(self) -> None:
-        """A snapshot of what is now is being written."""
+        """A snapshot of the current state is being written."""
         self._snapshot_filled = self.tables.filled
         self._snapshot_waiters += self._snapshot_requests
         self._snapshot_requests = []
         self.snapshot_due = False
 
     def snapshot_done(self, steps: Sequence[int], error: str = "") -> list[ShardReply]:
-        """What was begun stands on disk, or could not be written; snapshots stand of these steps."""
-        # A later one is of a time that was undone; one from before there were values is none to come back with.
+        """The snapshot is on disk, or failed with `error`; `steps` have snapshots on disk."""
+        # A snapshot of a later step was undone; one from before the first values cannot be rewound to.
         self._snapshot_steps = sorted(step for step in steps if step <= self.step and self._snapshot_filled)
         waiting, self._snapshot_waiters = self._snapshot_waiters, []
         refused = RefusedReply("snapshot", f"shard {self.shard}: no snapshot could be written: {error}")
-        for asked in waiting:
-            self._queue_reply(asked, refused if error else AckReply(self.version))
+        for address in waiting:
+            self._queue_reply(address, refused if error else AckReply(self.version))
         return self.take_replies()
 
     def capture(self, *, copy: bool = False) -> ShardSnapshot:
-        """Everything, but contributions to steps that are not applied: in lockstep these are sent again.
-
-        Without a copy the tensors are the shard's own, and good until the next order."""
+        """The state, without contributions to unfinished steps: in lockstep modes workers send these again. Without
+        `copy`, the tensors are the shard's own and valid until the next request."""
         tensors: dict[str, Tensor] = {}
         values = {
             "shard": [self.shard, self.shards],
-            "epoch": [self.generation, self._generation_step],
+            "generation": [self.generation, self._generation_step],
             "version": self.version,
             "step": self.step,
-            "begun": self._run_start,
+            "run_start": self._run_start,
             "granted": [self.server_incarnation, self._granted],
             "records": [[worker, record.capture()] for worker, record in sorted(self._records.items())],
-            "asked": [
-                [each.client.worker, each.client.incarnation, each.tag, each.sequence]
-                for each in self._waiting.values()
+            "waiting": [
+                [client.worker, client.incarnation, tag, sequence] for client, tag, sequence in self._waiting.values()
             ],
-            "tickets": [self._applied_leases.floor, sorted(self._applied_leases.above)],
+            "applied_leases": [self._applied_leases.floor, sorted(self._applied_leases.above)],
             "counters": [self.updates, self.duplicates, dict(self.refused), dict(self.staleness)],
             "traffic": [self.bytes_in, self.bytes_out, self.busy_seconds],
-            "pace": None if self.coordinator is None else self.coordinator.capture(),
+            "coordinator": None if self.coordinator is None else self.coordinator.capture(),
             "tables": self.tables.capture(),
         }
         plain = extract_tensors(values, tensors, "")
@@ -614,58 +457,58 @@ class ParameterShard:
         return ShardSnapshot(step=self.step, version=self.version, values=plain, tensors=tensors)
 
     def restore(self, captured: ShardSnapshot) -> None:
-        """What this process or another captured."""
+        """Restores what this process or another captured."""
         values = self._restore_tables(captured)
         self._snapshot_filled = self.tables.filled
-        self.generation, self._generation_step = values["epoch"]
-        self._run_start = values["begun"]
-        boot, granted = values["granted"]
-        self._granted = granted if boot == self.server_incarnation else 0
-        self._needs_rewind = boot != self.server_incarnation
+        self.generation, self._generation_step = values["generation"]
+        self._run_start = values["run_start"]
+        server_incarnation, granted = values["granted"]
+        self._needs_rewind = server_incarnation != self.server_incarnation
+        self._granted = 0 if self._needs_rewind else granted
         self._records = {worker: ClientRecord.from_captured(record) for worker, record in values["records"]}
         self._waiting = {}
-        for worker, incarnation, tag, sequence in values["asked"]:
-            who = ClientId(worker, incarnation)
-            self._waiting[who] = ReplyAddress(who, tag, sequence)
+        for worker, incarnation, tag, sequence in values["waiting"]:
+            client = ClientId(worker, incarnation)
+            self._waiting[client] = ReplyAddress(client, tag, sequence)
         self._pending_steps = PendingSteps(self.tables)
         self.updates, self.duplicates, refused, staleness = values["counters"]
         self.refused, self.staleness = Counter(refused), Counter(staleness)
         self.bytes_in, self.bytes_out, self.busy_seconds = values["traffic"]
-        if self.coordinator is not None and values["pace"] is not None:
-            self.coordinator.restore(values["pace"], self.server_incarnation)
+        if self.coordinator is not None and values["coordinator"] is not None:
+            self.coordinator.restore(values["coordinator"], self.server_incarnation)
 
     def _restore_tables(self, captured: ShardSnapshot) -> dict[str, Any]:
-        """What was learned: values, optimizers, version, step and tickets."""
+        """Restores values, optimizers, version, step and applied leases."""
         values: dict[str, Any] = insert_tensors(captured.values, captured.tensors)
         if values["shard"] != [self.shard, self.shards]:
             shard, shards = values["shard"]
             raise CheckpointError(
                 f"the snapshot is of shard {shard} of {shards}, and this is shard {self.shard} of {self.shards}",
-                fix="the same number of servers as before, or a folder of its own for each",
+                fix="the same number of servers as before, or another folder",
             )
         try:
             self.tables.restore(values["tables"])
-        except RequestRefused as no:
-            raise CheckpointError(no.reply.reason, fix=no.reply.fix) from no
+        except RequestRefused as error:
+            raise CheckpointError(error.reply.reason, fix=error.reply.fix) from error
         self.version, self.step = values["version"], values["step"]
-        floor, above = values["tickets"]
+        floor, above = values["applied_leases"]
         self._applied_leases = AppliedLeases(floor, set(above))
         return values
 
 
-_HANDLERS: dict[type, Handler] = {
-    DeclareRequest: ParameterShard._declare,
-    PutRequest: ParameterShard._put,
-    PushRequest: ParameterShard._push,
-    ContributeRequest: ParameterShard._contribute,
-    ApplyRequest: ParameterShard._apply,
-    BarrierRequest: ParameterShard._arrive,
-    LeaseRequest: ParameterShard._next_lease,
+_HANDLERS: dict[type, Callable[[Any, ReplyAddress, Any, Tensors], HandlerResult]] = {
+    messages.DeclareRequest: ParameterShard._declare,
+    messages.PutRequest: ParameterShard._put,
+    messages.PushRequest: ParameterShard._push,
+    messages.ContributeRequest: ParameterShard._contribute,
+    messages.ApplyRequest: ParameterShard._apply,
+    messages.BarrierRequest: ParameterShard._arrive,
+    messages.LeaseRequest: ParameterShard._next_lease,
     messages.TaskRequest: ParameterShard._add_task,
     messages.EndRequest: ParameterShard._end_run,
-    RewindRequest: ParameterShard._rewind,
-    PullRequest: ParameterShard._pull,
-    SquaresRequest: ParameterShard._squares,
+    messages.RewindRequest: ParameterShard._rewind,
+    messages.PullRequest: ParameterShard._pull,
+    messages.SquaresRequest: ParameterShard._squares,
     messages.TableStateRequest: ParameterShard._state,
     messages.StatusRequest: ParameterShard._status,
     messages.StatsRequest: ParameterShard._stats,

@@ -1,17 +1,18 @@
-"""Memory that two processes of one host share, one way: the bodies of frames lie in it, and nobody copies them twice.
+"""Shared memory from one process to another on the same host. It holds the bodies of frames, which are copied once.
 
-    memfd   ┌ page: how many blocks the reader has let go ┬ block │ block │ … free … ┐
+    memfd   ┌ page: number of blocks that the reader has released ┬ block │ block │ … free … ┐
 
-The writer takes blocks one after the other, and begins again at the front as soon as there is room: what is not needed
-is never touched, and costs nothing. Blocks become free in any order; room is won again from the oldest on. The memory
-has no name: it is gone with the last process that maps it. Its size is sealed, so that neither side can pull it away
-under the other.
+The writer allocates blocks one after the other and wraps to the front as soon as it can, so that unneeded pages are
+never touched and take no memory. Blocks become free in any order; their memory is reused from the oldest on. The
+memory has no name: it is gone with the last process that maps it. Its size is sealed, so that neither side can truncate
+it under the other.
 """
 
 import fcntl
 import mmap
 import os
 from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +20,13 @@ from torch import Tensor
 from shoal.paramserver.wire_format import ALIGN, BadFrame, padded
 
 PAGE = 4096
-RING_BYTES = 32 << 20  # at first; more for tables whose values would not fit
+RING_BYTES = 32 << 20  # at first; larger for tables that need more
 _SEALS = 0x0007  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _ADD_SEALS = 1033
 
 
 def create_ring(num_bytes: int) -> int:
-    """A descriptor of fresh memory for a ring of so many bytes. Nothing is used before it is touched."""
+    """Returns a descriptor of new memory for a ring of so many bytes."""
     descriptor = os.memfd_create("shoal-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, PAGE + padded(num_bytes))
@@ -38,7 +39,7 @@ def create_ring(num_bytes: int) -> int:
 
 class _MappedRing:
     def __init__(self, descriptor: int) -> None:
-        """Maps it, and keeps no descriptor."""
+        """Maps the memory; the caller closes the descriptor."""
         size = os.fstat(descriptor).st_size
         self._memory = mmap.mmap(descriptor, size)
         self.size = size - PAGE
@@ -49,42 +50,38 @@ class _MappedRing:
 class RingWriter(_MappedRing):
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
-        self._blocks: deque[int] = deque()  # where they begin, the oldest first
-        self._ends: dict[int, int] = {}
-        self._free: set[int] = set()  # let go, but an older one is not
+        self._blocks: deque[int] = deque()  # offsets, the oldest first
+        self._free: set[int] = set()  # freed, behind an older block that is not
         self._next = 0
-        self._seen = 0  # blocks that the reader has let go, as far as counted here
+        self._seen = 0  # released blocks that `reclaim` has freed
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Where a block begins; None: there is no room for it now."""
+        """Returns the offset of a block; None if there is no room now."""
         if not self._blocks:
             self._next = 0
         start, end = self._next, self._next + padded(num_bytes)
         oldest = self._blocks[0] if self._blocks else self.size
-        if self._blocks and start <= oldest:  # it has begun again at the front before
+        if self._blocks and start <= oldest:  # wrapped before
             if end > oldest:
                 return None
-        elif self._blocks and padded(num_bytes) <= oldest:  # early, too: what is used stays together
+        elif self._blocks and padded(num_bytes) <= oldest:  # wraps early, to touch few pages
             start, end = 0, padded(num_bytes)
         elif end > self.size:
             start, end = 0, padded(num_bytes)
             if end > min(oldest, self.size):
                 return None
         self._blocks.append(start)
-        self._ends[start] = end
         self._next = end
         return start
 
     def free(self, start: int) -> None:
-        """This block is not needed any more, on either side."""
+        """Frees a block that neither side needs."""
         self._free.add(start)
         while self._blocks and self._blocks[0] in self._free:
-            oldest = self._blocks.popleft()
-            self._free.remove(oldest)
-            del self._ends[oldest]
+            self._free.remove(self._blocks.popleft())
 
     def reclaim(self) -> None:
-        """Frees what the reader has let go of: blocks in the order in which they were taken."""
+        """Frees the blocks that the reader has released, in the order of allocation."""
         freed = self._freed[0]
         while self._seen < freed and self._blocks:
             self._seen += 1
@@ -94,20 +91,27 @@ class RingWriter(_MappedRing):
         return self.body[start : start + num_bytes]
 
 
+class RingBlock(NamedTuple):
+    """Memory for the body of one request."""
+
+    ring: RingWriter
+    offset: int
+    memory: Tensor
+
+
 class RingReader(_MappedRing):
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
         self._count = 0
 
     def locate(self, start: int, num_bytes: int) -> tuple[mmap.mmap, int]:
-        """The memory that a frame's body lies in, and where."""
-        if start % ALIGN or start + num_bytes > self.size:
-            raise BadFrame(
-                f"a body at {start:,} to {start + num_bytes:,} of shared memory that has {self.size:,} bytes"
-            )
+        """Returns the memory that holds a body, and the body's offset in it."""
+        end = start + num_bytes
+        if start % ALIGN or end > self.size:
+            raise BadFrame(f"a body at {start:,} to {end:,} of shared memory that has {self.size:,} bytes")
         return self._memory, PAGE + start
 
     def release(self) -> None:
-        """One more block has been read. In the order in which they came."""
+        """Counts one more block as read, in the order in which they came."""
         self._count += 1
         self._freed[0] = self._count

@@ -1,12 +1,12 @@
-"""A shard on disk: written beside, sealed with sha256, renamed. Two are kept, and one that is torn is passed by.
+"""Snapshots of a shard on disk: written to a temporary folder, verified by sha256, renamed. The newest two are kept.
 
 folder/
-  lock                    held while a process serves this shard; its process id
-  boot                    how many processes have been this shard
+  lock                    held while a process serves this shard; contains its process id
+  incarnation             the number of server processes that this shard has had
   snapshot-00000007/
-    values.msgpack        counters, the duplicate table, the pace, …
+    values.msgpack        counters, request log, step coordinator, …
     tensors.safetensors   values and optimizer state
-    manifest.json         step, version, sha256 of the others; written last
+    manifest.json         step, version, sha256 of the other files; written last
   snapshot-00000008/
 """
 
@@ -27,11 +27,11 @@ from torch import Tensor
 from shoal.errors import CheckpointError, InputError
 from shoal.numerics.digest import tensor_bytes
 
-FORMAT = "shoal-shard 1"
+FORMAT = "shoal-shard 2"
 SNAPSHOTS_KEPT = 2
 VALUES, TENSORS, MANIFEST = "values.msgpack", "tensors.safetensors", "manifest.json"
 _PATTERN, _PARTIAL = "snapshot-", "partial-"
-_LONGEST_WAIT = 30.0  # seconds, for a child that still writes a snapshot of a process that is gone
+_LONGEST_WAIT = 30.0  # seconds, for the writer process of a dead server
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -40,9 +40,9 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class ShardSnapshot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Everything of a shard: plain values, and the tensors that they name."""
+    """A shard's state: plain values, and the tensors that they name."""
 
-    step: int  # in lockstep: the next one
+    step: int  # lockstep: the next step
     version: int
     values: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -60,15 +60,16 @@ class _SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, _FileDigest]
 
 
+class _UnknownFormat(CheckpointError):
+    """A snapshot of another version of Shoal: it is not damaged, and must not be removed."""
+
+
 class SnapshotFolder:
-    def __init__(self, folder: Path | str, *, shard: int | None = None) -> None:
-        """Raises InputError while another process has the folder. One whose process is gone may still have a child
-        that writes: that is waited for."""
+    def __init__(self, folder: Path | str) -> None:
+        """Raises InputError while another process serves the folder. Waits for the writer process of a dead server."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _acquire_lock(
-            self.folder, self.folder.name.replace("-", " ") if shard is None else f"shard {shard}"
-        )
+        self._lock = _acquire_lock(self.folder, self.folder.name.replace("-", " "))
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -82,63 +83,62 @@ class SnapshotFolder:
         self.close()
 
     def clear(self) -> None:
-        """Away with all snapshots. Starts are still counted."""
+        """Removes all snapshots; keeps counting incarnations."""
         for number in self._numbers():
             self._remove(number)
 
     def next_incarnation(self) -> int:
-        """Counts this start; on disk when it returns."""
-        path = self.folder / "boot"
+        """Counts this server process. The number is on disk when this returns."""
+        path = self.folder / "incarnation"
         try:
             count = int(path.read_text()) + 1
         except FileNotFoundError:
             count = 1
         except ValueError:
-            raise InputError(
-                f"{path} does not hold a number", fix="remove this server's folder to start afresh"
-            ) from None
-        beside = path.with_suffix(".new")
-        with beside.open("w") as file:
-            file.write(f"{count}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        beside.rename(path)
+            raise InputError(f"{path} does not hold a number", fix="remove this server's folder") from None
+        partial = path.with_suffix(".new")
+        partial.unlink(missing_ok=True)
+        _write(partial, [f"{count}\n".encode()])
+        partial.rename(path)
         _fsync(self.folder)
         return count
 
     def write(self, snapshot: ShardSnapshot) -> None:
-        """On disk when it returns. Raises OSError, and then nothing has changed."""
+        """The snapshot is on disk when this returns. Raises OSError and then changes nothing."""
         numbers = self._numbers()
         number = max(numbers, default=0) + 1
-        beside = self.folder / f"{_PARTIAL}{number:08d}"
-        shutil.rmtree(beside, ignore_errors=True)
+        partial = self.folder / f"{_PARTIAL}{number:08d}"
+        shutil.rmtree(partial, ignore_errors=True)
         try:
-            beside.mkdir()
+            partial.mkdir()
             files = {
-                VALUES: _write(beside / VALUES, [msgspec.msgpack.encode(snapshot.values)]),
-                TENSORS: _write(beside / TENSORS, _safetensors(snapshot.tensors)),
+                VALUES: _write(partial / VALUES, [msgspec.msgpack.encode(snapshot.values)]),
+                TENSORS: _write(partial / TENSORS, _safetensors(snapshot.tensors)),
             }
             manifest = _SnapshotManifest(format=FORMAT, step=snapshot.step, version=snapshot.version, files=files)
-            _write(beside / MANIFEST, [_with_digest(manifest)])
-            _fsync(beside)
-            beside.rename(self._path(number))
+            body = msgspec.json.encode(manifest)
+            _write(partial / MANIFEST, [hashlib.sha256(body).hexdigest().encode(), b"\n", body])
+            _fsync(partial)
+            partial.rename(self._path(number))
             _fsync(self.folder)
         except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             raise
         steps = {old: self._step(old) for old in numbers}
-        behind = [old for old, step in steps.items() if step is not None and step < snapshot.step]
+        earlier = [old for old, step in steps.items() if step is not None and step < snapshot.step]
         for old in numbers:
-            if old not in behind[1 - SNAPSHOTS_KEPT :]:
-                self._remove(old)  # also what is not behind this one: it is of a time that was undone
+            if old not in earlier[1 - SNAPSHOTS_KEPT :]:
+                self._remove(old)  # also snapshots of later steps, which a rewind has undone
 
     def newest(self) -> ShardSnapshot | None:
-        """The newest that is whole; newer ones that are damaged are removed. None: there never was one. Raises when all
-        are damaged, and leaves them."""
+        """Returns the newest intact snapshot and removes newer damaged ones; None if there is no snapshot. If all are
+        damaged, raises CheckpointError and removes none."""
         defects: dict[int, str] = {}
         for number in reversed(self._numbers()):
             try:
                 found = self._read(number)
+            except _UnknownFormat:
+                raise
             except CheckpointError as error:
                 defects[number] = error.message
                 continue
@@ -147,9 +147,9 @@ class SnapshotFolder:
             return found
         if defects:
             raise CheckpointError(
-                f"none of the {len(defects)} snapshots in {self.folder.name} is whole",
+                f"none of the {len(defects)} snapshots in {self.folder.name} is intact",
                 where=list(defects.values()),
-                fix="remove this server's folder to start afresh",
+                fix="remove this server's folder",
             )
         return None
 
@@ -161,7 +161,7 @@ class SnapshotFolder:
         raise CheckpointError(f"there is no snapshot of step {step}, only of {steps}", where=str(self.folder))
 
     def rewind(self, step: int) -> ShardSnapshot:
-        """`of_step`, and later ones are no more: what they hold is undone."""
+        """Reads the snapshot of a step and removes later ones."""
         captured = self.read_step(step)
         for number in self._numbers():
             found = self._step(number)
@@ -171,11 +171,11 @@ class SnapshotFolder:
         return captured
 
     def steps(self) -> list[int]:
-        """Rising. Files are looked at when one is read."""
+        """The steps of all snapshots, rising. Reads manifests only."""
         found = (self._step(number) for number in self._numbers())
         return sorted({step for step in found if step is not None})
 
-    # -- one of them --------------------------------------------------------------------------------------------------
+    # -- one snapshot -------------------------------------------------------------------------------------------------
 
     def _numbers(self) -> list[int]:
         names = [entry.name for entry in self.folder.iterdir() if entry.name.startswith(_PATTERN)]
@@ -185,12 +185,12 @@ class SnapshotFolder:
         return self.folder / f"{_PATTERN}{number:08d}"
 
     def _remove(self, number: int) -> None:
-        """The manifest first: what is half removed does not count."""
+        # The manifest goes first: a folder without one does not count.
         (self._path(number) / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(self._path(number), ignore_errors=True)
 
     def _step(self, number: int) -> int | None:
-        """None: it is damaged."""
+        """The snapshot's step; None if it is damaged."""
         try:
             return self._manifest(number).step
         except CheckpointError:
@@ -199,8 +199,8 @@ class SnapshotFolder:
     def _manifest(self, number: int) -> _SnapshotManifest:
         path = self._path(number)
         try:
-            seal, _, body = (path / MANIFEST).read_bytes().partition(b"\n")
-            if hashlib.sha256(body).hexdigest().encode() != seal:
+            digest, _, body = (path / MANIFEST).read_bytes().partition(b"\n")
+            if hashlib.sha256(body).hexdigest().encode() != digest:
                 raise CheckpointError(f"{path.name}/{MANIFEST}: damaged (its own sha256 differs)")
             manifest = msgspec.json.decode(body, type=_SnapshotManifest)
         except OSError as error:
@@ -208,25 +208,27 @@ class SnapshotFolder:
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"{path.name}/{MANIFEST}: {error}") from error
         if manifest.format != FORMAT:
-            raise CheckpointError(f"{path.name}: format {manifest.format!r}, this Shoal reads {FORMAT!r}")
+            raise _UnknownFormat(
+                f"{self.folder.name}/{path.name} has format {manifest.format!r}, and this Shoal reads {FORMAT!r}",
+                fix="the version of Shoal that wrote it, or remove this server's folder",
+            )
         return manifest
 
     def _verified(self, number: int) -> _SnapshotManifest:
         manifest = self._manifest(number)
-        for name, seal in manifest.files.items():
+        for name, written in manifest.files.items():
             path = self._path(number) / name
+            title = f"{path.parent.name}/{name}"
             try:
                 size = path.stat().st_size
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
-                raise CheckpointError(f"{self._path(number).name}/{name}: {error.strerror}") from error
-            if size != seal.num_bytes:
-                raise CheckpointError(
-                    f"{self._path(number).name}/{name}: {size:,} bytes, but {seal.num_bytes:,} were written"
-                )
-            if digest != seal.sha256:
-                raise CheckpointError(f"{self._path(number).name}/{name}: damaged (its sha256 differs)")
+                raise CheckpointError(f"{title}: {error.strerror}") from error
+            if size != written.num_bytes:
+                raise CheckpointError(f"{title}: {size:,} bytes, but {written.num_bytes:,} were written")
+            if digest != written.sha256:
+                raise CheckpointError(f"{title}: damaged (its sha256 differs)")
         return manifest
 
     def _read(self, number: int) -> ShardSnapshot:
@@ -246,7 +248,7 @@ class SnapshotFolder:
 
 
 def extract_tensors(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """The value with names in the places of its tensors, which go into `tensors`."""
+    """Returns the value with names in place of its tensors, which go into `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"$tensor": name}
@@ -258,7 +260,7 @@ def extract_tensors(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
 
 
 def insert_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `lifted` was given."""
+    """The inverse of `extract_tensors`."""
     if isinstance(value, dict):
         if "$tensor" in value:
             return tensors[value["$tensor"]]
@@ -266,20 +268,14 @@ def insert_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return [insert_tensors(each, tensors) for each in value] if isinstance(value, list) else value
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The file, piece by piece, with no copy of the tensors: theirs would be as large as all of them."""
+    """Yields the file in chunks, without a copy of the tensors."""
     header: dict[str, Any] = {}
     at = 0
     for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
+        end = at + tensor.nbytes
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % 64)
     yield len(text).to_bytes(8, "little") + text
@@ -287,22 +283,18 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield tensor_bytes(tensor)
 
 
-def _write(path: Path, pieces: Iterator[bytes | memoryview] | list[bytes]) -> _FileDigest:
+def _write(path: Path, chunks: Iterator[bytes | memoryview] | list[bytes]) -> _FileDigest:
+    """Writes a new file to disk."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
-        for piece in pieces:
-            digest.update(piece)
-            size += len(piece)
-            rest = memoryview(piece)
+        for chunk in chunks:
+            digest.update(chunk)
+            size += len(chunk)
+            rest = memoryview(chunk)
             while len(rest):
                 rest = rest[file.write(rest) or 0 :]
         os.fsync(file.fileno())
     return _FileDigest(size, digest.hexdigest())
-
-
-def _with_digest(manifest: _SnapshotManifest) -> bytes:
-    body = msgspec.json.encode(manifest)
-    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
 def _fsync(folder: Path) -> None:
@@ -327,7 +319,7 @@ def _acquire_lock(folder: Path, what: str) -> int:
                 raise InputError(
                     f"{what} is already served by process {holder or '(starting)'}",
                     where=str(folder),
-                    fix="one server for each shard: stop that process, or give this server a folder of its own",
+                    fix="stop that process, or give this server another folder",
                 ) from None
             time.sleep(0.02)
     os.truncate(descriptor, 0)
@@ -336,16 +328,8 @@ def _acquire_lock(folder: Path, what: str) -> int:
 
 
 def _alive(holder: str) -> bool:
-    if not holder.isdigit():
-        return False
+    """Whether a process runs; a zombie does not."""
     try:
-        os.kill(int(holder), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    # One that was killed and not waited for yet is no more.
-    try:
-        return " Z " not in Path(f"/proc/{holder}/stat").read_text().partition(")")[2][:4]
+        return holder.isdigit() and " Z " not in Path(f"/proc/{holder}/stat").read_text().partition(")")[2][:4]
     except OSError:
-        return True
+        return False

@@ -1,8 +1,7 @@
-"""A sparse table: rows that are held only after something was pushed to them. One shard's part of it.
+"""One shard's rows of a sparse table. A row takes memory only after its first update.
 
-A row that was never pushed has a value all the same: it comes from (seed, row, column) alone, so that it is the same on
-any number of shards, in any batch, on any machine. A pull computes it and keeps nothing; a table is as large as what
-was trained. What is evicted is forgotten: the row is then as new.
+The value of a row before its first update is a function of (seed, row, column): the same on any number of shards, in
+any batch, on any machine. A pull computes it and stores nothing. An evicted row returns to that value.
 """
 
 import math
@@ -18,20 +17,21 @@ from shoal.paramserver.growable_memory import GrowableRows, Slots
 from shoal.paramserver.hot_rows import HotRowTracker
 from shoal.paramserver.messages import SparseSpec
 from shoal.paramserver.optimizers import row_kernel
-from shoal.paramserver.row_index import Keys, make_index
+from shoal.paramserver.row_index import HASH_FACTOR, Keys, make_index
+from shoal.paramserver.sharding import dtype_name
 from shoal.paramserver.unique_ids import find_unique
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}  # of bfloat16 torch's bits depend on a row's position
-BLOCK_BYTES = 256 << 10  # of values that are updated at once: they and their state stay in a core's cache
-SPARE = 16  # a table at its capacity loses a sixteenth more, so that not every push has to look for the least
+DTYPES = {"float32": torch.float32, "float64": torch.float64}  # in bfloat16 torch's bits depend on a row's position
+BLOCK_BYTES = 256 << 10  # values updated at once: with their state they stay in a core's cache
+SPARE = 16  # a table over its capacity evicts this share more, so that the next pushes need not evict
 
 
 class RowError(InputError, ValueError):
-    """Rows that a table does not have, or that are not this shard's, or a gradient of another shape."""
+    """Rows that are not in the table or not on this shard, or a gradient of a wrong shape."""
 
 
 def combine(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each id once, rising, and the sum of its rows, added in the order in which they stand."""
+    """The unique ids, rising, and for each the sum of its rows in the order given."""
     found = find_unique(ids)
     if found.inverse is None:
         return ids, rows
@@ -44,10 +44,10 @@ class SparseTable:
         self.spec, self.shard, self.shards, self.name = spec, shard, shards, name
         self.dtype = DTYPES[spec.dtype]
         self._kernel = row_kernel(spec.optimizer, spec.settings)
-        self._num_keys = max(0, -(-(spec.rows - shard) // shards))  # rows that could be here
+        self._num_keys = max(0, -(-(spec.rows - shard) // shards))  # rows of this shard, held or not
         self._tracker = HotRowTracker(self._num_keys)
         self.evicted = 0
-        self.swept = 0  # the version at which old rows were last looked for
+        self.swept = 0  # the version of the last eviction by age
         self._start_empty()
 
     def _start_empty(self) -> None:
@@ -62,68 +62,63 @@ class SparseTable:
         self._made = 0  # slots in use or free
         self._free: Slots = np.empty(0, dtype=np.int64)
 
-    # -- what it holds ------------------------------------------------------------------------------------------------
-
     @property
     def num_rows(self) -> int:
+        """Rows held."""
         return self._made - len(self._free)
 
     @property
     def row_bytes(self) -> int:
         """Values and optimizer state of one row."""
-        return self._values.row_bytes + sum(arena.row_bytes for arena in self._state.values())
+        return self._values.row_bytes + sum(memory.row_bytes for memory in self._state.values())
 
     @property
     def nbytes(self) -> int:
-        """Values and optimizer state of all rows that are held."""
+        """Values and optimizer state of all rows held."""
         return self.num_rows * self.row_bytes
 
     @property
     def loads(self) -> list[float]:
-        """Touches by range of rows, since the table was made."""
+        """Accesses by range of rows."""
         return self._tracker.loads
 
     def hot_rows(self, most: int = 10) -> list[tuple[int, float]]:
-        """Rows that are asked for most, and in which share of the requests."""
+        """The most requested rows, each with its share of requests."""
         return [(key * self.shards + self.shard, share) for key, share in self._tracker.hottest(most)]
 
-    # -- pull and push ------------------------------------------------------------------------------------------------
+    def pull(self, ids: Tensor, *, version: int = 0) -> Tensor:
+        """Returns a copy of these rows at this version."""
+        return self.read(self._keys(ids), version=version)
 
-    def pull(self, ids: Tensor, into: Tensor | None = None, *, version: int = 0) -> Tensor:
-        """A copy of these rows, as they are at this version. Nothing changes."""
-        return self.read(self._keys(ids), into, version=version)
-
-    def read(self, keys: Keys, into: Tensor | None = None, *, version: int = 0) -> Tensor:
-        """As `pull`, of keys that are checked."""
+    def read(self, keys: Keys, *, version: int = 0) -> Tensor:
+        """As `pull`, for checked keys."""
         self._tracker.record(keys)
         slots = self._index.find(keys)
         if self.spec.evict_age:
             slots[self._too_old(slots, version)] = -1
-        rows = torch.empty(len(keys), self.spec.dim, dtype=self.dtype) if into is None else into
         new = slots < 0
         if not new.any():
-            return self._values.read(slots, rows)
-        there = np.flatnonzero(~new)
-        fresh = np.flatnonzero(new)
-        if len(there):
-            rows[torch.from_numpy(there)] = self._values.read(slots[there])
+            return self._values.read(slots)
+        rows = torch.empty(len(keys), self.spec.dim, dtype=self.dtype)
+        held, fresh = np.flatnonzero(~new), np.flatnonzero(new)
+        if len(held):
+            rows[torch.from_numpy(held)] = self._values.read(slots[held])
         rows[torch.from_numpy(fresh)] = self._initial(keys[fresh])
         return rows
 
     def push(self, ids: Tensor, gradients: Tensor, version: int) -> None:
-        """One update of these rows: the optimizer's step. Rows that are not held yet are from now on."""
+        """Applies one optimizer step to these rows."""
         if gradients.shape != (ids.numel(), self.spec.dim) or not gradients.is_floating_point():
-            kind = str(gradients.dtype).removeprefix("torch.")
+            given = f"{list(gradients.shape)} {dtype_name(gradients.dtype)}"
             raise RowError(
-                f"table {self.name}: a gradient of {list(gradients.shape)} {kind}"
-                f" for {ids.numel()} rows of {self.spec.dim}",
-                fix=f"one of [{ids.numel()}, {self.spec.dim}] {self.spec.dtype}",
+                f"table {self.name}: a gradient of {given} for {ids.numel()} rows of {self.spec.dim}",
+                fix=f"a gradient of [{ids.numel()}, {self.spec.dim}] {self.spec.dtype}",
             )
         ids, gradients = combine(ids, gradients)
         self.update(self._keys(ids), gradients, version)
 
     def update(self, keys: Keys, gradients: Tensor, version: int) -> None:
-        """As `push`, of keys that are checked, each once."""
+        """As `push`, for checked and unique keys."""
         slots = self._ensure_rows(keys, version)
         if gradients.dtype != self.dtype or gradients.requires_grad or not gradients.is_contiguous():
             gradients = gradients.detach().to(self.dtype).contiguous()
@@ -131,23 +126,18 @@ class SparseTable:
         for start in range(0, len(slots), block):
             some = slots[start : start + block]
             values = self._values.read(some)
-            state = [arena.read(some) for arena in self._state.values()]
+            state = [memory.read(some) for memory in self._state.values()]
             self._kernel.update(values, gradients[start : start + block], *state)
             self._values.write(some, values)
-            for arena, rows in zip(self._state.values(), state, strict=True):
-                arena.write(some, rows)
-        self._enforce_limits(version)
-
-    def touch(self, ids: Tensor, version: int = 0) -> None:
-        """Holds these rows from now on, as if nothing but zeros had been pushed with plain sgd."""
-        self._ensure_rows(self._keys(torch.unique(ids)), version)
+            for memory, rows in zip(self._state.values(), state, strict=True):
+                memory.write(some, rows)
         self._enforce_limits(version)
 
     def _ensure_rows(self, keys: Keys, version: int) -> Slots:
         self._tracker.record(keys)
         slots = self._index.find(keys)
         if self.spec.evict_age:
-            old = self._too_old(slots, version - 1)  # at which they were pulled
+            old = self._too_old(slots, version - 1)  # the version that the gradient was computed from
             self._forget(keys[old], slots[old])
             slots[old] = -1
         new = np.flatnonzero(slots < 0)
@@ -163,32 +153,30 @@ class SparseTable:
         self._values.write(slots, self._initial(keys))
         for name, field in self._kernel.fields.items():
             self._state[name].fill(slots, field.initial)
-        for arena in self._seen.values():
-            arena.fill(slots, 0)
+        for memory in self._seen.values():
+            memory.fill(slots, 0)
         self._index.insert(keys, slots)
         return slots
 
     def _slots(self, count: int) -> Slots:
-        """Free ones first."""
-        again = self._free[:count]
-        made = self._made + count - len(again)
-        for arena in (self._values, *self._state.values(), *self._seen.values()):
-            arena.grow(made)  # before anything is changed: there may be no memory
+        """Allocates slots, freed ones first."""
+        reused = self._free[:count]
+        made = self._made + count - len(reused)
+        for memory in (self._values, *self._state.values(), *self._seen.values()):
+            memory.grow(made)  # before anything changes: growing may fail
         fresh = np.arange(self._made, made)
         self._free, self._made = self._free[count:], made
-        return np.concatenate([again, fresh])
+        return np.concatenate([reused, fresh])
 
     def local_keys(self, ids: Tensor) -> Keys:
-        """The rows' numbers among those of this shard. They are."""
+        """The keys of rows that are on this shard."""
         return ids.numpy() if self.shards == 1 else ids.numpy() // self.shards
 
     def _keys(self, ids: Tensor) -> Keys:
-        """As `own`, checked."""
+        """As `local_keys`, with checks."""
         if ids.dtype != torch.int64 or ids.dim() != 1:
-            raise RowError(
-                f"table {self.name}: ids are {ids.dim()}-dimensional {str(ids.dtype).removeprefix('torch.')}",
-                fix="one dimension of int64",
-            )
+            kind = f"{ids.dim()}-dimensional {dtype_name(ids.dtype)}"
+            raise RowError(f"table {self.name}: ids are {kind}", fix="one dimension of int64")
         given = ids.numpy()
         if not len(given):
             return given
@@ -199,7 +187,7 @@ class SparseTable:
         keys, rest = np.divmod(given, self.shards)
         if (rest != self.shard).any():
             row = int(given[rest != self.shard][0])
-            raise RowError(f"table {self.name}: row {row} is of shard {row % self.shards}, not of {self.shard}")
+            raise RowError(f"table {self.name}: row {row} is on shard {row % self.shards}, not on {self.shard}")
         return keys
 
     def _initial(self, keys: Keys) -> Tensor:
@@ -208,15 +196,15 @@ class SparseTable:
     # -- eviction -----------------------------------------------------------------------------------------------------
 
     def _enforce_limits(self, version: int) -> None:
-        """Age is looked at now and then, by version, so that a repeated history evicts the same rows."""
+        """Evicts. Versions decide when ages are checked, so that a repeated history evicts the same rows."""
         if self.spec.evict_age and version - self.swept >= max(1, self.spec.evict_age // 4):
             self.evict(version)
         if 0 < self.spec.capacity < self.num_rows:
             self._shrink(version)
 
     def evict(self, version: int) -> int:
-        """Forgets rows that were last touched more than `evict_age` versions ago, but not those that were touched
-        `evict_least` times or more if that is said. How many they were."""
+        """Evicts rows untouched for more than `evict_age` versions, except those touched `evict_least` times (if that
+        is set). Returns their number."""
         if not self.spec.evict_age:
             return 0
         self.swept = version
@@ -226,8 +214,8 @@ class SparseTable:
         return len(gone)
 
     def _too_old(self, slots: Slots, version: int) -> npt.NDArray[np.int64]:
-        """Which of them are, held or not. Whether they have been looked for shows nowhere: that depends on which rows
-        are on a shard."""
+        """Indices of held slots that are due for eviction by age. Reads treat them as evicted: when a sweep really
+        evicts them depends on the shard's other rows and must not show."""
         held = np.flatnonzero(slots >= 0)
         last, touches = self._access_times(slots[held])
         gone = version - last > self.spec.evict_age
@@ -237,7 +225,7 @@ class SparseTable:
         return old
 
     def _shrink(self, version: int) -> None:
-        """Down to the capacity: the least often touched, then the oldest. What was just touched stays if it can."""
+        """Evicts down to the capacity: the least often touched first, then the oldest; rows of this version last."""
         keys, slots = self._index.entries()
         last, touches = self._access_times(slots)
         order = np.lexsort((keys, last, touches, last == version))
@@ -248,7 +236,7 @@ class SparseTable:
         self._forget(keys[gone], slots[gone])
 
     def _access_times(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        last, touches = (arena.read(slots).view(-1).numpy() for arena in self._seen.values())
+        last, touches = (memory.read(slots).view(-1).numpy() for memory in self._seen.values())
         return last, touches
 
     def _forget(self, keys: Keys, slots: Slots) -> None:
@@ -257,31 +245,28 @@ class SparseTable:
             self._free = np.sort(np.concatenate([self._free, slots]))
             self.evicted += len(keys)
 
-    # -- snapshots ----------------------------------------------------------------------------------------------------
-
     def capture(self) -> dict[str, Tensor]:
         """Copies of everything, rows rising."""
         keys, slots = self._index.entries()
-        kept = {"ids": torch.from_numpy(keys * self.shards + self.shard), "values": self._values.read(slots)}
-        kept |= {f"state.{name}": arena.read(slots) for name, arena in self._state.items()}
-        kept |= {f"seen.{name}": arena.read(slots) for name, arena in self._seen.items()}
-        return kept | {"counts": torch.tensor([self.evicted, self.swept])}
+        captured = {"ids": torch.from_numpy(keys * self.shards + self.shard), "values": self._values.read(slots)}
+        captured |= {f"state.{name}": memory.read(slots) for name, memory in self._state.items()}
+        captured |= {f"seen.{name}": memory.read(slots) for name, memory in self._seen.items()}
+        return captured | {"counts": torch.tensor([self.evicted, self.swept])}
 
-    def restore(self, kept: Mapping[str, Tensor]) -> None:
+    def restore(self, captured: Mapping[str, Tensor]) -> None:
         self._start_empty()
-        keys = self._keys(kept["ids"])
+        keys = self._keys(captured["ids"])
         slots = self._slots(len(keys))
         self._index.insert(keys, slots)
-        self._values.write(slots, kept["values"].contiguous())
-        for name, arena in self._state.items():
-            arena.write(slots, kept[f"state.{name}"].contiguous())
-        for name, arena in self._seen.items():
-            arena.write(slots, kept[f"seen.{name}"].contiguous())
-        self.evicted, self.swept = (int(each) for each in kept["counts"])
+        self._values.write(slots, captured["values"].contiguous())
+        for kind, memories in (("state", self._state), ("seen", self._seen)):
+            for name, memory in memories.items():
+                memory.write(slots, captured[f"{kind}.{name}"].contiguous())
+        self.evicted, self.swept = (int(each) for each in captured["counts"])
 
 
 def out_of_range(ids: Tensor, rows: int, name: str) -> RowError:
-    """`ids`: some of them are."""
+    """The error for ids some of which are not rows of the table."""
     wrong = int(ids[(ids < 0) | (ids >= rows)][0])
     return RowError(
         f"table {name}: row {wrong}, but it has rows 0 to {rows - 1} (rows={rows})",
@@ -290,32 +275,30 @@ def out_of_range(ids: Tensor, rows: int, name: str) -> RowError:
 
 
 def check_spec(spec: SparseSpec, name: str) -> None:
-    """That there can be such a table; its optimizer is checked where it is made."""
+    """Raises InputError for an impossible spec. `row_kernel` checks its optimizer."""
     if spec.dtype not in DTYPES:
         raise InputError(f"table {name}: no rows of {spec.dtype}", fix=f"one of {', '.join(DTYPES)}")
     if not math.isfinite(spec.scale) or spec.scale < 0:
         raise InputError(f"table {name}: scale is {spec.scale}", fix="a number from 0 on, such as scale=0.01")
     for field, least in (("rows", 1), ("dim", 1), ("evict_age", 0), ("evict_least", 0), ("capacity", 0)):
         if getattr(spec, field) < least:
-            raise InputError(
-                f"table {name}: {field} is {getattr(spec, field)}", fix=f"{field}={max(1, least)}, or more"
-            )
+            given = f"{field} is {getattr(spec, field)}"
+            raise InputError(f"table {name}: {given}", fix=f"{field}={max(1, least)}, or more")
     if spec.rows > 1 << 62:
         raise InputError(f"table {name}: {spec.rows} rows", fix=f"at most {1 << 62}")
 
 
 # -- new rows ---------------------------------------------------------------------------------------------------------
 
-GOLDEN = 0x9E3779B97F4A7C15
 LOW = np.uint64(0x0000FFFF0000FFFF)
 Words = npt.NDArray[np.uint64]
 
 
 def initial_rows(rows: npt.NDArray[np.int64], spec: SparseSpec) -> Tensor:
-    """What rows are before anything was pushed to them: near to normal with standard deviation `scale`.
+    """Rows before their first update: nearly normal with standard deviation `scale`.
 
-    Whole numbers up to the last multiplication, so that no library's logarithm or cosine is in it: 64 bits are drawn
-    for each number, and their four quarters added.
+    Draws 64 bits for each number and adds their four quarters. Computes in integers up to the last multiplication, so
+    that no library's logarithm or cosine can change a bit.
     """
     found = np.empty((len(rows), spec.dim), dtype=np.float32)
     if not spec.scale:
@@ -323,7 +306,7 @@ def initial_rows(rows: npt.NDArray[np.int64], spec: SparseSpec) -> Tensor:
     # Four uniform numbers from 0 to 65535 have mean 131070 and variance 4 (2^32 - 1) / 12.
     factor = np.float32(spec.scale / math.sqrt(((1 << 32) - 1) / 3))
     seeds = _mixed(rows.astype(np.uint64) + _mixed(np.array([spec.seed % (1 << 64)], dtype=np.uint64)))
-    columns = np.arange(1, spec.dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    columns = np.arange(1, spec.dim + 1, dtype=np.uint64) * HASH_FACTOR
     block = max(1, BLOCK_BYTES // (8 * spec.dim))
     for start in range(0, len(rows), block):
         words = _mixed(seeds[start : start + block, None] + columns)
@@ -339,7 +322,7 @@ def initial_rows(rows: npt.NDArray[np.int64], spec: SparseSpec) -> Tensor:
 
 
 def _mixed(words: Words) -> Words:
-    """SplitMix64's finalizer: every bit of the result depends on every bit given."""
+    """SplitMix64's finalizer: every bit of the result depends on every bit of the input."""
     words = words ^ (words >> np.uint64(30))
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)

@@ -1,13 +1,13 @@
-"""Looking again for a moment before sleeping: to fall asleep and be woken takes longer than most answers do.
+"""Polls for a moment before sleeping: falling asleep and waking up takes longer than most replies do.
 
-But a core that looks is one that nobody else has. So it is done only while it pays: where it was in vain several times
-in a row (answers take long, or there are more processes than cores) it is left for a while, and tried now and then.
+Polling keeps a core busy, so it is done only while it pays. After several fruitless polls in a row (replies take long,
+or there are more processes than cores) it stops, and is retried now and then.
 """
 
 import os
 import time
 
-SPIN_SECONDS = 1e-3  # of one attempt: longer than a process takes to wake up, or each would wait for the other's
+SPIN_SECONDS = 1e-3  # longer than a process takes to wake up: else two processes wait for each other to wake
 MAX_CREDIT = 8
 RETRY_AFTER = 64  # waits
 
@@ -18,7 +18,7 @@ class SpinWait:
         self._skipped = 0
 
     def deadline(self) -> float:
-        """When to stop looking, by `time.perf_counter`; 0: do not begin."""
+        """When to stop polling, by `time.perf_counter`; 0: do not poll."""
         if self._credit > 0:
             return time.perf_counter() + SPIN_SECONDS
         if self._credit == 0:
@@ -28,12 +28,8 @@ class SpinWait:
                 return time.perf_counter() + SPIN_SECONDS
         return 0.0
 
-    def yield_core(self) -> None:
-        """Between two looks: whoever else wants this core goes first."""
-        os.sched_yield()
-
     def record(self, found: bool) -> None:
-        """Whether something came while looking."""
+        """Counts a poll that found something, or did not."""
         if found:
             self._credit = min(MAX_CREDIT, self._credit + 2)
         elif self._credit > 0:

@@ -1,15 +1,15 @@
-"""Ways to keep workers in step, by name. One switch: --sync.
+"""How workers keep in step: the values of --sync.
 
     sync                    all gradients, then the update: the same bits as one process
-    quorum:0.9              the first 90 % of the workers close a step; who is late is refused, and counted
+    quorum:0.9              the first 90 % of the workers close a step; late workers are refused and counted
     stale:3                 every gradient is an update; a worker is at most 3 steps ahead of the slowest
-    async                   every gradient is an update, and nobody waits
-    local:16                every worker by itself for 16 steps, then the mean of all (local SGD)
-    local:16,outer=nesterov the same, the mean taken as a gradient of an outer optimizer (DiLoCo)
+    async                   every gradient is an update; no worker waits
+    local:16                every worker alone for 16 steps, then the mean of all (local SGD)
+    local:16,outer=nesterov the same; the mean is a gradient of an outer optimizer (DiLoCo)
     groups:2                two groups: synchronous inside, by collectives; asynchronous between, by the servers
 
-In lockstep (sync, quorum, local) all workers are at one step. The others take steps from one queue: whoever is free
-takes the next one, so a fast worker does more of them, and a run is as many updates as the job has steps.
+In lockstep modes (sync, quorum, local) all workers are at one step. In queue modes a free worker takes the next step
+from one queue: fast workers do more steps, and a run makes as many updates as the job has steps.
 """
 
 import math
@@ -26,8 +26,8 @@ OUTERS = ("average", "nesterov")
 @dataclass(frozen=True, kw_only=True)
 class SyncMode:
     name: str = "sync"
-    number: float = 0  # of a quorum (a share up to 1, above that workers), of steps, of groups
-    outer: str = "average"  # of local
+    number: float = 0  # quorum (a share up to 1, above that workers), steps, or groups
+    outer: str = "average"  # local: the outer optimizer
 
     @classmethod
     def parse(cls, text: str) -> "SyncMode":
@@ -35,9 +35,8 @@ class SyncMode:
         name, colon, number = head.partition(":")
         if name not in MODE_NAMES:
             near = get_close_matches(name, MODE_NAMES, n=1, cutoff=0.5)
-            raise InputError(
-                f"there is no mode {name!r}", fix=f"did you mean {near[0]}?" if near else f"one of {EXAMPLES}"
-            )
+            fix = f"did you mean {near[0]}?" if near else f"one of {EXAMPLES}"
+            raise InputError(f"there is no mode {name!r}", fix=fix)
         if name in ("sync", "async"):
             if colon:
                 raise InputError(f"mode {text!r}: {name} has no number after it", fix=name)
@@ -55,22 +54,21 @@ class SyncMode:
 
     @property
     def exact(self) -> bool:
-        """The same bits as one process."""
+        """Whether a run has the same bits as one process."""
         return self.name == "sync"
 
     @property
     def lockstep(self) -> bool:
-        """All workers are at one step; else they take steps from one queue."""
+        """Whether all workers are at one step; else they take steps from one queue."""
         return self.name in ("sync", "quorum", "local")
 
     def quorum(self, workers: int) -> int:
-        """How many workers close a step."""
+        """The number of workers that close a step."""
         if self.name != "quorum":
             return workers
         return math.ceil(self.number * workers - 1e-9) if self.number <= 1 else int(self.number)
 
     def check_workers(self, workers: int) -> None:
-        """That it goes with so many workers."""
         if self.name == "quorum" and self.quorum(workers) > workers:
             raise InputError(
                 f"--sync {self}: a quorum of {self.number:g}, but there are {workers} workers",
@@ -83,7 +81,6 @@ class SyncMode:
             )
 
     def group_of(self, worker: int) -> int:
-        """Which group a worker belongs to."""
         return worker % int(self.number) if self.name == "groups" else worker
 
 
@@ -93,16 +90,10 @@ def _number(text: str, name: str, number: str) -> float:
         value = float(number)
     except ValueError:
         raise InputError(f"mode {text!r}: {name} needs a number, and got {number!r}", fix=example) from None
-    least = 0 if name == "stale" else 1
-    whole = name != "quorum" or value > 1
-    if (
-        not math.isfinite(value)
-        or value < 0
-        or (name != "quorum" and value < least)
-        or (name == "quorum" and not value)
-    ):
+    least = {"stale": 0, "quorum": math.ulp(0)}.get(name, 1)
+    if not math.isfinite(value) or value < least:
         raise InputError(f"mode {text!r}: {number} is out of range", fix=example)
-    if whole and value != int(value):
+    if (name != "quorum" or value > 1) and value != int(value):
         raise InputError(f"mode {text!r}: {name} needs a whole number here, and got {number}", fix=example)
     return value
 

@@ -1,13 +1,13 @@
-"""What a message is in bytes. No pickle: a fixed header, a table of dtypes and shapes, a msgpack word, raw tensors.
+"""The bytes of a message: a fixed header, a table of dtypes and shapes, a msgpack message, raw tensors. No pickle.
 
-    header │ table: of each tensor dtype, rank, sizes │ meta: a message │ to a multiple of 64 │ body: tensors, likewise
+    header │ table: dtype, rank, sizes of each tensor │ meta: the message │ padding to 64 │ body: tensors, each padded
 
-    0  magic "SHOL"   4 crc32 of all from 8 on, but the body      8 version   9 kind   10 flags   12 table bytes
-    16 worker         24 incarnation       32 sequence            40 tag               48 epoch
-    56 meta bytes     60 nothing           64 body bytes          72 place of the body in shared memory
+    0  magic "SHOL"   4 crc32 of bytes 8 up to the body           8 version   9 kind   10 flags   12 table bytes
+    16 worker         24 incarnation       32 sequence            40 tag               48 generation
+    56 meta bytes     60 unused            64 body bytes          72 offset of the body in shared memory
 
-Everything is checked before anything is allocated: lengths against limits, the table against the body's length.
-Little-endian; the numbers of a worker's identity have 64 bits each.
+The reader checks everything before it allocates: lengths against limits, the table against the body's length.
+Numbers are little-endian.
 """
 
 import struct
@@ -25,14 +25,14 @@ from torch import Tensor
 from shoal.errors import InputError
 
 MAGIC = b"SHOL"
-VERSION = 1
+VERSION = 2
 REQUEST, REPLY = 1, 2
-IN_SHARED_MEMORY = 1  # flag: the body is in the shared memory, not behind the meta
+IN_SHARED_MEMORY = 1  # flag: the body is in shared memory, not behind the meta
 HEADER_BYTES = 80
 _HEADER = struct.Struct("<4sIBBHIqQQQqI4xQQ")
 _CHECKED = struct.Struct("<BBHIqQQQqI4xQQ")
-_SEALED = struct.Struct("<4sI")
-_SEAL_BYTES = _SEALED.size
+_CHECKSUM = struct.Struct("<4sI")
+_CHECKSUM_BYTES = _CHECKSUM.size
 _PADDING = tuple(bytes(-number % 64) for number in range(64))
 ALIGN = 64
 MAX_RANK = 16  # dimensions of a tensor
@@ -48,24 +48,22 @@ _ENTRIES = tuple(struct.Struct(f"<BB{rank}q") for rank in range(MAX_RANK + 1))
 
 
 class BadFrame(Exception):
-    """Bytes that are no frame, or one that is not let in. Its text is the reason."""
+    """Bytes that are no valid frame. The text is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameLimits:
-    """The most that one frame may have."""
+    """Upper bounds for one frame."""
 
     body_bytes: int = 1 << 30
     meta_bytes: int = 1 << 20
     table_bytes: int = 1 << 18
 
 
-HELLO_LIMITS = FrameLimits(body_bytes=0, meta_bytes=4096, table_bytes=0)  # before a connection has said who it is
+HELLO_LIMITS = FrameLimits(body_bytes=0, meta_bytes=4096, table_bytes=0)  # of a connection without a client
 
 
 class FrameTensor(NamedTuple):
-    """A tensor of the table."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # in the body
@@ -75,7 +73,7 @@ class FrameTensor(NamedTuple):
 
 @dataclass(slots=True)
 class Frame:
-    """A message with its tensors. Those that came may lie in memory that the sender uses again after `release`."""
+    """A message with its tensors. Received tensors may lie in memory that is reused after `release`."""
 
     kind: int
     worker: int
@@ -85,11 +83,11 @@ class Frame:
     generation: int
     meta: bytes
     tensors: Sequence[Tensor] = ()
-    ring_offset: int = -1  # of the body in shared memory, if the sender has put it there already
+    ring_offset: int = -1  # of a body that the sender has written to shared memory; -1: it has not
     on_release: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
     def release(self) -> None:
-        """The tensors are not looked at any more."""
+        """Gives the tensors' memory back."""
         if self.on_release is not None:
             done, self.on_release = self.on_release, None
             self.tensors = ()
@@ -133,86 +131,56 @@ def pack_prefix(frame: Frame, flags: int = 0, ring_offset: int = 0) -> bytes:
         shape = tensor.shape
         code = _CODES.get(tensor.dtype)
         if code is None:
-            raise InputError(
-                f"a tensor of {tensor.dtype} cannot travel", fix=f"one of {', '.join(str(each) for each in DTYPES)}"
-            )
+            raise InputError(f"a tensor of {tensor.dtype} cannot be sent", fix=f"one of {', '.join(map(str, DTYPES))}")
         table += _ENTRIES[len(shape)].pack(code, len(shape), *shape)
         body += tensor.nbytes + 63 & -64
     meta = frame.meta
-    words = b"".join(
-        (
-            _CHECKED.pack(
-                VERSION,
-                frame.kind,
-                flags,
-                len(table),
-                frame.worker,
-                frame.incarnation,
-                frame.sequence,
-                frame.tag,
-                frame.generation,
-                len(meta),
-                body,
-                ring_offset,
-            ),
-            table,
-            meta,
-        )
-    )
-    return b"".join((_SEALED.pack(MAGIC, crc32(words)), words, _PADDING[len(words) + _SEAL_BYTES & 63]))
+    sender = (frame.worker, frame.incarnation, frame.sequence, frame.tag, frame.generation)
+    fields = _CHECKED.pack(VERSION, frame.kind, flags, len(table), *sender, len(meta), body, ring_offset)
+    checked = b"".join((fields, table, meta))
+    padding = _PADDING[len(checked) + _CHECKSUM_BYTES & 63]
+    return b"".join((_CHECKSUM.pack(MAGIC, crc32(checked)), checked, padding))
 
 
 def read_header(buffer: memoryview, at: int, limits: FrameLimits) -> FrameHeader:
-    """The header at this place, checked by itself."""
-    head = FrameHeader._make(_HEADER.unpack_from(buffer, at))
-    if (
-        head.magic != MAGIC
-        or head.version != VERSION
-        or head.flags > IN_SHARED_MEMORY
-        or not REQUEST <= head.kind <= REPLY
-        or head.body_bytes > limits.body_bytes
-        or head.meta_bytes > limits.meta_bytes
-        or head.table_bytes > limits.table_bytes
-    ):
-        raise BadFrame(_header_error(head, limits))
-    return head
-
-
-def _header_error(header: FrameHeader, limits: FrameLimits) -> str:
+    """Reads and checks the header at this offset."""
+    header = FrameHeader._make(_HEADER.unpack_from(buffer, at))
     if header.magic != MAGIC:
-        return f"not a frame of Shoal: it begins with {header.magic!r}"
+        raise BadFrame(f"not a frame of Shoal: it begins with {header.magic!r}")
     if header.version != VERSION:
-        return f"a frame of version {header.version}, but this side speaks version {VERSION}"
+        raise BadFrame(f"a frame of version {header.version}, but this side reads version {VERSION}")
     if header.flags > IN_SHARED_MEMORY or not REQUEST <= header.kind <= REPLY:
-        return f"a frame of kind {header.kind} with flags {header.flags}: that is not known"
-    for what, number, most in (
-        ("a body", header.body_bytes, limits.body_bytes),
-        ("a meta part", header.meta_bytes, limits.meta_bytes),
-    ):
-        if number > most:
-            return f"{what} of {number:,} bytes, but at most {most:,} are taken"
-    return f"a table of {header.table_bytes:,} bytes, but at most {limits.table_bytes:,} are taken"
+        raise BadFrame(f"a frame of unknown kind {header.kind} with flags {header.flags}")
+    _check_limit("a body", header.body_bytes, limits.body_bytes)
+    _check_limit("a message", header.meta_bytes, limits.meta_bytes)
+    _check_limit("a table", header.table_bytes, limits.table_bytes)
+    return header
+
+
+def _check_limit(what: str, num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise BadFrame(f"{what} of {num_bytes:,} bytes, but at most {most:,} are taken")
 
 
 def check_magic(buffer: memoryview, start: int, end: int) -> None:
-    """As soon as the first bytes have come: who speaks something else may never send a whole header."""
+    """Checks the first bytes as soon as they come: a sender of another protocol may never send a full header."""
     first = bytes(buffer[start : min(start + len(MAGIC), end)])
     if not MAGIC.startswith(first):
         raise BadFrame(f"not a frame of Shoal: it begins with {first!r}")
 
 
 def prefix_bytes(header: FrameHeader) -> int:
-    """Of all that comes before the body."""
+    """The bytes before the body."""
     return HEADER_BYTES + header.table_bytes + header.meta_bytes + ALIGN - 1 & -ALIGN
 
 
 def read_prefix(buffer: memoryview, at: int, header: FrameHeader) -> tuple[Sequence[FrameTensor], bytes]:
-    """Table and meta of the frame at this place, held against its checksum and the body's length."""
+    """Table and meta of the frame at this offset, checked against the checksum and the body's length."""
     middle = at + HEADER_BYTES + header.table_bytes
     end = middle + header.meta_bytes
-    found = crc32(buffer[at + _SEAL_BYTES : end])
+    found = crc32(buffer[at + _CHECKSUM_BYTES : end])
     if found != header.crc:
-        raise BadFrame(f"the checksum is {found:08x}, but the frame says {header.crc:08x}")
+        raise BadFrame(f"the checksum is {found:08x}, but the header has {header.crc:08x}")
     entries: Sequence[FrameTensor] = ()
     size = 0
     if header.table_bytes:
@@ -222,7 +190,7 @@ def read_prefix(buffer: memoryview, at: int, header: FrameHeader) -> tuple[Seque
     return entries, bytes(buffer[middle:end])
 
 
-@lru_cache(maxsize=256)  # workers send the same shapes again and again
+@lru_cache(maxsize=256)  # workers send the same shapes in every step
 def _parse_table(text: bytes) -> tuple[tuple[FrameTensor, ...], int]:
     entries: list[FrameTensor] = []
     start = place = 0
@@ -241,7 +209,7 @@ def _parse_table(text: bytes) -> tuple[tuple[FrameTensor, ...], int]:
 
 
 def body_tensors(memory: Any, at: int, entries: Sequence[FrameTensor]) -> list[Tensor]:
-    """Views of a body that begins at this place of a buffer."""
+    """The tensors of a body that begins at this offset of a buffer, as views."""
     found = []
     for dtype, shape, start, num_bytes, count in entries:
         if num_bytes:
@@ -253,7 +221,7 @@ def body_tensors(memory: Any, at: int, entries: Sequence[FrameTensor]) -> list[T
 
 
 def split_body(body: Tensor, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
-    """Tensors of these dtypes and shapes, as they lie in a body."""
+    """Tensors of these dtypes and shapes, as views of a body."""
     start = 0
     found = []
     for dtype, shape in kinds:
@@ -268,27 +236,27 @@ def split_body(body: Tensor, kinds: Sequence[tuple[torch.dtype, Sequence[int]]])
 
 
 def copy_into(body: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies tensors to where they lie in a body; returns the copies."""
+    """Copies tensors into a body; returns the copies."""
     copies = split_body(body, [(tensor.dtype, tensor.shape) for tensor in tensors])
-    for there, tensor in zip(copies, tensors, strict=True):
-        there.copy_(tensor)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
     return copies
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, without a copy where they lie one after the other."""
+    """A tensor's bytes, without a copy if it is contiguous."""
     return as_memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8))
 
 
 def packed_body(tensors: Sequence[Tensor]) -> bytes:
-    """A small body."""
-    parts = []
+    """The bytes of a small body."""
+    chunks = []
     for tensor in tensors:
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
-        parts.append(string_at(tensor.data_ptr(), tensor.nbytes))
-        parts.append(_PADDING[tensor.nbytes & 63])
-    return b"".join(parts)
+        chunks.append(string_at(tensor.data_ptr(), tensor.nbytes))
+        chunks.append(_PADDING[tensor.nbytes & 63])
+    return b"".join(chunks)
 
 
 def as_memoryview(flat: Tensor) -> memoryview:

@@ -1,10 +1,9 @@
-"""Every sample once: each committed step leaves a digest of the samples it saw, and an audit compares it with the plan.
+"""Every sample once: each committed step records a digest of its samples; an audit compares it with the job's order.
 
     step 811   9f31c6a2e07b54d8    blake2b of the 512 sample numbers of its global batch, in their order
 
-Steps that are done again, after a failure or from a checkpoint, see the same samples: the order belongs to the job, not
-to whoever trains. So the record of a whole run, however it went, has one digest for each step, and it is the expected
-one. Pure; workers record with `consumed`, whoever asks later audits.
+A step that is repeated, after a failure or from a checkpoint, has the same samples: the order belongs to the job. So
+the record of a whole run has one digest for each step, and it is the expected one. Pure.
 """
 
 import hashlib
@@ -15,11 +14,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.numerics.sampling import SampleSchedule
+
 _SHOWN = 20  # defects that are listed
 
 
 def sample_digest(indices: Sequence[int] | NDArray[np.int64]) -> str:
-    """16 hexadecimal digits for the samples of a step. An array of int64 is taken as it lies, which is quickest."""
+    """16 hexadecimal digits for the samples of a step. An array of int64 is the quickest input."""
     if isinstance(indices, np.ndarray):
         numbers = np.ascontiguousarray(indices, dtype="<i8")
     else:
@@ -31,11 +32,11 @@ def sample_digest(indices: Sequence[int] | NDArray[np.int64]) -> str:
 class SampleRecord:
     step: int  # counted from 0
     consumed: str
-    indices: Sequence[int] | None = None  # where the user asked for them
+    indices: Sequence[int] | None = None  # if the user requested them
 
 
 class ConsumedSteps(Protocol):
-    """A message about some committed steps, the last of which made it `step` in all (report/events.py: Steps)."""
+    """A message about the last of `step` committed steps (report/events.py: StepsCommitted)."""
 
     @property
     def step(self) -> int: ...
@@ -46,7 +47,7 @@ class ConsumedSteps(Protocol):
 
 
 def sample_records(messages: Iterable[ConsumedSteps]) -> Iterator[SampleRecord]:
-    """What messages say about single steps. Those without digests say nothing here."""
+    """One record for each step that a message has a digest of."""
     for message in messages:
         first = message.step - len(message.sample_digests)
         for position, digest in enumerate(message.sample_digests):
@@ -54,25 +55,14 @@ def sample_records(messages: Iterable[ConsumedSteps]) -> Iterator[SampleRecord]:
             yield SampleRecord(step=first + position, consumed=digest, indices=indices)
 
 
-class AuditSchedule(Protocol):
-    """How data become steps (numerics/sampling.py: Schedule)."""
-
-    @property
-    def samples(self) -> int: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampleAudit:
-    steps: int  # that should be on record
-    epochs: int  # whole ones among them
-    repeated: int  # entries beyond the first for a step, with the same samples
-    each_once: bool  # the order itself has no sample twice in a pass (one of the user's own may)
+    steps: int  # that should have a record
+    epochs: int  # whole passes over the data among them
+    repeated: int  # records beyond the first of a step, with the same samples
+    each_once: bool  # the order has no sample twice in a pass (an order of the user's may)
     defects: tuple[str, ...]
-    defect_count: int  # defects in all; the first of them are listed
+    defect_count: int  # in all; `defects` lists the first of them
 
     @property
     def sound(self) -> bool:
@@ -89,11 +79,11 @@ class SampleAudit:
 
 def audit_steps(
     records: Iterable[SampleRecord],
-    schedule: AuditSchedule,
+    schedule: SampleSchedule,
     order: Callable[[int], Sequence[int]],
     committed: int | None = None,
 ) -> SampleAudit:
-    """Compares a record with the order of the job. `committed`: how many steps there should be, if that is known."""
+    """Compares the records with the order of the job. `committed`: the number of steps, if it is known."""
     defects: list[str] = []
     by_step: dict[int, SampleRecord] = {}
     repeated = 0
@@ -140,9 +130,9 @@ def _missing_steps(by_step: dict[int, SampleRecord], steps: int) -> list[str]:
 
 
 def _wrong_steps(
-    by_step: dict[int, SampleRecord], schedule: AuditSchedule, numbers: NDArray[np.int64], first: int, steps: int
+    by_step: dict[int, SampleRecord], schedule: SampleSchedule, numbers: NDArray[np.int64], first: int, steps: int
 ) -> list[str]:
-    """Defects of one pass, whose steps begin with `first`."""
+    """The defects of one pass, which begins with step `first`."""
     within = range(schedule.steps_per_epoch)
     expected = [sample_digest(numbers[step * schedule.batch : (step + 1) * schedule.batch]) for step in within]
     owners = {digest: first + step for step, digest in reversed(list(enumerate(expected)))}

@@ -1,4 +1,4 @@
-"""Writing that can be trusted: lines that stay whole, files that are old or new and never half. Used by folder."""
+"""Crash-safe writing: lines that stay whole, and JSON files that readers see old or new, never half."""
 
 import contextlib
 import os
@@ -7,14 +7,16 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from shoal.recovery.checkpoint.manifest import written_atomically
+
 
 class LineFile:
-    """A file of lines, opened at the first and kept open. A line is one write, so that a reader sees whole lines."""
+    """A file of lines, opened for the first line and kept open. A line is one write, so readers see whole lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: BinaryIO | None = None
-        self._torn = False  # the last line has no end: a full disk now, or a driver that was killed before
+        self._torn = False  # the last line has no end: the disk was full, or a driver was killed
 
     def append(self, line: bytes) -> None:
         if self._file is None:
@@ -35,23 +37,13 @@ class LineFile:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Beside, fsync, rename: readers see the old file or the new one. Raises OSError and leaves the old one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(beside, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
+    """Writes a JSON file atomically. Raises OSError and leaves the old file."""
+    with written_atomically(path) as beside:
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 def try_to_write(directory: Path) -> None:
-    """Permission bits do not tell about full disks, read-only mounts or root: only writing does."""
+    """Raises OSError if the folder cannot be written to. Permission bits do not show full disks or read-only mounts."""
     probe = directory / f".probe.{os.getpid()}"
     try:
         with open(probe, "wb") as file:
@@ -64,7 +56,7 @@ def try_to_write(directory: Path) -> None:
 
 
 def head_and_tail(path: Path, num_bytes: int) -> list[bytes]:
-    """The whole lines of a file's beginning and end, so that a file of any size is looked at in no time."""
+    """The whole lines of the first and the last `num_bytes` of a file."""
     with open(path, "rb") as file:
         length = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -79,7 +71,7 @@ def head_and_tail(path: Path, num_bytes: int) -> list[bytes]:
 def exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # such as a name that is too long, or a folder that may not be entered
+    except OSError:  # a name that is too long, or a folder without permission
         return False
 
 
@@ -89,11 +81,3 @@ def _ends_torn(path: Path) -> bool:
     with open(path, "rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) != b"\n"
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

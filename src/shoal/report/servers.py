@@ -8,7 +8,7 @@ from typing import Any
 from shoal.report.events import PushesLost, ServerLost, ServerReported, ServersRolledBack, ServerStarted
 
 # Why gradients are refused; for other causes it is requests, which are made again.
-GRADIENT_REFUSALS = ("late", "ticket", "nonfinite", "shape", "dtype", "key", "row", "codec")
+GRADIENT_REFUSALS = ("late", "lease", "nonfinite", "shape", "dtype", "key", "row", "codec")
 ServerEvent = ServerStarted | ServerLost | PushesLost | ServersRolledBack | ServerReported
 
 

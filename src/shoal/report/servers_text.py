@@ -17,7 +17,7 @@ _MODES = {
     "groups": "gradients of groups are applied as they come",
 }
 
-_CAUSES = {"late": "late", "ticket": "of steps that were done before", "nonfinite": "not finite"}
+_CAUSES = {"late": "late", "lease": "of steps that were done before", "nonfinite": "not finite"}
 
 
 def why_not_exact(sync_mode: str) -> str:

@@ -32,7 +32,7 @@ from shoal.parallel.tensor.install import install
 from shoal.parallel.tensor.rules import TensorRules
 from shoal.parallel.zero import ShardedParallel
 from shoal.recovery.checkpoint.export import initial_weights
-from shoal.recovery.checkpoint.shards import StateShard
+from shoal.recovery.checkpoint.files import StateShard
 from shoal.recovery.checkpoint.state import shapes_of
 from shoal.worker.model_partition import ModelOutline, WorkerPartition, as_computed, partition_of
 

@@ -1,256 +1,178 @@
-"""Saving a run and coming back to it: the run's live objects on one side, checkpoints on the other."""
+"""Saves a run while it trains, and resumes it."""
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from shoal.collectives.group import WorkerGroup
 from shoal.errors import CheckpointError, ShoalError
-from shoal.numerics.kernels import fingerprint
-from shoal.recovery.checkpoint.async_writer import AsyncWriter, RetryBackoff
-from shoal.recovery.checkpoint.directory import CheckpointDirectory, FoundCheckpoint, Snapshot, WrittenCheckpoint
-from shoal.recovery.checkpoint.export import export_stored, export_weights
-from shoal.recovery.checkpoint.serialize import CopyTensor, SnapshotBuffers, plain_copy, plain_view
-from shoal.recovery.checkpoint.sharded import CheckpointAbandoned
-from shoal.recovery.checkpoint.shards import ShardWriteTask, StateShard
-from shoal.recovery.checkpoint.state import (
-    capture_extra,
-    capture_optimizer,
-    capture_scheduler,
-    capture_weights,
-    restore_extra,
-    restore_optimizer,
-    restore_scheduler,
-    restore_weights,
+from shoal.recovery.checkpoint.directory import (
+    CheckpointDirectory,
+    CheckpointOvertaken,
+    FoundCheckpoint,
+    WrittenCheckpoint,
 )
-from shoal.report.events import CheckpointSaved, Event, SaveFailed
+from shoal.recovery.checkpoint.export import export_stored, export_weights
+from shoal.recovery.checkpoint.files import ShardWriteTask, Snapshot, StateShard
+from shoal.recovery.checkpoint.live_state import LiveState
+from shoal.recovery.checkpoint.policy import CheckpointPolicy
+from shoal.recovery.checkpoint.reader import open_weights
+from shoal.recovery.checkpoint.serialize import SnapshotBuffers
+from shoal.recovery.checkpoint.shards import CheckpointAbandoned
+from shoal.recovery.checkpoint.state import capture_weights
+from shoal.report.events import CheckpointIntervalChanged, CheckpointSaved, Event, SaveFailed
 
-# Before each look for the newest checkpoint, seconds. A folder that hosts share, or that a worker thought dead still
-# writes to, may look different to two of them for a moment.
+# Seconds before each look for the newest checkpoint. A folder that hosts share, or that a worker taken for dead still
+# writes to, may look different to two workers for a moment.
 RETRY_PAUSES = (0.0, 0.2, 0.5, 1.0, 3.0)
-POLL_SECONDS = 0.005  # between two looks whether a checkpoint in parts stands
-
-
-@dataclass(kw_only=True)
-class LiveState:
-    """Everything of a run that changes as it trains; of a model that is cut, what this worker holds of it."""
-
-    model: nn.Module
-    parameters: Mapping[str, nn.Parameter]
-    optimizer: Optimizer
-    scheduler: Any
-    state: Mapping[str, Any]
-    arithmetic: dict[str, Any]
-    traits: dict[str, Any]
-    state_shard: StateShard | None = None  # None: all of it
-    # Optimizers of the same parameters that belong to a way of training: a run that trains so, too, has them back;
-    # others leave them aside, and where a checkpoint has none they begin anew.
-    extra_optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
-
-    def capture(
-        self,
-        step: int,
-        progress: dict[str, Any],
-        buffers: SnapshotBuffers | None = None,
-        *,
-        task: ShardWriteTask | None = None,
-    ) -> Snapshot:
-        """A copy of it all; training may go on while it is written. `told` is what a resumed run should still know.
-
-        In a `room` the copy takes the place of the one that was made there before. With a `share` it has only what
-        this worker writes.
-        """
-        if buffers is None:
-            return self._snapshot(step, progress, lambda part: plain_copy, task)
-        buffers.recycle()
-        return self._snapshot(step, progress, buffers.copier, task)
-
-    def live_snapshot(self, step: int, progress: dict[str, Any]) -> Snapshot:
-        """The live tensors themselves, for a newcomer to copy: right until the next update, and only to be read."""
-        return self._snapshot(step, progress, lambda part: plain_view)
-
-    def _snapshot(
-        self,
-        step: int,
-        progress: dict[str, Any],
-        copy_tensor: Callable[[str], CopyTensor],
-        task: ShardWriteTask | None = None,
-    ) -> Snapshot:
-        writes = None if task is None else task.state_shard.writes
-        writes_state_of = None if task is None else task.state_shard.writes_optimizer_of
-        weights, aliases = capture_weights(self.model, copy_tensor("weights"), writes)
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        optimizer, optimizer_values = capture_optimizer(
-            self.optimizer, names, copy_tensor("optimizer"), self._shapes, writes_state_of
-        )
-        state = (
-            self.state if task is None or task.state_shard.is_leader else {}
-        )  # the same everywhere: the leader writes it
-        extra, extra_values = capture_extra(state, copy_tensor("extra"))
-        aside_values = {}
-        for label, each in self.extra_optimizers.items():
-            prefixed = {id(parameter): name for name, parameter in self._prefixed(label).items()}
-            tensors, aside_values[label] = capture_optimizer(each, prefixed, copy_tensor("extra"))
-            extra |= tensors
-        values = {
-            "optimizer": optimizer_values,
-            "scheduler": None if self.scheduler is None else capture_scheduler(self.scheduler),
-            "extra": extra_values,
-            **({"aside": aside_values} if aside_values else {}),
-            "told": progress,
-            "traits": {name: str(value) for name, value in self.traits.items()},
-        }
-        return Snapshot(
-            step=step,
-            weights=weights,
-            aliases=aliases,
-            optimizer=optimizer,
-            extra=extra,
-            values=values,
-            arithmetic=self.arithmetic,
-            fingerprint=fingerprint(self.traits),
-        )
-
-    def _prefixed(self, label: str) -> dict[str, nn.Parameter]:
-        return {f"{label}/{name}": parameter for name, parameter in self.parameters.items()}
-
-    @property
-    def _shapes(self) -> Mapping[str, tuple[int, ...]] | None:
-        return None if self.state_shard is None else self.state_shard.shapes
-
-    def restore(self, snapshot: Snapshot, *, own: bool = False) -> None:
-        """All of it or nothing: what does not fit is refused before anything is copied.
-
-        With `own` the snapshot's tensors were made for this run alone, and the optimizer may keep them as they are.
-        """
-        check_arithmetic(snapshot.arithmetic, self.arithmetic)
-        check_traits(snapshot, self.traits)
-        restore_weights(self.model, snapshot.weights, snapshot.aliases)
-        optimizer = snapshot.values["optimizer"]
-        restore_optimizer(self.optimizer, self.parameters, snapshot.optimizer, optimizer, own=own, shapes=self._shapes)
-        if self.scheduler is not None:
-            restore_scheduler(self.scheduler, snapshot.values["scheduler"])
-        restore_extra(self.state, snapshot.extra, snapshot.values["extra"], own=own)
-        stored = snapshot.values.get("aside", {})
-        for label, each in self.extra_optimizers.items():
-            each.state.clear()
-            if label in stored:
-                restore_optimizer(each, self._prefixed(label), snapshot.extra, stored[label], own=own)
+POLL_SECONDS = 0.005  # between two looks whether a sharded checkpoint is in place
 
 
 class Checkpointer:
-    """One worker writes checkpoints while training goes on; all of them read.
+    """What one worker does about checkpoints: one worker writes them while training continues, all of them read.
 
-    Which one writes may change while the run goes on: set `writes`. A write that has begun is finished all the same;
-    two that write at once do each other no harm (checkpoint.py).
+    Another worker may become the writer during the run (`regroup`). A write that has begun is finished all the same;
+    two writers at once do no harm (directory.py). At most one write runs at a time, on a thread of its own.
 
-    Where workers hold parts of the model (a `holding`), one holder of each part writes it, all at the same step, and
-    the leader among them finishes the checkpoint and tells of it. The role may change, too: `regroup`.
+    Where workers hold shards of the model (`live.state_shard`), one holder of each shard writes it, all at the same
+    step. The leader among them completes the checkpoint and reports it.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         live: LiveState,
         emit: Callable[[Event], None],
+        policy: CheckpointPolicy | None = None,
         *,
-        writes: bool,
-        state_shard: StateShard | None = None,
         check_peers: Callable[[], None] | None = None,
     ) -> None:
-        """`check`: raises when another worker is lost; asked while one's part of a checkpoint is waited for."""
-        self.folder = folder
+        """`folder`: the run's; None: nothing is saved. `check_peers` raises when another worker is lost; it is called
+        while this worker waits for other workers' shards."""
+        self.folder, self.live, self.emit = folder, live, emit
+        self.policy = policy or CheckpointPolicy(time.monotonic(), workers=1)
+        self.writes = False
+        self.saved_step = -1  # of the newest checkpoint that this worker knows to be in place
+        self.capture_seconds = 0.0  # that training waited for the last save
+        self.write_seconds: float | None = None  # that the last write took beside training
+        self.directory = None if folder is None else CheckpointDirectory(folder / "checkpoints")
         self._check_peers = check_peers
-        self.live = live
-        if state_shard is not None:
-            live.state_shard = state_shard
-        self.emit = emit
-        self.writes = writes
-        self.saved_step = -1  # of the newest checkpoint that this worker knows to stand
-        self.capture_seconds = 0.0  # what the last save kept training from
-        self.write_seconds: float | None = None  # what the last one took beside it
-        self.directory = CheckpointDirectory(folder / "checkpoints")
         self._buffers = SnapshotBuffers()
-        self._writer: AsyncWriter | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
         self._requested_step = -1  # the last step that a write was begun for
-        self._task: ShardWriteTask | None = None  # in the last write
-        self._writers: tuple[Hashable, ...] = ()  # of all parts
-        self._backoff = RetryBackoff()
-        self._cause = ""  # of the failure that was told last; empty while writes succeed
-        self._unreported: SaveFailed | None = None  # the last failure, if it was one more of the same
+        self._task: ShardWriteTask | None = None  # of the last write
+        self._writers: tuple[Hashable, ...] = ()  # of all shards
+        self._cause = ""  # of the failure that was reported last; empty while writes succeed
+        self._unreported: SaveFailed | None = None  # the last failure, if its cause was reported already
+        self._interval_reported = False
 
-    def regroup(self, *, writes: bool, state_shard: StateShard | None = None, writers: Sequence[Hashable] = ()) -> None:
-        """Another role; without a `holding` the one that is there stays. `writers`: who writes the parts; when these
-        are others than before, the leader does not wait for those of a checkpoint that is being written."""
+    # -- roles --------------------------------------------------------------------------------------------------------
+
+    def regroup(
+        self, workers: int, is_leader: bool, state_shard: StateShard | None = None, writers: Sequence[Hashable] = ()
+    ) -> None:
+        """Takes the role of this worker among other members: the first writes, or the `writers` of all shards.
+
+        When the writers change, the leader stops waiting for shards of the checkpoint being written.
+        """
+        self.policy.workers = workers
         if tuple(writers) != self._writers:
             self.give_up()
         self._writers = tuple(writers)
-        if state_shard is not None:
-            self.live.state_shard = state_shard
-        self.writes = writes
+        self.live.state_shard = state_shard = state_shard or self.live.state_shard
+        self.writes = is_leader if state_shard is None else state_shard.shard_index is not None
 
     def give_up(self) -> None:
-        """A checkpoint that waits for other workers' parts is not waited for any more."""
+        """Stops waiting for other workers' shards of a checkpoint."""
         if self._task is not None:
             self._task.cancelled.set()
 
     def drop_missing_writers(self, present: Collection[Hashable]) -> None:
-        """Others than these write nothing any more: a checkpoint that lacks a part of theirs is given up."""
-        share = self._task
-        if share is None or self._writer is None or not self._writer.busy:
+        """Gives up the checkpoint under way if it still lacks the shard of a writer that is not present."""
+        if self._task is None or self.directory is None or not self.busy:
             return
-        absent = [part for part, writer in enumerate(self._writers) if writer not in present]
-        if any(not self.directory.has_shard(self._requested_step, share.token, part) for part in absent):
-            share.cancelled.set()
-
-    def _wait_for_writers(self) -> None:
-        """Until what is being written in parts stands, as long as nobody is lost."""
-        while self._task is not None and self._check_peers is not None and self.busy:
-            self._check_peers()
-            time.sleep(POLL_SECONDS)
+        absent = [index for index, writer in enumerate(self._writers) if writer not in present]
+        if any(not self.directory.has_shard(self._requested_step, self._task.token, index) for index in absent):
+            self.give_up()
 
     @property
     def is_leader(self) -> bool:
-        """Whether this worker tells of checkpoints, and exports."""
+        """Whether this worker reports checkpoints, and exports."""
         return self.writes and (self.live.state_shard is None or self.live.state_shard.is_leader)
 
     @property
     def _sharded_state(self) -> StateShard | None:
-        holding = self.live.state_shard
-        return None if holding is None or holding.num_shards == 1 else holding
+        shard = self.live.state_shard
+        return None if shard is None or shard.num_shards == 1 else shard
+
+    # -- when ---------------------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Whether to save after this step."""
+        return self.directory is not None and self.policy.due(step, time.monotonic(), busy=self.busy)
+
+    @property
+    def interval_passed(self) -> bool:
+        return self.policy.interval_passed(time.monotonic())
+
+    def record_save(self, step: int, seconds: float) -> None:
+        """Training waited this long for a save."""
+        self.policy.saved(step, seconds, time.monotonic())
+
+    def report_interval(self, step: int) -> None:
+        """Reports the best interval between checkpoints when it has changed; once if the run does not follow it."""
+        if self.write_seconds is not None:
+            self.policy.written(self.write_seconds)
+        advice = self.policy.changed_advice(time.monotonic())
+        if advice is not None and (self.policy.auto or not self._interval_reported):
+            self._interval_reported = True
+            event = CheckpointIntervalChanged(
+                time=time.time(),
+                step=step,
+                every=advice.every,
+                save_seconds=advice.save_seconds,
+                failure_seconds=advice.failure_seconds,
+                auto=self.policy.auto,
+            )
+            self.emit(event)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, progress: dict[str, Any], token: str = "") -> None:
-        """Training waits for the copy, and for a write that is still under way. `token`: the same on all that write
-        parts of this checkpoint, and another for every attempt of other members."""
-        holding = self._sharded_state
-        if not self.writes or (holding is not None and holding.shard_index is None):
+        """Captures the state and writes it in the background, on the workers that write.
+
+        Training waits for the copy, and for a write that is still under way. `token`: equal on all writers of this
+        checkpoint, and different for each attempt of other members.
+        """
+        self.policy.save_began(time.monotonic())
+        shard = self._sharded_state
+        if not self.writes or self.directory is None or (shard is not None and shard.shard_index is None):
             return
-        if self._writer is not None and self._task is not None and self._task.cancelled.is_set():
-            self._writer.wait()  # it may have been written all the same
-        if self._requested_step == step and (holding is None or self._already_written(step, token, holding)):
+        if self._task is not None and self._task.cancelled.is_set():
+            self._wait()  # its write may have succeeded all the same
+        if self._requested_step == step and (shard is None or self._already_written(step, token, shard)):
             return
         began = time.perf_counter()
-        if self._writer is None:
-            self._writer = AsyncWriter(self.directory, self._on_saved, self._on_failed)
         self._wait_for_writers()
-        self._writer.wait()
-        share = None if holding is None else ShardWriteTask(state_shard=holding, token=token)
-        snapshot = self.live.capture(step, progress, self._buffers, task=share)
+        self._wait()
+        task = None if shard is None else ShardWriteTask(state_shard=shard, token=token)
+        snapshot = self.live.capture(step, progress, self._buffers, task=task)
         self.capture_seconds = time.perf_counter() - began
-        self._requested_step, self._task = step, share
-        self._writer.save(snapshot, share)
+        self._requested_step, self._task = step, task
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running = self._thread.submit(self._write, self.directory, snapshot, task)
 
     def _already_written(self, step: int, token: str, state_shard: StateShard) -> bool:
-        """What was written before is written again if the leader was lost or gave up in between: it asks once more, or
-        another one leads."""
-        share = self._task
-        if self.busy and share is not None and share.token == token and not share.cancelled.is_set():
+        """False if the leader was lost or gave up since this worker wrote its shard: the shard is written again."""
+        assert self.directory is not None
+        task = self._task
+        if self.busy and task is not None and task.token == token and not task.cancelled.is_set():
             return True
         if state_shard.is_leader:
             return self.directory.of_step(step) is not None
@@ -258,20 +180,86 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """A write is under way: another save would have to wait for it."""
-        return self._writer is not None and self._writer.busy
+        """Whether a write is under way, for which another save would wait."""
+        return self._running is not None and not self._running.done()
+
+    def _wait(self) -> None:
+        """Waits for the write under way. Raises what a callback raised: that is an error in the caller's code."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def _wait_for_writers(self) -> None:
+        """Waits until a sharded checkpoint is in place; raises if another worker is lost."""
+        while self._task is not None and self._check_peers is not None and self.busy:
+            self._check_peers()
+            time.sleep(POLL_SECONDS)
+
+    def _write(self, directory: CheckpointDirectory, snapshot: Snapshot, task: ShardWriteTask | None) -> None:
+        """Runs on the thread. A follower, and a writer that another worker has overtaken, have nothing to report."""
+        try:
+            written = directory.write(snapshot) if task is None else directory.write_shard(snapshot, task)
+        except CheckpointOvertaken:
+            return
+        except Exception as error:
+            self._on_failed(snapshot.step, error)
+        else:
+            if written is not None:
+                self._on_saved(written, snapshot.step)
+
+    def _on_saved(self, written: WrittenCheckpoint, step: int) -> None:
+        self.policy.write_succeeded()
+        self._cause, self._unreported = "", None
+        self.saved_step, self.write_seconds = step, written.seconds
+        self.emit(
+            CheckpointSaved(
+                time=time.time(),
+                step=step,
+                path=str(written.path),
+                num_bytes=written.num_bytes,
+                seconds=written.seconds,
+            )
+        )
+
+    def _on_failed(self, step: int, error: Exception) -> None:
+        """Reports a failure once for each cause: a disk may stay full for long."""
+        self.policy.write_failed(time.monotonic())
+        self._requested_step = -1
+        event = SaveFailed(time=time.time(), step=step, reason=str(error))
+        cause = _failure_cause(error)
+        if cause == self._cause or isinstance(error, CheckpointAbandoned):  # the next attempt follows at once
+            self._unreported = event
+        else:
+            self._cause, self._unreported = cause, None
+            self.emit(event)
+
+    def close(self, *, give_up: bool = False) -> None:
+        """Waits for the last write, with `give_up` not for other workers' shards. Reports the last failure, even if its
+        cause was reported before. Another save may follow, of other members."""
+        if give_up:
+            self.give_up()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            try:
+                self._wait()
+            finally:
+                thread.shutdown()
+        if self._unreported is not None:
+            self.emit(self._unreported)
+            self._unreported = None
+
+    # -- resuming and exporting ---------------------------------------------------------------------------------------
 
     @property
-    def failing(self) -> bool:
-        """The last write failed. Then `again` says when to try, whatever the interval is."""
-        return self._backoff.failing
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint, intact or not."""
+        return self.directory is not None and self.directory.has_checkpoint
 
-    def retry_due(self, now: float) -> bool:
-        """After a failure: it is time for another try. `now` is time.monotonic()."""
-        return self._backoff.retry_due(now) and not self.busy
-
-    def resume(self, group: WorkerGroup) -> FoundCheckpoint:
-        """The newest checkpoint that verifies; the same on every worker."""
+    def resume(self, group: WorkerGroup, *, state_lost: bool = False) -> FoundCheckpoint:
+        """Restores the newest checkpoint that verifies, the same on every worker. `state_lost`: because all workers
+        that had the state were lost."""
+        if self.directory is None:
+            raise CheckpointError("all workers that had the state are gone, and without a run folder nothing is saved")
         for pause in RETRY_PAUSES:
             time.sleep(pause)
             found = self.directory.newest(self.live.state_shard)
@@ -289,99 +277,37 @@ class Checkpointer:
             raise CheckpointError(f"{folder} holds no checkpoint to resume from", fix="start without --resume")
         self.live.restore(found.snapshot)
         self.saved_step = self._requested_step = step
+        if state_lost:
+            self.policy.state_lost()
+        self.record_save(step, 0.0)
         return found
 
     def export(self) -> None:
-        """The weights alone, for whoever uses the model."""
-        if self.is_leader:
-            step = self._requested_step
-            try:
-                if self._sharded_state is None:
-                    export_weights(self.folder / "model.safetensors", *capture_weights(self.live.model))
-                else:
-                    self._export_sharded(step)
-            except (OSError, ShoalError) as error:
-                self.emit(SaveFailed(time=time.time(), step=step, reason=str(error)))
+        """Writes model.safetensors, the weights alone, on the leader."""
+        if self.directory is None or self.folder is None or not self.is_leader:
+            return
+        step, target = self._requested_step, self.folder / "model.safetensors"
+        try:
+            if self._sharded_state is None:
+                export_weights(target, *capture_weights(self.live.model))
+            else:
+                self._export_sharded(self.directory, step, target)
+        except (OSError, ShoalError) as error:
+            self.emit(SaveFailed(time=time.time(), step=step, reason=str(error)))
 
-    def _export_sharded(self, step: int) -> None:
-        """Nobody has the whole model, but the checkpoint of the last step does."""
+    def _export_sharded(self, directory: CheckpointDirectory, step: int, target: Path) -> None:
+        """Exports from the checkpoint of the last step: no worker has the whole model."""
         self._wait_for_writers()
-        if self._writer is not None:
-            self._writer.wait()
-        target = self.folder / "model.safetensors"
-        path = self.directory.of_step(step)
+        self._wait()
+        path = directory.of_step(step)
         if path is None:
-            raise CheckpointError(f"the weights {target} were not written: the last checkpoint was not, that has them")
-        stored, aliases = self.directory.open_weights(path)
+            raise CheckpointError(f"the weights {target} were not written: the last checkpoint, which has them, failed")
+        stored, aliases = open_weights(path)
         with stored:
             export_stored(target, stored, aliases)
-
-    def close(self, *, give_up: bool = False) -> None:
-        """Waits for the last write, with `give_up` not for other workers' parts of it. If it failed that is told, even
-        if the like was told before."""
-        if give_up:
-            self.give_up()
-        saver, self._writer = self._writer, None  # another save may follow, of other members
-        if saver is not None:
-            saver.close()
-        if self._unreported is not None:
-            self.emit(self._unreported)
-            self._unreported = None
-
-    def _on_saved(self, written: WrittenCheckpoint, snapshot: Snapshot) -> None:
-        self._backoff.succeeded()
-        self._cause, self._unreported = "", None
-        self.saved_step, self.write_seconds = snapshot.step, written.seconds
-        self.emit(
-            CheckpointSaved(
-                time=time.time(),
-                step=snapshot.step,
-                path=str(written.path),
-                num_bytes=written.num_bytes,
-                seconds=written.seconds,
-            )
-        )
-
-    def _on_failed(self, step: int, error: Exception) -> None:
-        """Told once for each cause: a disk stays full for long, and one line says it."""
-        self._backoff.failed(time.monotonic())
-        self._requested_step = -1
-        event = SaveFailed(time=time.time(), step=step, reason=str(error))
-        cause = _failure_cause(error)
-        if cause == self._cause or isinstance(error, CheckpointAbandoned):  # the next try follows at once
-            self._unreported = event
-        else:
-            self._cause, self._unreported = cause, None
-            self.emit(event)
 
 
 def _failure_cause(error: Exception) -> str:
     """What two failures have in common, without step and numbers of bytes."""
     inner = error.__cause__
     return f"errno {inner.errno}" if isinstance(inner, OSError) else f"{type(error).__name__}: {error}"
-
-
-def check_arithmetic(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """A run goes on only with the arithmetic it began with; the error names the field."""
-    for name in [*mine, *(name for name in stored if name not in mine)]:
-        if stored.get(name) != mine.get(name):
-            then, now = repr(stored.get(name)), repr(mine.get(name))
-            raise CheckpointError(
-                f"the job's arithmetic changed: {name} was {then} in the checkpoint and is {now} now",
-                fix=f"set {name} back, or start a new run without --resume",
-            )
-
-
-def check_traits(snapshot: Snapshot, traits: dict[str, Any]) -> None:
-    if snapshot.fingerprint == fingerprint(traits):
-        return
-    stored = snapshot.values["traits"]
-    raise CheckpointError(
-        "the checkpoint was made by kernels that compute other bits than this machine's",
-        where=[
-            f"{name}: {stored.get(name)} then, {now} now"
-            for name, now in traits.items()
-            if stored.get(name) != str(now)
-        ],
-        fix="resume on a machine of equal fingerprint, or pin both: isa='avx2'",
-    )

@@ -8,7 +8,7 @@ from shoal.numerics.lanes import Span, assign_lanes
 from shoal.parallel.groups import ParallelGroups, make_groups
 from shoal.parallel.layout import ParallelLayout, form_replicas, model_shard_of
 from shoal.parallel.plan import Plan, parse_shares
-from shoal.recovery.checkpoint.shards import StateShard
+from shoal.recovery.checkpoint.files import StateShard
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.worker.build_model import WorkerModel
 from shoal.worker.membership import RunMembership
@@ -20,9 +20,8 @@ def form_groups(layout: ParallelLayout, membership: RunMembership, built: Worker
         return ParallelGroups.replicated(membership.group)
     workers = [member.worker for member in membership.view.members]
     if layout.zero:  # no member is missing: a loss restarts the run
-        whole = [
-            tuple(workers[first : first + layout.replica_size]) for first in range(0, len(workers), layout.replica_size)
-        ]
+        size = layout.replica_size
+        whole = [tuple(workers[first : first + size]) for first in range(0, len(workers), size)]
         leftover: list[int] = []
     else:
         whole, leftover = form_replicas(workers, layout.replica_size)

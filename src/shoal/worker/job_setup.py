@@ -48,7 +48,7 @@ def set_up_job(opened: OpenJob, context: WorkerContext) -> tuple[TrainingSetup, 
     meter = MemoryMeter()
     if context.config.parallel.memory_bytes is not None:
         cap_memory(context.config.parallel.memory_bytes)
-    built = build_worker_model(job, plan, context.rank, opened.outline)
+    built = build_worker_model(job, plan, context.rank, None if plan.servers else opened.outline)
     if not plan.servers:
         refuse_embedding_tables(built.model)
     optimizer = job.optimizer(built.named_parameters)

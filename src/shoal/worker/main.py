@@ -82,11 +82,9 @@ def reporting_failures(context: WorkerContext, log: str) -> Iterator[list[int]]:
         step = 0 if run is None else run.step
         if run is not None:
             run.checkpoints.drop_missing_writers(error.present)
-        context.channel.emit(
-            WorkerLeft(
-                time=time.time(), rank=context.rank, incarnation=context.incarnation, step=step, reason=MODEL_SHARD_LOST
-            )
-        )
+        rank, incarnation, reason = context.rank, context.incarnation, MODEL_SHARD_LOST
+        left = WorkerLeft(time=time.time(), rank=rank, incarnation=incarnation, step=step, reason=reason)
+        context.channel.emit(left)
         print(error.message, file=sys.stderr)
         code[0] = error.exit_code
         _finish_saving()

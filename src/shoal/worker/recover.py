@@ -137,7 +137,7 @@ class RunRecovery:
                     run.strategy.drop()  # before the state is sent: lanes have changed buffers
                 self._synchronise(recovery)
                 run.timer.dropped()
-                run.checkpoints.advisor.workers_lost(max(1, before - len(recovery.view.members)))
+                run.checkpoints.policy.workers_lost(max(1, before - len(recovery.view.members)))
                 return recovery
             except RunAbandoned:
                 raise
@@ -202,9 +202,8 @@ class RunRecovery:
         run, own = self.run, self.membership.worker_id
         run.finished = True
         run.report()
-        run.emit(
-            WorkerLeft(time=time.time(), rank=own.worker, incarnation=own.incarnation, step=run.step, reason=reason)
-        )
+        rank, incarnation = own.worker, own.incarnation
+        run.emit(WorkerLeft(time=time.time(), rank=rank, incarnation=incarnation, step=run.step, reason=reason))
         self.membership.leave()
         self.membership.close()
         run.checkpoints.close()

@@ -165,9 +165,8 @@ class Run(RunState):
             self.strategy.refresh()
         except PeerLost as error:
             self._recovery.recover(error)  # the lost worker had rows of the update: this does not return
-            left = ModelShardLost(
-                f"rows of step {self.step} did not arrive: the run goes on from the newest checkpoint"
-            )
+            lost = f"rows of step {self.step} did not arrive: the run goes on from the newest checkpoint"
+            left = ModelShardLost(lost)
             left.present = self.membership.view.members
             raise left from error
 
@@ -195,7 +194,7 @@ class Run(RunState):
         if self._committed is None:
             message = "a batch was taken but run.backward was not called for it"
             raise JobError(message, fix="run.backward(batch, closure)")
-        self.checkpoints.advisor.stepped(time.perf_counter() - self._step_began)
+        self.checkpoints.policy.stepped(time.perf_counter() - self._step_began)
         committed, self._committed, self._batch = self._committed, None, None
         result = committed.result
         self.step = committed.batch.step + 1
@@ -222,9 +221,8 @@ class Run(RunState):
     def _record_recovery(self) -> None:
         if self.disrupted_at is not None and self.leader:
             seconds = time.monotonic() - self.disrupted_at
-            self.emit(
-                RunRecovered(time=time.time(), generation=self.membership.generation, step=self.step, seconds=seconds)
-            )
+            generation = self.membership.generation
+            self.emit(RunRecovered(time=time.time(), generation=generation, step=self.step, seconds=seconds))
         self.disrupted_at = None
 
     def _report_digests(self) -> None:
@@ -250,15 +248,13 @@ class Run(RunState):
         if typical is None:
             return
         if self.config.failure.slow == "evict" and self.membership.elastic:
-            self._evicted = self.rank in find_stragglers(
-                self.strategy.assignment, typical, min_left=self.config.failure.min_workers
-            )
+            slow = find_stragglers(self.strategy.assignment, typical, min_left=self.config.failure.min_workers)
+            self._evicted = self.rank in slow
             return
         if self.plan.shares not in ("even", "auto"):
             return  # shares that the user gave are kept
-        decision = reassign_lanes(
-            self.strategy.assignment, typical, min_gain=0.1 if self.plan.shares == "auto" else MIN_SPEEDUP
-        )
+        min_gain = 0.1 if self.plan.shares == "auto" else MIN_SPEEDUP
+        decision = reassign_lanes(self.strategy.assignment, typical, min_gain=min_gain)
         if decision is not None:
             self.strategy.assignment, reason = decision
             self.prefetch_samples(self.step)

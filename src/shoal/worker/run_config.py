@@ -78,7 +78,7 @@ class Parallel(ConfigGroup):
     cluster: str | None = option(None, "the cluster that the run is predicted and planned for (laptop)", "NAME|FILE")
     calibrate: tuple[str, ...] = option((), "earlier runs, whose measurements correct the prediction", "RUN", nargs="+")
     pin: bool = option(False, "give each worker cores of its own")
-    inexact: bool = option(False, "without deterministic kernels: not the same bits, and the report says so")
+    inexact: bool = option(False, "without deterministic kernels: not the same bits, as the report notes")
 
     def check(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -210,7 +210,7 @@ class Output(ConfigGroup):
     tensorboard: bool = common(False, "write TensorBoard files into the run's folder")
     samples: bool = option(False, "record which samples each step saw, not only a digest")
     digests: bool = option(False, "record one sha256 per tensor and step, for shoal verify", flag=None)
-    predict: bool | None = option(None, "predict the run for its report; None: as SHOAL_PREDICT says (on)", flag=None)
+    predict: bool | None = option(None, "predict the run for its report; None: as SHOAL_PREDICT has it (on)", flag=None)
     plain: bool = option(False, "lines instead of the live view")
     quiet: bool = option(False, "only the closing report", short="-q")
 
@@ -228,9 +228,7 @@ class RunConfig:
 
     def changed(self, **given: Any) -> "RunConfig":
         """With other groups (`failure=Failure(lease=2.0)`), or other fields by their flags' names (`lease=2.0`)."""
-        groups: dict[str, Any] = {
-            name: value for name, value in given.items() if isinstance(value, GROUPS.get(name, ()))
-        }
+        groups: dict[str, Any] = {name: each for name, each in given.items() if isinstance(each, GROUPS.get(name, ()))}
         known, changes = {each.flat_name: each for each in config_fields()}, dict[str, dict[str, Any]]()
         for name, value in _checkpoint_given(given).items():
             if name in groups:

@@ -9,7 +9,7 @@ from shoal.collectives.group import WorkerGroup
 from shoal.numerics.digest import tensor_digests
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.plan import Plan
-from shoal.recovery.checkpoint.directory import Snapshot
+from shoal.recovery.checkpoint.files import Snapshot
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.worker.build_model import choose_strategy
 from shoal.worker.consistency import agree_on_weights, model_digests
@@ -94,9 +94,8 @@ class RunState(TrainingState):
         assert self.built.state_shard is not None
         kept = self.model.state_dict(keep_vars=True)
         order = [*self.replica.parameter_order, *(name for name, _ in self.model.named_buffers() if name in kept)]
-        return model_digests(
-            self.group, dict(self.named_tensors()), self.built.state_shard.slices, self.built.shapes, order
-        )
+        slices, shapes = self.built.state_shard.slices, self.built.shapes
+        return model_digests(self.group, dict(self.named_tensors()), slices, shapes, order)
 
     def check_same_weights(self, tensors: Mapping[str, int]) -> None:
         """Compares digests among the workers that hold the same tensors."""
@@ -118,7 +117,7 @@ class RunState(TrainingState):
         }
 
     def restore_progress(self, snapshot: Snapshot) -> None:
-        values = snapshot.values["told"]
+        values = snapshot.values["progress"]
         self.step = snapshot.step
         self.epoch = self.step // self.schedule.steps_per_epoch
         self.finished_epochs = values.get("passes", self.epoch)
@@ -136,15 +135,9 @@ class RunState(TrainingState):
             return
         if not len(self.order):
             return
-        first = self.schedule.steps_per_epoch * self.epoch
-        batches = [
-            self.order[within * self.schedule.batch : (within + 1) * self.schedule.batch]
-            for within in range(step - first, self.schedule.steps_per_epoch)
-        ]
+        per_epoch, size = self.schedule.steps_per_epoch, self.schedule.batch
+        steps = range(step - per_epoch * self.epoch, per_epoch)
+        batches = [self.order[within * size : (within + 1) * size] for within in steps]
         limit = None if self.step_limit is None else self.step_limit - step
-        requests = [
-            request
-            for batch in batches[:limit]
-            for request in self.strategy.microbatch_indices(batch, self.schedule.batch)
-        ]
-        self.source.prefetcher.announce([(tuple(request), self.epoch) for request in requests])
+        microbatches = [each for batch in batches[:limit] for each in self.strategy.microbatch_indices(batch, size)]
+        self.source.prefetcher.announce([(tuple(indices), self.epoch) for indices in microbatches])

@@ -25,7 +25,7 @@ from shoal.collectives.remote_read import ReadProbe, can_read, read_memory
 from shoal.collectives.shm_segment import free_memory
 from shoal.errors import MismatchError, PeerLost, RunError
 from shoal.numerics.digest import quick_digest, tensor_bytes
-from shoal.recovery.checkpoint.directory import Snapshot
+from shoal.recovery.checkpoint.files import Snapshot
 
 SMALL_BYTES = 1 << 16  # what is smaller travels together
 SECTIONS = ("weights", "optimizer", "extra")

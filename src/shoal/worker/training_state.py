@@ -25,6 +25,8 @@ from shoal.parallel.replica import ModelReplica
 from shoal.parallel.step import StepInput, StepResult
 from shoal.parallel.strategy import Strategy
 from shoal.recovery.checkpoint.directory import FoundCheckpoint
+from shoal.recovery.checkpoint.live_state import LiveState
+from shoal.recovery.checkpoint.policy import CheckpointPolicy
 from shoal.report.events import (
     Event,
     ModelEvaluated,
@@ -36,8 +38,7 @@ from shoal.report.events import (
     WorkerStarted,
 )
 from shoal.worker.build_model import WorkerModel
-from shoal.worker.checkpoint_policy import CheckpointPolicy
-from shoal.worker.checkpointer import LiveState
+from shoal.worker.checkpointer import Checkpointer
 from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import EvaluationGroup, Measure, evaluate
 from shoal.worker.requests import STOP
@@ -128,24 +129,22 @@ class TrainingState(ABC):
             arithmetic=self.setup.arithmetic,
             traits=self.traits,
             extra_optimizers=extra_optimizers or {},
+            state_shard=self.built.state_shard,
         )
 
     def open_checkpoints(
         self, live: LiveState, *, survives_loss: bool, check_peers: Callable[[], None] | None = None
-    ) -> CheckpointPolicy:
+    ) -> Checkpointer:
         """`survives_loss`: the loss of a worker costs no checkpoint. `check_peers`: raises if a worker is lost."""
-        return CheckpointPolicy(
-            self.context.folder,
-            live,
-            self.emit,
+        policy = CheckpointPolicy(
+            time.monotonic(),
+            workers=self.plan.workers,
+            survives_loss=survives_loss,
             every=self.config.checkpoint.every or self.setup.checkpoint_every,
             auto=self.config.checkpoint.auto,
             steps_per_epoch=self.schedule.steps_per_epoch,
-            workers=self.plan.workers,
-            survives_loss=survives_loss,
-            state_shard=self.built.state_shard,
-            check_peers=check_peers,
         )
+        return Checkpointer(self.context.folder, live, self.emit, policy, check_peers=check_peers)
 
     def step_setup(self) -> StepSetup:
         """For a strategy, before it has a group."""

@@ -6,7 +6,7 @@ It is one of two moments that needs most:
     a save     weights, state, and a copy of both that is written while training goes on; if the model is not cut, the
                weights once more at the end, for export
 
-Sums of gradients (parallel/data_parallel.py, exchange.py), for k lanes of this worker and n replicas:
+Sums of gradients (parallel/local_step.py, gradient_exchange.py), for k lanes of this worker and n replicas:
 
     ⌊log2 k⌋ + 1 sets    while lanes are added up in their tree; the last one grows while activations go
     alone                one set more: that of the step before, until this one's is there

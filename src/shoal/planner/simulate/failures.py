@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.errors import InputError
-from shoal.recovery.checkpoint.interval import DAY, daly
+from shoal.recovery.checkpoint.policy import DAY, daly
 
 CAUSES = ("saving", "repeated", "detection", "restart", "regrouping", "fewer workers")
 
@@ -44,7 +44,7 @@ class SimulatedRecovery:
 
 
 # Assumed where nothing is said. Restarts of minutes are what the published run with 466 interruptions in 54 days comes
-# to: more than 90 % of the time was effective (Llama 3, 2024). Shoal: its lease, and REPAIR of checkpoint/interval.py.
+# to: more than 90 % of the time was effective (Llama 3, 2024). Shoal: its lease, and checkpoint/policy.py.
 RESTART_ALL = SimulatedRecovery(name="restart-all", elastic=False, detect=60.0, restart=600.0)
 REDO = SimulatedRecovery(name="redo", elastic=True, detect=5.0, restart=600.0, regroup=2.0, replace=600.0)
 POLICIES = (RESTART_ALL, REDO)

@@ -1,13 +1,14 @@
-"""The seal on a checkpoint folder: what is in it, how long each file is, and its sha256.
+"""The manifest of a checkpoint: the length and the sha256 of each of its files, and of the manifest itself.
 
-checkpoint.py uses this, and the notes of parts.py. The manifest is written last, so a folder with an intact one was
-finished; it is the only thing that makes a folder ours, to be read or removed.
+A writer makes all files durable and writes the manifest last, so a folder with an intact manifest is complete. Only
+such a folder is read as a checkpoint, or removed.
 """
 
 import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -15,9 +16,10 @@ import msgspec
 from shoal.errors import CheckpointError
 
 FORMAT = "shoal-checkpoint"
-VERSION = 1
+VERSION = 2
+READABLE_VERSIONS = (1, 2)  # version 1 has other names in state.json (reader.py)
 MANIFEST = "manifest.json"
-_MAX_MANIFEST_NUM_BYTES = 1 << 20  # some thousand parts
+_MAX_MANIFEST_NUM_BYTES = 1 << 20  # enough for some thousand shards
 
 
 class FileSeal(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +41,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ManifestHeader(msgspec.Struct):
-    """All that a version of the format has to share with the others."""
+    """The fields that all versions of the format share."""
 
     format: str = ""
     version: int = 0
@@ -53,13 +55,31 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def written_atomically(path: Path) -> Iterator[Path]:
+    """Yields a path beside `path` to write to; then makes that file durable and renames it to `path`.
+
+    Readers see the old file or the new one. After an exception the old file stays and the new one is removed.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield beside
+        fsync(beside)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+    fsync(path.parent)
+
+
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_durable(path: Path) -> FileSeal:
-    """What is said of a file, once it is safe on disk."""
+    """Waits until a file is on disk. Returns its length and sha256."""
     fsync(path)
     return FileSeal(num_bytes=path.stat().st_size, sha256=file_sha256(path))
 
@@ -67,7 +87,7 @@ def make_durable(path: Path) -> FileSeal:
 def write_manifest(
     folder: Path, *, step: int, names: tuple[str, ...], known: Mapping[str, FileSeal] | None = None
 ) -> None:
-    """Make the files durable, then say so in the manifest, then make that durable too. `known`: others did it."""
+    """Makes the files durable, then the manifest that lists them. `known`: files that are durable already."""
     files = {**(known or {})}
     for name in names:
         if name not in files:
@@ -78,7 +98,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint that is ours and finished, or an error that says what the folder is instead."""
+    """The manifest of a complete checkpoint of Shoal's. The error for any other folder names what is wrong with it."""
     if not folder.is_dir():
         what = "is a file, not a checkpoint folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder.name}: {what}", where=str(folder))
@@ -92,27 +112,28 @@ def read_manifest(folder: Path) -> Manifest:
     if len(raw) > _MAX_MANIFEST_NUM_BYTES:
         raise _defect(folder, f"{MANIFEST}: more than {_MAX_MANIFEST_NUM_BYTES:,} bytes, not one of Shoal's")
     try:
-        heading = msgspec.json.decode(raw, type=_ManifestHeader)
-        _check_header(folder, heading)
+        header = msgspec.json.decode(raw, type=_ManifestHeader)
+        _check_header(folder, header)
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _defect(folder, f"{MANIFEST}: damaged ({error})") from error
-    # Encoding puts the right sha256 in, so one comparison covers it and every other byte.
+    # Encoding computes the sha256, so one comparison covers every byte.
     if raw != manifest.encode():
         raise _defect(folder, f"{MANIFEST}: damaged (its own sha256 differs)")
     return manifest
 
 
-def _check_header(folder: Path, heading: _ManifestHeader) -> None:
-    if heading.format != FORMAT:
-        raise _defect(folder, f"{MANIFEST}: format {heading.format!r}, not {FORMAT!r}: not a Shoal checkpoint")
-    if heading.version != VERSION:
-        fix = "use the newer Shoal that wrote it" if heading.version > VERSION else None
-        raise _defect(folder, f"{MANIFEST}: format version {heading.version}, this Shoal reads {VERSION}", fix=fix)
+def _check_header(folder: Path, header: _ManifestHeader) -> None:
+    if header.format != FORMAT:
+        raise _defect(folder, f"{MANIFEST}: format {header.format!r}, not {FORMAT!r}: not a Shoal checkpoint")
+    if header.version not in READABLE_VERSIONS:
+        readable = " and ".join(map(str, READABLE_VERSIONS))
+        fix = "use the newer Shoal that wrote it" if header.version > VERSION else None
+        raise _defect(folder, f"{MANIFEST}: format version {header.version}, this Shoal reads {readable}", fix=fix)
 
 
 def verify(folder: Path, manifest: Manifest, names: tuple[str, ...]) -> None:
-    """Sizes of all files before the content of any: a wrong size costs nothing to find."""
+    """Checks the sizes of all files, which costs nothing, then their contents."""
     if set(manifest.files) != set(names):
         raise _defect(folder, f"{MANIFEST}: lists {sorted(manifest.files)}, a checkpoint has {sorted(names)}")
     try:

@@ -1,7 +1,7 @@
 """Python values as JSON and plain tensors, and back, without losing a bit or a type.
 
-state.py encodes what it captures with this. JSON alone would turn tuples into lists, integer keys into strings and
-infinities into nothing; each of these gets a tagged object instead:
+JSON alone would turn tuples into lists, integer keys into strings, and has no infinities; encode() writes a tagged
+object for each of these:
 
     (0.9, 0.99)         {"$tuple": [0.9, 0.99]}
     Counter({30: 1})    {"$Counter": [[30, 1]]}
@@ -20,23 +20,14 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import tensor_bytes
+from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES
 
-CopyTensor = Callable[[Tensor, str], Tensor]  # a tensor of the run and its name -> the plain one that a snapshot holds
+CopyTensor = Callable[[Tensor, str], Tensor]  # a live tensor and its name -> the tensor of the snapshot
 
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
 _TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
-ALIGNMENT = 64  # bytes, of what torch allocates
-_MAX_DEPTH = 100  # deeper is a structure that contains itself
-
-STORABLE_DTYPES: dict[str, torch.dtype] = {  # what safetensors can hold
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
-        *(torch.int64, torch.int32, torch.int16, torch.int8),
-        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-    )
-}
+ALIGNMENT = 64  # bytes, of memory that torch allocates
+_MAX_DEPTH = 100  # a deeper structure contains itself
 
 
 def check_storable(tensor: Tensor, name: str) -> None:
@@ -49,7 +40,7 @@ def check_storable(tensor: Tensor, name: str) -> None:
 
 
 def to_plain(tensor: Tensor) -> Tensor:
-    """The same values in main memory, row-major, without lazy conjugation; a view of the original where it is so."""
+    """The same values in main memory, row-major, without lazy conjugation; a view if the original is like that."""
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
@@ -67,18 +58,18 @@ def plain_view(tensor: Tensor, name: str) -> Tensor:
 
 
 class SnapshotBuffers:
-    """Memory for one snapshot, used again for the next: fresh memory costs several times what the copy itself does."""
+    """Memory for one snapshot, reused for the next: fresh memory costs several times as much as the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._previous: dict[str, Tensor] = {}
 
     def recycle(self) -> None:
-        """For the next snapshot. What that one does not need is given back at the one after."""
+        """Starts the next snapshot. Buffers that it does not use are freed when the one after starts."""
         self._buffers, self._previous = {}, self._buffers
 
     def copier(self, section: str) -> CopyTensor:
-        """Copies of tensors whose names differ within a part of the snapshot."""
+        """A function that copies the tensors of one section of the snapshot, in which names differ."""
 
         def copy(tensor: Tensor, name: str) -> Tensor:
             check_storable(tensor, name)
@@ -100,7 +91,7 @@ def encode(
     *,
     depth: int = 0,
 ) -> Any:
-    """JSON for a value. What is taken of its tensors goes into `tensors`, or into the JSON itself if that is None."""
+    """JSON for a value. Copies of its tensors go into `tensors`, or into the JSON itself if that is None."""
     kind = type(value)
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{name} is nested more than {_MAX_DEPTH} deep: does it contain itself?")
@@ -112,23 +103,17 @@ def encode(
         return _encode_tensor(value, name, tensors, copy_tensor)
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$numpy": [value.dtype.str, value.tobytes().hex()]}
+
+    def inner(item: Any, label: str) -> Any:
+        return encode(item, label, tensors, copy_tensor, depth=depth + 1)
+
     if kind in (list, tuple):
-        items = [
-            encode(item, f"{name}/{index}", tensors, copy_tensor, depth=depth + 1) for index, item in enumerate(value)
-        ]
+        items = [inner(item, f"{name}/{index}") for index, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {
-            key: encode(item, f"{name}/{key}", tensors, copy_tensor, depth=depth + 1) for key, item in value.items()
-        }
+        return {key: inner(item, f"{name}/{key}") for key, item in value.items()}
     if kind in _TAGS:
-        pairs = [
-            [
-                encode(key, f"a key of {name}", tensors, copy_tensor, depth=depth + 1),
-                encode(item, f"{name}/{key}", tensors, copy_tensor, depth=depth + 1),
-            ]
-            for key, item in value.items()
-        ]
+        pairs = [[inner(key, f"a key of {name}"), inner(item, f"{name}/{key}")] for key, item in value.items()]
         return {_TAGS[kind]: pairs}
     raise CheckpointError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
@@ -143,17 +128,17 @@ def _encode_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor] | None,
     while name in tensors:  # "a/b" with key "c", and "a" with key "b/c"
         name += "'"
     tensors[name] = copy_tensor(tensor, name)
-    # A dense layout that is not row-major (channels last, a transpose) is part of the arithmetic: kernels take
-    # other paths on other strides. empty_like keeps strides exactly if they are dense.
+    # Strides of a dense tensor that is not row-major (channels last, a transpose) belong to the arithmetic: kernels
+    # choose other algorithms for other strides. empty_like keeps strides exactly if they are dense.
     if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
         return {"$tensor": name, "stride": list(tensor.stride())}
     return {"$tensor": name}
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], *, own: bool = False) -> Any:
-    """What encode() was given. Every tensor is a fresh allocation, so it is aligned and shares memory with nothing.
+    """The value that encode() encoded. Every tensor is a fresh allocation: aligned, and sharing memory with no other.
 
-    With `own` the tensors were made for this and nobody else holds them: those that are so are not copied again.
+    With `own` no other object uses `tensors`: those that are such allocations already are not copied.
     """
     if isinstance(value, list):
         return [decode(item, tensors, own=own) for item in value]
@@ -192,6 +177,6 @@ def _decode_tensor(name: str, stride: list[int] | None, tensors: Mapping[str, Te
 
 
 def _owns_memory(tensor: Tensor) -> bool:
-    """As a fresh allocation would be: aligned, row-major, and all of its memory its own."""
+    """Whether a tensor is like a fresh allocation: aligned, row-major, and alone in its memory."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return whole and tensor.data_ptr() % ALIGNMENT == 0

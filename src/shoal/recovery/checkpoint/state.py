@@ -1,12 +1,11 @@
 """Live objects as plain tensors and JSON, and back: model, optimizer, scheduler, and what the user adds.
 
-The worker captures a snapshot with these between two steps and restores one before the first. Capturing copies, since
-training goes on while the snapshot is written; whoever needs the tensors only until the next step can take them as
-they are (`take=plain_view`). Restoring checks everything it can before it changes anything, and
-puts values into the objects that are there: build model, optimizer and scheduler first, as for a new run.
+Capturing copies, since training continues while a snapshot is written; a caller that needs the tensors only until the
+next step can have the live ones (`copy_tensor=plain_view`). Restoring checks everything it can before it changes
+anything, and changes existing objects: build model, optimizer and scheduler first, as for a new run.
 
-A worker may hold a part of the model: what it does not hold is on the meta device, and is neither captured nor
-restored. `shapes` are those of the whole model's tensors then, so that all workers tell the same of the optimizer.
+A worker may hold a shard of the model: the other tensors are on the meta device, and are neither captured nor restored.
+`shapes` then has the shapes of the whole model's tensors, so that all workers describe the optimizer alike.
 """
 
 from collections import Counter, OrderedDict
@@ -30,7 +29,10 @@ ShapesByName = Mapping[str, tuple[int, ...]]
 def capture_weights(
     model: nn.Module, copy_tensor: CopyTensor = plain_copy, only: Container[str] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by name; of those that are one tensor in memory, one, and aliases for it."""
+    """Parameters and persistent buffers by name, and aliases: names that share the memory of another.
+
+    `only`: the names that are captured.
+    """
     live = _live_tensors(model)
     aliases = _live_aliases(live)
     mine = [name for name in live if name not in aliases and not live[name].is_meta and (only is None or name in only)]
@@ -38,7 +40,7 @@ def capture_weights(
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of all that capture_weights would capture, in its order; of a model that is not cut yet."""
+    """The shapes of all tensors that capture_weights captures of a whole model, in its order."""
     live = _live_tensors(model)
     aliases = _live_aliases(live)
     return {name: tuple(tensor.shape) for name, tensor in live.items() if name not in aliases}
@@ -55,9 +57,9 @@ def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], aliases: Ma
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)} & live.keys()
     live_aliases = _live_aliases(live)
     for name, target in aliases.items():
-        # Untied weights would get gradients of their own: another job. Buffers may part (a move to a device does it).
-        parted = live_aliases.get(name, name) != live_aliases.get(target, target)
-        if parted and name in parameters and target in live:
+        # Untied weights get gradients of their own: another job. Buffers may separate (a move to a device does that).
+        separate = live_aliases.get(name, name) != live_aliases.get(target, target)
+        if separate and name in parameters and target in live:
             raise CheckpointError(f"{name} and {target} are one tensor in the checkpoint, two in the model")
     for name, target in live_aliases.items():
         if tensor_sha256(stored[name]) != tensor_sha256(stored[target]):
@@ -93,7 +95,7 @@ def _live_aliases(live: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in live.items():
-        # All that is empty or on meta lies at address 0, so there only the object itself says what is one.
+        # Empty tensors and those on meta have the address 0: there only the same object is the same tensor.
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         memory = place if tensor.numel() and not tensor.is_meta else id(tensor)
         target = first.setdefault(memory, name)
@@ -112,9 +114,9 @@ def capture_optimizer(
     shapes: ShapesByName | None = None,
     only: Container[str] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """`names` maps id(parameter) to its name. The JSON holds the groups, and the state with references to tensors.
+    """Tensors of the state, and JSON of the groups and of the state with references to the tensors.
 
-    `only`: the parameters whose state is captured.
+    `names` maps id(parameter) to its name. `only`: the parameters whose state is captured.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, _capture_optimizer(optimizer, names, tensors, copy_tensor, "optimizer", shapes, only)
@@ -136,7 +138,7 @@ def _capture_optimizer(
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"{label}: parameter {position} of group {index}, {_shape(parameter)}, is not in the model",
+                    f"{label}: parameter {position} of group {index}, {shape_text(parameter)}, is not in the model",
                     fix="give the optimizer parameters of the model only",
                 )
             name = names[id(parameter)]
@@ -144,12 +146,8 @@ def _capture_optimizer(
             if parameter in optimizer.state and not parameter.is_meta and (only is None or name in only):
                 state[name] = encode(dict(optimizer.state[parameter]), name, tensors, copy_tensor)
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append(
-            {
-                "parameters": parameters,
-                "settings": encode(settings, f"{label}/param_groups/{index}", tensors, copy_tensor),
-            }
-        )
+        encoded = encode(settings, f"{label}/param_groups/{index}", tensors, copy_tensor)
+        groups.append({"parameters": parameters, "settings": encoded})
     common = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     return {
         "kind": type(optimizer).__name__,
@@ -168,9 +166,9 @@ def restore_optimizer(
     own: bool = False,
     shapes: ShapesByName | None = None,
 ) -> None:
-    """Not by load_state_dict, which would cast fp32 state to the dtype of a bf16 parameter.
+    """Restores an optimizer, also one before its first step. See decode() for `own`.
 
-    State that the optimizer makes at its first step is put there if it is not; see decode() for `own`.
+    load_state_dict would cast fp32 state to the dtype of a bf16 parameter.
     """
     _check_kind("the optimizer", values["kind"], type(optimizer).__name__)
     _check_groups(optimizer, named, values["groups"], shapes)
@@ -188,12 +186,10 @@ def restore_optimizer(
         for name, _ in listed["parameters"]:
             if name in states:
                 parameter = named[name]
-                optimizer.state[parameter] = {
-                    key: value.to(parameter.device)
-                    if isinstance(value, Tensor) and not (key == "step" and step_on_host)
-                    else value
-                    for key, value in states[name].items()
-                }
+                for key, value in states[name].items():
+                    if isinstance(value, Tensor) and not (key == "step" and step_on_host):
+                        states[name][key] = value.to(parameter.device)
+                optimizer.state[parameter] = states[name]
 
 
 def _whole_shape(name: str, parameter: Tensor, shapes: ShapesByName | None) -> tuple[int, ...]:
@@ -225,7 +221,7 @@ def _check_groups(
                 )
             mine = _whole_shape(name, parameter, shapes)
             if tuple(shape) != mine:
-                raise CheckpointError(f"{name}: {_shape(shape)} in the checkpoint, {_shape(mine)} in the model")
+                raise CheckpointError(f"{name}: {shape_text(shape)} in the checkpoint, {shape_text(mine)} in the model")
 
 
 # ---- scheduler
@@ -241,13 +237,13 @@ def restore_scheduler(scheduler: Any, value: Any) -> None:
 
 
 def _scheduler_kind(scheduler: Any) -> str:
-    """With the schedulers inside it: SequentialLR(LinearLR, CosineAnnealingLR)."""
+    """The class, with those of the schedulers inside it: SequentialLR(LinearLR, CosineAnnealingLR)."""
     name = type(scheduler).__name__
     inner = getattr(scheduler, "_schedulers", ())
     return f"{name}({', '.join(map(_scheduler_kind, inner))})" if inner else name
 
 
-# ---- what the user adds
+# ---- the user's own state
 
 
 def capture_extra(state: Mapping[str, Any], copy_tensor: CopyTensor = plain_copy) -> tuple[dict[str, Tensor], Any]:
@@ -286,7 +282,7 @@ def restore_extra(state: Mapping[str, Any], tensors: Mapping[str, Tensor], value
 
 
 def _extra_kind(name: str, item: Any) -> str:
-    if isinstance(item, Optimizer):  # has a load_state_dict, but one that loses bits
+    if isinstance(item, Optimizer):  # its load_state_dict loses bits
         return "optimizer"
     if callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None)):
         return "object"
@@ -301,17 +297,17 @@ def _extra_kind(name: str, item: Any) -> str:
 
 
 def _numbered_names(optimizer: Optimizer, label: str) -> tuple[dict[int, str], dict[str, nn.Parameter]]:
-    """Names for an optimizer whose parameters belong to no model that we know."""
+    """Names for an optimizer whose parameters belong to no known model."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     named = {f"{label}/{number}": parameter for number, parameter in enumerate(parameters)}
     return {id(parameter): name for name, parameter in named.items()}, named
 
 
-# ---- shared by the above
+# ---- checks and helpers
 
 
 def _update_in_place(live: Any, stored: Any) -> Any:
-    """`stored`, in the live object where that can be changed in place: other code may hold on to it."""
+    """Puts `stored` into the live object if that can be changed in place, since other code may refer to it."""
     if isinstance(live, Tensor) and isinstance(stored, Tensor):
         if live.shape != stored.shape or live.dtype != stored.dtype:
             return stored
@@ -331,7 +327,7 @@ def _update_in_place(live: Any, stored: Any) -> Any:
 def _load(target: Any, state: Any, label: str) -> None:
     try:
         target.load_state_dict(state)
-    except Exception as error:  # the user's code, or torch's: whatever it raises, the state did not fit
+    except Exception as error:  # of the user's code or torch's: the state did not fit
         raise CheckpointError(f"{label} did not take its state: {type(error).__name__}: {error}") from error
 
 
@@ -355,10 +351,10 @@ def _check_names(what: str, stored: Mapping[str, Any], live: Mapping[str, Any]) 
 
 def _check_fits(name: str, stored: Tensor, live: Tensor) -> None:
     if stored.shape != live.shape or stored.dtype != live.dtype:
-        raise CheckpointError(
-            f"{name}: {_shape(stored)} {stored.dtype} in the checkpoint, {_shape(live)} {live.dtype} in the model"
-        )
+        then, now = (f"{shape_text(each)} {each.dtype}" for each in (stored, live))
+        raise CheckpointError(f"{name}: {then} in the checkpoint, {now} in the model")
 
 
-def _shape(tensor: Any) -> str:
+def shape_text(tensor: Any) -> str:
+    """4×3, for a tensor or its shape."""
     return "×".join(map(str, getattr(tensor, "shape", tensor))) or "scalar"

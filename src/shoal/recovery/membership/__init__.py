@@ -1,1 +1,1 @@
-"""Who is in a run: the pure protocol, heartbeats, and the store that they meet in."""
+"""The members of a run: the pure protocol, heartbeats, and the store."""

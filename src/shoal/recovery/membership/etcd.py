@@ -1,10 +1,10 @@
-"""The store for several machines: etcd, through the JSON gateway that every etcd since 3.4 has beside its gRPC.
+"""The store for several machines: etcd, through the JSON gateway of every etcd since 3.4.
 
     etcd://host:port[,host:port…][/prefix]      etcds:// with TLS; user:password@ before the first host
 
-Records of a run are under prefix/run/. Leases have whole seconds, rounded up, and etcd has a least (2 s unless its
-election timeout was changed) and looks for ended ones twice a second: a silent worker is noticed later than with the
-embedded store. Not covered: client certificates, and authorities that this machine does not trust.
+The records of a run are under prefix/run/. etcd rounds leases up to whole seconds, has a minimum (2 s by default), and
+looks for ended leases twice a second: a silent worker is noticed later than with the embedded store. Not supported:
+client certificates, and authorities that this machine does not trust.
 """
 
 import http.client
@@ -25,7 +25,7 @@ from shoal.recovery.membership.store_errors import StoreOutageTimer
 
 ADDRESS_FORM = "etcd://host:port[,host:port…][/prefix]"
 DEFAULT_PORT, DEFAULT_PREFIX = 2379, "shoal"
-RESPONSE_SECONDS = 2.0  # how long a connection or an answer may take, beyond what a wait asks for
+RESPONSE_SECONDS = 2.0  # that a connection or a reply may take, beyond the time of a wait
 
 # Codes of gRPC.
 INVALID, NOT_FOUND, NOT_ALLOWED, NOT_ENABLED, UNKNOWN_CALLER = 3, 5, 7, 9, 16
@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 
 class EtcdAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What an address says."""
-
     hosts: tuple[tuple[str, int], ...]
     prefix: str = DEFAULT_PREFIX
     secure: bool = False
@@ -44,7 +42,7 @@ class EtcdAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
-        user = f"{self.user}@" if self.user else ""  # nobody else's to read: the password
+        user = f"{self.user}@" if self.user else ""  # without the password
         return f"etcd{'s' if self.secure else ''}://{user}{hosts}/{self.prefix}"
 
 
@@ -73,7 +71,7 @@ def _parse_host(text: str) -> tuple[str, int]:
     return parts.hostname, parts.port or DEFAULT_PORT
 
 
-# -- what etcd says: numbers as strings, bytes in base 64 --------------------------------------------------------------
+# -- replies of etcd: numbers as strings, bytes in base 64 -------------------------------------------------------------
 
 
 class _EtcdHeader(msgspec.Struct):
@@ -98,7 +96,7 @@ class _EtcdResponse(msgspec.Struct):
 
 
 class _EtcdChunk(msgspec.Struct):
-    """Of an answer that comes in pieces."""
+    """One line of a streamed reply."""
 
     result: _EtcdResponse | None = None
     error: Any = None
@@ -110,7 +108,7 @@ class _EtcdFailure(msgspec.Struct):
 
 
 class _EtcdRefused(Exception):
-    """etcd answered that it will not, or cannot."""
+    """etcd refused a request."""
 
     def __init__(self, failure: _EtcdFailure) -> None:
         super().__init__(failure.error)
@@ -118,16 +116,16 @@ class _EtcdRefused(Exception):
 
 
 class EtcdStore:
-    """One request at a time; see embedded.Embedded. A host that fails is followed by the next one of the address.
+    """One request at a time, as SqliteStore. After a host that fails the client tries the next one of the address.
 
-    A write that may have arrived is never said twice: a swap that had happened would look like somebody else's.
+    A write that may have arrived is never sent twice: a swap that had happened would look like another process's.
     """
 
     def __init__(self, address: str, run: str) -> None:
         self._etcd_address = parse_address(address)
         self.address = str(self._etcd_address)
         self._base = f"{self._etcd_address.prefix}/{run}/"
-        self._host_index = 0  # which host is asked
+        self._host_index = 0  # of the host that is used
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
         self._owner = 0
@@ -187,18 +185,16 @@ class EtcdStore:
         entries = {pair.key[start:].decode(): StoreEntry(pair.value, pair.mod_revision) for pair in answer.kvs}
         return StoreSnapshot(answer.header.revision, entries)
 
-    # -- asking -------------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     def _request(self, path: str, body: dict[str, Any], *, repeat: bool = False) -> _EtcdResponse:
         return self._with_failover(lambda: self._exchange(path, body), repeat=repeat)
 
     def _with_failover(self, function: Callable[[], T], *, repeat: bool) -> T:
-        """Calls it with a connection to one host after another, until one answers."""
+        """Calls a function with a connection to one host after another, until one answers."""
         with self._lock:
             failure: Exception | None = None
-            for _ in range(
-                len(self._etcd_address.hosts) + 1
-            ):  # the first once more: its connection may have been an old one
+            for _ in range(len(self._etcd_address.hosts) + 1):  # the first twice: its connection may have been old
                 connected = False
                 try:
                     self._connect()
@@ -220,17 +216,17 @@ class EtcdStore:
                     self._disconnect()
                     if connected and not repeat:
                         break
-                except BaseException:  # Ctrl-C between a request and its answer
+                except BaseException:  # Ctrl-C between a request and its reply
                     self._disconnect()
                     raise
             assert failure is not None
             raise self._outage.error(self.address, failure) from failure
 
     def _not_allowed(self, refused: _EtcdRefused) -> InputError:
-        who = f"user {self._etcd_address.user}" if self._etcd_address.user else "nobody in particular"
+        who = f"user {self._etcd_address.user}" if self._etcd_address.user else "a client without a user"
         return InputError(
-            f"the store at {self.address}, asked by {who}, refuses: {refused}",
-            fix="user:password@ before the host in --store, of a user that may read and write under the prefix",
+            f"the store at {self.address} refuses {who}: {refused}",
+            fix="put user:password@ before the host in --store, of a user that may read and write under the prefix",
         )
 
     # -- connections --------------------------------------------------------------------------------------------------
@@ -265,13 +261,13 @@ class EtcdStore:
         return msgspec.json.decode(text, type=_EtcdResponse, strict=False)
 
     def _changed_before(self, body: dict[str, Any], after: int, deadline: float) -> bool:
-        """Has something happened, or happens until the deadline? On a connection of its own: it ends with it."""
+        """Whether a record changed after that revision, or does before the deadline. Uses a connection of its own."""
         connection = self._open_connection()
         try:
             stream = connection.sock
             response = self._post(connection, "watch", body)
             began = _decode_chunk(response.readline())
-            if began.canceled or began.header.revision < after:  # of a store that was here before
+            if began.canceled or began.header.revision < after:  # a revision of an earlier store
                 return True
             while True:
                 left = deadline - time.monotonic()
@@ -282,8 +278,8 @@ class EtcdStore:
                     line = response.readline()
                 except TimeoutError:
                     return False
-                heard = _decode_chunk(line)
-                if heard.events or heard.canceled:  # cancelled: what happened since is no longer known one by one
+                reply = _decode_chunk(line)
+                if reply.events or reply.canceled:  # cancelled: etcd no longer has the single changes
                     return True
         finally:
             connection.close()
@@ -300,14 +296,14 @@ class EtcdStore:
         try:
             failure = msgspec.json.decode(text, type=_EtcdFailure, strict=False)
         except msgspec.DecodeError:
-            raise http.client.HTTPException(f"it answers {response.status} {response.reason}: no etcd") from None
+            raise http.client.HTTPException(f"it answers {response.status} {response.reason}: it is no etcd") from None
         raise _EtcdRefused(failure)
 
 
 def _decode_chunk(line: bytes) -> _EtcdResponse:
     if not line:
-        raise ConnectionError("it closed the connection")
-    piece = msgspec.json.decode(line, type=_EtcdChunk, strict=False)
-    if piece.result is None:
-        raise ConnectionError(f"it ended the answer: {piece.error}")
-    return piece.result
+        raise ConnectionError("the store closed the connection")
+    chunk = msgspec.json.decode(line, type=_EtcdChunk, strict=False)
+    if chunk.result is None:
+        raise ConnectionError(f"the store ended the reply: {chunk.error}")
+    return chunk.result

@@ -1,7 +1,7 @@
-"""A worker's heart: a thread that keeps its lease at the store, hears what changes there, and sees who is gone.
+"""A worker's heartbeat: a thread that keeps its lease at the store, reads changes there, and detects lost workers.
 
-It has a connection of its own, so that nothing the worker sends or computes can delay it. While the store is away it
-goes on trying, and judges nobody: a worker whose lease cannot be seen is not gone.
+The thread has a connection of its own, so nothing that the worker sends or computes delays it. While the store is
+unavailable it keeps trying, and takes no worker for lost: an unreadable lease has not ended.
 """
 
 import sys
@@ -21,34 +21,34 @@ from shoal.recovery.membership.protocol import (
 )
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreSnapshot, StoreUnavailable
 
-INTERVAL_SECONDS = 0.25  # between two looks around
+INTERVAL_SECONDS = 0.25  # between two reads of the store
 RENEWALS = 5  # of a lease in its time, at least
-COMMIT_REPORT_SECONDS = 1.0  # between two records of how far the run has come: each wakes everybody
-STOPPED_SECONDS = 0.4  # a process of this host that has been stopped for so long is as good as silent
-STORE_PATIENCE_SECONDS = 600.0  # for a worker that was never heard of: it may still be building its model
+COMMIT_REPORT_SECONDS = 1.0  # between two records of committed steps: each record wakes all workers
+STOPPED_SECONDS = 0.4  # a process of this host that was stopped for so long counts as silent
+STORE_PATIENCE_SECONDS = 600.0  # for a worker that never had a lease: it may still be building its model
 
 
 class WorkerProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the run: who it is, and how others can see whether it lives."""
+    """A process of the run: its worker, and how other processes check whether it lives."""
 
     worker_id: WorkerId
     pid: int
     started: str
-    host: str  # equal for processes that can see each other
-    host_name: str  # of the host, for people
+    host: str  # equal for processes that can check each other
+    host_name: str  # for messages
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asked for since the run began."""
+    """What the user has requested since the run began."""
 
     stop: bool = False
     workers: int | None = None
-    done: bool = False  # the last step is committed: nobody is let in any more
-    failed: str = ""  # a worker met an error of the user's code: the run ends, since whoever took over would meet it
+    done: bool = False  # the last step is committed: no worker may join any more
+    failed: str = ""  # an error of the user's code: the run ends, since a replacement would fail alike
 
 
 class MembershipState:
-    """One reading of the store, understood."""
+    """One reading of the store, decoded."""
 
     def __init__(self, reading: StoreSnapshot) -> None:
         self.revision = reading.revision
@@ -98,46 +98,46 @@ class Heartbeat:
         on_away: Callable[[float | None], None],
         on_retry: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """`heard` is called on this thread after every look at the store; `away` when it goes (None) and when it is
-        back (after so many seconds), `missed` at each try in between."""
+        """The thread calls `on_state` after every read of the store; `on_away` with None when the store becomes
+        unavailable, and with the seconds when it is back; `on_retry` at each attempt in between."""
         self.process, self.lease_seconds = process, lease_seconds
         self.state = EMPTY_STATE
         self.lease: int | None = None
-        self.committed: int | None = None  # what the leader would have the store know
+        self.committed: int | None = None  # steps, which the leader records in the store
         self._store, self._on_state, self._on_away, self._on_retry = store, on_state, on_away, on_retry
         self._known: dict[WorkerId, WorkerProcess] = {}
-        self._seen_at: dict[WorkerId, int] = {}  # revision of the newest reading in which it held a lease
-        self._absent: dict[WorkerId, float] = {}  # since when there has been no sign of it
+        self._seen_at: dict[WorkerId, int] = {}  # revision of the newest reading with its lease
+        self._absent: dict[WorkerId, float] = {}  # since when it has had no lease
         self._stopped: dict[WorkerId, float] = {}
         self._renewed = 0.0
-        self._commit_reported_at = 0.0  # committed steps
-        self._judging_from = 0.0  # before that, leases may be missing because the store was away
+        self._commit_reported_at = 0.0
+        self._judging_from = 0.0  # before that, leases may be missing because the store was unavailable
         self._away_since: float | None = None
         self._closed = threading.Event()
-        self._guard = threading.Lock()  # a lease that is given back is not asked for again
+        self._guard = threading.Lock()  # after close() no new lease is granted
         self._thread = threading.Thread(target=self._run, name="shoal beat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> int | None:
-        """No further beat. Returns the lease, for the caller to give back: this thread may still wait for news."""
+        """Ends the heartbeat. Returns the lease, for the caller to revoke: the thread may still wait for the store."""
         with self._guard:
             self._closed.set()
             return self.lease
 
     def put(self, key: str, value: bytes) -> None:
-        """A record that goes with the lease. On the beat's own thread only."""
+        """Writes a record that ends with the lease. Only for the heartbeat's own thread."""
         self._store.put(key, value, self.lease)
 
     def known(self) -> dict[WorkerId, WorkerProcess]:
-        """Every process of the run that was ever heard of."""
+        """Every process of the run that ever had a lease."""
         return dict(self._known)
 
-    # -- who is gone --------------------------------------------------------------------------------------------------
+    # -- lost workers -------------------------------------------------------------------------------------------------
 
     def gone(self, state: MembershipState) -> dict[WorkerId, str]:
-        """Whoever of the view, or of those that wait to be let in, is known to be gone, with how it is known."""
+        """Members, and workers that wait to join, that are known to be lost, each with how that is known."""
         now = time.monotonic()
         self._known.update(state.alive)
         for who in state.alive:
@@ -166,7 +166,7 @@ class Heartbeat:
         if self._away_since is not None or now < self._judging_from:
             return ""
         if membership.revision <= self._seen_at.get(worker_id, 0):
-            return ""  # an older reading than one in which it was there: two threads look
+            return ""  # an older reading than one with its lease: two threads read
         if known is not None:
             return "is silent: its lease has run out"
         return "never came" if absent > STORE_PATIENCE_SECONDS else ""
@@ -186,8 +186,8 @@ class Heartbeat:
                     self._on_away(None)
                 self._on_retry(time.monotonic() - self._away_since)
                 self._closed.wait(INTERVAL_SECONDS)
-            except Exception as error:  # a worker without a heart would be dropped, and nobody would know why
-                print(f"the beat stumbled: {error!r}", file=sys.stderr)
+            except Exception as error:  # without a heartbeat the worker would be dropped for no visible reason
+                print(f"the heartbeat failed: {error!r}", file=sys.stderr)
                 self._closed.wait(INTERVAL_SECONDS)
         self._store.close()
 
@@ -199,7 +199,7 @@ class Heartbeat:
                 self._keep_lease()
         now = time.monotonic()
         committed = self.committed
-        # Measured by what the store says: one that led before may still have put an older number there.
+        # Compared with the store's number: an earlier leader may have written an older one.
         if (
             committed is not None
             and committed > self.state.committed
@@ -216,13 +216,13 @@ class Heartbeat:
         if self.lease is None or not self._store.renew(self.lease):
             lease = self._store.grant(self.lease_seconds)
             self._store.put(f"alive/{store_key(self.process.worker_id)}", msgspec.json.encode(self.process), lease)
-            self.lease = lease  # not before: a store that went in between would keep a lease that nobody sees
+            self.lease = lease  # not before: if the store failed in between, the lease would have no record
         self._renewed = time.monotonic()
 
     def _store_back(self) -> None:
         if self._away_since is not None:
             seconds = time.monotonic() - self._away_since
-            # The others may not have been able to renew theirs either: they get the time of a lease to do so.
+            # The other workers could not renew theirs either: they get the time of a lease to do so.
             self._judging_from = time.monotonic() + self.lease_seconds
             self._away_since = None
             self._on_away(seconds)

@@ -1,4 +1,4 @@
-"""Which store a run has: what `--store` may say."""
+"""Opens the store that `--store` names."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from shoal.recovery.membership.store import RunStore
 
 
 def open_store(address: str | None, folder: Path, run: str) -> RunStore:
-    """A client of the run's store; None: the embedded one in the run's folder, which embedded.start starts."""
+    """A client of the run's store. Without an address it is the embedded one in the run's folder."""
     if address is None:
         return sqlite_client.connect(folder)
     if address.startswith(("etcd://", "etcds://")):
         return etcd.EtcdStore(address, run)
     raise InputError(
-        f"there is no store at {address!r}: it is on this machine, or an etcd for several",
+        f"{address!r} is no address of a store: a store is on this machine, or an etcd for several machines",
         fix=f"leave --store out, or --store {etcd.ADDRESS_FORM}",
     )

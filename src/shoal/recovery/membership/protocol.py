@@ -1,21 +1,21 @@
-"""Who takes part in a run, and when a step counts: the decisions, without clock, network or disk.
+"""Which workers are members of a run, and when a step counts: the decisions, without clock, network or disk.
 
-    view      epoch 7: workers 0 1 3, at least 801 steps committed          one record in the store, moved by swaps
-    position  worker 1 stands at 800, with step 800's gradient in hand      one per member and epoch
+    view      generation 7: workers 0 1 3, at least 801 steps committed     one record in the store, moved by swaps
+    position  worker 1 is at 800, with step 800's gradient                  one per member and generation
 
-A step runs in the group of one epoch. Everybody computes, merges, says "I have the merged gradient" and waits until
-all have said so: then, and only then, the step is committed. If that meeting fails, somebody may have committed it and
-somebody else may not have heard. So each survivor posts its position under the next epoch; the furthest position is
-the floor, and one that stands a step behind it holds that step's whole gradient (it had said so) and commits it too.
-A worker without state takes it from a member that stands at the floor, never from one behind. Only when no member is
-left that has the state does a new term begin: everybody loads the newest checkpoint, and the floor starts from there.
+A step runs in the group of one generation. Every member computes, reduces, votes "I have the reduced gradient" and
+waits for all votes: then, and only then, the step is committed. If a vote fails, some members may have committed the
+step and others may not know. So each survivor posts its position under the next generation. The highest position is the
+floor. A member one step below it that has voted holds that step's whole gradient, and commits the step too. A worker
+without state receives it from a member at the floor, never from one below. When no member is left that has the state, a
+restart begins: all members load the newest checkpoint, and the floor starts from there.
 
-Where a model is cut, a member has one part of the state, by its number. Then all of that is said part by part: a donor
-gives to members of its own part; a term begins with somebody for every part; and when nobody is left that has some part
-the state is gone, however many have the others: they end, and a term begins.
+Of a sharded model a member has one shard of the state, by its number. Then all of this holds shard by shard: a donor
+gives to members of its own shard; a restart needs a member for every shard; and when no member is left for some shard,
+the state is lost: the members with other shards end, and a restart begins.
 
-`Member.decide` is the whole protocol: from what the store holds to the next thing to do. The runtime (elastic.py) and
-the simulation (testing/simulation.py) run this very code; they differ in the world around it.
+`MemberState.decide` is the whole protocol: from what the store holds to the next action. The runtime
+(worker/elastic_membership.py) and the simulation (testing/simulation) run this same code.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,7 +26,7 @@ from msgspec import structs
 
 
 class WorkerId(msgspec.Struct, frozen=True, order=True):
-    """One life of a worker: a process. Its number is a place in the run and is used again by whoever replaces it."""
+    """One incarnation of a worker: a process. A process that replaces it has the same number."""
 
     worker: int
     incarnation: int = 0
@@ -36,15 +36,15 @@ class WorkerId(msgspec.Struct, frozen=True, order=True):
 
 
 class MembershipView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who belongs to an epoch."""
+    """The members of a generation."""
 
     generation: int
-    members: tuple[WorkerId, ...]  # by number; a member's rank is its place here
-    restart: int = 0  # rises when the state was lost with all who had it
-    step: int = 0  # committed by somebody when this was written; never falls within a term
+    members: tuple[WorkerId, ...]  # by number; a member's rank is its index here
+    restart: int = 0  # rises when all members with the state were lost
+    step: int = 0  # committed by a member when this was written; never falls until a restart
     reason: str = ""
-    boundary: bool = False  # made between two steps by members that all knew of it: nobody has to be interrupted
-    removed: dict[int, int] = {}  # worker -> its last life that was a member and is none any more: it never comes back
+    boundary: bool = False  # made between two steps, and known to all members: no step is interrupted
+    removed: dict[int, int] = {}  # worker -> its last incarnation that was removed, which never comes back
 
     def rank(self, worker_id: WorkerId) -> int:
         return self.members.index(worker_id)
@@ -54,69 +54,65 @@ EMPTY_VIEW = MembershipView(generation=0, members=())
 
 
 class MemberPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a member stands as it enters an epoch."""
+    """Where a member is as it enters a generation."""
 
     worker_id: WorkerId
     committed: int  # steps; -1: it has no state yet
-    in_doubt: bool = (
-        False  # it has said that it has the merged gradient of step `committed`, and does not know of the rest
-    )
-    can_donate: bool = True  # between two steps, or before the update of one: its state can be handed over
+    in_doubt: bool = False  # it has voted for step `committed`, and does not know of the other votes
+    can_donate: bool = True  # its state can be sent: between two steps, or before the update of one
 
 
 @dataclass(frozen=True, kw_only=True)
 class MembershipObservation:
-    """What a worker has read from the store, at one moment."""
+    """What a worker has read from the store at one moment."""
 
     view: MembershipView
-    alive: Collection[WorkerId]  # whoever holds a lease: members, and newcomers that wait to be let in
-    positions: Mapping[WorkerId, MemberPosition] = field(default_factory=dict)  # of the view's epoch
+    alive: Collection[WorkerId]  # holders of a lease: members, and newcomers that wait to join
+    positions: Mapping[WorkerId, MemberPosition] = field(default_factory=dict)  # of the view's generation
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryPlan:
-    """What the members of an epoch make of their positions. All come to the same."""
+    """What follows from the members' positions, the same for all members of a generation."""
 
     view: MembershipView
-    step: int  # the floor: everybody goes on from here
-    donors: tuple[WorkerId | None, ...] = (None,)  # by part: gives its state to those behind; None: nobody can
-    behind: tuple[WorkerId, ...]  # have no state, or an older one
-    finishing: tuple[WorkerId, ...]  # hold the gradient of step - 1 and have yet to apply it
-    fresh_start: bool = (
-        False  # a term: nobody has any state, and all take it from the job or from the newest checkpoint
-    )
-    lost_shards: tuple[int, ...] = ()  # parts that nobody stands at the floor with, or comes to it: the state is gone
+    step: int  # the floor: all members continue from here
+    donors: tuple[WorkerId | None, ...] = (None,)  # by shard: sends its state to members behind; None: no member can
+    behind: tuple[WorkerId, ...]  # with no state, or an older one
+    finishing: tuple[WorkerId, ...]  # with the gradient of step - 1, which they have yet to apply
+    fresh_start: bool = False  # no member has state: all take it from the job or from the newest checkpoint
+    lost_shards: tuple[int, ...] = ()  # shards that no member has or reaches at the floor: the state is lost
 
     @property
     def donor(self) -> WorkerId | None:
-        """Of the first part: of a model that is not cut, all there is."""
+        """The donor of the first shard, which is the only one of a whole model."""
         return self.donors[0]
 
     def donor_of(self, worker_id: WorkerId) -> WorkerId | None:
         return self.donors[model_shard_of(worker_id.worker, len(self.donors))]
 
     def receives_from(self, worker_id: WorkerId) -> WorkerId | None:
-        """Whose state a member takes; None for one that has it."""
+        """The member whose state a member receives; None for one that has it."""
         return self.donor_of(worker_id) if worker_id in self.behind else None
 
     def receivers_of(self, worker_id: WorkerId) -> tuple[WorkerId, ...]:
-        """Whom a member hands its state to."""
+        """The members that a member sends its state to."""
         return tuple(other for other in self.behind if self.donor_of(other) == worker_id)
 
 
-# What a member may be told to do.
+# What `decide` may return.
 
 
 @dataclass(frozen=True)
 class ProposeView:
-    """Swap the view for this one, if it is still the one that was read."""
+    """Swap the view for this one, if the store still has the one that was read."""
 
     view: MembershipView
 
 
 @dataclass(frozen=True)
 class PostPosition:
-    """Tell the others of this epoch where this member stands."""
+    """Post this member's position under this generation."""
 
     generation: int
     position: MemberPosition
@@ -124,22 +120,22 @@ class PostPosition:
 
 @dataclass(frozen=True)
 class FormGroup:
-    """Everybody's position is known: make the group of this epoch."""
+    """Form the group of this generation: all positions are known."""
 
     recovery: RecoveryPlan
 
 
 @dataclass(frozen=True)
 class WaitForStore:
-    """Nothing to do until the store holds something else."""
+    """Wait until the store changes."""
 
 
 @dataclass(frozen=True)
 class LeaveRun:
-    """The others went on without this worker; or a part of the state is lost, and with it the worth of its own."""
+    """Leave: the others continue without this worker, or a shard of the state is lost and so its own is useless."""
 
     view: MembershipView
-    lost_shards: tuple[int, ...] = ()  # parts
+    lost_shards: tuple[int, ...] = ()
 
 
 MemberAction = ProposeView | PostPosition | FormGroup | WaitForStore | LeaveRun
@@ -147,41 +143,41 @@ MemberAction = ProposeView | PostPosition | FormGroup | WaitForStore | LeaveRun
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryChange:
-    """A change that all members know of since the last step: they make it together, between two steps."""
+    """A change that all members have known since the last step, and make together between two steps."""
 
     leaving: Collection[WorkerId] = ()
 
 
 @dataclass(kw_only=True)
 class MemberState:
-    """One worker's part. Facts come in by the methods below; `decide` says what to do about membership."""
+    """One worker's state in the protocol. Methods record facts; `decide` returns the next action."""
 
     worker_id: WorkerId
-    model_shards: int = 1  # that the state is cut into; this member has one of them
+    model_shards: int = 1  # of the state; this member has one of them
     committed: int = -1
-    generation: int = 0  # of the group that it has formed, or was told to form last
+    generation: int = 0  # of the group that it formed, or began to form last
     in_doubt: bool = False
     can_donate: bool = True
-    group_broken: bool = True  # that group cannot be used: not made yet, or something in it failed
-    group_members: tuple[WorkerId, ...] = ()  # members of that group
-    state_holders: frozenset[WorkerId] = frozenset()  # of all it has met, those that are known to have had the state
+    group_broken: bool = True  # that group is not formed yet, or something in it failed
+    group_members: tuple[WorkerId, ...] = ()
+    state_holders: frozenset[WorkerId] = frozenset()  # members that are known to have had the state
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def vote(self) -> None:
-        """It has the merged gradient of step `committed` and is about to tell the others."""
+        """It has the reduced gradient of step `committed`, and sends its vote next."""
         self.in_doubt = True
 
     def commit(self) -> None:
-        """All members of the epoch have said so: the step is committed."""
-        assert self.in_doubt, "a step is committed by those who have its gradient"
+        """All members of the generation have voted: the step is committed."""
+        assert self.in_doubt, "only a member that has voted commits a step"
         assert not self.group_broken, "nothing is committed in a group that has failed"
         self.committed += 1
         self.in_doubt = False
         self.state_holders = frozenset(self.group_members)
 
     def drop(self) -> None:
-        """Nothing of the step is kept: it is done again."""
+        """Forgets the step, which is repeated."""
         self.in_doubt = False
 
     # -- membership -------------------------------------------------------------------------------------------------
@@ -196,26 +192,26 @@ class MemberState:
         )
 
     def group_forming(self, recovery: RecoveryPlan) -> None:
-        """It begins to make the group of the settlement's epoch. If that fails, another epoch is needed."""
+        """It begins to form the group of the plan's generation. If that fails, another generation is needed."""
         self.generation, self.group_broken = recovery.view.generation, True
         self.group_members = recovery.view.members
         behind = self.group_members if recovery.fresh_start else recovery.behind
         self.state_holders = frozenset(who for who in self.group_members if who not in behind)
 
     def group_formed(self, recovery: RecoveryPlan) -> None:
-        """The group of the settlement's epoch stands. Those in doubt have committed; those behind have the state."""
+        """The group is formed. Members in doubt have committed; members behind have the state."""
         self.generation, self.group_broken, self.in_doubt = recovery.view.generation, False, False
         if not recovery.fresh_start:
             self.committed = recovery.step
 
     def start_at(self, step: int) -> None:
-        """It has taken the state that a term begins with."""
+        """It has the state that a restart begins with."""
         self.committed = step
 
     def decide(
         self, observed: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange | None = None
     ) -> MemberAction:
-        """The next thing to do. `gone`: whoever is known to be dead or silent, with how that is known."""
+        """The next action. `gone`: workers that are known to be dead or silent, each with how that is known."""
         view = observed.view
         if self.worker_id not in view.members:
             return self._not_a_member(observed, gone)
@@ -233,20 +229,20 @@ class MemberState:
             return PostPosition(view.generation, self.position())
         if any(who not in observed.positions for who in view.members):
             return WaitForStore()
-        settlement = plan_recovery(view, observed.positions, self.model_shards)
-        if settlement.lost_shards:
-            return self._shard_lost(observed, gone, settlement)
-        waiting = [who for who in settlement.behind if settlement.donor_of(who) is None]
-        if waiting:  # who has their part is in the middle of something: newcomers wait for the next boundary
+        recovery = plan_recovery(view, observed.positions, self.model_shards)
+        if recovery.lost_shards:
+            return self._shard_lost(observed, gone, recovery)
+        waiting = [who for who in recovery.behind if recovery.donor_of(who) is None]
+        if waiting:  # their donors are within a step: newcomers wait for the next boundary
             stay = [who for who in view.members if who not in waiting]
             return ProposeView(self._next_view(view, stay, "newcomers wait for the end of the step"))
-        if settlement.fresh_start and not covers_model(view.members, self.model_shards):
+        if recovery.fresh_start and not covers_model(view.members, self.model_shards):
             return self._admit(observed, gone)
-        return FormGroup(settlement)
+        return FormGroup(recovery)
 
     def _missing(self, observed: MembershipObservation, gone: Mapping[WorkerId, str]) -> list[WorkerId]:
-        """Members to go on without. A connection that broke must not cost the state, or a part of it: whoever holds a
-        lease is dropped only by those who have the state, and while somebody stays who has the same part."""
+        """Members to continue without. A broken connection must not cost the state or a shard of it: only members with
+        the state drop a worker that holds a lease, and only while another member stays that has the same shard."""
         missing = [who for who in observed.view.members if who in gone and who != self.worker_id]
         if self.committed < 0:
             return [who for who in missing if who not in observed.alive]
@@ -259,7 +255,7 @@ class MemberState:
     def _shard_lost(
         self, observed: MembershipObservation, gone: Mapping[WorkerId, str], recovery: RecoveryPlan
     ) -> MemberAction:
-        """The state is gone. Those who have some of it end; the others wait for that, and begin a term."""
+        """The state is lost. Members with some of it end; the others wait for that, and begin a restart."""
         view = observed.view
         stateless = [who for who in view.members if observed.positions[who].committed < 0]
         if self.committed >= 0:
@@ -271,7 +267,7 @@ class MemberState:
         return self._new_restart(view, stateless)
 
     def _admit(self, observed: MembershipObservation, gone: Mapping[WorkerId, str]) -> MemberAction:
-        """Nobody has any state, and some part nobody at all: there is no boundary to wait for."""
+        """Lets newcomers join at once: no member has state, and some shard has no member."""
         joining = newcomers(observed.view, observed.alive, gone)
         if not joining:
             return WaitForStore()
@@ -286,11 +282,11 @@ class MemberState:
             who.worker == self.worker_id.worker and who.incarnation > self.worker_id.incarnation
             for who in (*view.members, *observed.alive)
         ):
-            return LeaveRun(view)  # replaced before it came in
+            return LeaveRun(view)  # replaced before it joined
         present = sorted(who for who in observed.alive if who not in gone and may_join(view, who))
         if any(who not in gone for who in view.members) or self.worker_id != min(present, default=self.worker_id):
             return WaitForStore()
-        # Nobody is left who could let anybody in: whoever waits begins a new epoch, from a checkpoint.
+        # No member is left to let a newcomer join: the first that waits begins a restart, from a checkpoint.
         return self._new_restart(view, newest_incarnations(present or [self.worker_id]))
 
     def _at_boundary(
@@ -306,7 +302,7 @@ class MemberState:
         return ProposeView(self._next_view(view, sorted([*staying, *joining]), reason, out=leaving, boundary=True))
 
     def _new_restart(self, view: MembershipView, members: Collection[WorkerId]) -> MemberAction:
-        """With somebody for every part."""
+        """A restart, which needs a member for every shard."""
         if not covers_model(members, self.model_shards):
             return WaitForStore()
         reason = "nobody is left who has the state: back to the newest checkpoint"
@@ -338,12 +334,12 @@ class MemberState:
 
 
 def model_shard_of(worker: int, model_shards: int) -> int:
-    """Which part of the state a worker has; whoever takes its number later has the same."""
+    """Which shard of the state a worker has; a replacement with its number has the same."""
     return worker % model_shards
 
 
 def covers_model(members: Collection[WorkerId], model_shards: int) -> bool:
-    """Whether there is somebody for every part."""
+    """Whether there is a member for every shard."""
     return len({model_shard_of(who.worker, model_shards) for who in members}) == model_shards
 
 
@@ -352,14 +348,14 @@ def may_join(view: MembershipView, worker_id: WorkerId) -> bool:
 
 
 def newcomers(view: MembershipView, alive: Collection[WorkerId], gone: Collection[WorkerId] = ()) -> list[WorkerId]:
-    """Whoever waits to be let in."""
+    """Workers that wait to join."""
     present = {who.worker for who in view.members}
     waiting = [who for who in alive if who.worker not in present and who not in gone and may_join(view, who)]
     return newest_incarnations(waiting)
 
 
 def remove_dead(view: MembershipView, gone: Mapping[WorkerId, str]) -> MembershipView:
-    """The next view, by somebody who is no member and knows who is dead: the driver. It may have no members at all."""
+    """The next view, from the driver, which is no member and knows which workers are dead. It may have no members."""
     removed = dict(view.removed)
     for who in gone:
         removed[who.worker] = max(who.incarnation, removed.get(who.worker, -1))
@@ -374,7 +370,7 @@ def remove_dead(view: MembershipView, gone: Mapping[WorkerId, str]) -> Membershi
 
 
 def newest_incarnations(present: Collection[WorkerId]) -> list[WorkerId]:
-    """Of several lives of a worker the last one."""
+    """The last incarnation of each worker."""
     last: dict[int, WorkerId] = {}
     for who in sorted(present):
         last[who.worker] = who
@@ -384,7 +380,7 @@ def newest_incarnations(present: Collection[WorkerId]) -> list[WorkerId]:
 def plan_recovery(
     view: MembershipView, positions: Mapping[WorkerId, MemberPosition], model_shards: int = 1
 ) -> RecoveryPlan:
-    """Where the members of an epoch go on from. Pure: everyone has the same positions, so all come to the same."""
+    """Where the members of a generation continue. Pure: all members have the same positions, and the same result."""
     placed = [positions[who] for who in view.members]
     floor = max(view.step, *(each.committed for each in placed))
     if floor == 0 and all(each.committed < 0 for each in placed):
@@ -402,5 +398,5 @@ def plan_recovery(
         donors=tuple(donors),
         behind=behind,
         finishing=finishing,
-        lost_shards=tuple(part for part in range(model_shards) if part not in held),
+        lost_shards=tuple(shard for shard in range(model_shards) if shard not in held),
     )

@@ -1,11 +1,10 @@
-"""The store on one machine: starting its server (storeserver.py), asking it, ending it.
+"""The embedded store, on one machine: starts its server (sqlite_server.py), sends requests to it, ends it.
 
-    start(folder)      a server that outlives whoever called; if there is one, that one
-    connect(folder)    a client; the connection is made when it is needed, and again after a failure
-    stop(folder)       ends the server; what it holds stays on disk
+    start_server(folder)   starts a server that outlives the caller, unless one lives already
+    connect(folder)        a client, which connects when it needs to, and again after a failure
+    stop_server(folder)    ends the server; its records stay on disk
 
-Everybody finds the server through store.json in the run's folder, each time they connect: after a restart it may
-listen elsewhere.
+A client reads store.json in the run's folder each time it connects: after a restart the server may listen elsewhere.
 """
 
 import os
@@ -22,13 +21,13 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import RunError
-from shoal.recovery.membership import sqlite_server
-from shoal.recovery.membership.sqlite_server import StoreServerInfo, read_server_info
+from shoal.recovery.membership import sqlite_messages, sqlite_process
+from shoal.recovery.membership.sqlite_messages import StoreServerInfo, read_server_info
 from shoal.recovery.membership.store import LeaseEnded, StoreEntry, StoreSnapshot, StoreUnavailable
 from shoal.recovery.membership.store_errors import StoreOutageTimer
 
-RESPONSE_SECONDS = 2.0  # how long a connection or an answer may take, beyond what a wait asks for
-STOP_SECONDS = 5.0  # until it is ended by force
+RESPONSE_SECONDS = 2.0  # that a connection or a reply may take, beyond the time of a wait
+STOP_SECONDS = 5.0  # until the server is killed
 IDLE_SECONDS = 600.0
 
 Dial = Callable[[str, int, float], socket.socket]  # address, port, seconds
@@ -46,17 +45,16 @@ def start_server(
     idle_seconds: float = IDLE_SECONDS,
     owner: int | None = None,
 ) -> StoreServerInfo:
-    """Starts the server and returns when it listens. Anybody may call this at any time: there is only ever one.
+    """Starts the server and returns when it listens. Any process may call this at any time: one server runs at most.
 
-    It runs in the network namespace of the calling thread, so a lab's host gets one by `call_on(host, …)` with that
-    host's address. `listener`: a socket that listens already, at the address given; it stays the caller's to close.
-    The server ends by itself when it has had neither a lease nor a client for `idle_seconds`; where it has an `owner`,
-    with that process.
+    The server runs in the network namespace of the calling thread, so `call_on(host, …)` starts one on a lab's host,
+    with that host's address. `listener`: a socket that listens at that address already; the caller closes it. The
+    server ends after `idle_seconds` without lease and client, and with the process `owner` if there is one.
     """
     found = _live_server(folder)
     if found is not None:
         return found
-    command = [sys.executable, "-P", sqlite_server.__file__, str(folder.absolute())]
+    command = [sys.executable, "-P", sqlite_process.__file__, str(folder.absolute())]
     command += ["--address", address, "--idle", f"{idle_seconds}"]
     if owner is not None:
         command += ["--owner", f"{owner}"]
@@ -68,9 +66,9 @@ def start_server(
     try:
         return msgspec.json.decode(done.stdout, type=StoreServerInfo)
     except msgspec.DecodeError:
-        said = (done.stdout + done.stderr).decode(errors="replace").strip() or f"it ended with code {done.returncode}"
+        output = (done.stdout + done.stderr).decode(errors="replace").strip() or f"it ended with code {done.returncode}"
         raise RunError(
-            f"the run's store could not be started in {folder}: {said.splitlines()[-1]}",
+            f"the run's store could not be started in {folder}: {output.splitlines()[-1]}",
             fix="a run folder on a local disk that can be written to (--run-dir), or --store etcd://host:port",
         ) from None
 
@@ -80,10 +78,9 @@ def server_running(folder: Path) -> bool:
 
 
 def stop_server(folder: Path, *, dial: Dial = dial, seconds: float = STOP_SECONDS) -> None:
-    """Ends the server of this folder, if there is one: asks it to, and kills it if it has not gone by then."""
-    _wait_until(
-        lambda: not sqlite_server.is_locked(folder) or server_running(folder), seconds
-    )  # one that is just starting
+    """Ends the server of this folder, if there is one: sends a request, and kills it if it lives after `seconds`."""
+    # A server may be starting.
+    _wait_until(lambda: not sqlite_messages.is_locked(folder) or server_running(folder), seconds)
     serving = _live_server(folder)
     if serving is not None:
         client = SqliteStore(folder, dial)
@@ -92,67 +89,67 @@ def stop_server(folder: Path, *, dial: Dial = dial, seconds: float = STOP_SECOND
             _wait_until(lambda: not _is_alive(serving), seconds)
         client.close()
         _kill(serving)
-        # What is read then is of a server that somebody has started since.
+        # Another store.json belongs to a server that was started since.
         _wait_until(
-            lambda: not sqlite_server.is_locked(folder) or read_server_info(folder) not in (None, serving), seconds
+            lambda: not sqlite_messages.is_locked(folder) or read_server_info(folder) not in (None, serving), seconds
         )
-    sqlite_server.remove_server_info(folder)
+    sqlite_messages.remove_server_info(folder)
 
 
 def connect(folder: Path, *, dial: Dial = dial) -> "SqliteStore":
-    """A client of the folder's server, which need not be there yet. `dial`: how to get to another network."""
+    """A client of the folder's server, which may start later. `dial`: connects into another network."""
     return SqliteStore(folder, dial)
 
 
 class SqliteStore:
-    """One connection, one request at a time: while it waits, other threads that use it wait too.
+    """One connection, one request at a time: while a request waits, other threads that use the client wait too.
 
-    So whoever must be heard while another thread waits, such as the one that renews a lease, has a client of its own.
+    A thread that must not wait for others, such as the one that renews a lease, has a client of its own.
     """
 
     def __init__(self, folder: Path, dial: Dial) -> None:
-        self.folder, self._dial = folder.absolute(), dial  # a user's code may go to another folder
+        self.folder, self._dial = folder.absolute(), dial  # the user's code may change the working folder
         serving = read_server_info(folder)
-        self.address = str(serving) if serving is not None else str(folder / sqlite_server.SERVER_INFO)
+        self.address = str(serving) if serving is not None else str(folder / sqlite_messages.SERVER_INFO)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._owner = 0  # a process that was forked must not talk through its parent's connection
+        self._owner = 0  # a forked process must not use its parent's connection
         self._outage = StoreOutageTimer()
 
     def read(self, prefix: str = "") -> StoreSnapshot:
-        return _as_snapshot(self._request(sqlite_server.StoreRead(prefix)))
+        return _as_snapshot(self._request(sqlite_messages.StoreRead(prefix)))
 
     def swap(self, key: str, value: bytes | None, expected: int, lease: int | None = None) -> int | None:
-        return self._request(sqlite_server.StoreSwap(key, value, expected, lease)).revision
+        return self._request(sqlite_messages.StoreSwap(key, value, expected, lease)).revision
 
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
-        return _revision(self._request(sqlite_server.StorePut(key, value, lease)))
+        return _revision(self._request(sqlite_messages.StorePut(key, value, lease)))
 
     def grant(self, seconds: float) -> int:
-        return _revision(self._request(sqlite_server.StoreGrant(seconds)))
+        return _revision(self._request(sqlite_messages.StoreGrant(seconds)))
 
     def renew(self, lease: int) -> bool:
-        return self._request(sqlite_server.StoreRenew(lease)).revision is not None
+        return self._request(sqlite_messages.StoreRenew(lease)).revision is not None
 
     def revoke(self, lease: int) -> None:
-        self._request(sqlite_server.StoreRevoke(lease))
+        self._request(sqlite_messages.StoreRevoke(lease))
 
     def wait(self, prefix: str, after: int, seconds: float) -> StoreSnapshot | None:
-        reply = self._request(sqlite_server.StoreWait(prefix, after, seconds), patience=seconds)
+        reply = self._request(sqlite_messages.StoreWait(prefix, after, seconds), patience=seconds)
         return None if reply.entries is None else _as_snapshot(reply)
 
     def end_server(self) -> None:
-        self._request(sqlite_server.StoreStop())
+        self._request(sqlite_messages.StoreStop())
 
     def close(self) -> None:
         with self._lock:
             self._disconnect()
 
-    def _request(self, request: sqlite_server.StoreRequest, patience: float = 0.0) -> sqlite_server.StoreReply:
-        message = sqlite_server.frame(request)
-        if len(message) > sqlite_server.REQUEST_BYTES:
+    def _request(self, request: sqlite_messages.StoreRequest, patience: float = 0.0) -> sqlite_messages.StoreReply:
+        message = sqlite_messages.frame(request)
+        if len(message) > sqlite_messages.REQUEST_BYTES:
             raise ValueError(
-                f"{len(message):,} bytes; a request to the store has at most {sqlite_server.REQUEST_BYTES:,}"
+                f"{len(message):,} bytes; a request to the store has at most {sqlite_messages.REQUEST_BYTES:,}"
             )
         with self._lock:
             try:
@@ -163,7 +160,7 @@ class SqliteStore:
             except (OSError, msgspec.DecodeError) as error:
                 self._disconnect()
                 raise self._outage.error(self.address, error) from error
-            except BaseException:  # Ctrl-C between a request and its answer
+            except BaseException:  # Ctrl-C between a request and its reply
                 self._disconnect()
                 raise
             if reply.error is not None:
@@ -179,12 +176,14 @@ class SqliteStore:
         if self._socket is None:
             serving = read_server_info(self.folder)
             if serving is None:
-                raise FileNotFoundError(f"no server has left its address in {self.folder / sqlite_server.SERVER_INFO}")
+                raise FileNotFoundError(
+                    f"no server has left its address in {self.folder / sqlite_messages.SERVER_INFO}"
+                )
             self.address = str(serving)
             self._socket, self._owner = self._dial(serving.address, serving.port, RESPONSE_SECONDS), os.getpid()
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.settimeout(RESPONSE_SECONDS)
-            self._socket.sendall(sqlite_server.frame(sqlite_server.StoreHello(serving.token)))
+            self._socket.sendall(sqlite_messages.frame(sqlite_messages.StoreHello(serving.token)))
             _receive(self._socket)
         return self._socket
 
@@ -196,7 +195,7 @@ class SqliteStore:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Nothing comes before something was asked, except the end: the server that it led to is gone."""
+    """Whether the server is gone: between requests it sends nothing but the end of the connection."""
     connection.settimeout(0.0)
     try:
         connection.recv(1, socket.MSG_PEEK)
@@ -207,11 +206,11 @@ def _is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def _receive(connection: socket.socket) -> sqlite_server.StoreReply:
+def _receive(connection: socket.socket) -> sqlite_messages.StoreReply:
     length = int.from_bytes(_receive_exactly(connection, 4), "big")
-    if length > sqlite_server.REPLY_BYTES:
-        raise ConnectionError(f"an answer of {length:,} bytes")
-    return sqlite_server.decode_reply(_receive_exactly(connection, length))
+    if length > sqlite_messages.REPLY_BYTES:
+        raise ConnectionError(f"a reply of {length:,} bytes")
+    return sqlite_messages.decode_reply(_receive_exactly(connection, length))
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytearray:
@@ -219,17 +218,17 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytearray:
     while len(found) < count:
         more = connection.recv(min(count - len(found), 1 << 20))
         if not more:
-            raise ConnectionError("it closed the connection")
+            raise ConnectionError("the server closed the connection")
         found += more
     return found
 
 
-def _as_snapshot(reply: sqlite_server.StoreReply) -> StoreSnapshot:
+def _as_snapshot(reply: sqlite_messages.StoreReply) -> StoreSnapshot:
     entries = {key: StoreEntry(value, revision) for key, (value, revision) in (reply.entries or {}).items()}
     return StoreSnapshot(_revision(reply), entries)
 
 
-def _revision(reply: sqlite_server.StoreReply) -> int:
+def _revision(reply: sqlite_messages.StoreReply) -> int:
     assert reply.revision is not None
     return reply.revision
 
@@ -241,20 +240,20 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def _live_server(folder: Path) -> StoreServerInfo | None:
-    """The server that lives and is ready."""
-    if not sqlite_server.is_locked(folder):
+    """The server, if it lives and is ready."""
+    if not sqlite_messages.is_locked(folder):
         return None
     found = read_server_info(folder)
     return found if found is not None and _is_alive(found) else None
 
 
 def _is_alive(serving: StoreServerInfo) -> bool:
-    return sqlite_server.process_start_ticks(serving.pid) == serving.started
+    return sqlite_messages.process_start_ticks(serving.pid) == serving.started
 
 
 def _kill(serving: StoreServerInfo) -> None:
     with suppress(ProcessLookupError):
-        handle = os.pidfd_open(serving.pid)  # from here on the number means one process
+        handle = os.pidfd_open(serving.pid)  # from here on the id stays that of one process
         try:
             if _is_alive(serving):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)

@@ -1,20 +1,21 @@
-"""The store: a few small records that outlive any process of a run. One contract, two ways to keep it:
+"""The store: a few small records that outlive any process of a run. One contract, two implementations:
 
-    embedded   a process of its own on this machine, SQLite underneath     (embedded.py)
-    etcd       for several machines                                        (etcd.py)
+    embedded   a process of its own on this machine, with SQLite     (sqlite_client.py)
+    etcd       for several machines                                  (etcd.py)
 
-Workers keep a lease in it and read who else does; changes of membership are swaps of one record. It is asked a few
-times a second and never within a step: training goes on while it is away, only changes of membership wait.
+Each worker keeps a lease in the store and reads the leases of others; a change of membership is a swap of one record.
+Workers read the store a few times a second and never within a step: while the store is unavailable training continues,
+and only changes of membership wait. <id> is a worker and its incarnation.
 
-    view                  View                who belongs to the run, under which epoch    (protocol.py)
-    committed             number              how many steps are known to be committed
-    alive/<worker>.<life> Alive     lease     a process of the run
-    position/<epoch>/<worker>.<life>  lease   where it stood as that epoch began
-    meeting/<epoch>       address   lease     where the members of an epoch meet to form their group
-    wish                  Wish                what the user asked for since: stop, another number of workers
-    why                   number              somebody wants to know what everybody is doing: rises by one
-    where/<worker>.<life> Where     lease     the answer
-    driver                Driver    lease     the process that watches over the run
+    view                         MembershipView         members and generation (protocol.py)
+    committed                    number                 steps that are known to be committed
+    alive/<id>                   WorkerProcess   lease  a process of the run
+    position/<generation>/<id>   MemberPosition  lease  where a member was as that generation began
+    meeting/<generation>         address         lease  where the members of a generation connect to form their group
+    wish                         RunRequest             what the user has requested since: stop, a number of workers
+    why                          number                 a request for the stacks of all workers; its revision rises
+    where/<id>                   WorkerActivity  lease  the answer
+    driver                       DriverRecord    lease  the process that watches the run
 """
 
 from typing import Protocol
@@ -30,51 +31,51 @@ class StoreEntry(msgspec.Struct, frozen=True):
 
 
 class StoreSnapshot(msgspec.Struct, frozen=True):
-    """Records under a prefix, all at one moment."""
+    """The records under a prefix at one moment."""
 
     revision: int  # of the store at that moment
     entries: dict[str, StoreEntry]
 
 
 class StoreUnavailable(RunError):
-    """The store cannot be reached now. Whoever can go on without it does."""
+    """The store cannot be reached now. Training continues."""
 
 
 class LeaseEnded(RunError):
-    """Nothing was written: the lease that the record was to go with has ended."""
+    """Nothing was written: the lease of the record has ended."""
 
 
 class RunStore(Protocol):
-    """Every call either happens or raises StoreAway, after which it may have happened or not."""
+    """A call that raises StoreUnavailable may have happened or not."""
 
-    address: str  # as the user would write it
+    address: str  # as the user writes it
 
     def read(self, prefix: str = "") -> StoreSnapshot: ...
 
     def swap(self, key: str, value: bytes | None, expected: int, lease: int | None = None) -> int | None:
         """Writes (None: removes) a record if its revision is still the expected one; 0: if there is none.
 
-        Returns the new revision, or None if somebody else was there before. With a lease the record goes with it;
-        if that has ended, LeaseEnded is raised.
+        Returns the new revision, or None if another process changed the record. A record with a lease ends with the
+        lease; if that has ended already, LeaseEnded is raised.
         """
         ...
 
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
-        """Writes a record whatever is there."""
+        """Writes a record, whatever its revision."""
         ...
 
     def grant(self, seconds: float) -> int:
-        """A new lease. It ends by itself that long after it was last renewed; its records vanish with it."""
+        """A new lease. It ends that long after its last renewal, and its records with it."""
         ...
 
     def renew(self, lease: int) -> bool:
-        """False: it has ended."""
+        """Renews a lease. False: it has ended."""
         ...
 
     def revoke(self, lease: int) -> None: ...
 
     def wait(self, prefix: str, after: int, seconds: float) -> StoreSnapshot | None:
-        """Blocks until something under the prefix was written or removed after that revision; None: nothing was."""
+        """Waits until a record under the prefix is written or removed after that revision; None if none is."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""A store that does not answer, as one of its clients tells it. Used by embedded.py and etcd.py."""
+"""The error of a client whose store does not answer."""
 
 import time
 
@@ -6,10 +6,10 @@ from shoal.recovery.membership.store import StoreUnavailable
 
 
 class StoreOutageTimer:
-    """Since when a client has had no answer."""
+    """Measures for how long a client has had no answer."""
 
     def __init__(self) -> None:
-        self._since: tuple[float, str] | None = None  # for the count, and as people say it
+        self._since: tuple[float, str] | None = None  # monotonic, and the time of day
 
     def error(self, address: str, reason: Exception | str) -> StoreUnavailable:
         if self._since is None:

@@ -47,7 +47,8 @@ from shoal.paramserver.messages import (
     TableSlice,
     ValuesReply,
 )
-from shoal.paramserver.shard import ParameterShard, ShardReply
+from shoal.paramserver.replies import ShardReply
+from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.sharding import shard_dense
 from shoal.paramserver.snapshot import ShardSnapshot
 from shoal.paramserver.sparse_table import SparseTable
@@ -201,7 +202,7 @@ class SimShard(ParameterShard):
         tensors: Sequence[Tensor] = (),
     ) -> list[ShardReply]:
         world, taken = self.world, self.applied_tags.setdefault(client, [])
-        refused = self.refused["ticket"]
+        refused = self.refused["lease"]
         answers = super().handle(client, tag, sequence, generation, request, tensors)
         own = next((each.reply for each in answers if each.client == client and each.tag == tag), None)
         code = own.code if isinstance(own, RefusedReply) else ""
@@ -224,7 +225,7 @@ class SimShard(ParameterShard):
         if isinstance(request, PushRequest) and isinstance(own, AckReply | ValuesReply):
             at = int(tensors[0].argmin())
             times = float(self.numbers[at])
-            if self.refused["ticket"] > refused:
+            if self.refused["lease"] > refused:
                 world.record_case("a ticket was pushed twice")
             world.require(times == 1.0, f"number {at} was acknowledged, and was applied {times:g} times")
             world.rows_agree(self)
@@ -283,7 +284,7 @@ class SimServerHost:
         )
         self.shard.attach(world)
         self.shard.before_rewind = self._finish_write
-        self.dispatcher = RequestDispatcher(self.shard, number=self.number, count=plan.shards)
+        self.dispatcher = RequestDispatcher(self.shard)
         if self.snapshots:
             if (
                 len(self.snapshots) > 1 and not world.lockstep and world.chance(plan.torn)

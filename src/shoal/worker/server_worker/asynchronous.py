@@ -19,6 +19,7 @@ from shoal.numerics.grad_norm import clip_to_norm
 from shoal.numerics.lanes import assign_lanes, reassign_lanes
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.step import StepInput, StepResult
+from shoal.paramserver.lease_queue import EVALUATE, FINISH, SAVE
 from shoal.paramserver.messages import (
     EndReply,
     EndRequest,
@@ -29,7 +30,6 @@ from shoal.paramserver.messages import (
     TaskReply,
 )
 from shoal.paramserver.reduce import SparseGradient
-from shoal.paramserver.step_coordinator import EVALUATE, FINISH, SAVE
 from shoal.worker.lane_speeds import MIN_SPEEDUP, LaneSpeeds
 from shoal.worker.requests import STOP
 from shoal.worker.server_worker.base import ServerWorker

@@ -108,7 +108,7 @@ class ServerWorker(TrainingState):
         if self.context.resumed:
             if self.initial_state is None:
                 self.initial_state = self._resume()
-            state = {"begin": self.initial_state}
+            state = {"start_from": self.initial_state}
             wait_all([self.client.request(shard, PutRequest([], state=state)) for shard in unkept])
         for shard in unkept:
             if self.context.resumed:
@@ -119,7 +119,7 @@ class ServerWorker(TrainingState):
     def _resume(self) -> list[Any]:
         """What the servers begin with: see `ParameterShard`."""
         found = self.restore_checkpoint()
-        values = found.snapshot.values["told"]
+        values = found.snapshot.values["progress"]
         self.resumed_step = self.step = found.snapshot.step
         self.loss, self.metrics = values["loss"], values["metrics"]
         inexact = values.get("inexact", "")

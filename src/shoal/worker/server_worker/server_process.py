@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 from shoal.job.job import Job
 from shoal.numerics import kernels
 from shoal.parallel.plan import Plan
+from shoal.paramserver.lease_queue import EVALUATE, SAVE
 from shoal.paramserver.server import ParameterServer
 from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.snapshot import SnapshotFolder
-from shoal.paramserver.step_coordinator import EVALUATE, SAVE, StepCoordinator
+from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.report.events import ServerReported, ServerStarted
 from shoal.worker.context import WorkerContext

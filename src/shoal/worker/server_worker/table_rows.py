@@ -1,8 +1,8 @@
-"""Sparse tables on disk. They are too large to pass through a worker: a checkpoint links the servers' snapshots.
+"""The rows of sparse tables on disk. They are too large to pass through a worker: the servers write snapshots of them.
 
     RUN/tables/step-00000100/shard-0/snapshot-…      links to what the server wrote; two steps are kept
 
-A run that resumes with another number of servers reads all of them, and each server takes its own rows.
+A run that continues with another number of servers reads all snapshots, and each server takes its own rows.
 """
 
 import os
@@ -25,11 +25,11 @@ TableRows = dict[str, Tensor]  # a table's rows as a shard captures them
 
 
 def save_rows(run: Path, step: int, servers: int) -> str:
-    """Keeps what the servers have just written as this step's rows. Returns their name, for the checkpoint."""
+    """Keeps the servers' newest snapshots as those of this step. Returns the folder's name, for the checkpoint."""
     name = f"step-{step:08d}"
     beside = run / TABLES / f".{name}"
     shutil.rmtree(beside, ignore_errors=True)
-    for number in range(servers):  # folders of more servers may be there, from before a resume
+    for number in range(servers):  # the run may have had more before it was resumed
         shard = run / "servers" / f"shard-{number}"
         newest = max(shard.glob("snapshot-*"))
         target = beside / shard.name / newest.name
@@ -44,11 +44,11 @@ def save_rows(run: Path, step: int, servers: int) -> str:
 
 
 def read_rows(run: Path, name: str) -> dict[str, list[TableRows]]:
-    """The rows of each server, by table."""
+    """By table, the rows of each server."""
     found: dict[str, list[TableRows]] = {}
     folders = sorted((run / TABLES / name).glob("shard-*"))
     if not folders:
-        raise CheckpointError(f"the rows of tables that belong to the checkpoint are gone: {TABLES}/{name}")
+        raise CheckpointError(f"the checkpoint's rows of tables are gone: {TABLES}/{name}")
     for folder in folders:
         with SnapshotFolder(folder) as snapshots:
             captured = snapshots.newest()
@@ -60,41 +60,39 @@ def read_rows(run: Path, name: str) -> dict[str, list[TableRows]]:
 
 
 def rows_of_shard(run: Path, name: str, shard: int, shards: int) -> Mapping[str, TableRows]:
-    """The rows that belong to this shard, by table."""
+    """By table, the rows that this shard holds now."""
     found: dict[str, TableRows] = {}
-    for table, shard_rows in read_rows(run, name).items():
+    for table, captured in read_rows(run, name).items():
         mine: list[TableRows] = []
-        for each in shard_rows:
-            ids = each["ids"]
+        for rows in captured:
+            ids = rows["ids"]
             keep = shard_of(ids, shards) == shard
-            mine.append({key: value[keep] for key, value in each.items() if len(value) == len(ids) and key != "counts"})
-        whole = {key: torch.cat([each[key] for each in mine]) for key in mine[0]}
+            mine.append({key: value[keep] for key, value in rows.items() if len(value) == len(ids) and key != "counts"})
+        whole = {key: torch.cat([rows[key] for rows in mine]) for key in mine[0]}
         order = torch.argsort(whole["ids"])
         found[table] = {key: value[order] for key, value in whole.items()} | {"counts": torch.tensor([0, 0])}
     return found
 
 
 def rows_of_run(run: Path, table: str) -> tuple[Tensor, Tensor]:
-    """The rows of a run's table at its end: ids, rising, and their rows."""
-    steps = sorted((run / TABLES).glob("step-*"))
-    if not steps:
-        raise InputError(f"{run} has no tables", fix="a run of a model with shoal.Embedding")
-    found = read_rows(run, steps[-1].name)
+    """The newest rows of a table: rising ids, and their values."""
+    found = _newest_rows(run)
+    if not found:
+        raise InputError(f"{run} has no tables", fix="name a run of a model with shoal.Embedding")
     if table not in found:
-        raise InputError(f"{run} has no table {table!r}", fix=f"one of {', '.join(sorted(found))}")
-    ids = torch.cat([each["ids"] for each in found[table]])
-    rows = torch.cat([each["values"] for each in found[table]])
-    order = torch.argsort(ids)
-    return ids[order], rows[order]
+        raise InputError(f"{run} has no table {table!r}", fix=f"name one of {', '.join(sorted(found))}")
+    return found[table]["ids"], found[table]["values"]
+
+
+def _newest_rows(run: Path) -> Mapping[str, TableRows]:
+    steps = sorted((run / TABLES).glob("step-*"))
+    return rows_of_shard(run, steps[-1].name, 0, 1) if steps else {}
 
 
 def attach_rows(model: nn.Module, run: Path, seed: int) -> None:
-    """Makes every `shoal.Embedding` of the model look rows up in a run's tables; rows that are not there are new."""
+    """Makes every `shoal.Embedding` of the model look up the run's newest rows; rows that the run lacks are new."""
     tables = tables_of(model)
-    if not tables:
-        return
-    steps = sorted((run / TABLES).glob("step-*"))
-    kept = rows_of_shard(run, steps[-1].name, 0, 1) if steps else {}
+    kept = _newest_rows(run) if tables else {}
     for name, embedding in tables:
         if name not in kept:
             raise CheckpointError(f"{run} has no rows of table {name}: it was stopped before the first checkpoint")

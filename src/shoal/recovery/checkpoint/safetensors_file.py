@@ -1,9 +1,13 @@
-"""A safetensors file, read where it is asked for and not mapped: a mapping counts as a process's own memory, and a
-worker under a cap may have less left than the file is long."""
+"""The safetensors format: the length of a header, the header as JSON, and the bytes of the tensors.
+
+The safetensors library writes only tensors that are all in memory, in files for their owner alone, and maps the files
+that it reads. A mapping counts as the process's own memory, and a worker under a memory limit may have less left than
+the length of the file. So this module writes tensors one by one, and reads tensors or boxes of them into fresh memory.
+"""
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,20 +15,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LENGTH_BYTES = 8  # of the header, at the beginning
+from shoal.numerics.digest import tensor_bytes
+
+LENGTH_BYTES = 8  # of the length of the header, at the beginning of a file
 # fmt: off
-DTYPE_LABELS: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+DTYPE_LABELS: dict[str, torch.dtype] = {  # by their names in the format, in the order of tensors in a file
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
+    "F32": torch.float32, "U32": torch.uint32, "I32": torch.int32,
+    "BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16, "I16": torch.int16,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }
 # fmt: on
+STORABLE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_LABELS.values()}
+_LABELS = {dtype: label for label, dtype in DTYPE_LABELS.items()}
+_ORDER = {dtype: place for place, dtype in enumerate(_LABELS)}  # large elements first, so that all tensors are aligned
+
+TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
+
+
+def write_safetensors(
+    path: Path, specs: TensorSpecs, read: Callable[[str], Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Writes a file, byte for byte as the library does, with one tensor in memory at a time, which `read` returns."""
+    names = sorted(specs, key=lambda name: (_ORDER[specs[name][0]], name))
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        dtype, shape = specs[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _LABELS[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with open(path, "wb") as file:
+        file.write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
+        for name in names:
+            file.write(tensor_bytes(read(name)))
 
 
 class SafetensorsFile:
-    """What is wrong with a file is an OSError or a ValueError."""
+    """One file, open for reading. Anything wrong with it raises OSError or ValueError."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "rb")
@@ -61,12 +92,8 @@ class SafetensorsFile:
     def dtype(self, name: str) -> torch.dtype:
         return DTYPE_LABELS[self._tensors[name].label]
 
-    def label(self, name: str) -> str:
-        """The dtype as safetensors calls it."""
-        return self._tensors[name].label
-
     def read(self, name: str, box: tuple[slice, ...] = ()) -> Tensor:
-        """A tensor, or a box of it: a range in each dimension. Rows that are not wanted are not read."""
+        """A tensor in fresh memory, or a view of a box of it: a range per dimension. Other rows are not read."""
         found = self._tensors.get(name)
         if found is None:
             raise ValueError(f"{self._file.name} has no {name}")
@@ -89,7 +116,7 @@ class _SafetensorsEntry:
         self.label, self.shape = str(entry["dtype"]), tuple(int(each) for each in entry["shape"])
         self.start, stop = entry["data_offsets"]
         if self.label not in DTYPE_LABELS:
-            raise ValueError(f"{name} has the dtype {self.label}, which is not known")
+            raise ValueError(f"{name} has the dtype {self.label}, which Shoal does not know")
         length = math.prod(self.shape) * DTYPE_LABELS[self.label].itemsize
         if not 0 <= self.start <= stop <= size or stop - self.start != length:
-            raise ValueError(f"{name} does not lie within the file")
+            raise ValueError(f"{name} is not within the file")

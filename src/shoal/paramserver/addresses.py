@@ -1,0 +1,117 @@
+"""Addresses of servers: `unix:PATH` on one host, `tcp://HOST:PORT` between hosts."""
+
+import errno
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import InputError
+
+
+def read_address(text: str) -> tuple[str, Any]:
+    """Returns ("unix", path) or ("tcp", (host, port))."""
+    kind, _, rest = text.partition(":")
+    if kind == "unix" and rest:
+        return "unix", Path(rest)
+    if kind == "tcp" and rest.startswith("//"):
+        host, colon, port = rest[2:].rpartition(":")
+        if colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
+            return "tcp", (host.strip("[]"), int(port))
+    raise InputError(f"{text!r} is no address of a server", fix="unix:PATH on one host, tcp://HOST:PORT between hosts")
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def listen(text: str, token: str | None) -> tuple[socket.socket, str]:
+    """Returns a listening socket and its address, with the port that the system chose for port 0."""
+    kind, place = read_address(text)
+    if kind == "tcp" and not token and not is_loopback(place[0]):
+        raise InputError(
+            f"{text} can be reached from other machines, and there is no token: anyone could change the model",
+            fix="token=… on servers and workers, or tcp://127.0.0.1",
+        )
+    try:
+        listener = _bind_unix(place) if kind == "unix" else _bind_tcp(*place)
+    except OSError as error:
+        fix = "a folder that can be written" if kind == "unix" else "another port, or 0 for any"
+        raise InputError(f"cannot listen on {text}: {socket_error_text(error)}", fix=fix) from None
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener, text if kind == "unix" else f"tcp://{place[0]}:{listener.getsockname()[1]}"
+
+
+def _bind_unix(place: Path) -> socket.socket:
+    place.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)  # only this user may connect
+    try:
+        with _ShortSocketPath(place) as path:
+            listener.bind(path)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect_socket(text: str, timeout: float) -> socket.socket:
+    """Connects to an address, or raises OSError."""
+    kind, place = read_address(text)
+    if kind == "tcp":
+        return socket.create_connection(place, timeout)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)  # for a full backlog
+        with _ShortSocketPath(place) as path:
+            connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+class _ShortSocketPath:
+    """A path short enough for a socket: a long one goes through a descriptor of its folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folder = -1
+
+    def __enter__(self) -> str:
+        if sys.platform != "linux" or len(os.fsencode(self._path)) < 100:
+            return str(self._path)
+        self._folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        return f"/proc/self/fd/{self._folder}/{self._path.name}"
+
+    def __exit__(self, *error: object) -> None:
+        if self._folder >= 0:
+            os.close(self._folder)
+
+
+def socket_error_text(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return "the host's name is unknown"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if error.errno in (errno.ECONNRESET, errno.EPIPE):
+        return "it closed the connection"
+    if error.errno == errno.ENOENT:
+        return "there is no such file"
+    return (error.strerror or str(error)).lower()
