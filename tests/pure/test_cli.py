@@ -27,7 +27,7 @@ def test_version(call: Caller, capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command_and_an_example(call: Caller, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(call, capsys, "--help")
     for name in COMMANDS:
-        assert re.search(rf"^ +(Run|After)? *{name}\b", text, re.MULTILINE)
+        assert re.search(rf"^(Run|After)? +{name}\b", text, re.MULTILINE)
     assert "example: shoal train" in text
     assert call("").code == 2
     assert call().out == text, "no command at all: the same help"

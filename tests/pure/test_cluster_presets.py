@@ -239,7 +239,7 @@ def test_a_cluster_is_drawn_with_its_narrow_places(capsys: pytest.CaptureFixture
         "      ├─ nvlink 300 GB/s, 7 us, for each of 8 devices",
         "      └─ 8 × a100-sxm-80   312 TFLOP/s bf16, 80 GB at 2.04 TB/s, 2.5 USD/h",
         "hosts of a rack          32     30 us   12.5 GB/s     1.56 GB/s       reach 80 %   192 × less  ◄ narrowest",
-        "narrowest: the link of host r0h0, 100 Gbit/s, which 8 devices share: 1.56 GB/s a device while all talk, "
+        "narrowest: the link of host r0h0, 100 Gbit/s, which 8 devices share: 1.56 GB/s a device while all send, "
         "192 × less than between devices of a host",
         "next: shoal plan FILE --cluster cloud-100g --hosts 16",
     ):
@@ -249,7 +249,7 @@ def test_a_cluster_is_drawn_with_its_narrow_places(capsys: pytest.CaptureFixture
 def test_oversubscription_and_sockets_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = narrowest(find_cluster("meta-grand-teton", hosts=768))
     assert found is not None and found.tier == "rack"
-    assert "7:1 oversubscribed: 7.14 GB/s a device while all talk, 7 × less than between hosts" in found.sentence
+    assert "7:1 oversubscribed: 7.14 GB/s a device while all send, 7 × less than between hosts" in found.sentence
     path = tmp_path / "box.toml"
     path.write_text(
         '[hosts]\ndevice = "l4"\ndevices = 4\n[links.inside]\nkind = "pcie"\nbandwidth = "16 GB/s"\nshared = true\n'
@@ -262,7 +262,7 @@ def test_oversubscription_and_sockets_are_named(tmp_path: Path, capsys: pytest.C
     assert "between sockets 10 GB/s, shared by 2 devices on each side  ◄ narrow" in drawn
     assert "2 hosts a … b" in drawn and "rack c" in drawn and "1 × l4" in drawn
     alone = text(Cluster(racks=find_cluster(str(path)).racks[1:]), "c")
-    assert "one device: nobody to talk to" in alone and "narrowest" not in alone
+    assert "one device: no links" in alone and "narrowest" not in alone
     socket = narrowest(parse_cluster(path.read_text().split("[[racks]]")[0] + "[[racks]]\nhosts = 1"))
     assert socket is not None and "the link between the sockets of host r0h0, 10 GB/s: 5 GB/s" in socket.sentence
 

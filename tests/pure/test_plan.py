@@ -647,7 +647,7 @@ def test_the_bill_of_a_deadline(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "told", "fix"),
     [
-        ((), "for a job or for a shape; neither", "shoal plan examples"),
+        ((), "a job FILE or --gpt SHAPE: neither", "shoal plan examples"),
         (("x.py", "--gpt", GPT), "both", "shoal plan examples"),
         (("--gpt", GPT), "--gpt needs --batch", "--batch"),
         (("x.py", "--batch", "8"), "a job has its own", "--set batch=8"),

@@ -609,7 +609,7 @@ def test_one_configuration_as_json_is_the_same_as_in_python(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "none of them is given"),
+        ([], "none is given"),
         (["--gpt", "layers=2", "--table", "a.csv"], "gpt and table are given"),
         ([*WHAT, "--chunks", "7"], "layers 24 is not divisible by pp × vp = 14"),
         ([*WHAT, "--schedule", "1f2b"], "did you mean 1f1b"),

@@ -118,22 +118,22 @@ def plan_file(text: str) -> Any:
         ((*GPT, "--layout", "data=4,pipelin=2"), "'pipelin' is not known", "--layout"),
         ((*STEP, "--schedule", "1f2b"), "there is no schedule 1f2b", "did you mean 1f1b?"),
         ((*STEP, "--stragglers", "lognormel:0.1"), "there is no distribution 'lognormel'", "did you mean lognormal?"),
-        ((*STEP, "--days", "54"), "how often does something fail?", "--mtbf 50000h"),
+        ((*STEP, "--days", "54"), "how often does a device fail?", "--mtbf 50000h"),
         ((*STEP, "--days", "-1", "--failures", "3"), "--days -1", "--days 54"),
         ((*STEP, "--days", "3", "--failures", "-3"), "--failures -3", "--failures 466"),
         ((*STEP, "--days", "54", "--mtbf", "50000"), "50000: a time with its unit is wanted", "--mtbf 50000h"),
         ((*STEP, "--days", "54", "--mtbf", "50000 hours"), "a time with its unit", "30min"),
         ((*STEP, "--days", "54", "--mtbf=-5h"), "above 0", "--mtbf 1h"),
         ((*STEP, "--days", "5", "--failures", "3", "--checkpoint", "600"), "600: a time with its unit is wanted", "--checkpoint 600h, or s"),
-        ((*STEP, "--mtbf", "5h"), "it is not said how many", "--days 54"),
-        ((*STEP, "--days", "5", "--mtbf", "5h", "--failures", "3"), "either says it", "leave one out"),
+        ((*STEP, "--mtbf", "5h"), "failures need --days", "--days 54"),
+        ((*STEP, "--days", "5", "--mtbf", "5h", "--failures", "3"), "one of them", "leave one out"),
         ((*STEP, "--servers", "0"), "--servers 0: at least 1", "--servers 1"),
-        ((*STEP, "--mode", "async"), "modes and accuracy are of parameter servers", "--servers 4"),
+        ((*STEP, "--mode", "async"), "--accuracy need parameter servers", "--servers 4"),
         ((*STEP, "--servers", "2", "--mode", "asink"), "there is no mode 'asink'", "did you mean async?"),
         ((*STEP, "--servers", "2", "--mode", "quorum:9"), "a quorum of 9, but there are 4 workers", "quorum:4"),
         ((*STEP, "--servers", "2", "--accuracy", "steps=5"), "noise is missing", "steps=5000,noise=512"),
         ((*STEP, "--steps", "0"), "--steps 0: at least 1", "--steps 1"),
-        ((*STEP, "--slow", "3"), "'3' is not understood", "--slow 5=3,9=1.5"),
+        ((*STEP, "--slow", "3"), "'3' is not known", "--slow 5=3,9=1.5"),
         ((*STEP, "--slow", "99=2"), "devices are 0 to 15", ""),
         ((*STEP, "--shares", "3,1"), "--shares 3,1 are of a job's lanes", "--layout data=2 --shares 3,1"),
         ((*STEP, "--plot", "step.txt"), "a picture is .svg", ".svg"),
@@ -143,7 +143,7 @@ def plan_file(text: str) -> Any:
         (plan_file("{"), "is not JSON", "shoal plan"),
         (plan_file('{"workers": 2}'), "is not a plan", ""),
         (plan_file('{"best": []}'), "is not what shoal plan --json prints", ""),
-        (plan_file('{"workers":2,"lanes":4,"assignment":[[0,2],[2,4]]}'), "deals 4 lanes of a job", "FILE.py"),
+        (plan_file('{"workers":2,"lanes":4,"assignment":[[0,2],[2,4]]}'), "assigns 4 lanes of a job", "FILE.py"),
     ],
 )  # fmt: skip
 def test_bad_input_is_told_with_what_to_change(call: Caller, tmp_path: Path, words: Any, told: str, fix: str) -> None:
@@ -159,7 +159,7 @@ def test_a_plan_of_other_lanes_is_told(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"workers":2,"lanes":8,"assignment":[[0,4],[4,8]]}')
     result = call("simulate", "plan.json", job, "--cluster", "lab-10g", "--hosts", "2")
     assert result.code == 2
-    assert "deals 8 lanes" in result.err
+    assert "assigns 8 lanes" in result.err
 
 
 def test_a_layout_that_does_not_fit_the_memory_is_warned_of(call: Caller) -> None:

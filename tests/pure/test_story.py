@@ -628,7 +628,7 @@ def test_a_loss_that_ends_the_run_is_the_error() -> None:
         f"worker 3: killed (SIGKILL); {action}",
         "  on host-b, pid 4123",
         "  noticed: its process ended",
-        "  last heard of after step 800",
+        "  last report after step 800",
         "  its log: two",
         "  its log: three",
         "  its log: four",

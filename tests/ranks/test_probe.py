@@ -15,9 +15,8 @@ from shoal.planner.cluster import read_cluster
 
 
 def given(path: Path, **changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(
-        **{"output": path, "force": False, "quick": True, "run": None, "json": True, "lab": None, **changes}
-    )
+    usual = {"output": path, "force": False, "quick": True, "run": None, "json": True, "lab": None}
+    return argparse.Namespace(**usual | changes)
 
 
 def test_a_quick_probe_writes_a_file_that_reads_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

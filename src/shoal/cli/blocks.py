@@ -17,7 +17,7 @@ from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
 from shoal.worker.model_partition import ModelOutline, example_microbatch, make_outline
 
-TEXT = "a job's model as a row of blocks: what each costs, and where a layout cuts between and through them"
+TEXT = "a job's model as a row of blocks: parameters, costs, where a layout cuts"
 
 EXAMPLE = "shoal blocks examples/gpt.py --layout pipeline=2,tensor=2"
 
@@ -38,7 +38,7 @@ def call(given: argparse.Namespace) -> int:
     return 0
 
 
-# -- what it prints -----------------------------------------------------------------------------------------------------
+# -- what it prints ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

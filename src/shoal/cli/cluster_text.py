@@ -37,11 +37,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class BandwidthBottleneck:
-    """The place where a device gets least while all talk."""
+    """The link where a device has the least bandwidth while all send."""
 
     tier: str
     bytes_per_second: float
-    ratio: float | None  # how many times less than one tier below; None: there is none
+    ratio: float | None  # the bandwidth of the tier below over this one's; None: the lowest tier
     sentence: str
 
 
@@ -49,7 +49,7 @@ class BandwidthBottleneck:
 
 
 def narrowest(cluster: Cluster) -> BandwidthBottleneck | None:
-    """None if there is nobody to talk to. Of equal tiers the nearest, where the bandwidth is lost."""
+    """The tier with the least bandwidth per device, of equal ones the nearest; None for a single device."""
     found = tiers(cluster)
     if not found:
         return None
@@ -57,7 +57,7 @@ def narrowest(cluster: Cluster) -> BandwidthBottleneck | None:
     place = found.index(tier)
     ratio = found[place - 1].shared_bandwidth / tier.shared_bandwidth if place else None
     less = "" if ratio is None else f", {_times(ratio)} less than between {_near(cluster, found[place - 1])}"
-    sentence = f"{_cause(cluster, tier)}: {_speed(tier.shared_bandwidth)} a device while all talk{less}"
+    sentence = f"{_cause(cluster, tier)}: {_speed(tier.shared_bandwidth)} a device while all send{less}"
     return BandwidthBottleneck(tier=tier.name, bytes_per_second=tier.shared_bandwidth, ratio=ratio, sentence=sentence)
 
 
@@ -74,7 +74,7 @@ def _cause(cluster: Cluster, tier: LinkTier) -> str:
         return f"the link of host {host.name}, {_cards(host)}{shared}"
     host = hosts[0]
     if host.interconnect is None:
-        return f"the memory of host {host.name}, of which the file says nothing (a guess)"
+        return f"the memory of host {host.name}, which the file does not describe (a guess)"
     if tier.name == "socket" and host.interconnect.between is not None:
         return f"the link between the sockets of host {host.name}, {_speed(host.interconnect.between.bytes_per_second)}"
     near = host.devices // host.interconnect.sockets
@@ -121,7 +121,7 @@ def _heading(cluster: Cluster, name: str) -> list[str]:
 
 
 def _tree(cluster: Cluster) -> list[str]:
-    """Equal racks once, equal hosts once."""
+    """One branch for equal racks, and one for equal hosts."""
     groups = list(_alike(cluster.racks, _rack_kind))
     lines = ["spine"] if len(cluster.racks) > 1 else []
     for number, racks in enumerate(groups):
@@ -180,7 +180,7 @@ def _device(device: Device, count: int) -> str:
 def _table(cluster: Cluster) -> list[str]:
     found = tiers(cluster)
     if not found:
-        return ["one device: nobody to talk to"]
+        return ["one device: no links"]
     worst = min(found, key=lambda tier: tier.shared_bandwidth)
     rows = [("between", "devices", "latency", "one alone", "all at once", "large messages", "")]
     last: LinkTier | None = None
@@ -281,7 +281,7 @@ def presets_value() -> list[dict[str, Any]]:
 
 
 def _alike(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> Iterator[list[Item]]:
-    """Runs of items of one kind."""
+    """Runs of neighbouring items of one kind."""
     for _, run in groupby(items, key=kind):
         yield list(run)
 
@@ -309,7 +309,7 @@ def _fast(link: ClusterLink) -> str:
 
 
 def _speed(bytes_per_second: float) -> str:
-    """Three figures; in bytes, as devices are told."""
+    """Three figures, in bytes."""
     return bytes_text(float(f"{bytes_per_second:.3g}"), "/s")
 
 

@@ -21,7 +21,7 @@ from shoal.report.compare_runs import ComparedRun, best, read_compared_run
 from shoal.report.run_folder import DEFAULT_ROOT, RunFolder, find_run
 from shoal.worker.run_config import RunConfig
 
-TEXT = "a job in several ways to keep workers in step, one run each; or finished runs: loss against time and steps"
+TEXT = "ways to keep workers in step, one run each; or finished runs: loss against time and steps"
 EXAMPLE = "shoal compare digits.py --sync sync,stale:3,async --workers 2"
 
 
@@ -46,7 +46,7 @@ def call(given: argparse.Namespace) -> int:
     if given.chart is not None:
         drawn = show.charts(runs)
         if not drawn:
-            raise InputError("no run has told of any loss: there is nothing to draw", fix="without --chart")
+            raise InputError("no run has recorded a loss: there is nothing to draw", fix="without --chart")
         chart.save_charts(drawn, given.chart)
     if given.json:
         print_json(show.value(runs))
@@ -115,7 +115,7 @@ def _config(given: argparse.Namespace, sync_mode: SyncMode) -> RunConfig:
 def _train(job: Job, file: str, config: RunConfig) -> ComparedRun:
     try:
         path = train_with(job, config, name=file).folder
-    except RunFailed as error:  # a mode in which a job does not train is a result, too
+    except RunFailed as error:  # a mode in which the job does not train is a result, too
         print(f"{config.servers.sync}: {error}", file=sys.stderr, flush=True)
         path = Path(error.report["folder"])
     return read_compared_run(RunFolder(path))
@@ -124,7 +124,7 @@ def _train(job: Job, file: str, config: RunConfig) -> ComparedRun:
 def _next(given: argparse.Namespace, runs: list[ComparedRun]) -> str:
     found = best(runs)
     run = runs[0] if found is None else found[0]
-    if given.sync is not None and given.steps is not None:  # that was a try
+    if given.sync is not None and given.steps is not None:  # a short trial
         return f"shoal train {given.what[0]} --workers {run.workers} --servers {run.servers} --sync {run.sync_mode}"
     default = Path(run.folder) == DEFAULT_ROOT / run.run
     return f"shoal report {run.run if default else run.folder}"

@@ -30,7 +30,7 @@ def value(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 
 def table(runs: Sequence[ComparedRun]) -> Table:
-    """A line for each run; columns of which nothing is known are left out."""
+    """A line for each run; empty columns are left out."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     names = dict(zip((run.folder for run in runs), labels(runs), strict=True))
     columns: list[tuple[str, Cell]] = [
@@ -60,7 +60,7 @@ def table(runs: Sequence[ComparedRun]) -> Table:
 
 
 def text(runs: Sequence[ComparedRun], *, width: int) -> str:
-    """Table, both charts, and what follows from them."""
+    """Table, both charts, and the run that did best."""
     console = Console(width=max(width, 160), no_color=True, highlight=False)
     with console.capture() as captured:
         console.print(table(runs))
@@ -69,7 +69,7 @@ def text(runs: Sequence[ComparedRun], *, width: int) -> str:
     jobs = sorted({run.job for run in runs})
     if len(jobs) > 1:
         parts.append(
-            f"these are runs of different jobs ({', '.join(jobs)}): losses and speeds say little of each other"
+            f"these are runs of different jobs ({', '.join(jobs)}): their losses and speeds are hard to compare"
         )
     found = best(runs)
     if found is not None:

@@ -44,8 +44,8 @@ def call(given: argparse.Namespace) -> int:
 
 def _work(given: argparse.Namespace) -> Workload:
     if (given.file is None) == (given.gpt is None):
-        told = "neither is" if given.file is None else "both are"
-        raise InputError(f"a file or a shape is to be estimated; {told} given", fix="shoal estimate examples/gpt.py")
+        both = "neither is" if given.file is None else "both are"
+        raise InputError(f"a job FILE or --gpt SHAPE: {both} given", fix=EXAMPLE)
     if given.gpt is not None:
         if given.settings or given.script_arguments:
             raise InputError(

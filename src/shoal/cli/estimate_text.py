@@ -80,13 +80,13 @@ def estimate(
 
 
 def lane_seconds(work: Workload, cluster: Cluster) -> dict[int, float]:
-    """Of a step on one worker, with other numbers of lanes: the same samples in smaller or larger kernels."""
+    """Seconds of a step on one worker by number of lanes: the same samples in smaller or larger kernels."""
     assert work.lanes is not None and work.batch is not None
-    pieces = work.microbatches or 1
+    microbatches = work.microbatches or 1
     found = {}
     for lanes in sorted({*LANES, work.lanes}):
-        if work.batch % (lanes * pieces) == 0:
-            setup = Setup(batch=work.batch, microbatch=work.batch // (lanes * pieces), lanes=lanes)
+        if work.batch % (lanes * microbatches) == 0:
+            setup = Setup(batch=work.batch, microbatch=work.batch // (lanes * microbatches), lanes=lanes)
             found[lanes] = predict(replace(work, lanes=lanes), setup, cluster).seconds
     return found
 
@@ -117,7 +117,7 @@ def _line(work: Workload, block: Block, times: int, scale: float) -> EstimateLin
 
 
 def text(found: JobEstimate, where: str, following: str) -> str:
-    """`where`: which cluster that is; `following`: the next command worth typing."""
+    """`where`: names the cluster; `following`: the next command to type."""
     lines = [_heading(found), where, "", *_table(found), "", *_notes(found), "", *_alone(found), *_lanes(found)]
     return "\n".join([*lines, "", f"next: {following}"])
 
@@ -148,7 +148,7 @@ def _table(found: JobEstimate) -> list[str]:
 
 
 def _all(found: JobEstimate) -> EstimateLine:
-    """What is tied is held, updated and sent once; what goes on from block to block does not add up."""
+    """The sum of all blocks. Tied weights are held, updated and sent once; values between blocks do not add up."""
 
     def total(name: str) -> float:
         return float(sum(line.times * getattr(line, name) for line in found.lines))
@@ -204,7 +204,7 @@ def more(ratio: float) -> str:
 
 
 def count(number: float) -> str:
-    """830 k, 98.5 G: of things that are no bytes."""
+    """A count: 830 k, 98.5 G."""
     factor, unit = next(((factor, f" {unit}") for factor, unit in COUNTS if number >= factor), (1.0, ""))
     return f"{number / factor:.4g}{unit}" if number else "–"
 

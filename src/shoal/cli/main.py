@@ -18,12 +18,12 @@ from shoal.errors import InputError, ShoalError
 
 TEXT = "Distributed PyTorch training with the same bits on any number of workers."
 EXAMPLE = "shoal train examples/digits.py --workers 2"
-COMMANDS = {  # a command is a module with TEXT, EXAMPLE, `arguments(parser)` and `call(namespace)`
-    "Before": ("estimate", "plan", "predict", "simulate", "cluster", "blocks", "schedule"),
-    "Run": ("train", "run", "verify", "compare"),
-    "During": ("attach", "why", "scale", "stop"),
-    "After": ("report", "runs", "compare"),
-    "Prove": ("lab", "bench", "chaos"),
+COMMANDS = {  # a command is a module of this room with TEXT, EXAMPLE, `arguments(parser)` and `call(namespace)`
+    "Before": ("estimate FILE", "plan FILE", "predict", "simulate", "cluster probe|show", "blocks FILE", "schedule"),
+    "Run": ("train FILE[:job]", "run SCRIPT -- ARGS", "verify FILE", "compare FILE --sync …"),
+    "During": ("attach [RUN]", "why [RUN]", "scale [RUN]", "stop [RUN]"),
+    "After": ("report [RUN]", "runs", "compare RUN RUN…"),
+    "Prove": ("lab -- COMMAND", "bench collectives", "chaos FILE"),
 }
 WITH_ARGUMENTS = ("run", "lab", "estimate")  # commands that take a script's or a program's arguments after --
 
@@ -33,10 +33,11 @@ def build_parser() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=CommandParser)
     lines = [TEXT, ""]
-    for group, names in COMMANDS.items():
-        for number, name in enumerate(names):
+    for group, usages in COMMANDS.items():
+        for number, usage in enumerate(usages):
+            name = usage.split()[0]
             module = import_module(f"shoal.cli.{name}")
-            lines.append(f"{'' if number else group:8} {name:9} {module.TEXT}")
+            lines.append(f"{'' if number else group:8} {usage:21} {module.TEXT}")
             if name not in commands.choices:
                 module.arguments(command(commands, name, module.TEXT, module.call, module.EXAMPLE))
     parser.description = "\n".join([*lines, "", "shoal COMMAND --help has its arguments and an example"])

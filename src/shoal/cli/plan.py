@@ -103,9 +103,9 @@ def call(given: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuery:
-    """A job or a shape, and how its ways are searched on any cluster."""
+    """A job or a shape, and how its layouts are searched on a cluster."""
 
-    command_words: Sequence[str]  # of the command line, to ask for it again
+    command_words: Sequence[str]  # of the command line, to repeat the query
     work: Workload
     space: Callable[[Workload, Cluster], SearchSpace]
     runtime: Runtime
@@ -122,11 +122,11 @@ class PlanQuery:
         return search(work, cluster, space=space, memory=self.memory, runtime=self.runtime, inexact=self.inexact)
 
     def can_run(self, candidate: Candidate) -> bool:
-        """A shape is nobody's: all that can be predicted is shown."""
+        """False where this runtime cannot run a job's candidate; a shape is not run, so all candidates count."""
         return candidate.runnable or candidate.setup.lanes is None
 
     def rank_larger_batch(self, cluster: Cluster, times: int) -> PlanRanking:
-        """With a batch so many times as large."""
+        """The ranking with a batch `times` as large."""
         work, space = larger_batch(self.work, self.space(self.work, cluster), times)
         return self.rank_again(work, cluster, space)
 
@@ -134,7 +134,7 @@ class PlanQuery:
 def _check(given: argparse.Namespace) -> None:
     if (given.file is None) == (given.gpt is None):
         what = "neither" if given.file is None else "both"
-        raise InputError(f"a plan is for a job or for a shape; {what} is given", fix=EXAMPLE)
+        raise InputError(f"a job FILE or --gpt SHAPE: {what} is given", fix=EXAMPLE)
     if given.file is not None:
         refuse_shape_flags(given)
     check_counts(given, "top", "batch", "steps", "workers")
@@ -237,8 +237,8 @@ def _best(
     print(f"\nmemory of 1, {show.layout_text(shown[0])}")
     print("\n".join(show.memory_lines(ranking.full_prediction(shown[0]).stages, ranking.memory)))
     print()
-    for told in [*(show.bill_lines(bill) if bill else []), *show.rejected_lines(ranking)]:
-        print("\n".join(wrap(told, WIDTH, **WRAPPED)))
+    for line in [*(show.bill_lines(bill) if bill else []), *show.rejected_lines(ranking)]:
+        print("\n".join(wrap(line, WIDTH, **WRAPPED)))
     if cannot is not None and cannot.seconds < shown[0].seconds:
         print(f"  faster, and not yet in this runtime: {show.layout_text(cannot)}, {seconds_text(cannot.seconds)}")
     for number, why in refused.items():
@@ -260,7 +260,7 @@ def _write(path: Path, candidate: Candidate | None, threads: int) -> None:
 
 
 def _next(given: argparse.Namespace, question: PlanQuery, best: Candidate | None, here: bool) -> str:
-    """The one command worth typing now. `here`: the cluster is a processor and its cores."""
+    """The next command to type. `here`: the cluster is one processor and its cores."""
     if best is None:
         return f"shoal plan {' '.join(question.command_words)} --top 20"
     if given.output is not None:
@@ -275,7 +275,7 @@ def _next(given: argparse.Namespace, question: PlanQuery, best: Candidate | None
 
 
 def _options(candidate: Candidate, trains: bool) -> list[str]:
-    """As `train` has them, or `predict` and `simulate`."""
+    """The candidate as flags of `train`, or of `predict` and `simulate`."""
     setup = candidate.setup
     served = setup.exchange == "servers"
     found = ["--workers", str(setup.data)] if served and trains else ["--layout", str(setup)]

@@ -1,4 +1,4 @@
-"""What `shoal plan` prints: the best few ways as a table, what does not fit and why; a curve; and the same as JSON."""
+"""What `shoal plan` prints: the best layouts as a table, what does not fit and why; a curve; and the same as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -26,7 +26,7 @@ RECOMPUTED = {"none": "–", "selective": "attention", "full": "blocks"}
 
 
 def best_per_layout(found: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The best of each layout: what differs only in zero, schedule, microbatch or recomputation is one way."""
+    """The best candidate of each layout, whatever its zero, schedule, microbatch and recomputation."""
     seen: dict[tuple[object, ...], Candidate] = {}
     for each in found:
         setup = each.setup
@@ -40,7 +40,7 @@ def best_per_layout(found: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 def layout_lines(found: Sequence[Candidate], notes: Mapping[int, str]) -> list[str]:
-    """One line for each, `--layout` as it can be pasted. `notes`: by place in the table, why it cannot be run."""
+    """One line for each candidate, with its `--layout`. `notes`: by number in the table, why it cannot be run."""
     priced = any(each.cost is not None for each in found)
     job = any(each.setup.lanes is not None for each in found)
     head = ["", "--layout", "schedule", "micro", "recompute", "a step", "samples/s", "a worker needs"]
@@ -72,7 +72,7 @@ def _schedule(candidate: Candidate) -> str:
 
 
 def heterogeneous_lines(candidate: Candidate) -> list[str]:
-    """What devices that are not alike are given."""
+    """How unequal devices share the work."""
     lines = []
     if candidate.shares:
         what = "microbatches" if candidate.setup.lanes is None else "lanes"
@@ -83,7 +83,7 @@ def heterogeneous_lines(candidate: Candidate) -> list[str]:
 
 
 def time_lines(found: Sequence[Candidate]) -> list[str]:
-    """Where the time goes; the parts add up to the step."""
+    """Seconds of a step by term; the terms add up to the step."""
     unit, scale = ("s", 1.0) if found[0].seconds >= 10 else ("ms", 1e3)
     rows = [["", *TERMS, f"= {unit} a step"]]
     for number, each in enumerate(found, start=1):
@@ -95,7 +95,7 @@ def time_lines(found: Sequence[Candidate]) -> list[str]:
 
 
 def memory_lines(stages: Sequence[StagePrediction], limit: float) -> list[str]:
-    """Of a worker of each stage; of many stages the first, the second and the last."""
+    """Memory of a worker of each stage; of many stages, the first ones and the last."""
     shown = list(range(len(stages)))
     if len(shown) > MOST_STAGES:
         shown = [*shown[: MOST_STAGES - 1], len(stages) - 1]
@@ -110,7 +110,7 @@ def memory_lines(stages: Sequence[StagePrediction], limit: float) -> list[str]:
 
 
 def rejected_lines(ranking: PlanRanking, most: int = 3) -> list[str]:
-    """How many were looked at, and what the largest part of those is that do not fit."""
+    """How many candidates were looked at, and which memory binds those that do not fit."""
     lines = [
         f"looked at {len(ranking.setups):,} ways; {len(ranking.rejected):,} do not fit"
         f" in {gigabytes_text(ranking.memory)}"
@@ -131,7 +131,7 @@ def rejected_lines(ranking: PlanRanking, most: int = 3) -> list[str]:
 
 
 def bill_lines(bill: CheapestPlans) -> list[str]:
-    """What all steps of the best take and cost."""
+    """Time and cost of all steps of the best plan."""
     best = bill.chosen[0][0]
     if bill.steps is None or best.cost is None:
         return []
@@ -188,24 +188,24 @@ def law_lines(curve: ScalingCurve) -> list[str]:
 
 
 def _errors(curve: ScalingCurve) -> dict[str, str]:
-    """Of each law, at the point where it is furthest off."""
+    """The largest error of each law."""
     assert curve.fits is not None
     worst: dict[str, float] = {}
     for point in curve.points:
-        for law, told in curve.fits.speedups(point.devices / curve.points[0].devices).items():
-            worst[law] = max(worst.get(law, 0.0), abs(told / point.speedup - 1))
+        for law, speedup in curve.fits.speedups(point.devices / curve.points[0].devices).items():
+            worst[law] = max(worst.get(law, 0.0), abs(speedup / point.speedup - 1))
     return {law: f"within {percent(error, 1)}" for law, error in worst.items()}
 
 
 def charts(curve: ScalingCurve) -> tuple[chart.Chart, chart.Chart]:
-    """Throughput and efficiency, each with what the laws make of it."""
+    """Throughput and efficiency, predicted and fitted by each law."""
     assert curve.fits is not None
     x = [point.devices for point in curve.points]
     times = [each / x[0] for each in x]
     laws = [curve.fits.speedups(each) for each in times]
     lines = {"predicted": [point.candidate.rate for point in curve.points]}
     unit = curve.points[0].candidate.rate
-    lines |= {law: [told[law] * unit for told in laws] for law in laws[0]}
+    lines |= {law: [fitted[law] * unit for fitted in laws] for law in laws[0]}
     lines["ideal"] = [each * unit for each in times]
     shares = {name: [y / ideal for y, ideal in zip(line, lines["ideal"], strict=True)] for name, line in lines.items()}
     del shares["ideal"]

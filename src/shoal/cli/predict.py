@@ -41,7 +41,7 @@ from shoal.planner.cost.transformer_shape import TransformerShape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.trace_job import workload_of
 
-TEXT = "seconds, memory and FLOP/s of one configuration, or of a table of them"
+TEXT = "seconds and memory of one configuration, or of a table of them"
 EXAMPLE = "shoal predict --table what-if.csv --cluster dgx-a100"
 
 
@@ -64,13 +64,13 @@ def arguments(parser: CommandParser) -> None:
 
 
 def call(given: argparse.Namespace) -> int:
-    told = [name for name in ("file", "gpt", "table") if getattr(given, name) is not None]
-    if len(told) != 1:
-        said = "none of them is" if not told else f"{' and '.join(told)} are"
-        raise InputError(f"a file, --gpt or --table is to be predicted; {said} given", fix=f"--gpt {SHAPE}")
+    named = [name for name in ("file", "gpt", "table") if getattr(given, name) is not None]
+    if len(named) != 1:
+        found = "none is" if not named else f"{' and '.join(named)} are"
+        raise InputError(f"a job FILE, --gpt SHAPE or --table: {found} given", fix=f"--gpt {SHAPE}")
     check_counts(given, "microbatch", "batch", "chunks")
     if given.calibrate and given.file is None:
-        raise InputError(f"--calibrate is for a job that Shoal trains, and --{told[0]} is none", fix="FILE")
+        raise InputError(f"--calibrate is for a job that Shoal trains, and --{named[0]} is none", fix="FILE")
     return _table(given) if given.table is not None else _one(given)
 
 

@@ -46,13 +46,13 @@ def _digits(seconds: float) -> int:
 
 
 def _how(setup: Setup) -> str:
-    said = [plural(setup.microbatches, "microbatch") + f" of {setup.microbatch}"]
+    words = [plural(setup.microbatches, "microbatch") + f" of {setup.microbatch}"]
     if setup.pipeline > 1:
-        said.append(setup.schedule + (f" × {setup.chunks}" if setup.chunks > 1 else ""))
-    said += [f"{setup.recompute} recomputation"] if setup.recompute != "none" else []
-    said += ["sequence parallel"] if setup.sequence_parallel else []
-    said += [f"{plural(setup.servers, 'server')}, {setup.sync}"] if setup.exchange == "servers" else []
-    return f"   {', '.join(said)}"
+        words.append(setup.schedule + (f" × {setup.chunks}" if setup.chunks > 1 else ""))
+    words += [f"{setup.recompute} recomputation"] if setup.recompute != "none" else []
+    words += ["sequence parallel"] if setup.sequence_parallel else []
+    words += [f"{plural(setup.servers, 'server')}, {setup.sync}"] if setup.exchange == "servers" else []
+    return f"   {', '.join(words)}"
 
 
 def _binds(found: Prediction, room: float) -> str:
@@ -64,7 +64,7 @@ def _binds(found: Prediction, room: float) -> str:
 
 
 def _stages(stages: Sequence[StagePrediction]) -> list[str]:
-    """Equal ones are one line."""
+    """A line for each run of equal stages."""
     rows = [["stage", "blocks", "forward", "backward", *MEMORY_PARTS, "= GB"]]
     for _, group in groupby(enumerate(stages), key=lambda each: _line(each[1])):
         found = list(group)
@@ -107,7 +107,7 @@ def value(found: Prediction, work: Workload) -> dict[str, Any]:
 
 
 def against_measured(rows: Sequence[dict[str, str]]) -> str | None:
-    """One line on how near a table's predictions are; None where it has nothing measured."""
+    """The errors of a table's predictions in one line; None where the table has no measured times."""
     both = [row for row in rows if row.get(MEASURED, "").strip()]
     if not both:
         return None

@@ -10,7 +10,7 @@ from shoal.driver.launch import run_with
 from shoal.errors import InputError
 from shoal.worker.run_config import AUTO
 
-TEXT = "start any torch.distributed script"
+TEXT = "start any torch.distributed script, or a loop with shoal.join"
 JOB_ONLY = ("layout", "schedule", "chunks", "recompute", "memory", "cluster", "calibrate", "sync")
 
 EXAMPLE = "shoal run train.py --workers 2 -- --lr 0.1"

@@ -21,7 +21,7 @@ from shoal.parallel.pipeline_schedule import (
 )
 from shoal.report.human import plural
 
-TEXT = "a pipeline schedule as a picture, with its bubble and the activations it holds; or all, compared"
+TEXT = "pipeline schedules as pictures: waiting, and activations held"
 
 EXAMPLE = "shoal schedule 1f1b --pipeline 4 --microbatches 8"
 
@@ -45,7 +45,7 @@ def call(given: argparse.Namespace) -> int:
     return 0
 
 
-# -- what it prints -----------------------------------------------------------------------------------------------------
+# -- what it prints ----------------------------------------------------------------------------------------------------
 
 
 ALL = "all"

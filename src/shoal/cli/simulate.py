@@ -55,7 +55,7 @@ DEEP = 1000  # of the ranked ways of a job: looked through for one that can be r
 COPY = 10e9  # bytes a second: a device's state into its host's memory, which steps wait for
 DISK = 5e9  # bytes a second of a host: from there to where it outlives the host, beside the steps
 
-TEXT = "a plan played on a cluster with a virtual clock: stragglers, failures, shared links"
+TEXT = "a plan played with a virtual clock: stragglers, failures, shared links"
 
 
 def arguments(parser: CommandParser) -> None:
@@ -121,13 +121,13 @@ def call(given: argparse.Namespace) -> int:
         seconds = float(times.mean())
     servers = given.servers or (asked.setup.servers if asked.setup.exchange == "servers" else None)
     if servers is None and (given.mode is not None or given.compare_modes or given.accuracy is not None):
-        raise InputError("modes and accuracy are of parameter servers, and none is asked for", fix="--servers 4")
+        raise InputError("--sync, --compare-modes and --accuracy need parameter servers", fix="--servers 4")
     if servers is not None:
-        told, value["servers"] = _servers(given, servers, asked, cluster, step)
-        lines += ["", *told]
+        more, value["servers"] = _servers(given, servers, asked, cluster, step)
+        lines += ["", *more]
     if given.days is not None:
-        told, value["days"], value["assumed"] = _days(given, asked.setup, cluster, step, seconds)
-        lines += ["", *told]
+        more, value["days"], value["assumed"] = _days(given, asked.setup, cluster, step, seconds)
+        lines += ["", *more]
     title = f"{asked.name}, {asked.setup}, {show.seconds(step.seconds)} a step"
     if given.trace is not None:
         write_file(given.trace, msgspec.json.encode(chrome_trace(rows, title, seconds=step.seconds)))
@@ -159,12 +159,12 @@ def _check(given: argparse.Namespace) -> None:
     if given.failures is not None and given.failures < 0:
         raise InputError(f"--failures {given.failures}: not below 0", fix="--failures 466")
     if given.failures is not None and given.mtbf is not None:
-        raise InputError(f"--failures {given.failures} and --mtbf {given.mtbf}: either says it", fix="leave one out")
+        raise InputError(f"--failures {given.failures} and --mtbf {given.mtbf}: one of them", fix="leave one out")
     if given.days is None and (given.failures is not None or given.mtbf is not None):
-        raise InputError("failures happen over days, and it is not said how many", fix="--days 54")
+        raise InputError("failures need --days: how long the run lasts", fix="--days 54")
     if given.days is not None and given.failures is None and given.mtbf is None:
         raise InputError(
-            f"--days {given.days:g}, and how often does something fail?", fix="--mtbf 50000h, or --failures 466"
+            f"--days {given.days:g}: how often does a device fail?", fix="--mtbf 50000h, or --failures 466"
         )
     if given.shares is not None and (given.layout is None or given.gpt is not None):
         raise InputError(
@@ -182,7 +182,7 @@ def _request(given: argparse.Namespace, cluster: Cluster) -> SimulateRequest:
     if len(plans) > 1 or len(jobs) > 1:
         raise InputError(f"{' '.join(given.files)}: one plan and one job at the most", fix=EXAMPLE)
     if bool(jobs) == (given.gpt is not None):
-        what = "both are given" if jobs else "neither is given" if not plans else "a plan alone does not say of what"
+        what = "both are given" if jobs else "neither is given" if not plans else "a plan alone names no job"
         raise InputError(f"a job or a shape is simulated; {what}", fix=f"a FILE.py beside it, or --gpt {SHAPE}")
     if plans and given.layout is not None:
         raise InputError(f"{plans[0]} has a layout, and --layout {given.layout} another", fix="leave one out")
@@ -196,10 +196,10 @@ def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cl
     opened = open_job(job)
     work = workload_of(job, opened.source)
     setup = None if plan is None else _stored_setup(plan)
-    dealt: tuple[Span, ...] | None = None
+    assignment: tuple[Span, ...] | None = None
     if setup is None and (plan is not None or given.layout is not None):
         made = _layout_plan(given, work) if plan is None else read_plan(plan)
-        setup, dealt = setup_of(work, made), made.assignment
+        setup, assignment = setup_of(work, made), made.assignment
     elif setup is None:
         setup = next(
             (
@@ -214,9 +214,9 @@ def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cl
         if setup is None:
             raise PlanError(f"no exact layout of {file} was found that can be run", fix="--layout data=1")
     if setup.lanes != work.lanes:
-        raise PlanError(f"{plan} deals {setup.lanes} lanes, and {file} has {work.lanes}", fix="the plan of this job")
+        raise PlanError(f"{plan} assigns {setup.lanes} lanes, and {file} has {work.lanes}", fix="the plan of this job")
     words = " ".join(f"--set {text}" for text in given.settings)
-    return SimulateRequest(name=file, work=work, setup=setup, assignment=dealt,
+    return SimulateRequest(name=file, work=work, setup=setup, assignment=assignment,
                  following=f"shoal train {file} {words + ' ' if words else ''}--layout {setup}")  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def _of_shape(given: argparse.Namespace, plan: Path | None, cluster: Cluster) ->
     if plan is not None and setup is None:
         layout = read_plan(plan)
         raise PlanError(
-            f"{plan} deals {layout.lanes} lanes of a job, and a shape has none",
+            f"{plan} assigns {layout.lanes} lanes of a job, and a shape has none",
             fix="the job's FILE.py, or what shoal plan --gpt … --json prints",
         )
     if setup is None:
@@ -285,7 +285,7 @@ def _shape_setup(given: argparse.Namespace, layout: ParallelLayout) -> Setup:
 
 
 def _stored_setup(path: Path) -> Setup | None:
-    """The best of what `shoal plan --json` printed; None: it is another file."""
+    """The best setup of what `shoal plan --json` printed; None for another file."""
     try:
         value = msgspec.json.decode(path.read_bytes())
     except OSError as error:
@@ -303,7 +303,7 @@ def _stored_setup(path: Path) -> Setup | None:
 
 
 def _memory(request: SimulateRequest, cluster: Cluster, step: SimulatedStep) -> list[str]:
-    """A word of warning where it would not fit."""
+    """A warning where the layout does not fit."""
     device = min((host.device for host in cluster.hosts if host.device), key=lambda each: each.memory)
     stage, part = step.prediction.binds
     need, there = step.prediction.peak, device.memory - device.reserved
@@ -337,12 +337,12 @@ def _servers(
         latency=far.latency,
         stragglers=StragglerModel.parse(given.stragglers or "constant"),
     )
-    quorum = max(2, base.workers - max(1, base.workers // 10))  # nobody waits for the slowest tenth
+    quorum = max(2, base.workers - max(1, base.workers // 10))  # the slowest tenth is not waited for
     usual = [SyncMode.parse(text) for text in ("sync", f"quorum:{quorum}", "stale:2", "async", "local:16")]
     usual = usual if base.workers > 2 else [each for each in usual if each.name != "quorum"]
     usual += [SyncMode.parse("groups:2")] if base.workers > 2 else []
     mode = SyncMode.parse(given.mode or setup.sync or "sync")
-    replace(base, sync_mode=mode)  # whether it fits
+    replace(base, sync_mode=mode)  # raises if the mode does not fit
     modes = [mode]
     if given.compare_modes:
         modes = list({str(each): each for each in (*usual, mode)}.values())
@@ -412,6 +412,6 @@ def _numbers(option: str, text: str, known: Sequence[str] | None, example: str) 
             number = math.nan
         right = name.isdecimal() if known is None else name in known
         if not right or not np.isfinite(number) or number < 0:
-            raise InputError(f"{option} {text}: {item.strip()!r} is not understood", fix=f"{option} {example}")
+            raise InputError(f"{option} {text}: {item.strip()!r} is not known", fix=f"{option} {example}")
         found[name] = number
     return found

@@ -138,8 +138,8 @@ def server_lines(
             f"{each.computing:>8.1%}{each.dropped / max(1, each.dropped + each.gradients):>9.1%}"
             f"{each.mean_staleness:>11.3g}{when:>14}{first / there.seconds:>14.2f} ×"
         )
-    told = f"least updates {law.min_updates:g}, noise batch {law.noise_batch:g}, staleness penalty {law.penalty:g}"
-    lines.append(f"  assumed: {told if not relative else 'noise batch as large as the batch (--accuracy says more)'}")
+    assumed = f"least updates {law.min_updates:g}, noise batch {law.noise_batch:g}, staleness penalty {law.penalty:g}"
+    lines.append(f"  assumed: {assumed if not relative else 'noise batch as large as the batch (--accuracy sets it)'}")
     return [*lines, *(f"           {line}" for line in ASSUMPTIONS)]
 
 

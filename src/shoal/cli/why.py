@@ -10,7 +10,7 @@ from shoal.driver.control import why
 from shoal.report.run_folder import find_run
 from shoal.report.stacks import render
 
-TEXT = "what every worker of a run is doing, and who waits for whom"
+TEXT = "who waits for whom, in which operation, at which line"
 EXAMPLE = "shoal why 7f3a"
 
 

@@ -1,7 +1,7 @@
-"""`--plan auto`: which layout so many workers get where nobody says. Only exact ones: the job fixes the arithmetic.
+"""`--plan auto`: chooses an exact layout where the user names none.
 
-Plain copies stay the choice wherever they fit in memory, unless the cluster is known (probed or named) and another
-layout is predicted to be faster by more than a prediction may be wrong.
+Plain copies are chosen wherever they fit in memory, unless the cluster is named and another layout is predicted to be
+faster by more than the error of a prediction.
 """
 
 import math
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from shoal.planner.cost.workload import Workload
     from shoal.planner.search.search import PlanRanking
 
-MIN_GAIN = 0.15  # what another layout has to gain, predicted, over plain copies: the error that a prediction may have
-MEMORY_MARGIN = 0.1  # by which a predicted peak may be wrong
+MIN_GAIN = 0.15  # predicted gain over plain copies that another layout needs: the error of a prediction
+MEMORY_MARGIN = 0.1  # error of a predicted peak
 
 
 class PlanFactory(Protocol):
-    """A plan of the job with this layout, and with what else the user asked for."""
+    """Makes a plan of the job with this layout and the rest of the user's configuration."""
 
     def __call__(
         self, layout: ParallelLayout, *, schedule: str = ..., chunks: int | None = ..., recompute: bool = ...
@@ -40,27 +40,27 @@ class PlanFactory(Protocol):
 class LayoutChooser:
     predictor: RunPredictor
     make_plan: PlanFactory
-    check: Callable[[Plan], None]  # raises what speaks against a plan: its blocks, the optimizer, memory
+    check: Callable[[Plan], None]  # raises where blocks, optimizer or memory do not fit
     memory_limit: int | None = None  # bytes that a worker may use (--memory)
 
     def choose(self, workers: int) -> tuple[Plan, str]:
-        """The plan, and why it is not plain copies if it is not. Raises if nothing fits, with the least that would."""
-        plain, ground, refused = self.make_plan(ParallelLayout(data=workers)), self.predictor.basis, None
+        """The plan, and why it is not plain copies. Raises MemoryNeeded with the least need, if nothing fits."""
+        plain, basis, refused = self.make_plan(ParallelLayout(data=workers)), self.predictor.basis, None
         try:
             self.check(plain)
         except MemoryNeeded as error:
             refused = error
-        if refused is None and self.memory_limit is None and not ground.named:
+        if refused is None and self.memory_limit is None and not basis.named:
             return plain, ""
         try:
             work = self.predictor.work()
         except NoPrediction:
             return (plain, "") if refused is None else self._simplest(workers, refused)
-        told = predict_plan(work, plain, ground)
-        has = _device_bytes(ground.cluster) if self.memory_limit is None else self.memory_limit
-        peak = max(told.peak_bytes, default=0)
+        copies = predict_plan(work, plain, basis)
+        has = _device_bytes(basis.cluster) if self.memory_limit is None else self.memory_limit
+        peak = max(copies.peak_bytes, default=0)
         fits = refused is None and (has is None or peak <= has * (1 + MEMORY_MARGIN))
-        if fits and not ground.named:
+        if fits and not basis.named:
             return plain, ""
         try:
             best = self._best(work, workers, has)
@@ -70,16 +70,15 @@ class LayoutChooser:
             raise
         if not fits:
             return best, self._why(max(peak, 0 if refused is None else refused.needed), has)
-        found = predict_plan(work, best, ground)
-        if found.seconds is None or told.seconds is None or found.seconds > told.seconds * (1 - MIN_GAIN):
+        found = predict_plan(work, best, basis)
+        if found.seconds is None or copies.seconds is None or found.seconds > copies.seconds * (1 - MIN_GAIN):
             return plain, ""
-        times = f"{human.milliseconds(1000 * found.seconds)} for {human.milliseconds(1000 * told.seconds)} ms"
-        gain = human.percent(1 - found.seconds / told.seconds)
+        times = f"{human.milliseconds(1000 * found.seconds)} for {human.milliseconds(1000 * copies.seconds)} ms"
+        gain = human.percent(1 - found.seconds / copies.seconds)
         return best, f"predicted to be {gain} faster than plain copies ({times})"
 
     def choose_again(self, old: Plan, left: int, least: int) -> Plan:
-        """For the workers that are left of a run, `least` of them or more: as many of its replicas as they can be, if
-        a replica still can be; else what the planner says."""
+        """A plan for `least` to `left` workers of a run: whole replicas of its layout if possible, else as `choose`."""
         layout, copies = old.layout, left // old.layout.replica_size
         if left == old.workers or (copies and not layout.zero and copies * layout.replica_size >= least):
             with suppress(ShoalError):
@@ -96,13 +95,13 @@ class LayoutChooser:
         raise refused or PlanError(f"{left} workers are left, and {least} are needed")
 
     def _best(self, work: "Workload", workers: int, has: int | None) -> Plan:
-        """The simplest of the fastest that fit; else one that would if its peak were a little less than predicted."""
+        """The simplest of the fastest plans that fit; else one whose peak is a little above the limit."""
         from shoal.driver.job_space import job_space
         from shoal.planner.search.search import search
 
-        foresight = self.predictor
-        cluster, runtime = foresight.basis.calibrated()
-        space = replace(job_space(foresight.job, foresight.source, work, cluster, exact=True), devices=(workers,))
+        cluster, runtime = self.predictor.basis.calibrated()
+        space = job_space(self.predictor.job, self.predictor.source, work, cluster, exact=True)
+        space = replace(space, devices=(workers,))
         ranking = search(work, cluster, space=space, memory=float("inf"), runtime=runtime)
         peaks, refused = ranking.predictions.peak, []
         for limit in (float("inf"),) if has is None else (float(has), has * (1 + MEMORY_MARGIN)):
@@ -118,13 +117,13 @@ class LayoutChooser:
     def _nothing_fits(
         self, ranking: "PlanRanking", workers: int, has: int | None, refused: Sequence[ShoalError]
     ) -> ShoalError:
-        """What the least would need, or what spoke against all of them."""
+        """The error where no layout fits: the least memory needed, or why all were refused."""
         who = human.plural(workers, "worker")
         short = min((error for error in refused if isinstance(error, MemoryNeeded)), key=_needed, default=None)
         others = [error for error in refused if not isinstance(error, MemoryNeeded)]
         if has is None or (others and short is None):
             why = f": {others[0].message}" if others else ""
-            return PlanError(f"no layout of {who} can be{why}", fix="--layout says which one to try")
+            return PlanError(f"no layout of {who} is possible{why}", fix="--layout names one to try")
         least = ranking.candidate(int(min(ranking.order, key=lambda row: ranking.predictions.peak[row])))
         needs, way = (least.peak, f", with --layout {least.setup}") if short is None else (short.needed, "")
         way += " --recompute" if short is None and least.setup.recompute == "full" else ""
@@ -143,7 +142,7 @@ class LayoutChooser:
         return plan
 
     def _simplest(self, workers: int, refused: MemoryNeeded) -> tuple[Plan, str]:
-        """Nothing can be predicted: the first layout that has room for what a worker needs at the least."""
+        """Without a prediction: the first layout whose minimum fits in memory."""
         for layout in _layouts(workers):
             with suppress(ShoalError):
                 plan = self.make_plan(layout)
@@ -156,12 +155,12 @@ class LayoutChooser:
 
     @property
     def _memory_source(self) -> str:
-        """Who says how much memory a worker has."""
+        """Where the memory limit comes from."""
         return "--memory" if self.memory_limit is not None else f"cluster {self.predictor.basis.name}"
 
 
 def _preferred(ranking: "PlanRanking", rows: np.ndarray) -> Iterator[int]:
-    """The fastest first; among those that a prediction cannot tell apart the simplest."""
+    """The fastest first; among layouts closer than a prediction's error, the simplest first."""
     from shoal.planner.search.candidates import simplicity
 
     seconds = ranking.predictions.seconds[rows]
@@ -174,7 +173,7 @@ def _needed(error: MemoryNeeded) -> int:
 
 
 def _layouts(workers: int) -> Iterator[ParallelLayout]:
-    """Exact ones, from the simplest on."""
+    """Exact layouts, the simplest first."""
     for pipeline in (n for n in range(1, workers + 1) if workers % n == 0):
         for zero in (0, 1, 2, 3) if pipeline == 1 else (0, 1):
             if zero == 0 or workers > pipeline:

@@ -41,7 +41,7 @@ PING_PONGS = 40
 COPY_BYTES = 8 << 20
 MIN_SECONDS = 0.02  # seconds that a timing should take: what is short is repeated
 MAX_REPEATS = 100
-FASTEST_RATIO = 1.05  # times the fastest: no clock tells these apart
+FASTEST_RATIO = 1.05  # times the fastest: within the clock's noise
 DEADLINE_SECONDS = 600.0
 BETWEEN = {"memory": "workers of a host", "host": "hosts of a rack", "rack": "racks"}
 

@@ -1,4 +1,4 @@
-"""A job's search: what of all ways to spread it this runtime can do with it. Used by `shoal plan` and `--plan auto`."""
+"""The layouts that this runtime can run a job with, for `shoal plan` and `--plan auto`."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from shoal.worker.model_partition import as_computed, check_optimizer, example_m
 def job_space(
     job: Job, source: DataSource, work: Workload, cluster: Cluster, *, workers: int | None = None, exact: bool = False
 ) -> SearchSpace:
-    """`exact`: only what gives one sha256 on any cluster."""
+    """`exact`: only layouts with the same bits on any cluster."""
     space = space_of(work, cluster, workers=workers)
     if job.compile:  # as `check_compile` has it
         space = replace(space, tensors=(1,), recompute=("none",), zeros=(0, 1))
@@ -27,7 +27,7 @@ def job_space(
 
 
 def tensor_parallel_sizes(job: Job, source: DataSource, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Over how many workers the job's operators can be split, of these; found on shapes alone."""
+    """Those sizes over which the job's operators can be split; found on shapes alone."""
     if max(sizes) == 1:
         return (1,)
     model = as_computed(job, sketch_model(job).model)
@@ -44,7 +44,7 @@ def _splits(job: Job, model: object, example: object, size: int) -> bool:
 
 
 def plan_refusal(job: Job, source: DataSource, plan: Plan) -> str | None:
-    """Why the runtime would refuse this plan of the job, found as it is before a run; None: it would not."""
+    """Why the runtime refuses this plan of the job; None: it does not."""
     try:
         check_compile(job, plan)
         if plan.layout.sharded:

@@ -1,4 +1,4 @@
-"""Ranks as real processes: each with a group, the result of each in one list."""
+"""Runs a function on ranks: forked processes with a group between them."""
 
 import ctypes
 import os
@@ -24,12 +24,12 @@ from shoal.driver.launchers.namespaces import LabHost, call_on, enter
 from shoal.errors import InputError, PeerLost, WorkerError
 from shoal.numerics.digest import tensor_bytes
 
-GRACE_SECONDS = 10.0  # after a first failure: how long the other ranks may still answer
+GRACE_SECONDS = 10.0  # for the other ranks to answer after a first failure
 _TENSOR = 1  # code of a tensor in a message
 
 
 class RanksFailed(WorkerError):
-    """At least one rank raised, died or did not answer. Carries what the others returned."""
+    """A rank raised, died or did not answer. Carries the results of the others."""
 
     def __init__(self, message: str, *, results: dict[int, Any], failures: dict[int, str]) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class RanksFailed(WorkerError):
 class _RankReply(msgspec.Struct, frozen=True, kw_only=True):
     value: Any = None
     error: str | None = None  # the traceback
-    lost_peer: bool = False  # a consequence of somebody else's failure, most likely
+    lost_peer: bool = False  # probably a consequence of another rank's failure
 
 
 def ranks(
@@ -50,11 +50,11 @@ def ranks(
     timeout: float = 60.0,
     places: Sequence[LabHost] | None = None,
 ) -> list[Any]:
-    """Calls `function(group)` in that many forked processes that meet on loopback; returns their results by rank.
+    """Calls `function(group)` in `size` forked processes connected on loopback; returns their results by rank.
 
     A result may be None, a number, a string, a tensor, or lists and dicts of these; tuples come back as lists. The
     processes are gone when this returns, however it returns. With `places` (`lab.places(size)`) each rank is on that
-    host of a lab, and they meet on the first one's.
+    host of a lab.
     """
     if size < 1:
         raise InputError(f"{size} ranks: at least 1 is needed")
@@ -64,7 +64,7 @@ def ranks(
     address = "127.0.0.1" if first is None else first.address
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else a child would write what is still in the buffer a second time
-    # A lab's host is reached by the lab alone, so there it may listen on every address.
+    # Only the lab reaches a lab's host, so the store may listen on every address there.
     own = "127.0.0.1" if first is None else "0.0.0.0"
     listener = call_on(first, lambda: socket.create_server((own, 0), backlog=max(128, size)))
     port = listener.getsockname()[1]
@@ -82,7 +82,7 @@ def ranks(
                 _run_rank(rank, size, address, port, theirs, function, timeout, place)
             os.close(theirs)
             children[rank] = pid
-        # Only now: the store has a thread, which a fork would not copy. Ranks that came first wait in the backlog.
+        # After the forks, which would not copy the store's thread. Early ranks wait in the backlog.
         listening = listener.detach()
         store = call_on(
             first,
@@ -110,7 +110,7 @@ def _run_rank(
     timeout: float,
     place: LabHost | None,
 ) -> NoReturn:
-    """The whole life of a forked rank."""
+    """Runs in a forked rank, and does not return."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -130,14 +130,14 @@ def _run_rank(
         sys.stdout.flush()
         sys.stderr.flush()
         with open(answer, "wb") as pipe:
-            pipe.write(message)  # the last word: the parent may end this process as soon as it has it
+            pipe.write(message)  # last: the parent may end this process as soon as it has the reply
         code = 0
     finally:
         os._exit(code)
 
 
 def _collect(pipes: dict[int, int], timeout: float) -> dict[int, _RankReply | None]:
-    """What each rank answered until the deadline; None from one that ended without a word."""
+    """The replies until the deadline; None for a rank that ended without one."""
     deadline = time.monotonic() + timeout
     found: dict[int, _RankReply | None] = {}
     parts: dict[int, list[bytes]] = {rank: [] for rank in pipes}
@@ -172,7 +172,7 @@ def _results(size: int, found: dict[int, _RankReply | None], codes: dict[int, in
         else:
             results[rank] = answer.value
     if failures:
-        # Who lost a peer, or was still waiting for one, is seldom the cause.
+        # A rank that lost a peer, or still waits for one, is seldom the cause.
         def blame(rank: int) -> tuple[bool, bool, int]:
             answer = found.get(rank)
             return answer is not None and answer.lost_peer, rank not in found, rank
@@ -183,7 +183,7 @@ def _results(size: int, found: dict[int, _RankReply | None], codes: dict[int, in
 
 def _end(pid: int) -> int:
     with suppress(ProcessLookupError):
-        # Whoever has answered was about to leave, whoever has not has had its time. Unreaped, the id is its own.
+        # A rank that answered was about to exit; another has had its time. Until it is reaped, its id stays its own.
         os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -1,4 +1,4 @@
-"""How a run ended: done, stopped or failed; the first cause of a failure; and the error that says so. Pure."""
+"""How a run ended: done, stopped or failed; the first cause of a failure; and the error to raise. Pure."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from shoal.report.human import plural
 from shoal.report.incidents import Incident
 from shoal.report.wording import end_text, exit_text, sentence
 
-LOG_LINES = 3  # of a lost worker's last words
-SELF_EXPLAINING = (  # their message names the place
+LOG_LINES = 3  # of a lost worker's log
+SELF_EXPLAINING = (  # kinds whose message names the place
     *("CheckpointError", "JobError", "MismatchError", "NonFiniteError", "ServerLost"),
 )
 
@@ -28,7 +28,7 @@ class RunInterrupted(Stopped):
 
 
 def outcome(tally: RunTally, *, size: int, interrupted: bool) -> str:
-    """Good if all members came to the end, whoever was lost on the way. `size`: of a script that never joins."""
+    """Done if all members finished, even if others were lost. `size`: workers of a script that never joins."""
     finished = tally.finished
     if finished and not tally.unfinished and not tally.open_failures:
         if not any(each.resumable for each in finished.values()):
@@ -43,24 +43,24 @@ def outcome(tally: RunTally, *, size: int, interrupted: bool) -> str:
 
 
 def first_cause(tally: RunTally) -> WorkerFailed | None:
-    """The first cause: an error of somebody's own before a death by signal, and that before a lost peer."""
-    told = sorted(tally.open_failures, key=lambda failure: (failure.kind == "PeerLost", failure.time))
-    if told and told[0].kind != "PeerLost":
-        return told[0]
+    """The first cause: a worker's own error, else a death by signal, else a lost peer."""
+    failures = sorted(tally.open_failures, key=lambda failure: (failure.kind == "PeerLost", failure.time))
+    if failures and failures[0].kind != "PeerLost":
+        return failures[0]
     server = next((fault for fault in tally.incidents if fault.kind == "server" and fault.ends_the_run), None)
     if server is not None:
         return _fatal_server(server, tally)
     fatal = _fatal(tally)
     if fatal is not None:
         return _fatal_loss(fatal, tally)
-    silent = [leave for leave in tally.silent_exits if all(each.rank != leave.rank for each in told)]
+    silent = [leave for leave in tally.silent_exits if all(each.rank != leave.rank for each in failures)]
     if silent:
         return _silent_death(silent[0], tally.step)
-    return told[0] if told else None
+    return failures[0] if failures else None
 
 
 def _fatal(tally: RunTally) -> Incident | None:
-    """The loss that ended the run: the one of which the driver said so, else the first after which nobody went on."""
+    """The loss that ended the run: the one that the driver marked, else the first that no worker recovered from."""
     lost = [fault for fault in tally.incidents if fault.kind == "lost"]
     ends = [fault for fault in lost if fault.ends_the_run]
     stuck = [fault for fault in lost if fault.seconds is None and not fault.not_member and not fault.with_servers]
@@ -72,7 +72,7 @@ def _fatal_loss(incident: Incident, tally: RunTally) -> WorkerFailed:
     before = sum(each.kind == "lost" for each in tally.incidents) - 1
     where = [f"on {place}" if incident.host else place] if incident.pid is not None else []
     where += [f"noticed: {incident.detected_by}"] if incident.detected_by and incident.code is not None else []
-    where += [f"last heard of after step {tally.step}"] if tally.step else []
+    where += [f"last report after step {tally.step}"] if tally.step else []
     where += [f"lost before it: {plural(before, 'worker')}"] if before else []
     where += [f"its log: {line}" for line in incident.log[-LOG_LINES:]]
     return WorkerFailed(
@@ -105,8 +105,8 @@ def _silent_death(leave: WorkerExited, step: int) -> WorkerFailed:
         rank=leave.rank,
         kind="WorkerError",
         message=f"{'the process was ' if (leave.code or 0) < 0 else ''}{exit_text(leave.code, guess=True)}",
-        # Steps are told of a few times a second, so the one it died in is not known.
-        where=[f"last heard of after step {step}"] if step else [],
+        # Workers report steps a few times a second, so the step of the death is not known.
+        where=[f"last report after step {step}"] if step else [],
     )
 
 
@@ -143,22 +143,22 @@ def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalErr
 
 
 def _process(rank: int, tally: RunTally) -> str:
-    """Servers are numbered after the workers."""
+    """The name of a process. Servers are numbered after the workers."""
     workers = tally.started.workers if tally.started is not None and tally.started.servers else rank + 1
     return f"worker {rank}" if rank < workers else f"server {rank - workers}"
 
 
 def _unequal(tally: RunTally) -> ShoalError | None:
     members = tally.membership.members
-    told = [each.weights_sha256 for rank, each in tally.finished.items() if rank in members or not members]
-    hashes = {digest for digest in told if digest}  # where workers are not in step, one speaks for all
+    found = [each.weights_sha256 for rank, each in tally.finished.items() if rank in members or not members]
+    hashes = {digest for digest in found if digest}  # where workers are not in step, only one reports a digest
     if len(hashes) < 2:
         return None
     return MismatchError(f"workers ended with different weights: {', '.join(sorted(hashes))}")
 
 
 def _unsaved(tally: RunTally, report: dict[str, Any]) -> ShoalError | None:
-    """Whoever goes on with the weights after a good end must find them."""
+    """An error where a run ended well but its last weights were not saved."""
     lost = [event.reason for event in tally.save_failed if event.step == tally.step]
     if not lost or tally.step in _saved_steps(tally):
         return None

@@ -1,8 +1,7 @@
-"""What is known of a run before it runs: its prediction, and the layout that the planner would choose for it.
+"""Predicts a run before it runs, for its report and for the choice of a layout.
 
-The job's code is followed on shapes by a process of its own, beside the start of the workers: nothing waits for it
-unless the layout depends on it, it can take no longer than it may, and whatever goes wrong in it is a reason why there
-is no prediction, never an error of the run.
+A child process traces the job's code on shapes while the workers start. The run waits for it only where the layout
+depends on it; its time is limited, and an error in it costs the prediction, never the run.
 """
 
 import importlib
@@ -28,26 +27,26 @@ from shoal.parallel.plan import Plan
 from shoal.planner.cluster import Cluster, ClusterHost, find_cluster
 from shoal.planner.cluster.local_machine import this_machine
 
-if TYPE_CHECKING:  # imported when they are needed: a start is not to wait for them
+if TYPE_CHECKING:  # imported when needed, so that a start does not wait
     from shoal.planner.cost.calibrate import Calibration
     from shoal.planner.cost.runtime import Runtime
     from shoal.planner.cost.setup import Setup
     from shoal.planner.cost.workload import Workload
 
-BACKGROUND_SECONDS = 5.0  # that the end of a run waits for its prediction at the most
-CPU_SECONDS = 10  # of a processor, that following a job's code may take
-DECISION_SECONDS = 60.0  # that a layout waits for it
+BACKGROUND_SECONDS = 5.0  # the longest that the end of a run waits for its prediction
+CPU_SECONDS = 10  # of processor time that tracing a job's code may take
+DECISION_SECONDS = 60.0  # the longest that the choice of a layout waits for it
 PRESET = "laptop preset"
-ENVIRONMENT = "SHOAL_PREDICT"  # off: runs are not predicted, which saves a fraction of a second of one core
+ENVIRONMENT = "SHOAL_PREDICT"  # off: no predictions, which saves a fraction of a second of one core
 
 
 class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What prediction.json says."""
+    """The content of prediction.json."""
 
     layout: str
     workers: int
-    cluster: str  # that it was made for, as it was named
-    named: bool = False  # False: nobody said what the run is on
+    cluster: str  # the name of the cluster that it is for
+    named: bool = False  # False: the user named no cluster
     calibration: str | None = None
     constants: dict[str, float] = {}  # of the calibration
     seconds: float | None = None  # of a step
@@ -62,16 +61,16 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionBasis:
-    """What a prediction is made for."""
+    """The cluster and the calibration that a prediction is for."""
 
     cluster: Cluster
     name: str
     named: bool
     calibration: "Calibration | None" = None
-    memory_capped: bool = False  # workers run under --memory, where what is freed goes back
+    memory_capped: bool = False  # workers run under --memory, where freed memory goes back
 
     def calibrated(self) -> "tuple[Cluster, Runtime]":
-        """With the calibration put to use."""
+        """Cluster and runtime as the calibration corrects them."""
         from shoal.planner.cost.calibrate import NO_CALIBRATION, apply_calibration
         from shoal.planner.cost.runtime import SHOAL, SHOAL_CAPPED
 
@@ -83,21 +82,21 @@ class PredictionBasis:
 def prediction_basis(
     name: str | None, calibrate: Sequence[str] = (), *, lab: Cluster | None = None, memory_capped: bool = False
 ) -> PredictionBasis:
-    """`name`: of a preset or a file. Without it: a lab's links, if there is one, and the cores of a laptop.
-    `calibrate`: runs that say how good predictions for it are."""
+    """`name`: a preset or a file; without it, the lab's links and the cores of a laptop. `calibrate`: runs whose
+    measurements correct predictions."""
     if name is not None:
-        cluster, told = find_cluster(name), name
+        cluster, label = find_cluster(name), name
     else:
         here = this_machine()
         cluster = here if lab is None else _with_devices(lab, here.hosts[0])
-        told = PRESET if lab is None else f"the lab's links, cores of the {PRESET}"
+        label = PRESET if lab is None else f"the lab's links, cores of the {PRESET}"
     found = None
     if calibrate:
         from shoal.planner.calibration_runs import load_calibration
 
-        found = load_calibration(calibrate, told)
+        found = load_calibration(calibrate, label)
     return PredictionBasis(
-        cluster=cluster, name=told, named=name is not None, calibration=found, memory_capped=memory_capped
+        cluster=cluster, name=label, named=name is not None, calibration=found, memory_capped=memory_capped
     )
 
 
@@ -116,14 +115,14 @@ def _with_devices(lab: Cluster, like: ClusterHost) -> Cluster:
 
 
 def prediction_enabled() -> bool:
-    """Whether runs are to be predicted: yes, unless the environment says no."""
-    said = os.environ.get(ENVIRONMENT, "on")
-    if said not in ("on", "off"):
-        raise InputError(f"{ENVIRONMENT}={said} is not known", fix="on or off")
-    return said == "on"
+    """Whether the environment leaves predictions on, which is the default."""
+    found = os.environ.get(ENVIRONMENT, "on")
+    if found not in ("on", "off"):
+        raise InputError(f"{ENVIRONMENT}={found} is not known", fix="on or off")
+    return found == "on"
 
 
-# -- following the job's code -----------------------------------------------------------------------------------------
+# -- tracing the job's code -------------------------------------------------------------------------------------------
 
 
 class NoPrediction(Exception):
@@ -131,7 +130,7 @@ class NoPrediction(Exception):
 
 
 class BackgroundTrace:
-    """The job's code is followed by a child. It prints nothing, and can fail, hang or die without harm."""
+    """A child process that traces the job's code. It prints nothing, and can fail, hang or die without harm."""
 
     def __init__(self, job: Job, source: DataSource) -> None:
         self._received = b""
@@ -142,7 +141,7 @@ class BackgroundTrace:
         try:
             self._pid = os.fork()
         except OSError as error:
-            self._work = NoPrediction(f"no process could be started that follows the job's code: {error.strerror}")
+            self._work = NoPrediction(f"no process could be started that traces the job's code: {error.strerror}")
         if self._pid == 0:
             _trace_in_child(job, source, parent, write)
         os.close(write)
@@ -150,12 +149,12 @@ class BackgroundTrace:
         self._read: int | None = read
 
     def work(self, seconds: float | None = None) -> "Workload | None":
-        """`seconds`: that are waited at the most; None: does not wait, and there may be nothing yet."""
+        """The traced work. Waits for `seconds`; None: does not wait, and returns None while the child is at work."""
         if self._work is None:
             if self._receive(seconds or 0.0):
                 self._work = _decode_reply(self._received)
             elif seconds is not None:
-                self._work = NoPrediction(f"following the job's code was not done {seconds:g} s after it was needed")
+                self._work = NoPrediction(f"tracing the job's code was not done {seconds:g} s after it was needed")
             if self._work is not None:
                 self.close()
         if isinstance(self._work, NoPrediction):
@@ -163,7 +162,7 @@ class BackgroundTrace:
         return self._work
 
     def _receive(self, seconds: float) -> bool:
-        """True: all has been said."""
+        """True when the reply is complete."""
         assert self._read is not None
         until = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
@@ -192,7 +191,7 @@ class _TraceReply(msgspec.Struct, kw_only=True):
 
 
 def _trace_in_child(job: Job, source: DataSource, parent: int, write: int) -> None:
-    """In the child; does not return."""
+    """Runs in the child, and does not return."""
     try:
         die_with_parent(parent)
         used = math.ceil(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
@@ -202,7 +201,7 @@ def _trace_in_child(job: Job, source: DataSource, parent: int, write: int) -> No
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
-        sys.stdout = sys.stderr = open(nowhere, "w")  # those of a notebook are no such files
+        sys.stdout = sys.stderr = open(nowhere, "w")  # a notebook's streams are not files
         import torch
 
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
@@ -230,21 +229,21 @@ def _decode_reply(found: bytes) -> "Workload | NoPrediction":
             return NoPrediction(answer.reason)
         return msgspec.convert(answer.work, Workload)
     except msgspec.MsgspecError:
-        return NoPrediction(f"following the job's code took more than {CPU_SECONDS} s, or ended its process")
+        return NoPrediction(f"tracing the job's code took more than {CPU_SECONDS} s, or ended its process")
 
 
 # -- the prediction ---------------------------------------------------------------------------------------------------
 
 
 class RunPredictor:
-    """All that is foreseen of one run of a job: asked for a plan's prediction, and for a plan."""
+    """Predicts plans of one job."""
 
     def __init__(self, job: Job, source: DataSource, basis: PredictionBasis) -> None:
         self.job, self.source, self.basis = job, source, basis
         self._trace: BackgroundTrace | None = None
 
     def start_trace(self) -> BackgroundTrace:
-        """Follows the job's code, beside whatever comes next."""
+        """Starts to trace the job's code in the background."""
         if self._trace is None:
             # The driver of a run needs torch._dynamo anyway (driver.py), as the child does: a second, once for both.
             for name in ("torch._dynamo", "shoal.planner.trace_job"):
@@ -253,7 +252,7 @@ class RunPredictor:
         return self._trace
 
     def predict(self, plan: Plan, *, wait: float | None = BACKGROUND_SECONDS) -> RunPrediction | None:
-        """`wait`: see `Following.work`. None: it is not known yet."""
+        """The prediction of a plan; None while it is not known. `wait`: see `BackgroundTrace.work`."""
         try:
             work = self.start_trace().work(wait)
         except NoPrediction as error:
@@ -261,7 +260,7 @@ class RunPredictor:
         return None if work is None else predict_plan(work, plan, self.basis)
 
     def work(self) -> "Workload":
-        """Waits for as long as a decision may take. Raises `Unpredicted`."""
+        """The traced work, for a decision that needs it. Raises NoPrediction."""
         found = self.start_trace().work(DECISION_SECONDS)
         assert found is not None
         return found
@@ -286,12 +285,12 @@ def predict_plan(work: "Workload", plan: Plan, basis: PredictionBasis) -> RunPre
         found = predict(work, setup, cluster, runtime)
     except ShoalError as error:
         return no_prediction(plan, basis, error.message)
-    except Exception as error:  # whatever it is, a run is worth more than its prediction
+    except Exception as error:  # a run is worth more than its prediction
         return no_prediction(plan, basis, f"{type(error).__name__}: {error}")
     if not 0 < found.seconds < float("inf"):
         return no_prediction(plan, basis, f"a step of {found.seconds:g} s was predicted")
     tuned = basis.calibration
-    # What every step costs is told apart from what the host does for operators.
+    # The fixed cost of a step is a term of its own, apart from the host's time for operators.
     terms = dict(found.terms) | {"host": found.terms["host"] - runtime.step_seconds, "step": runtime.step_seconds}
     stages = [found.stages[plan.layout.position(worker).stage] for worker in range(plan.workers)]
     return RunPrediction(
@@ -312,7 +311,7 @@ def predict_plan(work: "Workload", plan: Plan, basis: PredictionBasis) -> RunPre
 
 
 def setup_of(work: "Workload", plan: Plan) -> "Setup":
-    """A plan as estimates have it."""
+    """A plan as a setup of the cost model."""
     from shoal.paramserver.sync_mode import SyncMode
     from shoal.planner.cost.setup import Setup
 

@@ -4,7 +4,7 @@
     a small model of every kind of operator, each call timed by itself ──► its bytes or FLOPs a second  (rates)
     models so small that only calls are left ──► seconds of the host for one operator
 
-Times are of this thread's own processor clock, and the best of several: what else the machine does is not in them.
+Times are of this thread's processor clock, and the best of several: other load on the machine does not count.
 """
 
 import time
@@ -43,20 +43,18 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class DeviceSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker found, while others were at work or not."""
+    """The measured speed of one worker."""
 
     products: dict[str, list[tuple[float, float]]]  # by dtype: FLOPs and seconds of each
     memory_speed: float  # bytes a second that an operator reads and writes of tensors that no cache holds
     cache_speed: float  # the same of tensors of ordinary size
     overhead: float  # seconds of the host for one operator, of a model of ordinary modules
     rates: dict[str, float]  # by operator: FLOP/s, or bytes a second
-    model_slowdown: float = (
-        1.0  # times as long a model takes as its operators by themselves: caches are colder, memory moves
-    )
+    model_slowdown: float = 1.0  # time of a model over that of its operators alone: caches are colder
 
 
 class ContentionSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A short look, to compare one worker with several at once."""
+    """A short measurement, to compare one worker with several at once."""
 
     product: float  # seconds of a large product
     stream: float  # seconds of an operator that only reads and writes
@@ -68,7 +66,7 @@ class ProbeTimer:
         self.seconds = QUICK_LONG_ENOUGH if quick else LONG_ENOUGH
 
     def best(self, call: Callable[[int], Any]) -> float:
-        """Seconds of one call; it is told how often it was called before, to work on something else each time."""
+        """Seconds of one call. `call` gets the number of calls before, to work on other data each time."""
         call(0)
         began = time.thread_time()
         call(1)
@@ -261,17 +259,17 @@ def _model_slowdown(speed: DeviceSpeed, clock: ProbeTimer, quick: bool) -> float
     return max(1.0, sum(ratios) / len(ratios))
 
 
-def sum_of_parts(pace: DeviceSpeed, ops: Sequence[Op]) -> float:
+def sum_of_parts(measured: DeviceSpeed, ops: Sequence[Op]) -> float:
     """Seconds of operators by what is known of each, as a prediction adds them up (planner/cost/compute.py)."""
-    speed, half = fit_products(pace.products["fp32"])
+    speed, half = fit_products(measured.products["fp32"])
     total = 0.0
     for op in ops:
-        known = pace.rates.get(op.name)
+        known = measured.rates.get(op.name)
         if known is not None:
             seconds = (op.flops or op.bytes) / known
         else:
-            seconds = max((op.flops + half) / speed if op.flops else 0.0, op.bytes / pace.memory_speed)
-        total += op.times * (seconds + pace.overhead)
+            seconds = max((op.flops + half) / speed if op.flops else 0.0, op.bytes / measured.memory_speed)
+        total += op.times * (seconds + measured.overhead)
     return total
 
 

@@ -70,7 +70,7 @@ def workers_of(run: str) -> int:
     folder = find_run(run)
     started = next((event for event in folder.read_events() if isinstance(event, RunStarted)), None)
     if started is None:
-        raise InputError(f"{folder.path} does not say how many workers it has", fix="a run that has started")
+        raise InputError(f"{folder.path} does not record how many workers it has", fix="a run that has started")
     return started.workers
 
 

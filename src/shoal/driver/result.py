@@ -1,4 +1,4 @@
-"""What a run leaves to its caller."""
+"""The report of a run, as `shoal.train` returns it."""
 
 import copy
 from pathlib import Path
@@ -14,7 +14,7 @@ from shoal.recovery.checkpoint.state import restore_weights
 
 
 class Report:
-    """The report of one run. `.value` is everything in report.json; the usual questions have names of their own."""
+    """The report of one run. `.value` is the content of report.json; common values are properties."""
 
     def __init__(self, folder: Path, value: dict[str, Any], *, job: Job | None) -> None:
         self.folder = folder
@@ -51,11 +51,11 @@ class Report:
         return bool(self.value["exact"])
 
     def model(self) -> nn.Module:
-        """The trained model, on this process's CPU. Its tables have the rows that the run's servers kept."""
+        """The trained model, on the CPU. Its tables have the rows that the run's servers held."""
         if self._job is None:
             raise InputError("this run had no job to build its model from", fix="load model.safetensors yourself")
         given = self._job.model
-        # A copy of an instance: the job must still begin where it began.
+        # A copy of an instance: the job keeps its initial weights.
         model = copy.deepcopy(given) if isinstance(given, nn.Module) else initialise(given, self._job.seed)
         weights, aliases = load_weights(self.folder / "model.safetensors")
         restore_weights(model, weights, aliases)
@@ -66,7 +66,7 @@ class Report:
         return model
 
     def rows(self, table: str) -> tuple[Tensor, Tensor]:
-        """Of a sparse table, what was trained: ids, rising, and their rows."""
+        """The trained rows of a sparse table: their ids, ascending, and the rows."""
         from shoal.worker.server_worker.table_rows import rows_of_run
 
         return rows_of_run(self.folder, table)

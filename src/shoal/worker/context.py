@@ -1,6 +1,6 @@
-"""A worker's seat in a run: its rank, the group it meets, where the run's files are, and the wire to the driver.
+"""The context of a worker process: its rank, configuration, plan, stores, and its channel to the driver.
 
-The engine fills it for workers it starts; a script started by torchrun or by plain `python` finds its own.
+The driver makes it for workers that it starts; a script started by torchrun or plain `python` makes its own.
 """
 
 import os
@@ -29,22 +29,22 @@ from shoal.worker.run_config import RunConfig
 class WorkerContext:
     rank: int = 0  # the worker's number
     size: int = 1
-    incarnation: int = 0  # how many processes had this number before
+    incarnation: int = 0  # how many earlier processes had this rank
     folder: Path | None = None
     config: RunConfig = field(default_factory=RunConfig)
     resumed: bool = False  # the run goes on from a checkpoint
     committed_before: int = 0  # steps that are known to have been committed before this sitting
     plan: Plan | None = None
     channel: EventChannel = field(default_factory=lambda: EventChannel(None))
-    open_torch_store: Callable[[], Store] | None = None  # torch's, where a group that never changes meets
-    open_run_store: Callable[[], Records] | None = None  # the run's store, where workers that come and go meet
+    open_torch_store: Callable[[], Store] | None = None  # torch's store, for a group that never changes
+    open_run_store: Callable[[], Records] | None = None  # the run's store, for elastic membership
     should_leave: Callable[[], bool] = lambda: False
     restart_store: Callable[[], None] | None = None
     servers: tuple[str, ...] = ()  # addresses of parameter servers
-    token: str = ""  # that they ask for
+    token: str = ""  # that the servers ask for
 
     def membership(self) -> RunMembership:
-        """The workers of the run. Those of a script that has made torch's default group itself are there to stay."""
+        """The members of the run. A script that has made torch's default group itself has a fixed membership."""
         if self.open_run_store is None or dist.is_initialized():
             return FixedMembership(self.group(), self.channel.should_stop)
         return ElasticMembership(
@@ -61,21 +61,21 @@ class WorkerContext:
         )
 
     def group(self) -> WorkerGroup:
-        wish = self.config.comm_options
+        options = self.config.comm_options
         if self.size == 1:
-            return SoloGroup(wish)
+            return SoloGroup(options)
         if self.open_torch_store is None:
-            raise InputError(f"worker {self.rank} of {self.size} has no store to meet the others at")
+            raise InputError(f"worker {self.rank} of {self.size} has no store to find the other workers")
         return DistributedGroup(
             self.open_torch_store(),
             rank=self.rank,
             size=self.size,
             timeout=timedelta(seconds=self.config.communication.timeout),
-            options=wish,
+            options=options,
         )
 
 
-_installed: WorkerContext | None = None  # set once, by the engine, in a worker process
+_installed: WorkerContext | None = None  # set once, by the driver, in a worker process
 
 
 def install_context(context: WorkerContext) -> None:
@@ -84,7 +84,7 @@ def install_context(context: WorkerContext) -> None:
 
 
 def current_context(folder: Path | None = None, resume: bool = False) -> WorkerContext:
-    """The seat the engine gave this process; else torchrun's; else a run of its own with one worker."""
+    """The context that the driver installed; else one from torchrun's environment; else a run with one worker."""
     if _installed is not None:
         return _installed
     config = RunConfig().with_comm_options(options_from_environment())
@@ -100,7 +100,7 @@ def current_context(folder: Path | None = None, resume: bool = False) -> WorkerC
 
 
 def _open_folder(folder: Path, resume: bool) -> None:
-    """What the driver does for the workers it starts."""
+    """Opens or creates the run's folder, as the driver does for its workers."""
     if resume:
         RunFolder.open(folder)
     elif (folder / "checkpoints").exists():

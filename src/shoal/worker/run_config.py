@@ -78,7 +78,7 @@ class Parallel(ConfigGroup):
     cluster: str | None = option(None, "the cluster that the run is predicted and planned for (laptop)", "NAME|FILE")
     calibrate: tuple[str, ...] = option((), "earlier runs, whose measurements correct the prediction", "RUN", nargs="+")
     pin: bool = option(False, "give each worker cores of its own")
-    inexact: bool = option(False, "without deterministic kernels: not the same bits, and the report says so")
+    inexact: bool = option(False, "without deterministic kernels: not the same bits, as the report notes")
 
     def check(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -210,7 +210,7 @@ class Output(ConfigGroup):
     tensorboard: bool = common(False, "write TensorBoard files into the run's folder")
     samples: bool = option(False, "record which samples each step saw, not only a digest")
     digests: bool = option(False, "record one sha256 per tensor and step, for shoal verify", flag=None)
-    predict: bool | None = option(None, "predict the run for its report; None: as SHOAL_PREDICT says (on)", flag=None)
+    predict: bool | None = option(None, "predict the run for its report; None: as SHOAL_PREDICT has it (on)", flag=None)
     plain: bool = option(False, "lines instead of the live view")
     quiet: bool = option(False, "only the closing report", short="-q")
 

@@ -1,6 +1,6 @@
-"""Faults on purpose: a schedule of them, played against a real run, and what the run made of them.
+"""`shoal chaos`: injects faults into a real run and compares it with a twin without faults.
 
-schedule.py    when, what and whom: a pure function of a seed
-player.py      starts the run, does what the schedule says, writes down what it did
-scorecard.py   what it came to, against a twin without faults: a pure function of what both left behind
+schedule.py    when, which kind and on which worker: a pure function of a seed
+player.py      starts the run, injects the faults, records them
+scorecard.py   compares the run with the twin: a pure function of the files of both
 """

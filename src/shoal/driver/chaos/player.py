@@ -1,7 +1,7 @@
-"""Plays a schedule of faults against a real run, and writes down what was done. See scorecard.py for what it came to.
+"""Injects a schedule of faults into a real run, and records them. scorecard.py evaluates the result.
 
-The run has a process of its own as its driver, since that is among what gets killed. What goes on in it is read from
-the events that it writes; who lives, from the kernel.
+The run's driver is a process of its own, since drivers are killed, too. The player follows the run by its events, and
+its processes by the kernel.
 """
 
 import os
@@ -50,7 +50,7 @@ STALL_SECONDS = 60.0  # without a commit: the run hangs
 END_SECONDS = 60.0  # for a run that was asked to stop
 SCHEDULE_FILE, INJECTED_FILE, SCORECARD_FILE = "faults.json", "faults.jsonl", "scorecard.json"  # in the run's folder
 TWIN_FOLDER = "twin"
-STEPS = 1_000_000_000  # more than there is time for: the run ends when the schedule does
+STEPS = 1_000_000_000  # never reached: the run ends when the schedule does
 LOG_LINES = 5
 
 WorkerIncarnation = tuple[int, int]  # a worker's number, and which of its processes
@@ -58,11 +58,11 @@ WorkerIncarnation = tuple[int, int]  # a worker's number, and which of its proce
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosTarget:
-    """What is run: a job, on so many workers."""
+    """The job, and how it is run."""
 
     job: str
     workers: int
-    settings: Sequence[str] = ()  # as of --set
+    settings: Sequence[str] = ()  # of --set
     lease_seconds: float = 5.0
     lab: bool = False  # on hosts of a lab, one for each worker
 
@@ -80,7 +80,7 @@ class ChaosTarget:
 def run_chaos(
     target: ChaosTarget, schedule: FaultSchedule, folder: RunFolder, emit: Callable[[str], None]
 ) -> Scorecard:
-    """The run with its faults, then its twin without any, to the same step."""
+    """Plays the run with its faults, then its twin without any to the same step."""
     folder.write_json(folder.path / SCHEDULE_FILE, schedule)
     with _ended_by_signals():
         emit(f"run {folder.path}: {len(schedule.faults)} faults in {schedule.duration:g} s")
@@ -107,17 +107,15 @@ def run_chaos(
 
 @dataclass
 class RunWatcher:
-    """A run as its events tell of it, read as they are written."""
+    """The state of a run, from its events as they are written."""
 
     path: Path
-    workers: dict[WorkerIncarnation, tuple[int, str]] = field(
-        default_factory=dict
-    )  # those who take part: process, and its beginning
+    workers: dict[WorkerIncarnation, tuple[int, str]] = field(default_factory=dict)  # members: process id and start
     hosts: dict[int, str] = field(default_factory=dict)
     drivers: set[int] = field(default_factory=set)  # processes that took over
-    driver_changed: bool = False  # a driver took over: who started meanwhile may not have been told
+    driver_changed: bool = False  # a driver took over: starts in between may be missing from the events
     step: int = 0
-    began_at: float | None = None  # when the first steps were told of; monotonic, as the next
+    began_at: float | None = None  # when the first steps were reported; monotonic, as the next
     advanced_at: float = field(default_factory=time.monotonic)  # when the step last rose
     _offset: int = 0
 
@@ -160,7 +158,7 @@ class ChaosPlayer:
         emit: Callable[[str], None],
         stop_after: int | None = None,
     ) -> None:
-        """Without a schedule: the run is let alone until it ends."""
+        """Without a schedule: the run ends without faults."""
         self.target, self.folder, self.schedule, self.emit, self.stop_after = target, folder, schedule, emit, stop_after
         self.watch = RunWatcher(folder / "events.jsonl")
         self.pending_faults = [] if schedule is None else list(schedule.faults)
@@ -202,7 +200,7 @@ class ChaosPlayer:
         self.watch.advanced_at = time.monotonic()
 
     def _over(self) -> bool:
-        """Sees to it that there is a driver."""
+        """Whether the run is over. Attaches another driver where one was killed."""
         assert self.process is not None
         if self.process.poll() is None:
             return False
@@ -214,7 +212,7 @@ class ChaosPlayer:
 
     @property
     def in_charge(self) -> bool:
-        """The newest driver watches over the run."""
+        """Whether the newest driver watches the run."""
         assert self.process is not None
         first = self.drivers == 1 and self.watch.began_at is not None
         return self.driver_killed_at is None and (first or self.process.pid in self.watch.drivers)
@@ -235,7 +233,7 @@ class ChaosPlayer:
             raise self._hangs(f"no step was committed for {STALL_SECONDS:g} s, the last was {self.watch.step}")
 
     def _hangs(self, message: str) -> RunError:
-        """With what every worker was doing, before all of them are ended."""
+        """The error of a run that hangs, with what every worker was doing."""
         found = self.folder / "why.txt"
         with suppress(ShoalError, OSError):
             found.write_text(render(why(RunFolder(self.folder)), run=self.folder.name) + "\n")
@@ -252,7 +250,7 @@ class ChaosPlayer:
         return value
 
     def _log(self) -> list[str]:
-        """The last words of the driver."""
+        """The last lines of the driver's log."""
         path = self.folder / f"driver-{self.drivers - 1}.log"
         with suppress(OSError):
             return [f"{path.name}: {line}" for line in path.read_text(errors="replace").splitlines()[-LOG_LINES:]]
@@ -266,7 +264,7 @@ class ChaosPlayer:
         while self.pending_faults and time.monotonic() - self.watch.began_at >= self.pending_faults[0].at:
             done = self._play(self.pending_faults[0])
             if done is None:
-                return  # as soon as it can be
+                return  # tried again at the next tick
             self.pending_faults.pop(0)
             self.injected.append(done)
             with open(self.folder / INJECTED_FILE, "ab") as file:
@@ -275,7 +273,7 @@ class ChaosPlayer:
             self.emit(f"{done.at:7.1f} s  {done.kind:9} {who}pid {done.pid}   after step {self.watch.step:,}")
 
     def _play(self, fault: ChaosFault) -> InjectedFault | None:
-        """None: there is nobody whom it could meet now."""
+        """None: no process can be the victim now."""
         if fault.kind in ON_WORKERS:
             return self._on_worker(fault)
         assert self.process is not None
@@ -294,41 +292,43 @@ class ChaosPlayer:
         return done if kill_process(serving.pid, f"{serving.started}") else None
 
     def _on_worker(self, fault: ChaosFault) -> InjectedFault | None:
-        """Only while another is there who has the state: what becomes of a run that lost all is another question."""
+        """Only while another worker holds the state: the loss of all workers is not tested here."""
         candidates = self._candidates()
         if len(candidates) < 2:
             return None
-        life = candidates[victim(fault, range(len(candidates)))]
-        pid, when = self.watch.workers[life]
-        done = self._record_injected(fault, pid, life)
+        worker = candidates[victim(fault, range(len(candidates)))]
+        pid, when = self.watch.workers[worker]
+        done = self._record_injected(fault, pid, worker)
         if fault.kind == "partition":
-            self._link(life[0], up=False)
-            self.partitions[life] = time.monotonic() + fault.seconds
+            self._link(worker[0], up=False)
+            self.partitions[worker] = time.monotonic() + fault.seconds
         elif not _send(pid, when, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP):
             return None
-        self.hit.add(life)
+        self.hit.add(worker)
         return done
 
     def _find_missed_workers(self) -> None:
-        """What workers say to a driver that is killed before it writes it down is lost. The store knows."""
+        """Events that a killed driver had not written are lost. The store has the members."""
         if not self.watch.driver_changed:
             return
         store = sqlite_client.connect(self.folder)
         try:
-            news = MembershipState(store.read(""))
+            state = MembershipState(store.read(""))
         except StoreUnavailable:
             return  # the next time
         finally:
             store.close()
         self.watch.driver_changed = False
-        for who, alive in news.alive.items():
-            if who in news.view.members:
+        for who, alive in state.alive.items():
+            if who in state.view.members:
                 self.watch.workers.setdefault((who.worker, who.incarnation), (alive.pid, alive.started))
 
     def _candidates(self) -> list[WorkerIncarnation]:
         workers = self.watch.workers
         return sorted(
-            life for life in workers if life not in self.hit and process_state(*workers[life]) not in (None, "T")
+            worker
+            for worker in workers
+            if worker not in self.hit and process_state(*workers[worker]) not in (None, "T")
         )
 
     def _record_injected(
@@ -347,14 +347,14 @@ class ChaosPlayer:
         )
 
     def _heal(self) -> None:
-        for life, until in list(self.partitions.items()):
+        for worker, until in list(self.partitions.items()):
             if time.monotonic() >= until:
-                self._link(life[0], up=True)
-                del self.partitions[life]
-                self.hit.discard(life)  # it may be there still
+                self._link(worker[0], up=True)
+                del self.partitions[worker]
+                self.hit.discard(worker)  # the worker may be alive
 
     def _link(self, worker: int, up: bool) -> None:
-        """The cable of a worker's host, at the switch."""
+        """Sets the link of a worker's host up or down, at the switch."""
         assert self.process is not None
         state = "up" if up else "down"
         with inside(str(NAMES / _fabric(self.process.pid))):
@@ -366,7 +366,7 @@ class ChaosPlayer:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        """Whatever happened: nothing of the run goes on."""
+        """Ends all processes of the run."""
         if self.process is not None and self.process.poll() is None:
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # stop; at once; now
                 with suppress(subprocess.TimeoutExpired):
@@ -411,7 +411,7 @@ def _ended_by_signals() -> Iterator[None]:
 
     try:
         before = signal.signal(signal.SIGTERM, leave)
-    except ValueError:  # not the main thread: whoever has it decides
+    except ValueError:  # not the main thread, which decides about signals
         yield
         return
     try:

@@ -1,7 +1,7 @@
-"""When a fault comes, of which kind, and whom it meets. Pure: the same seed gives the same faults.
+"""When a fault is injected, of which kind, and into which worker. Pure: the same seed gives the same faults.
 
-The victim of a fault is a draw between 0 and 1 among those who take part when it comes: who that will be depends on how
-fast earlier victims were replaced, which no schedule can know.
+The victim is a draw between 0 and 1 among the members at that moment: a schedule cannot know how fast earlier victims
+are replaced.
 """
 
 import random
@@ -26,7 +26,7 @@ CUT_SECONDS = (2.0, 10.0)  # how long a host is cut off: shorter than the usual 
 class ChaosFault(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # seconds since training began
     kind: str
-    draw: float = 0.0  # which of those who take part then, from 0 to below 1
+    draw: float = 0.0  # which of the members at that moment, from 0 to below 1
     seconds: float = 0.0  # how long it lasts, where it ends by itself
 
 
@@ -40,13 +40,13 @@ class FaultSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def make_schedule(*, seed: int, every: float, duration: float, kinds: Sequence[str], workers: int) -> FaultSchedule:
-    """A fault every so many seconds, at their exact multiples, for so long."""
+    """A fault every `every` seconds until `duration`."""
     check_schedule(every=every, duration=duration, kinds=kinds, workers=workers)
     chance = random.Random(seed)
     faults: list[ChaosFault] = []
     bag: list[str] = []
     while (at := every * (len(faults) + 1)) < duration:
-        bag = bag or _shuffled(kinds, chance)  # each kind once before one comes again: few faults are even, too
+        bag = bag or _shuffled(kinds, chance)  # each kind once before one repeats
         kind, draw, length = bag.pop(), chance.random(), chance.random()
         least, most = CUT_SECONDS
         seconds = round(least + (most - least) * length, 3) if kind == "partition" else 0.0
@@ -64,8 +64,8 @@ def check_schedule(*, every: float, duration: float, kinds: Sequence[str], worke
         )
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
-        told = f"no fault is called {unknown[0]!r}" if unknown else "--kinds is empty"
-        raise InputError(told, fix=f"--kinds {','.join(KINDS)}, or some of them")
+        why = f"no fault is called {unknown[0]!r}" if unknown else "--kinds is empty"
+        raise InputError(why, fix=f"--kinds {','.join(KINDS)}, or some of them")
     twice = next((kind for place, kind in enumerate(kinds) if kind in kinds[:place]), None)
     if twice is not None:
         raise InputError(f"--kinds names {twice} twice")
@@ -77,13 +77,13 @@ def check_schedule(*, every: float, duration: float, kinds: Sequence[str], worke
     needy = [kind for kind in kinds if kind in ON_WORKERS]
     if workers < 2 and needy:
         raise InputError(
-            f"--kinds {needy[0]} with {workers} worker: somebody must be left who has the state",
+            f"--kinds {needy[0]} with {workers} worker: another worker must hold the state",
             fix="--workers 2 or more, or only --kinds driver,store",
         )
 
 
 def read_schedule(path: Path) -> FaultSchedule:
-    """A stored one, to be played again."""
+    """Reads a stored schedule, to play it again."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=FaultSchedule)
     except OSError as error:
@@ -93,15 +93,15 @@ def read_schedule(path: Path) -> FaultSchedule:
     check_schedule(every=found.every, duration=found.duration, kinds=found.kinds, workers=found.workers)
     for fault in found.faults:
         if fault.kind not in found.kinds or not 0 <= fault.at < found.duration or not 0 <= fault.draw < 1:
-            raise InputError(f"--schedule {path}: {fault} does not fit what the schedule says of itself")
+            raise InputError(f"--schedule {path}: {fault} does not fit the rest of the schedule")
     return found
 
 
 def victim(fault: ChaosFault, candidates: Sequence[int]) -> int:
-    """The place of the one it meets, among those who take part."""
+    """The index of the victim among the candidates."""
     return min(int(fault.draw * len(candidates)), len(candidates) - 1)
 
 
 def _shuffled(kinds: Sequence[str], chance: random.Random) -> list[str]:
-    """By the generator's plain numbers alone, which Python promises to keep."""
+    """Uses only `random()`, whose numbers are the same in every version of Python."""
     return [kind for _, kind in sorted((chance.random(), kind) for kind in kinds)]

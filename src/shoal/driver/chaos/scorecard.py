@@ -1,4 +1,4 @@
-"""What a run made of the faults that it met, against a twin that met none. Pure: from what both left behind.
+"""How a run recovered from injected faults, compared with a twin without faults. Pure: from the files of both.
 
 Chaos goes first, for a time; then the twin, on the same machine, to the same step. So both did the same work, and what
 is compared is how long each took for it.
@@ -37,7 +37,7 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one fault; seconds since it came. None: it did not happen, or nobody told."""
+    """What followed one fault, in seconds after it; None: it did not happen, or no event reports it."""
 
     kind: str
     at: float
@@ -104,9 +104,9 @@ class Scorecard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fault_outcomes(injected: Sequence[InjectedFault], events: Sequence[AnyEvent]) -> list[FaultOutcome]:
-    """What became of each fault. Events need not be in order: some are told late, after a driver died."""
-    told = sorted(events, key=lambda event: event.time)
-    return [_on_worker(each, told) if each.kind in ON_WORKERS else _on_helper(each, told) for each in injected]
+    """The outcome of each fault. Events may be out of order: some arrive late, after a driver died."""
+    ordered = sorted(events, key=lambda event: event.time)
+    return [_on_worker(each, ordered) if each.kind in ON_WORKERS else _on_helper(each, ordered) for each in injected]
 
 
 def _on_worker(fault: InjectedFault, events: Sequence[AnyEvent]) -> FaultOutcome:
@@ -114,7 +114,7 @@ def _on_worker(fault: InjectedFault, events: Sequence[AnyEvent]) -> FaultOutcome
     later = [event for event in events if event.time >= fault.time]
     changes = [event for event in later if isinstance(event, MembershipChanged)]
     before = _members_at(fault.time, events)
-    # Of two sides that are cut off from each other the one with the store goes on, whoever the victim was.
+    # Of two partitions the one with the store goes on, whichever worker was the victim.
     gone = {victim} if fault.kind != "partition" else before
     without = next((event for event in changes if gone - _members(event)), None)
     lost = next((e for e in later if isinstance(e, WorkerLost) and (e.rank, e.incarnation) == victim), None)
@@ -134,11 +134,11 @@ def _on_worker(fault: InjectedFault, events: Sequence[AnyEvent]) -> FaultOutcome
 
 
 def _members_at(moment: float, events: Sequence[AnyEvent]) -> set[tuple[int, int]]:
-    """Those of the last change before; before the first change, whoever had started."""
+    """The members before a time: those of the last change, or all started workers before the first change."""
     earlier = [event for event in events if event.time < moment]
-    told = [event for event in earlier if isinstance(event, MembershipChanged)]
-    if told:
-        return _members(told[-1])
+    changes = [event for event in earlier if isinstance(event, MembershipChanged)]
+    if changes:
+        return _members(changes[-1])
     return {(event.rank, event.incarnation) for event in earlier if isinstance(event, WorkerStarted)}
 
 
@@ -168,13 +168,13 @@ def _since(fault: InjectedFault, *events: AnyEvent | None) -> float | None:
 
 
 def step_rate(events: Sequence[AnyEvent]) -> StepRate:
-    """From the leaders' word."""
-    told = sorted((e for e in events if isinstance(e, StepsCommitted) and e.leader), key=lambda event: event.time)
-    if not told:
+    """The rate of committed steps, from the leaders' events."""
+    commits = sorted((e for e in events if isinstance(e, StepsCommitted) and e.leader), key=lambda event: event.time)
+    if not commits:
         return StepRate(steps=0, seconds=0.0)
-    first, last = told[0], max(event.step for event in told)
+    first, last = commits[0], max(event.step for event in commits)
     began = first.time - first.spent.total - first.lost_seconds
-    ended = next(event.time for event in told if event.step == last)
+    ended = next(event.time for event in commits if event.step == last)
     return StepRate(steps=last - (first.step - first.count), seconds=ended - began)
 
 
@@ -253,9 +253,9 @@ def _row(kind: str, planned: int, found: Sequence[FaultOutcome]) -> FaultKindSum
 
 
 def scorecard_lines(card: Scorecard) -> list[str]:
-    """For people."""
+    """The scorecard as text."""
     mark = "✔" if card.good else "✘"
-    told = [
+    lines = [
         f"{mark} {card.job}  {card.workers} workers, a fault every {card.every:g} s, seed {card.seed}   {card.run}",
         "  fault        done  noticed   commits again after     whole again after",
         "                                 median     worst        median     worst",
@@ -264,10 +264,10 @@ def scorecard_lines(card: Scorecard) -> list[str]:
         done = f"{row.injected}" if row.injected == row.planned else f"{row.injected} of {row.planned}"
         times = (row.commit_median, row.commit_worst, row.restored_median, row.restored_worst)
         first, second, third, fourth = (f"{time:.2f} s" if time is not None else "" for time in times)
-        told.append(
+        lines.append(
             f"  {row.kind:9} {done:>7}  {row.noticed:>7}   {first:>8}  {second:>8}      {third:>8}  {fourth:>8}"
         )
-    told += [
+    lines += [
         f"  committed    {_percent(card.relative_rate)} of the steps per second of the twin without faults:"
         f" {card.steps:,} steps in {card.seconds:.1f} s, twin {card.twin_seconds:.1f} s",
         f"  took part    {_percent(card.participation)}; goodput {_percent(card.goodput)}",
@@ -276,7 +276,7 @@ def scorecard_lines(card: Scorecard) -> list[str]:
         f"  weights      sha256 {card.weights_sha256}",
         f"  twin         sha256 {card.twin_sha256}   {'equal' if card.equal else 'NOT EQUAL'}",
     ]
-    return told + ([f"  trouble      {card.trouble}"] if card.trouble else [])
+    return lines + ([f"  trouble      {card.trouble}"] if card.trouble else [])
 
 
 def _percent(share: float | None) -> str:
