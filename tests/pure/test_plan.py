@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from helpers.places import GOLDEN
+from helpers.plans import best_exact_plan
 from shoal.cli.main import main
 from shoal.driver.driver import RunOptions
 from shoal.driver.launch import open_job, plan_for
@@ -33,18 +34,11 @@ from shoal.planner.cost.setup_table import SetupTable
 from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import INEXACT, SearchSpace, candidates, marks, runnable, space_of, without_inexact
+from shoal.planner.search.cheapest import cheapest_plans, duration_text, first_hosts, host_counts
 from shoal.planner.search.explain import explain, larger_batch, more_hosts, scale_devices, widen_links
 from shoal.planner.search.heterogeneous import assigned_counts
 from shoal.planner.search.scaling_curve import fit_laws, scaling_curve
-from shoal.planner.search.search import (
-    best_exact_plan,
-    candidate_to_plan,
-    cheapest_plans,
-    duration_text,
-    first_hosts,
-    host_counts,
-    search,
-)
+from shoal.planner.search.search import candidate_to_plan, search
 from shoal.report import chart
 from shoal.report.scaling_laws import usl_peak, usl_speedup
 from shoal.worker.model_partition import make_outline
@@ -651,7 +645,7 @@ def test_the_bill_of_a_deadline(capsys: pytest.CaptureFixture[str]) -> None:
         (("x.py", "--gpt", GPT), "both", "shoal plan examples"),
         (("--gpt", GPT), "how many samples", "--batch"),
         (("x.py", "--batch", "8"), "a job has its own", "--set batch=8"),
-        (("--gpt", GPT, "--batch", "8", "--cluster", "dgx-a10"), "no cluster is called dgx-a10", "dgx-a100"),
+        (("--gpt", GPT, "--batch", "8", "--cluster", "dgx-a10"), "there is no cluster dgx-a10", "dgx-a100"),
         (("--gpt", GPT, "--batch", "0"), "--batch 0", "--batch 1"),
         (("--gpt", GPT, "--batch", "8", "-o", "p.json"), "a shape is not trained", "--json"),
         (("--gpt", GPT, "--batch", "8", "--plot", "c.svg"), "one number of hosts", "--hosts 1,2,4,8"),

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from helpers.every_message import max_rate, simulate_every_message, simulate_every_ring, simulate_pipeline
 from helpers.places import GOLDEN
 from shoal.collectives import cost_model as runtime_cost
 from shoal.collectives import trees
@@ -33,20 +34,12 @@ from shoal.planner.simulate.comm import (
     links_of,
     places_of,
     ring_or_tree,
-    simulate_every_message,
-    simulate_every_ring,
     simulate_route,
     tiered_collective,
 )
 from shoal.planner.simulate.failures import CAUSES, POLICIES, REDO, RESTART_ALL, FailureScenario, simulate_failures
 from shoal.planner.simulate.network import LinkTopology
-from shoal.planner.simulate.pipeline import (
-    SimulatedReplica,
-    StageCost,
-    pipeline_totals,
-    simulate_pipeline,
-    simulate_pipelines,
-)
+from shoal.planner.simulate.pipeline import SimulatedReplica, StageCost, pipeline_totals, simulate_pipelines
 from shoal.planner.simulate.servers import SimulatedServers, compare_modes, simulate_servers
 from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_stragglers
 from shoal.planner.simulate.stragglers import StragglerModel
@@ -586,8 +579,8 @@ def test_async_is_bound_by_workers_or_by_links(duplex: bool, servers: int, num_b
     setup = replace(EIGHT, servers=servers, num_bytes=num_bytes, duplex=duplex, sync_mode=SyncMode(name="async"))
     served = simulate_servers(setup, rounds=200)
     moved = num_bytes * (1 if duplex else 2)
-    assert setup.max_rate == pytest.approx(min(8 / (1 + moved / 1e9), servers * 1e9 / moved))
-    assert served.gradients_per_second == pytest.approx(setup.max_rate, rel=0.02)
+    assert max_rate(setup) == pytest.approx(min(8 / (1 + moved / 1e9), servers * 1e9 / moved))
+    assert served.gradients_per_second == pytest.approx(max_rate(setup), rel=0.02)
     assert served.mean_staleness == pytest.approx(7, abs=0.1)  # w − 1
     assert sum(served.staleness.values()) == served.gradients == 1600
 
@@ -609,7 +602,7 @@ def test_local_steps_share_one_exchange(steps: int) -> None:
     served = simulate_servers(setup, rounds=16)
     assert served.seconds == pytest.approx(16 * 1.0 + 16 / steps * 1e8 * 8 / (2 * 1e9))
     assert served.updates == 16 and served.gradients == 16 * 8 and served.mean_staleness == 0
-    assert served.gradients_per_second <= setup.max_rate
+    assert served.gradients_per_second <= max_rate(setup)
 
 
 def test_a_quorum_is_a_share_or_a_number() -> None:
@@ -641,7 +634,7 @@ def test_servers_are_deterministic_and_bounded() -> None:
     assert served != compare_modes(setup, modes, seed=6)
     for each in served:
         assert 0 < each.computing <= 1
-        assert each.gradients_per_second <= 1.1 * setup.max_rate
+        assert each.gradients_per_second <= 1.1 * max_rate(setup)
     assert served[0].gradients_per_second < served[2].gradients_per_second < served[3].gradients_per_second
 
 

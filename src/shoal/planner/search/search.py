@@ -4,8 +4,8 @@ A ranking has three parts: what fits, best first; what fits but is another train
 set aside; and what does not fit, with the part of its memory that is largest. The same question gets the same answer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -30,7 +30,6 @@ from shoal.planner.search.candidates import (
     runnable,
     simplicity,
     space_of,
-    without_inexact,
 )
 from shoal.planner.search.heterogeneous import UnequalAssignment, device_kinds, predict_unequal, uniform_cluster
 
@@ -257,9 +256,6 @@ def describe(candidate: Candidate) -> str:
     return f"{setup} ({', '.join(word for word in words if word)})"
 
 
-# -- money and time ---------------------------------------------------------------------------------------------------
-
-
 def _price(cluster: Cluster, devices: int) -> tuple[int, float | None, str]:
     """Hosts that so many devices need, in order, and what those cost an hour, whole."""
     hosts, hourly, currency = 0, 0.0, ""
@@ -274,91 +270,6 @@ def _price(cluster: Cluster, devices: int) -> tuple[int, float | None, str]:
         hourly += host.devices * (price or 0.0)
         currency = currency or ("" if host.device is None else host.device.currency)
     return hosts, hourly if known else None, currency
-
-
-def first_hosts(cluster: Cluster, count: int) -> Cluster:
-    """The same cluster with its first hosts alone."""
-    if not 1 <= count <= len(cluster.hosts):
-        raise PlanError(f"{count} hosts of a cluster that has {len(cluster.hosts)}", fix=f"1 to {len(cluster.hosts)}")
-    racks, left = [], count
-    for rack in cluster.racks:
-        if left > 0:
-            racks.append(replace(rack, hosts=rack.hosts[:left]))
-            left -= len(rack.hosts)
-    return replace(cluster, racks=tuple(racks))
-
-
-def host_counts(hosts: int) -> tuple[int, ...]:
-    """1, 2, 4, … and all of them."""
-    return tuple(sorted({hosts, *(1 << n for n in range(hosts.bit_length()) if 1 << n <= hosts)}))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheapestPlans:
-    """The cheapest that finish in time, cheapest first, and the rankings that they are from."""
-
-    chosen: tuple[tuple[Candidate, PlanRanking], ...]
-    looked_at: int
-    steps: int | None
-    deadline: float | None  # seconds
-
-
-def cheapest_plans(
-    rank: Callable[[Cluster], PlanRanking],
-    cluster: Cluster,
-    *,
-    steps: int | None = None,
-    deadline: float | None = None,
-    each: int = 5,
-) -> CheapestPlans:
-    """The cheapest plan, of the whole cluster or of its first 1, 2, 4, … hosts. `rank` searches one of them."""
-    unpriced = [device.name for device in device_kinds(cluster) if device.price is None]
-    if unpriced:
-        raise PlanError(
-            f"the cluster has no price for {', '.join(unpriced)}: what is cheap cannot be said",
-            fix=f'[devices.{unpriced[0]}] price = "2.5 USD/h" in a cluster file, or --objective time',
-        )
-    if deadline is not None and steps is None:
-        raise PlanError("a deadline without a number of steps", fix="--steps 100000")
-    rankings, refused = _rankings(rank, cluster)
-    if not rankings:
-        raise refused[-1]
-    found = [(candidate, ranking) for ranking in rankings for candidate in ranking.top(each)]
-    fastest = min(found, key=lambda pair: pair[0].seconds)[0]
-    if deadline is not None and steps is not None:
-        found = [pair for pair in found if pair[0].seconds * steps <= deadline]
-        if not found:
-            raise PlanError(
-                f"no plan does {steps:,} steps in {duration_text(deadline)}: the fastest takes"
-                f" {duration_text(fastest.seconds * steps)},"
-                f" on {fastest.hosts} of {len(cluster.hosts)} hosts with --layout {describe(fastest)}",
-                fix=f"--deadline {duration_text(fastest.seconds * steps * 1.02).replace(' ', '')},"
-                " more hosts, or fewer steps",
-            )
-    found.sort(key=lambda pair: (pair[0].cost or 0.0, pair[0].seconds, pair[0].hosts))
-    looked = sum(len(ranking.setups) for ranking in rankings)
-    return CheapestPlans(chosen=tuple(found), looked_at=looked, steps=steps, deadline=deadline)
-
-
-def _rankings(rank: Callable[[Cluster], PlanRanking], cluster: Cluster) -> tuple[list[PlanRanking], list[PlanError]]:
-    found, refused = [], []
-    for count in host_counts(len(cluster.hosts)):
-        try:
-            found.append(rank(first_hosts(cluster, count)))
-        except PlanError as error:  # too little memory on so few, or nothing that divides
-            refused.append(error)
-    return found, refused
-
-
-def duration_text(seconds: float) -> str:
-    """3.2 d, 5.1 h, 12 min or 40 s."""
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-# -- as a plan --------------------------------------------------------------------------------------------------------
 
 
 def candidate_to_plan(candidate: Candidate, *, threads: int = 1) -> Plan:
@@ -382,25 +293,3 @@ def candidate_to_plan(candidate: Candidate, *, threads: int = 1) -> Plan:
         stages=candidate.stages,
     )
     return plan if setup.exchange != "servers" else structs.replace(plan, servers=setup.servers, sync=setup.sync)
-
-
-def best_exact_plan(
-    work: Workload,
-    cluster: Cluster,
-    *,
-    workers: int | None = None,
-    memory: float | None = None,
-    threads: int = 1,
-    runtime: Runtime | None = None,
-    refuses: Callable[[Plan], bool] = lambda plan: False,
-) -> tuple[Plan, Candidate, PlanRanking]:
-    """The fastest that gives the same bits, and that the runtime has. `refuses`: what else speaks against a plan."""
-    space = without_inexact(space_of(work, cluster, workers=workers))
-    ranking = search(work, cluster, space=space, memory=memory, runtime=runtime)
-    for row in ranking.order:
-        candidate = ranking.candidate(int(row))
-        if candidate.runnable:
-            plan = candidate_to_plan(candidate, threads=threads)
-            if not refuses(plan):
-                return plan, candidate, ranking
-    raise PlanError(f"none of {len(ranking.order):,} plans can be run", fix="--layout data=1")

@@ -77,14 +77,6 @@ def simulate_pipelines(
     return SimulatedPipelines(replicas=tuple(each.played() for each in running), network=network)
 
 
-def simulate_pipeline(
-    schedule: PipelineSchedule, costs: Sequence[StageCost], path: RankPath | None = None
-) -> SimulatedPipelines:
-    """One pipeline on ranks that are devices 0, 1, 2, …"""
-    replica = SimulatedReplica(devices=tuple(range(schedule.ranks)), path=path or (lambda source, to: None))
-    return simulate_pipelines(schedule, costs, [replica])
-
-
 class _RunningReplica:
     def __init__(
         self,

@@ -13,7 +13,7 @@ from shoal.errors import PlanError
 from shoal.numerics.lanes import Span, assign_lanes
 from shoal.parallel.pipeline_schedule import PipelineSchedule, fit_schedule
 from shoal.planner.cluster import Cluster
-from shoal.planner.cost.predict import slowest_device
+from shoal.planner.cost.compute import slowest_device
 from shoal.planner.cost.setup import Setup
 from shoal.planner.simulate.clock import LinkPath
 from shoal.planner.simulate.network import LinkTopology

@@ -89,15 +89,6 @@ class SimulatedServers:
             return 0.0
         return 2 * (members - 1) * (self.latency + self.num_bytes / members / self.bandwidth)
 
-    @property
-    def max_rate(self) -> float:
-        """Gradients a second: what the workers or the servers' links can do at the most, without stragglers."""
-        largest = max(map(len, self.parties))
-        exchange = self.group_seconds(largest) + 2 * self.latency + self.bytes_moved / self.bandwidth
-        each = self.steps * self.workers / len(self.parties)  # gradients of an exchange
-        links = each * self.pool / self.bytes_moved if self.num_bytes else math.inf
-        return min(self.workers / (self.compute + exchange / self.steps), links)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedServerRun:
