@@ -202,7 +202,7 @@ def test_a_cluster_file_is_the_same_by_any_path(tmp_path: Path, monkeypatch: pyt
 def test_runs_that_say_nothing_are_refused(tmp_path: Path) -> None:
     refused = [
         (folder(tmp_path / "a", seconds=None, reason="cannot be followed"), "run a has no prediction: cannot be fol"),
-        (folder(tmp_path / "b"), r"run b was not predicted \(there is no prediction.json\)"),
+        (folder(tmp_path / "b"), r"run b has no prediction \(prediction.json is missing\)"),
         (folder(tmp_path / "c"), r"run c has no report: it still runs, or was killed \(there is no report.json\)"),
         (folder(tmp_path / "d"), "run d has no step to compare"),
         (folder(tmp_path / "e"), "cannot be read"),

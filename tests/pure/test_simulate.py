@@ -334,7 +334,7 @@ def test_of_unequal_hosts_the_narrowest_counts() -> None:
 
 
 def test_a_group_larger_than_the_cluster_is_told() -> None:
-    with pytest.raises(PlanError, match="8 devices, each 1 apart, on a cluster of 4"):
+    with pytest.raises(PlanError, match="8 devices, 1 apart, on a cluster of 4"):
         tiered_collective(LinkTopology(a_cluster(hosts=4)), StridedGroup(size=8), 1.0)
 
 
@@ -461,7 +461,7 @@ def test_lanes_are_dealt_as_the_runtime_does(work: Workload) -> None:
     slow, slower = (a_step(job, cluster, **layout, slower={0: 2.0}, assignment=each) for each in (less, more))
     assert slow.pipeline == pytest.approx(even.pipeline), "half as fast, and half as much to do"
     assert slower.pipeline == pytest.approx(2 * even.pipeline)
-    with pytest.raises(PlanError, match="dealt to 2 replicas, and the layout has 3"):
+    with pytest.raises(PlanError, match="assigned to 2 replicas, but the layout has 3"):
         a_step(job, cluster, **layout, assignment=((0, 2), (2, 4)))
 
 
@@ -527,7 +527,7 @@ def test_a_step_waits_for_the_slowest_of_all_replicas(work: Workload) -> None:
         ("normal", "normal needs a number", "normal:0.1"),
         ("normal:-1", "-1 is below 0", "normal:0.1"),
         ("slow:0.5", "0.5 is below 1", "slow:3"),
-        ("constant:2", "constant has no number", "constant"),
+        ("constant:2", "constant takes no number", "constant"),
     ],
 )
 def test_a_distribution_that_is_none(text: str, told: str, fix: str) -> None:
@@ -649,7 +649,8 @@ def test_published_servers_are_met_within_a_factor_of_two() -> None:
         batch, devices = int(row["batch_per_gpu"]), int(row["gpus"])
         if devices == 1:
             continue
-        setup = SimulatedServers(workers=devices // 8, servers=int(row["num_ps"]), compute=batch / alone[row["batch_per_gpu"]],
+        compute = batch / alone[row["batch_per_gpu"]]
+        setup = SimulatedServers(workers=devices // 8, servers=int(row["num_ps"]), compute=compute,
                         num_bytes=4 * 23.8e6, bandwidth=0.7 * 1.25e9, duplex=False)  # fmt: skip
         images = simulate_servers(setup, rounds=20).gradients_per_second * 8 * batch
         assert 0.5 < images / float(row["images_per_s"]) < 2
@@ -695,7 +696,7 @@ def test_the_law_of_the_critical_batch() -> None:
     assert law.samples(256) == 2 * 1000 * 256, "and twice the least samples"
     assert law.updates(1e12) == pytest.approx(1000)
     assert law.updates(256, staleness=7) == 9000
-    with pytest.raises(InputError, match="the first is above 0"):
+    with pytest.raises(InputError, match="the first must be above 0"):
         ConvergenceLaw(min_updates=0)
 
 

@@ -10,7 +10,7 @@ from shoal.planner.search.search import Candidate, PlanRanking, describe
 
 
 def first_hosts(cluster: Cluster, count: int) -> Cluster:
-    """The same cluster with its first hosts alone."""
+    """The cluster of the first `count` hosts."""
     if not 1 <= count <= len(cluster.hosts):
         raise PlanError(f"{count} hosts of a cluster that has {len(cluster.hosts)}", fix=f"1 to {len(cluster.hosts)}")
     racks, left = [], count
@@ -28,7 +28,7 @@ def host_counts(hosts: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class CheapestPlans:
-    """The cheapest that finish in time, cheapest first, and the rankings that they are from."""
+    """The cheapest plans that finish in time, cheapest first, with their rankings."""
 
     chosen: tuple[tuple[Candidate, PlanRanking], ...]
     looked_at: int
@@ -44,11 +44,11 @@ def cheapest_plans(
     deadline: float | None = None,
     each: int = 5,
 ) -> CheapestPlans:
-    """The cheapest plan, of the whole cluster or of its first 1, 2, 4, … hosts. `rank` searches one of them."""
+    """The cheapest plans of the whole cluster and of its first 1, 2, 4, … hosts. `rank` searches one of them."""
     unpriced = [device.name for device in device_kinds(cluster) if device.price is None]
     if unpriced:
         raise PlanError(
-            f"the cluster has no price for {', '.join(unpriced)}: what is cheap cannot be said",
+            f"the cluster has no price for {', '.join(unpriced)}: costs cannot be compared",
             fix=f'[devices.{unpriced[0]}] price = "2.5 USD/h" in a cluster file, or --objective time',
         )
     if deadline is not None and steps is None:
@@ -61,12 +61,11 @@ def cheapest_plans(
     if deadline is not None and steps is not None:
         found = [pair for pair in found if pair[0].seconds * steps <= deadline]
         if not found:
+            time = fastest.seconds * steps
             raise PlanError(
-                f"no plan does {steps:,} steps in {duration_text(deadline)}: the fastest takes"
-                f" {duration_text(fastest.seconds * steps)},"
+                f"no plan does {steps:,} steps in {duration_text(deadline)}: the fastest takes {duration_text(time)},"
                 f" on {fastest.hosts} of {len(cluster.hosts)} hosts with --layout {describe(fastest)}",
-                fix=f"--deadline {duration_text(fastest.seconds * steps * 1.02).replace(' ', '')},"
-                " more hosts, or fewer steps",
+                fix=f"--deadline {duration_text(time * 1.02).replace(' ', '')}, more hosts, or fewer steps",
             )
     found.sort(key=lambda pair: (pair[0].cost or 0.0, pair[0].seconds, pair[0].hosts))
     looked = sum(len(ranking.setups) for ranking in rankings)
@@ -78,7 +77,7 @@ def _rankings(rank: Callable[[Cluster], PlanRanking], cluster: Cluster) -> tuple
     for count in host_counts(len(cluster.hosts)):
         try:
             found.append(rank(first_hosts(cluster, count)))
-        except PlanError as error:  # too little memory on so few, or nothing that divides
+        except PlanError as error:  # too little memory on these hosts, or nothing divides
             refused.append(error)
     return found, refused
 
