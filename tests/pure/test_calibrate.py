@@ -203,7 +203,7 @@ def test_runs_that_say_nothing_are_refused(tmp_path: Path) -> None:
     refused = [
         (folder(tmp_path / "a", seconds=None, reason="cannot be followed"), "run a has no prediction: cannot be fol"),
         (folder(tmp_path / "b"), r"run b has no prediction \(prediction.json is missing\)"),
-        (folder(tmp_path / "c"), r"run c has no report: it still runs, or was killed \(there is no report.json\)"),
+        (folder(tmp_path / "c"), r"run c has no report: it still runs, or was killed \(report.json is missing\)"),
         (folder(tmp_path / "d"), "run d has no step to compare"),
         (folder(tmp_path / "e"), "cannot be read"),
     ]
