@@ -402,7 +402,9 @@ class SimWorker(SimMember):
     def _lanes(self, view: MembershipView) -> range:
         """Lanes are assigned to replicas of one member for each shard. Other members have none, and follow."""
         shards, laws = range(self.shards), self.world.invariants
-        by_shard = [[who for who in view.members if model_shard_of(who.worker, self.shards) == shard] for shard in shards]
+        by_shard = [
+            [who for who in view.members if model_shard_of(who.worker, self.shards) == shard] for shard in shards
+        ]
         replicas = min(map(len, by_shard))
         if len(view.members) > replicas * self.shards:
             laws.record_case("a replica was broken, and its mates stayed")

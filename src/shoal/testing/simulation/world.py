@@ -277,7 +277,9 @@ class SimWorld:
         step = worker.steps
         if worker.shard not in self.disk.setdefault(step, set()):
             seconds = 0.5 if self.chance(0.2) else 0.1
-            self.after(self.random.uniform(0.02, seconds), worker, self._finish_save, worker.weights, worker.shard, step)
+            self.after(
+                self.random.uniform(0.02, seconds), worker, self._finish_save, worker.weights, worker.shard, step
+            )
 
     def _finish_save(self, weights: int, shard: int, step: int) -> None:
         if weights != self.invariants.reference[step][shard]:
