@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -218,15 +218,11 @@ def _restored_process() -> Iterator[None]:
         finally:
             sys.argv[:], sys.path[:] = argv, path
             os.chdir(folder)
-            _set(variables)
+            for name in os.environ.keys() - variables.keys():
+                del os.environ[name]
+            os.environ.update(variables)
             torch.set_default_dtype(dtype)
             torch.set_grad_enabled(grad)
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
-
-
-def _set(variables: Mapping[str, str]) -> None:
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update(variables)

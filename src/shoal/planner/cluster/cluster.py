@@ -1,7 +1,7 @@
 """Frozen values for devices, hosts, racks and links."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shoal.errors import InputError
@@ -115,13 +115,14 @@ class Cluster:
     def hosts(self) -> tuple[ClusterHost, ...]:
         return tuple(host for rack in self.racks for host in rack.hosts)
 
+    def map_hosts(self, change: Callable[[ClusterHost], ClusterHost]) -> "Cluster":
+        return Cluster(racks=tuple(replace(rack, hosts=tuple(map(change, rack.hosts))) for rack in self.racks))
+
     def with_workers(self, each: int) -> "Cluster":
         """The same cluster with `each` workers on every host; an unknown device counts as one worker."""
-
-        def changed(host: ClusterHost) -> ClusterHost:
-            return replace(host, workers=each, devices=each if host.device is None else host.devices)
-
-        return Cluster(racks=tuple(replace(rack, hosts=tuple(map(changed, rack.hosts))) for rack in self.racks))
+        return self.map_hosts(
+            lambda host: replace(host, workers=each, devices=each if host.device is None else host.devices)
+        )
 
     @property
     def workers(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, ClusterHost, Device, Rack
+from shoal.planner.cluster.cluster import Cluster, Device, Rack
 from shoal.planner.cluster.library import aliases, cluster_tables, device_tables
 from shoal.planner.cluster.parse import cluster_from, read_cluster
 from shoal.planner.cluster.parse_devices import device_from
@@ -81,7 +81,7 @@ def laptop(cores: int, memory: int) -> Cluster:
 
 def resize_cluster(cluster: Cluster, hosts: int, *, racks: int | None = None, source: str = "the cluster") -> Cluster:
     """Repeats the one kind of host `hosts` times. Racks keep their size, unless `racks` is given, and their ratio."""
-    kinds = {_kind(host) for host in cluster.hosts}
+    kinds = {replace(host, name="", rack="") for host in cluster.hosts}
     ratios = {round(rack.oversubscription, 9) for rack in cluster.racks}
     if len(kinds) > 1 or len(ratios) > 1:
         what = f"{len(kinds)} kinds of hosts" if len(kinds) > 1 else f"{len(ratios)} kinds of uplinks"
@@ -106,10 +106,6 @@ def resize_cluster(cluster: Cluster, hosts: int, *, racks: int | None = None, so
         made.append(Rack(name=name, hosts=inside, uplink=uplink))
         left -= size
     return Cluster(racks=tuple(made))
-
-
-def _kind(host: ClusterHost) -> ClusterHost:
-    return replace(host, name="", rack="")
 
 
 def _preset(name: str, hosts: int) -> Cluster:

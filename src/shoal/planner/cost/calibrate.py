@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.errors import InputError
-from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack
+from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect
 from shoal.planner.cost.runtime import Runtime
 from shoal.planner.cost.runtime_overhead import RuntimeOverheads
 
@@ -116,7 +116,8 @@ def apply_calibration(cluster: Cluster, runtime: Runtime, calibration: Calibrati
     if calibration.constants == NO_CALIBRATION.constants:
         return cluster, runtime
     compute, traffic = calibration.compute, calibration.traffic
-    racks = tuple(_rack(rack, compute, traffic) for rack in cluster.racks)
+    racks = tuple(replace(rack, uplink=_link(rack.uplink, traffic)) for rack in cluster.racks)
+    cluster = Cluster(racks=racks).map_hosts(lambda host: _host(host, compute, traffic))
     changed = replace(
         runtime,
         step_seconds=max(0.0, runtime.step_seconds + calibration.step),
@@ -127,7 +128,7 @@ def apply_calibration(cluster: Cluster, runtime: Runtime, calibration: Calibrati
         overheads=None if runtime.overheads is None else _overheads(runtime.overheads, calibration),
         allocator=runtime.allocator * calibration.memory,
     )
-    return replace(cluster, racks=racks), changed
+    return cluster, changed
 
 
 def _overheads(overheads: RuntimeOverheads, calibration: Calibration) -> RuntimeOverheads:
@@ -143,11 +144,6 @@ def _overheads(overheads: RuntimeOverheads, calibration: Calibration) -> Runtime
         clip=overheads.clip * update,
         clip_bytes=overheads.clip_bytes * update,
     )
-
-
-def _rack(rack: Rack, compute: float, traffic: float) -> Rack:
-    hosts = tuple(_host(host, compute, traffic) for host in rack.hosts)
-    return replace(rack, hosts=hosts, uplink=_link(rack.uplink, traffic))
 
 
 def _host(host: ClusterHost, compute: float, traffic: float) -> ClusterHost:

@@ -64,8 +64,7 @@ def server_seconds(size: np.ndarray, workers: np.ndarray, servers: np.ndarray, b
     2S/W (S/W if it sends and receives at once), a server's S·w/(kW) each direction; the larger one counts."""
     directions = 1.0 if duplex else 2.0
     servers = np.maximum(servers, 1)
-    seconds: np.ndarray = 2 * latency + directions * np.maximum(size, size * workers / servers) / bandwidth
-    return seconds
+    return np.asarray(2 * latency + directions * np.maximum(size, size * workers / servers) / bandwidth)
 
 
 def updates_per_second(step: float, size: float, workers: int, servers: int, bandwidth: float) -> float:

@@ -40,14 +40,12 @@ def operator_seconds(
     moved = np.where(flops > 0, 1.0, runtime.passes) * size / (device.memory_bandwidth * device.stream)
     known = ops["known"]
     measured = np.where(flops > 0, flops, size) / np.where(known > 0, known, 1.0)
-    seconds: np.ndarray = np.where(known > 0, measured, np.maximum(product, moved))
-    return seconds
+    return np.asarray(np.where(known > 0, measured, np.maximum(product, moved)))
 
 
 def with_host(device: np.ndarray, host: np.ndarray, runtime: Runtime) -> np.ndarray:
     """Seconds of a block from the seconds that the device and the host take for it."""
-    seconds: np.ndarray = (device**4 + host**4) ** 0.25 if runtime.concurrent else device + host
-    return seconds
+    return np.asarray((device**4 + host**4) ** 0.25 if runtime.concurrent else device + host)
 
 
 def slowest_device(cluster: Cluster, dtype: str) -> Device:

@@ -95,9 +95,7 @@ def workload_of_row(row: TableRow, cluster: Cluster) -> Workload:
     return _workload(row.shape, row.dtype, training_system(row, slowest_device(cluster, row.dtype)).style)
 
 
-@cache
-def _workload(shape: TransformerShape, dtype: str, style: TransformerStyle) -> Workload:
-    return workload_of_shape(shape, dtype, style)
+_workload = cache(workload_of_shape)
 
 
 @cache

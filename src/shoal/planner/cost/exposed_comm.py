@@ -45,8 +45,7 @@ def hop_seconds(
     if ranks == 1:
         return np.zeros(len(size))
     gathered = collective_seconds(tiers, slices, np.ones(1), size, HALF)
-    seconds: np.ndarray = message_seconds(tiers, np.full(len(size), float(ranks)), stride, size / slices) + gathered
-    return seconds
+    return np.asarray(message_seconds(tiers, np.full(len(size), float(ranks)), stride, size / slices) + gathered)
 
 
 def data_seconds(
@@ -138,5 +137,4 @@ def _server_seconds(
         of_job & np.isin(mode, [SYNC_MODES.index("stale"), SYNC_MODES.index("async")]) | grouped, queue, waits
     )
     every = np.where(number > 0, number, int(DEFAULT_NUMBERS["local"]))
-    found: np.ndarray = np.where(mode == SYNC_MODES.index("local"), exchange / every, waits)
-    return found
+    return np.asarray(np.where(mode == SYNC_MODES.index("local"), exchange / every, waits))

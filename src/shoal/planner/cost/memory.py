@@ -46,5 +46,4 @@ def in_flight(schedule: str, ranks: int, microbatches: np.ndarray, chunks: int) 
         held = np.where(m >= 2 * ranks, ranks, np.minimum(ranks, (m + ranks - behind) / 2))
     else:
         held = ranks + 0.5 + 0 * behind
-    most: np.ndarray = np.minimum(m, held + 0 * chunk)
-    return most
+    return np.asarray(np.minimum(m, held + 0 * chunk))

@@ -40,12 +40,10 @@ class StageRanks:
         return self.stages(np.add.reduceat(values, self.bounds[:-1], axis=1))
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self.by_chunk(values).sum(axis=1)
-        return found
+        return np.asarray(self.by_chunk(values).sum(axis=1))
 
     def largest(self, values: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self.stages(np.maximum.reduceat(values, self.bounds[:-1], axis=1)).max(axis=1)
-        return found
+        return np.asarray(self.stages(np.maximum.reduceat(values, self.bounds[:-1], axis=1)).max(axis=1))
 
     def peak_beyond_saved(self, saved: np.ndarray, working: np.ndarray) -> np.ndarray:
         """The most that is alive above what a stage has saved in the end: a block works while earlier blocks' saved
@@ -53,13 +51,11 @@ class StageRanks:
         sums, starts = np.cumsum(saved, axis=1), self.bounds[:-1]
         before = np.repeat(sums[:, starts] - saved[:, starts], np.diff(self.bounds), axis=1)
         most = np.maximum.reduceat(sums - before + working, starts, axis=1)
-        found: np.ndarray = self.stages(np.maximum(most - np.add.reduceat(saved, starts, axis=1), 0.0)).max(axis=1)
-        return found
+        return np.asarray(self.stages(np.maximum(most - np.add.reduceat(saved, starts, axis=1), 0.0)).max(axis=1))
 
     def last(self, values: np.ndarray) -> np.ndarray:
         """Values of the last block of each rank's first chunk."""
-        found: np.ndarray = self.stages(values[:, [bound - 1 for bound in self.bounds[1:]]])[:, 0].copy()
-        return found
+        return np.asarray(self.stages(values[:, [bound - 1 for bound in self.bounds[1:]]])[:, 0].copy())
 
     @property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
@@ -99,5 +95,4 @@ def bubble_seconds(
         return waits
     full = {"zbv": 4 * ranks - 2, "dualpipe": 5 * ranks - 3}[schedule]
     short = full - 2 * m + np.where((schedule == "dualpipe") & (m > ranks), 2, 0)
-    longer: np.ndarray = np.maximum(waits, short * unit)
-    return longer
+    return np.asarray(np.maximum(waits, short * unit))

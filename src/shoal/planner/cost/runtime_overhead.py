@@ -45,8 +45,7 @@ class RuntimeOverheads:
     def microbatch(self, tensor: np.ndarray, blocks: np.ndarray, starts: np.ndarray, ranks: int) -> np.ndarray:
         """`starts`: operators of one microbatch by rank."""
         sliced = np.where(tensor > 1, self.slice, 0.0)[:, None]
-        found: np.ndarray = self.block * blocks[None, :] + (self.stage if ranks > 1 else 0.0) + sliced * starts
-        return found
+        return np.asarray(self.block * blocks[None, :] + (self.stage if ranks > 1 else 0.0) + sliced * starts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +69,7 @@ class StepLoad:
     @property
     def own_lanes(self) -> np.ndarray:
         """Lanes of the busiest replica."""
-        found: np.ndarray = np.ceil(self.lanes / self.data)
-        return found
+        return np.asarray(np.ceil(self.lanes / self.data))
 
 
 def sum_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device) -> np.ndarray:
@@ -80,8 +78,7 @@ def sum_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device) -> 
     cut = (load.zero >= 2) & (load.data > 1)
     owned = ((load.lanes - 1) / load.data)[:, None]
     times = np.where(cut[:, None], rows + owned, whole)
-    seconds: np.ndarray = times * load.parameters * overheads.sum_bytes / _bandwidth(device)
-    return seconds
+    return np.asarray(times * load.parameters * overheads.sum_bytes / _bandwidth(device))
 
 
 def update_seconds(
@@ -95,8 +92,7 @@ def update_seconds(
     if load.clips:
         size = size + overheads.clip_bytes * load.parameters / rows
         started = started + overheads.clip * load.tensors
-    seconds: np.ndarray = size / _bandwidth(device) + started * device.overhead
-    return seconds
+    return np.asarray(size / _bandwidth(device) + started * device.overhead)
 
 
 def exchange_seconds(
@@ -121,14 +117,12 @@ def exchange_seconds(
     )
     found: np.ndarray = np.select([load.zero[:, None] == level for level in range(4)], by_level)
     # Every lane's gradient of tied weights goes to the first stage that has them, and their sum comes back.
-    total: np.ndarray = np.where(data > 1, found, 0.0) + (load.tied * (load.own_lanes + 1))[:, None]
-    return total
+    return np.asarray(np.where(data > 1, found, 0.0) + (load.tied * (load.own_lanes + 1))[:, None])
 
 
 def step_seconds(overheads: RuntimeOverheads, load: StepLoad, device: Device) -> np.ndarray:
     """Seconds of the host for a step, whatever its work: three collectives exchange figures and votes."""
-    seconds: np.ndarray = (overheads.step + np.where(load.workers > 1, 3 * overheads.call, 0.0)) * device.overhead
-    return seconds
+    return np.asarray((overheads.step + np.where(load.workers > 1, 3 * overheads.call, 0.0)) * device.overhead)
 
 
 def core_sharing_factor(load: StepLoad, path: np.ndarray, busy: np.ndarray, cores: int) -> np.ndarray:
@@ -137,8 +131,7 @@ def core_sharing_factor(load: StepLoad, path: np.ndarray, busy: np.ndarray, core
     even = load.lanes / (load.data * load.own_lanes)  # replicas with fewer lanes do less
     slices = load.workers / load.data / busy.shape[1]
     work = busy.sum(axis=1) * load.data * slices * even
-    found: np.ndarray = np.maximum(1.0, work / (cores * path))
-    return found
+    return np.asarray(np.maximum(1.0, work / (cores * path)))
 
 
 def queueing_seconds(overheads: RuntimeOverheads, load: StepLoad, cores: int) -> np.ndarray:
@@ -146,8 +139,7 @@ def queueing_seconds(overheads: RuntimeOverheads, load: StepLoad, cores: int) ->
     ranks = load.parameters.shape[1]
     messages = np.where(ranks > 1, 2 * load.m, 0.0)
     blocks = load.blocks.max() * np.select([load.zero == 2, load.zero == 3], [load.own_lanes + 1, 3 * load.m], 0.0)
-    found: np.ndarray = (3 + messages + blocks) * overheads.kept * np.maximum(0.0, 1 - cores / load.workers)
-    return found
+    return np.asarray((3 + messages + blocks) * overheads.kept * np.maximum(0.0, 1 - cores / load.workers))
 
 
 def _bandwidth(device: Device) -> float:

@@ -149,8 +149,7 @@ class _GroupInputs:
         )
 
     def by_rank(self, name: str) -> np.ndarray:
-        found: np.ndarray = self.ranked.sums(getattr(self.prepared.costs, name))[self.variant]
-        return found
+        return np.asarray(self.ranked.sums(getattr(self.prepared.costs, name))[self.variant])
 
     @property
     def block_counts(self) -> np.ndarray:
@@ -172,8 +171,7 @@ class _MicrobatchSeconds:
 
     @property
     def total(self) -> np.ndarray:
-        found: np.ndarray = self.computing + self.again + self.host + self.reduced + self.hops
-        return found
+        return np.asarray(self.computing + self.again + self.host + self.reduced + self.hops)
 
 
 def _microbatch(group: _GroupInputs) -> _MicrobatchSeconds:
@@ -305,8 +303,7 @@ def _exchange_share(column: Mapping[str, np.ndarray]) -> np.ndarray:
     """The share of steps that exchange gradients: all steps, except in local mode."""
     local = (column["exchange"] == EXCHANGES.index("servers")) & (column["mode"] == SYNC_MODES.index("local"))
     steps = np.where(column["number"] > 0, column["number"], int(DEFAULT_NUMBERS["local"]))
-    found: np.ndarray = np.where(local, 1.0 / steps, 1.0)
-    return found
+    return np.asarray(np.where(local, 1.0 / steps, 1.0))
 
 
 def _memory(group: _GroupInputs, parameters: np.ndarray) -> dict[str, np.ndarray]:

@@ -61,13 +61,11 @@ class SetupTable(Sequence[Setup]):
 
     def is_word(self, name: str, word: str) -> np.ndarray:
         """A mask of the rows whose column has this word."""
-        found: np.ndarray = self.columns[name] == WORDS[name].index(word)
-        return found
+        return np.asarray(self.columns[name] == WORDS[name].index(word))
 
     @property
     def devices(self) -> np.ndarray:
-        product: np.ndarray = self.columns["data"] * self.columns["pipeline"] * self.columns["tensor"]
-        return product
+        return np.asarray(self.columns["data"] * self.columns["pipeline"] * self.columns["tensor"])
 
     @cached_property
     def microbatches(self) -> np.ndarray:
@@ -75,8 +73,7 @@ class SetupTable(Sequence[Setup]):
         batch, data, size, lanes = (self.columns[name] for name in ("batch", "data", "microbatch", "lanes"))
         free = np.maximum(1, -(-batch // (data * size)))
         per_lane = np.maximum(1, batch // (np.maximum(lanes, 1) * size))
-        found: np.ndarray = np.where(lanes > 0, -(-lanes // data) * per_lane, free)
-        return found
+        return np.asarray(np.where(lanes > 0, -(-lanes // data) * per_lane, free))
 
 
 def _number(name: str, value: Any) -> int:

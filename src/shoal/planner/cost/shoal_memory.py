@@ -25,8 +25,7 @@ PROCESS_BYTES = 7e6  # of a worker before it holds anything of the model
 
 def gradient_sets(lanes: np.ndarray) -> np.ndarray:
     """Sets of gradients held at once while this many lanes are added up."""
-    found: np.ndarray = np.floor(np.log2(np.maximum(lanes, 1.0))) + 1
-    return found
+    return np.asarray(np.floor(np.log2(np.maximum(lanes, 1.0))) + 1)
 
 
 def memory_bytes(

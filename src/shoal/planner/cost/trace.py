@@ -87,7 +87,11 @@ def trace(
     notes: list[str] = []
     with recorder.recording(model, blocks), _quiet():
         try:
-            with torch.enable_grad(), recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, _same):
+            with (
+                torch.enable_grad(),
+                recorder,
+                torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed),
+            ):
                 found = loss()
         except JobError:
             raise
@@ -101,10 +105,12 @@ def trace(
         except Exception as error:
             notes.append(f"backward cannot be traced, and counts as twice forward: {_error_text(error)}")
             del recorder.ops[forward:]
-            recorder.ops += [_as_backward(each) for each in recorder.ops for _ in range(2)]
+            recorder.ops += [replace(each, backward=True) for each in recorder.ops for _ in range(2)]
         del found
     dtype = "bf16" if any(each.itemsize == 2 for each, _ in recorder.dtypes.most_common(1)) else "fp32"
-    return TracedModel(blocks=_blocks(recorder), tied=_tied(recorder), dtype=dtype, notes=tuple(notes))
+    traced, sizes = _blocks(recorder), {each: named[0][1].numel() for each, named in recorder.parameters.items()}
+    tied = float(sum((len(users) - 1) * sizes[number] for number, users in recorder.users.items()))
+    return TracedModel(blocks=traced, tied=tied, dtype=dtype, notes=tuple(notes))
 
 
 def needs_values(error: BaseException) -> bool:
@@ -157,29 +163,23 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _same(packed: Tensor) -> Tensor:
-    return packed
-
-
-def _as_backward(done: RecordedOp) -> RecordedOp:
-    return replace(done, backward=True)
-
-
 # -- summary ----------------------------------------------------------------------------------------------------------
 
 
 def _blocks(recorder: OpRecorder) -> tuple[Block, ...]:
     """Blocks in order; equal blocks are one object."""
     for number, named in recorder.parameters.items():
-        recorder.users.setdefault(number, {_by_name(recorder.names, named[0][0])})  # nothing uses it
+        owners = (at for at, name in enumerate(recorder.names) if named[0][0].startswith(f"{name}."))
+        recorder.users.setdefault(number, {next(owners, 0)})  # nothing uses it
     gradients = recorder.gradients()
     fixed = _fixed(recorder, gradients)
     core = _core(recorder)
     working, crossing = _working(recorder, gradients), _crossing(recorder)
     equal: dict[Block, list[str]] = {}  # block without digits in its name -> names
     order: list[Block] = []
+    inputs = sum(each.size for each in recorder.storages if each.kind == "input" and each.used >= 0)
     for segment, name in enumerate(recorder.names):
-        entering = crossing[segment - 1] if segment else _inputs(recorder)
+        entering = crossing[segment - 1] if segment else float(inputs)
         block = _block(recorder, segment, fixed, core)
         block = replace(block, working=working[segment], output=crossing[segment], saved_input=entering)
         key = replace(block, name=re.sub(r"\d+", "*", name))
@@ -238,16 +238,6 @@ def _op(done: RecordedOp, fixed: set[int], core: bool) -> Op:
     )
 
 
-def _tied(recorder: OpRecorder) -> float:
-    return float(
-        sum((len(users) - 1) * recorder.parameters[number][0][1].numel() for number, users in recorder.users.items())
-    )
-
-
-def _by_name(names: Sequence[str], parameter: str) -> int:
-    return next((number for number, name in enumerate(names) if parameter.startswith(f"{name}.")), 0)
-
-
 def _fixed(recorder: OpRecorder, gradients: set[int]) -> set[int]:
     """Storages whose size does not depend on the number of samples: parameters, buffers, tensors made of them alone
     (weights in another dtype), gradients, and tensors that become gradients one to one."""
@@ -268,15 +258,13 @@ def _core(recorder: OpRecorder) -> set[int]:
         found.add(place)
         if "softmax" in done.name:
             for step in (-1, 1):
-                near = range(place + step, place + step * 12, step)
-                stop = next(
-                    (at for at in near if 0 <= at < len(recorder.ops) and _is_near(recorder.ops[at], done)), None
-                )
+                near = [at for at in range(place + step, place + step * 12, step) if 0 <= at < len(recorder.ops)]
+                stop = next((at for at in near if _is_product(recorder.ops[at], done)), None)
                 found |= set() if stop is None else set(range(min(place, stop), max(place, stop) + 1))
     return found
 
 
-def _is_near(other: RecordedOp, softmax: RecordedOp) -> bool:
+def _is_product(other: RecordedOp, softmax: RecordedOp) -> bool:
     return other.name in PRODUCTS and (other.segment, other.backward) == (softmax.segment, softmax.backward)
 
 
@@ -308,7 +296,3 @@ def _crossing(recorder: OpRecorder) -> list[float]:
             for segment in range(storage.segment, storage.used):
                 found[segment] += storage.size
     return found
-
-
-def _inputs(recorder: OpRecorder) -> float:
-    return float(sum(storage.size for storage in recorder.storages if storage.kind == "input" and storage.used >= 0))

@@ -70,9 +70,8 @@ def space_of(
         size = work.batch if batch is None else batch
         if size is None:
             raise InputError("a shape needs --batch: samples per step", fix="--batch 1536")
-        return SearchSpace(
-            devices=(workers or devices,), batch=size, layers=_layers(work), tensors=tensors, servers=servers
-        )
+        layers = max(Counter(map(id, work.blocks)).values())  # equal blocks are one object
+        return SearchSpace(devices=(workers or devices,), batch=size, layers=layers, tensors=tensors, servers=servers)
     if work.batch is None or work.microbatches is None:
         raise InputError(f"{work.name} has lanes, but no batch or microbatches")
     return SearchSpace(
@@ -163,15 +162,13 @@ def _sensible(setups: SetupTable) -> np.ndarray:
     keep &= (zero != 2) | (pipeline == 1)
     if setups.columns["lanes"].any():
         keep &= (zero < 2) | (pipeline == 1)
-    found: np.ndarray = keep
-    return found
+    return np.asarray(keep)
 
 
 def marks(setups: SetupTable) -> np.ndarray:
     """Indices into MARKS: the same bits on any cluster, equal up to rounding, or a different training."""
     changed = setups.is_word("exchange", "servers") & ~setups.is_word("mode", "sync")
-    found: np.ndarray = np.where(changed, 2, (setups.columns["tensor"] > 1).astype(np.int64))
-    return found
+    return np.asarray(np.where(changed, 2, (setups.columns["tensor"] > 1).astype(np.int64)))
 
 
 def runnable(setups: SetupTable) -> np.ndarray:
@@ -224,8 +221,3 @@ def worker_counts(devices: int) -> tuple[int, ...]:
     if devices <= 8:
         return tuple(range(1, devices + 1))
     return tuple(sorted({devices, *(1 << n for n in range(devices.bit_length()) if 1 << n <= devices)}))
-
-
-def _layers(work: Workload) -> int:
-    """The number of layers: equal blocks are one object."""
-    return max(Counter(map(id, work.blocks)).values())

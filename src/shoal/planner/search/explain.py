@@ -232,12 +232,9 @@ def widen_links(cluster: Cluster, tier: str, times: float = 2.0) -> Cluster:
     def host_of(host: ClusterHost) -> ClusterHost:
         return replace(host, interconnect=inside(host), link=_link(host.link, times if tier == "host" else 1.0))
 
-    def rack_of(rack: Rack) -> Rack:
-        return replace(
-            rack, hosts=tuple(map(host_of, rack.hosts)), uplink=_link(rack.uplink, times if tier == "rack" else 1.0)
-        )
-
-    return replace(cluster, racks=tuple(map(rack_of, cluster.racks)))
+    if tier == "rack":
+        return replace(cluster, racks=tuple(replace(r, uplink=_link(r.uplink, times)) for r in cluster.racks))
+    return cluster.map_hosts(host_of)
 
 
 def scale_devices(cluster: Cluster, *, memory: int = 1, peak: float = 1.0) -> Cluster:
@@ -249,11 +246,7 @@ def scale_devices(cluster: Cluster, *, memory: int = 1, peak: float = 1.0) -> Cl
         peaks, rates = ({name: rate * peak for name, rate in each.items()} for each in (device.peak, device.rates))
         return replace(device, memory=device.memory * memory, peak=peaks, rates=rates)
 
-    racks = (
-        replace(rack, hosts=tuple(replace(host, device=device_of(host.device)) for host in rack.hosts))
-        for rack in cluster.racks
-    )
-    return replace(cluster, racks=tuple(racks))
+    return cluster.map_hosts(lambda host: replace(host, device=device_of(host.device)))
 
 
 def _link(link: ClusterLink, times: float) -> ClusterLink:

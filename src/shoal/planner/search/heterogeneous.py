@@ -61,15 +61,9 @@ def device_kinds(cluster: Cluster) -> tuple[Device, ...]:
     return tuple(found.values())
 
 
-def worker_devices(cluster: Cluster) -> tuple[Device, ...]:
-    """The device of each worker, host by host."""
-    return tuple(host.device for host in cluster.hosts for _ in range(host.devices) if host.device is not None)
-
-
 def uniform_cluster(cluster: Cluster, device: Device) -> Cluster:
     """The same cluster with devices of one kind."""
-    racks = (replace(rack, hosts=tuple(replace(host, device=device) for host in rack.hosts)) for rack in cluster.racks)
-    return replace(cluster, racks=tuple(racks))
+    return cluster.map_hosts(lambda host: replace(host, device=device))
 
 
 def predict_unequal(
@@ -79,7 +73,7 @@ def predict_unequal(
     each, runtime = device_kinds(cluster), runtime or (MEGATRON if work.lanes is None else SHOAL)
     by_kind = [predict_many(work, setups, uniform_cluster(cluster, kind), runtime) for kind in each]
     busy = np.stack([sum(one.terms[name] for name in SHARED_TERMS) for one in by_kind])
-    order = [each.index(device) for device in worker_devices(cluster)]
+    order = [each.index(host.device) for host in cluster.hosts if host.device for _ in range(host.devices)]  # by worker
     # Speeds relative to the first kind, rounded as far as the assignment allows: equal questions are answered once.
     speeds = np.maximum(busy[0] / np.maximum(busy, 1e-30), 0.1**SPEED_DIGITS).round(SPEED_DIGITS).T.tolist()
     known: dict[tuple[_AssignmentKey, tuple[float, ...]], UnequalAssignment] = {}

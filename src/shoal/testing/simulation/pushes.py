@@ -13,33 +13,23 @@ from random import Random
 import torch
 from torch import Tensor
 
-from shoal.paramserver.messages import (
-    AckReply,
-    ClientId,
-    DeclareRequest,
-    DenseSpec,
-    HelloRequest,
-    PushRequest,
-    PutRequest,
-    RefusedReply,
-    TableSlice,
-    WelcomeReply,
-)
+from shoal.paramserver import messages
+from shoal.paramserver.messages import ClientId, TableSlice
 from shoal.paramserver.session import PendingRequest, ShardSession
 from shoal.paramserver.shard import ParameterShard
 from shoal.testing.simulation.invariants import InvariantViolated
 
 DROPS, DOUBLES = 0.2, 0.2
 WINDOW = 8  # pushes of a worker in flight
-SPEC = DenseSpec(["sum"], [[1]], ["float64"], "sgd", {"lr": 1.0})
+SPEC = messages.DenseSpec(["sum"], [[1]], ["float64"], "sgd", {"lr": 1.0})
 SLOTS = [TableSlice("sum")]
 NUMBERS = tuple(torch.cat([torch.tensor([-float(n)], dtype=torch.float64), torch.zeros(63).double()]) for n in range(4))
 
 
 def filled_shard() -> ParameterShard:
     shard, client = ParameterShard(), ClientId(0, 1)
-    shard.handle(client, 1, 1, 0, DeclareRequest("sum", SPEC), [])
-    shard.handle(client, 2, 2, 0, PutRequest(SLOTS, fill=True), [torch.zeros_like(NUMBERS[0])])
+    shard.handle(client, 1, 1, 0, messages.DeclareRequest("sum", SPEC), [])
+    shard.handle(client, 2, 2, 0, messages.PutRequest(SLOTS, fill=True), [torch.zeros_like(NUMBERS[0])])
     return shard
 
 
@@ -52,17 +42,17 @@ class PushSender:
 
     def __init__(self, shard: ParameterShard, worker: int) -> None:
         self.shard = shard
-        welcome = shard.on_hello(HelloRequest(worker))
-        assert isinstance(welcome, WelcomeReply), welcome
+        welcome = shard.on_hello(messages.HelloRequest(worker))
+        assert isinstance(welcome, messages.WelcomeReply), welcome
         self.client = ClientId(worker, welcome.incarnation)
         self.session: ShardSession[int] = ShardSession()
         self.session.resume(welcome.server_incarnation, welcome.sequence)
         self.tag = 0
 
-    def send(self, asked: PendingRequest[int]) -> AckReply | RefusedReply:
+    def send(self, asked: PendingRequest[int]) -> messages.AckReply | messages.RefusedReply:
         tensors: list[Tensor] = [NUMBERS[asked.payload]]
-        (answer,) = self.shard.handle(self.client, asked.tag, asked.sequence, 0, PushRequest(SLOTS), tensors)
-        assert isinstance(answer.reply, AckReply | RefusedReply), answer
+        (answer,) = self.shard.handle(self.client, asked.tag, asked.sequence, 0, messages.PushRequest(SLOTS), tensors)
+        assert isinstance(answer.reply, messages.AckReply | messages.RefusedReply), answer
         return answer.reply
 
     def ask(self, number: int) -> PendingRequest[int]:
@@ -106,7 +96,7 @@ def exact_sum(
                     sender.send(asked)
                 else:
                     late.append((sender, asked))
-            if isinstance(reply, AckReply) and random.random() >= drops:
+            if isinstance(reply, messages.AckReply) and random.random() >= drops:
                 sender.session.resolve(asked.tag)
         while late and random.random() < 0.5:
             owner, copy = late.popleft()
@@ -126,12 +116,12 @@ def restarts(times: int, *, worker: int = 200, pushes: int = 3) -> float:
         for _ in range(pushes):
             asked = sender.ask(1)
             for _ in range(2):
-                if not isinstance(sender.send(asked), AckReply):
+                if not isinstance(sender.send(asked), messages.AckReply):
                     raise InvariantViolated(f"process {time} of worker {worker} was refused")
             sender.session.resolve(asked.tag)
         if before is not None:
             reply = before.send(before.ask(1))
-            if not isinstance(reply, RefusedReply) or reply.code != "incarnation":
+            if not isinstance(reply, messages.RefusedReply) or reply.code != "incarnation":
                 raise InvariantViolated(f"an older process of worker {worker} was not refused: {reply}")
         before = sender
     return total(shard)

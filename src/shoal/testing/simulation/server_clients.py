@@ -11,22 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shoal.paramserver.messages import (
-    WRITES,
-    ChallengeReply,
-    ClientId,
-    HelloRequest,
-    PullRequest,
-    PushRequest,
-    RefusedReply,
-    ServerRequest,
-    SquaresRequest,
-    TableSlice,
-    ValuesReply,
-    WelcomeReply,
-    decode_reply,
-    encode,
-)
+from shoal.paramserver import messages
+from shoal.paramserver.messages import ClientId, TableSlice
 from shoal.paramserver.session import PendingRequest, ShardSession
 from shoal.paramserver.wire_format import REQUEST, Frame
 from shoal.testing.simulation.server_host import SimConnection, SimServerHost
@@ -35,7 +21,7 @@ from shoal.testing.simulation.servers_world import BUFFER, ROWS, TABLE, SimServe
 RESEND_SECONDS = 0.4  # of silence before requests are sent again
 BARRIER_SECONDS = 2.0  # that members of a group wait for each other
 
-SimCall: TypeAlias = tuple[int, ServerRequest, Sequence[Tensor]]
+SimCall: TypeAlias = tuple[int, messages.ServerRequest, Sequence[Tensor]]
 SimReply: TypeAlias = tuple[Any, list[Tensor]]
 
 
@@ -55,7 +41,7 @@ Script: TypeAlias = Generator["list[SimCall] | SimBarrier | SimPause", Any, None
 
 @dataclass
 class SimRequest:
-    request: ServerRequest
+    request: messages.ServerRequest
     meta: bytes
     tensors: Sequence[Tensor]
     generation: int
@@ -103,7 +89,7 @@ class SimServerLink:
         if missing:
             self.client.world.record_case("acknowledged orders were lost and reported")
 
-    def check_pulled(self, reply: ValuesReply, tensors: Sequence[Tensor], asked: Sequence[Tensor]) -> None:
+    def check_pulled(self, reply: messages.ValuesReply, tensors: Sequence[Tensor], asked: Sequence[Tensor]) -> None:
         """I9 for all values that a client sees; counting rows agree with the numbers."""
         world, tables = self.client.world, [each.table for each in reply.slices]
         if not world.reference:
@@ -194,17 +180,17 @@ class SimClient:
 
     def _hello(self, link: SimServerLink) -> None:
         link.state, link.received_at = "hello", self.world.now
-        hello = HelloRequest(self.worker, self.who.incarnation)
+        hello = messages.HelloRequest(self.worker, self.who.incarnation)
         assert link.connection is not None
-        frame = Frame(REQUEST, self.worker, self.who.incarnation, 0, 0, 0, encode(hello))
+        frame = Frame(REQUEST, self.worker, self.who.incarnation, 0, 0, 0, messages.encode(hello))
         link.connection.carry(frame, up=True)
 
     def receive(self, link: SimServerLink, frame: Frame) -> None:
         link.received_at = self.world.now
-        reply = decode_reply(frame.meta)
+        reply = messages.decode_reply(frame.meta)
         if not frame.tag:
             self._greeted(link, reply)
-        elif isinstance(reply, RefusedReply) and reply.code == "gap":
+        elif isinstance(reply, messages.RefusedReply) and reply.code == "gap":
             if link.state == "up":
                 self._hello(link)
         else:
@@ -212,9 +198,9 @@ class SimClient:
 
     def _greeted(self, link: SimServerLink, reply: Any) -> None:
         world = self.world
-        if isinstance(reply, ChallengeReply) and link.state == "greeting":
+        if isinstance(reply, messages.ChallengeReply) and link.state == "greeting":
             self._hello(link)
-        elif isinstance(reply, WelcomeReply) and link.state == "hello":
+        elif isinstance(reply, messages.WelcomeReply) and link.state == "hello":
             first = not link.incarnation
             if not self.who.incarnation:
                 self.who = ClientId(self.worker, reply.incarnation)
@@ -232,7 +218,7 @@ class SimClient:
                 self._send_request(link, asked)
             if first and all(each.incarnation for each in self.links):
                 self.resume(None)
-        elif isinstance(reply, RefusedReply):
+        elif isinstance(reply, messages.RefusedReply):
             world.require(reply.code == "incarnation", f"{link} was refused: {reply.reason}")
             world.record_case("an older process of a worker was turned away")
             world.require(self.workers[self.worker] is not self, f"{link}: the only process was turned away")
@@ -246,9 +232,9 @@ class SimClient:
         for place, (shard, request, tensors) in enumerate(questions):
             self.tag += 1
             link = self.links[shard]
-            pending = SimRequest(request, encode(request), tensors, self.generation, place)
-            asked = link.session.register(self.tag, pending, writes=isinstance(request, WRITES))
-            if isinstance(request, PushRequest):
+            pending = SimRequest(request, messages.encode(request), tensors, self.generation, place)
+            asked = link.session.register(self.tag, pending, writes=isinstance(request, messages.WRITES))
+            if isinstance(request, messages.PushRequest):
                 link.pushed[self.tag] = int(tensors[0].argmin())
             if link.state == "up":
                 self._send_request(link, asked)
@@ -257,13 +243,13 @@ class SimClient:
         asked = link.session.resolve(frame.tag)
         if asked is None:
             return
-        if asked.sequence and not (isinstance(reply, RefusedReply) and frame.tag in link.pushed):
+        if asked.sequence and not (isinstance(reply, messages.RefusedReply) and frame.tag in link.pushed):
             link.acknowledged.add(frame.tag)
         elif asked.sequence:
             self.world.require(reply.code == "incarnation", f"{link}: a push was refused: {reply.reason}")
             self.die()
             return
-        if isinstance(reply, ValuesReply) and not isinstance(asked.payload.request, SquaresRequest):
+        if isinstance(reply, messages.ValuesReply) and not isinstance(asked.payload.request, messages.SquaresRequest):
             now = (link.incarnation, frame.generation, reply.version)
             self.world.require(
                 now >= link.seen, f"{link} saw {link.seen}, and then {now}: incarnation, generation, version"
@@ -315,7 +301,7 @@ class SimClient:
 
     # -- requests of scripts ------------------------------------------------------------------------------------------
 
-    def on_all_servers(self, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> list[SimCall]:
+    def on_all_servers(self, request: messages.ServerRequest, tensors: Sequence[Tensor] = ()) -> list[SimCall]:
         return [(link.shard, request, tensors) for link in self.links]
 
     def count_gradient(self, shard: int, numbers: Sequence[int]) -> tuple[list[TableSlice], list[Tensor]]:
@@ -332,9 +318,9 @@ class SimClient:
 
     def push_requests(self, number: int, **about: Any) -> list[SimCall]:
         made = [(link.shard, *self.count_gradient(link.shard, [number])) for link in self.links]
-        return [(shard, PushRequest(slots, **about), tensors) for shard, slots, tensors in made]
+        return [(shard, messages.PushRequest(slots, **about), tensors) for shard, slots, tensors in made]
 
     def pull_requests(self) -> list[SimCall]:
         """Pulls numbers and rows of one moment."""
-        request = PullRequest([TableSlice(TABLE), TableSlice(ROWS, sparse=True)])
+        request = messages.PullRequest([TableSlice(TABLE), TableSlice(ROWS, sparse=True)])
         return [(link.shard, request, [self.world.row_ids(link.shard)]) for link in self.links]

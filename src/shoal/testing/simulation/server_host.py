@@ -8,23 +8,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError
+from shoal.paramserver import messages
 from shoal.paramserver.dispatcher import ClientConnection, RequestDispatcher
-from shoal.paramserver.messages import (
-    AckReply,
-    ApplyRequest,
-    ClientId,
-    ContributeRequest,
-    DeclareRequest,
-    DenseSpec,
-    LeaseRequest,
-    PushRequest,
-    PutRequest,
-    RefusedReply,
-    ServerRequest,
-    SquaresRequest,
-    TableSlice,
-    ValuesReply,
-)
+from shoal.paramserver.messages import ClientId, TableSlice
 from shoal.paramserver.shard import ParameterShard, ShardReply
 from shoal.paramserver.snapshot import ShardSnapshot
 from shoal.paramserver.sparse_table import SparseTable
@@ -52,14 +38,14 @@ class SimShard(ParameterShard):
         tag: int,
         sequence: int,
         generation: int,
-        request: ServerRequest,
+        request: messages.ServerRequest,
         tensors: Sequence[Tensor] = (),
     ) -> list[ShardReply]:
         world, applied = self.world, self.applied_tags.setdefault(client, [])
         refused = self.refused["ticket"]
         answers = super().handle(client, tag, sequence, generation, request, tensors)
         own = next((each.reply for each in answers if each.client == client and each.tag == tag), None)
-        code = own.code if isinstance(own, RefusedReply) else ""
+        code = own.code if isinstance(own, messages.RefusedReply) else ""
         if code == "incarnation":
             return answers
         if sequence > len(applied) + 1:
@@ -73,20 +59,24 @@ class SimShard(ParameterShard):
                 world.record_case("a repeated order was answered again")
                 before = applied[sequence - 1]
                 world.require(before == tag, f"order {sequence} is {tag} now, but was {before}")
-        if isinstance(request, LeaseRequest) and own is None and self._too_far_ahead(client):
+        if isinstance(request, messages.LeaseRequest) and own is None and self._too_far_ahead(client):
             world.record_case("a worker was too far ahead")
-        if isinstance(request, PushRequest) and isinstance(own, AckReply | ValuesReply):
+        if isinstance(request, messages.PushRequest) and isinstance(own, messages.AckReply | messages.ValuesReply):
             at = int(tensors[0].argmin())
             times = float(self.numbers[at])
             if self.refused["ticket"] > refused:
                 world.record_case("a lease was pushed twice")
             world.require(times == 1.0, f"number {at} was acknowledged, but was applied {times:g} times")
             self.check_rows()
-        if isinstance(request, ApplyRequest) and own is None:
+        if isinstance(request, messages.ApplyRequest) and own is None:
             world.record_case("an update waited for a contribution")
-        if isinstance(request, SquaresRequest) and isinstance(own, ValuesReply) and request.step < self.step:
+        if (
+            isinstance(request, messages.SquaresRequest)
+            and isinstance(own, messages.ValuesReply)
+            and request.step < self.step
+        ):
             world.record_case("a norm was asked for again")
-        if isinstance(request, ApplyRequest | ContributeRequest):
+        if isinstance(request, messages.ApplyRequest | messages.ContributeRequest):
             world.require(self.version == self.step, f"{self.version} updates make step {self.step}")
         return answers
 
@@ -164,14 +154,14 @@ class SimServerHost:
 
     def _fill(self) -> None:
         specs = self.world.specs
-        dense = [TableSlice(name) for name, spec in specs.items() if isinstance(spec, DenseSpec)]
-        orders: list[tuple[ServerRequest, list[Tensor]]] = [
-            (DeclareRequest(name, spec), []) for name, spec in specs.items()
+        dense = [TableSlice(name) for name, spec in specs.items() if isinstance(spec, messages.DenseSpec)]
+        orders: list[tuple[messages.ServerRequest, list[Tensor]]] = [
+            (messages.DeclareRequest(name, spec), []) for name, spec in specs.items()
         ]
-        orders.append((PutRequest(dense, fill=True), [torch.zeros(self.world.size) for _ in dense]))
+        orders.append((messages.PutRequest(dense, fill=True), [torch.zeros(self.world.size) for _ in dense]))
         for number, (request, tensors) in enumerate(orders, 1):
             (answer,) = self.shard.handle(SETTER, number, number, 0, request, tensors)
-            assert isinstance(answer.reply, AckReply), answer
+            assert isinstance(answer.reply, messages.AckReply), answer
         self.write_snapshot()
         self.finish_snapshot()
 

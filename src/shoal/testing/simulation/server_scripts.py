@@ -10,22 +10,8 @@ from torch import Tensor
 
 from shoal.numerics.grad_norm import total_norm
 from shoal.numerics.lanes import fold
-from shoal.paramserver.messages import (
-    ApplyRequest,
-    BarrierReply,
-    BarrierRequest,
-    ContributeRequest,
-    EndReply,
-    LateReply,
-    LeaseReply,
-    LeaseRequest,
-    PullRequest,
-    RefusedReply,
-    SquaresRequest,
-    StatusReply,
-    StatusRequest,
-    TableSlice,
-)
+from shoal.paramserver import messages
+from shoal.paramserver.messages import TableSlice
 from shoal.paramserver.rollback import NoCommonSnapshotError, are_consistent, plan_rewind
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.testing.simulation import reference
@@ -59,13 +45,13 @@ def queue_script(client: SimClient) -> Script:
     world = client.world
     mode = SyncMode.parse(world.plan.mode)
     group = mode.group_of(client.worker)
-    ask = LeaseRequest(group)
+    ask = messages.LeaseRequest(group)
     while True:
         ((reply, _),) = yield [(0, ask, [])]
-        if isinstance(reply, EndReply):
+        if isinstance(reply, messages.EndReply):
             world.require(reply.reason == "" and reply.steps_done == world.plan.steps, f"the end came early: {reply}")
             return
-        world.require(isinstance(reply, LeaseReply), f"worker {client.worker} received {reply}")
+        world.require(isinstance(reply, messages.LeaseReply), f"worker {client.worker} received {reply}")
         if world.leases.setdefault(reply.lease, client.who) != client.who and len(reply.members) == 1:
             world.record_case("a lease was given to another worker")
         together = yield SimBarrier((group, reply.generation, reply.lease, "sum"), reply.members)
@@ -76,8 +62,8 @@ def queue_script(client: SimClient) -> Script:
         together = together and (yield SimBarrier((group, reply.generation, reply.lease, "values"), reply.members))
         if not together:
             world.record_case("a group repeated a lease")
-        failed = LeaseRequest(group, failed_generation=reply.generation)
-        ask = LeaseRequest(group, finished=reply.lease) if together else failed
+        failed = messages.LeaseRequest(group, failed_generation=reply.generation)
+        ask = messages.LeaseRequest(group, finished=reply.lease) if together else failed
 
 
 @dataclass
@@ -109,14 +95,14 @@ def _step(client: SimClient, at: SimPosition) -> StepScript:
         lanes = [lane for span in world.lane_subtrees[client.worker] for lane in range(*span)]
         wanted = {row for lane in lanes for row in reference.lane_rows(step, lane)}
         mine = [torch.tensor(sorted(row for row in wanted if row % plan.shards == shard)) for shard in world.shards]
-        request = PullRequest([TableSlice(ROWS, sparse=True)])
+        request = messages.PullRequest([TableSlice(ROWS, sparse=True)])
         replies = yield [(shard, request, [mine[shard].long()]) for shard in world.shards]
         if _behind(replies):
             return None
         for ids, (_, (found,)) in zip(mine, replies, strict=True):
             rows |= dict(zip(ids.tolist(), found, strict=True))
     shares = _shares(client, at) if plan.buffers else []
-    barrier: list[SimCall] = [(0, BarrierRequest(step, b"%d" % client.worker), shares)]
+    barrier: list[SimCall] = [(0, messages.BarrierRequest(step, b"%d" % client.worker), shares)]
     contributions = _contributions(client, at, rows)
     if plan.eager:
         *replies, (closed, came) = yield [*contributions, *barrier]
@@ -127,17 +113,17 @@ def _step(client: SimClient, at: SimPosition) -> StepScript:
         ((closed, came),) = yield barrier
     if _behind([*replies, (closed, came)]):
         return None
-    if isinstance(closed, LateReply):
+    if isinstance(closed, messages.LateReply):
         world.record_case("a worker was late")
         return (yield from _enter(client))
-    world.require(isinstance(closed, BarrierReply), f"worker {client.worker} received {closed}")
+    world.require(isinstance(closed, messages.BarrierReply), f"worker {client.worker} received {closed}")
     world.record_members(client.generation, step, closed.workers)
     world.require(len(closed.workers) >= world.mode.quorum(plan.workers), f"a barrier of {closed.workers}")
     buffer = _reduced_buffer(client, at, closed, came) if plan.buffers else at.buffer
     spans = [span for worker in closed.workers for span in world.lane_subtrees[worker]]
     norm = None
     if plan.clips:
-        replies = yield client.on_all_servers(SquaresRequest(step, world.lanes, spans))
+        replies = yield client.on_all_servers(messages.SquaresRequest(step, world.lanes, spans))
         if _behind(replies):
             return None
         norm = _norm(replies)
@@ -145,7 +131,7 @@ def _step(client: SimClient, at: SimPosition) -> StepScript:
             world.require(world.mode.name == "quorum", f"worker {client.worker} was late for a norm of step {step}")
             world.record_case("a norm came too late")
     replies = yield client.on_all_servers(
-        ApplyRequest(
+        messages.ApplyRequest(
             step,
             world.lanes,
             spans,
@@ -183,7 +169,7 @@ def _contributions(client: SimClient, at: SimPosition, rows: dict[int, Tensor]) 
                 tensors = [reference.local_progress(at.values, step, client.worker)[shard]]
             else:
                 slots, tensors = client.count_gradient(shard, [step * LANES + lane for lane in range(*span)])
-            questions.append((shard, ContributeRequest(step, span, slots), tensors))
+            questions.append((shard, messages.ContributeRequest(step, span, slots), tensors))
     return questions
 
 
@@ -195,7 +181,7 @@ def _shares(client: SimClient, at: SimPosition) -> list[Tensor]:
     return [reference.summed(range(*span), share, torch.add) for span in client.world.lane_subtrees[client.worker]]
 
 
-def _reduced_buffer(client: SimClient, at: SimPosition, closed: BarrierReply, came: list[Tensor]) -> Tensor:
+def _reduced_buffer(client: SimClient, at: SimPosition, closed: messages.BarrierReply, came: list[Tensor]) -> Tensor:
     """The buffer from the shares of all workers."""
     if client.world.mode.name == "local":
         return reference.mean(came)
@@ -207,7 +193,7 @@ def _reduced_buffer(client: SimClient, at: SimPosition, closed: BarrierReply, ca
 
 def _norm(replies: list[SimReply]) -> float | None:
     """The norm of the whole gradient: values by server, then rows, rising. None: the step is over."""
-    if any(isinstance(reply, LateReply) for reply, _ in replies):
+    if any(isinstance(reply, messages.LateReply) for reply, _ in replies):
         return None
     dense: list[Tensor] = []
     rows: dict[int, Tensor] = {}
@@ -220,7 +206,7 @@ def _norm(replies: list[SimReply]) -> float | None:
 
 
 def _behind(replies: list[SimReply]) -> bool:
-    refused = [reply for reply, _ in replies if isinstance(reply, RefusedReply)]
+    refused = [reply for reply, _ in replies if isinstance(reply, messages.RefusedReply)]
     for each in refused:
         if each.code not in BEHIND_CODES:
             raise InvariantViolated(f"refused: {each.reason}")
@@ -230,7 +216,7 @@ def _behind(replies: list[SimReply]) -> bool:
 def _enter(client: SimClient) -> EnterScript:
     """Reads the step and the values of the servers."""
     buffers = [TableSlice(BUFFER)] if client.world.plan.buffers else []
-    replies = yield client.on_all_servers(PullRequest([TableSlice(TABLE), *buffers]))
+    replies = yield client.on_all_servers(messages.PullRequest([TableSlice(TABLE), *buffers]))
     if _behind(replies):
         return (yield from _recover(client))
     steps = {reply.step for reply, _ in replies}
@@ -244,7 +230,9 @@ def _recover(client: SimClient) -> EnterScript:
     """Rolls all servers back to the newest step that each has kept. The first request counts."""
     world, looks = client.world, 0
     while True:
-        found: list[StatusReply] = [reply for reply, _ in (yield client.on_all_servers(StatusRequest()))]
+        found: list[messages.StatusReply] = [
+            reply for reply, _ in (yield client.on_all_servers(messages.StatusRequest()))
+        ]
         if are_consistent(found):
             break
         looks += 1
