@@ -44,7 +44,7 @@ class SimulatedRecovery:
 
 
 # Defaults. Restarts of minutes agree with the published run with 466 interruptions in 54 days: more than 90 % of the
-# time was effective (Llama 3, 2024). Shoal: its lease, and REPAIR of checkpoint/interval.py.
+# time was effective (Llama 3, 2024). Shoal: its lease, and REPAIR_SECONDS of checkpoint/interval.py.
 RESTART_ALL = SimulatedRecovery(name="restart-all", elastic=False, detect=60.0, restart=600.0)
 REDO = SimulatedRecovery(name="redo", elastic=True, detect=5.0, restart=600.0, regroup=2.0, replace=600.0)
 POLICIES = (RESTART_ALL, REDO)

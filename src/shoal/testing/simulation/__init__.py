@@ -7,7 +7,7 @@
 Every simulated worker runs the real `MemberState` (recovery/membership/protocol.py); clock, network, store, disk and
 faults are simulated, and the seed decides everything.
 
-    scenario.py       what a seed decides             world.py        clock, processes, network, disk
+    scenario.py       what a seed decides             world.py        processes, network; clock.py: clock, disk
     worker*.py        the runtime's loop              store.py        views, leases, positions
     driver.py         replaces lost workers           faults.py       what goes wrong
     simulated_run.py  one seed                        invariants.py   what must hold (docs/protocol.md)

@@ -25,7 +25,7 @@ from shoal.paramserver.sparse_table import SparseTable
 LANES = 4
 ROUND_STEPS = 2
 MAX_NORM = 1.5
-OUTER_OPTIMIZERS: dict[str, tuple[str, dict[str, float | bool]]] = {  # as in worker/server_worker
+OUTER_OPTIMIZERS: dict[str, tuple[str, dict[str, float | bool]]] = {  # as in worker/server_worker/optimizer_state.py
     "average": ("sgd", {"lr": 1.0}),
     "nesterov": ("momentum", {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
 }

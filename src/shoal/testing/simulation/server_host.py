@@ -166,7 +166,7 @@ class SimServerHost:
         self.finish_snapshot()
 
     def _rewind(self, step: int) -> ShardSnapshot:
-        """Loads a snapshot and drops later ones, as SnapshotStore.rewind does."""
+        """Loads a snapshot and drops later ones, as SnapshotFolder.rewind does."""
         plan = self.world.plan
         if step not in [each.captured.step for each in self.snapshots]:
             raise CheckpointError(f"there is no snapshot of step {step}")

@@ -80,7 +80,7 @@ EnterScript: TypeAlias = Generator["list[SimCall] | SimPause", Any, SimPosition]
 
 
 def lockstep_script(client: SimClient) -> Script:
-    """Trains in lockstep, as worker/server_worker/lockstep.py does."""
+    """Trains in lockstep, as worker/server_worker/synchronous.py does."""
     at = yield from _enter(client)
     while at.step < client.world.plan.steps:
         done = yield from _step(client, at)

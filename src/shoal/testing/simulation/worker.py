@@ -1,4 +1,4 @@
-"""A simulated worker: the real `MemberState`, in a loop like the runtime's (worker/elastic.py, worker/trainer.py)."""
+"""A simulated worker: the real `MemberState`, in a loop like the runtime's (elastic_membership.py, trainer.py)."""
 
 from collections.abc import Generator
 
@@ -148,7 +148,7 @@ class SimWorker(SimThreads):
         """The leader chooses a checkpoint; all load it."""
         world, leader, generation = self.world, view.members[0], view.generation
         if self.who == leader:
-            step = world.newest_checkpoint(self, view.restart)
+            step = world.disk.newest_checkpoint(self, view.restart)
             for other in self._others():
                 yield from self._fault_point("begin", other)
                 world.send(self, other, (generation, "begin", 0), step)
@@ -234,7 +234,7 @@ class SimWorker(SimThreads):
         """Saves and evaluates, as the user's loop does after a step."""
         world, step, plan = self.world, self.member.committed, self.world.plan
         if plan.saves and step % plan.saves == 0 and self._writes_checkpoint():
-            world.save(self)
+            world.disk.save(self)
             yield from self._fault_point("save")
         if plan.evaluates and step % plan.evaluates == 0:
             self.member.can_donate = False

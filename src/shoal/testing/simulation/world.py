@@ -1,17 +1,17 @@
-"""The world of one seed: a clock, processes, the network between them, the store, and a disk.
+"""The world of one seed: processes, the network between them, and the store.
 
-Everything that happens is an event at a time; the seed alone decides events and their order, so a seed replays.
 Messages of a group go over connections that keep their order: a lost message breaks its connection, and both ends
 notice some time later. A message of an old generation can still arrive at a worker that has moved on.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from heapq import heappop, heappush
+from heapq import heappop
 from random import Random
 from typing import Any
 
 from shoal.recovery.membership.protocol import MembershipView, MemberState, RecoveryPlan, WorkerId
+from shoal.testing.simulation.clock import SimClock, SimDisk
 from shoal.testing.simulation.invariants import InvariantViolated, SimInvariants
 from shoal.testing.simulation.process import VOID, Key, SimMember, SimProcess
 from shoal.testing.simulation.scenario import BOUND_SECONDS, draw_scenario
@@ -21,19 +21,14 @@ MAX_EVENTS = 60_000
 SHARD_COUNTS = (1, 1, 1, 1, 2, 2, 3)  # of a model
 
 
-class SimWorld:
+class SimWorld(SimClock):
     def __init__(
         self, seed: int, member: Callable[..., MemberState] = MemberState, trace: bool = False, **planned: Any
     ) -> None:
         """`planned` overrides fields of the scenario."""
+        random, shards = Random(seed), planned.get("shards", Random(f"parts of {seed}").choice(SHARD_COUNTS))
+        super().__init__(random, replace(draw_scenario(random, shards), **planned), trace)
         self.member = member
-        self.random = Random(seed)
-        shards = planned.get("shards", Random(f"parts of {seed}").choice(SHARD_COUNTS))
-        self.plan = replace(draw_scenario(self.random, shards), **planned)
-        self.now = 0.0
-        self.events: list[tuple[float, int, SimProcess | None, Callable[..., None], tuple[Any, ...]]] = []
-        self.count = 0
-        self.trace: list[str] | None = [] if trace else None
         self.invariants = SimInvariants(self.plan.last, self.plan.shards)
         self.strikes: Callable[[SimMember, str, WorkerId | None], bool] = lambda worker, moment, other: False
         self.store = SimStore()
@@ -43,18 +38,7 @@ class SimWorld:
         self.partitioned: set[frozenset[WorkerId]] = set()  # pairs that cannot reach each other
         self.broken: set[tuple[int, frozenset[WorkerId]]] = set()  # connections, by generation
         self.last_arrival: dict[tuple[int, WorkerId, WorkerId], float] = {}  # of a connection
-        complete = set(range(self.plan.shards))
-        self.disk: dict[int, set[int]] = {self.plan.resumed: complete} if self.plan.resumed else {}  # step -> shards
-
-    # -- the clock ----------------------------------------------------------------------------------------------------
-
-    def at(self, time: float, process: SimProcess | None, what: Callable[..., None], *arguments: Any) -> None:
-        self.count += 1
-        heappush(self.events, (time, self.count, process, what, arguments))
-
-    def after(self, seconds: float, process: SimProcess | None, what: Callable[..., None], *arguments: Any) -> None:
-        self.count += 1
-        heappush(self.events, (self.now + seconds, self.count, process, what, arguments))
+        self.disk = SimDisk(self, self.invariants)
 
     def run_events(self) -> None:
         """Runs events until the last step is committed and all living workers have ended."""
@@ -73,19 +57,6 @@ class SimWorld:
                 return
         states = [f"{each.who} {each.member}" for each in self.living()]
         raise InvariantViolated(f"no end in sight, {store.view}: {'; '.join(states) or 'nobody lives'}")
-
-    def log(self, text: str, *arguments: Any) -> None:
-        if self.trace is not None:
-            shown = tuple(" ".join(map(str, each)) if isinstance(each, tuple) else each for each in arguments)
-            self.trace.append(f"{self.now:7.3f}  {text % shown}")
-
-    def chance(self, share: float) -> bool:
-        """Whether a fault happens; never after the world has healed."""
-        return share > 0.0 and self.now < self.plan.heals and self.random.random() < share
-
-    def delay(self) -> float:
-        seconds = 0.001 + 0.02 * self.random.random()
-        return seconds + self.random.uniform(0.1, 1.2) if self.chance(self.plan.delays) else seconds
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
@@ -269,47 +240,3 @@ class SimWorld:
         self.invariants.check_commit(worker, view.members, view.restart)
         if not self.store.up:
             self.invariants.record_case("a step was committed without the store")
-
-    # -- the disk -----------------------------------------------------------------------------------------------------
-
-    def save(self, worker: SimMember) -> None:
-        """Writes a checkpoint beside the training. It verifies once all shards are written."""
-        step = worker.steps
-        if worker.shard not in self.disk.setdefault(step, set()):
-            seconds = 0.5 if self.chance(0.2) else 0.1
-            self.after(
-                self.random.uniform(0.02, seconds), worker, self._finish_save, worker.weights, worker.shard, step
-            )
-
-    def _finish_save(self, weights: int, shard: int, step: int) -> None:
-        if weights != self.invariants.reference[step][shard]:
-            raise InvariantViolated(f"a checkpoint of step {step} with other weights")
-        if self.chance(self.plan.corrupts):
-            self.invariants.record_case("a checkpoint did not verify")
-        else:
-            self.disk[step].add(shard)
-
-    def _verifies(self, step: int) -> bool:
-        return len(self.disk[step]) == self.plan.shards
-
-    def newest_checkpoint(self, worker: SimMember, restart: int) -> int:
-        verified = max(filter(self._verifies, self.disk), default=None)
-        step = verified or 0
-        if restart == 0 and not self.plan.resumed:
-            step = 0
-        if step:
-            self.invariants.record_case(
-                "a restart began from a checkpoint" if restart else "the run began from a checkpoint"
-            )
-        elif restart > 0:
-            self.invariants.record_case("a restart began from a fresh model")
-        torn = [self.disk[at] for at in self.disk if at > step and not self._verifies(at)]
-        if torn:
-            self.invariants.record_case("a torn checkpoint was passed over")
-        if any(torn):
-            self.invariants.record_case("a checkpoint that lacked a shard was passed over")
-        if self.invariants.newest == worker.member.generation:
-            self.invariants.check_restart(worker, restart, step, verified)
-        else:
-            self.invariants.record_case("a paused worker began a restart that was over")
-        return step
