@@ -23,9 +23,8 @@ from torch.optim import Optimizer
 
 import shoal
 from cases import Case
-from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
-from shoal.worker.context import RunSettings
+from shoal.worker.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +163,8 @@ def shoal_with(case: Case, *, workers: int, lanes: int, exact: bool = True, quie
             shuffle=False,
             checkpoint_every=case.total_steps,  # the last one only: after the clock has stopped
         )
-        options = RunOptions(workers=workers, run_dir=folder / "run", quiet=quiet, settings=RunSettings(exact=exact))
-        report = train_with(job, options)
+        where = {"run_dir": folder / "run", "quiet": quiet, "predict": False}
+        report = train_with(job, RunConfig().changed(workers=workers, inexact=not exact, **where))
         stamps = msgspec.json.decode(note.read_bytes(), type=Note).stamps
         return Measured(
             samples_per_second=speed(case, stamps),

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import cases
 import shoal
 from notes import COMMITTED, STARTED, Fault, Note, Tail, judge
-from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
 from shoal.errors import ShoalError
 from shoal.report.events import MembershipChanged, RunRecovered, StateTransferred, StepsCommitted, WorkerStarted, decode
+from shoal.worker.run_config import RunConfig
 
 HERE = Path(__file__).parent
 WORKERS = 2
@@ -162,7 +162,7 @@ def start_shoal(name: str, quick: bool, folder: Path) -> Iterator[Shoal]:
     if driver == 0:
         code = 1
         try:
-            train_with(job, RunOptions(workers=WORKERS, run_dir=folder / "run", quiet=True))
+            train_with(job, RunConfig().changed(workers=WORKERS, run_dir=folder / "run", quiet=True, predict=False))
         except ShoalError:
             code = 0  # stopped, as asked; if it failed before, nobody was there to kill
         finally:

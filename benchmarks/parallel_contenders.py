@@ -29,11 +29,11 @@ from cases import Case
 from contenders import forked, scratch_folder
 from parallel_cases import Gpt
 from shoal.collectives.group import DistributedGroup
-from shoal.driver.driver import RunOptions
-from shoal.driver.launch import open_job, plan_for, train_with
-from shoal.parallel.layout import ParallelLayout
+from shoal.driver.launch import train_with
+from shoal.driver.make_plan import open_job, plan_for
 from shoal.parallel.tensor.group import TensorGroup
 from shoal.worker.model_partition import make_outline
+from shoal.worker.run_config import RunConfig
 
 MICROBATCHES = 8  # of a pipeline
 WHOLE = {"embed": "whole", "place": "whole", "head": "whole"}  # what the one by hand leaves as it is, too
@@ -133,11 +133,11 @@ class Half(nn.Module):
 
 def border(case: Case) -> int:
     """How many blocks the first stage has: as Shoal cuts it, so that both compute the same."""
-    job, options = (
+    job, config = (
         _job(case, {"microbatches": MICROBATCHES}),
-        RunOptions(layout=ParallelLayout.parse("pipeline=2"), quiet=True),
+        RunConfig().changed(layout="pipeline=2"),
     )
-    stages = make_outline(job, open_job(job).source, plan_for(job, options)).stages
+    stages = make_outline(job, open_job(job).source, plan_for(job, config)).stages
     assert stages is not None
     return sum(name.startswith("blocks.") for name in stages.blocks_of(0))
 
@@ -240,8 +240,8 @@ def by_layout(case: Case, layout: str, **more: Any) -> Measured:
             return stamped(case.optimizer(named), Note(), keep)
 
         job = _job(case, {"optimizer": optimizer, **more})
-        options = RunOptions(layout=ParallelLayout.parse(layout), run_dir=folder / "run", quiet=True)
-        value = train_with(job, options).value
+        config = RunConfig().changed(layout=layout, run_dir=folder / "run", quiet=True, predict=False)
+        value = train_with(job, config).value
         return measured(case, folder, loss=float(value["final_loss"]))
 
 

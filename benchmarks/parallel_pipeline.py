@@ -9,13 +9,12 @@ from torch import Tensor, nn
 import shoal
 from contenders import scratch_folder
 from parallel_cases import Equal
-from shoal.driver.driver import RunOptions
-from shoal.driver.launch import open_job, plan_for, train_with
+from shoal.driver.launch import train_with
+from shoal.driver.make_plan import open_job, plan_for
 from shoal.parallel import pipeline_schedule as schedules
-from shoal.parallel.layout import ParallelLayout
-from shoal.worker.context import RunSettings
 from shoal.worker.memory import MemoryEstimate
 from shoal.worker.model_partition import make_outline, memory_of
+from shoal.worker.run_config import RunConfig
 
 GENEROUS = 6 << 30  # a cap that nobody comes near: freed memory goes back to the kernel, so a peak is what was alive
 
@@ -23,14 +22,15 @@ GENEROUS = 6 << 30  # a cap that nobody comes near: freed memory goes back to th
 def run(case: Equal, layout: str, schedule: str = "1f1b", *, capped: bool = False, **more: Any) -> dict[str, Any]:
     """The report."""
     with scratch_folder() as folder:
-        options = RunOptions(
-            layout=ParallelLayout.parse(layout),
+        config = RunConfig().changed(
+            layout=layout,
             schedule=schedule,
             run_dir=folder / "run",
             quiet=True,
-            settings=RunSettings(memory=GENEROUS if capped else None),
+            predict=False,
+            memory=GENEROUS if capped else None,
         )
-        found: dict[str, Any] = train_with(make_job(case, **more), options).value
+        found: dict[str, Any] = train_with(make_job(case, **more), config).value
         return found
 
 
@@ -68,8 +68,8 @@ def peaks(case: Equal, layout: str, schedule: str = "1f1b", **more: Any) -> list
 def held(case: Equal, ranks: int) -> list[int]:
     """Bytes that one microbatch keeps alive in each stage from its forward to its backward, counted, not measured: what
     autograd saves, without weights, and what came in and goes out."""
-    job, options = make_job(case), RunOptions(layout=ParallelLayout.parse(f"pipeline={ranks}"), quiet=True)
-    stages = make_outline(job, open_job(job).source, plan_for(job, options)).stages
+    job, config = make_job(case), RunConfig().changed(layout=f"pipeline={ranks}")
+    stages = make_outline(job, open_job(job).source, plan_for(job, config)).stages
     assert stages is not None
     model = case.model()
     x = torch.zeros(case.samples, *job.data[0].shape[1:])
@@ -108,6 +108,6 @@ def in_flight(schedule: str, ranks: int, microbatches: int) -> list[int]:
 
 def needed(case: Equal, layout: str, **more: Any) -> MemoryEstimate:
     """The formula for weights, gradients and optimizer of worker 0; activations come on top."""
-    job, options = make_job(case, **more), RunOptions(layout=ParallelLayout.parse(layout), quiet=True)
-    plan = plan_for(job, options)
+    job = make_job(case, **more)
+    plan = plan_for(job, RunConfig().changed(layout=layout))
     return memory_of(job, make_outline(job, open_job(job).source, plan), plan, 0)

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.cli.probe import cluster_of, probe
-from shoal.driver.launch import open_job
+from shoal.driver.make_plan import open_job
+from shoal.driver.probe_machine import cluster_of, probe
 from shoal.parallel.layout import ParallelLayout
 from shoal.planner.cluster import Cluster, find_cluster
 from shoal.planner.cost.predict import predict

@@ -40,9 +40,9 @@ from kills import (
     why_no_torchft,
 )
 from notes import Fault, Tail
-from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
 from shoal.report.events import StepsCommitted, decode
+from shoal.worker.run_config import RunConfig
 from train import machine, ratio
 
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
@@ -182,16 +182,18 @@ def _step_ms(case: cases.Case, *, elastic: bool) -> float:
     """The median over the run's own accounts of a few steps each, as the leader tells them."""
     with scratch_folder() as folder:
         job = job_of(case, case.total_steps)
-        options = RunOptions(workers=WORKERS, run_dir=folder / "run", quiet=True, elastic=elastic)
-        forked(1, lambda rank: _train(job, options))
+        config = RunConfig().changed(
+            workers=WORKERS, run_dir=folder / "run", quiet=True, predict=False, elastic=elastic
+        )
+        forked(1, lambda rank: _train(job, config))
         events = map(decode, Tail(folder / "run" / "events.jsonl").lines())
         told = [event for event in events if isinstance(event, StepsCommitted) and event.leader]
         late = [event for event in told if event.step - event.count >= case.warm_up] or told
         return 1000 * statistics.median(event.spent.total / event.count for event in late)
 
 
-def _train(job: shoal.Job, options: RunOptions) -> None:
-    train_with(job, options)
+def _train(job: shoal.Job, config: RunConfig) -> None:
+    train_with(job, config)
 
 
 # -- with kill -9 ---------------------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 import shoal
 from contenders import forked, scratch_folder
 from notes import Tail
-from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.planner.simulate.servers import SimulatedServers, simulate_servers
 from shoal.planner.simulate.stragglers import StragglerModel
 from shoal.report.events import StepsCommitted, decode
+from shoal.worker.run_config import RunConfig
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "straggler.json"
@@ -134,8 +134,10 @@ def train(mode: SyncMode, steps: int, *, workers: int, slow: bool, seconds: floa
     """A run as `shoal train --servers 1 --sync MODE --workers N` does it."""
     with scratch_folder() as folder:
         job = job_of(steps, slow=slow, notes=folder, seconds=seconds, target=target)
-        options = RunOptions(workers=workers, servers=1, sync=str(mode), run_dir=folder / "run", quiet=True)
-        forked(1, lambda _: _train(job, options))
+        config = RunConfig().changed(
+            workers=workers, servers=1, sync=str(mode), run_dir=folder / "run", quiet=True, predict=False
+        )
+        forked(1, lambda _: _train(job, config))
         events = [decode(line) for line in Tail(folder / "run" / "events.jsonl").lines()]
         return Trained(
             told=[event for event in events if isinstance(event, StepsCommitted) and event.leader],
@@ -148,8 +150,8 @@ def train(mode: SyncMode, steps: int, *, workers: int, slow: bool, seconds: floa
         )
 
 
-def _train(job: shoal.Job, options: RunOptions) -> None:
-    train_with(job, options)
+def _train(job: shoal.Job, config: RunConfig) -> None:
+    train_with(job, config)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------

@@ -28,14 +28,13 @@ from shoal.collectives.cost_model import collective_cost
 from shoal.collectives.group import DistributedGroup
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.collectives.stats import places_of
-from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.outcome import RunFailed
 from shoal.job.load import load_job
 from shoal.planner.cluster import Order, bandwidth_text, even_cluster
 from shoal.testing import ranks
-from shoal.worker.context import RunSettings
+from shoal.worker.run_config import RunConfig
 from train import machine, ratio
 
 RESULTS = Path(__file__).parent / "results" / "topology.json"
@@ -176,15 +175,15 @@ def digits(lab: Lab, compressors: Sequence[str], rounds: int, settings: Sequence
         for word in list(compressors)[number % len(compressors) :] + list(compressors)[: number % len(compressors)]:
             compress = "" if word == "none" else f"{word}@rack"
             with scratch_folder() as folder:
-                options = RunOptions(
+                config = RunConfig().changed(
                     workers=WORKERS,
                     run_dir=folder / "run",
                     quiet=True,
-                    lab=lab,
-                    settings=RunSettings(communication=CommOptions(compress=compress)),
+                    predict=False,
+                    compress=compress,
                 )
                 try:
-                    report = train_with(job, options, name="digits").value
+                    report = train_with(job, config, name="digits", launcher=lab.launcher).value
                 except RunFailed as error:  # a compressor may lose the way; the others go on
                     report = error.report
                     print(f"digits, {word}: {error}", file=sys.stderr, flush=True)

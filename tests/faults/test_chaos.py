@@ -7,8 +7,8 @@ import msgspec
 
 from helpers.command import Caller, events
 from helpers.job_files import JOB
-from shoal.testing.chaos.schedule import read_schedule
-from shoal.testing.chaos.scorecard import InjectedFault
+from shoal.driver.chaos.schedule import read_schedule
+from shoal.driver.chaos.scorecard import InjectedFault
 
 # -- for real -------------------------------------------------------------------------------------------------------
 
@@ -26,7 +26,7 @@ def test_a_run_that_meets_every_kind_of_fault_ends_with_the_hash_of_one_that_met
     truth = [msgspec.json.decode(line, type=InjectedFault) for line in (run / "faults.jsonl").read_bytes().splitlines()]
     assert [fault.kind for fault in planned] == [done.kind for done in truth]
     assert {done.kind for done in truth} == {"kill", "stop", "store", "driver"}
-    assert {row["kind"]: row["done"] for row in found["rows"]} == Counter(done.kind for done in truth)
+    assert {row["kind"]: row["injected"] for row in found["rows"]} == Counter(done.kind for done in truth)
     assert found["weights_sha256"] == found["twin_sha256"] is not None
     assert found["samples_lost"] == found["samples_doubled"] == found["repeated"] == 0
     assert len(events(run, "driver-changed")) == 1 and not events(run / "twin", "worker-lost")

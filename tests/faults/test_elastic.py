@@ -197,7 +197,7 @@ def test_two_at_once_then_all_at_once(faults: Faults, capfd: pytest.CaptureFixtu
 
 def test_all_at_once_before_anything_was_saved(faults: Faults) -> None:
     faults.at(LANE, kills(0, 1), step=3, worker=1)
-    with pytest.raises(RunFailed, match="nobody is left who has its state, and no checkpoint was written"):
+    with pytest.raises(RunFailed, match="no worker is left that has its state, and no checkpoint was written"):
         faults.train(job("unsaved"), workers=2)
 
 
@@ -253,7 +253,7 @@ def test_a_silent_worker_is_dropped_when_its_lease_ends(faults: Faults) -> None:
         signal.pause()
 
     faults.at(LANE, fall_silent, step=3, worker=1)
-    train(faults, lease_seconds=0.5)
+    train(faults, lease=0.5)
     (lost,) = faults.told("worker-lost")
     assert (lost["rank"], lost["detected_by"]) == (1, "is silent: its lease has run out")
     assert not Path(f"/proc/{lost['pid']}").exists()
@@ -486,7 +486,7 @@ def test_on_several_hosts(faults: Faults) -> None:
     kill_in_turn(faults, (LANE, 2, 0), (MET, 6, 2))
     faults.at(LANE, stop, step=10, worker=1)
     with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
-        assert faults.train(job(), workers=4, lab=lab, lease_seconds=1.0).weights_sha256 == expected
+        assert faults.train(job(), workers=4, lab=lab, lease=1.0).weights_sha256 == expected
     assert [one["rank"] for one in faults.told("worker-lost")] == [0, 2, 1]
     assert faults.audit(job()).sound
 
@@ -501,7 +501,7 @@ def test_a_host_that_is_cut_off(faults: Faults) -> None:
 
     faults.at(LANE, cut, step=5, worker=2)
     with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
-        report = faults.train(job(), workers=4, lab=lab, lease_seconds=1.0, on_failure="shrink")
+        report = faults.train(job(), workers=4, lab=lab, lease=1.0, on_failure="shrink")
         assert report.weights_sha256 == expected
     changed = faults.told("membership-changed")[-1]
     assert changed["members"] == [0, 1]

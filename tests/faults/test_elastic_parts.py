@@ -249,7 +249,7 @@ def test_a_lost_part_goes_back_to_the_newest_checkpoint(faults: Faults, capfd: p
 def test_a_part_that_is_lost_before_anything_was_saved(faults: Faults) -> None:
     faults.at(FORWARD, kills(1, 3), step=3, worker=1)
     with pytest.raises(
-        RunFailed, match="no worker is left that has part 1 of the model, and no checkpoint was written"
+        RunFailed, match="no worker is left that has shard 1 of the model, and no checkpoint was written"
     ):
         faults.train(job("unsaved"), layout=PAIRS)
 
@@ -400,7 +400,7 @@ def test_on_several_hosts(faults: Faults) -> None:
     """A replica on each host. A loss breaks one, and its mate follows from the other host."""
     kill_in_turn(faults, (BACKWARD, 3, 1), (MET, 8, 2))
     with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
-        train(faults, lab=lab, lease_seconds=1.0)
+        train(faults, lab=lab, lease=1.0)
     assert lost(faults) == [1, 2]
 
 

@@ -191,7 +191,7 @@ def scene(
         if commons is not None:
             waits["commons"] = commons.all_reduce
         words = in_threads(waits, fact)
-        victim = made["recv"].members[VICTIM].process
+        victim = made["recv"].members[VICTIM].pid
         dist.destroy_process_group()
         words["again"] = again(store, group.rank, group.size)
         if group.rank == 0:

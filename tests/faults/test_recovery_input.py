@@ -63,7 +63,7 @@ def test_scaling_that_does_not_fit(held: Forked, faults: Faults, call: Caller) -
     assert said.startswith("4 workers, but the run was started with --max-workers 3")
     held.kill()
     said = refused(call, "scale", faults.run, "--workers", "3", code=1)
-    assert said.startswith("the run's driver is gone, so nobody can start a worker: it has 2 now")
+    assert said.startswith("the run's driver is gone, so no worker can be started: the run has 2 now")
     assert f"shoal attach {faults.run}" in said
 
 

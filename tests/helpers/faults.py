@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ import pytest
 
 from helpers.command import Forked, events
 from shoal.collectives.shared_buffers import SharedBuffers
-from shoal.driver.driver import RunOptions
-from shoal.driver.launch import open_job, train_with
+from shoal.driver.launch import train_with
+from shoal.driver.make_plan import open_job
 from shoal.driver.result import Report
 from shoal.errors import PeerLost
 from shoal.job.job import Job
-from shoal.parallel.data_parallel import DataParallel, LocalStep
+from shoal.parallel.lane_strategy import LaneStrategy
 from shoal.parallel.layout import ParallelLayout
+from shoal.parallel.local_step import LocalStep
 from shoal.parallel.optimizer_view import OptimizerView
 from shoal.parallel.pipeline import PipelineLocalStep
 from shoal.recovery.membership.process import process_state
@@ -37,11 +38,13 @@ from shoal.recovery.membership.sqlite_server import read_server_info
 from shoal.recovery.sample_audit import SampleAudit
 from shoal.report.event_queries import audit_samples
 from shoal.report.run_folder import RunFolder
-from shoal.worker import form_groups, trainer
+from shoal.worker import form_groups, recover, run_state, training_state
 from shoal.worker.checkpointer import Checkpointer
-from shoal.worker.context import RunSettings
 from shoal.worker.elastic_membership import ElasticMembership
-from shoal.worker.trainer import Run
+from shoal.worker.recover import RunRecovery
+from shoal.worker.rendezvous import GroupRendezvous
+from shoal.worker.run import Run
+from shoal.worker.run_config import RunConfig
 
 PATIENCE_SECONDS = 45.0  # for what a fault waits for; then the run fails, and the test with it
 
@@ -57,25 +60,25 @@ class Place:
 
 ASKS = Place(Run, "_requests")  # a step begins: what it asks of all is about to be read
 LANE = Place(LocalStep, "run_lane")
-MEETS = Place(DataParallel, "commit")  # it has what all have computed, and has told nobody
+MEETS = Place(LaneStrategy, "commit")  # it has what all have computed, and has told nobody
 ADDED_UP = Place(
     SharedBuffers, "reduce_own_share", after=True
 )  # its share of the sums is written to all; it has not said so
-MET = Place(DataParallel, "commit", after=True)  # it knows that all have the gradient: the step is committed
+MET = Place(LaneStrategy, "commit", after=True)  # it knows that all have the gradient: the step is committed
 MERGED = Place(Run, "backward", after=True)  # the gradient is in .grad, and the optimizer has yet to step
-EVALUATES = Place(trainer, "evaluate")
-EVALUATED = Place(trainer, "evaluate", after=True)
-AGREES = Place(trainer, "agree_on_weights")
+EVALUATES = Place(training_state, "evaluate")
+EVALUATED = Place(training_state, "evaluate", after=True)
+AGREES = Place(run_state, "agree_on_weights")
 SAVED = Place(Checkpointer, "save", after=True)
 RECOVERS = Place(ElasticMembership, "recover")
 CHANGES = Place(ElasticMembership, "change_members")
 CHANGED = Place(ElasticMembership, "change_members", after=True)
-FORMS = Place(ElasticMembership, "_make_group")
-FORMED = Place(ElasticMembership, "_make_group", after=True)
-GIVES = Place(trainer, "send_state")
-GAVE = Place(trainer, "send_state", after=True)
-ACCEPTS = Place(trainer, "receive_state")
-ACCEPTED = Place(trainer, "receive_state", after=True)
+FORMS = Place(GroupRendezvous, "_make_group")
+FORMED = Place(GroupRendezvous, "_make_group", after=True)
+GIVES = Place(recover, "send_state")
+GAVE = Place(recover, "send_state", after=True)
+ACCEPTS = Place(recover, "receive_state")
+ACCEPTED = Place(recover, "receive_state", after=True)
 FINISHES = Place(Run, "finish")
 STANDS_DOWN = Place(ElasticMembership, "stop_watching")  # everybody has heard that the result is written
 
@@ -84,7 +87,7 @@ FORWARD = Place(PipelineLocalStep, "_forward")
 BACKWARD = Place(PipelineLocalStep, "_backward")
 FORMS_TEAMS = Place(form_groups, "make_groups")
 FORMED_TEAMS = Place(form_groups, "make_groups", after=True)
-SHARES = Place(Run, "_share_evaluation")
+SHARES = Place(RunRecovery, "_share_evaluation")
 SPREADS = Place(OptimizerView, "after_step")  # with zero: rows of weights to those who do not update them
 
 
@@ -260,24 +263,23 @@ class Faults:
 
     def train(self, job: Job, *, workers: int = 3, resume: bool = False, **settings: Any) -> Report:
         with self.armed():
-            return train_with(job, self._options(workers, resume, settings))
+            return self._start(job, workers, resume, settings)
 
     def drive(self, job: Job, *, workers: int = 3, resume: bool = False, **settings: Any) -> Forked:
         """Likewise by a process of its own, which the run outlives. Faults happen in the test's own time."""
-        options = replace(self._options(workers, resume, settings), detached=True)
         self._armed = True
         try:
-            return Forked(call=lambda: train_with(job, options))
+            return Forked(call=lambda: self._start(job, workers, resume, settings | {"detached": True}))
         finally:
             self._armed = False
 
-    def _options(self, workers: int, resume: bool, settings: dict[str, Any]) -> RunOptions:
-        more = {name: settings.pop(name) for name in ("lab", "quiet", "plain", "layout") if name in settings}
-        if "layout" in more:
-            more["layout"] = ParallelLayout.parse(more["layout"])
-            workers = more["layout"].workers
+    def _start(self, job: Job, workers: int, resume: bool, settings: dict[str, Any]) -> Report:
+        lab = settings.pop("lab", None)
+        if "layout" in settings:
+            workers = ParallelLayout.parse(settings["layout"]).workers
         where: dict[str, Any] = {"resume": str(self.run)} if resume else {"run_dir": self.run}
-        return RunOptions(workers=workers, settings=RunSettings(**settings), **{"quiet": True} | where | more)
+        usual = {"workers": workers, "quiet": True, "predict": False}
+        return train_with(job, RunConfig().changed(**usual | where | settings), launcher=lab and lab.launcher)
 
     @contextmanager
     def armed(self) -> Iterator[None]:

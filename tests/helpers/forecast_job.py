@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
+from shoal.driver.predict_run import RunPrediction, RunPredictor, prediction_basis
+from shoal.job.dataset import DataSource
+from shoal.parallel.plan import Plan
 from shoal.report.predicted_vs_measured import reconcile
 
 
@@ -43,3 +46,14 @@ def compared(**changes: Any) -> dict[str, Any]:
     found = reconcile(prediction | changes.pop("prediction", {}), report | changes)
     assert found is not None
     return found
+
+
+def predict_run(job: shoal.Job, source: DataSource, plan: Plan, cluster: str | None = None) -> RunPrediction:
+    """The prediction of one plan; waits for it."""
+    predictor = RunPredictor(job, source, prediction_basis(cluster))
+    try:
+        found = predictor.predict(plan)
+        assert found is not None
+        return found
+    finally:
+        predictor.close()

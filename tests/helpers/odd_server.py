@@ -31,7 +31,7 @@ class Odd:
         self.snapshot_due, self.busy_seconds = False, 0.0
         self.bytes_in = self.bytes_out = 0
         self.asked: list[tuple[int, ServerRequest]] = []
-        self.answer: Callable[[ClientId, int, int, ServerRequest], list[Answer]] = lambda who, tag, sequence, request: []
+        self.answer: Callable[[ClientId, int, int, ServerRequest], list[Answer]] = lambda *_: []
 
     def on_hello(self, hello: HelloRequest) -> WelcomeReply | RefusedReply:
         return WelcomeReply(self.shard, self.shards, 1, 0, hello.incarnation or 1, self.sequence, 0, 0, [])

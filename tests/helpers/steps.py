@@ -16,8 +16,10 @@ from shoal.job.dataset import open_data
 from shoal.numerics.digest import tensor_digests
 from shoal.numerics.lanes import fold
 from shoal.parallel.blocks import find_blocks
-from shoal.parallel.data_parallel import Closure, DataParallel, StepInput, StepResult
+from shoal.parallel.data_parallel import DataParallel
+from shoal.parallel.lane_strategy import StepSetup
 from shoal.parallel.replica import ModelReplica
+from shoal.parallel.step import Closure, StepInput, StepResult
 from shoal.testing import (
     cross_entropy,
     dropout_net,
@@ -39,8 +41,10 @@ def strategy_for(
     deal: Any = None,
 ) -> DataParallel:
     replica = ModelReplica(model, find_blocks(model, blocks), seed)
-    deal = deal or [(0, lanes)]
-    return DataParallel(replica, group or SoloGroup(), lanes=lanes, microbatches=microbatches, assignment=deal)
+    group, deal = group or SoloGroup(), deal or [(0, lanes)]
+    return DataParallel(
+        StepSetup(replica=replica, group=group, lanes=lanes, microbatches=microbatches, assignment=deal)
+    )
 
 
 def take_step(
@@ -53,9 +57,9 @@ def take_step(
         batch_size=batch or len(data[0]),
         fetch=lambda indices: source.fetch(indices, 0),
     )
-    strategy.compute(work, closure)
-    strategy.commit()
-    return strategy.finish()
+    reduced = strategy.reduce(strategy.compute(work, closure))
+    strategy.commit(reduced)
+    return strategy.write_gradients(reduced)
 
 
 def gradients(model: nn.Module) -> Named:

@@ -145,7 +145,7 @@ def test_unknown_command_gets_the_nearest(call: Caller) -> None:
         (["run", "missing.py"], ["no script missing.py"]),
         (["run", "job.py", "--workers", "0"], ["0 workers: at least 1", "--workers 1"]),
         (["verify", "missing.py"], ["no file missing.py"]),
-        (["verify", "job.py", "--workers", "1,x"], ["--workers 1,x: numbers are needed", "--workers 1,2,4"]),
+        (["verify", "job.py", "--workers", "1,x"], ["--workers 1,x: whole numbers from 1 up", "--workers 1,2,4"]),
         (["verify", "job.py", "--workers", "0"], ["--workers 0: at least 1 worker"]),
         (["verify", "job.py", "--workers", "1,5"], ["5 workers but 4 lanes"]),
         (["verify", "job.py", "--steps", "0"], ["--steps 0: at least 1"]),

@@ -6,13 +6,14 @@ import pytest
 
 from helpers.command import Caller
 from helpers.routes import at
-from shoal.cli.bench import AlgorithmTiming, BenchResult, SizeTimings, fit_link, pairs, predict, text, usage
+from shoal.cli.bench import text, usage
 from shoal.collectives.cost_model import LinkSpeed
 from shoal.collectives.options import parse_links
 from shoal.collectives.shm_cost import MemorySpeed, ShmTraffic, shm_all_reduce_seconds, shm_traffic
 from shoal.collectives.shm_segment import SLOT_BYTES
 from shoal.collectives.topology import RankPlace
 from shoal.collectives.trees import CHUNKS, MAX_CHUNK, MAX_CHUNKS, MIN_CHUNK, chunk_size
+from shoal.driver.bench_collectives import AlgorithmTiming, BenchResult, SizeTimings, fit_link, pairs, predict
 from shoal.driver.launchers.lab_network import PAYLOAD, USUAL_LATENCY, links
 from shoal.errors import InputError
 from shoal.planner.cluster import even_cluster, parse_cluster

@@ -9,6 +9,16 @@ import pytest
 
 from helpers.command import Caller
 from helpers.job_files import JOB
+from shoal.cli.options import read_time
+from shoal.driver.chaos.schedule import ChaosFault, FaultSchedule, make_schedule, read_schedule, victim
+from shoal.driver.chaos.scorecard import (
+    InjectedFault,
+    Scorecard,
+    fault_outcomes,
+    make_scorecard,
+    scorecard_lines,
+    step_rate,
+)
 from shoal.errors import InputError
 from shoal.report.events import (
     AnyEvent,
@@ -20,15 +30,6 @@ from shoal.report.events import (
     TimeSpent,
     WorkerLost,
     WorkerStarted,
-)
-from shoal.testing.chaos.schedule import ChaosFault, FaultSchedule, make_schedule, read_schedule, read_seconds, victim
-from shoal.testing.chaos.scorecard import (
-    InjectedFault,
-    Scorecard,
-    fault_outcomes,
-    make_scorecard,
-    scorecard_lines,
-    step_rate,
 )
 
 
@@ -75,7 +76,7 @@ def test_a_stored_schedule_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_times_have_units() -> None:
-    assert [read_seconds("--for", text) for text in ("15s", "5m", "1.5h", "7")] == [15, 300, 5400, 7]
+    assert [read_time("--for", text, bare=True) for text in ("15s", "5m", "1.5h", "7")] == [15, 300, 5400, 7]
 
 
 # -- the scorecard --------------------------------------------------------------------------------------------------
@@ -179,16 +180,16 @@ def test_a_card_says_what_is_wrong(report: dict[str, Any], twin: dict[str, Any],
     [
         (["--kinds", "kill,lightning"], "no fault is called 'lightning'"),
         (["--kinds", "kill,kill"], "--kinds names kill twice"),
-        (["--every", "0s"], "--every 0s: seconds above 0"),
-        (["--every", "soon"], "--every soon: a time such as 15s or 5m"),
+        (["--every", "0s"], "--every 0s: above 0"),
+        (["--every", "soon"], "--every soon: a time with its unit"),
         (["--every", "1m", "--for", "30s"], "--for 30s with --every 60s: not one fault comes before the end"),
         (["--workers", "1", "--kinds", "driver,stop"], "--kinds stop with 1 worker: somebody must be left"),
         (["--kinds", "driver,partition"], "a lab ends with the driver that is to be killed"),
         (["--workers", "9"], "9 workers but 4 lanes"),
         (["--lease", "0"], "--lease 0.0: seconds above 0"),
-        (["--set", "steps=5"], "how long the run goes on is said by --for"),
+        (["--set", "steps=5"], "--for decides how long the run goes on"),
         (["--schedule", "nowhere.json"], "--schedule nowhere.json: No such file"),
-        (["--schedule", "nowhere.json", "--every", "3s"], "and --every: the schedule says that already"),
+        (["--schedule", "nowhere.json", "--every", "3s"], "and --every: the schedule has its own"),
     ],
 )
 def test_bad_input(tmp_path: Path, call: Caller, asked: list[str], message: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 from helpers.places import GOLDEN
 from shoal.cli.cluster_text import narrowest, text
 from shoal.cli.main import main
-from shoal.cli.parser import CommandParser, cluster_label, cluster_of, cluster_options, clusters_of
+from shoal.cli.options import cluster_label, cluster_of, cluster_options, clusters_of
+from shoal.cli.parser import CommandParser
 from shoal.errors import InputError
 from shoal.planner.cluster import (
     Cluster,

@@ -29,6 +29,7 @@ from shoal.report.events import (
 )
 from shoal.report.run_folder import RunFolder
 from shoal.report.summarize import summarize_run
+from shoal.worker.run_config import RunConfig
 
 SHA256 = "ab" * 32
 
@@ -269,11 +270,11 @@ def test_a_job_is_trained_once_in_each_mode(call: Caller, tmp_path: Path, monkey
     write_job(tmp_path)
     asked = []
 
-    def train(job: Job, options: Any, *, name: str) -> Any:
-        asked.append((options.sync, options.workers, options.servers, job.steps, job.seed, name))
-        fast = options.sync == "async"
-        path = make_run(tmp_path / "runs", f"{len(asked)}000", options.sync, step_seconds=0.05 if fast else 0.1)
-        if options.sync.startswith("local"):
+    def train(job: Job, config: RunConfig, *, name: str) -> Any:
+        sync = config.servers.sync
+        asked.append((sync, config.parallel.workers, config.servers.count, job.steps, job.seed, name))
+        path = make_run(tmp_path / "runs", f"{len(asked)}000", sync, step_seconds=0.05 if sync == "async" else 0.1)
+        if sync.startswith("local"):
             raise RunFailed("worker 0, step 3: not finite", report={"folder": str(path)})
         return SimpleNamespace(folder=path)
 

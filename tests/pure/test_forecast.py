@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from helpers.forecast_job import compared, job
-from shoal.driver.launch import open_job
+from shoal.driver.make_plan import open_job
 from shoal.driver.predict_run import BackgroundTrace, NoPrediction, prediction_basis
 from shoal.errors import InputError
 from shoal.report import live_view

@@ -28,7 +28,7 @@ BELOW: dict[str, set[str]] = {
     "planner": WORKER | {"worker"},
     "driver": DRIVER,
     "testing": DRIVER | {"driver"},
-    "cli": DRIVER | {"driver", "testing", "__init__"},
+    "cli": DRIVER | {"driver", "__init__"},
     "__init__": DRIVER | {"driver"},
     "__main__": {"cli"},
 }

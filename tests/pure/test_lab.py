@@ -10,6 +10,7 @@ from shoal.driver.launchers import cleanup
 from shoal.driver.launchers.lab import Lab
 from shoal.errors import InputError
 from shoal.planner.cluster import even_cluster
+from shoal.recovery.membership.process import start_ticks
 
 
 def listed(folder: Path) -> set[str]:
@@ -22,10 +23,10 @@ def listed(folder: Path) -> set[str]:
 def test_a_process_id_that_is_used_again_is_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cleanup, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(cleanup, "NAMES", tmp_path / "names")
-    began = cleanup.start_ticks(os.getpid())
+    began = start_ticks(os.getpid())
     assert began is not None
     cleanup.NAMES.mkdir()
-    for lab, started in (("aaa", began), ("bbb", began - 1)):
+    for lab, started in (("aaa", began), ("bbb", str(int(began) - 1))):
         assert cleanup.unused_id()
         os.symlink("/proc/1/fd/none", cleanup.NAMES / f"shoal-{lab}-x")
         cleanup.write_record(cleanup.LabRecord(id=lab, owner=os.getpid(), started=started, names=[f"shoal-{lab}-x"]))
@@ -45,14 +46,14 @@ def test_a_lab_without_a_command_is_drawn(call: Caller) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "job.py"], "what is to run in the lab comes after --, and train comes before"),
+        (["train", "job.py"], "the command that runs in the lab comes after --, and train comes before"),
         (["--", "report"], "report cannot be run: no such program"),
         (["--", "shoal", "report"], "shoal report has no workers to run in a lab"),
         (["--", "train", "job.py", "--wrkers", "2"], "unknown option --wrkers\n  fix: did you mean --workers?"),
         (["--", "./script.py"], "./script.py cannot be run: it is not executable\n  fix: python ./script.py"),
         (["--cluster", "none.toml"], "cluster file none.toml cannot be read: No such file or directory"),
         (["--cluster", "bad.toml"], "bad.toml: unknown key rack\n  fix: did you mean racks?"),
-        (["--cluster", "bad.toml", "--racks", "2"], "--cluster bad.toml and --racks: both say"),
+        (["--cluster", "bad.toml", "--racks", "2"], "--cluster bad.toml and --racks: both describe the cluster"),
         (["--link", "1 Gb", "--", "true"], "--link '1 Gb': unknown unit 'Gb'\n  fix: did you mean Gb/s?"),
         (["--racks", "0"], "--racks is 0, and should be a whole number from 1 up"),
         (["--orders", "blocks"], "unknown option --orders\n  fix: did you mean --order?"),

@@ -15,15 +15,14 @@ from msgspec import structs
 from helpers.places import GOLDEN
 from helpers.plans import best_exact_plan
 from shoal.cli.main import main
-from shoal.driver.driver import RunOptions
-from shoal.driver.launch import open_job, plan_for
+from shoal.driver.make_plan import open_job, plan_for
 from shoal.driver.predict_run import setup_of
 from shoal.errors import InputError, PlanError
 from shoal.job.load import load_job
 from shoal.parallel.balance import cut_stages
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, make_schedule, schedule_fits
-from shoal.parallel.plan import make_plan, read_plan
+from shoal.parallel.plan import make_plan
 from shoal.planner.calibration_runs import write_calibration
 from shoal.planner.cluster import Cluster, find_cluster, find_device
 from shoal.planner.cost.calibrate import Calibration
@@ -42,6 +41,7 @@ from shoal.planner.search.search import candidate_to_plan, search
 from shoal.report import chart
 from shoal.report.scaling_laws import usl_peak, usl_speedup
 from shoal.worker.model_partition import make_outline
+from shoal.worker.run_config import RunConfig
 
 SHAPE = TransformerShape(layers=24, hidden=2048, heads=16, seq=2048, vocab=51200)  # 1.3 billion
 LARGE = TransformerShape(layers=48, hidden=8192, heads=64, seq=2048, vocab=51200)  # 39 billion
@@ -605,7 +605,7 @@ def test_a_plan_that_is_written_can_be_read(capsys: pytest.CaptureFixture[str], 
     assert code == 0 and out.splitlines()[-1] == f"next: shoal train {file} --plan {path}"
     assert "exact" in out.splitlines()[3]
     job = load_job(str(file))
-    assert plan_for(job, RunOptions(plan=read_plan(path))).workers == 2
+    assert plan_for(job, RunConfig().changed(plan=path)).workers == 2
     code, out, _ = run(capsys, str(file), "--cluster", "dgx-a100", "--json")
     assert {each["setup"]["lanes"] for each in json.loads(out)["best"]} == {4}
 
@@ -643,7 +643,7 @@ def test_the_bill_of_a_deadline(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ((), "for a job or for a shape; neither", "shoal plan examples"),
         (("x.py", "--gpt", GPT), "both", "shoal plan examples"),
-        (("--gpt", GPT), "how many samples", "--batch"),
+        (("--gpt", GPT), "--gpt needs --batch", "--batch"),
         (("x.py", "--batch", "8"), "a job has its own", "--set batch=8"),
         (("--gpt", GPT, "--batch", "8", "--cluster", "dgx-a10"), "there is no cluster dgx-a10", "dgx-a100"),
         (("--gpt", GPT, "--batch", "0"), "--batch 0", "--batch 1"),

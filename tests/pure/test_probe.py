@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.cli.probe import ProbeResult, cluster_of, device_of, text, workers_of
-from shoal.cli.probe_device import ContentionSample, DeviceSpeed, best_of, fit_products, per_second, sum_of_parts
+from shoal.cli.cluster import probe_text as text
+from shoal.driver.probe_device import ContentionSample, DeviceSpeed, best_of, fit_products, per_second, sum_of_parts
+from shoal.driver.probe_machine import ProbeResult, cluster_of, device_of, workers_of
 from shoal.errors import InputError
 from shoal.planner.cluster import cluster_text, even_cluster, parse_cluster
 from shoal.planner.cost.workload import Op

@@ -207,7 +207,7 @@ def test_full_disk_does_not_end_a_run(tmp_path: Path) -> None:
 
 def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
     """A driver that was killed in the middle of a line, then a disk that fills in the middle of one."""
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"format":2}')
     (tmp_path / "events.jsonl").write_bytes(b'{"event":"run-st')
     with RunFolder.open(tmp_path) as folder:
         folder.append_event(FINISHED)

@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.driver.failure_policy import FALSE_STARTS, FailurePolicy, WorkerRoster, check_policy, worker_count_error
+from shoal.driver.failure_policy import FALSE_STARTS, WorkerRoster, worker_count_error
 from shoal.errors import InputError
 from shoal.recovery.membership.protocol import WorkerId
+from shoal.worker.run_config import Failure
 
 
 def roster(workers: int = 3, *, lanes: int = 4, parts: int = 1, **rules: object) -> WorkerRoster:
-    found = WorkerRoster(policy=FailurePolicy(**rules), wanted=workers, lanes=lanes, model_shards=parts)  # type: ignore[arg-type]
+    found = WorkerRoster(policy=Failure(**rules), wanted=workers, lanes=lanes, model_shards=parts)  # type: ignore[arg-type]
     assert found.fill() == [WorkerId(worker) for worker in range(workers)]
     return found
 
@@ -60,12 +61,12 @@ def test_shrinking_goes_on_while_somebody_has_each_part_of_the_model() -> None:
     verdict = own.worker_lost(WorkerId(3), took_part=True, step=3)
     assert (verdict.action, verdict.end_reason) == (
         "the run ends",
-        "no worker is left that has part 1 of the model (--on-failure shrink)",
+        "no worker is left that has shard 1 of the model (--on-failure shrink)",
     )
     three = roster(3, parts=3, on_failure="shrink")
     three.active = {WorkerId(1), WorkerId(4)}
     ends = three.worker_lost(WorkerId(4), took_part=True, step=3).end_reason
-    assert ends == "no worker is left that has parts 0 and 2 of the model (--on-failure shrink)"
+    assert ends == "no worker is left that has shards 0 and 2 of the model (--on-failure shrink)"
 
 
 @pytest.mark.parametrize("on_failure", ["replace", "shrink"])
@@ -115,13 +116,13 @@ def test_a_model_that_is_cut_is_scaled_by_whole_replicas() -> None:
 def test_what_a_model_that_is_cut_cannot_be_scaled_to(
     workers: int, parts: int, lanes: int, said: str, fix: str
 ) -> None:
-    found = worker_count_error(workers, FailurePolicy(), lanes, parts)
+    found = worker_count_error(workers, Failure(), lanes, parts)
     assert found is not None
     assert (found.message, found.fix) == (said, fix)
-    assert worker_count_error(4, FailurePolicy(), 2, 2) is None
-    fixed = worker_count_error(4, FailurePolicy(), 4, 2, no_replicas=True)
+    assert worker_count_error(4, Failure(), 2, 2) is None
+    fixed = worker_count_error(4, Failure(), 4, 2, no_replicas=True)
     assert fixed is not None and "the state is shared among 2" in fixed.message
-    assert worker_count_error(2, FailurePolicy(), 4, 2, no_replicas=True) is None
+    assert worker_count_error(2, Failure(), 4, 2, no_replicas=True) is None
 
 
 @pytest.mark.parametrize(
@@ -184,15 +185,15 @@ def test_scaling_starts_what_is_missing_and_waits_for_whoever_leaves() -> None:
 @pytest.mark.parametrize(
     ("workers", "rules", "lanes", "said"),
     [
-        (5, FailurePolicy(), 4, "5 workers but 4 lanes: each worker needs a lane"),
-        (0, FailurePolicy(), 4, "0 workers: at least 1 is needed"),
-        (1, FailurePolicy(min_workers=2), 4, "1 worker, but the run was started with --min-workers 2"),
-        (4, FailurePolicy(max_workers=3), 4, "4 workers, but the run was started with --max-workers 3"),
-        (4, FailurePolicy(), 0, None),
-        (2, FailurePolicy(min_workers=2, max_workers=2), 2, None),
+        (5, Failure(), 4, "5 workers but 4 lanes: each worker needs a lane"),
+        (0, Failure(), 4, "0 workers: at least 1 is needed"),
+        (1, Failure(min_workers=2), 4, "1 worker, but the run was started with --min-workers 2"),
+        (4, Failure(max_workers=3), 4, "4 workers, but the run was started with --max-workers 3"),
+        (4, Failure(), 0, None),
+        (2, Failure(min_workers=2, max_workers=2), 2, None),
     ],
 )
-def test_what_a_run_cannot_be_scaled_to(workers: int, rules: FailurePolicy, lanes: int, said: str | None) -> None:
+def test_what_a_run_cannot_be_scaled_to(workers: int, rules: Failure, lanes: int, said: str | None) -> None:
     found = worker_count_error(workers, rules, lanes)
     assert (None if found is None else found.message) == said
 
@@ -200,22 +201,22 @@ def test_what_a_run_cannot_be_scaled_to(workers: int, rules: FailurePolicy, lane
 @pytest.mark.parametrize(
     ("rules", "workers"),
     [
-        (FailurePolicy(min_workers=3, max_workers=2), 2),
-        (FailurePolicy(min_workers=0), 1),
-        (FailurePolicy(max_failures=-1), 1),
-        (FailurePolicy(min_workers=2), 1),
-        (FailurePolicy(max_workers=2), 3),
+        ({"min_workers": 3, "max_workers": 2}, 2),
+        ({"min_workers": 0}, 1),
+        ({"max_failures": -1}, 1),
+        ({"min_workers": 2}, 1),
+        ({"max_workers": 2}, 3),
     ],
 )
-def test_rules_that_do_not_fit(rules: FailurePolicy, workers: int) -> None:
+def test_rules_that_do_not_fit(rules: dict[str, int], workers: int) -> None:
     with pytest.raises(InputError):
-        check_policy(rules, workers)
-    check_policy(FailurePolicy(), workers)
+        Failure(**rules).check_workers(workers)
+    Failure().check_workers(workers)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["lost", "left", "scale"]), st.integers(0, 9)), max_size=40))
 def test_no_process_has_a_place_twice_and_none_comes_back(events: list[tuple[str, int]]) -> None:
-    own = WorkerRoster(policy=FailurePolicy(max_failures=10**6), wanted=3, lanes=8)
+    own = WorkerRoster(policy=Failure(max_failures=10**6), wanted=3, lanes=8)
     ever = set(own.fill())
     for step, (what, number) in enumerate(events):
         serving = sorted(own.active)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from helpers.command import Caller, write_job
-from shoal.driver.check_servers import check_servers, read_sync_modes
+from shoal.driver.check_plan import check_servers, read_sync_modes
 from shoal.driver.outcome import final_error, outcome
 from shoal.driver.verify import server_placements
 from shoal.errors import InputError, PlanError
@@ -44,6 +44,7 @@ from shoal.report.incident_lines import IncidentLines
 from shoal.report.servers import summarize_histogram
 from shoal.report.summarize import summarize_run
 from shoal.report.wording import full_text
+from shoal.worker.run_config import Servers
 
 SHA256 = "ab" * 32
 
@@ -584,11 +585,11 @@ def test_a_server_whose_loss_ends_the_run_is_the_cause() -> None:
 
 
 def test_what_goes_with_servers() -> None:
-    assert check_servers(None, "", workers=4) is None
-    assert check_servers(0, "", workers=4) is None
-    assert str(check_servers(2, "", workers=4)) == "sync"
+    assert check_servers(Servers(), workers=4) is None
+    assert check_servers(Servers(count=0), workers=4) is None
+    assert str(check_servers(Servers(count=2), workers=4)) == "sync"
     assert (
-        str(check_servers(1, "local:8,outer=nesterov", workers=1, layout=ParallelLayout(data=1)))
+        str(check_servers(Servers(count=1, sync="local:8,outer=nesterov"), workers=1, layout=ParallelLayout(data=1)))
         == "local:8,outer=nesterov"
     )
 
@@ -596,8 +597,8 @@ def test_what_goes_with_servers() -> None:
 @pytest.mark.parametrize(
     ("servers", "sync", "more", "message", "fix"),
     [
-        (None, "async", {}, "--sync async: it is servers", "--servers 1 --sync async"),
-        (0, "async", {}, "--sync async: it is servers", "--servers 1"),
+        (None, "async", {}, "--sync async: servers keep", "--servers 1 --sync async"),
+        (0, "async", {}, "--sync async: servers keep", "--servers 1"),
         (-1, "", {}, "--servers -1: a number from 0", "--servers 2"),
         (1 << 20, "", {}, "a number from 0 to 256", "--servers 2"),
         (2, "stail:3", {}, "no mode 'stail'", "did you mean stale?"),
@@ -611,7 +612,7 @@ def test_what_goes_with_servers() -> None:
 )
 def test_what_does_not(servers: int | None, sync: str, more: dict[str, Any], message: str, fix: str) -> None:
     with pytest.raises(InputError, match=message.replace("(", r"\(")) as caught:
-        check_servers(servers, sync, workers=4, **more)
+        check_servers(Servers(count=servers, sync=sync), workers=4, **more)
     assert fix in (caught.value.fix or "")
     if more or not sync:
         assert isinstance(caught.value, PlanError)
@@ -626,12 +627,12 @@ def test_a_list_of_modes_is_split_between_modes() -> None:
 
 
 def test_verify_adds_placements_with_servers() -> None:
-    found = server_placements([1, 2], 2, "")
+    found = server_placements([1, 2], Servers(count=2))
     assert [each.label for each in found] == ["1 worker, 2 servers", "2 workers, 2 servers"]
-    assert [(each.options().workers, each.options().servers) for each in found] == [(1, 2), (2, 2)]
-    assert server_placements([1, 2], None, "") == []
+    assert [(each.config.parallel.workers, each.config.servers.count) for each in found] == [(1, 2), (2, 2)]
+    assert server_placements([1, 2], Servers()) == []
     with pytest.raises(InputError, match="--sync async gives up exactness") as caught:
-        server_placements([1, 2], 1, "async")
+        server_placements([1, 2], Servers(count=1, sync="async"))
     assert "shoal compare FILE --sync sync,async" in str(caught.value)
 
 

@@ -649,9 +649,14 @@ def test_published_servers_are_met_within_a_factor_of_two() -> None:
         batch, devices = int(row["batch_per_gpu"]), int(row["gpus"])
         if devices == 1:
             continue
-        compute = batch / alone[row["batch_per_gpu"]]
-        setup = SimulatedServers(workers=devices // 8, servers=int(row["num_ps"]), compute=compute,
-                        num_bytes=4 * 23.8e6, bandwidth=0.7 * 1.25e9, duplex=False)  # fmt: skip
+        setup = SimulatedServers(
+            workers=devices // 8,
+            servers=int(row["num_ps"]),
+            compute=batch / alone[row["batch_per_gpu"]],
+            num_bytes=4 * 23.8e6,
+            bandwidth=0.7 * 1.25e9,
+            duplex=False,
+        )
         images = simulate_servers(setup, rounds=20).gradients_per_second * 8 * batch
         assert 0.5 < images / float(row["images_per_s"]) < 2
         checked += 1

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.cli.probe import probe_command
+from shoal.cli.cluster import call_probe
 from shoal.errors import InputError
 from shoal.planner.cluster import read_cluster
 
@@ -15,12 +15,14 @@ from shoal.planner.cluster import read_cluster
 
 
 def given(path: Path, **changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"output": path, "force": False, "quick": True, "run": None, "json": True, **changes})
+    return argparse.Namespace(
+        **{"output": path, "force": False, "quick": True, "run": None, "json": True, "lab": None, **changes}
+    )
 
 
 def test_a_quick_probe_writes_a_file_that_reads_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.toml"
-    assert probe_command(given(path)) == 0
+    assert call_probe(given(path)) == 0
     said = capfd.readouterr()
     told = msgspec.json.decode(said.out)
     (host,) = read_cluster(path).hosts
@@ -31,7 +33,7 @@ def test_a_quick_probe_writes_a_file_that_reads_back(tmp_path: Path, capfd: pyte
     assert "products" in said.err and "links" in said.err, "a long probe tells what it does"
 
     with pytest.raises(InputError, match="no folder"):
-        probe_command(given(tmp_path / "nowhere" / "cluster.toml"))
+        call_probe(given(tmp_path / "nowhere" / "cluster.toml"))
     with pytest.raises(InputError, match="there already") as refused:
-        probe_command(given(path))
+        call_probe(given(path))
     assert "--force" in str(refused.value.fix)

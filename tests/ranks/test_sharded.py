@@ -17,9 +17,11 @@ from shoal.numerics.lanes import Span, TreeAccumulator, assign_lanes
 from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, assemble_tensor, row_slice
 from shoal.parallel import zero
 from shoal.parallel.blocks import find_blocks
-from shoal.parallel.data_parallel import DataParallel, StepInput
+from shoal.parallel.data_parallel import DataParallel
 from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.lane_strategy import LaneStrategy, StepSetup
 from shoal.parallel.replica import ModelReplica
+from shoal.parallel.step import StepInput
 from shoal.parallel.zero import ShardedParallel
 from shoal.testing import (
     RanksFailed,
@@ -133,15 +135,15 @@ def replica_of(case: Case, size: int = 1, rank: int = 0) -> ModelReplica:
 def make(case: Case, group: WorkerGroup, level: int) -> ShardedParallel:
     replica = replica_of(case, group.size, group.rank)
     spans: tuple[Span, ...] = assign_lanes(max(case.lanes, group.size), [1.0] * group.size)
-    strategy = ShardedParallel(
-        replica,
-        group,
+    setup = StepSetup(
+        replica=replica,
+        group=group,
         lanes=case.lanes,
         microbatches=case.microbatches,
         assignment=spans,
-        level=level,
         needs_norm=True,
     )
+    strategy = ShardedParallel(setup, level=level)
     strategy.regroup(replace(ParallelGroups.replicated(group), sharded=True), spans)
     strategy.refresh()
     return strategy
@@ -156,7 +158,7 @@ def closure_of(case: Case, model: nn.Module) -> Callable[[Any], Any]:
     return closure
 
 
-def train(case: Case, strategy: DataParallel, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def train(case: Case, strategy: LaneStrategy, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Some steps; what this worker has at the end."""
     replica, data = strategy.replica, samples(case.build)
     named = replica.parameters
@@ -177,9 +179,9 @@ def train(case: Case, strategy: DataParallel, check: Callable[[], None] = lambda
             return tuple(each[list(positions)] for each in data)
 
         work = StepInput(step=step, indices=indices, batch_size=BATCH, fetch=fetch)
-        strategy.compute(work, closure_of(case, replica.model))
-        strategy.commit()
-        outcome = strategy.finish()
+        reduced = strategy.reduce(strategy.compute(work, closure_of(case, replica.model)))
+        strategy.commit(reduced)
+        outcome = strategy.write_gradients(reduced)
         assert fetched == strategy.microbatch_indices(indices, BATCH)
         assert not outcome.not_finite
         norm = clip_to_norm([each.grad for _, each in named if each.grad is not None], CLIP, outcome.grad_norm)
@@ -204,14 +206,14 @@ def train(case: Case, strategy: DataParallel, check: Callable[[], None] = lambda
 
 @cache
 def truth(case: Case) -> dict[str, Any]:
-    strategy = DataParallel(
-        replica_of(case),
-        SoloGroup(),
+    setup = StepSetup(
+        replica=replica_of(case),
+        group=SoloGroup(),
         lanes=case.lanes,
         microbatches=case.microbatches,
         assignment=[(0, case.lanes)],
     )
-    return train(case, strategy)
+    return train(case, DataParallel(setup))
 
 
 def differences(case: Case, found: list[dict[str, Any]], want: dict[str, Any]) -> list[str]:
@@ -380,9 +382,9 @@ def test_what_else_can_happen() -> None:
         work = StepInput(
             step=0, indices=range(16), batch_size=BATCH, fetch=lambda at: tuple(each[list(at)] for each in data)
         )
-        strategy.compute(work, closure)
-        strategy.commit()
-        assert strategy.finish().not_finite == [(1, 1)]  # the worker that computed it
+        reduced = strategy.reduce(strategy.compute(work, closure))
+        strategy.commit(reduced)
+        assert strategy.write_gradients(reduced).not_finite == [(1, 1)]  # the worker that computed it
         return train(case, strategy)
 
     def work(group: WorkerGroup) -> list[Any]:

@@ -56,8 +56,8 @@ def split(model: nn.Module, rules: Any, rank: int) -> dict[str, TensorSlice]:
     """Leaves the model with one worker's slices."""
     pieces = {}
     for name, parameter in model.named_parameters():
-        pieces[name] = rules.piece(name, tuple(parameter.shape), rank)
-        parameter.data = pieces[name].take(parameter)
+        pieces[name] = rules.slice_of(name, tuple(parameter.shape), rank)
+        parameter.data = pieces[name].extract(parameter)
     return pieces
 
 

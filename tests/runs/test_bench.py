@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import torch.distributed as dist
 from helpers.command import Caller, program
-from shoal.cli.bench import BenchResult, SizeTimings, AlgorithmTiming, fit_link, pairs, predict, text, usage
+from shoal.cli.bench import text, usage
+from shoal.driver.bench_collectives import AlgorithmTiming, BenchResult, SizeTimings, fit_link, pairs, predict
 from shoal.collectives.cost_model import LinkSpeed
 from shoal.collectives.group import WorkerGroup, DistributedGroup
 from shoal.collectives.options import CommOptions, parse_links
@@ -43,23 +44,21 @@ def test_workers_in_a_lab_choose_by_its_links(monkeypatch: pytest.MonkeyPatch) -
     def links_in_use(group: WorkerGroup) -> list[list[float]]:
         assert isinstance(group, DistributedGroup)
         used: Any = group.process_group.transport
-        return [[each.latency, each.bandwidth] for each in (used.traffic.links[name] for name in ("host", "rack"))]
+        return [[each.latency, each.bandwidth] for each in (used.config.links[name] for name in ("host", "rack"))]
 
     cluster = even_cluster(racks=2, hosts=1, link="200 Mbit/s", uplink="40 Mbit/s")
     with Lab(cluster) as lab:
         expected = [[USUAL_LATENCY, round(25e6 * PAYLOAD)], [USUAL_LATENCY, round(5e6 * PAYLOAD)]]
         assert ranks(2, links_in_use, places=lab.rank_hosts(2)) == [expected, expected]
-        slots = lab.slots(2)
-        assert json.loads(lab.variables(slots[1], slots[0])["SHOAL_LINKS"])["rack"] == expected[1]
+        assert json.loads(lab.rank_hosts(2)[1].variables["SHOAL_LINKS"])["rack"] == expected[1]
     # What the user says goes first, and a run's own wish for something else takes nothing away from it.
     monkeypatch.setenv("SHOAL_LINKS", '{"host": [1e-3, 1e6], "rack": [1e-3, 1e5]}')
     with Lab(cluster) as lab:
 
         def with_a_wish(group: WorkerGroup) -> list[list[float]]:
             made: Any = dist.new_group(backend="shoal", pg_options=CommOptions(algorithm="tree"))
-            return [
-                [each.latency, each.bandwidth] for each in (made.way.traffic.links[name] for name in ("host", "rack"))
-            ]
+            links = made.transport.config.links
+            return [[each.latency, each.bandwidth] for each in (links[name] for name in ("host", "rack"))]
 
         assert ranks(2, with_a_wish, places=lab.rank_hosts(2)) == [[[1e-3, 1e6], [1e-3, 1e5]]] * 2
 

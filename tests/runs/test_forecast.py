@@ -14,8 +14,8 @@ from rich.console import Console
 from torch import nn
 import shoal
 from helpers.command import Caller, write_job
-from shoal.driver.launch import open_job
-from shoal.driver.predict_run import BackgroundTrace, RunPredictor, PredictionBasis, NoPrediction, predict_run, predict_plan, prediction_basis
+from shoal.driver.make_plan import open_job
+from shoal.driver.predict_run import BackgroundTrace, RunPredictor, PredictionBasis, NoPrediction, predict_plan, prediction_basis
 from shoal.errors import InputError
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
@@ -26,7 +26,7 @@ from shoal.report.closing_report import _prediction, error_text, rows
 from shoal.report.events import ModelEvaluated, RunPredicted, RunStarted, TimeSpent, StepsCommitted, WorkerStarted
 from shoal.report.predicted_vs_measured import LINES, reconcile
 from shoal.report.run_folder import RunFolder
-from helpers.forecast_job import TERMS, compared, job
+from helpers.forecast_job import TERMS, compared, job, predict_run
 
 
 

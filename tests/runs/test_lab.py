@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
 import msgspec
 import pytest
 import torch
+
 from helpers.command import Caller, write_job
 from shoal.collectives.group import WorkerGroup
 from shoal.driver.launchers import cleanup, programs
@@ -23,6 +25,7 @@ from shoal.driver.launchers.lab_network import burst_bytes
 from shoal.driver.launchers.namespaces import LabHost
 from shoal.errors import InputError
 from shoal.planner.cluster import even_cluster
+from shoal.recovery.membership.process import start_ticks
 from shoal.testing import ranks
 
 
@@ -42,7 +45,7 @@ def machine() -> tuple[str, set[str], set[str]]:
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     interfaces = " ".join(sorted(line.split(":")[1] for line in links.splitlines()))
     records = [msgspec.json.decode(path.read_bytes()) for path in cleanup.RECORDS.glob("lab-*.json")]
-    others = [one["id"] for one in records if one["owner"] != os.getpid() and cleanup.start_ticks(one["owner"])]
+    others = [one["id"] for one in records if one["owner"] != os.getpid() and start_ticks(one["owner"])]
     names, files = (
         {name for name in listed(folder) if not any(lab in name for lab in others)}
         for folder in (cleanup.NAMES, cleanup.RECORDS)
@@ -235,10 +238,10 @@ def test_after_kill_9_only_what_the_dead_lab_left_is_removed(call: Caller) -> No
     with Lab(even_cluster(hosts=1)) as living:
         assert cleanup.clean() == [], "both owners live"
         assert owner.end(signal.SIGKILL) == -signal.SIGKILL
-        assert cleanup.start_ticks(strays[0]) is not None
+        assert start_ticks(strays[0]) is not None
         told = call.good("lab", "clean").out
         assert told == f"removed what was left of {owner.id}\n"
-        wait_until(lambda: not any(cleanup.start_ticks(pid) for pid in strays))
+        wait_until(lambda: not any(start_ticks(pid) for pid in strays))
         assert holders(owner.inodes) == []
         assert f"shoal-{living.id}-r0h0" in listed(cleanup.NAMES)
         send, receive = connect(living, *living.hosts)

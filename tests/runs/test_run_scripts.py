@@ -122,7 +122,9 @@ def test_what_a_run_of_a_script_leaves(call: Caller) -> None:
     assert result.code == 0
     assert result.value["outcome"] == "done"
     assert Path("run/worker-1.log").read_text() == "hello 1\n"
-    assert json.loads(Path("run/config.json").read_text()) == {"script": "script.py", "arguments": ["a"], "workers": 2}
+    record = json.loads(Path("run/config.json").read_text())
+    assert (record.pop("format"), record.pop("run_config")["parallel"]["workers"]) == (2, 2)
+    assert record == {"script": "script.py", "arguments": ["a"], "workers": 2}
     assert json.loads(Path("run/report.json").read_text())["outcome"] == "done"
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.driver.driver import RunOptions
 from shoal.driver.launch import run_with
 from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.numerics.seeds import initialise
@@ -27,7 +26,7 @@ from shoal.testing import (
     samples_for,
     tied_language_model,
 )
-from shoal.worker.context import RunSettings
+from shoal.worker.run_config import RunConfig
 
 MODELS = (convolution, attention, dropout_net, batch_norm_net, tied_language_model)
 
@@ -107,7 +106,10 @@ def test_lanes_that_do_not_divide_evenly() -> None:
 
 def test_uneven_shares(hard_hash: str) -> None:
     report = train(hard_job(), 2, shares="3,1")
-    assert {event.rank: event.lanes for event in events(report) if isinstance(event, StepsCommitted)} == {0: (0, 3), 1: (3, 4)}
+    assert {event.rank: event.lanes for event in events(report) if isinstance(event, StepsCommitted)} == {
+        0: (0, 3),
+        1: (3, 4),
+    }
     assert report.weights_sha256 == hard_hash
 
 
@@ -222,8 +224,8 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def options(workers: int, **more: Any) -> RunOptions:
-    return RunOptions(workers=workers, quiet=True, **more)
+def options(workers: int, **more: Any) -> RunConfig:
+    return RunConfig().changed(workers=workers, quiet=True, **more)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -269,7 +271,7 @@ def test_a_job_that_was_stopped_ends_with_the_same_hash(first: int, second: int,
 
 def test_an_own_loop_that_was_stopped_ends_with_the_same_hash(script: Path, hard_hash: str) -> None:
     with pytest.raises(shoal.Stopped, match="stopped after step 5"):
-        run_with(script, [], options(2, run_dir=Path("run"), settings=RunSettings(stop_after=5)))
+        run_with(script, [], options(2, run_dir=Path("run"), stop_after=5))
     report = run_with(script, [], options(3, run_dir=Path("run"), resume=True))
     assert report.weights_sha256 == hard_hash
 
@@ -302,8 +304,7 @@ def test_parameters_frozen_and_freed_on_the_way_are_merged(tmp_path: Path) -> No
         "        optimizer.zero_grad()\n"
     )
     hashes = [
-        run_with(script, [], RunOptions(workers=workers, run_dir=tmp_path / str(workers), quiet=True)).weights_sha256
-        for workers in (1, 2, 3)
+        run_with(script, [], options(workers, run_dir=tmp_path / str(workers))).weights_sha256 for workers in (1, 2, 3)
     ]
     assert len(set(hashes)) == 1
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 import shoal
 from helpers.command import events
-from shoal.driver.driver import RunOptions
 from shoal.driver.launch import train_with
 from shoal.driver.launchers.lab import Lab
+from shoal.worker.run_config import RunConfig
 from shoal.paramserver.client import ParameterClient, ReplyFuture
 from shoal.paramserver.messages import ApplyRequest, LeaseReply, SnapshotRequest, LeaseRequest, ServerRequest, SquaresRequest, StatusRequest, TableStateRequest
 from shoal.paramserver.sync_mode import SyncMode
@@ -202,8 +202,8 @@ def test_a_table_needs_servers(tmp_path: Path) -> None:
 def test_servers_on_other_hosts_are_reached_with_a_token(tmp_path: Path) -> None:
     this = plain_job(steps=6)
     with Lab(even_cluster(racks=1, hosts=2)) as lab:
-        options = RunOptions(workers=2, servers=2, lab=lab, run_dir=tmp_path / "lab", quiet=True)
-        found = train_with(this, options)
+        config = RunConfig().changed(workers=2, servers=2, run_dir=tmp_path / "lab", quiet=True, predict=False)
+        found = train_with(this, config, launcher=lab.launcher)
     addresses = [event["addresses"][0] for event in events(tmp_path / "lab", "server-started")]
     assert all(each.startswith("tcp://10.") for each in addresses) and len(set(addresses)) == 2
     assert found.weights_sha256 == train(this, tmp_path / "alone").weights_sha256

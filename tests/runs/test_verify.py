@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 import shoal
 from helpers.command import HASH, Caller, write_job
-from shoal.driver.verify import PLAIN_TOLERANCE, VerifyPlacement, against_plain, placements
-from shoal.parallel import data_parallel
+from shoal.driver.verify import PLAIN_TOLERANCE, against_plain
+from shoal.parallel import local_step
 
 
 
@@ -134,17 +134,17 @@ def test_an_ordinary_loop_agrees_on_a_plain_mean_too() -> None:
 
 
 def double_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = data_parallel.read_loss
+    right = local_step.read_loss
 
     def wrong(*arguments: Any) -> Any:
         loss, count = right(*arguments)
         return loss * 2, count
 
-    monkeypatch.setattr(data_parallel, "read_loss", wrong)
+    monkeypatch.setattr(local_step, "read_loss", wrong)
 
 
 def forget_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_parallel, "_add_into", lambda left, right, out: left)
+    monkeypatch.setattr(local_step, "_add_into", lambda left, right, out: left)
 
 
 def forget_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,29 @@
 """`shoal cluster`: devices, hosts and links: presets and files shown, this machine measured."""
 
 import argparse
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from shoal.cli import cluster_text
-from shoal.cli.parser import CommandParser, cluster_of, command, rare_option
+from shoal.cli.options import cluster_of
+from shoal.cli.parser import CommandParser, command, print_json, rare_option
+from shoal.driver.probe_machine import ProbeResult, print_progress, probe, probe_launched, workers_of
+from shoal.driver.probe_machine import cluster_of as measured_cluster
 from shoal.errors import InputError
+from shoal.planner.cluster import Cluster, bandwidth_text, latency_text
+from shoal.planner.cluster import cluster_text as toml_text
+from shoal.report import human
 
 TEXT = "devices, hosts and links: presets and files shown, this machine measured"
 
+EXAMPLE = "shoal cluster show dgx-a100 --hosts 4"
 
-def add(commands: Any) -> None:
-    parser = command(commands, "cluster", TEXT, call, "shoal cluster show dgx-a100 --hosts 4")
+
+def arguments(parser: CommandParser) -> None:
     parts = parser.add_subparsers(title="commands", metavar="COMMAND", dest="part", parser_class=CommandParser)
 
     show = command(
@@ -64,10 +73,74 @@ def call_show(given: argparse.Namespace) -> int:
 
 
 def call_probe(given: argparse.Namespace) -> int:
-    from shoal.cli.probe import probe_command
-
-    return probe_command(given)
+    path: Path = given.output
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    first = not launched or os.environ["RANK"] == "0"
+    if first and path.exists() and not given.force:
+        raise InputError(f"{path} is there already", fix="--force to write over it, or -o with another name")
+    if first and not path.parent.is_dir():
+        raise InputError(f"{path} cannot be written: there is no folder {path.parent}", fix="-o cluster.toml")
+    began = time.monotonic()
+    if launched:
+        found = probe_launched(quick=given.quick)
+        if found is None:
+            return 0
+    else:
+        workers = None if given.run is None else workers_of(given.run)
+        found = probe(quick=given.quick, lab=given.lab, workers=workers, progress=print_progress)
+    cluster = measured_cluster(found, given.lab.cluster if given.lab is not None else None)
+    path.write_text(toml_text(cluster), encoding="utf-8")
+    if given.json:
+        print_json({"file": str(path), **msgspec.to_builtins(found, str_keys=True)})
+    else:
+        print(probe_text(found, cluster))
+        print(f"\nwritten to {path} after {time.monotonic() - began:.0f} s        next: shoal cluster show {path}")
+    return 0
 
 
 def _json(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def probe_text(found: ProbeResult, cluster: Cluster) -> str:
+    device = cluster.hosts[0].device
+    assert device is not None
+    lines = [f"{found.cores} core{'s' if found.cores > 1 else ''}, {human.size(found.memory)} of memory"]
+    share = found.cores / cluster.devices
+    lines += [f"shared by {cluster.devices} workers: each is {share:.2g} of a core", ""] if share < 1 else [""]
+    products = ", ".join(f"{name} {peak / 1e9:.4g} GFLOP/s" for name, peak in device.peak.items())
+    lines.append(f"  products    {products}; {device.efficiency:.0%} of that on the whole,")
+    lines.append(f"              half of it at {device.half_flops / 1e6:.3g} MFLOP")
+    far, near = found.speed.memory_speed / 1e9, found.speed.cache_speed / 1e9
+    lines.append(f"  memory      {far:.3g} GB/s read and written, {near:.3g} GB/s where a cache helps as in training")
+    lines.append(
+        f"  operators   {1e6 * device.overhead:.3g} us of Python and torch around each; slowest for its bytes:"
+    )
+    slow = sorted((rate, name) for name, rate in device.rates.items() if not _is_product(name))[:3]
+    lines.append("              " + ", ".join(f"{name} {rate / 1e9:.2g} GB/s" for rate, name in slow))
+    lines.append(
+        f"  models      {found.speed.model_slowdown:.2f} times as long as their operators by themselves"
+        " (the file has it)"
+    )
+    lines += _contention_lines(found)
+    lines += ["", f"  {'level':8} {'latency':>10} {'bandwidth':>14}"]
+    for level, (latency, bandwidth) in found.links.items():
+        lines.append(f"  {level:8} {latency_text(latency):>10} {bandwidth_text(bandwidth):>14}")
+    if found.reduce_speed is not None and found.barrier_seconds is not None:
+        lines.append(
+            f"  {'merge':8} {latency_text(found.barrier_seconds):>10} {bandwidth_text(found.reduce_speed):>14}"
+        )
+    return "\n".join(lines)
+
+
+def _is_product(name: str) -> bool:
+    return name in ("mm", "addmm", "bmm", "baddbmm") or name.startswith(("convolution", "_scaled_dot_product"))
+
+
+def _contention_lines(found: ProbeResult) -> list[str]:
+    alone, lines = found.contention[1], []
+    for count, crowd in sorted(found.contention.items()):
+        turns = max(1.0, count / found.cores)
+        product, stream = crowd.product / alone.product * turns, crowd.stream / alone.stream * turns
+        lines.append(f"{count}: {product:.2f} and {stream:.2f}")
+    return [f"  at once     times as long for products and for memory, by workers: {'; '.join(lines)}"]

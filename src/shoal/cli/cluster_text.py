@@ -23,6 +23,7 @@ from shoal.planner.cluster import (
 )
 from shoal.planner.cluster.library import device_tables
 from shoal.planner.cluster.presets import is_preset, preset_note
+from shoal.report.human import columns, plural
 
 BETWEEN = {
     "inside": "devices of a host",
@@ -69,7 +70,7 @@ def _cause(cluster: Cluster, tier: LinkTier) -> str:
     hosts = [host for host in cluster.hosts if host.devices > 1] if tier.name != "host" else cluster.hosts
     if tier.name == "host":
         host = min(hosts, key=lambda each: each.link.bytes_per_second / each.devices)
-        shared = f", which {_counted(host.devices, 'device')} share" if host.cards < host.devices else ""
+        shared = f", which {plural(host.devices, 'device')} share" if host.cards < host.devices else ""
         return f"the link of host {host.name}, {_cards(host)}{shared}"
     host = hosts[0]
     if host.interconnect is None:
@@ -77,7 +78,7 @@ def _cause(cluster: Cluster, tier: LinkTier) -> str:
     if tier.name == "socket" and host.interconnect.between is not None:
         return f"the link between the sockets of host {host.name}, {_speed(host.interconnect.between.bytes_per_second)}"
     near = host.devices // host.interconnect.sockets
-    shared = f", which {_counted(near, 'device')} share" if host.interconnect.shared else ""
+    shared = f", which {plural(near, 'device')} share" if host.interconnect.shared else ""
     return (
         f"{host.interconnect.kind} inside host {host.name}, {_speed(host.interconnect.link.bytes_per_second)}{shared}"
     )
@@ -101,8 +102,8 @@ def text(cluster: Cluster, name: str) -> str:
 
 def _heading(cluster: Cluster, name: str) -> list[str]:
     hosts = cluster.hosts
-    words = [_counted(len(cluster.racks), "rack")] if len(cluster.racks) > 1 else []
-    words += [_counted(len(hosts), "host"), _counted(cluster.devices, "device")]
+    words = [plural(len(cluster.racks), "rack")] if len(cluster.racks) > 1 else []
+    words += [plural(len(hosts), "host"), plural(cluster.devices, "device")]
     lines = [f"{name}   {', '.join(words)}"]
     if all(host.device is not None for host in hosts):
         flops = sum(host.devices * host.device.peak_of(_dtype(host.device)) for host in hosts if host.device)
@@ -158,14 +159,14 @@ def _host_lines(host: ClusterHost) -> Iterator[str]:
     inside = host.interconnect
     if inside is not None and host.devices > 1:
         near = host.devices // inside.sockets
-        where = _counted(near, "device") + (f" on each of {inside.sockets} sockets" if inside.between else "")
+        where = plural(near, "device") + (f" on each of {inside.sockets} sockets" if inside.between else "")
         each = f", shared by {where}  ◄ narrow" if inside.shared and near > 1 else f", for each of {where}"
         yield f"├─ {inside.kind} {_fast(inside.link)}{each}"
         if inside.between is not None:
             shared = f", shared by {near} devices on each side  ◄ narrow" if near > 1 else ""
             yield f"├─ between sockets {_fast(inside.between)}{shared}"
-    workers = "" if host.workers == host.devices else f", {_counted(host.workers, 'worker')}"
-    what = _counted(host.devices, "device") if host.device is None else _device(host.device, host.devices)
+    workers = "" if host.workers == host.devices else f", {plural(host.workers, 'worker')}"
+    what = plural(host.devices, "device") if host.device is None else _device(host.device, host.devices)
     yield f"└─ {what}{workers}"
 
 
@@ -198,12 +199,7 @@ def _table(cluster: Cluster) -> list[str]:
             f"reach {tier.efficiency:.0%}".replace("%", " %"), f"{ratio}{mark}",
         ))  # fmt: skip
         last = tier
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("   ".join([row[0].ljust(widths[0]), *cells[1:-1], row[-1]]).rstrip())
-    return lines
+    return columns(rows, right=range(1, len(rows[0]) - 1), gap="   ")
 
 
 def _ending(cluster: Cluster, name: str) -> list[str]:
@@ -224,11 +220,8 @@ def presets_text() -> str:
         )
         rows.append((name, f"{host.devices} × {device}", inside, _cards(host), preset_note(name)))
     rows.insert(0, ("preset", "a host has", "inside", "network", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["   ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
-             for row in rows]  # fmt: skip
     known = textwrap.wrap("devices for a file: " + ", ".join(device_tables()), 118, break_on_hyphens=False)
-    return "\n".join([*lines, "", *known, "", "next: shoal cluster show dgx-a100 --hosts 4"])
+    return "\n".join([*columns(rows, gap="   "), "", *known, "", "next: shoal cluster show dgx-a100 --hosts 4"])
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------
@@ -326,7 +319,3 @@ def _times(ratio: float) -> str:
 
 def _dtype(device: Device) -> str:
     return HALF if HALF in device.peak else next(iter(device.peak))
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"

@@ -3,32 +3,30 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from shoal.cli import compare_text as show
-from shoal.cli.parser import command, job_options
-from shoal.cli.reexec_isa import pin_isa
-from shoal.driver.check_servers import check_servers, read_sync_modes
-from shoal.driver.driver import RunOptions
-from shoal.driver.launch import plan_for, train_with
+from shoal.cli.options import check_counts, job_of, job_options
+from shoal.cli.parser import CommandParser, print_json
+from shoal.driver.check_plan import check_servers, read_sync_modes
+from shoal.driver.launch import train_with
+from shoal.driver.make_plan import plan_for
 from shoal.driver.outcome import RunFailed
 from shoal.errors import InputError
 from shoal.job.job import Job
-from shoal.job.load import load_job
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.report import chart
 from shoal.report.compare_runs import ComparedRun, best, read_compared_run
 from shoal.report.run_folder import DEFAULT_ROOT, RunFolder, find_run
+from shoal.worker.run_config import RunConfig
 
 TEXT = "a job in several ways to keep workers in step, one run each; or finished runs: loss against time and steps"
 EXAMPLE = "shoal compare digits.py --sync sync,stale:3,async --workers 2"
 
 
-def add(commands: Any) -> None:
-    parser = command(commands, "compare", TEXT, call, f"{EXAMPLE}   or: shoal compare 7f3a 91c0")
+def arguments(parser: CommandParser) -> None:
+    parser.epilog = f"example: {EXAMPLE}   or: shoal compare 7f3a 91c0"
     parser.add_argument("what", nargs="+", metavar="FILE[:job]|RUN", help="a job, with --sync; or two runs or more")
     parser.add_argument("--sync", metavar="LIST", help="modes, with commas: sync,quorum:0.9,stale:3,async,local:16")
     parser.add_argument("--workers", type=int, metavar="N", help="processes in all (2)")
@@ -51,7 +49,7 @@ def call(given: argparse.Namespace) -> int:
             raise InputError("no run has told of any loss: there is nothing to draw", fix="without --chart")
         chart.save_charts(drawn, given.chart)
     if given.json:
-        print(msgspec.json.encode(show.value(runs)).decode())
+        print_json(show.value(runs))
     else:
         screen = Console()
         print(show.text(runs, width=screen.width if screen.is_terminal else 100))
@@ -89,37 +87,36 @@ def _trained(given: argparse.Namespace) -> list[ComparedRun]:
     modes = read_sync_modes(given.sync)
     if len(modes) < 2:
         raise InputError(f"--sync {modes[0]}: one mode is nothing to compare", fix=f"--sync {_with_sync(modes[0])}")
-    if given.steps is not None and given.steps < 1:
-        raise InputError(f"--steps {given.steps}: at least 1", fix="--steps 200")
-    file = given.what[0]
-    job = load_job(file, [*given.settings, *([] if given.steps is None else [f"steps={given.steps}"])])
-    pin_isa(job, given)
-    wanted = [_options(given, mode) for mode in modes]
-    for options in wanted:  # what does not go together is said before the first run
-        check_servers(options.servers, options.sync, workers=options.workers or 1)
-        plan_for(job, options)
-    return [_train(job, file, options) for options in wanted]
+    check_counts(given, "steps")
+    given.file, given.settings = given.what[0], given.settings + ([f"steps={given.steps}"] if given.steps else [])
+    job = job_of(given)
+    wanted = [_config(given, mode) for mode in modes]
+    for config in wanted:  # what does not go together is reported before the first run
+        check_servers(config.servers, workers=config.parallel.workers or 1)
+        plan_for(job, config)
+    return [_train(job, given.file, config) for config in wanted]
 
 
 def _with_sync(sync_mode: SyncMode) -> str:
     return f"sync,{sync_mode}" if not sync_mode.exact else "sync,stale:3,async"
 
 
-def _options(given: argparse.Namespace, sync_mode: SyncMode) -> RunOptions:
-    return RunOptions(
+def _config(given: argparse.Namespace, sync_mode: SyncMode) -> RunConfig:
+    return RunConfig().changed(
         workers=2 if given.workers is None else given.workers,
         servers=1 if given.servers is None else given.servers,
         sync=str(sync_mode),
         quiet=given.quiet or given.json,
         plain=given.plain,
+        predict=False,
     )
 
 
-def _train(job: Job, file: str, options: RunOptions) -> ComparedRun:
+def _train(job: Job, file: str, config: RunConfig) -> ComparedRun:
     try:
-        path = train_with(job, options, name=file).folder
+        path = train_with(job, config, name=file).folder
     except RunFailed as error:  # a mode in which a job does not train is a result, too
-        print(f"{options.sync}: {error}", file=sys.stderr, flush=True)
+        print(f"{config.servers.sync}: {error}", file=sys.stderr, flush=True)
         path = Path(error.report["folder"])
     return read_compared_run(RunFolder(path))
 

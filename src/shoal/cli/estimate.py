@@ -2,32 +2,27 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from shoal.cli.estimate_text import estimate, text, value
-from shoal.cli.parser import cluster_label, cluster_of, cluster_options, command, job_options
+from shoal.cli.options import cluster_label, cluster_of, cluster_options, job_options, refuse_shape_flags
+from shoal.cli.parser import CommandParser, print_json
 from shoal.errors import InputError
 from shoal.job.dataset import open_data
 from shoal.job.load import load_job
-from shoal.planner.cost.transformer_shape import EXAMPLE, TransformerShape, workload_of_shape
+from shoal.planner.cost.transformer_shape import EXAMPLE as SHAPE
+from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.trace_job import workload_of, workload_of_script
 from shoal.planner.trace_script import has_own_loop
 
+TEXT = "compute, memory and traffic of a job, before anything runs"
+EXAMPLE = "shoal estimate examples/gpt.py"
 
-def add(commands: Any) -> None:
-    parser = command(
-        commands,
-        "estimate",
-        "compute, memory and traffic of a job, before anything runs",
-        call,
-        "shoal estimate examples/gpt.py",
-    )
+
+def arguments(parser: CommandParser) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE[:job]",
                         help="a file that holds a shoal.Job, or a script that calls shoal.join (-- ARGS)")  # fmt: skip
-    parser.add_argument("--gpt", metavar="SHAPE", help=f"instead of a file: {EXAMPLE}")
+    parser.add_argument("--gpt", metavar="SHAPE", help=f"instead of a file: {SHAPE}")
     parser.add_argument("--microbatch", type=int, metavar="N", help="samples of a microbatch, of a shape (1)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape (one microbatch)")
     parser.add_argument("--dtype", default="bf16", metavar="NAME", help="of a shape: bf16 (default), fp16 or fp32")
@@ -41,7 +36,7 @@ def call(given: argparse.Namespace) -> int:
     work = _work(given)
     found = estimate(work, cluster, microbatch=given.microbatch, batch=given.batch)
     if given.json:
-        print(msgspec.json.encode(value(found)).decode())
+        print_json(value(found))
     else:
         print(text(found, cluster_label(given), _next(given)))
     return 0
@@ -57,11 +52,7 @@ def _work(given: argparse.Namespace) -> Workload:
                 "--set and -- ARGS are for files, and a shape is none", fix="the shape itself: layers=48,…"
             )
         return workload_of_shape(TransformerShape.parse(given.gpt), given.dtype)
-    for name in ("microbatch", "batch"):
-        number = getattr(given, name)
-        if number is not None:
-            fix = f"--set batch={number}" if name == "batch" else "--set microbatches=…, pieces of a lane"
-            raise InputError(f"--{name} is a shape's, and a job has its own", fix=fix)
+    refuse_shape_flags(given)
     path = Path(given.file)
     if path.is_file() and has_own_loop(path):
         if given.settings:

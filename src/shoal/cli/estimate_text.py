@@ -11,7 +11,7 @@ from shoal.planner.cost.predict import predict
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.workload import Block, Workload
-from shoal.report.human import plural, size
+from shoal.report.human import columns, plural, size
 
 LANES = (1, 2, 4, 8)
 COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -130,7 +130,7 @@ def _heading(found: JobEstimate) -> str:
     else:
         cut = (
             f"a step is {plural(found.batch, 'sample')}: {plural(work.lanes, 'lane')}"
-            f" × {plural(work.microbatches or 1, 'microbatch').replace('microbatchs', 'microbatches')}"
+            f" × {plural(work.microbatches or 1, 'microbatch')}"
             f" of {found.microbatch}"
         )
     return f"{work.name}: {count(work.parameters)} parameters, {work.dtype}; {cut}"
@@ -145,10 +145,7 @@ def _table(found: JobEstimate) -> list[str]:
         sizes = (line.kept, line.gradients, line.optimizer, line.data, line.tensor, line.pipeline, line.zero3)
         row = [line.block, str(line.times), count(line.parameters), count(line.forward), count(line.backward)]
         rows.append([*row, *map(amount, sizes)])
-    widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
-    return ["  ".join(cell.ljust(width) if at == 0 else cell.rjust(width)
-                      for at, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-            for row in rows]  # fmt: skip
+    return columns(rows, right=range(1, len(head)))
 
 
 def _all(found: JobEstimate) -> EstimateLine:

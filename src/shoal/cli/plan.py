@@ -1,7 +1,6 @@
 """`shoal plan`: the fastest ways to spread a job over a cluster that fit, and why."""
 
 import argparse
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,17 +10,22 @@ from typing import Any
 import msgspec
 
 from shoal.cli import plan_text as show
-from shoal.cli.parser import (
-    CommandParser,
-    HelpAll,
+from shoal.cli.options import (
+    calibrated,
+    check_counts,
     cluster_label,
     cluster_options,
     clusters_of,
-    command,
     job_options,
-    rare_option,
+    read_time,
+    refuse_shape_flags,
+    write_file,
 )
+from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
+from shoal.driver.job_space import job_space, plan_refusal
+from shoal.driver.make_plan import open_job
 from shoal.errors import InputError
+from shoal.job.load import load_job
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime
 from shoal.planner.cost.setup import SEARCHED_MODES
@@ -32,21 +36,20 @@ from shoal.planner.search.cheapest import CheapestPlans, cheapest_plans
 from shoal.planner.search.explain import explain, larger_batch, seconds_text
 from shoal.planner.search.scaling_curve import scaling_curve
 from shoal.planner.search.search import OBJECTIVES, Candidate, PlanRanking, candidate_to_plan, search
+from shoal.planner.trace_job import workload_of
 from shoal.report import chart
 from shoal.worker.memory import parse_size
 
 EXAMPLE = "shoal plan examples/gpt.py --cluster dgx-a100 --hosts 2"
 CURVE = "shoal plan examples/gpt.py --cluster dgx-a100 --hosts 1,2,4,8 --plot curve.svg"
-SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
-SECONDS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 WIDTH = 120
 WRAPPED: Any = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
 DEEP = 1000  # of the ranked that are looked through for different layouts
 
+TEXT = "the fastest ways to spread a job over a cluster that fit, and why"
 
-def add(commands: Any) -> None:
-    words = "the fastest ways to spread a job over a cluster that fit, and why"
-    parser: CommandParser = command(commands, "plan", words, call, EXAMPLE)
+
+def arguments(parser: CommandParser) -> None:
     parser.epilog = f"examples: {EXAMPLE}\n          {CURVE}"
     parser.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
     parser.add_argument(
@@ -76,11 +79,11 @@ def add(commands: Any) -> None:
 def call(given: argparse.Namespace) -> int:
     _check(given)
     question, clusters = _question(given), clusters_of(given)
-    if given.calibrate:
-        question, clusters = _calibrated(given, question, clusters)
+    tuned = [calibrated(given, cluster, question.runtime) for cluster in clusters]
+    question, clusters = replace(question, runtime=tuned[0][1]), [cluster for cluster, _ in tuned]
     if len(clusters) > 1:
         return _curve(given, question, clusters)
-    deadline = None if given.deadline is None else read_span(given.deadline)
+    deadline = None if given.deadline is None else read_time("--deadline", given.deadline)
     if given.objective == "cost" or deadline is not None:
         bill = cheapest_plans(question.rank, clusters[0], steps=question.steps, deadline=deadline, each=DEEP // 5)
         return _best(given, question, [each for each, _ in bill.chosen], bill.chosen[0][1], bill)
@@ -125,11 +128,9 @@ def _check(given: argparse.Namespace) -> None:
     if (given.file is None) == (given.gpt is None):
         what = "neither" if given.file is None else "both"
         raise InputError(f"a plan is for a job or for a shape; {what} is given", fix=EXAMPLE)
-    if given.file is not None and given.batch is not None:
-        raise InputError("--batch is a shape's, and a job has its own", fix=f"--set batch={given.batch}")
-    for name in ("top", "batch", "steps", "workers"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise InputError(f"--{name} {getattr(given, name)}: at least 1", fix=f"--{name} 1")
+    if given.file is not None:
+        refuse_shape_flags(given)
+    check_counts(given, "top", "batch", "steps", "workers")
     if given.output is not None and given.gpt is not None:
         raise InputError("-o writes a plan to train by, and a shape is not trained", fix="a job, or --json")
     curve = given.hosts is not None and len(given.hosts) > 1
@@ -153,7 +154,7 @@ def _question(given: argparse.Namespace) -> PlanQuery:
 def _shape_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
     shape = TransformerShape.parse(given.gpt)
     if given.batch is None:
-        raise InputError("how many samples has a step of the shape?", fix="--batch 1536")
+        raise InputError("--gpt needs --batch: samples per step", fix="--batch 1536")
 
     def space(work: Workload, cluster: Cluster) -> SearchSpace:
         found = space_of(work, cluster, batch=given.batch, heads=shape.kv_heads, workers=given.workers)
@@ -171,11 +172,6 @@ def _shape_question(given: argparse.Namespace, memory: float | None) -> PlanQuer
 
 
 def _job_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
-    from shoal.driver.job_space import job_space, plan_refusal
-    from shoal.driver.launch import open_job
-    from shoal.job.load import load_job
-    from shoal.planner.trace_job import workload_of
-
     job = load_job(given.file, given.settings)
     opened = open_job(job)
 
@@ -196,26 +192,6 @@ def _job_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
         threads=job.threads,
         refusal=refused,
     )
-
-
-def _calibrated(
-    given: argparse.Namespace, question: PlanQuery, clusters: list[Cluster]
-) -> tuple[PlanQuery, list[Cluster]]:
-    from shoal.driver.predict_run import PRESET
-    from shoal.planner.calibration_runs import load_calibration
-    from shoal.planner.cost.calibrate import apply_calibration
-
-    found = load_calibration(given.calibrate, given.cluster or PRESET)
-    tuned = [apply_calibration(cluster, question.runtime, found) for cluster in clusters]
-    return replace(question, runtime=tuned[0][1]), [cluster for cluster, _ in tuned]
-
-
-def read_span(text: str) -> float:
-    """48h, 30min, 2d: in seconds."""
-    match = SPAN.fullmatch(text.strip().replace(" ", ""))
-    if match is None or float(match[1]) <= 0:
-        raise InputError(f"--deadline {text}: a time with its unit is wanted", fix="48h, 30min or 2d")
-    return float(match[1]) * SECONDS[match[2]]
 
 
 # -- what is answered -------------------------------------------------------------------------------------------------
@@ -240,7 +216,7 @@ def _best(
         value = show.ranking_value(ranking, shown, refused)
         value["explanation"] = None if explanation is None else show.explanation_value(explanation)
         value["bill"] = None if bill is None else show.bill_value(bill)
-        print(msgspec.json.encode(value).decode())
+        print_json(value)
         return 0
     price = ""
     if shown[0].hourly is not None:
@@ -273,10 +249,7 @@ def _write(path: Path, candidate: Candidate | None, threads: int) -> None:
     if candidate is None:
         raise InputError("none of the plans that are shown can be run, so none is written", fix="--top 20")
     plan = candidate_to_plan(candidate, threads=threads)
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}", fix="another path") from None
+    write_file(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
 
 
 def _next(given: argparse.Namespace, question: PlanQuery, best: Candidate | None, here: bool) -> str:
@@ -322,7 +295,7 @@ def _curve(given: argparse.Namespace, question: PlanQuery, clusters: Sequence[Cl
             raise InputError(f"one of {len(sized)} numbers of hosts has a plan: no curve", fix="more hosts")
         chart.save_charts(show.charts(curve), given.plot)
     if given.json:
-        print(msgspec.json.encode(show.curve_value(curve)).decode())
+        print_json(show.curve_value(curve))
         return 0
     batch = "a batch that grows with the hosts" if given.weak else f"batch {curve.points[0].candidate.setup.batch:,}"
     print(f"{question.work.name}, {batch}, {question.work.dtype}; cluster {given.cluster or 'this machine'}\n")

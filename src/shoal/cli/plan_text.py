@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shoal.planner.cluster import Cluster
 from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS, StagePrediction
 from shoal.planner.search.candidates import EXACT
 from shoal.planner.search.cheapest import CheapestPlans, duration_text
@@ -12,7 +11,7 @@ from shoal.planner.search.explain import PlanExplanation, percent, seconds_text
 from shoal.planner.search.scaling_curve import ScalingCurve
 from shoal.planner.search.search import Candidate, PlanRanking, describe, gigabytes_text, memory_share_text
 from shoal.report import chart
-from shoal.report.human import parts_that_add_up, rate
+from shoal.report.human import columns, parts_that_add_up, rate
 from shoal.report.scaling_laws import amdahl_limit, usl_peak
 
 MOST_STAGES = 4  # of a pipeline that are shown one by one
@@ -31,17 +30,6 @@ def best_per_layout(found: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """As wide as they need; those in `right` end where the others of the column end."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) if at in right else cell.ljust(width)
-                 for at, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def layout_lines(found: Sequence[Candidate], notes: Mapping[int, str]) -> list[str]:
@@ -151,16 +139,6 @@ def money(amount: float | None, currency: str) -> str:
         return "?"
     digits = 2 if amount >= 1 else 4 if amount >= 0.01 else 6
     return f"{amount:,.{digits}f} {currency}"
-
-
-def cluster_line(cluster: Cluster) -> str:
-    kinds: dict[str, int] = {}
-    for host in cluster.hosts:
-        name = "device" if host.device is None else host.device.name
-        kinds[name] = kinds.get(name, 0) + host.devices
-    hosts = len(cluster.hosts)
-    told = " and ".join(f"{count:,} {name}" for name, count in kinds.items())
-    return f"{hosts:,} host{'' if hosts == 1 else 's'}, {told}"
 
 
 # -- curves -----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from shoal.cli.parser import cluster_label, cluster_of, cluster_options, command, job_options
+from shoal.cli.options import (
+    calibrated,
+    check_counts,
+    cluster_label,
+    cluster_of,
+    cluster_options,
+    job_options,
+    refuse_shape_flags,
+)
+from shoal.cli.parser import CommandParser, print_json
 from shoal.cli.predict_text import against_measured, text, value
 from shoal.errors import InputError
+from shoal.job.dataset import open_data
+from shoal.job.load import load_job
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, check_schedule_name, default_chunks
 from shoal.planner.cluster import Cluster
@@ -28,20 +37,18 @@ from shoal.planner.cost.predict import predict
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.runtime import SHOAL
 from shoal.planner.cost.setup import RECOMPUTE, Setup
-from shoal.planner.cost.transformer_shape import EXAMPLE, TransformerShape
+from shoal.planner.cost.transformer_shape import EXAMPLE as SHAPE
+from shoal.planner.cost.transformer_shape import TransformerShape
 from shoal.planner.cost.workload import Workload
+from shoal.planner.trace_job import workload_of
+
+TEXT = "seconds, memory and FLOP/s of one configuration, or of a table of them"
+EXAMPLE = "shoal predict --table what-if.csv --cluster dgx-a100"
 
 
-def add(commands: Any) -> None:
-    parser = command(
-        commands,
-        "predict",
-        "seconds, memory and FLOP/s of one configuration, or of a table of them",
-        call,
-        "shoal predict --table what-if.csv --cluster dgx-a100",
-    )
+def arguments(parser: CommandParser) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
-    parser.add_argument("--gpt", metavar="SHAPE", help=f"or a shape: {EXAMPLE}")
+    parser.add_argument("--gpt", metavar="SHAPE", help=f"or a shape: {SHAPE}")
     parser.add_argument("--table", type=Path, metavar="FILE.csv", help="or a table, one configuration per row")
     parser.add_argument("--layout", default="data=1", metavar="AXES", help="data=2,pipeline=2,tensor=2,zero=1 (data=1)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape; a job has its own")
@@ -61,7 +68,8 @@ def call(given: argparse.Namespace) -> int:
     told = [name for name in ("file", "gpt", "table") if getattr(given, name) is not None]
     if len(told) != 1:
         said = "none of them is" if not told else f"{' and '.join(told)} are"
-        raise InputError(f"a file, --gpt or --table is to be predicted; {said} given", fix=f"--gpt {EXAMPLE}")
+        raise InputError(f"a file, --gpt or --table is to be predicted; {said} given", fix=f"--gpt {SHAPE}")
+    check_counts(given, "microbatch", "batch", "chunks")
     if given.calibrate and given.file is None:
         raise InputError(f"--calibrate is for a job that Shoal trains, and --{told[0]} is none", fix="FILE")
     return _table(given) if given.table is not None else _one(given)
@@ -71,7 +79,7 @@ def _table(given: argparse.Namespace) -> int:
     rows = predict_table(given.table, given.cluster)
     summary = against_measured(rows)
     if given.json:
-        print(msgspec.json.encode(rows).decode())
+        print_json(rows)
     else:
         writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()
@@ -85,7 +93,7 @@ def _one(given: argparse.Namespace) -> int:
     work, cluster, found, where = _shape(given) if given.gpt is not None else _job(given)
     device = slowest_device(cluster, work.dtype)
     if given.json:
-        print(msgspec.json.encode(value(found, work)).decode())
+        print_json(value(found, work))
     else:
         what = given.file if given.gpt is None else f"--gpt {given.gpt}"
         batch = f" --batch {given.batch}" if given.batch else ""
@@ -99,8 +107,8 @@ def _shape(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, st
     if given.settings:
         raise InputError("--set changes a job, and a shape is none", fix="the shape itself: layers=48,…")
     shape, layout = TransformerShape.parse(given.gpt), ParallelLayout.parse(given.layout)
-    microbatch = _count(given.microbatch, "--microbatch", 1)
-    batch = _count(given.batch, "--batch", layout.data * microbatch)
+    microbatch = given.microbatch or 1
+    batch = given.batch or layout.data * microbatch
     setup = _setup(given, layout, batch=batch, microbatch=microbatch)
     check_divisible(shape, setup.tensor, setup.pipeline, setup.chunks, setup.data, batch, microbatch)
     if given.cluster is not None and given.hosts is None:
@@ -113,32 +121,18 @@ def _shape(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, st
 
 
 def _job(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, str]:
-    from shoal.job.dataset import open_data
-    from shoal.job.load import load_job
-    from shoal.planner.trace_job import workload_of
-
-    for name in ("microbatch", "batch"):
-        if getattr(given, name) is not None:
-            fix = f"--set batch={given.batch}" if name == "batch" else "--set microbatches=…, pieces of a lane"
-            raise InputError(f"--{name} is a shape's, and a job has its own", fix=fix)
+    refuse_shape_flags(given)
     job = load_job(given.file, given.settings)
     work = workload_of(job, open_data(job.data, seed=job.seed, shuffle=job.shuffle))
-    cluster = cluster_of(given)
     setup = _setup(
         given, ParallelLayout.parse(given.layout), batch=work.batch or 1, microbatch=work.samples, lanes=work.lanes
     )
-    runtime = None
-    if given.calibrate:
-        from shoal.driver.predict_run import PRESET
-        from shoal.planner.calibration_runs import load_calibration
-        from shoal.planner.cost.calibrate import apply_calibration
-
-        cluster, runtime = apply_calibration(cluster, SHOAL, load_calibration(given.calibrate, given.cluster or PRESET))
+    cluster, runtime = calibrated(given, cluster_of(given), SHOAL)
     return work, cluster, predict(work, setup, cluster, runtime), cluster_label(given)
 
 
 def _setup(given: argparse.Namespace, layout: ParallelLayout, **more: Any) -> Setup:
-    chunks = _count(given.chunks, "--chunks", default_chunks(given.schedule) if given.schedule else 1)
+    chunks = given.chunks or (default_chunks(given.schedule) if given.schedule else 1)
     schedule = given.schedule or ("interleaved" if chunks > 1 else "1f1b")
     check_schedule_name(schedule)
     return Setup(
@@ -152,9 +146,3 @@ def _setup(given: argparse.Namespace, layout: ParallelLayout, **more: Any) -> Se
         sequence_parallel=given.sequence_parallel and layout.tensor > 1,
         **more,
     )
-
-
-def _count(number: int | None, flag: str, usual: int) -> int:
-    if number is not None and number < 1:
-        raise InputError(f"{flag} {number}: at least 1", fix=f"{flag} {usual}")
-    return usual if number is None else number

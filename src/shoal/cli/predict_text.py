@@ -10,7 +10,7 @@ from shoal.planner.cost.csv_table import kendall_tau, relative_errors
 from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS, Prediction, StagePrediction
 from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.workload import Workload
-from shoal.report.human import parts_that_add_up, percent, plural, rate
+from shoal.report.human import columns, parts_that_add_up, percent, plural, rate
 
 MEASURED = "measured_step_seconds"
 PREDICTED = "predicted_step_seconds"
@@ -46,7 +46,7 @@ def _digits(seconds: float) -> int:
 
 
 def _how(setup: Setup) -> str:
-    said = [plural(setup.microbatches, "microbatch").replace("batchs", "batches") + f" of {setup.microbatch}"]
+    said = [plural(setup.microbatches, "microbatch") + f" of {setup.microbatch}"]
     if setup.pipeline > 1:
         said.append(setup.schedule + (f" × {setup.chunks}" if setup.chunks > 1 else ""))
     said += [f"{setup.recompute} recomputation"] if setup.recompute != "none" else []
@@ -70,8 +70,7 @@ def _stages(stages: Sequence[StagePrediction]) -> list[str]:
         found = list(group)
         first, last = found[0][0], found[-1][0]
         rows.append([f"{first}–{last}" if last > first else str(first), *_line(found[0][1])])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return columns(rows, right=range(len(rows[0])))
 
 
 def _line(stage: StagePrediction) -> list[str]:

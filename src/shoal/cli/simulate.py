@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +11,22 @@ import msgspec
 import numpy as np
 
 from shoal.cli import simulate_text as show
-from shoal.cli.parser import HelpAll, cluster_label, cluster_of, cluster_options, command, job_options, rare_option
+from shoal.cli.options import (
+    check_counts,
+    cluster_label,
+    cluster_of,
+    cluster_options,
+    job_options,
+    read_time,
+    refuse_shape_flags,
+    write_file,
+)
+from shoal.cli.parser import CommandParser, HelpAll, rare_option
+from shoal.driver.job_space import plan_refusal
+from shoal.driver.make_plan import open_job
+from shoal.driver.predict_run import setup_of
 from shoal.errors import InputError, PlanError
+from shoal.job.load import load_job
 from shoal.numerics.lanes import Span
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import check_schedule_name, default_chunks
@@ -32,19 +45,20 @@ from shoal.planner.simulate.servers import SimulatedServers, compare_modes
 from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_stragglers
 from shoal.planner.simulate.stragglers import StragglerModel
 from shoal.planner.simulate.time_to_accuracy import ConvergenceLaw, time_to_accuracy_table
+from shoal.planner.trace_job import workload_of
 from shoal.recovery.checkpoint.interval import DAY
+from shoal.report import chart
 
 SHAPE = "layers=24,hidden=2048,heads=16,seq=2048,vocab=51200"
 EXAMPLE = f"shoal simulate --gpt {SHAPE} --batch 512 --layout data=8,pipeline=4 --cluster dgx-a100 --hosts 4"
-TIMES = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY, "days": DAY}
 DEEP = 1000  # of the ranked ways of a job: looked through for one that can be run
 COPY = 10e9  # bytes a second: a device's state into its host's memory, which steps wait for
 DISK = 5e9  # bytes a second of a host: from there to where it outlives the host, beside the steps
 
+TEXT = "a plan played on a cluster with a virtual clock: stragglers, failures, shared links"
 
-def add(commands: Any) -> None:
-    words = "a plan played on a cluster with a virtual clock: stragglers, failures, shared links"
-    parser = command(commands, "simulate", words, call, EXAMPLE)
+
+def arguments(parser: CommandParser) -> None:
     parser.add_argument("files", nargs="*", metavar="PLAN.json|FILE[:job]",
                         help="a plan (shoal plan -o, or its --json), a job, or both")  # fmt: skip
     parser.add_argument("--gpt", metavar="SHAPE", help=f"or a shape: {SHAPE}")
@@ -116,7 +130,7 @@ def call(given: argparse.Namespace) -> int:
         lines += ["", *told]
     title = f"{asked.name}, {asked.setup}, {show.seconds(step.seconds)} a step"
     if given.trace is not None:
-        _write(given.trace, msgspec.json.encode(chrome_trace(rows, title, seconds=step.seconds)))
+        write_file(given.trace, msgspec.json.encode(chrome_trace(rows, title, seconds=step.seconds)))
         lines += ["", f"trace in {given.trace}: open it at ui.perfetto.dev"]
     if given.plot is not None:
         show.save_picture(rows, title, given.plot)
@@ -139,9 +153,7 @@ class SimulateRequest:
 
 
 def _check(given: argparse.Namespace) -> None:
-    for name in ("batch", "steps", "servers", "microbatch", "chunks"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise InputError(f"--{name} {getattr(given, name)}: at least 1", fix=f"--{name} 1")
+    check_counts(given, "batch", "steps", "servers", "microbatch", "chunks")
     if given.days is not None and not 0 < given.days < 36500:
         raise InputError(f"--days {given.days:g}: above 0, and less than a century", fix="--days 54")
     if given.failures is not None and given.failures < 0:
@@ -159,8 +171,6 @@ def _check(given: argparse.Namespace) -> None:
             f"--shares {given.shares} are of a job's lanes, with --layout", fix="--layout data=2 --shares 3,1"
         )
     if given.plot is not None:
-        from shoal.report import chart
-
         chart.check_picture(given.plot)
     if given.trace is not None and not given.trace.parent.is_dir():
         raise InputError(f"there is no folder {given.trace.parent}", fix=f"mkdir -p {given.trace.parent}")
@@ -181,14 +191,7 @@ def _request(given: argparse.Namespace, cluster: Cluster) -> SimulateRequest:
 
 
 def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cluster) -> SimulateRequest:
-    from shoal.driver.job_space import plan_refusal
-    from shoal.driver.launch import open_job
-    from shoal.driver.predict_run import setup_of
-    from shoal.job.load import load_job
-    from shoal.planner.trace_job import workload_of
-
-    if given.batch is not None or given.microbatch is not None:
-        raise InputError("--batch and --microbatch are a shape's, and a job has its own", fix="--set batch=64")
+    refuse_shape_flags(given)
     job = load_job(file, given.settings)
     opened = open_job(job)
     work = workload_of(job, opened.source)
@@ -242,7 +245,7 @@ def _of_shape(given: argparse.Namespace, plan: Path | None, cluster: Cluster) ->
         )
     if setup is None:
         if given.batch is None:
-            raise InputError("how many samples has a step of the shape?", fix="--batch 512")
+            raise InputError("--gpt needs --batch: samples per step", fix="--batch 512")
         if given.layout is None:
             setup = search(
                 work, cluster, space=space_of(work, cluster, batch=given.batch, heads=shape.kv_heads)
@@ -384,20 +387,6 @@ def _days(
 # -- words of the command line ----------------------------------------------------------------------------------------
 
 
-def read_time(option: str, text: str) -> float:
-    """50000h, 30min, 10s, 2d: in seconds. A bare number is refused."""
-    match = re.fullmatch(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text)
-    if match is None or (match[2] and match[2] not in TIMES):
-        raise InputError(f"{option} {text}: a time with its unit is wanted", fix=f"{option} 30min (or s, h, d)")
-    if not match[2]:
-        raise InputError(
-            f"{option} {text}: {text} of what? A bare number is refused", fix=f"{option} {text}h, or s, min, d"
-        )
-    if float(match[1]) <= 0:
-        raise InputError(f"{option} {text}: above 0", fix=f"{option} 1h")
-    return float(match[1]) * TIMES[match[2]]
-
-
 def _law(text: str) -> ConvergenceLaw:
     """steps=5000,noise=512,penalty=1."""
     found = _numbers("--accuracy", text, ("steps", "noise", "penalty"), "steps=5000,noise=512")
@@ -426,10 +415,3 @@ def _numbers(option: str, text: str, known: Sequence[str] | None, example: str) 
             raise InputError(f"{option} {text}: {item.strip()!r} is not understood", fix=f"{option} {example}")
         found[name] = number
     return found
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}", fix="another path") from None

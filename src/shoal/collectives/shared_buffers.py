@@ -41,6 +41,7 @@ class SharedBuffers:
         self._run_in_order = run_in_order  # runs something in the order of the group's collectives
         self.buffers = list(buffers)
         self.own = self.buffers[transport.rank]
+        self._operation = CollectiveOp("none")  # the ordered reduce under way
 
     def all_reduce(self, dtype: torch.dtype = torch.float32, reduction: Reduction = SUM) -> None:
         """Everybody's memory, as elements of one type, becomes their sum."""
@@ -58,16 +59,27 @@ class SharedBuffers:
         self._run_in_order(action)
 
     def ordered_reduce(self, lanes: int, sums: Sequence[tuple[PartialSums, Sequence[Tensor]]]) -> None:
-        """Several sums by lanes: for each, everybody's partial sums by subtree (None where one is absent), and where
-        the result goes, by rank. All have met since the parts were filled."""
-        arena = self.transport.segment
+        """Adds up this rank's share of several sums by lanes, and writes it to all ranks; `barrier` completes them.
+
+        Each sum has all ranks' partial sums by subtree (None where one is absent), and by rank where the result goes.
+        The ranks have passed a barrier since the partial sums were written."""
+
+        self._operation = CollectiveOp("merge", count=len(sums))
 
         def action() -> None:
-            arena.begin(CollectiveOp("merge", count=len(sums)))
-            for parts, targets in sums:
-                self.reduce_own_share(lanes, parts, targets, SUM)
-            arena.wait_all(arena.publish(), compare=True)
-            arena.end()
+            for partials, targets in sums:
+                self.reduce_own_share(lanes, partials, targets, SUM)
+
+        self._run_in_order(action)
+
+    def barrier(self) -> None:
+        """Returns when all ranks have written their shares of the last ordered reduce."""
+        segment = self.transport.segment
+
+        def action() -> None:
+            segment.begin(self._operation)
+            segment.wait_all(segment.publish(), compare=True)
+            segment.end()
 
         self._run_in_order(action)
 

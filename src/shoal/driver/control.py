@@ -1,4 +1,4 @@
-"""While a run goes on: stop it, give it more or fewer workers, ask what it is doing, take it over. From any process."""
+"""Commands to a run that goes on, from any process: stop, scale, what its workers are doing, take over."""
 
 import os
 import signal
@@ -10,10 +10,14 @@ from typing import Any
 import msgspec
 
 from shoal.collectives.handshake import host_identity
-from shoal.driver.driver import DRIVER_PROCESS, DRIVER_STATE, DriverState, RunDriver, RunOptions, failure_policy_of
+from shoal.driver.driver import RunDriver
 from shoal.driver.failure_policy import worker_count_error
-from shoal.driver.store_monitor import living_driver
-from shoal.errors import InputError, RunError, RunFolderError
+from shoal.driver.launch_spec import DRIVER_PROCESS, LaunchSpec, read_driver_state
+from shoal.driver.launchers.base import LocalHost
+from shoal.driver.launchers.local import LocalLauncher
+from shoal.driver.store_monitor import StoreMonitor, living_driver, living_workers
+from shoal.errors import InputError, RunError
+from shoal.parallel.layout import ParallelLayout
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess, store_key
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state
@@ -22,67 +26,88 @@ from shoal.report.event_queries import committed_floor
 from shoal.report.events import WorkerStarted
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import WorkerActivity
+from shoal.worker.context import WorkerContext
 
-ANSWER_SECONDS = 1.5  # how long a worker may take to say what it is doing
-CHANGE_SECONDS = 60.0  # how long a change of the workers is waited for
+ANSWER_SECONDS = 1.5  # in which a worker answers what it is doing
+CHANGE_SECONDS = 60.0  # to wait for a change of the workers
 TICK_SECONDS = 0.1
 
 
 def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> dict[str, Any]:
     """Takes over a run whose driver is gone, and returns its report when it has ended."""
     _refuse_servers(folder, "its driver cannot be replaced")
-    read_driver_state(folder)
+    state = read_driver_state(folder)
+    config = state.config.changed(quiet=quiet, plain=plain, tensorboard=False, detached=True)
     with folder:
-        return RunDriver.attach(folder, RunOptions(quiet=quiet, plain=plain, detached=True))
+        monitor = StoreMonitor(folder.path, folder.id, config.failure.store, LocalHost())
+        monitor.check_no_driver()
+        launcher, alive = LocalLauncher(), False
+        with suppress(OSError):
+            launcher, alive = LocalLauncher.attach(folder.path), True
+        monitor.take_over(launcher_alive=alive)
+        launch = LaunchSpec(
+            work=_no_work,
+            started=state.started,
+            launcher=launcher,
+            threads=state.threads,
+            target=state.target,
+            resumed=state.resumed,
+        )
+        return RunDriver(launch, folder, config).take_over(monitor, alive)
+
+
+def _no_work(context: WorkerContext) -> None:
+    raise RunError("workers are started by the server of the first driver")
 
 
 def stop(folder: RunFolder) -> int:
-    """Asks the workers to finish their step, save and stop. Returns the last step that is known of."""
+    """Asks the workers to finish their step, save and stop. Returns the last step that is known to be committed."""
     if (driver := server_driver_pid(folder)) is not None:
         return _stop_server_run(folder, driver)
     with _store(folder) as store:
-        news = _running(folder, store)
-        store.put("wish", msgspec.json.encode(msgspec.structs.replace(news.request, stop=True)))
-        news = _wait_until(store, lambda news: not _alive_workers(news), "the workers to stop")
-        return news.committed
+        state = _running(folder, store)
+        store.put("wish", msgspec.json.encode(msgspec.structs.replace(state.request, stop=True)))
+        state = _wait_until(store, lambda state: not living_workers(state), "the workers to stop")
+        return state.committed
 
 
 def scale(folder: RunFolder, workers: int) -> list[int]:
-    """Another number of workers from the next step on. Returns the numbers of those that take part then."""
+    """Changes the number of workers from the next step on. Returns the numbers of those that take part then."""
     _refuse_servers(folder, "it has as many workers as it began with")
-    standing = read_driver_state(folder)
+    driver = read_driver_state(folder)
+    layout = ParallelLayout.parse(driver.started.layout)
     refused = worker_count_error(
-        workers, failure_policy_of(standing.settings), standing.lanes, standing.model_shards, standing.no_replicas
+        workers, driver.config.failure, driver.started.lanes, layout.shards, no_replicas=layout.zero > 0
     )
     if refused is not None:
         raise refused
     with _store(folder) as store:
-        news = _running(folder, store)
-        if workers > len(news.view.members) and living_driver(store) is None:
+        state = _running(folder, store)
+        if workers > len(state.view.members) and living_driver(store) is None:
             raise RunError(
-                f"the run's driver is gone, so nobody can start a worker: it has {len(news.view.members)} now",
+                f"the run's driver is gone, so no worker can be started: the run has {len(state.view.members)} now",
                 fix=f"shoal attach {folder.path} takes its place; then scale",
             )
-        store.put("wish", msgspec.json.encode(RunRequest(stop=news.request.stop, workers=workers)))
-        news = _wait_until(store, lambda news: len(news.view.members) == workers, f"{workers} workers to take part")
-        return [who.worker for who in news.view.members]
+        store.put("wish", msgspec.json.encode(RunRequest(stop=state.request.stop, workers=workers)))
+        state = _wait_until(store, lambda state: len(state.view.members) == workers, f"{workers} workers to take part")
+        return [who.worker for who in state.view.members]
 
 
 def why(folder: RunFolder) -> list[WorkerActivity]:
-    """What every worker of a run is doing; of one that does not answer, what can be seen from outside."""
+    """What every worker of a run is doing. Of a worker that does not answer: what its process shows."""
     if server_driver_pid(folder) is not None:
         newest = {event.rank: event for event in folder.read_events() if isinstance(event, WorkerStarted)}
         return [_activity_of(event, "works with parameter servers") for event in newest.values()]
     try:
         with _store(folder) as store:
-            news = _running(folder, store)
+            state = _running(folder, store)
             asked = store.put("why", str(time.time()).encode())
-            answers = _answers(store, {store_key(who) for who in news.alive}, asked)
-            members = {who.worker for who in news.view.members}
+            answers = _answers(store, {store_key(who) for who in state.alive}, asked)
+            members = {who.worker for who in state.view.members}
             return sorted(
                 (
                     answers.get(store_key(who)) or _seen_from_outside(alive, who.worker in members)
-                    for who, alive in news.alive.items()
+                    for who, alive in state.alive.items()
                 ),
                 key=lambda where: (where.worker, where.incarnation),
             )
@@ -90,21 +115,9 @@ def why(folder: RunFolder) -> list[WorkerActivity]:
         return [_activity_of(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
 
 
-def read_driver_state(folder: RunFolder) -> DriverState:
-    try:
-        return msgspec.json.decode((folder.path / DRIVER_STATE).read_bytes(), type=DriverState)
-    except FileNotFoundError:
-        pass
-    except (OSError, msgspec.MsgspecError) as error:
-        raise RunFolderError(f"{folder.path / DRIVER_STATE} cannot be read: {error}") from None
-    if folder.report.exists():
-        raise InputError(f"run {folder.id} is over", fix=f"shoal report {folder.path}")
-    raise InputError(f"run {folder.id} does not run here", fix=f"--resume {folder.path} goes on with it")
-
-
 @contextmanager
 def _store(folder: RunFolder) -> Iterator[RunStore]:
-    store = open_store(read_driver_state(folder).settings.store, folder.path, folder.id)
+    store = open_store(read_driver_state(folder).config.failure.store, folder.path, folder.id)
     try:
         yield store
     finally:
@@ -112,31 +125,24 @@ def _store(folder: RunFolder) -> Iterator[RunStore]:
 
 
 def _running(folder: RunFolder, store: RunStore) -> MembershipState:
-    news = MembershipState(store.read(""))
-    if not _alive_workers(news):
+    state = MembershipState(store.read(""))
+    if not living_workers(state):
         raise InputError(
             f"no worker of run {folder.id} is alive", fix=f"--resume {folder.path} goes on with it, if it was not done"
         )
-    return news
-
-
-def _alive_workers(news: MembershipState) -> list[WorkerProcess]:
-    here = host_identity()
-    return [
-        each for each in news.alive.values() if each.host != here or process_state(each.pid, each.started) is not None
-    ]
+    return state
 
 
 def _wait_until(store: RunStore, done: Callable[[MembershipState], bool], what: str) -> MembershipState:
     deadline = time.monotonic() + CHANGE_SECONDS
-    news = MembershipState(store.read(""))
-    while not done(news):
+    state = MembershipState(store.read(""))
+    while not done(state):
         if time.monotonic() > deadline:
             raise RunError(f"waited {CHANGE_SECONDS:g} s for {what}", fix="shoal why says what the run is doing")
         with suppress(StoreUnavailable):
-            store.wait("", news.revision, TICK_SECONDS)
-            news = MembershipState(store.read(""))
-    return news
+            store.wait("", state.revision, TICK_SECONDS)
+            state = MembershipState(store.read(""))
+    return state
 
 
 def _answers(store: RunStore, expected: set[str], asked: int) -> dict[str, WorkerActivity]:
@@ -155,19 +161,18 @@ def _answers(store: RunStore, expected: set[str], asked: int) -> dict[str, Worke
 
 
 def _seen_from_outside(alive: WorkerProcess, member: bool) -> WorkerActivity:
-    """One that does not answer."""
+    """The activity of a worker that does not answer."""
     state = "silent"
     if alive.host == host_identity():
         seen = process_state(alive.pid, alive.started)
         state = "gone" if seen is None else "stopped" if seen == "T" else "silent"
-    phase = "takes part" if member else "waits to be let in"
     return WorkerActivity(
         worker=alive.worker_id.worker,
         incarnation=alive.worker_id.incarnation,
         host=alive.host_name,
         pid=alive.pid,
         state=state,
-        phase=phase,
+        phase="takes part" if member else "waits to be let in",
     )
 
 
@@ -181,7 +186,7 @@ def _activity_of(event: WorkerStarted, phase: str = "the store is away") -> Work
 
 
 def server_driver_pid(folder: RunFolder) -> int | None:
-    """The driver's process of a run with parameter servers; None: it has none, or is over."""
+    """The driver's process id of a run with parameter servers; None: the run has no servers, or is over."""
     with suppress(OSError, msgspec.MsgspecError, KeyError):
         found = msgspec.json.decode((folder.path / DRIVER_PROCESS).read_bytes())
         if process_state(found["pid"], found["began"]) is not None:
@@ -198,7 +203,7 @@ def _refuse_servers(folder: RunFolder, why_not: str) -> None:
 
 
 def _stop_server_run(folder: RunFolder, pid: int) -> int:
-    """As Ctrl-C does."""
+    """Stops the run as Ctrl-C does."""
     os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + CHANGE_SECONDS
     while server_driver_pid(folder) is not None:

@@ -1,48 +1,45 @@
-"""Which workers a run should have, and what becomes of it when one is lost. Pure: the driver acts on it."""
+"""Which workers a run should have, and what becomes of the run when one is lost. Pure; the supervisor acts on it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shoal.errors import InputError
 from shoal.recovery.membership.protocol import WorkerId, covers_model, model_shard_of
+from shoal.report.human import plural
+from shoal.worker.run_config import Failure
 
-FALSE_STARTS = 3  # in a row: processes that end before they have taken part
-
-
-@dataclass(frozen=True)
-class FailurePolicy:
-    on_failure: str = "replace"
-    min_workers: int = 1
-    max_workers: int | None = None
-    max_failures: int = 100
+FALSE_STARTS = 3  # in a row: processes that end before they take part
 
 
 @dataclass(frozen=True)
 class LossDecision:
-    """What becomes of the run. `ends`: why it cannot go on; empty while it can."""
+    """What becomes of the run."""
 
     action: str
-    end_reason: str = ""
-    uncovered: bool = False  # it ends because nobody is left who has some part of the model
+    end_reason: str = ""  # why the run cannot go on; empty: it can
+    uncovered: bool = False  # it ends because no worker is left that has some shard of the model
 
 
 @dataclass(kw_only=True)
 class WorkerRoster:
-    policy: FailurePolicy
+    """The workers that should run, and the counts that decide how many may be lost."""
+
+    policy: Failure
     wanted: int
     lanes: int  # 0: not known
-    model_shards: int = 1  # that the model is cut into; a worker has one of them, by its number
-    no_replicas: bool = False  # no two workers hold the same: there cannot be more or fewer of them
-    incarnations: dict[int, int] = field(default_factory=dict)  # worker -> its newest life
+    model_shards: int = 1  # a worker has one of them, by its number
+    no_replicas: bool = False  # no two workers hold the same state: their number cannot change
+    incarnations: dict[int, int] = field(default_factory=dict)  # worker -> its newest
     active: set[WorkerId] = field(default_factory=set)
     failures: int = 0
     false_starts: int = 0
-    step: int = -1  # the most that was committed when one was lost
-    losses_at_step: int = 0  # how many were lost since then without a commit beyond it
+    step: int = -1  # the most steps that were committed when a worker was lost
+    losses_at_step: int = 0  # workers lost since then without a further commit
 
     def fill(self) -> list[WorkerId]:
-        """Processes to start so that there are as many as wanted: in free places, the lowest first; but before all
-        others where nobody has a part of the model."""
+        """Adds workers until as many are active as wanted, and returns them.
+
+        They take free numbers from the lowest up; numbers whose shard of the model no worker has come first."""
         fresh = []
         while len(self.active) < self.wanted:
             taken, without = {who.worker for who in self.active}, uncovered_shards(self.active, self.model_shards)
@@ -58,8 +55,10 @@ class WorkerRoster:
         self.false_starts = 0
 
     def worker_left(self, who: WorkerId, *, too_slow: bool = False, replaced: bool = False) -> None:
-        """It went as it should. One that was too slow leaves its place to another, as often as one may be lost; so does
-        whoever is to be `replaced`, however often: the loss that made it go has been counted."""
+        """A worker ended by itself.
+
+        It is replaced where it was too slow, which counts as a loss, or where it left because of a loss that has been
+        counted (`replaced`)."""
         self.active.discard(who)
         if replaced:
             return
@@ -69,51 +68,48 @@ class WorkerRoster:
         self.wanted = min(self.wanted, max(1, len(self.active)))
 
     def worker_lost(self, who: WorkerId, *, took_part: bool, step: int) -> LossDecision:
-        """`step`: how many are known to be committed."""
+        """Counts the loss and decides. `step`: steps that are known to be committed."""
         self.active.discard(who)
         self.failures += 1
         self.false_starts = 0 if took_part else self.false_starts + 1
-        # What is repeated from a checkpoint is no progress: the step that kills whoever computes it is still ahead.
+        # Steps repeated from a checkpoint are no progress: the step that kills its workers may still be ahead.
         self.losses_at_step = 1 if step > self.step else self.losses_at_step + 1
         self.step = max(step, self.step)
         if self.policy.on_failure == "stop":
             return LossDecision("the run ends", "a worker was lost (--on-failure stop)")
         if self.failures > self.policy.max_failures:
-            count = "1 worker was" if self.failures == 1 else f"{self.failures} workers were"
-            return LossDecision("the run ends", f"{count} lost (--max-failures {self.policy.max_failures})")
+            were = "was" if self.failures == 1 else "were"
+            lost = f"{plural(self.failures, 'worker')} {were} lost (--max-failures {self.policy.max_failures})"
+            return LossDecision("the run ends", lost)
         if self.false_starts >= FALSE_STARTS:
             return LossDecision("the run ends", f"{self.false_starts} processes in a row ended before they took part")
         if self.losses_at_step > 2 * self.wanted + 1:
-            return LossDecision(
-                "the run ends",
-                f"{self.losses_at_step} workers in a row were lost in step {self.step}: others would be, too",
-            )
+            lost = f"{self.losses_at_step} workers in a row were lost in step {self.step}: others would be, too"
+            return LossDecision("the run ends", lost)
         if self.policy.on_failure == "replace":
             return LossDecision("replaced")
         self.wanted = len(self.active)
         if self.wanted < self.policy.min_workers:
-            count = f"{self.wanted} worker{'' if self.wanted == 1 else 's'} left"
-            return LossDecision("the run ends", f"{count}, and --min-workers is {self.policy.min_workers}")
+            left = f"{plural(self.wanted, 'worker')} left, and --min-workers is {self.policy.min_workers}"
+            return LossDecision("the run ends", left)
         if not covers_model(self.active, self.model_shards):
             ends = f"{uncovered_text(self.active, self.model_shards)} (--on-failure shrink)"
             return LossDecision("the run ends", ends, uncovered=True)
         return LossDecision("the others go on")
 
     def scale(self, workers: int) -> bool:
-        """Another number of workers from now on. False: it is that already, or cannot be."""
-        if (
-            workers == self.wanted
-            or worker_count_error(workers, self.policy, self.lanes, self.model_shards, self.no_replicas) is not None
-        ):
+        """Wants another number of workers. Returns False where it is that number already, or cannot be."""
+        error = worker_count_error(workers, self.policy, self.lanes, self.model_shards, self.no_replicas)
+        if workers == self.wanted or error is not None:
             return False
         self.wanted = workers
         return True
 
 
 def uncovered_shards(workers: Collection[WorkerId], model_shards: int) -> list[int]:
-    """Parts that none of them has."""
+    """Shards of the model that none of these workers has."""
     covered = {model_shard_of(who.worker, model_shards) for who in workers}
-    return [part for part in range(model_shards) if part not in covered]
+    return [shard for shard in range(model_shards) if shard not in covered]
 
 
 def uncovered_text(workers: Collection[WorkerId], model_shards: int) -> str:
@@ -121,24 +117,23 @@ def uncovered_text(workers: Collection[WorkerId], model_shards: int) -> str:
     if len(without) == model_shards:
         return "no worker is left"
     names = " and ".join(map(str, without))
-    return f"no worker is left that has part{'' if len(without) == 1 else 's'} {names} of the model"
+    return f"no worker is left that has shard{'' if len(without) == 1 else 's'} {names} of the model"
 
 
 def worker_count_error(
-    workers: int, policy: FailurePolicy, lanes: int, model_shards: int = 1, no_replicas: bool = False
+    workers: int, policy: Failure, lanes: int, model_shards: int = 1, no_replicas: bool = False
 ) -> InputError | None:
-    """Why a run cannot have that many workers."""
+    """Returns why a run cannot have that many workers; None: it can."""
+    count = plural(workers, "worker")
     if workers < 1:
         return InputError(f"{workers} workers: at least 1 is needed", fix="shoal stop ends a run")
     if no_replicas and workers != model_shards:
-        count = "1 worker" if workers == 1 else f"{workers} workers"
         return InputError(
             f"{count}, but with zero the state is shared among {model_shards}, and each has its own rows of it",
             fix="shoal stop, then --resume with another layout: a checkpoint fits any number of workers",
         )
     if workers % model_shards:
         below, above = workers // model_shards * model_shards, (workers // model_shards + 1) * model_shards
-        count = "1 worker" if workers == 1 else f"{workers} workers"
         return InputError(
             f"{count}, but the layout's replicas have {model_shards} workers each",
             fix=f"--workers {below} or {above}" if below else f"--workers {above}",
@@ -155,24 +150,7 @@ def worker_count_error(
             fix=f"--workers {lanes} at the most; more lanes would be another job, with other bits",
         )
     if workers < policy.min_workers:
-        count = "1 worker" if workers == 1 else f"{workers} workers"
         return InputError(f"{count}, but the run was started with --min-workers {policy.min_workers}")
     if policy.max_workers is not None and workers > policy.max_workers:
         return InputError(f"{workers} workers, but the run was started with --max-workers {policy.max_workers}")
     return None
-
-
-def check_policy(policy: FailurePolicy, workers: int) -> None:
-    """At the start."""
-    most = policy.max_workers
-    if policy.min_workers < 1:
-        raise InputError(f"--min-workers {policy.min_workers}: at least 1 is needed")
-    if most is not None and policy.min_workers > most:
-        raise InputError(
-            f"--min-workers {policy.min_workers} is above --max-workers {most}", fix="the least first: --min-workers 1"
-        )
-    if policy.max_failures < 0:
-        raise InputError(f"--max-failures {policy.max_failures}: a number of lost workers, 0 or more")
-    if workers < policy.min_workers or (most is not None and workers > most):
-        bounds = f"--min-workers {policy.min_workers}" + ("" if most is None else f" and --max-workers {most}")
-        raise InputError(f"--workers {workers} does not lie within {bounds}")

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shoal.driver.launch import check_fits
+from shoal.driver.check_plan import check_compile
 from shoal.errors import ShoalError
 from shoal.job.dataset import DataSource
 from shoal.job.job import Job
@@ -19,7 +19,7 @@ def job_space(
 ) -> SearchSpace:
     """`exact`: only what gives one sha256 on any cluster."""
     space = space_of(work, cluster, workers=workers)
-    if job.compile:  # as `check_fits` has it
+    if job.compile:  # as `check_compile` has it
         space = replace(space, tensors=(1,), recompute=("none",), zeros=(0, 1))
     if exact:
         return without_inexact(space)
@@ -46,7 +46,7 @@ def _splits(job: Job, model: object, example: object, size: int) -> bool:
 def plan_refusal(job: Job, source: DataSource, plan: Plan) -> str | None:
     """Why the runtime would refuse this plan of the job, found as it is before a run; None: it would not."""
     try:
-        check_fits(job, plan)
+        check_compile(job, plan)
         if plan.layout.sharded:
             check_optimizer(job, make_outline(job, source, plan), plan)
     except ShoalError as error:

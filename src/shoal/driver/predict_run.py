@@ -271,17 +271,6 @@ class RunPredictor:
             self._trace.close()
 
 
-def predict_run(job: Job, source: DataSource, plan: Plan, cluster: str | None = None) -> RunPrediction:
-    """Of one plan, when it is known."""
-    foresight = RunPredictor(job, source, prediction_basis(cluster))
-    try:
-        found = foresight.predict(plan)
-        assert found is not None
-        return found
-    finally:
-        foresight.close()
-
-
 def no_prediction(plan: Plan, basis: PredictionBasis, reason: str) -> RunPrediction:
     return RunPrediction(
         layout=str(plan.layout), workers=plan.workers, cluster=basis.name, named=basis.named, reason=reason

@@ -1,20 +1,21 @@
-"""The driver's side of the store: begins the run's membership, drops the dead, hears wishes, restarts the store.
+"""The driver's side of the store: writes the first members, removes dead ones, reads requests, restarts the store.
 
-Everything here can fail because the store is away; then it is tried again, and the run goes on meanwhile.
+While the store is away its operations are tried again, and the run goes on.
 """
 
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from shoal.collectives.handshake import host_identity
-from shoal.driver.launchers.namespaces import LabHost, call_on
+from shoal.driver.launchers.base import Host
 from shoal.errors import RunError, RunFolderError, ShoalError
 from shoal.recovery.membership import sqlite_client, sqlite_server
-from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
+from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state, start_ticks
 from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
@@ -24,11 +25,11 @@ from shoal.report.events import AnyEvent, StoreOutage
 POLL_SECONDS = 0.25
 AWAY_SECONDS = 1.0
 LEASE_SECONDS = 5.0
-TRIES = 50  # of a swap: somebody else can only be faster so often
+TRIES = 50  # of a swap: workers may have swapped the view in between
 
 
 class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who watches over a run."""
+    """The process that drives a run."""
 
     pid: int
     began: str
@@ -37,7 +38,7 @@ class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def living_driver(store: RunStore) -> DriverRecord | None:
-    """The process that watches over a run, if it is another one than this, and alive as far as can be seen."""
+    """The process that drives a run, unless it is this one, or on this host and dead."""
     entry = store.read("driver").entries.get("driver")
     found = None if entry is None else msgspec.json.decode(entry.value, type=DriverRecord)
     if found is None or found.pid == os.getpid():
@@ -47,21 +48,23 @@ def living_driver(store: RunStore) -> DriverRecord | None:
     return found
 
 
+def living_workers(state: MembershipState) -> list[WorkerProcess]:
+    """Workers with a lease, without those that are dead on this host."""
+    here = host_identity()
+    return [
+        each for each in state.alive.values() if each.host != here or process_state(each.pid, each.started) is not None
+    ]
+
+
 class StoreMonitor:
-    def __init__(
-        self, folder: Path, run: str, address: str | None, host: LabHost | None, *, detached: bool = True
-    ) -> None:
-        """`host`: of a lab, where the run's own store is to be. `outlives`: that store goes on without this process."""
+    def __init__(self, folder: Path, run: str, address: str | None, host: Host, *, detached: bool = True) -> None:
+        """`address`: of an etcd; None: the run has a store of its own, on `host`, which outlives this process where
+        the run is `detached`."""
         self.folder, self.address, self.host, self.detached = folder, address, host, detached
         self.wanted: int | None = None  # workers, as the user asked since the run began
-        self.committed = 0  # at least so many steps were, at some time
-        self.dropped: dict[
-            WorkerId, tuple[str, float]
-        ] = {}  # members that the others went on without: why, and since when
-        self.taken_over: tuple[MembershipView, int] = (
-            EMPTY_VIEW,
-            0,
-        )  # when it was taken over: who took part, and what was committed
+        self.committed = 0  # steps that have been committed, as far as is known
+        self.dropped: dict[WorkerId, tuple[str, float]] = {}  # by the other members: why, and since when
+        self.taken_over: tuple[MembershipView, int] = (EMPTY_VIEW, 0)  # when taken over: members, committed steps
         self._members: set[WorkerId] = set()
         self._removing: dict[WorkerId, str] = {}
         self._request: RunRequest | None = None
@@ -75,31 +78,30 @@ class StoreMonitor:
             self.store = open_store(address, folder, run)
 
     def _start_server(self) -> None:
-        place = "127.0.0.1" if self.host is None else self.host.address
         owner = None if self.detached else os.getpid()
-        call_on(self.host, lambda: sqlite_client.start_server(self.folder, place, owner=owner))
+        self.host.call(lambda: sqlite_client.start_server(self.folder, self.host.address, owner=owner))
 
     def _dial(self, address: str, port: int, seconds: float) -> socket.socket:
-        return call_on(self.host, lambda: socket.create_connection((address, port), timeout=seconds))
+        return self.host.call(lambda: socket.create_connection((address, port), timeout=seconds))
 
     # -- the beginning --------------------------------------------------------------------------------------------
 
     def begin(self, first: list[WorkerId], *, resumed: bool) -> list[WorkerId]:
-        """Writes who belongs to the run. Returns them: lives go on counting where an earlier sitting stopped."""
+        """Writes the first members and returns them: incarnations count on from those of an earlier sitting."""
         try:
-            news = self._read_store()
-            self._refuse_if_alive(news)
-            removed = dict(news.view.removed)
-            for who in news.view.members:
+            state = self._read_store()
+            self._refuse_if_alive(state)
+            removed = dict(state.view.removed)
+            for who in state.view.members:
                 removed[who.worker] = max(who.incarnation, removed.get(who.worker, -1))
             members = [WorkerId(who.worker, removed.get(who.worker, -1) + 1) for who in first]
             view = MembershipView(
-                generation=news.view.generation + 1,
+                generation=state.view.generation + 1,
                 members=tuple(members),
                 reason="resumed" if resumed else "the run begins",
                 removed=removed,
             )
-            self.store.swap("view", msgspec.json.encode(view), news.view_revision)
+            self.store.swap("view", msgspec.json.encode(view), state.view_revision)
             self.store.put("wish", msgspec.json.encode(RunRequest()))
             self._claim()
         except StoreUnavailable as error:
@@ -116,7 +118,7 @@ class StoreMonitor:
         return members
 
     def check_no_driver(self) -> None:
-        """Raises if another driver is alive."""
+        """Raises RunFolderError if another driver is alive."""
         record = living_driver(self.store)
         if record is not None:
             self.close(stop=False)
@@ -126,15 +128,15 @@ class StoreMonitor:
             )
 
     def take_over(self, *, launcher_alive: bool) -> None:
-        """Another driver was here. `workers_run`: the server that starts workers answers."""
-        news = self._read_store()
-        self.taken_over = news.view, news.committed
-        self._members = set(news.view.members)
+        """Claims a run that another driver left. `launcher_alive`: else no worker may be left."""
+        state = self._read_store()
+        self.taken_over = state.view, state.committed
+        self._members = set(state.view.members)
         if launcher_alive:
             self._claim()
             return
         try:
-            self._refuse_if_alive(news)
+            self._refuse_if_alive(state)
         except RunFolderError as error:
             self.close(stop=False)
             fix = "they end by themselves; shoal why and shoal stop work; then --resume, or attach for the report"
@@ -142,22 +144,15 @@ class StoreMonitor:
                 f"{error.message}; but the process that starts and ends them is gone", fix=fix
             ) from None
 
-    def _refuse_if_alive(self, news: MembershipState) -> None:
-        here = host_identity()
-        alive = [
-            each
-            for each in news.alive.values()
-            if each.host != here or process_state(each.pid, each.started) is not None
+    def _refuse_if_alive(self, state: MembershipState) -> None:
+        names = [
+            f"worker {each.worker_id.worker} (process {each.pid} on {each.host_name})" for each in living_workers(state)
         ]
-        if alive:
-            names = ", ".join(
-                f"worker {each.worker_id.worker} (process {each.pid} on {each.host_name})" for each in alive
-            )
-            raise RunFolderError(f"the run is alive: {names}", fix=f"shoal attach {self.folder} watches it")
+        if names:
+            raise RunFolderError(f"the run is alive: {', '.join(names)}", fix=f"shoal attach {self.folder} watches it")
 
     def _claim(self) -> None:
-        pid = os.getpid()
-        name = socket.gethostname()
+        pid, name = os.getpid(), socket.gethostname()
         record = DriverRecord(pid=pid, began=start_ticks(pid) or "", host=host_identity(), name=name)
         lease = self.store.grant(LEASE_SECONDS)
         self.store.put("driver", msgspec.json.encode(record), lease)
@@ -166,14 +161,14 @@ class StoreMonitor:
     # -- while it runs ----------------------------------------------------------------------------------------------
 
     def poll(self) -> list[AnyEvent]:
-        """Now and then: what changed, and what is left to be written."""
+        """Reads changes and writes what is pending, a few times a second; reports the outages of the store."""
         now = time.monotonic()
         if now - self._polled < (POLL_SECONDS if self._away_since is None else AWAY_SECONDS):
             return []
         self._polled = now
         try:
-            news = self._read_store()
-            self._update(news)
+            state = self._read_store()
+            self._update(state)
             if self._lease is None or not self.store.renew(self._lease):
                 self._claim()
             self._write_pending()
@@ -182,12 +177,12 @@ class StoreMonitor:
             return self._outage_began()
 
     def remove(self, who: WorkerId, reason: str) -> None:
-        """The driver knows best that a process is dead: nobody has to wait for its lease."""
+        """Removes a dead worker from the members before its lease runs out."""
         self._removing[who] = reason
         self._try_write()
 
     def drop_reason(self, who: WorkerId) -> str | None:
-        """How the others noticed that a worker is lost, if they were faster than the driver."""
+        """How the other workers noticed that a worker is lost, where they removed it before the driver."""
         try:
             self._update(self._read_store())
         except StoreUnavailable:
@@ -204,32 +199,32 @@ class StoreMonitor:
         try:
             self._write_pending()
         except (StoreUnavailable, LeaseEnded):
-            return  # the next look tries again
+            return  # `poll` tries again
 
     def _write_pending(self) -> None:
         for _ in range(TRIES):
             if not self._removing:
                 break
-            news = self._read_store()
-            members = [who for who in news.view.members if who in self._removing]
+            state = self._read_store()
+            members = [who for who in state.view.members if who in self._removing]
             if not members:
                 self._removing.clear()
                 break
-            view = remove_dead(news.view, {who: self._removing[who] for who in members})
-            if self.store.swap("view", msgspec.json.encode(view), news.view_revision) is not None:
+            view = remove_dead(state.view, {who: self._removing[who] for who in members})
+            if self.store.swap("view", msgspec.json.encode(view), state.view_revision) is not None:
                 self._removing.clear()
         if self._request is not None:
             self.store.put("wish", msgspec.json.encode(self._request))
             self._request = None
 
-    def _update(self, news: MembershipState) -> None:
-        self.wanted = news.request.workers
-        stand = [position.committed for position in news.positions.values()]
-        self.committed = max(self.committed, news.committed, news.view.step, *stand)
-        members = set(news.view.members)
+    def _update(self, state: MembershipState) -> None:
+        self.wanted = state.request.workers
+        stand = [position.committed for position in state.positions.values()]
+        self.committed = max(self.committed, state.committed, state.view.step, *stand)
+        members = set(state.view.members)
         for who in self._members - members:
-            if news.view.removed.get(who.worker, -1) >= who.incarnation:
-                self.dropped.setdefault(who, (news.view.reason, time.monotonic()))
+            if state.view.removed.get(who.worker, -1) >= who.incarnation:
+                self.dropped.setdefault(who, (state.view.reason, time.monotonic()))
         self._members = members
 
     def _read_store(self) -> MembershipState:
@@ -240,11 +235,9 @@ class StoreMonitor:
         if first:
             self._away_since = time.monotonic()
         if self.address is None and not sqlite_client.server_running(self.folder):
-            try:
+            with suppress(ShoalError, OSError):
                 self._start_server()
                 self._polled = 0.0
-            except (ShoalError, OSError):
-                pass
         event = StoreOutage(time=time.time(), rank=None, address=self.store.address)
         return [event] if first else []
 
@@ -256,12 +249,10 @@ class StoreMonitor:
         return [StoreOutage(time=time.time(), rank=None, address=self.store.address, seconds=seconds)]
 
     def close(self, stop: bool = True, for_good: bool = False) -> None:
-        """`stop`: nobody needs the run's own store now. `for_good`: nor later, since the run is done."""
-        try:
+        """`stop`: ends the run's own store. `for_good`: removes its files, since the run is done."""
+        with suppress(StoreUnavailable):
             if self._lease is not None:
                 self.store.revoke(self._lease)
-        except StoreUnavailable:
-            pass
         self.store.close()
         if stop and self.address is None:
             sqlite_client.stop_server(self.folder, dial=self._dial)

@@ -1,9 +1,10 @@
-"""`shoal verify`: the same job on several placements, one sha256 each; and against a plain loop that knows no Shoal."""
+"""`shoal verify`: trains a job on several placements and compares the sha256; or compares with a plain loop."""
 
 import copy
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
-from shoal.driver.check_servers import check_servers
-from shoal.driver.driver import RunOptions
-from shoal.driver.launch import open_job, train_opened
+from shoal.driver.check_plan import check_servers
+from shoal.driver.launch import train_opened
 from shoal.driver.launchers.lab import Lab
+from shoal.driver.make_plan import open_job
 from shoal.errors import InputError, Stopped
 from shoal.job.job import Job
 from shoal.job.loss import split_sample
 from shoal.numerics import kernels
 from shoal.numerics.kernels import map_tensors
 from shoal.parallel.layout import ParallelLayout
-from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, check_schedule_name
+from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.report.events import StepDigest, decode
+from shoal.report.human import plural
 from shoal.worker.build_model import build_model
-from shoal.worker.context import RunSettings
-from shoal.worker.main import OpenJob
+from shoal.worker.job_setup import OpenJob
+from shoal.worker.run_config import RunConfig, Servers
 
 PLAIN_TOLERANCE = 1e-8  # norm of the difference over the norm of the weights, in fp64
 SPLIT_TOLERANCE, ADAPTIVE_TOLERANCE = 1e-6, 1e-4  # the same for split operators in fp32, after some 20 steps
@@ -36,55 +38,42 @@ ADAPTIVE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "RMSprop", "
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyPlacement:
-    workers: int
-    shares: str | None = None
-    stop_after: int | None = None  # then resumed, on `then` workers
-    resume_workers: int | None = None
-    layout: ParallelLayout | None = None
-    schedule: str = "1f1b"
-    recompute: bool = False
-    servers: int = 0  # parameter servers that hold the weights
-    sync_mode: str = ""  # how they keep workers in step
-    lab: Lab | None = None  # whose hosts its workers run on; the reference runs on this machine
-    comm_options: CommOptions = field(default_factory=CommOptions)  # how gradients travel between them
+    """One run to compare with the reference, which runs on one worker of this machine."""
+
+    config: RunConfig
+    lab: Lab | None = None  # whose hosts the workers run on
+    resume_workers: int | None = None  # a run that stops half way goes on with so many
+
+    @property
+    def workers(self) -> int:
+        layout = self.config.parallel.parallel_layout
+        return (self.config.parallel.workers or 1) if layout is None else layout.workers
 
     @property
     def label(self) -> str:
-        text = f"{self.workers} worker{'s' if self.workers > 1 else ''}" if self.layout is None else str(self.layout)
-        text += f", {self.schedule}" if self.layout is not None and self.layout.pipeline > 1 else ""
-        text += ", recomputed" if self.recompute else ""
-        text += f", {self.servers} server{'s' if self.servers > 1 else ''}" if self.servers else ""
+        asked, layout, stops = self.config.parallel, self.config.parallel.parallel_layout, self.config.checkpoint
+        words = [plural(self.workers, "worker") if layout is None else str(layout)]
+        words += [asked.schedule] if layout is not None and layout.pipeline > 1 else []
+        words += ["recomputed"] if asked.recompute else []
+        words += [plural(self.config.servers.count, "server")] if self.config.servers.count else []
         if self.lab is not None:
-            hosts = self.lab.slots(self.workers)[0].host_count
-            text += f", {hosts} lab host{'s' if hosts > 1 else ''}"
-            text += f", {self.comm_options.algorithm}" if self.comm_options.algorithm and hosts > 1 else ""
-        if self.shares:
-            text += f", shares {self.shares}"
-        if self.stop_after is not None:
-            text += f", stopped at step {self.stop_after}, resumed on {self.resume_workers}"
-        return text
+            hosts, algorithm = self.lab.slots(self.workers)[0].host_count, self.config.communication.algorithm
+            words += [plural(hosts, "lab host"), *([algorithm] if algorithm and hosts > 1 else [])]
+        words += [f"shares {asked.shares}"] if asked.shares else []
+        if stops.stop_after is not None:
+            words += [f"stopped at step {stops.stop_after}", f"resumed on {self.resume_workers}"]
+        return ", ".join(words)
 
     @property
     def exact(self) -> bool:
-        """Splitting an operator changes the order of sums: there a distance is measured."""
-        return self.layout is None or self.layout.exact
-
-    def options(self) -> RunOptions:
-        return RunOptions(
-            workers=self.workers,
-            layout=self.layout,
-            schedule=self.schedule,
-            recompute=self.recompute,
-            shares=self.shares,
-            servers=self.servers or None,
-            sync=self.sync_mode,
-            lab=self.lab,
-        )
+        """False where an operator is split, which changes the order of sums: there a distance is measured."""
+        layout = self.config.parallel.parallel_layout
+        return layout is None or layout.exact
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDifference:
-    """The first place where two runs part."""
+    """The first tensor in which two runs differ, and by how much."""
 
     step: int
     tensor: str
@@ -122,90 +111,69 @@ class VerifyRow:
         return "differs" if self.difference else "equal"
 
 
-def placements(
-    workers: list[int],
-    shares: list[str],
-    resume: bool,
-    steps: int,
-    lab: Lab | None = None,
-    comm_options: CommOptions | None = None,
-) -> list[VerifyPlacement]:
+def placement(**fields: Any) -> VerifyPlacement:
+    return VerifyPlacement(config=RunConfig().changed(**fields))
+
+
+def placements(workers: list[int], shares: list[str], resume: bool, steps: int) -> list[VerifyPlacement]:
     most = max(workers, default=1)
-    found = [VerifyPlacement(workers=count) for count in workers]
-    found += [VerifyPlacement(workers=most if text == "auto" else text.count(",") + 1, shares=text) for text in shares]
+    found = [placement(workers=count) for count in workers]
+    found += [placement(workers=most if text == "auto" else text.count(",") + 1, shares=text) for text in shares]
     if resume:
-        found.append(VerifyPlacement(workers=most, stop_after=max(1, steps // 2), resume_workers=max(1, most - 1)))
-    return [replace(placement, lab=lab, comm_options=comm_options or CommOptions()) for placement in found]
-
-
-def layout_placements(
-    layouts: list[str], schedule: str, recompute: bool, lab: Lab | None = None, comm_options: CommOptions | None = None
-) -> list[VerifyPlacement]:
-    """One each; for pipelines one per schedule where all of them are asked for."""
-    if schedule != "all":
-        check_schedule_name(schedule)
-    found = []
-    for text in layouts:
-        layout = ParallelLayout.parse(text)
-        names = (
-            SCHEDULE_NAMES if schedule == "all" and layout.pipeline > 1 else ["1f1b" if schedule == "all" else schedule]
-        )
-        for name in names:
-            found.append(
-                VerifyPlacement(
-                    workers=layout.workers,
-                    layout=layout,
-                    schedule=name,
-                    recompute=recompute,
-                    lab=lab,
-                    comm_options=comm_options or CommOptions(),
-                )
-            )
+        stopped = placement(workers=most, stop_after=max(1, steps // 2))
+        found.append(replace(stopped, resume_workers=max(1, most - 1)))
     return found
 
 
-def server_placements(workers: list[int], servers: int | None, sync_mode: str) -> list[VerifyPlacement]:
-    """The same numbers of workers with servers, where they are asked for. Only one mode is exact."""
-    for count in workers or [1]:
-        mode = check_servers(servers, sync_mode, workers=count)
+def layout_placements(layouts: list[str], schedule: str, recompute: bool) -> list[VerifyPlacement]:
+    """One placement for each layout; for a pipeline and `schedule` "all", one for each schedule."""
+    found = []
+    for text in layouts:
+        names = [schedule]
+        if schedule == "all":
+            names = list(SCHEDULE_NAMES) if ParallelLayout.parse(text).pipeline > 1 else ["1f1b"]
+        found += [placement(layout=text, schedule=name, recompute=recompute) for name in names]
+    return found
+
+
+def server_placements(workers: list[int], servers: Servers) -> list[VerifyPlacement]:
+    """The same numbers of workers with parameter servers. Raises InputError for a mode that is not exact."""
+    for count in workers:
+        mode = check_servers(servers, workers=count)
         if mode is not None and not mode.exact:
             raise InputError(
                 f"--sync {mode} gives up exactness, and verify compares bits",
                 fix=f"--sync sync; shoal compare FILE --sync sync,{mode} shows what it gains and costs",
             )
-    return [VerifyPlacement(workers=count, servers=servers, sync_mode=sync_mode) for count in workers if servers]
+    return [placement(workers=count, servers=servers) for count in workers if servers.count]
 
 
 def exact_comm_options(asked: CommOptions) -> CommOptions:
-    """How gradients are to travel; refused where that gives up exactness, which is what is verified."""
-    wish = options_from_environment(asked)
-    CommConfig.from_options(wish)
-    if wish.compress:
-        given = f"--compress {asked.compress}" if asked.compress else f"SHOAL_COMPRESS={wish.compress}"
-        raise InputError(
-            f"compression gives up exactness, and verify compares bits: {given}",
-            fix="leave it out; shoal train --compress … reports the error that it makes",
-        )
-    if wish.algorithm == "ring":
-        given = "--algorithm ring" if asked.algorithm else "SHOAL_ALGORITHM=ring"
-        raise InputError(
-            f"a ring adds in an order of its own, and verify compares bits: {given}",
-            fix="one of direct, tree, halving, hierarchical, which give the same bits",
-        )
-    return wish
+    """The options of the run or of the environment. Raises InputError for those that give up exactness."""
+    found = options_from_environment(asked)
+    CommConfig.from_options(found)
+    if found.compress:
+        named = f"--compress {asked.compress}" if asked.compress else f"SHOAL_COMPRESS={found.compress}"
+        why, fix = "compression gives up exactness", "leave it out; shoal train --compress … reports the error it makes"
+    elif found.algorithm == "ring":
+        named = "--algorithm ring" if asked.algorithm else "SHOAL_ALGORITHM=ring"
+        why, fix = "a ring adds in an order of its own", "one of direct, tree, halving, hierarchical: the same bits"
+    else:
+        return found
+    raise InputError(f"{why}, and verify compares bits: {named}", fix=fix)
 
 
 def verify(job: Job, wanted: list[VerifyPlacement], steps: int, *, name: str) -> Iterator[VerifyRow]:
-    """Rows as they come: the reference on one worker first, then each placement, up to the first that differs."""
-    # Time to accuracy is not the question here, and evaluation changes no bit.
+    """Yields a row for the reference on one worker, then one for each placement, up to the first that differs."""
+    # Evaluation changes no bit, and a target would end the run early.
     opened = open_job(job.changed(steps=steps, target=None, evaluate=None))
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as text:
         root = Path(text)
-        reference, expected = _trace(opened, VerifyPlacement(workers=1), root / "reference", name)
+        reference, expected = _trace(opened, placement(workers=1), root / "reference", name)
         yield replace(reference, label="reference")
-        for number, placement in enumerate(wanted):
-            row, digests = _trace(opened, placement, root / str(number), name)
-            if not placement.exact:
+        for number, other in enumerate(wanted):
+            row, digests = _trace(opened, other, root / str(number), name)
+            if not other.exact:
                 row = _distance(row, root / "reference", root / str(number))
                 if row.distance is not None and row.distance <= row.bound:
                     yield row
@@ -215,33 +183,24 @@ def verify(job: Job, wanted: list[VerifyPlacement], steps: int, *, name: str) ->
                 yield row
                 continue
             at = step or steps
-            yield replace(row, difference=_measure(opened, placement, at, expected, digests, root, name))
+            yield replace(row, difference=_measure(opened, other, at, expected, digests, root, name))
             return
 
 
 def _trace(
-    opened: OpenJob, placement: VerifyPlacement, folder: Path, name: str
+    opened: OpenJob, placed: VerifyPlacement, folder: Path, name: str
 ) -> tuple[VerifyRow, dict[int, dict[str, str]]]:
-    settings = RunSettings(
-        digests=True,
-        stop_after=placement.stop_after,
-        checkpoint_every=opened.steps + 1,
-        communication=placement.comm_options,
+    config = placed.config.changed(
+        digests=True, checkpoint_every=opened.steps + 1, run_dir=folder, quiet=True, elastic=False, predict=False
     )
-    options = replace(placement.options(), run_dir=folder, quiet=True, elastic=False, settings=settings)
-    if placement.stop_after is None:
-        report = train_opened(opened, options, name=name)
-    else:
-        try:
-            train_opened(opened, options, name=name)
-        except Stopped:
-            pass
-        settings = replace(settings, stop_after=None)
-        report = train_opened(
-            opened, replace(options, workers=placement.resume_workers, resume=True, settings=settings), name=name
-        )
+    launcher = None if placed.lab is None else placed.lab.launcher
+    if config.checkpoint.stop_after is not None:
+        with suppress(Stopped):
+            train_opened(opened, config, name=name, launcher=launcher)
+        config = config.changed(workers=placed.resume_workers, resume=True, stop_after=None)
+    report = train_opened(opened, config, name=name, launcher=launcher)
     row = VerifyRow(
-        label=placement.label, weights_sha256=report.weights_sha256, seconds=report.seconds, steps=report.steps
+        label=placed.label, weights_sha256=report.weights_sha256, seconds=report.seconds, steps=report.steps
     )
     events = (decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines())
     return row, {event.step: event.tensors for event in events if isinstance(event, StepDigest)}
@@ -268,18 +227,18 @@ def _first_difference(expected: dict[int, dict[str, str]], found: dict[int, dict
 
 def _measure(
     opened: OpenJob,
-    placement: VerifyPlacement,
+    other: VerifyPlacement,
     step: int,
     expected: dict[int, dict[str, str]],
     found: dict[int, dict[str, str]],
     root: Path,
     name: str,
 ) -> WeightDifference:
-    """Runs both again up to the step where they part, and looks at the numbers."""
+    """Runs both again up to the first step that differs, and compares the numbers."""
     names = [key for key, value in expected.get(step, {}).items() if found.get(step, {}).get(key) != value]
     short = replace(opened, steps=step)
-    again = replace(placement, stop_after=None, resume_workers=None)
-    _trace(short, VerifyPlacement(workers=1), root / "reference-again", name)
+    again = replace(other, config=other.config.changed(stop_after=None))
+    _trace(short, placement(workers=1), root / "reference-again", name)
     _trace(short, again, root / "again", name)
     left, _ = load_weights(root / "reference-again" / "model.safetensors")
     right, _ = load_weights(root / "again" / "model.safetensors")
@@ -324,7 +283,8 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
     calm = replace(opened, job=base.changed(model=lambda: _deterministic_model(base)), source=source)
     with tempfile.TemporaryDirectory(prefix="shoal-plain-") as text:
         folder = Path(text) / "run"
-        train_opened(calm, RunOptions(workers=workers, run_dir=folder, quiet=True, elastic=False), name=name)
+        config = RunConfig().changed(workers=workers, run_dir=folder, quiet=True, elastic=False, predict=False)
+        train_opened(calm, config, name=name)
         weights, _ = load_weights(folder / "model.safetensors")
     kernels.configure(threads=job.threads)
     plain = dict(_plain_loop(base, calm, steps).named_parameters())
@@ -336,7 +296,7 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
 
 
 def _deterministic_model(job: Job) -> nn.Module:
-    """The model in fp64 and evaluation mode: no dropout, no batch statistics, gradients as ever."""
+    """The model in fp64 and evaluation mode: no dropout, no batch statistics; gradients are computed."""
     return copy.deepcopy(build_model(job)).double().eval()
 
 
@@ -348,7 +308,7 @@ def _to_fp64(fetch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain_loop(job: Job, opened: OpenJob, steps: int) -> nn.Module:
-    """What a user would write on one machine. From Shoal come only the order of samples and the initial weights."""
+    """An ordinary loop on one machine. Only the order of samples and the initial weights come from Shoal."""
     schedule = job.schedule(opened.source.samples, opened.source.last)
     model = _deterministic_model(job)
     optimizer = job.optimizer(list(model.named_parameters()))
@@ -369,13 +329,3 @@ def _plain_loop(job: Job, opened: OpenJob, steps: int) -> nn.Module:
         if scheduler is not None:
             scheduler.step()
     return model
-
-
-def check_workers(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"--workers {text}: numbers are needed", fix="--workers 1,2,4") from None
-    if not counts or min(counts) < 1:
-        raise InputError(f"--workers {text}: at least 1 worker each", fix="--workers 1,2,4")
-    return counts

@@ -1,4 +1,4 @@
-"""The finest row of blocks of a model, fixed with the job (EXACT rules 4, 5 and 14).
+"""The finest row of blocks of a model, fixed with the job (docs/exact.md rules 4, 5 and 14).
 
 Blocks decide which random stream dropout draws from and how the gradients of tied weights add up, on one worker too,
 so that a pipeline that later cuts between blocks changes no bit.
@@ -29,7 +29,7 @@ class BlockList:
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> BlockList:
-    """The job's own list, checked, or the model's direct parts with containers and stacks of layers opened."""
+    """The job's own list, checked, or the model's direct children with containers and stacks of layers opened."""
     if wanted is not None:
         known = {name for name, _ in model.named_modules()}
         for name in wanted:

@@ -1,7 +1,7 @@
-"""Tensors packed into flat buckets of one dtype, so that a merge moves few large tensors.
+"""Tensors packed into flat buckets of one dtype, so that a reduction moves few large tensors.
 
 A place that is empty (no gradient in this worker's lanes) is filled with minus zero: x + (-0.0) is x for every x, to
-the bit, so "absent" needs no code of its own in the merge.
+the bit, so "absent" needs no code of its own in the reduction.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ class BucketSlot:
     like: Tensor  # shape, strides and dtype
 
     def view(self, flat: Tensor) -> Tensor:
-        piece = flat[self.offset : self.offset + self.like.numel()]
+        values = flat[self.offset : self.offset + self.like.numel()]
         if self.like.dtype == torch.bool:
-            piece = piece.view(torch.bool)
+            values = values.view(torch.bool)
         if self.like.is_contiguous():
-            return piece.view(self.like.shape)
+            return values.view(self.like.shape)
         dense = self.like.dim() == 4 and self.like.is_contiguous(memory_format=torch.channels_last)
-        return piece.as_strided(self.like.shape, self.like.stride()) if dense else piece.view(self.like.shape)
+        return values.as_strided(self.like.shape, self.like.stride()) if dense else values.view(self.like.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

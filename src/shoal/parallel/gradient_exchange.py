@@ -1,12 +1,12 @@
-"""How partial sums of one step reach everybody. Three ways with one face and the same bits:
+"""How the partial sums of one step reach all workers. Three ways with one interface and the same bits:
 
-    alone     one worker: there is nothing to exchange
-    shared    all on one host: sums are made where all can reach them, and added up in place
-    wire      through the group's merge, bucket by bucket
+    local         one worker: nothing to exchange
+    shared        all on one host: sums are written to memory that all can reach, and added in place
+    collective    through the group's ordered reduce, bucket by bucket
 
-`offer` comes before the step's gather, `take` and `meet` after it. The gather is the barrier: when it returns,
-everybody has offered. `meet` returns when everybody has the sums, and says so to all: the step is committed. If it
-fails, somebody else may have heard that all have them; then what `take` returned is whole here, too.
+`contribute` comes before the gather of the step's stats, `reduce` and `commit` after it. The gather is a barrier: when
+it returns, every worker has contributed. `commit` is the second barrier: when it returns, every worker has the sums. If
+it fails on one worker it may have returned on another; then what `reduce` returned is whole on this worker, too.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,16 @@ SubtreeSums = dict[Span, GradList]  # this worker's partial sums, by subtree
 
 class GradientExchange(Protocol):
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
-        """Where to put this worker's sums over its subtree number `place`: saves a copy. None: anywhere."""
-        ...
+        """Memory for this worker's sums over its subtree number `place`, which saves a copy. Empty: anywhere."""
 
     def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None: ...
 
     def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
-        """The sums over all workers, to be read after `meet`. `present` says by rank which tensors a worker has."""
-        ...
+        """Adds up this worker's share, and returns the sums over all workers: whole once `commit` has returned.
+        `present`: by rank, which tensors a worker has contributed."""
 
     def commit(self) -> None:
-        """All workers have the sums. Nobody touches this worker's memory any more."""
-        ...
+        """Waits until all workers have the sums. From then on no other worker writes to this worker's memory."""
 
 
 class LocalExchange:
@@ -63,10 +61,10 @@ def open_exchange(
     count: int,
     uncompressed: Sequence[tuple[int, Tensor]] = (),
 ) -> GradientExchange:
-    """For values like these tensors (with their numbers, out of `count`). All workers open it together.
+    """An exchange for values like these tensors (with their numbers, out of `count`). All workers open it together.
 
-    `whole` are more of them, of which nothing may be left out on the way: a buffer is a state, not a step, and what a
-    compressor keeps back of it no later message makes good. They have buckets of their own.
+    `uncompressed`: more tensors, in buckets of their own. A buffer is a state, not a step: what a compressor withholds
+    of it, no later message makes good.
     """
     if group.size == 1:
         return LocalExchange()
@@ -80,9 +78,7 @@ class CollectiveExchange:
         self, group: WorkerGroup, lanes: int, buckets: list[Bucket], count: int, compressible: int | None = None
     ) -> None:
         self.group, self.lanes, self.buckets, self.count = group, lanes, buckets, count
-        self.compressible = (
-            len(buckets) if compressible is None else compressible
-        )  # so many of the first may be compressed
+        self.compressible = len(buckets) if compressible is None else compressible  # so many of the first buckets
         self._flats: dict[tuple[int, int], Tensor] = {}  # bucket and partial sum -> memory, kept from step to step
 
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
@@ -97,41 +93,37 @@ class CollectiveExchange:
         under_way = []
         for number, bucket in enumerate(self.buckets):
             if not bucket.has_any(anywhere):
-                continue  # nobody has anything in it: it does not travel
+                continue  # no worker has a value in it
             flats = {}
             for place, (span, values) in enumerate(self.partial_sums.items()):
                 if (number, place) not in self._flats:
                     self._flats[number, place] = torch.zeros(bucket.length, dtype=bucket.dtype)
                 flats[span] = self._flats[number, place]
                 bucket.fill(bucket.views(flats[span]), values)
-                for (
-                    start,
-                    stop,
-                ) in bucket.gaps:  # a compressor leaks into them, and what stays there would be added again
+                for start, stop in bucket.gaps:  # a compressor leaks into gaps: what stays there would be added again
                     flats[span][start:stop].zero_()
-            # The next bucket is packed while this one travels.
+            # The next bucket is packed while this one is reduced.
             key = number if number < self.compressible else None
             under_way.append((bucket, self.group.ordered_reduce(self.lanes, self.assignment, flats, key)))
         self.partial_sums = {}
-        for bucket, merge in under_way:
-            unpack_bucket(bucket, bucket.views(merge.wait()), anywhere, sums)
+        for bucket, pending in under_way:
+            unpack_bucket(bucket, bucket.views(pending.wait()), anywhere, sums)
         return sums
 
     def commit(self) -> None:
-        """A merge ends on one worker before it ends on another: they tell each other."""
         self.group.gather_rows(torch.zeros(1, dtype=torch.uint8))
 
 
 class SharedMemoryExchange:
     def __init__(self, group: WorkerGroup, lanes: int, buckets: list[Bucket], count: int) -> None:
         self.group, self.lanes, self.buckets, self.count = group, lanes, buckets, count
-        self.sums_per_worker = 0  # partial sums per worker that there is room for
+        self.sums_per_worker = 0  # partial sums per worker that the memory has buffer for
         self._shared: SharedBuffers | None = None
         self._own_buffers: dict[int, GradList] = {}
-        self._pending_sums: list[tuple[dict[Span, Tensor | None], list[Tensor]]] = []  # of this step
 
     def reserve(self, assignment: Sequence[Span]) -> bool:
-        """False where the workers share no host, or it has no memory left. All know the deal, so all ask together."""
+        """Reserves memory for an assignment; False where the workers share no host, or it has no memory left. All
+        workers know the assignment, so all reserve together."""
         places = max(len(subtrees(self.lanes, span)) for span in assignment)
         if places > self.sums_per_worker:
             self._own_buffers.clear()
@@ -140,7 +132,7 @@ class SharedMemoryExchange:
         return self._shared is not None
 
     def _flat(self, rank: int, place: int, number: int) -> Tensor:
-        """Where a worker's partial sum of a bucket lies."""
+        """A worker's memory for one partial sum of a bucket."""
         assert self._shared is not None
         start = place * sum(each.num_bytes for each in self.buckets)
         start += sum(each.num_bytes for each in self.buckets[:number])
@@ -149,7 +141,7 @@ class SharedMemoryExchange:
 
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         if not self.reserve(assignment):
-            raise RunError(f"worker {self.group.rank}: no room for the shared memory that the new deal of lanes needs")
+            raise RunError(f"worker {self.group.rank}: no shared memory is left for the new assignment of lanes")
         if place not in self._own_buffers:
             values: GradList = [None] * self.count
             for number, bucket in enumerate(self.buckets):
@@ -167,35 +159,37 @@ class SharedMemoryExchange:
         for bucket in self.buckets:
             if bucket.has_any(present):
                 for place, values in enumerate(own):
-                    room = self.buffer_for(place, assignment)
-                    bucket.fill([room[slot.index] for slot in bucket.slots], values)  # type: ignore[misc]
+                    buffer = self.buffer_for(place, assignment)
+                    bucket.fill([buffer[slot.index] for slot in bucket.slots], values)  # type: ignore[misc]
 
     def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
-        self._pending_sums = []
+        sums: list[tuple[dict[Span, Tensor | None], list[Tensor]]] = []
         values: GradList = [None] * self.count
-        room = self.buffer_for(0, self.assignment)
+        buffer = self.buffer_for(0, self.assignment)
         for number, bucket in enumerate(self.buckets):
             if not bucket.has_any(anywhere):
                 continue
-            parts: dict[Span, Tensor | None] = {}
+            partials: dict[Span, Tensor | None] = {}
             for rank, held in enumerate(self.assignment):
-                offered = bucket.has_any(present[rank])
+                contributed = bucket.has_any(present[rank])
                 for place, span in enumerate(subtrees(self.lanes, held)):
-                    parts[span] = self._flat(rank, place, number) if offered else None
-            self._pending_sums.append((parts, [self._flat(rank, 0, number) for rank in range(self.group.size)]))
+                    partials[span] = self._flat(rank, place, number) if contributed else None
+            sums.append((partials, [self._flat(rank, 0, number) for rank in range(self.group.size)]))
             for slot in bucket.slots:
-                values[slot.index] = room[slot.index] if anywhere[slot.index] else None
+                values[slot.index] = buffer[slot.index] if anywhere[slot.index] else None
+        assert self._shared is not None
+        self._shared.ordered_reduce(self.lanes, sums)
         return values
 
     def commit(self) -> None:
-        """Each adds up its share and writes it to all. Whoever has come to the meeting at the end has written."""
+        """A worker that has come to the barrier has written its share to all."""
         assert self._shared is not None
-        self._shared.ordered_reduce(self.lanes, self._pending_sums)
+        self._shared.barrier()
 
 
 def unpack_bucket(bucket: Bucket, views: Sequence[Tensor], present: Sequence[bool], values: GradList) -> None:
-    """A bucket's sums into the list they belong to; None stays where no worker had anything."""
+    """Puts a bucket's sums into the list they belong to; None stays where no worker has a value."""
     for slot, view in zip(bucket.slots, views, strict=True):
         if present[slot.index]:
             values[slot.index] = view

@@ -1,4 +1,4 @@
-"""Buffers by lane: batch-norm statistics, counters (EXACT rule 15)."""
+"""Buffers by lane: batch-norm statistics, counters (docs/exact.md rule 15)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 LARGE_BUFFER_BYTES = 1 << 18
-COMPARED_ELEMENTS = 1 << 10  # elements
+COMPARED_ELEMENTS = 1 << 10
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -84,15 +84,15 @@ class LaneBuffers:
             kept.capture()
 
     def begin_lane(self, only: Collection[int] | None = None, *, fresh: bool = False) -> None:
-        """Back to the step's start. `only`: some of them, by number. `fresh`: as other tensors, since backward passes
-        of the lane before are still to come."""
+        """Restores the buffers of the step's start. `only`: some of them, by number. `fresh`: in new tensors, since
+        backward passes of the lane before are still to come."""
         with torch.no_grad():
             for number, kept in enumerate(self.snapshots):
                 if only is None or number in only:
                     kept.reset(fresh)
 
     def end_lane(self, weight: float, lane: int, only: Collection[int] | None = None) -> list[Tensor | None]:
-        """A lane's share of each buffer that it changed. Counters and flags: the first lane's word counts."""
+        """A lane's share of each buffer that it changed; of counters and flags the first lane's value."""
         shares: list[Tensor | None] = []
         for number, kept in enumerate(self.snapshots):
             if (only is not None and number not in only) or not kept.changed:
@@ -104,11 +104,11 @@ class LaneBuffers:
         return shares
 
     def drop(self) -> None:
-        """Nothing of the step is applied."""
+        """Restores the buffers of the step's start."""
         self.begin_lane()
 
     def commit(self, reduced: list[Tensor | None], unchanged_weights: list[float]) -> None:
-        """`missing` is the weight of the lanes that left a buffer alone: they count with its old value."""
+        """`unchanged_weights`: the weight of the lanes that left a buffer alone; they count with its old value."""
         self.begin_lane()
         with torch.no_grad():
             for kept, share, rest in zip(self.snapshots, reduced, unchanged_weights, strict=True):

@@ -5,8 +5,8 @@
                                     stage     0     1  │  0     1        link, and only replicas span hosts
                                     replica      0     │     1
 
-What a worker holds is its *part*: the same stage and slice in every replica. With sharded states (zero) no two workers
-hold the same, so every worker is a part of its own.
+A worker holds one *model shard*: the same stage and tensor rank in every replica. With zero no two workers hold the
+same, so every worker has a shard of its own.
 """
 
 from dataclasses import dataclass, replace
@@ -112,19 +112,19 @@ class ParallelLayout:
 
 
 def model_shard_of(worker: int, shards: int) -> int:
-    """Which part a worker holds; whoever takes its number later holds the same."""
+    """The model shard of a worker; a worker that replaces it holds the same."""
     return worker % shards
 
 
 def form_replicas(members: list[int], shards: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Members (worker numbers) as whole replicas, each with one member for every part; and those left over, whose
-    mates are missing: they hold a part, and follow what the others do with it.
+    """Members (worker numbers) as complete replicas, each with one member for every model shard; and those left over,
+    which follow the workers with the same shard.
 
-    Workers of broken replicas are put together anew: 4 workers with 2 parts that lost workers 0 and 3 still are one
+    Workers of broken replicas form new ones: 4 workers with 2 shards that lost workers 0 and 3 still are one
     replica, 1 and 2.
     """
-    by_part = [[worker for worker in members if model_shard_of(worker, shards) == part] for part in range(shards)]
-    whole = min(map(len, by_part))
-    found = [tuple(column[number] for column in by_part) for number in range(whole)]
-    left = sorted(worker for column in by_part for worker in column[whole:])
+    by_shard = [[worker for worker in members if model_shard_of(worker, shards) == shard] for shard in range(shards)]
+    whole = min(map(len, by_shard))
+    found = [tuple(column[number] for column in by_shard) for number in range(whole)]
+    left = sorted(worker for column in by_shard for worker in column[whole:])
     return found, left

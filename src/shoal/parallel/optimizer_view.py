@@ -1,4 +1,4 @@
-"""From merged gradients to weights: what the optimizer sees of them.
+"""From reduced gradients to weights: what the optimizer sees of them.
 
     plain      the model's own parameters
     masters    fp32 copies of weights that the model has in bf16: gradients go over in fp32, weights come back rounded
@@ -20,9 +20,7 @@ from shoal.errors import JobError
 from shoal.numerics.grad_norm import clip_to_norm
 from shoal.numerics.tensor_slice import TensorSlice, even_range
 
-ELEMENTWISE = {
-    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD"),
-}
+ELEMENTWISE = {*("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD")}
 PACK_BYTES = 8 << 20  # of rows that travel together
 
 
@@ -35,8 +33,7 @@ class OptimizerView:
         masters: bool = False,
         get_group: Callable[[], WorkerGroup] | None = None,
     ) -> None:
-        """`parameters`: what the model computes with. `rows`: which of each this worker updates; `team`: whoever
-        updates the others."""
+        """`parameters`: what the model computes with. `rows`: which of each this worker updates."""
         self.model_params = dict(parameters)
         self.rows, self.masters = rows, masters
         self.get_group = get_group
@@ -93,7 +90,7 @@ def _own_rows(tensor: Tensor, rows: Mapping[str, TensorSlice] | None, name: str)
 
 
 def all_gather_rows(parameters: Sequence[Tensor], group: WorkerGroup) -> None:
-    """Everybody's rows of each tensor, to everybody. All have equal shares of rows (pieces.rows)."""
+    """Gives all workers all rows of each tensor. Workers have even shares of rows (numerics/tensor_slice.py)."""
     if group.size == 1:
         return
     pack: list[Tensor] = []
@@ -115,11 +112,11 @@ def _all_gather_pack(tensors: Sequence[Tensor], group: WorkerGroup) -> None:
     lengths = [sum(each.numel() for each in own) for own in shares]
     row = torch.zeros(max(lengths), dtype=tensors[0].dtype)
     row[: lengths[group.rank]] = torch.cat([each.reshape(-1) for each in shares[group.rank]])
-    for rank, told in enumerate(group.gather_rows(row)):
+    for rank, received in enumerate(group.gather_rows(row)):
         if rank != group.rank:
             at = 0
             for each in shares[rank]:
-                each.copy_(told[at : at + each.numel()].view(each.shape))
+                each.copy_(received[at : at + each.numel()].view(each.shape))
                 at += each.numel()
 
 
@@ -146,7 +143,7 @@ def to_bfloat16(model: nn.Module) -> None:
 
 
 def check_elementwise(optimizer: Optimizer, why: str) -> None:
-    """Optimizers that look at more than one number at a time cannot work on pieces of a parameter (EXACT rule 10)."""
+    """Refuses optimizers that look at several numbers at a time: they need whole parameters (docs/exact.md rule 10)."""
     name = type(optimizer).__name__
     if name not in ELEMENTWISE or type(optimizer).__module__.partition(".")[0] != "torch":
         raise JobError(

@@ -3,14 +3,14 @@
     worker 0   F0 F1       B0 F2 B1       lanes of a replica go through its stages as one stream of microbatches, so
     worker 1      F0 B0 F1 B1 …           the pipeline fills once a step; gradients are kept apart by lane
 
-Which worker does what when is data (schedule.py, from torch.distributed.pipelining); here it is done. A stage plays its
-span of the model's row (block_graph.py), so it is the model's own operations on dense, aligned tensors; microbatches
-of a lane accumulate in order, lanes are folded in the tree, and tied weights of two stages are added in block order.
+The schedule is data (pipeline_schedule.py, from torch.distributed.pipelining); this module executes it. A stage runs
+its span of the model's block graph (block_graph.py): the model's own operations on dense, aligned tensors. Microbatches
+of a lane accumulate in order, lanes are added in the tree, and tied weights of two stages in block order.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,37 +18,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from shoal.collectives.group import WorkerGroup
 from shoal.errors import JobError
 from shoal.numerics.lanes import Span, TreeAccumulator
 from shoal.parallel.block_graph import BlockGraph, check_blocks, run_segments
-from shoal.parallel.data_parallel import Closure, DataParallel, GatheredStepStats, LocalStep, StepInput
 from shoal.parallel.gradient_exchange import GradientExchange, GradList, SubtreeSums
 from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.lane_strategy import LaneStrategy, StepSetup
+from shoal.parallel.local_step import FollowerStep, LocalStep
 from shoal.parallel.pipeline_schedule import PipelineAction
 from shoal.parallel.pipeline_schedule import time_schedule as play_schedule
 from shoal.parallel.pipeline_stages import PipelineStages
-from shoal.parallel.replica import ModelReplica, sum_tied
+from shoal.parallel.replica import sum_tied
 from shoal.parallel.split_backward import PendingWeightGrads, backward_of_inputs, backward_of_weights
 from shoal.parallel.stage_p2p import ActivationMeta, StageChannel, flat_view
+from shoal.parallel.step import Closure, StepInput
+from shoal.parallel.strategy import Evaluator
 
 KEPT_STEP_TIMES = 1000
 RUN_AHEAD = 2  # messages of an evaluation that may wait for their receiver
 
 
 class PipelineObjective(Protocol):
-    """A job's loss in two halves; the model's own forward lies between them."""
+    """A job's loss in two halves; the model's own forward is between them."""
 
     def inputs(self, batch: Any) -> Sequence[Any]: ...
     def loss(self, output: Any, batch: Any) -> Any: ...
     def precision(self) -> Any:
         """A context for every kernel of forward."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaneMicrobatch:
-    """One of the stream."""
+    """A microbatch of the stream of all lanes."""
 
     lane: int
     number: int  # within its lane
@@ -66,35 +67,26 @@ class StageMicrobatch:
     pending: PendingWeightGrads | None = None
 
 
-class PipelineParallel(DataParallel):
+class PipelineParallel(LaneStrategy):
     def __init__(
         self,
-        replica: ModelReplica,
-        group: WorkerGroup,
+        setup: StepSetup,
         *,
-        lanes: int,
-        microbatches: int,
-        assignment: Sequence[Span],
         stages: PipelineStages,
         objective: PipelineObjective,
         record: Callable[[Sequence[Any], bool], BlockGraph],
-        needs_norm: bool = False,
         recompute: bool = False,
     ) -> None:
-        """`record`: the model's row for inputs like these, in training or in evaluation."""
-        super().__init__(
-            replica, group, lanes=lanes, microbatches=microbatches, assignment=assignment, needs_norm=needs_norm
-        )
+        """`record`: makes the model's block graph for inputs like these, in training or in evaluation."""
+        super().__init__(setup)
         self.stages, self.objective, self.recompute = stages, objective, recompute
         self.block_names = frozenset(stages.blocks)
         self._record = record
         self._graphs: dict[Any, BlockGraph] = {}
         self.received_meta: dict[Any, list[ActivationMeta]] = {}  # what arrives at a stage, for inputs of some shapes
-        self.announced: set[Any] = set()  # of what the next stage was told
-        self.step_times: deque[tuple[float, float]] = deque(
-            maxlen=KEPT_STEP_TIMES
-        )  # of each step: seconds waited, and in all
-        numbers = {name: index for index, (name, _) in enumerate(replica.parameters)}
+        self.announced: set[Any] = set()  # shapes that the next stage knows
+        self.step_times: deque[tuple[float, float]] = deque(maxlen=KEPT_STEP_TIMES)  # seconds waited, and in all
+        numbers = {name: index for index, (name, _) in enumerate(self.replica.parameters)}
         self.tied = {numbers[name]: ranks for name, ranks in stages.tied.items() if name in numbers}
 
     def regroup(self, groups: ParallelGroups, assignment: Sequence[Span]) -> None:
@@ -107,17 +99,19 @@ class PipelineParallel(DataParallel):
         return self.stages.stages_of(self.groups.stage)
 
     def pipeline_timing(self) -> tuple[float | None, float | None, float | None]:
-        laps = sorted(list(self.step_times)[1:], key=lambda lap: lap[1])  # the first one is the slowest
-        pieces = (self.own_lanes[1] - self.own_lanes[0]) * self.microbatches
-        if not laps or not pieces:
+        """Seconds of a typical step without waiting for other stages and with it, and the share of all workers' time
+        that the schedule spends waiting."""
+        times = sorted(list(self.step_times)[1:], key=lambda each: each[1])  # the first step is the slowest
+        microbatches = (self.own_lanes[1] - self.own_lanes[0]) * self.microbatches
+        if not times or not microbatches:
             return None, None, None
-        idle, whole = laps[len(laps) // 2]
-        return whole - idle, whole, play_schedule(self.stages.schedule_for(pieces)).bubble
+        idle, whole = times[len(times) // 2]
+        return whole - idle, whole, play_schedule(self.stages.schedule_for(microbatches)).bubble
 
-    # -- the model's row ----------------------------------------------------------------------------------------------
+    # -- the block graph ----------------------------------------------------------------------------------------------
 
     def graph_for(self, inputs: Sequence[Any]) -> tuple[Any, BlockGraph]:
-        """For inputs like these; recorded when the first of their kind comes."""
+        """The block graph for inputs like these; recorded for the first of their kind."""
         leaves = tree_flatten(list(inputs))[0]
         training = self.replica.model.training
         key = (training, *((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves))
@@ -128,7 +122,7 @@ class PipelineParallel(DataParallel):
         return key, self._graphs[key]
 
     def block_before(self, stage: int) -> tuple[int, int] | None:
-        """Which block was called last before a stage begins, and how often that was before."""
+        """The block that was called last before a stage begins, and how often it was called before that."""
         before = self.stages.blocks[: self.stages.spans[stage][0]]
         if not before:
             return None
@@ -144,28 +138,26 @@ class PipelineParallel(DataParallel):
         return found
 
     def rank_of(self, stage: int) -> int:
-        """Who computes a stage, as a rank of everyone."""
+        """The world rank that computes a stage."""
         return self.groups.pipeline_ranks[self.stages.schedule_for(1).rank_of(stage)]
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _local_step(self, work: StepInput, closure: Closure) -> LocalStep:
-        return (
-            PipelineLocalStep(self, work, closure)
-            if self.groups.replica is not None
-            else super()._local_step(work, closure)
-        )
+    def _local_step(self, step_input: StepInput, closure: Closure) -> LocalStep:
+        if self.groups.replica is None:
+            return FollowerStep(self, step_input, closure)
+        return PipelineLocalStep(self, step_input, closure)
 
-    def _share_reduced(self, exchange: GradientExchange, reduced: GradList, stats: GatheredStepStats) -> GradList:
-        """The first stage of a tied weight gives the others what its gradient comes to."""
+    def _complete_shards(self, exchange: GradientExchange, sums: GradList) -> GradList:
+        """The first stage of a tied weight sends its reduced gradient to the other stages that use it."""
         line = self.groups.pipeline_ranks
         if self.groups.replica is None:
-            return super()._share_reduced(exchange, reduced, stats)
+            return self._follow()
         exchange.commit()
         for index, ranks in self.tied.items():
             others = sorted(set(ranks) - {ranks[0]})
             if self.groups.stage == ranks[0]:
-                value = reduced[index]
+                value = sums[index]
                 for rank in others:
                     self.group.send(torch.tensor([value is not None], dtype=torch.uint8), line[rank])
                     if value is not None:
@@ -174,14 +166,14 @@ class PipelineParallel(DataParallel):
                 there = torch.zeros(1, dtype=torch.uint8)
                 self.group.receive(there, line[ranks[0]])
                 if int(there):
-                    reduced[index] = torch.empty_like(self.replica.parameters[index][1], requires_grad=False)
-                    self.group.receive(reduced[index], line[ranks[0]])  # type: ignore[arg-type]
-        self._feed_followers(reduced)
-        return reduced
+                    sums[index] = torch.empty_like(self.replica.parameters[index][1], requires_grad=False)
+                    self.group.receive(sums[index], line[ranks[0]])  # type: ignore[arg-type]
+        self._feed_followers(sums)
+        return sums
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def make_evaluator(self, objective: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
+    def make_evaluator(self, objective: Any) -> Evaluator:
         def through(fetches: Sequence[Callable[[], Any]]) -> list[tuple[int, Any]]:
             found: list[tuple[int, Any]] = []
             if self.groups.replica is not None:
@@ -193,7 +185,7 @@ class PipelineParallel(DataParallel):
         return through
 
     def forward_only(self, batches: Sequence[Callable[[], Any]], use: Callable[[int, Any, Any], None]) -> None:
-        """Each batch through all stages of this replica. `use` gets number, output and batch on the last of them."""
+        """Runs each batch through all stages of this replica. `use` gets number, output and batch on the last stage."""
         wires = StageChannel(self)
         for number, fetch in enumerate(batches):
             batch = fetch()
@@ -217,20 +209,20 @@ def _numbered(inputs: Sequence[Any]) -> dict[int, Tensor]:
 
 
 class PipelineLocalStep(LocalStep):
-    """The lanes of a replica, as one of its stages' workers sees them go by."""
+    """The lanes of a replica on the worker of one of its stages."""
 
-    def __init__(self, strategy: PipelineParallel, work: StepInput, closure: Closure) -> None:
-        super().__init__(strategy, work, closure)
+    def __init__(self, strategy: PipelineParallel, step_input: StepInput, closure: Closure) -> None:
+        super().__init__(strategy, step_input, closure)
         self.pipeline = strategy
         self.channel = StageChannel(strategy)
         first, stop = strategy.own_lanes
         self.microbatches = [
             LaneMicrobatch(
-                lane=lane, number=number, positions=positions, first=number == 0, last=number == len(pieces) - 1
+                lane=lane, number=number, positions=positions, first=number == 0, last=number == len(microbatches) - 1
             )
             for lane in range(first, stop)
-            for pieces in (self.lane_microbatches[lane],)
-            for number, positions in enumerate(pieces)
+            for microbatches in (self.lane_microbatches[lane],)
+            for number, positions in enumerate(microbatches)
         ]
         self.in_flight: dict[tuple[int, int], StageMicrobatch] = {}  # by stage and microbatch
         self.batches: dict[int, Any] = {}
@@ -256,7 +248,7 @@ class PipelineLocalStep(LocalStep):
         names, homes = self.pipeline.replica.buffers.names, self.pipeline.stages.stage_by_tensor
         return {number for number, name in enumerate(names) if homes[name] == stage}
 
-    def partial_sums(self, exchange: GradientExchange) -> SubtreeSums:
+    def sum_lanes(self, exchange: GradientExchange) -> SubtreeSums:
         strategy = self.pipeline
         began = time.perf_counter()
         actions = (
@@ -299,20 +291,20 @@ class PipelineLocalStep(LocalStep):
         if each.first:
             strategy.replica.buffers.begin_lane(self.buffers[stage], fresh=True)
         values = _numbered(inputs)
-        passing = self.in_flight[stage, number] = StageMicrobatch()
-        passing.inputs = self.channel.receive_activations(stage, key, row, values)
-        strategy.replica.seed_at(self.work.step, each.lane, each.number, after=strategy.block_before(stage))
+        in_stage = self.in_flight[stage, number] = StageMicrobatch()
+        in_stage.inputs = self.channel.receive_activations(stage, key, row, values)
+        strategy.replica.seed_at(self.step_input.step, each.lane, each.number, after=strategy.block_before(stage))
         with model.precision():
             span = strategy.stages.spans[stage]
             output = run_segments(row, span, values, module=strategy.module, tensor=strategy.tensor)
             if stage == len(strategy.stages.spans) - 1:
                 given = model.loss(output, batch)
-                passing.outputs = [self.weighted_loss(given, each.lane, len(each.positions))]
+                in_stage.outputs = [self.weighted_loss(given, each.lane, len(each.positions))]
             else:
-                passing.outputs = self.channel.send_activations(stage, key, row, values)
+                in_stage.outputs = self.channel.send_activations(stage, key, row, values)
         if each.last:
-            samples = sum(len(piece) for piece in self.lane_microbatches[each.lane])
-            found = strategy.replica.buffers.end_lane(samples / len(self.work.indices), each.lane, self.buffers[stage])
+            weight = self.lane_sizes[each.lane] / len(self.step_input.indices)
+            found = strategy.replica.buffers.end_lane(weight, each.lane, self.buffers[stage])
             kept = self.buffer_shares.setdefault(each.lane, [None] * len(found))
             self.buffer_shares[each.lane] = [
                 new if new is not None else old for new, old in zip(found, kept, strict=True)
@@ -323,15 +315,15 @@ class PipelineLocalStep(LocalStep):
     def _batch(self, number: int) -> Any:
         if number not in self.batches:
             began = time.perf_counter()
-            indices = [self.work.indices[position] for position in self.microbatches[number].positions]
-            self.batches[number] = self.work.fetch(indices)
+            indices = [self.step_input.indices[position] for position in self.microbatches[number].positions]
+            self.batches[number] = self.step_input.fetch(indices)
             self.data_seconds += time.perf_counter() - began
         return self.batches[number]
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _gradients(self, stage: int, microbatch: StageMicrobatch) -> tuple[list[Tensor], list[Tensor] | None]:
-        """What to go backward from, and with what."""
+        """The outputs that a backward pass starts from, and their gradients."""
         if stage == len(self.pipeline.stages.spans) - 1:
             return microbatch.outputs, None
         found = self.channel.receive_gradients(stage, microbatch.outputs)
@@ -343,28 +335,28 @@ class PipelineLocalStep(LocalStep):
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
     def _backward(self, stage: int, number: int) -> None:
-        passing = self.in_flight.pop((stage, number))
-        tensors, gradients = self._gradients(stage, passing)
+        in_stage = self.in_flight.pop((stage, number))
+        tensors, gradients = self._gradients(stage, in_stage)
         self._accumulate(stage, number, lambda: _go_backward(tensors, gradients))
         if stage > 0:
-            self.channel.send_gradients(stage, passing.inputs)
+            self.channel.send_gradients(stage, in_stage.inputs)
 
     def _backward_of_inputs(self, stage: int, number: int) -> None:
-        passing = self.in_flight[stage, number]
-        tensors, gradients = self._gradients(stage, passing)
-        passing.outputs = []
+        in_stage = self.in_flight[stage, number]
+        tensors, gradients = self._gradients(stage, in_stage)
+        in_stage.outputs = []
         # Torch's halves walk a graph twice, and a recomputed block has none to walk a second time.
-        inputs = [] if self.pipeline.recompute else passing.inputs
+        inputs = [] if self.pipeline.recompute else in_stage.inputs
         weights = [leaf for _, _, leaf in self.leaves[stage]]
 
         def go() -> None:
-            passing.pending = (
+            in_stage.pending = (
                 backward_of_inputs(tensors, gradients, inputs, weights) if tensors else PendingWeightGrads(None)
             )
 
         self._accumulate(stage, number, go, last=False)
         if stage > 0:
-            self.channel.send_gradients(stage, passing.inputs)
+            self.channel.send_gradients(stage, in_stage.inputs)
 
     def _backward_of_weights(self, stage: int, number: int) -> None:
         halves = self.in_flight.pop((stage, number)).pending
@@ -373,7 +365,7 @@ class PipelineLocalStep(LocalStep):
         self._accumulate(stage, number, lambda: backward_of_weights(halves, weights))
 
     def _accumulate(self, stage: int, number: int, go: Callable[[], None], last: bool = True) -> None:
-        """Runs a part of backward with the gradients of the microbatch's own lane in `.grad`."""
+        """Runs a backward pass, or half of one, with the gradients of the microbatch's own lane in `.grad`."""
         each, leaves = self.microbatches[number], self.leaves[stage]
         self.pipeline.current_lane = each.lane
         for (_, _, leaf), gradient in zip(
@@ -390,7 +382,7 @@ class PipelineLocalStep(LocalStep):
             self._close_lane(stage, each.lane)
 
     def _close_lane(self, stage: int, lane: int) -> None:
-        """A stage is through with a lane; after the worker's last one it is added to the others."""
+        """A stage has finished a lane; after the worker's last stage the lane is added to the others."""
         strategy = self.pipeline
         done = self.stages_done.setdefault(lane, set())
         done.add(stage)
@@ -401,7 +393,7 @@ class PipelineLocalStep(LocalStep):
             for (index, place, _), gradient in zip(self.leaves[each], self.lane_grads.pop((each, lane)), strict=True):
                 if gradient is not None and gradient.is_sparse:
                     name = strategy.replica.parameters[index][0]
-                    raise JobError(f"{name} has a sparse gradient, which lanes cannot merge", fix="sparse=False")
+                    raise JobError(f"{name} has a sparse gradient, which lanes cannot add", fix="sparse=False")
                 by_leaf.setdefault(index, {})[place] = gradient
         values: GradList = [None] * strategy.gradient_count
         for index, found in by_leaf.items():
@@ -420,7 +412,7 @@ class PipelineLocalStep(LocalStep):
     # -- tied weights -------------------------------------------------------------------------------------------------
 
     def _with_tied(self, partial_sums: SubtreeSums) -> SubtreeSums:
-        """Gradients of a weight that several stages use meet at the first of them, lane by lane."""
+        """Adds the gradients of a weight that several stages use on the first of them, lane by lane."""
         strategy = self.pipeline
         if not strategy.tied:
             return partial_sums

@@ -33,7 +33,7 @@ COLOURS = {"F": 34, "B": 32, "I": 36, "W": 33}  # blue, green, cyan, yellow
 
 
 class PipelineAction(NamedTuple):
-    kind: str  # "F": forward, "B": whole backward, or in two parts: "I" gradient of inputs, "W" of weights
+    kind: str  # "F": forward, "B": whole backward, or in two halves: "I" gradient of inputs, "W" of weights
     stage: int  # from 0 to ranks * chunks - 1
     microbatch: int
 
@@ -68,7 +68,7 @@ class PipelineSchedule:
 
 
 def make_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
-    """The schedule of that name, or a PlanError that says what does not fit."""
+    """The schedule of that name. Raises a PlanError that names what does not fit."""
     check_schedule_name(name)
     chunks = default_chunks(name) if chunks is None else chunks
     _check_sizes(name, ranks, microbatches, chunks)
@@ -162,7 +162,7 @@ def check_schedule_name(name: str) -> None:
 
 
 def _check_sizes(name: str, ranks: int, microbatches: int, chunks: int) -> None:
-    """Torch's own rules, told before torch is asked."""
+    """Checks torch's own rules before torch is called."""
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages on each rank", chunks)):
         if number < 1:
             raise PlanError(f"a pipeline of {number} {what}: at least 1 is needed")
@@ -237,9 +237,9 @@ def time_schedule(
     hop: float = 0.0,
 ) -> ScheduleTimeline:
     """Each rank does its row as early as it can. Costs are those of one stage and microbatch; `inputs` and `weights`
-    (of the backward in two parts) are half of it each unless given; `hop` is the way from rank to rank. Sends wait for
-    nobody."""
-    halves = [backward / 2 if part is None else part for part in (inputs, weights)]
+    (of the backward in two halves) are half of it each unless given; `hop` is the time from rank to rank. Sends do not
+    wait."""
+    halves = [backward / 2 if half is None else half for half in (inputs, weights)]
     cost = {"F": forward, "B": backward, "I": halves[0], "W": halves[1]}
     if min(cost.values()) <= 0 or hop < 0:
         raise PlanError(f"costs are above 0, not {cost}" if hop >= 0 else f"a hop takes no less than 0, not {hop}")
@@ -256,7 +256,7 @@ def time_schedule(
                 ready = [ended[each] + hop * (schedule.rank_of(each.stage) != rank) for each in needs]
                 start = max([rows[rank][-1].end if rows[rank] else 0.0, *ready])
                 rows[rank].append(TimedAction(start, start + cost[action.kind], action))
-                # Whole or in two parts: the stage before waits for the gradient of the inputs.
+                # Whole or in halves: the stage before waits for the gradient of the inputs.
                 ended[action._replace(kind="I") if action.kind == "B" else action] = rows[rank][-1].end
                 moved = True
     for rank, row in enumerate(schedule.rows):
@@ -277,7 +277,7 @@ def dependencies(schedule: PipelineSchedule, action: PipelineAction) -> list[Pip
 
 
 def ideal_bubble(name: str, ranks: int, microbatches: int, chunks: int = 1) -> float | None:
-    """The bubble by formula, whatever a backward costs; None where there is none and `play` must tell.
+    """The bubble by formula, whatever a backward costs; None where there is none and `time_schedule` must find it.
 
     (p - 1) / (v m + p - 1): p - 1 of p ranks wait for the first microbatch, and a stage is 1/v of a rank's work.
     The formula of interleaved is for rounds of p microbatches: m is a multiple of p.

@@ -17,7 +17,7 @@ KINDS = (nn.Module.named_parameters, nn.Module.named_buffers)
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStages:
-    """How a model's row is cut, and in which order its pieces are computed."""
+    """How the blocks of a model are divided into stages, and the order in which the stages are computed."""
 
     spans: tuple[Span, ...]  # segments of each stage
     blocks: tuple[str, ...]  # of each segment
@@ -68,7 +68,7 @@ def cut_model(
         for name in graph.tensors_used(span):
             stage_of_held.setdefault((id(tensors[name]), blocks.block_of(name)), stage)
     homes: dict[str, int] = {}
-    for name, tensor in tensors.items():  # what nobody uses is with the first
+    for name, tensor in tensors.items():  # a tensor without a user is with the first
         block = blocks.block_of(name)
         homes[name] = stage_of_block.get(block, stage_of_held.get((id(tensor), block), 0))
     names: list[set[str]] = [set() for _ in range(ranks)]

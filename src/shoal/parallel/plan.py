@@ -1,4 +1,4 @@
-"""The plan: which worker computes which lanes of which part of the model. A frozen value that is printed, saved and can
+"""The plan: which worker computes which lanes of which model shard. A frozen value that is printed, saved and can
 be replayed."""
 
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ from shoal.numerics.lanes import Span, assign_lanes, subtrees
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import default_chunks
 
+VERSION = 2  # of plan.json
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: int
@@ -22,39 +24,39 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     schedule: str = "1f1b"  # the order of a pipeline's work
     chunks: int = 1  # stages of a pipeline's worker
     recompute: bool = False  # blocks keep their inputs alone
-    stages: tuple[float, ...] = ()  # how fast a pipeline's workers are: their parts are as large; empty: equal ones
-    shares: str = "even"  # how the lanes were dealt: even, auto (dealt anew when speeds drift), or as given: 3,1
-    threads: int = 1  # per worker; part of the job's arithmetic, repeated here for the reader
+    stages: tuple[float, ...] = ()  # relative speeds of a pipeline's workers: stages are as large; empty: equal ones
+    shares: str = "even"  # how lanes are assigned: even, auto (anew when speeds drift), or as given: 3,1
+    threads: int = 1  # per worker; belongs to the job's arithmetic, repeated here for the reader
     exact: bool = True
     algorithm: str = ""  # by which gradients travel between hosts; empty: the cost model chooses
     compress: str = ""  # what they travel in, as --compress has it
     servers: int = 0  # parameter servers that hold the weights; 0: the workers do
     sync: str = ""  # how servers keep workers in step, as --sync has it
-    version: int = 1
+    version: int = VERSION
 
     def __post_init__(self) -> None:
-        if self.version != 1:
-            raise PlanError(f"the plan has version {self.version}; this Shoal reads version 1")
+        if self.version != VERSION:
+            raise PlanError(f"the plan has version {self.version}; this Shoal reads version {VERSION}")
         if len(self.assignment) * self.pipeline * self.tensor != self.workers:
             whom = (
                 f"{len(self.assignment)}"
                 if not self.splits_replica
                 else f"{len(self.assignment)} replicas of {self.layout.replica_size} each"
             )
-            raise PlanError(f"the plan has {self.workers} workers but deals lanes to {whom}")
+            raise PlanError(f"the plan has {self.workers} workers but assigns lanes to {whom}")
         if self.stages and (len(self.stages) != self.pipeline or min(self.stages) <= 0):
-            told = ", ".join(f"{weight:g}" for weight in self.stages)
-            raise PlanError(f"the plan has {self.pipeline} stages, of the weights {told}: one above 0 for each")
+            weights = ", ".join(f"{weight:g}" for weight in self.stages)
+            raise PlanError(f"the plan has {self.pipeline} stages, of the weights {weights}: one above 0 for each")
         expected = 0
         for rank, (start, stop) in enumerate(self.assignment):
             if start != expected or stop <= start:
                 whom = "replica" if self.splits_replica else "worker"
                 raise PlanError(
-                    f"the plan deals lanes {start} to {stop} to {whom} {rank}; they must begin at {expected}"
+                    f"the plan assigns lanes {start} to {stop} to {whom} {rank}; they must begin at {expected}"
                 )
             expected = stop
         if expected != self.lanes:
-            raise PlanError(f"the plan deals {expected} lanes, but has {self.lanes}")
+            raise PlanError(f"the plan assigns {expected} lanes, but has {self.lanes}")
 
     @property
     def layout(self) -> ParallelLayout:
@@ -145,7 +147,7 @@ def make_plan(
 def parse_shares(text: str, workers: int) -> Sequence[float]:
     """`3,1`: worker 0 is given three times what worker 1 is given."""
     try:
-        shares = [float(part) for part in text.split(",")]
+        shares = [float(share) for share in text.split(",")]
     except ValueError:
         raise PlanError(
             f"shares '{text}' are not numbers", fix="--shares 3,1 (one per worker), or --shares auto"
@@ -159,9 +161,19 @@ def parse_shares(text: str, workers: int) -> Sequence[float]:
     return shares
 
 
+class _PlanVersion(msgspec.Struct):
+    version: int = VERSION
+
+
 def read_plan(path: Path) -> Plan:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Plan)
+        text = path.read_bytes()
+        if msgspec.json.decode(text, type=_PlanVersion).version == 1:
+            raise PlanError(
+                f"{path} was written by Shoal 0.1, which named the fields of a plan differently",
+                fix="shoal plan FILE -o plan.json writes a new one",
+            )
+        return msgspec.json.decode(text, type=Plan)
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:

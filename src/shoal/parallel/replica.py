@@ -1,6 +1,7 @@
 """A model made ready for exact steps: aligned, its tied weights untied, its blocks seeded, its buffers kept by lane.
 
-EXACT rules 4 (tied weights), 6 (alignment) and 14 (seeds) live here; 15 in buffers.py, 16 in recompute.py.
+docs/exact.md rules 4 (tied weights), 6 (alignment) and 14 (seeds) are kept here; 15 in lane_buffers.py, 16 in
+activation_checkpoint.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,8 @@ class ModelReplica:
         slices: Mapping[str, TensorSlice] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`recompute`: blocks keep their inputs alone, and run again when gradients are due. `pieces`: which slice of
-        a tensor is here, where it is not all of it; `shapes`: of the whole ones."""
+        """`recompute`: blocks keep only their inputs, and run again in the backward pass. `slices`: of the tensors that
+        are not whole here; `shapes`: of the whole tensors."""
         self.model = model
         self.blocks = blocks
         self.seed = seed
@@ -129,7 +130,7 @@ class ModelReplica:
 
 
 def sum_tied(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The gradients of a tied weight's blocks, in block order (EXACT rule 4)."""
+    """The gradients of a tied weight's blocks, in block order (docs/exact.md rule 4)."""
     total: Tensor | None = None
     for gradient in gradients:
         if total is None:
@@ -142,7 +143,7 @@ def sum_tied(gradients: Sequence[Tensor | None]) -> Tensor | None:
 def take_grad(leaf: nn.Parameter, name: str) -> Tensor | None:
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None and gradient.is_sparse:
-        raise JobError(f"{name} has a sparse gradient, which lanes cannot merge", fix="sparse=False")
+        raise JobError(f"{name} has a sparse gradient, which lanes cannot add", fix="sparse=False")
     return gradient
 
 

@@ -44,7 +44,7 @@ class FullTensorSpec(NamedTuple):
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def owner_rows(self, workers: int, owner: int) -> Range:
-        """Without dimensions it is one row, and everybody's."""
+        """A tensor without dimensions is one row, and every worker has it."""
         return even_range(self.shape[0], workers, owner) if self.shape else (0, 1)
 
     def view_rows(self, memory: Tensor, count: int) -> Tensor:
@@ -140,5 +140,5 @@ class FullParameter:
         select_rows(self.tensor, owned).copy_(rows)
 
     def take_gradient(self) -> Tensor | None:
-        """Of all leaves, in block order (EXACT rule 4)."""
+        """Of all leaves, in block order (docs/exact.md rule 4)."""
         return sum_tied([take_grad(leaf, self.name) for leaf in self.leaves])

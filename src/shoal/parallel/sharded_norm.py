@@ -1,8 +1,8 @@
-"""The norm of a gradient of which every worker has a part, to the bit as one worker would find it (EXACT rule 11).
+"""The norm of a gradient that is sharded over the workers, with the bits of one worker (docs/exact.md rule 11).
 
-Sums of squares are taken row by row where the rows are. Everyone hears all of them, lays them out in the order of the
-model's parameters, and adds them up as one worker does. A slice along another dimension than rows adds to the rows that
-it has a piece of: that changes the order of sums, as splitting an operator does anyway.
+Every worker sums squares row by row for the rows that it holds. All workers gather these sums, put them in the order of
+the model's parameters, and add them up as one worker does. A slice along another dimension than rows adds to every row:
+that changes the order of sums, as splitting an operator does anyway.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from shoal.parallel.replica import ModelReplica
 
 
 class NormShare(msgspec.Struct, frozen=True):
-    """What one worker tells of one parameter."""
+    """What one worker contributes to the norm of one parameter."""
 
     name: str
     rows: int  # of the whole parameter
@@ -28,23 +28,23 @@ class NormShare(msgspec.Struct, frozen=True):
 
 class ShardedNorm:
     def __init__(self, group: WorkerGroup, replica: ModelReplica, groups: ParallelGroups) -> None:
-        """All make it together. A worker tells of what nobody before it tells of."""
+        """All workers make it together. Each contributes the slices that no rank before it has."""
         self.group = group
-        pieces = replica.slices
+        slices = replica.slices
         own = [
-            NormShare(name, _rows(replica.shapes.get(name, tuple(parameter.shape))), pieces.get(name, FULL_SLICE))
+            NormShare(name, _rows(replica.shapes.get(name, tuple(parameter.shape))), slices.get(name, FULL_SLICE))
             for name, parameter in replica.parameters
         ]
         tables = [
             msgspec.json.decode(text, type=list[NormShare]) for text in gather_bytes(group, msgspec.json.encode(own))
         ]
         self.parameter_order = replica.parameter_order
-        told: dict[tuple[str, bytes], int] = {}
+        first: dict[tuple[str, bytes], int] = {}
         for rank, shares in enumerate(tables):
             for share in shares:
-                told.setdefault((share.name, msgspec.json.encode(share.tensor_slice)), rank)
+                first.setdefault((share.name, msgspec.json.encode(share.tensor_slice)), rank)
         self.tables = [
-            [share if told[share.name, msgspec.json.encode(share.tensor_slice)] == rank else None for share in shares]
+            [share if first[share.name, msgspec.json.encode(share.tensor_slice)] == rank else None for share in shares]
             for rank, shares in enumerate(tables)
         ]
         self.width = max(sum(1 + _length(share) for share in shares if share is not None) for shares in self.tables)
@@ -61,15 +61,15 @@ class ShardedNorm:
                 row[at + 1 : at + 1 + squares.numel()] = squares
             at += 1 + _length(share)
         found: dict[str, Tensor] = {}
-        for table, told in zip(self.tables, self.group.gather_rows(row), strict=True):
+        for table, sums in zip(self.tables, self.group.gather_rows(row), strict=True):
             at = 0
             for share in table:
                 if share is None:
                     continue
                 length = _length(share)
-                if float(told[at]):
+                if float(sums[at]):
                     whole = found.setdefault(share.name, torch.zeros(share.rows, dtype=torch.float64))
-                    _add(whole, share.tensor_slice, told[at + 1 : at + 1 + length])
+                    _add(whole, share.tensor_slice, sums[at + 1 : at + 1 + length])
                 at += 1 + length
         return total_norm([found[name] for name in self.parameter_order if name in found])
 
@@ -91,7 +91,7 @@ def _add(whole: Tensor, tensor_slice: TensorSlice, squares: Tensor) -> None:
 
 
 def gather_bytes(group: WorkerGroup, text: bytes) -> list[bytes]:
-    """Every worker's, by rank."""
+    """Every worker's text, by rank."""
     lengths = group.gather_rows(torch.tensor([len(text)], dtype=torch.int64)).flatten().tolist()
     row = torch.zeros(max(1, *lengths), dtype=torch.uint8)
     if text:

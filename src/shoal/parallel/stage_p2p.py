@@ -1,6 +1,6 @@
 """What goes from stage to stage of a pipeline: activations on, gradients back; within a worker without travelling.
 
-When inputs of some shapes come by for the first time, a stage tells the next one what it sends; from then on only bytes
+For the first inputs of some shapes a stage sends the next one a description of what it sends; from then on only bytes
 travel.
 """
 

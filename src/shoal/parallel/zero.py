@@ -1,21 +1,20 @@
-"""Data parallelism with gradients cut by rows among the workers (zero=2), and weights too (zero=3), to the bit as one.
+"""Data parallelism with gradients sharded by rows (zero=2), and weights too (zero=3), in the bits of one worker.
 
     round 0    lane 0   lane 1   lane 2   lane 3       each worker computes a lane; when a block's gradients are there,
     round 1    lane 4   lane 5   lane 6   lane 7       each sends every owner its rows, and the owner adds the lanes
                └──────── neighbours in the tree        up in the tree as they come
 
-What a worker keeps of a parameter is its *local* rows: the optimizer, checkpoints and digests see nothing else. What
-kernels use is the *whole*. With zero=2 it is always there, and `refresh` brings it up to date after an update. With
-zero=3 it comes before its block runs, forward or backward, and goes when the block is done.
+A worker keeps the *local* rows of a parameter: the optimizer, checkpoints and digests see nothing else. Kernels use the
+*full* parameter. With zero=2 it is always present, and `refresh` updates it after the optimizer. With zero=3 it is
+gathered before its block runs, forward or backward, and freed when the block is done.
 
-All workers take part in every exchange, so all must come to the same ones in the same order. That order is the one in
-which the model calls its blocks, written down in the first pass, and back again. The engine of autograd runs
-operations strictly from the last to the first, so it goes back through blocks as it came; whoever skips a block, or
-has no lane, takes part all the same. docs/sharded.md has the whole story.
+All workers take part in every exchange, in the same order: the order in which the model calls its blocks, recorded in
+the first pass, and back again. Autograd runs operations strictly from the last to the first, so it goes back through
+the blocks as it came. A worker that skips a block, or has no lane, takes part as well. docs/sharded.md has the details.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,38 +26,29 @@ from shoal.collectives.group import DistributedGroup, WorkerGroup
 from shoal.errors import JobError, RunError
 from shoal.numerics.lanes import Span, TreeAccumulator, cut_batch
 from shoal.parallel.buckets import make_buckets
-from shoal.parallel.data_parallel import Closure, DataParallel, LocalStep, StepInput
 from shoal.parallel.gradient_exchange import GradientExchange, GradList, SubtreeSums
 from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.lane_strategy import LaneStrategy, StepSetup
+from shoal.parallel.local_step import LocalStep
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.row_shards import FullParameter, FullTensorSpec, RowMessage
+from shoal.parallel.step import Closure, StepInput
+from shoal.parallel.strategy import Evaluator
 from shoal.parallel.zero3_schedule import ROOT, BlockPass, guard_paused
 
-BUFFER_BYTES = 1 << 16  # of a bucket: a large buffer that nobody changed does not travel with small ones
+BUFFER_BYTES = 1 << 16  # of a bucket: a large unchanged buffer does not travel with small ones
 
 
-class ShardedParallel(DataParallel):
-    def __init__(
-        self,
-        replica: ModelReplica,
-        group: WorkerGroup,
-        *,
-        lanes: int,
-        microbatches: int,
-        assignment: Sequence[Span],
-        level: int,
-        needs_norm: bool = False,
-        shapes: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> None:
-        """The replica's parameters are this worker's rows; `shapes` are those of what the workers of its part have
-        together, the replica's own if not given. `regroup`, then `refresh`, and it is ready."""
-        super().__init__(
-            replica, group, lanes=lanes, microbatches=microbatches, assignment=assignment, needs_norm=needs_norm
-        )
+class ShardedParallel(LaneStrategy):
+    def __init__(self, setup: StepSetup, *, level: int, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """The replica's parameters are this worker's rows. `shapes`: of the full parameters, over all workers of its
+        shard group; the replica's own if not given. After `regroup` and `refresh` the strategy is ready."""
+        super().__init__(setup)
+        replica = self.replica
         self.level = level
         self.local_params: list[tuple[str, nn.Parameter]] = replica.parameters
         self.full_params: list[FullParameter] = []
-        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []  # whose place in the model a whole one has
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []  # replaced by a full one in the model
         self._install_full_params(replica.shapes if shapes is None else shapes)
         self.block_params = _params_by_block(replica, self.full_params)
         self.hooks: list[Any] = []
@@ -79,12 +69,12 @@ class ShardedParallel(DataParallel):
         self._row_messages: dict[tuple[int, ...], RowMessage] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._folds: dict[tuple[int, ...], TreeAccumulator[Tensor | None]] = {}
-        self.wait_seconds = 0.0  # seconds, for others
+        self.wait_seconds = 0.0  # in exchanges with other workers
         if level == 3:
             self._free()
 
     def _install_full_params(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Wholes instead of rows, wherever the model has them. Filled by `refresh`."""
+        """Puts full parameters in the place of rows, wherever the model has them. `refresh` fills them."""
         replica, by_id = self.replica, {}
         for name, local in self.local_params:
             leaves = replica.leaves_by_block(name, local)
@@ -99,7 +89,7 @@ class ShardedParallel(DataParallel):
                     module._parameters[leaf] = by_id[id(parameter)]
 
     def close(self) -> None:
-        """The model has its rows again, and no hooks. Before the replica's own."""
+        """Gives the model its rows back, and removes the hooks. Call it before `replica.close`."""
         for hook in self.hooks:
             hook.remove()
         for module, leaf, parameter in self._replaced:
@@ -122,25 +112,25 @@ class ShardedParallel(DataParallel):
         return self.groups.shard_group
 
     def lane_owners(self) -> dict[int, int]:
-        """Lanes are dealt in turn, so that those of a round are neighbours in the tree."""
+        """Lanes are assigned in turn, so that those of a round are neighbours in the tree."""
         return {lane: self.groups.loss_ranks[lane % self.shard_group.size] for lane in range(self.lanes)}
 
     def microbatch_indices(self, indices: Sequence[int], batch: int) -> list[list[int]]:
         lanes = cut_batch(len(indices), batch, self.lanes, self.microbatches)[
             self.shard_group.rank :: self.shard_group.size
         ]
-        return [[indices[position] for position in piece] for lane in lanes for piece in lane]
+        return [[indices[position] for position in positions] for lane in lanes for positions in lane]
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """After every change of the local rows. All call it together."""
+        """Gathers full parameters after every change of the local rows. All workers call it together."""
         if self.level == 2:
             for number, indices in self.block_params.items():  # a tied weight with its first block
                 self._gather([index for index in indices if self.full_params[index].blocks[0] == number])
 
     def acquire(self, number: int) -> None:
-        """All call it together: a block's weights are here."""
+        """Gathers a block's weights. All workers call it together."""
         if self.level == 3 and number in self.block_params:
             self._gather([index for index in self.block_params[number] if self.full_params[index].acquire()])
 
@@ -154,7 +144,7 @@ class ShardedParallel(DataParallel):
             whole.free()
 
     def _gather(self, indices: Sequence[int]) -> None:
-        """Everybody's rows of some parameters, into the wholes."""
+        """Gathers all workers' rows of some parameters into the full ones."""
         if not indices:
             return
         began = time.perf_counter()
@@ -188,7 +178,7 @@ class ShardedParallel(DataParallel):
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def scatter_gradients(self, parameters: Sequence[int]) -> None:
-        """All call it together: each owner gets its rows of these gradients, of every lane of the round."""
+        """Sends each owner its rows of these gradients, of every lane of the round. All workers call it together."""
         trained = [index for index in parameters if any(leaf.requires_grad for leaf in self.full_params[index].leaves)]
         if not trained:
             return
@@ -220,7 +210,7 @@ class ShardedParallel(DataParallel):
                     fold.add(self.lane_round.first + place, message if lanes[place] is not None else None)
 
     def reduced_rows(self, present: Sequence[Sequence[bool]]) -> GradList:
-        """What this worker's rows come to; None where no lane had anything."""
+        """The sums of this worker's rows; None where no lane has a gradient."""
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
         found: GradList = [None] * self.gradient_count
         for indices, fold in self._folds.items():
@@ -238,8 +228,8 @@ class ShardedParallel(DataParallel):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def _local_step(self, work: StepInput, closure: Closure) -> LocalStep:
-        return ShardedLocalStep(self, work, closure)
+    def _local_step(self, step_input: StepInput, closure: Closure) -> LocalStep:
+        return ShardedLocalStep(self, step_input, closure)
 
     def _open_exchange(self) -> GradientExchange:
         self._exchange = _ShardedExchange(self)
@@ -250,7 +240,7 @@ class ShardedParallel(DataParallel):
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is under way."""
+        """Discards what is under way."""
         self.block_pass = None
         self._folds = {}
         for whole in self.full_params:
@@ -260,8 +250,8 @@ class ShardedParallel(DataParallel):
         if self.level == 3:
             self._free()
 
-    def make_evaluator(self, objective: Any) -> Callable[[Sequence[Callable[[], Any]]], Iterable[tuple[int, Any]]]:
-        """All make as many passes as whoever has the most batches."""
+    def make_evaluator(self, objective: Any) -> Evaluator:
+        """All workers make as many passes as the one with the most batches."""
         closure = objective.evaluation()
 
         def passes(fetches: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
@@ -279,7 +269,7 @@ class ShardedParallel(DataParallel):
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Around what calls the model outside of a step. All workers do it equally often, or `idle_forward`."""
+        """Around calls of the model outside of a step. All workers enter it equally often, or call `idle_forward`."""
         if self.level == 2:
             yield
             return
@@ -293,7 +283,7 @@ class ShardedParallel(DataParallel):
             self.reset()
 
     def idle_forward(self) -> None:
-        """Takes part in somebody else's forward pass."""
+        """Takes part in the forward pass of other workers."""
         if self.level == 3:
             self.acquire(ROOT)
             self.block_pass = BlockPass(self, trains=False, sends=False)
@@ -336,7 +326,7 @@ class ShardedParallel(DataParallel):
 
 
 def _params_by_block(replica: ModelReplica, full_params: Sequence[FullParameter]) -> dict[int, list[int]]:
-    """By block, the numbers of the parameters that it uses. A block inside another one counts as part of that."""
+    """By block, the numbers of the parameters that it uses. A block inside another one belongs to that."""
     names = replica.blocks.names
     outermost = {ROOT: ROOT}
     for number, name in enumerate(names, start=1):
@@ -351,7 +341,7 @@ def _params_by_block(replica: ModelReplica, full_params: Sequence[FullParameter]
 
 
 class _LaneRound:
-    """Which lanes are at work."""
+    """The lanes that the workers compute at the same time."""
 
     def __init__(self, first: int = 0, lanes: Sequence[int | None] = (), has_lane: bool = False) -> None:
         self.first = first
@@ -361,24 +351,23 @@ class _LaneRound:
 
 
 class ShardedLocalStep(LocalStep):
-    strategy: ShardedParallel
-
-    def __init__(self, strategy: ShardedParallel, work: StepInput, closure: Closure) -> None:
-        super().__init__(strategy, work, closure)
+    def __init__(self, strategy: ShardedParallel, step_input: StepInput, closure: Closure) -> None:
+        super().__init__(strategy, step_input, closure)
+        self.strategy = strategy
         self.passes = 0  # of the round
 
-    def partial_sums(self, exchange: GradientExchange) -> SubtreeSums:
+    def sum_lanes(self, exchange: GradientExchange) -> SubtreeSums:
         strategy, size = self.strategy, self.strategy.shard_group.size
         assert isinstance(exchange, _ShardedExchange)
         strategy.reset()
         strategy.wait_seconds = 0.0
         strategy.acquire(ROOT)
         for first in range(0, strategy.lanes, size):
-            pieces = self.lane_microbatches[first : first + size]
-            self.passes = max(map(len, pieces))
+            held = self.lane_microbatches[first : first + size]
+            self.passes = max(map(len, held))
             if not self.passes:
                 break
-            lanes = [first + place if place < len(pieces) and pieces[place] else None for place in range(size)]
+            lanes = [first + place if place < len(held) and held[place] else None for place in range(size)]
             lane = lanes[strategy.shard_group.rank]
             strategy.lane_round = _LaneRound(first, lanes, has_lane=lane is not None)
             strategy.lane_round.present = self.present
@@ -394,23 +383,23 @@ class ShardedLocalStep(LocalStep):
         return {}
 
     def run_microbatch(self, batch: Any, lane: int, number: int, samples: int) -> None:
-        walk = self.strategy.block_pass = BlockPass(self.strategy, trains=True, sends=number == self.passes - 1)
-        with walk.guard_context():
+        block_pass = self.strategy.block_pass = BlockPass(self.strategy, trains=True, sends=number == self.passes - 1)
+        with block_pass.guard_context():
             loss = self.weighted_loss(self.closure(batch), lane, samples)
-        walk.end_forward()
+        block_pass.end_forward()
         loss.backward()
-        walk.end_backward()
+        block_pass.end_backward()
 
     def take_gradients(self) -> GradList:
-        """They have gone, or will go with the round's last pass."""
+        """None: they are sent with the round's last pass."""
         return [None] * self.strategy.gradient_count
 
 
 class _ShardedExchange:
-    """The exchange of a step whose gradients have gone to their owners already: what is left are buffers.
+    """The exchange of a step whose gradients are with their owners already: only buffers are left.
 
-    They are few, and everybody needs them whole: all hear every lane's and add them up. Only those that a lane changed
-    travel.
+    They are few, and every worker needs them whole: all gather every lane's and add them up. Only those that a lane
+    changed travel.
     """
 
     def __init__(self, strategy: ShardedParallel) -> None:
@@ -451,13 +440,13 @@ class _ShardedExchange:
 
 
 def _synchronous(options: Any) -> Any:
-    """In this thread: there is nothing to do meanwhile, and a hand-over to another costs more than it brings."""
+    """Runs the collective in this thread: nothing else is to do meanwhile."""
     options.asyncOp = False
     return options
 
 
 def _skip_absent(add: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor | None, Tensor | None], Tensor | None]:
-    """An empty lane is no operand (EXACT rule 3)."""
+    """An empty lane is no operand (docs/exact.md rule 3)."""
 
     def plus(left: Tensor | None, right: Tensor | None) -> Tensor | None:
         if left is None or right is None:

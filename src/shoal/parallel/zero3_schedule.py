@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shoal.parallel.zero import ShardedParallel
 
 ROOT = 0  # the unit of what belongs to no block
-IDLE, OVER = -1, 0  # said in a first pass instead of a block's number: I call none; I have called all
+IDLE, OVER = -1, 0  # sent in a first pass instead of a block's number: calls none; has called all
 
 
 class BlockPass:
@@ -106,11 +106,11 @@ class BlockPass:
     def _announce(self, number: int) -> int:
         """Nobody knows the order yet. Returns the block that all others call now."""
         strategy = self.strategy
-        told = strategy.shard_group.gather_rows(torch.tensor([number], dtype=torch.int64)).flatten().tolist()
-        found = sorted({each for each in told if each != IDLE})
+        numbers = strategy.shard_group.gather_rows(torch.tensor([number], dtype=torch.int64)).flatten().tolist()
+        found = sorted({each for each in numbers if each != IDLE})
         if len(found) > 1:
             who = ", ".join(
-                f"worker {rank}: {strategy.block_name(each)}" for rank, each in enumerate(told) if each > OVER
+                f"worker {rank}: {strategy.block_name(each)}" for rank, each in enumerate(numbers) if each > OVER
             )
             raise JobError(
                 f"workers call different blocks in their first pass ({who}): with zero=3 all must call the same",
@@ -188,7 +188,7 @@ class BlockPass:
             self._expect()
 
     def _expect(self) -> None:
-        """What must come before the block's gradients can go. A frozen weight never says that it is done with."""
+        """What must come before the block's gradients are sent. A frozen weight has no event for that."""
         assert self.order is not None
         number = self.order[self.position]
         wholes = [self.strategy.full_params[index] for index in self.strategy.block_params[number]]

@@ -20,7 +20,7 @@ from shoal.job.loss import Objective
 from shoal.numerics.lanes import cut_batch
 from shoal.numerics.seeds import preserve_generators
 from shoal.parallel.blocks import BlockList, find_blocks
-from shoal.parallel.data_parallel import read_loss
+from shoal.parallel.local_step import read_loss
 from shoal.parallel.optimizer_view import to_bfloat16
 from shoal.parallel.tensor.find_rules import find_rules
 from shoal.planner.cost.trace import TensorCut, TracedModel, fake_batch, fake_copy, fake_mode, needs_values, trace

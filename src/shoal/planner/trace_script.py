@@ -30,7 +30,7 @@ from shoal.numerics.seeds import preserve_generators
 from shoal.numerics.user_frames import user_line
 from shoal.planner.cost.trace import fake, fake_mode, needs_values
 from shoal.worker.join import as_job
-from shoal.worker.trainer import Batch
+from shoal.worker.training_state import Batch
 
 T = TypeVar("T")
 

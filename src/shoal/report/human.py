@@ -1,6 +1,6 @@
 """How the report room writes numbers: one way for the live view, the plain lines and the closing report."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 def clock(seconds: float) -> str:
@@ -64,7 +64,7 @@ def size(num_bytes: float) -> str:
 
 
 def plural(number: int, word: str) -> str:
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 def times_text(number: int) -> str:
@@ -76,6 +76,17 @@ def lanes(held: tuple[int, int]) -> str:
     if past - first > 4:
         return f"{first}–{past - 1}"
     return " ".join(str(lane) for lane in range(first, past)) or "none"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ") -> list[str]:
+    """Rows of cells as lines. Columns are as wide as their widest cell; those in `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        gap.join(
+            cell.rjust(widths[at]) if at in right else cell.ljust(widths[at]) for at, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def parts_that_add_up(parts: Mapping[str, float], digits: int) -> tuple[str, dict[str, str]]:

@@ -28,6 +28,7 @@ from shoal.report.events import (
 )
 
 DEFAULT_ROOT = Path("runs")
+FORMAT = 2  # of a run folder, in config.json; 1 was Shoal 0.1, which wrote no number
 
 
 class RunFolder:
@@ -36,6 +37,10 @@ class RunFolder:
         self.id = os.path.basename(os.path.abspath(path))  # also of ".", and of a link its own name
         self.write_errors = 0
         self.last_write_error: str | None = None
+        self.config, self.plan, self.prediction = path / "config.json", path / "plan.json", path / "prediction.json"
+        self.events, self.report, self.model = path / "events.jsonl", path / "report.json", path / "model.safetensors"
+        self.metrics = path / "metrics.jsonl"  # one line per StepsCommitted of the leader and per ModelEvaluated
+        self.checkpoints = path / "checkpoints"
         self._events = atomic_write.LineFile(self.events)
         self._metrics = atomic_write.LineFile(self.metrics)
 
@@ -77,43 +82,31 @@ class RunFolder:
                 else "does not exist"
             )
             raise RunFolderError(f"{path} {why}", fix="shoal runs shows the runs that there are")
-        return cls(path)
+        folder = cls(path)
+        folder.check_format()
+        return folder
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def prediction(self) -> Path:
-        return self.path / "prediction.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per Steps of the leader and per Evaluated."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.json"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model.safetensors"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def check_format(self) -> None:
+        """Raises RunFolderError where another version of Shoal wrote the folder."""
+        try:
+            found = msgspec.json.decode(self.config.read_bytes(), type=dict[str, Any]).get("format", 1)
+        except (OSError, msgspec.MsgspecError):
+            return  # a script that joined without a driver has no config.json; a torn one is reported by its reader
+        if found == 1:
+            raise RunFolderError(
+                f"{self.path} was written by Shoal 0.1, which named its events differently",
+                fix=f"read it with shoal==0.1.0, or train again; its weights are in {self.model}",
+            )
+        if found != FORMAT:
+            raise RunFolderError(
+                f"{self.path} has format {found}, and this Shoal reads format {FORMAT}", fix="a newer version of Shoal"
+            )
 
     def log(self, rank: int) -> Path:
         return self.path / f"worker-{rank}.log"
+
+    def server_log(self, shard: int) -> Path:
+        return self.path / f"server-{shard}.log"
 
     def files(self) -> list[str]:
         """Names of the files worth knowing that are there."""
@@ -182,13 +175,11 @@ def find_run(name: str | None, root: Path = DEFAULT_ROOT) -> RunFolder:
     if name is None:
         if not found:
             raise InputError(f"no runs in {root}", fix="shoal train FILE starts one")
-        return RunFolder(found[0])
+        return RunFolder.open(found[0])
     exact = [path for path in (root / name, Path(name)) if name and _is_run(path)]
-    if exact:
-        return RunFolder(exact[0])
-    matches = [path for path in found if name and path.name.startswith(name)]
+    matches = exact[:1] or [path for path in found if name and path.name.startswith(name)]
     if len(matches) == 1:
-        return RunFolder(matches[0])
+        return RunFolder.open(matches[0])
     ids = [path.name for path in found]
     if matches:
         raise InputError(f"'{name}' is the beginning of {len(matches)} runs: {_names([p.name for p in matches])}")

@@ -5,6 +5,7 @@ report = shoal.train(job_for(everything), workers=2, quiet=True)
 with leftovers() as left: ...                                      left: what the block began and did not end
 """
 
+from shoal.driver.local_ranks import RanksFailed, ranks
 from shoal.testing.leftovers import leftovers
 from shoal.testing.models import (
     attention,
@@ -17,7 +18,6 @@ from shoal.testing.models import (
     samples_for,
     tied_language_model,
 )
-from shoal.testing.processes import RanksFailed, ranks
 
 __all__ = [
     "RanksFailed",

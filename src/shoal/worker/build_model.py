@@ -1,7 +1,7 @@
-"""A job's model as one worker holds it: all of it, or the stage, slice or rows that the layout gives to it.
+"""A job's model as one worker holds it: all of it, or the stage, tensor-parallel shard or rows of the layout.
 
-driver     outline.py   the model without weights, its row, stages, rules: checked before any worker starts
-worker     build        the weights that are this worker's, from the seed; the rest stays on meta
+driver     model_partition.py    the model without weights, its block graph, stages, rules: checked before workers start
+worker     build_worker_model    this worker's weights, from the seed; the rest stays on meta
 """
 
 import copy
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.group import SoloGroup
 from shoal.errors import JobError
 from shoal.job.job import Job
 from shoal.job.loss import Objective
@@ -22,11 +21,12 @@ from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice
 from shoal.parallel.block_graph import BlockGraph, record_graph
 from shoal.parallel.blocks import BlockList, find_blocks
 from shoal.parallel.data_parallel import DataParallel
+from shoal.parallel.lane_strategy import StepSetup
 from shoal.parallel.optimizer_view import OptimizerView, clone_with_params, to_bfloat16
 from shoal.parallel.pipeline import PipelineParallel
 from shoal.parallel.pipeline_stages import PipelineStages
 from shoal.parallel.plan import Plan
-from shoal.parallel.replica import ModelReplica
+from shoal.parallel.strategy import Strategy
 from shoal.parallel.tensor.group import TensorGroup
 from shoal.parallel.tensor.install import install
 from shoal.parallel.tensor.rules import TensorRules
@@ -53,16 +53,14 @@ class WorkerModel:
     saved_model: nn.Module  # what is saved: the same, unless weights have masters
     update: OptimizerView
     blocks: BlockList
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of everything there is, where it is cut
-    tensor_slices: Mapping[str, TensorSlice] = field(
-        default_factory=dict
-    )  # of what computes here, where that is not whole
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the whole model, where it is sharded
+    tensor_slices: Mapping[str, TensorSlice] = field(default_factory=dict)  # of tensors that are not whole here
     stages: PipelineStages | None = None
     rules: TensorRules | None = None
     record_graph: Callable[[Sequence[Any], bool], BlockGraph] | None = None
-    state_shard: StateShard | None = None  # for checkpoints, where it is cut
-    tensor_group: TensorGroup | None = None  # whoever has the other slices
-    tensor_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of what a replica has, all rows of it
+    state_shard: StateShard | None = None  # for checkpoints, where the model is sharded
+    tensor_group: TensorGroup | None = None  # the workers with the other slices
+    tensor_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of a replica, all rows of it
 
     @property
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -71,7 +69,7 @@ class WorkerModel:
 
 
 def build_worker_model(job: Job, plan: Plan, worker: int, outline: ModelOutline | None) -> WorkerModel:
-    """`made`: how the model is cut; None: it is not."""
+    """`outline`: how the layout shards the model; None: it does not."""
     masters = job.precision == "bf16-weights"
     if outline is None:
         model = build_model(job)
@@ -99,7 +97,7 @@ def build_worker_model(job: Job, plan: Plan, worker: int, outline: ModelOutline 
     built.shapes, built.stages, built.rules = outline.shapes, outline.stages, outline.rules
     shares = [
         share.as_global(layout.zero, masters)
-        for share in (partition_of(outline, layout, part) for part in range(layout.shards))
+        for share in (partition_of(outline, layout, shard) for shard in range(layout.shards))
     ]
     own = shares[worker % layout.shards]
     built.tensor_slices = share.slices
@@ -127,7 +125,7 @@ def build_worker_model(job: Job, plan: Plan, worker: int, outline: ModelOutline 
 
 @dataclass
 class PendingTensorGroup:
-    """The other slices, before there is a group."""
+    """The workers with the other slices, before they have a group."""
 
     rank: int
     size: int
@@ -136,7 +134,7 @@ class PendingTensorGroup:
 def _first_owned(
     shares: Sequence[WorkerPartition], model_shard: int, which: Callable[[WorkerPartition], Mapping[str, TensorSlice]]
 ) -> list[str]:
-    """Names of which this part has a piece that none before it has."""
+    """Names of tensors of which this model shard has a slice that no shard before it has."""
     own = shares[model_shard]
 
     def has(share: WorkerPartition, name: str) -> bool:
@@ -146,7 +144,7 @@ def _first_owned(
 
 
 def whole_model(model: nn.Module, blocks: BlockList) -> WorkerModel:
-    """A model that is all here, with an optimizer of its own."""
+    """A model that one worker holds whole, with an optimizer of its own."""
     return WorkerModel(
         model=model, saved_model=model, update=OptimizerView(list(model.named_parameters())), blocks=blocks
     )
@@ -161,7 +159,7 @@ def _finish(
     optimized: Mapping[str, TensorSlice] | None = None,
     sharded: bool = False,
 ) -> WorkerModel:
-    """`optimized`: the rows that the optimizer sees; `sharded`: rows are all that is here."""
+    """`optimized`: the rows that the optimizer sees. `sharded`: this worker holds only rows."""
     parameters = list(model.named_parameters())
     update = OptimizerView(parameters, masters=masters, rows=optimized)
     saved = model
@@ -172,45 +170,16 @@ def _finish(
     return WorkerModel(model=model, saved_model=saved, update=update, blocks=blocks)
 
 
-def choose_strategy(
-    plan: Plan,
-    built: WorkerModel,
-    replica: ModelReplica,
-    *,
-    objective: Objective | None,
-    microbatches: int,
-    clips: bool,
-) -> DataParallel:
-    """How a step is done under this plan. The group comes later."""
-    deal = [(0, plan.lanes)]
+def choose_strategy(plan: Plan, built: WorkerModel, setup: StepSetup, objective: Objective | None) -> Strategy:
+    """The strategy of this plan, before it has a group."""
     if plan.pipeline > 1:
         assert built.stages is not None and built.record_graph is not None and objective is not None
         return PipelineParallel(
-            replica,
-            SoloGroup(),
-            lanes=plan.lanes,
-            microbatches=microbatches,
-            assignment=deal,
-            stages=built.stages,
-            objective=objective,
-            record=built.record_graph,
-            needs_norm=clips,
-            recompute=plan.recompute,
+            setup, stages=built.stages, objective=objective, record=built.record_graph, recompute=plan.recompute
         )
     if plan.zero >= 2:
-        return ShardedParallel(
-            replica,
-            SoloGroup(),
-            lanes=plan.lanes,
-            microbatches=microbatches,
-            assignment=deal,
-            level=plan.zero,
-            needs_norm=clips,
-            shapes=built.tensor_shapes,
-        )
-    return DataParallel(
-        replica, SoloGroup(), lanes=plan.lanes, microbatches=microbatches, assignment=deal, needs_norm=clips
-    )
+        return ShardedParallel(setup, level=plan.zero, shapes=built.tensor_shapes)
+    return DataParallel(setup)
 
 
 def _load_initial_weights(

@@ -17,20 +17,20 @@ TRAITS_BYTES = 2048
 
 
 def gather_text(group: WorkerGroup, text: str, size: int) -> list[str]:
-    """Every worker's text, by rank; longer ones are cut."""
+    """Every worker's text, by rank, at most `size` bytes of it."""
     row = torch.zeros(size, dtype=torch.uint8)
     data = text.encode()[:size]
     if data:
         row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return [bytes(told.tolist()).rstrip(b"\0").decode(errors="replace") for told in group.gather_rows(row)]
+    return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in group.gather_rows(row)]
 
 
 def agree_on_kernels(group: WorkerGroup, traits: dict[str, Any]) -> None:
-    """Refuses a member whose kernels compute other bits (EXACT rule 8)."""
+    """Refuses a member whose kernels compute other bits (docs/exact.md rule 8)."""
     lines = gather_text(group, "\n".join(f"{name}: {value}" for name, value in traits.items()), TRAITS_BYTES)
-    for rank, told in enumerate(lines):
-        if told != lines[0]:
-            pairs = zip(lines[0].split("\n"), told.split("\n"), strict=False)
+    for rank, traits_there in enumerate(lines):
+        if traits_there != lines[0]:
+            pairs = zip(lines[0].split("\n"), traits_there.split("\n"), strict=False)
             where = [f"worker 0 has {ours}; worker {rank} has {theirs}" for ours, theirs in pairs if ours != theirs]
             raise MismatchError(
                 f"worker {rank} computes other bits than worker 0: their fingerprints differ",
@@ -45,12 +45,12 @@ def agree_on_weights(group: WorkerGroup, tensors: Mapping[str, int], step: int) 
         return
     row = torch.tensor(list(tensors.values()), dtype=torch.int64)
     rows = group.gather_rows(row)
-    for rank, told in enumerate(rows):
-        differs = (told != rows[0]).nonzero().flatten().tolist()
+    for rank, digests in enumerate(rows):
+        differs = (digests != rows[0]).nonzero().flatten().tolist()
         if differs:
             raise MismatchError(
                 f"step {step}: worker {rank} and worker 0 hold different weights, first in {list(tensors)[differs[0]]}",
-                where=f"{len(differs)} of {len(tensors)} tensors differ, though all had the same merged gradient",
+                where=f"{len(differs)} of {len(tensors)} tensors differ, though all had the same reduced gradient",
                 fix="something outside run.backward depends on the worker; look at what follows it in the loop",
             )
 
@@ -73,8 +73,7 @@ def model_digests(
     shapes: Mapping[str, tuple[int, ...]],
     order: Sequence[str],
 ) -> dict[str, str]:
-    """One sha256 per tensor of a model of which every worker has a part, on all of them. What lies in pieces is put
-    together by the first worker, one tensor at a time."""
+    """One sha256 per tensor of a sharded model, on every worker. Rank 0 puts sliced tensors together, one at a time."""
     own = {
         name: ("" if name in slices else tensor_sha256(tensor), str(tensor.dtype), slices.get(name, FULL_SLICE))
         for name, tensor in named.items()
@@ -88,20 +87,19 @@ def model_digests(
             found[name] = holders[0][1]
             continue
         first: dict[bytes, tuple[int, TensorSlice]] = {}
-        for rank, _, _, piece in holders:
-            first.setdefault(msgspec.json.encode(piece), (rank, piece))
+        for rank, _, _, tensor_slice in holders:
+            first.setdefault(msgspec.json.encode(tensor_slice), (rank, tensor_slice))
         dtype: torch.dtype = getattr(torch, holders[0][2].removeprefix("torch."))
         whole = torch.empty(shapes[name], dtype=dtype) if group.rank == 0 else None
-        for rank, piece in first.values():
+        for rank, tensor_slice in first.values():
             if rank == group.rank != 0:
                 group.send(named[name].detach().contiguous(), 0)
             elif whole is not None:
-                tensor = (
-                    named[name].detach() if rank == 0 else torch.empty(piece.shape(shapes[name]), dtype=whole.dtype)
-                )
+                tensor = named[name].detach()
                 if rank != 0:
+                    tensor = torch.empty(tensor_slice.shape(shapes[name]), dtype=whole.dtype)
                     group.receive(tensor, rank)
-                piece.write(tensor, whole)
+                tensor_slice.write(tensor, whole)
         found[name] = "" if whole is None else tensor_sha256(whole)
-    told = gather_bytes(group, msgspec.json.encode(found) if group.rank == 0 else b"")[0]
-    return msgspec.json.decode(told, type=dict[str, str])
+    text = gather_bytes(group, msgspec.json.encode(found) if group.rank == 0 else b"")[0]
+    return msgspec.json.decode(text, type=dict[str, str])

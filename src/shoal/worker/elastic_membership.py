@@ -1,10 +1,8 @@
-"""The workers of a run, and this one's part among them: enters, recovers, lets others in, leaves.
+"""A membership of workers that come and go: this worker enters, recovers from losses, lets others in, leaves.
 
-What to do is decided by membership/protocol.py from what the store holds; here it is done. A step that fails is the
-run's business (run.py): it asks `recover` for a group that stands, and learns whether to do the step again.
-
-    Crew     workers come and go; they meet at the store
-    Fixed    as many as there were at the start (torchrun, a process alone): a loss ends the run
+recovery/membership/protocol.py decides what to do from what the store holds; this module does it. What becomes of a
+step that fails is decided in worker/run.py: `recover` gives it a group, and the plan that follows from all members'
+positions.
 """
 
 import os
@@ -16,14 +14,12 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol
 
 import msgspec
-from torch._C._distributed_c10d import TCPStore
 
-from shoal.collectives.group import DistributedGroup, SoloGroup, WorkerGroup
+from shoal.collectives.group import SoloGroup, WorkerGroup
 from shoal.collectives.handshake import abort_wait_if, host_identity
-from shoal.collectives.options import CommOptions as Travelling
+from shoal.collectives.options import CommOptions
 from shoal.errors import PeerLost, RunError
 from shoal.numerics.user_frames import user_stack
 from shoal.recovery.membership.heartbeat import Heartbeat, MembershipState, RunRequest, WorkerProcess, store_key
@@ -48,98 +44,14 @@ from shoal.recovery.membership.protocol import (
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.report.events import Event, StoreOutage
 from shoal.report.stacks import WorkerActivity
+from shoal.worker.membership import ModelShardLost, RunAbandoned, RunCompleted, WorkerEvicted
+from shoal.worker.rendezvous import POLL_SECONDS, GroupRendezvous
+from shoal.worker.requests import CHANGE, LEAVE, STOP
 
 LOG_ONLY = "· "  # begins a line of a log that the driver does not show
-STOP, SAVE, CHANGE, LEAVE, EVICT = 1, 2, 4, 8, 16  # what a worker can ask of all; it travels with a step
-TOO_SLOW = "too slow"  # why a worker left
-MODEL_SHARD_LOST = "a part of the model was lost"  # another reason
-POLL_SECONDS = 0.05  # between two looks at what the store does not tell: whether processes of this host live
-STORE_RETRY_SECONDS = 0.2  # between two tries to reach it
-FORMING_SECONDS = 5.0  # for all members to make their group; twice as long after each failure
+STORE_RETRY_SECONDS = 0.2  # between two tries to reach the store
 STORE_RESTART_SECONDS = 2.0  # that the store is away before a worker starts it again
 LEAVING_SECONDS = 5.0  # for the others to see that a worker has left
-
-
-class WorkerEvicted(RunError):
-    """The others went on without this worker."""
-
-    exit_code = 75
-
-
-class ModelShardLost(WorkerEvicted):
-    """Nobody is left who has some part of the model: what this worker has of it is worth nothing."""
-
-    present: tuple[WorkerId, ...] = ()  # whoever is left
-
-
-class RunAbandoned(PeerLost):
-    """The run ends, because of an error that another worker has told of."""
-
-
-class RunCompleted(RunError):
-    """The others are done, and so is this worker: it had come to the end with them, and did not hear of it."""
-
-
-class RunMembership(Protocol):
-    """What a run needs to know of its workers."""
-
-    worker_id: WorkerId
-    group: WorkerGroup
-    view: MembershipView
-    elastic: bool  # False: a loss ends the run
-
-    @property
-    def generation(self) -> int: ...
-    def enter(self) -> RecoveryPlan:
-        """Makes the first group that this worker is a member of."""
-        ...
-
-    def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
-        """Some of the members as a group of their own."""
-        ...
-
-    def start_at(self, step: int) -> None: ...
-    def state_received(self, recovery: RecoveryPlan) -> None:
-        """This worker was behind, and has the state now."""
-        ...
-
-    def vote(self) -> None: ...
-    def commit(self) -> None: ...
-    def drop(self) -> None: ...
-    def set_busy(self, busy: bool) -> None:
-        """In the middle of the loop's own code: the state cannot be handed over."""
-        ...
-
-    def recover(self, error: PeerLost) -> RecoveryPlan:
-        """A group that stands, after one that failed. Raises what it was given where nothing can be done."""
-        ...
-
-    def change_members(self, leaving: Sequence[int]) -> RecoveryPlan:
-        """Between two steps: some ranks leave, whoever waits comes in."""
-        ...
-
-    def leave(self) -> None:
-        """The others know: waits until they go on without this worker."""
-        ...
-
-    def fail_run(self, reason: str) -> None:
-        """An error of the user's code, or of the job: nobody is to go on without this worker."""
-        ...
-
-    def stop_watching(self) -> None:
-        """Nothing is left to do together: whoever goes now is not missed."""
-        ...
-
-    def finish_run(self) -> None:
-        """The last step is committed: nobody has to be let in any more."""
-        ...
-
-    def requests(self) -> int: ...
-    def known_committed(self) -> int:
-        """Steps that are known to have been committed, by anybody."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class ElasticMembership:
@@ -153,33 +65,28 @@ class ElasticMembership:
         open_store: Callable[[], RunStore],
         lease_seconds: float,
         timeout: timedelta,
-        options: Travelling,
+        options: CommOptions,
         emit: Callable[[Event], None],
         should_stop: Callable[[], bool],
         should_leave: Callable[[], bool],
         restart_store: Callable[[], None] | None = None,
     ) -> None:
-        """`parts`: that the model is cut into; this worker has one of them. `revive_store`: starts the run's own store
-        again. The driver does that, unless it is gone, too."""
+        """`model_shards`: of the layout; this worker holds one of them. `restart_store`: starts the run's own store
+        again, where the driver, which else does that, is gone."""
         self.worker_id, self.model_shards, self.timeout, self.options = worker_id, model_shards, timeout, options
         self.member = MemberState(worker_id=worker_id, model_shards=model_shards)
         self.view = MembershipView(generation=0, members=(worker_id,))
         self.group: WorkerGroup = SoloGroup(options)
-        self.phase = "enters the run"  # for whoever asks what this worker is doing
+        self.phase = "enters the run"  # for `shoal why`
         self.waiting_for: list[int] = []
         self.phase_since = time.monotonic()
         self._emit, self._should_stop, self._should_leave = emit, should_stop, should_leave
-        self._watched: tuple[int, tuple[WorkerId, ...], WorkerGroup] | None = (
-            None  # epoch, members, group: what the beat watches
-        )
-        self._rendezvous: TCPStore | None = None
-        self._failed_attempts = 0
-        self._waiting_since = (0, 0.0)  # an epoch, and since when its members are waited for
-        self._records: dict[str, tuple[str, int]] = {}  # kind of record -> its key and revision
+        self._watched: tuple[int, tuple[WorkerId, ...], WorkerGroup] | None = None  # generation, members, group
+        self._waiting_since = (0, 0.0)  # a generation, and since when this worker waits for its members
         self._stacks_answered = 0
         self._thread = threading.get_ident()
         self._newcomers: list[WorkerId] = []
-        self._departed: set[WorkerId] = set()  # left as they should: they end by themselves
+        self._departed: set[WorkerId] = set()  # left by request: they end by themselves
         alive = WorkerProcess(
             worker_id=worker_id,
             pid=os.getpid(),
@@ -197,6 +104,7 @@ class ElasticMembership:
             on_away=self._on_store_away,
             on_retry=self._on_store_retry,
         )
+        self._rendezvous = GroupRendezvous(worker_id, self._store, self._heartbeat, timeout, options)
 
     @property
     def generation(self) -> int:
@@ -225,20 +133,19 @@ class ElasticMembership:
         self.member.group_formed(recovery)
 
     def requests(self) -> int:
-        wish = self._heartbeat.state.request
-        asked = STOP if wish.stop or self._should_stop() else 0
-        scaled = wish.workers is not None and self._replica_rank() >= wish.workers // self.model_shards
+        request = self._heartbeat.state.request
+        requests = STOP if request.stop or self._should_stop() else 0
+        scaled = request.workers is not None and self._replica_rank() >= request.workers // self.model_shards
         if scaled or self._should_leave():
-            asked |= LEAVE
-        # What the beat has seen may be older than the group.
-        return asked | CHANGE if any(who not in self.view.members for who in self._newcomers) else asked
+            requests |= LEAVE
+        # What the heartbeat has seen may be older than the group.
+        return requests | CHANGE if any(who not in self.view.members for who in self._newcomers) else requests
 
     def _replica_rank(self) -> int:
-        """This worker's rank among the members that have the same part."""
-        part = model_shard_of(self.worker_id.worker, self.model_shards)
-        return [who for who in self.view.members if model_shard_of(who.worker, self.model_shards) == part].index(
-            self.worker_id
-        )
+        """This worker's rank among the members that hold the same model shard."""
+        shards = [model_shard_of(member.worker, self.model_shards) for member in self.view.members]
+        rank = self.view.rank(self.worker_id)
+        return shards[:rank].count(shards[rank])
 
     def known_committed(self) -> int:
         with suppress(StoreUnavailable):
@@ -248,20 +155,20 @@ class ElasticMembership:
     # -- membership ---------------------------------------------------------------------------------------------------
 
     def enter(self) -> RecoveryPlan:
-        """From here on the others count on this worker: it should be ready to take part."""
+        """From here on the others wait for this worker: it must be ready to take part."""
         self._thread = threading.get_ident()
         self._heartbeat.start()
         return self._run_protocol(None)
 
     def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
-        with abort_wait_if(lambda: self._obsolete_reason(self.view)):
+        with abort_wait_if(lambda: self._rendezvous.obsolete_reason(self.view)):
             return self.group.subgroup(ranks)
 
     def recover(self, error: PeerLost) -> RecoveryPlan:
         self.member.group_failed()
         self._watched = None
         _log(error.message)
-        self.group.abandon(error.message)  # whoever still waits for this worker is told
+        self.group.abandon(error.message)  # ends the waits of others for this worker
         return self._run_protocol(None)
 
     def change_members(self, leaving: Sequence[int]) -> RecoveryPlan:
@@ -274,10 +181,10 @@ class ElasticMembership:
         until = time.monotonic() + LEAVING_SECONDS
         with suppress(StoreUnavailable):
             while time.monotonic() < until:
-                news = self._read_state()
-                if self.worker_id not in news.view.members or len(news.view.members) == 1:
+                state = self._read_state()
+                if self.worker_id not in state.view.members or len(state.view.members) == 1:
                     break
-                self._store.wait("view", news.revision, POLL_SECONDS)
+                self._store.wait("view", state.revision, POLL_SECONDS)
 
     def fail_run(self, reason: str) -> None:
         with suppress(StoreUnavailable):
@@ -299,132 +206,71 @@ class ElasticMembership:
         self._store.close()
 
     def _run_protocol(self, change: BoundaryChange | None) -> RecoveryPlan:
-        """Does what the protocol says until a group stands."""
-        told = False
+        """Does what the protocol decides until a group is formed."""
+        logged = False
         while True:
             try:
-                news = self._read_state()
-                if news.request.failed:
-                    raise RunAbandoned(f"the run ends: {news.request.failed}")
-                if self.member.committed < 0 and self._is_waiting(news.view) and self._is_unneeded(news):
+                state = self._read_state()
+                if state.request.failed:
+                    raise RunAbandoned(f"the run ends: {state.request.failed}")
+                if self.member.committed < 0 and self._is_waiting(state.view) and self._is_unneeded(state):
                     raise WorkerEvicted(f"{self.worker_id} was asked to stop before it took part")
-                if self.member.committed >= 0 and self.worker_id in news.view.members and news.request.done:
+                if self.member.committed >= 0 and self.worker_id in state.view.members and state.request.done:
                     raise RunCompleted("the run is done")
-                late = self._late_members(news)
-                gone = self._gone(news) | late
-                action = self.member.decide(self._observe(news, late), gone, change)
+                late = self._late_members(state)
+                gone = self._gone(state) | late
+                action = self.member.decide(self._observe(state, late), gone, change)
                 match action:
                     case ProposeView(view):
                         value = msgspec.json.encode(view)
-                        self._set_phase(f"proposes epoch {view.generation}: {view.reason}")
-                        self._store.swap("view", value, news.view_revision)
-                    case PostPosition(epoch, position):
-                        self._put_record(f"position/{epoch}/{store_key(self.worker_id)}", msgspec.json.encode(position))
+                        self._set_phase(f"proposes generation {view.generation}: {view.reason}")
+                        self._store.swap("view", value, state.view_revision)
+                    case PostPosition(generation, position):
+                        key = f"position/{generation}/{store_key(self.worker_id)}"
+                        self._rendezvous.put_record(key, msgspec.json.encode(position))
                     case WaitForStore():
-                        self._report_waiting(news)
-                        self._store.wait("", news.revision, POLL_SECONDS)
+                        self._report_waiting(state)
+                        self._store.wait("", state.revision, POLL_SECONDS)
                     case LeaveRun(view, lost) if lost:
                         error = ModelShardLost(self._loss_reason(view, lost))
                         error.present = view.members
                         raise error
                     case LeaveRun(view):
-                        raise WorkerEvicted(
-                            f"the others went on without {self.worker_id}: epoch {view.generation}, {view.reason}"
-                        )
-                    case FormGroup(settlement):
-                        if self._form(settlement, news):
-                            return settlement
+                        others = f"the others went on without {self.worker_id}"
+                        raise WorkerEvicted(f"{others}: generation {view.generation}, {view.reason}")
+                    case FormGroup(recovery):
+                        if self._form(recovery):
+                            return recovery
             except LeaseEnded:
-                time.sleep(POLL_SECONDS)  # the beat gets another one
+                time.sleep(POLL_SECONDS)  # the heartbeat gets another lease
             except StoreUnavailable as error:
-                if not told:
-                    told = True
+                if not logged:
+                    logged = True
                     _log(error.message)
                 self._set_phase("waits for the store")
                 time.sleep(STORE_RETRY_SECONDS)
 
-    def _form(self, recovery: RecoveryPlan, state: MembershipState) -> bool:
+    def _form(self, recovery: RecoveryPlan) -> bool:
         view = recovery.view
-        self._set_phase(f"forms the group of epoch {view.generation}")
+        self._set_phase(f"forms the group of generation {view.generation}")
         self.member.group_forming(recovery)
         self._kill_evicted(view)
         self._leave_group()
         try:
-            self.group = self._make_group(view)
+            self.group = self._rendezvous.make_group(view)
         except RunError as error:
-            _log(f"epoch {view.generation}: {error.message}")
-            self._failed_attempts += 1
+            _log(f"generation {view.generation}: {error.message}")
             self.member.group_failed()
             return False
-        self.view, self._failed_attempts = view, 0
+        self.view = view
         self._watched = (view.generation, view.members, self.group)
         if self.worker_id not in recovery.behind:
             self.member.group_formed(recovery)
         self._set_phase("works")
         return True
 
-    def _make_group(self, view: MembershipView) -> WorkerGroup:
-        rank, size = view.rank(self.worker_id), len(view.members)
-        if size == 1:
-            return SoloGroup(self.options)
-        forming = timedelta(seconds=min(FORMING_SECONDS * 2**self._failed_attempts, self.timeout.total_seconds()))
-        if rank == 0:
-            store = self._open_rendezvous(view)
-        else:
-            host, _, port = self._await_rendezvous(view, forming).rpartition(":")
-            try:
-                store = TCPStore(host, int(port), is_master=False, timeout=forming)
-            except RuntimeError as error:
-                raise PeerLost(f"{view.members[0]} is not at {host}: {str(error).splitlines()[0]}") from None
-        store.set_timeout(forming)
-        with abort_wait_if(lambda: self._obsolete_reason(view)):
-            return DistributedGroup(
-                store, rank=rank, size=size, timeout=self.timeout, options=self.options, form_timeout=forming
-            )
-
-    def _obsolete_reason(self, view: MembershipView) -> str:
-        """Why the group of this view need not be made any more."""
-        news = self._heartbeat.state
-        if news.view.generation > view.generation:
-            return f"epoch {news.view.generation} has begun: {news.view.reason}"
-        gone = self._heartbeat.gone(news)
-        return "; ".join(f"{who} {gone[who]}" for who in view.members if who in gone)
-
-    def _open_rendezvous(self, view: MembershipView) -> TCPStore:
-        """Torch's own store, where the members of one epoch exchange what their connections need."""
-        address = os.environ.get("SHOAL_ADDRESS", "127.0.0.1")
-        listener = socket.create_server((address, 0), backlog=128)
-        port = listener.getsockname()[1]
-        self._rendezvous = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self._put_record(f"meeting/{view.generation}", f"{address}:{port}".encode())
-        return self._rendezvous
-
-    def _put_record(self, key: str, value: bytes) -> None:
-        """A record of one epoch; the one of the epoch before goes."""
-        revision = self._store.put(key, value, self._heartbeat.lease)
-        kind = key.split("/")[0]
-        before, self._records[kind] = self._records.get(kind), (key, revision)
-        if before is not None and before[0] != key:
-            self._store.swap(before[0], None, before[1])
-
-    def _await_rendezvous(self, view: MembershipView, limit: timedelta) -> str:
-        until = time.monotonic() + limit.total_seconds()
-        while True:
-            news = self._read_state()
-            if news.view.generation != view.generation:
-                raise PeerLost(f"epoch {view.generation} is over: {news.view.reason}")
-            if news.rendezvous is not None:
-                return news.rendezvous
-            gone = self._gone(news)
-            lost = [f"{who} {gone[who]}" for who in view.members if who in gone]
-            if lost or time.monotonic() > until:
-                raise PeerLost("; ".join(lost) or f"{view.members[0]} did not say where to meet")
-            self._store.wait("", news.revision, POLL_SECONDS)
-
     def _kill_evicted(self, view: MembershipView) -> None:
-        """A stopped process that wakes up would still write into memory it shared with others: it is ended first."""
+        """Kills removed members on this host: a stopped process that wakes up would write into shared memory."""
         if view.boundary:
             return
         for who, alive in self._heartbeat.known().items():
@@ -437,7 +283,7 @@ class ElasticMembership:
         group, self.group = self.group, SoloGroup(self.options)
         with suppress(RuntimeError, RunError):
             group.close()
-        self._rendezvous = None
+        self._rendezvous.close()
 
     def _read_state(self) -> MembershipState:
         return MembershipState(self._store.read(""))
@@ -451,35 +297,32 @@ class ElasticMembership:
         return found
 
     def _observe(self, state: MembershipState, late: Collection[WorkerId]) -> MembershipObservation:
-        """Where a model is cut, those who have some of the state drop a late member as one whose lease has run out."""
+        """Where the model is sharded, members with state drop a late one as if its lease had run out."""
         seen = state.observation()
         if self.model_shards == 1 or self.member.committed < 0 or not late:
             return seen
         return replace(seen, alive=[who for who in seen.alive if who not in late])
 
     def _loss_reason(self, view: MembershipView, lost: Sequence[int]) -> str:
-        parts = ("part " if len(lost) == 1 else "parts ") + " and ".join(map(str, lost))
-        had = [
-            who
-            for who in self.view.members
-            if model_shard_of(who.worker, self.model_shards) in lost and who not in view.members
-        ]
-        those = f" with {' and '.join(map(str, had))}" if had else ""
+        shards = ("part " if len(lost) == 1 else "parts ") + " and ".join(map(str, lost))
+        gone = [who for who in self.view.members if who not in view.members]
+        holders = [str(who) for who in gone if model_shard_of(who.worker, self.model_shards) in lost]
+        those = f" with {' and '.join(holders)}" if holders else ""
         was = "was" if len(lost) == 1 else "were"
-        return f"{parts} of the model {was} lost{those}: the run goes on from the newest checkpoint"
+        return f"{shards} of the model {was} lost{those}: the run goes on from the newest checkpoint"
 
     def _is_waiting(self, view: MembershipView) -> bool:
-        """Whether this worker waits for others to come, or to let it in."""
+        """Whether this worker waits for others to enter, or to let it in."""
         return self.worker_id not in view.members or not covers_model(view.members, self.model_shards)
 
     def _is_unneeded(self, state: MembershipState) -> bool:
         return state.request.done or state.request.stop or self._should_leave()
 
     def _late_members(self, state: MembershipState) -> dict[WorkerId, str]:
-        """Members that live but have not come to this epoch for as long as a worker waits for others."""
-        epoch, since = self._waiting_since
-        if epoch != state.view.generation:
-            self._waiting_since = epoch, since = state.view.generation, time.monotonic()
+        """Members that live but have not posted a position in this generation within `--timeout`."""
+        generation, since = self._waiting_since
+        if generation != state.view.generation:
+            self._waiting_since = generation, since = state.view.generation, time.monotonic()
         limit = self.timeout.total_seconds()
         if time.monotonic() - since <= limit or self.worker_id not in state.positions:
             return {}
@@ -491,26 +334,28 @@ class ElasticMembership:
         else:
             missing = [who for who in state.view.members if who not in state.positions and who != self.worker_id]
             names = ", ".join(map(str, missing))
-            phase = f"recovers: waits for {names}" if names else "recovers: waits for the next epoch"
+            phase = f"recovers: waits for {names}" if names else "recovers: waits for the next generation"
             self._set_phase(phase, [who.worker for who in missing])
 
     def _set_phase(self, phase: str, waits_for: Sequence[int] = ()) -> None:
         if phase != self.phase:
             self.phase, self.waiting_for, self.phase_since = phase, list(waits_for), time.monotonic()
 
-    # -- on the beat's thread -----------------------------------------------------------------------------------------
+    # -- on the heartbeat's thread ------------------------------------------------------------------------------------
 
     def _on_state(self, state: MembershipState) -> None:
         gone = self._heartbeat.gone(state)
         current = self._watched
-        # When the run is done all have come to its end: whoever goes now goes as it should.
+        # When the run is done, all members have come to its end: one that ends now is not lost.
         if current is not None and not state.request.done:
-            epoch, members, group = current
+            generation, members, group = current
             lost = [f"{who} {gone[who]}" for who in members if who in gone]
             if lost:
                 group.abandon("; ".join(lost))
-            elif state.view.generation > epoch and not (state.view.boundary and self.worker_id in state.view.members):
-                group.abandon(f"epoch {state.view.generation} has begun: {state.view.reason}")
+            elif state.view.generation > generation and not (
+                state.view.boundary and self.worker_id in state.view.members
+            ):
+                group.abandon(f"generation {state.view.generation} has begun: {state.view.reason}")
         self._newcomers = newcomers(state.view, state.alive, gone)
         if state.stacks_revision > self._stacks_answered:
             self._stacks_answered = state.stacks_revision
@@ -522,10 +367,9 @@ class ElasticMembership:
         self._emit(event)
 
     def _on_store_retry(self, seconds: float) -> None:
-        """The driver has had its time; then the members try, one after the other: the first may be gone."""
-        place = (
-            self.view.members.index(self.worker_id) if self.worker_id in self.view.members else len(self.view.members)
-        )
+        """Restarts the store if the driver has not. The members try one after the other: the first may be gone."""
+        members = self.view.members
+        place = members.index(self.worker_id) if self.worker_id in members else len(members)
         if self._restart_store is not None and seconds > STORE_RESTART_SECONDS * (1 + place):
             with suppress(RunError, OSError):
                 self._restart_store()
@@ -553,76 +397,5 @@ class ElasticMembership:
 
 
 def _log(text: str) -> None:
-    """For the worker's log alone: the run's story is told by events."""
+    """For the worker's log alone: events report the story of the run."""
     print(f"{LOG_ONLY}{time.strftime('%H:%M:%S')} {text}", file=sys.stderr)
-
-
-class FixedMembership:
-    """A group that was made once. Nobody is replaced, and whoever is lost takes the run with it."""
-
-    elastic = False
-
-    def __init__(self, group: WorkerGroup, should_stop: Callable[[], bool]) -> None:
-        self.group = group
-        self.worker_id = WorkerId(group.rank)
-        self.view = MembershipView(generation=1, members=tuple(WorkerId(rank) for rank in range(group.size)))
-        self.member = MemberState(worker_id=self.worker_id)
-        self._should_stop = should_stop
-        self.phase = "works"
-
-    @property
-    def generation(self) -> int:
-        return 1
-
-    def enter(self) -> RecoveryPlan:
-        settlement = RecoveryPlan(view=self.view, step=0, behind=(), finishing=(), fresh_start=True)
-        self.member.group_formed(settlement)
-        return settlement
-
-    def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
-        return self.group.subgroup(ranks)
-
-    def start_at(self, step: int) -> None:
-        self.member.start_at(step)
-
-    def state_received(self, recovery: RecoveryPlan) -> None:
-        return
-
-    def vote(self) -> None:
-        self.member.vote()
-
-    def commit(self) -> None:
-        self.member.commit()
-
-    def drop(self) -> None:
-        self.member.drop()
-
-    def set_busy(self, busy: bool) -> None:
-        return
-
-    def recover(self, error: PeerLost) -> RecoveryPlan:
-        raise error
-
-    def change_members(self, leaving: Sequence[int]) -> RecoveryPlan:
-        raise RunError("the workers of this run cannot change")
-
-    def leave(self) -> None:
-        return
-
-    def fail_run(self, reason: str) -> None:
-        return
-
-    def stop_watching(self) -> None:
-        return
-
-    def finish_run(self) -> None:
-        return
-
-    def requests(self) -> int:
-        return STOP if self._should_stop() else 0
-
-    def known_committed(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        return

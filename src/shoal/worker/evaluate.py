@@ -1,18 +1,19 @@
-"""Means over held-out data: by lanes, merged in the tree, each sample once (EXACT rule 18)."""
+"""Means over held-out data: by lanes, added in the tree, each sample once (docs/exact.md rule 18)."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import WorkerGroup
+from shoal.collectives.group import SoloGroup, WorkerGroup
 from shoal.job.dataset import DataSource
 from shoal.numerics.lanes import Span, cut_batch, fold
 from shoal.numerics.seeds import preserve_generators
-from shoal.parallel.data_parallel import read_loss
+from shoal.parallel.local_step import read_loss
 from shoal.parallel.replica import ModelReplica
 from shoal.worker.consistency import gather_text
 
@@ -20,9 +21,26 @@ NAMES_BYTES = 4096
 UNNAMED_METRIC = "value"  # of a closure that returns no dict
 SumCount = tuple[float, float]  # sum and count
 FetchBatch = Callable[[], Any]  # a batch
-Measure = Callable[
-    [Sequence[FetchBatch]], Iterable[tuple[int, Any]]
-]  # batches -> (number of a batch, what it comes to)
+Measure = Callable[[Sequence[FetchBatch]], Iterable[tuple[int, Any]]]  # batches -> (number of a batch, its metrics)
+
+
+@dataclass(frozen=True)
+class EvaluationGroup:
+    """The workers of an evaluation, and their lanes."""
+
+    group: WorkerGroup
+    assignment: Sequence[Span]  # by replica
+    own_lanes: Span  # that this worker takes part in
+    reporters: Sequence[int]  # by replica: the rank that knows the metrics of its lanes
+
+    @classmethod
+    def replicated(cls, group: WorkerGroup, assignment: Sequence[Span]) -> "EvaluationGroup":
+        """Every worker holds the whole model."""
+        return cls(group, assignment, assignment[group.rank], range(group.size))
+
+    @classmethod
+    def alone(cls, lanes: int) -> "EvaluationGroup":
+        return cls.replicated(SoloGroup(), [(0, lanes)])
 
 
 def measure_locally(closure: Callable[[Any], Any]) -> Measure:
@@ -30,32 +48,20 @@ def measure_locally(closure: Callable[[Any], Any]) -> Measure:
     return lambda fetches: ((number, closure(fetch())) for number, fetch in enumerate(fetches))
 
 
-def evaluate(
-    source: DataSource,
-    measure: Measure,
-    *,
-    replica: ModelReplica,
-    group: WorkerGroup,
-    assignment: Sequence[Span],
-    own_lanes: Span,
-    reporters: Sequence[int],
-    batch: int,
-) -> Any:
-    """The mean of what the closure returns (a mean, (sum, count), or a dict of these), on every worker alike.
-
-    `own`: the lanes that this worker takes part in; `tellers`: who knows what the lanes of each share come to.
-    """
+def evaluate(source: DataSource, measure: Measure, replica: ModelReplica, workers: EvaluationGroup, batch: int) -> Any:
+    """The mean of what `measure` yields (a mean, (sum, count), or a dict of these), on every worker alike."""
+    group, assignment = workers.group, workers.assignment
     lanes = assignment[-1][1]
     with evaluation_mode(replica):
-        names, found = _measure_own_lanes(source, measure, own_lanes, lanes, batch)
-    # A worker that has measured nothing has not seen the names; whoever has lane 0 has: it is never empty.
+        names, found = _measure_own_lanes(source, measure, workers.own_lanes, lanes, batch)
+    # A worker without samples has not seen the names; the worker of lane 0 has: that lane is never empty.
     names = next(filter(None, gather_text(group, "\n".join(names), NAMES_BYTES))).split("\n")
     batches = -(-source.samples // batch)
     table = torch.zeros(batches, lanes, len(names), 2, dtype=torch.float64)
     for (number, lane), pairs in found.items():
         table[number, lane] = torch.tensor(pairs, dtype=torch.float64)
     rows = group.gather_rows(table.reshape(-1)).reshape(group.size, *table.shape)
-    owners = [reporters[share] for share, (start, stop) in enumerate(assignment) for _ in range(start, stop)]
+    owners = [workers.reporters[share] for share, (start, stop) in enumerate(assignment) for _ in range(start, stop)]
     whole = torch.stack([rows[owner, :, lane] for lane, owner in enumerate(owners)], dim=1)
     means = {name: _mean(whole[:, :, index], lanes) for index, name in enumerate(names)}
     return means[UNNAMED_METRIC] if list(means) == [UNNAMED_METRIC] else means
@@ -66,20 +72,20 @@ def _measure_own_lanes(
 ) -> tuple[list[str], dict[tuple[int, int], list[SumCount]]]:
     order = source.order(0)
     places: list[tuple[int, int]] = []
-    pieces: list[list[int]] = []
+    microbatches: list[list[int]] = []
     for number, first in enumerate(range(0, source.samples, batch)):
         count = min(batch, source.samples - first)
         for lane, cuts in enumerate(cut_batch(count, batch, lanes, 1)):
             if held[0] <= lane < held[1] and cuts:
                 places.append((number, lane))
-                pieces.append([order[first + position] for position in cuts[0]])
+                microbatches.append([order[first + position] for position in cuts[0]])
     names: list[str] = []
     found: dict[tuple[int, int], list[SumCount]] = {}
-    fetches = [lambda piece=piece: source.fetch(piece, 0) for piece in pieces]
+    fetches = [lambda microbatch=microbatch: source.fetch(microbatch, 0) for microbatch in microbatches]
     for index, given in measure(fetches):
         values = given if isinstance(given, dict) else {UNNAMED_METRIC: given}
         names = list(values)
-        found[places[index]] = [_sum_count(value, len(pieces[index])) for value in values.values()]
+        found[places[index]] = [_sum_count(value, len(microbatches[index])) for value in values.values()]
     return names, found
 
 
@@ -99,8 +105,8 @@ def _mean(table: Tensor, lanes: int) -> float:
 
     total: SumCount = (0.0, 0.0)
     for row in table.tolist():
-        parts = {(lane, lane + 1): (pair[0], pair[1]) if pair[1] else None for lane, pair in enumerate(row)}
-        folded = fold(lanes, parts, add)
+        by_lane = {(lane, lane + 1): (pair[0], pair[1]) if pair[1] else None for lane, pair in enumerate(row)}
+        folded = fold(lanes, by_lane, add)
         total = total if folded is None else add(total, folded)
     return total[0] / total[1] if total[1] else math.nan
 

@@ -20,9 +20,10 @@ from shoal.numerics.describe import describe
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.plan import make_plan
 from shoal.report.atomic_write import write_json
-from shoal.worker import context as seats
 from shoal.worker.build_model import whole_model
-from shoal.worker.trainer import Run
+from shoal.worker.context import current_context
+from shoal.worker.run import Run
+from shoal.worker.training_state import TrainingSetup
 
 _joined: tuple[int, Run] | None = None  # the process that joined, and its run: a forked worker inherits neither
 
@@ -51,8 +52,8 @@ def join(
     run_dir, resume   only when started alone; `shoal run` has flags for both
     """
     global _joined
-    seat = seats.current_context(Path(run_dir) if run_dir is not None else None, resume)
-    kernels.configure(threads=threads, exact=seat.settings.exact)
+    context = current_context(Path(run_dir) if run_dir is not None else None, resume)
+    kernels.configure(threads=threads, exact=context.config.exact)
     source = open_data(loader, seed=seed)
     checked = as_job(
         model,
@@ -65,21 +66,21 @@ def join(
         checkpoint_every=checkpoint_every,
     )
     schedule = checked.schedule(source.samples)
-    plan = seat.plan or make_plan(
+    plan = context.plan or make_plan(
         lanes=checked.lane_count,
-        workers=seat.size,
-        shares=seat.settings.shares,
+        workers=context.size,
+        shares=context.config.parallel.shares,
         threads=threads,
-        exact=seat.settings.exact,
-        algorithm=seat.settings.communication.algorithm,
-        compress=seat.settings.communication.compress,
+        exact=context.config.exact,
+        algorithm=context.config.comm_options.algorithm,
+        compress=context.config.comm_options.compress,
     )
-    if (plan.lanes, plan.workers) != (checked.lane_count, seat.size):
+    if (plan.lanes, plan.workers) != (checked.lane_count, context.size):
         raise JobError(
             f"the plan is for {plan.lanes} lanes on {plan.workers} workers;"
-            f" the script has {checked.lane_count} on {seat.size}"
+            f" the script has {checked.lane_count} on {context.size}"
         )
-    crew = seat.membership()
+    membership = context.membership()
     arithmetic = checked.arithmetic() | {
         "optimizer": type(optimizer).__qualname__,
         "scheduler": None if scheduler is None else type(scheduler).__qualname__,
@@ -87,26 +88,24 @@ def join(
         "model": describe(model),
     }
     arithmetic |= source.arithmetic(schedule)
-    run = Run(
+    setup = TrainingSetup(
         built=whole_model(model, find_blocks(model, blocks)),
         optimizer=optimizer,
         scheduler=scheduler,
-        state=state or {},
         source=source,
         schedule=schedule,
         microbatches=microbatches,
         seed=seed,
-        plan=plan,
-        context=seat,
-        membership=crew,
-        broadcast=True,
         arithmetic=arithmetic,
+        state=state or {},
+        broadcast=True,
         steps=steps,
         checkpoint_every=checkpoint_every,
     )
+    run = Run(setup, plan, context, membership)
     run.plan = structs.replace(plan, exact=plan.exact and run.group.comm_stats().exact)
-    if run.leader and seat.folder is not None and crew.generation <= 1:
-        write_json(seat.folder / "plan.json", run.plan)
+    if run.leader and context.folder is not None and membership.generation <= 1:
+        write_json(context.folder / "plan.json", run.plan)
     _joined = os.getpid(), run
     atexit.register(finish_joined)
     return run

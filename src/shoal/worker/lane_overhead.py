@@ -1,4 +1,4 @@
-"""What lanes cost: smaller kernels. Measured on one worker after the last step, without changing anything."""
+"""What lanes cost: smaller kernels. One worker measures it after the last step, and changes nothing."""
 
 import time
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from typing import Any
 
 from shoal.numerics.lanes import cut_batch
 from shoal.numerics.seeds import preserve_generators
-from shoal.parallel.data_parallel import read_loss
+from shoal.parallel.local_step import read_loss
 from shoal.report.events import LaneCost
-from shoal.worker.trainer import Run
+from shoal.worker.run import Run
 
 BUDGET_SECONDS = 1.0
 ROUNDS = 3
@@ -22,12 +22,13 @@ def measure_lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | Non
     if stop - first < 2:  # one lane: nothing could be joined, so it costs nothing
         return LaneCost(time=time.time(), lanes=1, separate_seconds=0.0, joint_seconds=0.0)
     cuts = cut_batch(run.schedule.batch, run.schedule.batch, run.plan.lanes, run.strategy.microbatches)
-    apart = [list(piece) for lane in range(first, stop) for piece in cuts[lane]]
-    together = [[position for piece in column for position in piece] for column in zip(*cuts[first:stop], strict=True)]
+    apart = [list(microbatch) for lane in range(first, stop) for microbatch in cuts[lane]]
+    columns = zip(*cuts[first:stop], strict=True)
+    together = [[position for microbatch in column for position in microbatch] for column in columns]
     order = run.source.order(0)
 
-    def seconds(pieces: list[list[int]]) -> float:
-        batches = [run.source.fetch([order[position] for position in piece], 0) for piece in pieces]
+    def seconds(microbatches: list[list[int]]) -> float:
+        batches = [run.source.fetch([order[position] for position in microbatch], 0) for microbatch in microbatches]
         began = time.perf_counter()
         for batch in batches:
             loss, _ = read_loss(closure(batch), "measuring lanes")

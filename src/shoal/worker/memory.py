@@ -67,7 +67,7 @@ def process_status() -> dict[str, int]:
 
 
 def _reset_peak() -> None:
-    with suppress(OSError):  # without it the peak is that of the whole life
+    with suppress(OSError):  # without it the peak is that of the whole process
         CLEAR_REFS.write_text(RESET_PEAK)
 
 
@@ -116,7 +116,7 @@ def _small_stacks() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it says that there was no more memory."""
+    """Whether an error means that no memory was left."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
@@ -157,12 +157,11 @@ class MemoryEstimate:
         return [f"{part:<10} {human.size(num_bytes):>9}" for part, num_bytes in rows.items()]
 
     def check(self, available: int, *, by: str, fix: str) -> None:
-        """`by`: who says that there is so much, such as the option."""
+        """`by`: where the limit comes from, such as an option."""
         if self.total > available:
             parts = ", ".join(f"{part} {human.size(num_bytes)}" for part, num_bytes in self.by_category().items())
             refused = MemoryNeeded(
-                f"one worker needs {human.size(self.total)} ({parts}) and has {human.size(available)} ({by})",
-                fix=fix,
+                f"one worker needs {human.size(self.total)} ({parts}) and has {human.size(available)} ({by})", fix=fix
             )
             refused.needed = self.total
             raise refused
@@ -175,20 +174,20 @@ def estimate_memory(
     lanes: int = 1,
     trained: int | None = None,
     stored: int | None = None,
-    merged: bool = True,
+    reduced: bool = True,
     buffers: int = 0,
 ) -> MemoryEstimate:
     """All in bytes on this worker. `state`: see `state_factor`. `lanes`: that it holds.
 
     `trained`: the weights that get gradients; `stored`: those whose optimizer state is here; both all of them if it is
-    not said. `merged`: what all workers' gradients come to has memory of its own (False for one worker).
+    not said. `reduced`: the sums over all workers have memory of their own (False for one worker).
     """
     trained = weights if trained is None else trained
     stored = trained if stored is None else stored
     at_once = lanes.bit_length()  # adding up a tree of lanes: log2 + 1
     return MemoryEstimate(
         weights=weights,
-        gradients=trained * (at_once + int(merged)),
+        gradients=trained * (at_once + int(reduced)),
         optimizer=math.ceil(stored * state),
         buffers=buffers,
     )

@@ -54,7 +54,7 @@ def example_microbatch(job: Job, source: DataSource) -> Sequence[Any]:
 
 
 def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
-    """Finds out how the model is cut; whatever does not fit is an error here."""
+    """Finds how the layout shards the model. A layout that does not fit is an error here."""
     made = sketch_model(job)
     blocks = find_blocks(made.model, job.blocks)
     shapes = {
@@ -68,13 +68,7 @@ def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
             check_schedule(job, plan)
             row = record_graph(model, blocks, example, autocast=job.precision == "bf16-autocast")
             stages = cut_model(
-                model,
-                blocks,
-                row,
-                ranks=plan.pipeline,
-                schedule=plan.schedule,
-                chunks=plan.chunks,
-                weights=plan.stages,
+                model, blocks, row, ranks=plan.pipeline, schedule=plan.schedule, chunks=plan.chunks, weights=plan.stages
             )
             if job.evaluate is not None:
                 _check_evaluation(job, model, blocks, example, stages)
@@ -87,9 +81,9 @@ def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
 def check_schedule(job: Job, plan: Plan) -> None:
     """What goes through a pipeline is the microbatches of a replica's lanes."""
     lanes = job.lane_count // len(plan.assignment)
-    pieces = lanes * job.microbatches
+    slices = lanes * job.microbatches
     try:
-        make_schedule(plan.schedule, ranks=plan.pipeline, microbatches=pieces, chunks=plan.chunks)
+        make_schedule(plan.schedule, ranks=plan.pipeline, microbatches=slices, chunks=plan.chunks)
     except PlanError as error:
         whose = f"{lanes} of {job.lane_count} lanes" if len(plan.assignment) > 1 else f"{lanes} lanes"
         has = f"a replica has {whose} with {job.microbatches} microbatch{'es' if job.microbatches > 1 else ''} each"
@@ -109,7 +103,7 @@ def as_computed(job: Job, model: nn.Module) -> nn.Module:
 def _check_evaluation(
     job: Job, model: nn.Module, blocks: BlockList, example: Sequence[Any], stages: PipelineStages
 ) -> None:
-    """What cannot be evaluated in stages is said before it is trained."""
+    """Refuses a model that cannot be evaluated in stages before it is trained."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -128,7 +122,7 @@ def check_initial_weights(job: Job, outline: ModelOutline | None) -> None:
 
 
 def check_optimizer(job: Job, outline: ModelOutline, plan: Plan) -> None:
-    """One that cannot work on pieces is refused where parameters are cut. It is built on tiny ones for that."""
+    """Refuses an optimizer that cannot work on slices, where parameters are sliced. It is built on tiny parameters."""
     if plan.zero or plan.tensor > 1:
         tiny = [
             (name, nn.Parameter(torch.zeros((2,) * each.ndim), requires_grad=each.requires_grad))
@@ -155,29 +149,22 @@ def check_memory(job: Job, outline: ModelOutline, plan: Plan, limit: int | None)
 
 def memory_of(job: Job, outline: ModelOutline, plan: Plan, model_shard: int) -> MemoryEstimate:
     share = partition_of(outline, plan.layout, model_shard)
-    dtypes = {
-        name: tensor.dtype
-        for name, tensor in (*outline.sketch.model.named_parameters(), *outline.sketch.model.named_buffers())
-    }
+    model = outline.sketch.model
+    dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
-    def size(names: Iterable[str], pieces: Mapping[str, TensorSlice]) -> int:
-        shapes = [(name, pieces.get(name, FULL_SLICE).shape(outline.shapes[name])) for name in names]
+    def size(names: Iterable[str], slices: Mapping[str, TensorSlice]) -> int:
+        shapes = [(name, slices.get(name, FULL_SLICE).shape(outline.shapes[name])) for name in names]
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes)
 
     order = [name for name in outline.shapes if name in outline.parameters]
     own = [name for name in order if name in share.held]
     weights = size(own, share.slices)
     if plan.zero == 2:  # kernels use them whole, beside the rows that are updated
-        weights += size(
-            own,
-            {} if outline.rules is None else partition_of(outline, replace(plan.layout, zero=0), model_shard).slices,
-        )
+        replicated = partition_of(outline, replace(plan.layout, zero=0), model_shard)
+        weights += size(own, {} if outline.rules is None else replicated.slices)
     masters = job.precision == "bf16-weights"
-    updated = size(
-        own,
-        {name: piece.compose(share.slices.get(name, FULL_SLICE)) for name, piece in share.optimizer_slices.items()}
-        or share.slices,
-    )
+    updates = {name: rows.compose(share.slices.get(name, FULL_SLICE)) for name, rows in share.optimizer_slices.items()}
+    updated = size(own, updates or share.slices)
     start, stop = plan.assignment[0]
     return estimate_memory(
         weights // 2 if masters else weights,
@@ -186,7 +173,7 @@ def memory_of(job: Job, outline: ModelOutline, plan: Plan, model_shard: int) -> 
         trained=updated if plan.zero >= 2 else None,
         stored=updated,
         lanes=stop - start if plan.zero < 2 else 1,
-        merged=len(plan.assignment) > 1,
+        reduced=len(plan.assignment) > 1,
         buffers=size([name for name in share.held if name not in outline.parameters], share.slices),
     )
 
@@ -197,31 +184,30 @@ class WorkerPartition:
 
     held: frozenset[str]
     slices: Mapping[str, TensorSlice]  # of what it holds, where that is not whole
-    optimizer_slices: Mapping[str, TensorSlice]  # what it updates of what it holds (zero); within the piece
+    optimizer_slices: Mapping[str, TensorSlice]  # what it updates of what it holds (zero), within the slice
 
     def as_global(self, zero: int, masters: bool) -> "WorkerPartition":
-        """As pieces of the whole."""
-        within = {
-            name: piece.compose(self.slices.get(name, FULL_SLICE)) for name, piece in self.optimizer_slices.items()
-        }
-        pieces = {**self.slices, **within} if masters and zero == 1 else self.slices
-        return replace(self, slices=pieces, optimizer_slices=within if zero == 1 else {})
+        """As slices of whole tensors."""
+        slices = self.slices
+        within = {name: rows.compose(slices.get(name, FULL_SLICE)) for name, rows in self.optimizer_slices.items()}
+        slices = {**slices, **within} if masters and zero == 1 else slices
+        return replace(self, slices=slices, optimizer_slices=within if zero == 1 else {})
 
 
 def partition_of(outline: ModelOutline, layout: ParallelLayout, worker: int) -> WorkerPartition:
     place = layout.position(worker)
     held = frozenset(outline.shapes) if outline.stages is None else outline.stages.names[place.stage]
-    pieces: dict[str, TensorSlice] = {}
+    slices: dict[str, TensorSlice] = {}
     updated: dict[str, TensorSlice] = {}
     for name in held:
         shape = outline.shapes[name]
-        piece = FULL_SLICE if outline.rules is None else outline.rules.slice_of(name, shape, place.tensor_rank)
+        tensor_slice = FULL_SLICE if outline.rules is None else outline.rules.slice_of(name, shape, place.tensor_rank)
         if layout.zero and name in outline.parameters:
-            rows_of = row_slice(piece.shape(shape), layout.data, place.replica)
+            rows_of = row_slice(tensor_slice.shape(shape), layout.data, place.replica)
             if layout.zero == 1:
                 updated[name] = rows_of
             else:
-                piece = rows_of.compose(piece)
-        if piece:
-            pieces[name] = piece
-    return WorkerPartition(held=held, slices=pieces, optimizer_slices=updated)
+                tensor_slice = rows_of.compose(tensor_slice)
+        if tensor_slice:
+            slices[name] = tensor_slice
+    return WorkerPartition(held=held, slices=slices, optimizer_slices=updated)

@@ -1,12 +1,12 @@
-"""State from a live member to newcomers, between two steps: weights, buffers, optimizer, scheduler, the step.
+"""Transfers the state from a live member to newcomers, between two steps: weights, buffers, optimizer, scheduler, step.
 
 donor     header (names, shapes, addresses, values), small tensors ──► newcomer
           takes digests                                                reads large tensors where they lie, if it may
                                                    ◄── has them, or asks for them as messages
           digests                                                  ──► compares before anything is restored
 
-The donor holds still until a newcomer says that it has everything, and sends the digests only then: whoever has them
-knows that nothing changed while it read. `prepare` is called ahead, while the others still train.
+The donor waits until a newcomer has everything, and sends the digests only then: a newcomer that has them knows that
+nothing changed while it read. `preallocate` is called ahead, while the others still train.
 """
 
 import math
@@ -61,7 +61,7 @@ class _TransferHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 def send_state(group: WorkerGroup, receivers: Sequence[int], snapshot: Snapshot) -> int:
     """Hands a snapshot, whose tensors may be the live ones, to some ranks. Returns its bytes."""
-    tensors = [(part, name, tensor) for part in SECTIONS for name, tensor in getattr(snapshot, part).items()]
+    tensors = [(section, name, tensor) for section in SECTIONS for name, tensor in getattr(snapshot, section).items()]
     flats = [_bytes(tensor) for _, _, tensor in tensors]
     proof = ReadProbe()
     header = _TransferHeader(
@@ -71,8 +71,8 @@ def send_state(group: WorkerGroup, receivers: Sequence[int], snapshot: Snapshot)
         arithmetic=snapshot.arithmetic,
         fingerprint=snapshot.fingerprint,
         tensors=[
-            _TensorHeader(part, name, str(each.dtype), tuple(each.shape), flat.data_ptr())
-            for (part, name, each), flat in zip(tensors, flats, strict=True)
+            _TensorHeader(section, name, str(each.dtype), tuple(each.shape), flat.data_ptr())
+            for (section, name, each), flat in zip(tensors, flats, strict=True)
         ],
         pid=os.getpid(),
         proof=proof.address_and_secret(),
@@ -100,7 +100,7 @@ def send_state(group: WorkerGroup, receivers: Sequence[int], snapshot: Snapshot)
 
 
 def preallocate(tensors: Iterable[Tensor]) -> None:
-    """Makes the memory that a hand-over will fill this process's own, so that nobody waits for the kernel meanwhile.
+    """Makes the kernel give this process the memory that a transfer fills, before other workers wait for it.
 
     Pages that are new, or still shared with the process this one was forked from, cost several times what the copy
     does. `tensors` are those that will be restored in place; what they and the optimizer need beside that is taken
@@ -130,22 +130,22 @@ def receive_state(group: WorkerGroup, source: int, donor: str = "") -> tuple[Sna
     if small:
         together = torch.empty(sum(flat.numel() for flat in small), dtype=torch.uint8)
         group.receive(together, source)
-        for flat, piece in zip(small, together.split([flat.numel() for flat in small]), strict=True):
-            flat.copy_(piece)
+        for flat, data in zip(small, together.split([flat.numel() for flat in small]), strict=True):
+            flat.copy_(data)
     found = _receive_large(group, source, header, tensors, flats, large)
     expected = torch.empty(len(tensors), dtype=torch.int64)
     group.receive(expected, source)
     check_digests(header.tensors, expected.tolist(), found, donor or f"rank {source}")
-    parts: dict[str, dict[str, Tensor]] = {part: {} for part in SECTIONS}
+    sections: dict[str, dict[str, Tensor]] = {section: {} for section in SECTIONS}
     for described, tensor in zip(header.tensors, tensors, strict=True):
-        parts[described.section][described.name] = tensor
+        sections[described.section][described.name] = tensor
     snapshot = Snapshot(
         step=header.step,
         aliases=header.aliases,
         values=header.values,
         arithmetic=header.arithmetic,
         fingerprint=header.fingerprint,
-        **parts,
+        **sections,
     )
     return snapshot, whole
 

@@ -1,4 +1,4 @@
-"""Where a worker's time goes, told to the driver a few times a second. The parts sum to the whole."""
+"""Where a worker's time goes, reported to the driver a few times a second. The parts sum to the whole."""
 
 import os
 import time
@@ -8,29 +8,29 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.parallel.data_parallel import StepResult
+from shoal.parallel.step import StepResult
 from shoal.recovery.sample_audit import sample_digest
 from shoal.report.events import StepsCommitted, TimeSpent
-from shoal.worker.context import EventChannel
+from shoal.worker.event_channel import EventChannel
 
 REPORT_SECONDS = 0.2
 
 
 class StepTimer:
     def __init__(self, channel: EventChannel, rank: int, samples: bool = False) -> None:
-        """`samples`: also tells which samples each step saw, not only a digest of them."""
+        """`samples`: also reports the samples of each step, not only a digest of them."""
         self.channel = channel
         self.rank = rank
         self.report_samples = samples
         self.mark = self.reported_at = time.perf_counter()
-        self.in_update = False  # between a merge and its commit
+        self.in_update = False  # between committed and applied
         self._clear()
 
     def _clear(self) -> None:
         self.spent = TimeSpent()
         self.count = self.samples = 0
         self.slowest: dict[int, int] = {}
-        self.lost_seconds = 0.0  # seconds in steps that came to nothing
+        self.lost_seconds = 0.0  # in steps that were dropped
         self.consumed: list[str] = []
         self.indices: list[list[int]] = []
 
@@ -40,30 +40,31 @@ class StepTimer:
         return passed
 
     def begin(self) -> None:
-        """What came before was no part of an update."""
+        """What came before is no part of a step."""
         self.spent += TimeSpent(other=self._elapsed())
 
     def pause(self) -> None:
-        """What follows, up to `begin`, is no part of the update."""
+        """What follows, up to `begin`, is no part of a step."""
         self.spent += TimeSpent(apply=self._elapsed()) if self.in_update else TimeSpent(other=self._elapsed())
 
-    def reduced(self, result: StepResult) -> None:
+    def committed(self, result: StepResult) -> None:
+        """A step is committed: its times are known. What follows is its update."""
         whole = self._elapsed()
         data, wait, merge = result.data_seconds, result.wait_seconds, result.reduce_seconds
         self.spent += TimeSpent(data=data, wait=wait, merge=merge, compute=max(0.0, whole - data - wait - merge))
         self.in_update = True
 
     def dropped(self) -> None:
-        """A step failed, and the workers are in order again."""
+        """A step failed, and the workers have recovered."""
         self.lost_seconds += self._elapsed()
 
-    def committed(self, result: StepResult, indices: NDArray[np.int64], leader: bool, members: Sequence[int]) -> None:
-        """`members`: the workers' numbers, by rank."""
+    def applied(self, result: StepResult, indices: NDArray[np.int64], leader: bool, members: Sequence[int]) -> None:
+        """The update is over. `members`: the worker numbers, by rank."""
         self.spent += TimeSpent(apply=self._elapsed())
         self.in_update = False
         self.count += 1
         self.samples += result.samples
-        # Every member tells it: the leader may be gone before it has.
+        # Every member reports it: the leader may be lost before it has.
         self.consumed.append(sample_digest(indices))
         if self.report_samples:
             self.indices.append(indices.tolist())
@@ -76,14 +77,7 @@ class StepTimer:
         return self.count > 0 and self.mark - self.reported_at >= REPORT_SECONDS
 
     def report(
-        self,
-        *,
-        step: int,
-        epoch: int,
-        loss: float | None,
-        lanes: tuple[int, int],
-        rate: float | None,
-        leader: bool,
+        self, *, step: int, epoch: int, loss: float | None, lanes: tuple[int, int], rate: float | None, leader: bool
     ) -> None:
         if not self.count:
             return

@@ -27,7 +27,7 @@ from shoal.worker.consistency import gather_text
 from shoal.worker.join import joined_run
 
 if TYPE_CHECKING:
-    from shoal.worker.trainer import Run
+    from shoal.worker.run import Run
 
 AGGREGATES = ("mean", "sum", "only_first")
 REDUCTIONS = ("sum", "mean", "max", "min")
@@ -37,7 +37,7 @@ _REDUCE_DIM: dict[str, Callable[[Tensor, int], Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
 }
-CALL_BYTES = 256  # of what a worker says it is about to do
+CALL_BYTES = 256  # of the name of a worker's call
 
 TensorLike: TypeAlias = Tensor | float | int | bool
 
@@ -95,12 +95,12 @@ class Mirrored:
         """A MismatchError that names the workers whose copy differs, by a bit."""
         among = _value_group(self._group_like)
         _agree(among, f"check {_kind(self._value)}")
-        told = among.gather_rows(torch.tensor([quick_digest(self._value)])).flatten().tolist()
-        if len(set(told)) == 1:
+        digests = among.gather_rows(torch.tensor([quick_digest(self._value)])).flatten().tolist()
+        if len(set(digests)) == 1:
             return
-        common, number = Counter(told).most_common(1)[0]
-        right = told.index(common if 2 * number > among.size else told[0])
-        wrong = [worker for worker, digest in enumerate(told) if digest != told[right]]
+        common, number = Counter(digests).most_common(1)[0]
+        right = digests.index(common if 2 * number > among.size else digests[0])
+        wrong = [worker for worker, digest in enumerate(digests) if digest != digests[right]]
         copies = _bytes_of_all(among, self._value, [list(self._value.shape)] * among.size)
         raise MismatchError(
             f"a mirrored value differs on {_workers(wrong)} from worker {right}'s",
@@ -275,10 +275,10 @@ def _reduced(among: ValueGroup, value: Tensor, how: str) -> Tensor:
     if how in ("max", "min"):
         rows = torch.stack(_bytes_of_all(among, value, [list(value.shape)] * among.size))
         return rows.amax(0) if how == "max" else rows.amin(0)
-    deal = [(worker, worker + 1) for worker in range(among.size)]
+    spans = [(worker, worker + 1) for worker in range(among.size)]
     flat = value.cpu().reshape(-1)
     if flat.numel():
-        flat = among.ordered_reduce(among.size, deal, {deal[among.rank]: flat}).wait()
+        flat = among.ordered_reduce(among.size, spans, {spans[among.rank]: flat}).wait()
     total = flat.reshape(value.shape).to(value.device)
     return total.div_(among.size) if how == "mean" else total
 
@@ -288,10 +288,10 @@ def _agree(among: ValueGroup, call: str) -> None:
     if among.size == 1:
         return
     calls = gather_text(cast(WorkerGroup, among), call, CALL_BYTES)  # it gathers, no more
-    for worker, told in enumerate(calls):
-        if told != calls[0]:
+    for worker, theirs in enumerate(calls):
+        if theirs != calls[0]:
             raise InputError(
-                f"worker 0 calls {calls[0]}; worker {worker} calls {told}",
+                f"worker 0 calls {calls[0]}; worker {worker} calls {theirs}",
                 fix="all workers call the same, in the same order, with the same shape and type",
             )
 

@@ -1,1 +1,1 @@
-"""Where worker processes come from. An engine starts, watches and ends them; it knows nothing of training."""
+"""Where the processes of a run come from: `base.Launcher` is the contract, `local` and `lab` implement it."""

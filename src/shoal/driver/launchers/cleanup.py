@@ -1,7 +1,7 @@
-"""What labs leave under /run and in the process table, and how it goes away.
+"""Removes what labs leave under /run and in the process table.
 
-The kernel takes a lab's network down with its owner. After kill -9 there may still be names for `ip netns`, which lead
-nowhere then, and processes that a program had started in the background; a small record says whose they were.
+The kernel takes a lab's network down with its owner. After kill -9 of the owner, names for `ip netns` are left, and
+processes that a program had started in the background. A small record of each lab names its owner.
 """
 
 import os
@@ -15,27 +15,28 @@ from pathlib import Path
 import msgspec
 
 from shoal.driver.launchers.namespaces import MARK, processes_in
+from shoal.recovery.membership.process import process_state
 
-RECORDS = Path("/run/shoal")  # one small file per lab: who owns it, which names it has
+RECORDS = Path("/run/shoal")  # one small file per lab: its owner and its names
 NAMES = Path("/run/netns")  # where `ip netns` looks
-GONE_SECONDS = 5.0  # how long a killed process may take to go
+GONE_SECONDS = 5.0  # in which a killed process ends
 
 
 class LabRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     owner: int
-    started: int  # of the owner, in the kernel's ticks: a process id may be used again
+    started: str  # when the owner began: a process id may be used again
     names: list[str]
 
 
 def clean() -> list[str]:
-    """Removes what labs left whose owner was killed; never touches one whose owner lives. Returns their ids."""
+    """Removes what is left of labs whose owner was killed, and returns their ids."""
     found = []
     for path in sorted(RECORDS.glob("lab-*.json")):
         record = _read_record(path)
         if record is None:
             path.unlink(missing_ok=True)
-        elif start_ticks(record.owner) != record.started:
+        elif process_state(record.owner, record.started) is None:
             _end_marked(record.id)
             remove_record(record.id)
             found.append(record.id)
@@ -43,7 +44,7 @@ def clean() -> list[str]:
 
 
 def remove_record(lab: str) -> None:
-    """The names, then the record: whoever is killed in between leaves a record to go by."""
+    """Removes the names, then the record: a process that is killed in between leaves the record for the next one."""
     path = RECORDS / f"lab-{lab}.json"
     record = _read_record(path)
     for name in record.names if record is not None else ():
@@ -54,12 +55,12 @@ def remove_record(lab: str) -> None:
 
 
 def end_processes(namespaces: set[int]) -> None:
-    """Ends whatever still runs on the lab's hosts, such as what a program had started in the background."""
+    """Ends all processes on the lab's hosts, such as those that a program had started in the background."""
     _kill_while(lambda: processes_in(namespaces))
 
 
 def _end_marked(lab: str) -> None:
-    """The same when the namespaces are not ours to ask: by the mark that processes of a lab have."""
+    """Ends all processes that have the mark of a lab, where its namespaces are gone."""
     _kill_while(lambda: _marked(lab))
 
 
@@ -116,12 +117,3 @@ def _read_record(path: Path) -> LabRecord | None:
         return msgspec.json.decode(path.read_bytes(), type=LabRecord)
     except (OSError, msgspec.DecodeError):
         return None
-
-
-def start_ticks(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None if there is none, or only its remains."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in "ZX" else int(rest[18])

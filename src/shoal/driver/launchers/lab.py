@@ -1,8 +1,7 @@
-"""A cluster in a box: `with Lab(cluster) as lab:` hosts that are network namespaces of this machine (see wiring.py).
+"""A cluster in a box: `with Lab(cluster) as lab:` has hosts that are network namespaces of this machine.
 
-Nothing of it is seen in the machine's own network, and it is taken down at the block's end, after an exception, Ctrl-C
-and SIGTERM. The kernel itself does so when the owner is killed; the little that may be left then (remains.py), the next
-lab or `shoal lab clean` removes.
+The machine's own network does not see it. It is taken down at the block's end, also after an exception, Ctrl-C and
+SIGTERM, and by the kernel when the owner is killed. The next lab, or `shoal lab clean`, removes the rest (cleanup.py).
 """
 
 import json
@@ -15,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
+from shoal.driver.launchers.base import Host
 from shoal.driver.launchers.cleanup import (
     NAMES,
     LabRecord,
     clean,
     end_processes,
     remove_record,
-    start_ticks,
     unused_id,
     write_names,
     write_record,
@@ -35,9 +34,11 @@ from shoal.driver.launchers.lab_network import (
     links,
     rate,
 )
-from shoal.driver.launchers.namespaces import INTERFACE, LINKS, LabHost, inside, new_namespace, set_kernel
+from shoal.driver.launchers.local import LocalLauncher
+from shoal.driver.launchers.namespaces import INTERFACE, LINKS, LabHost, enter, inside, new_namespace, set_kernel
 from shoal.errors import InputError, RunError
 from shoal.planner.cluster import Cluster, Order, WorkerSlot, assign_workers
+from shoal.recovery.membership.process import start_ticks
 
 # One protocol, one congestion control: a lab behaves alike on every machine.
 KERNEL = {
@@ -49,7 +50,7 @@ KERNEL = {
 
 
 class Lab:
-    """`with Lab(cluster) as lab:` hosts to run processes in; gone afterwards, whatever happens."""
+    """`with Lab(cluster) as lab:` hosts to run processes on, which exist within the block."""
 
     def __init__(self, cluster: Cluster, *, order: Order = "blocks") -> None:
         check_machine()
@@ -58,6 +59,7 @@ class Lab:
         self.id = ""
         self.owner = os.getpid()
         self.hosts: tuple[LabHost, ...] = ()
+        self.launcher = LabLauncher(self)
         self._descriptors: list[int] = []
         self._stack = ExitStack()
 
@@ -65,7 +67,7 @@ class Lab:
         return assign_workers(self.cluster, self.cluster.workers if workers is None else workers, order or self.order)
 
     def rank_hosts(self, workers: int | None = None, order: Order | None = None) -> list[LabHost]:
-        """The host of each rank, for `shoal.testing.ranks(…, places=…)`."""
+        """The host of each rank, as `shoal.testing.ranks(…, places=…)` takes it."""
         return [self.host_of(slot) for slot in self.slots(workers, order)]
 
     def host_of(self, slot: WorkerSlot) -> LabHost:
@@ -74,18 +76,6 @@ class Lab:
     def inside(self, host: LabHost) -> AbstractContextManager[None]:
         """Sockets and processes that are made in this block belong to that host."""
         return inside(host.namespace)
-
-    def variables(self, slot: WorkerSlot, first: WorkerSlot) -> dict[str, str]:
-        """What a worker on this host finds in its environment, beside its rank."""
-        host = self.host_of(slot)
-        return {
-            "LOCAL_RANK": str(slot.local_rank),
-            "LOCAL_WORLD_SIZE": str(slot.local_size),
-            "GROUP_RANK": str(slot.host_rank),
-            "GROUP_WORLD_SIZE": str(slot.host_count),
-            "MASTER_ADDR": self.host_of(first).address,
-            **host.variables,
-        }
 
     # -- up and down ------------------------------------------------------------------------------------------------
 
@@ -115,8 +105,8 @@ class Lab:
         hosts = self.cluster.hosts
         names = [f"shoal-{self.id}-{host.name}" for host in hosts] + [
             f"shoal-{self.id}_fabric"
-        ]  # no host can be called so
-        write_record(LabRecord(id=self.id, owner=self.owner, started=start_ticks(self.owner) or 0, names=names))
+        ]  # not the name of a host
+        write_record(LabRecord(id=self.id, owner=self.owner, started=start_ticks(self.owner) or "", names=names))
         NAMES.mkdir(parents=True, exist_ok=True)
         paths = []
         for name in names:
@@ -125,7 +115,7 @@ class Lab:
             os.symlink(paths[-1], NAMES / name)
         known = addresses(self.cluster)
         names_file = write_names(self.id, known)
-        told = os.environ.get(LINKS) or json.dumps(links(self.cluster))  # what the user says they are like goes first
+        described = os.environ.get(LINKS) or json.dumps(links(self.cluster))  # the user's own description goes first
         self.hosts = tuple(
             LabHost(
                 name=host.name,
@@ -134,7 +124,7 @@ class Lab:
                 address=known[host.name],
                 namespace=path,
                 names=names_file,
-                links=told,
+                links=described,
             )
             for host, path in zip(hosts, paths[:-1], strict=True)
         )
@@ -153,19 +143,36 @@ class Lab:
                 _run_tool("tc", [rate(INTERFACE, host.link.bytes_per_second)])
 
     def _down(self) -> None:
-        if os.getpid() != self.owner:  # a forked process has no say in it
+        if os.getpid() != self.owner:  # a forked process does not own the lab
             return
         with _undisturbed():
             end_processes({os.fstat(descriptor).st_ino for descriptor in self._descriptors})
             for descriptor in self._descriptors:
-                os.close(descriptor)  # the last hold on the namespace: the kernel takes it down with all that is in it
+                os.close(descriptor)  # the last descriptor: the kernel takes the namespace down
             self._descriptors.clear()
             self.hosts = ()
             remove_record(self.id)
 
 
+class LabLauncher(LocalLauncher):
+    """Workers on the hosts of a lab: the fork server of this machine starts them, and they move to their hosts."""
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__()
+        self.lab = lab
+
+    def hosts(self, processes: int) -> Sequence[Host]:
+        return self.lab.rank_hosts(processes)
+
+    def services(self) -> Host:
+        return self.lab.rank_hosts(1)[0]
+
+    def enter_host(self, name: str) -> None:
+        enter(next(host for host in self.lab.hosts if host.name == name))
+
+
 def check_machine() -> None:
-    """Says what is missing before anything is made."""
+    """Raises InputError where this machine cannot have a lab."""
     if sys.platform != "linux":
         raise InputError(f"a lab needs Linux (network namespaces), and this is {sys.platform}")
     if os.geteuid() != 0:
@@ -180,8 +187,8 @@ def check_machine() -> None:
 def check_size(cluster: Cluster) -> None:
     widest = max(cluster.racks, key=lambda rack: len(rack.hosts))
     if len(cluster.racks) > MOST_RACKS or len(widest.hosts) > MOST_HOSTS:
-        told = f"{len(cluster.racks)} racks, {len(widest.hosts)} hosts in rack {widest.name}"
-        raise InputError(f"{told}: a lab can have {MOST_RACKS} racks of {MOST_HOSTS} hosts", fix="a smaller cluster")
+        shown = f"{len(cluster.racks)} racks, {len(widest.hosts)} hosts in rack {widest.name}"
+        raise InputError(f"{shown}: a lab can have {MOST_RACKS} racks of {MOST_HOSTS} hosts", fix="a smaller cluster")
 
 
 def _namespace() -> int:
@@ -197,23 +204,23 @@ def _run_tool(tool: str, lines: Sequence[str]) -> None:
     text = "\n".join(lines) + "\n"
     done = subprocess.run([tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        told = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        _, _, number = told[-1].rpartition("-:")  # "Command failed -:3"
+        shown = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        _, _, number = shown[-1].rpartition("-:")  # "Command failed -:3"
         which = [f"{tool} {lines[int(number) - 1]}"] if number.isdigit() else []
         lacks = "sch_tbf" if tool == "tc" else "bridge or veth"
-        fix = f"a kernel with {lacks}" if "nknown" in told[0] else None
-        raise RunError(f"the lab's network could not be made: {told[0]}", where=which, fix=fix)
+        fix = f"a kernel with {lacks}" if "nknown" in shown[0] else None
+        raise RunError(f"the lab's network could not be made: {shown[0]}", where=which, fix=fix)
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """A signal that would end this process without a word becomes an exception, so that the lab is taken down."""
+    """Turns a signal that would end this process at once into an exception, so that the lab is taken down."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
     before: dict[int, Any] = {}
-    with suppress(ValueError):  # not the main thread: whoever has it decides
+    with suppress(ValueError):  # not the main thread, which alone may handle signals
         for number in map(int, (signal.SIGTERM, signal.SIGHUP)):
             if signal.getsignal(number) is signal.SIG_DFL:
                 before[number] = signal.signal(number, leave)
@@ -226,7 +233,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Signals wait until the block is done."""
+    """Delays signals until the end of the block."""
     came: list[int] = []
     before: dict[int, Any] = {}
     with suppress(ValueError):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from shoal.driver.launchers.namespaces import INTERFACE
 from shoal.planner.cluster import Cluster, bandwidth_text
 
-NETWORK = "10.77"  # 10.77.RACK.HOST, seen by nobody outside
+NETWORK = "10.77"  # 10.77.RACK.HOST, not reached from outside
 MOST_RACKS, MOST_HOSTS = 256, 254  # in such an address: racks, and hosts of a rack
 # What a link lets through at once after a pause. Above 64 KB, which links from 300 Mbit/s on have, the kernel passes on
 # what TCP hands over as one; below it cuts that into frames, and a fast lab would measure the processor.
@@ -70,7 +70,7 @@ def burst_bytes(bytes_per_second: float) -> int:
 
 
 def links(cluster: Cluster) -> dict[str, tuple[float, float]]:
-    """By level, what a message meets: seconds, and bytes of its own per second. Of unequal links, the slowest."""
+    """By level: seconds per message, and bytes of messages per second. Of unequal links, those of the slowest."""
     found = {"host": [host.link for host in cluster.hosts]}
     if len(cluster.racks) > 1:
         found["rack"] = [rack.uplink for rack in cluster.racks]
@@ -84,7 +84,7 @@ def links(cluster: Cluster) -> dict[str, tuple[float, float]]:
 
 
 def picture(cluster: Cluster) -> str:
-    """The lab as the user should see it, line by line."""
+    """Racks, hosts, addresses and links, for the user."""
     known = addresses(cluster)
     width = max(len(host.name) for host in cluster.hosts)
     lines = []

@@ -1,7 +1,7 @@
-"""Network namespaces: the machine's own way to give a process the network of another host.
+"""Network namespaces, by which the kernel gives a process the network of another host.
 
-A namespace here has no name of its own in the kernel: it lives as long as a process runs in it or a descriptor is open,
-so that nothing can be left over when its maker dies, however it dies.
+A namespace here has no name in the kernel: it exists while a process runs in it or a descriptor is open, so nothing is
+left of it when its owner dies, however that dies.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, kw_only=True)
 class LabHost:
-    """A host of a lab (lab.py), as a process that is to run on it needs it."""
+    """A host of a lab (lab.py), with what a process needs to move to it."""
 
     name: str
     rack: str
@@ -40,7 +40,7 @@ class LabHost:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a process on this host finds in its environment."""
+        """For the environment of a process on this host."""
         return {
             "SHOAL_HOST": self.name,
             "SHOAL_RACK": self.rack,
@@ -50,9 +50,12 @@ class LabHost:
             MARK: self.lab,
         }
 
+    def call(self, function: Callable[[], T]) -> T:
+        return call_on(self, function)
+
 
 def new_namespace() -> int:
-    """The descriptor of a new, empty namespace. The calling thread stays where it is."""
+    """Makes an empty namespace and returns its descriptor. The calling thread stays where it is."""
     with _back_home():
         _checked("unshare", _libc.unshare(CLONE_NEWNET))
         return os.open(HERE, os.O_RDONLY | os.O_CLOEXEC)
@@ -60,20 +63,22 @@ def new_namespace() -> int:
 
 @contextmanager
 def inside(namespace: str) -> Iterator[None]:
-    """Sockets and processes that this thread makes in here belong to that namespace, for good."""
+    """Sockets and processes that this thread makes within the block belong to that namespace."""
     with _back_home():
         _join(namespace)
         yield
 
 
 def enter(host: LabHost) -> None:
-    """Moves this thread and what it starts to a host, for good: a whole process, if it has no other thread yet."""
+    """Moves this thread, and processes that it starts, to a host: the whole process, where it has one thread."""
     _join(host.namespace)
     _checked("unshare", _libc.unshare(CLONE_NEWUTS | CLONE_NEWNS))
     socket.sethostname(host.name)
     # Where mounts are forbidden (some containers), hosts have addresses only, and torch warns that it finds no name.
     with suppress(OSError):
-        _checked("mount", _libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None))  # what follows stays in here
+        _checked(
+            "mount", _libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None)
+        )  # further mounts are seen by this process alone
         _checked("mount", _libc.mount(host.names.encode(), b"/etc/hosts", None, MS_BIND, None))
 
 
@@ -91,7 +96,7 @@ def call_on(host: LabHost | None, function: Callable[[], T]) -> T:
 
 
 def processes_in(namespaces: set[int]) -> set[int]:
-    """Processes in any of these namespaces (inode numbers, of which each must be held open), save this one."""
+    """Processes in any of these namespaces (inode numbers; the caller holds each open), except this one."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -102,7 +107,7 @@ def processes_in(namespaces: set[int]) -> set[int]:
 
 
 def set_kernel(values: dict[str, str]) -> None:
-    """Settings under /proc/sys/net of the namespace at hand; one that this kernel does not have is left out."""
+    """Writes settings under /proc/sys/net of the thread's namespace, except those that this kernel does not have."""
     for name, value in values.items():
         with suppress(OSError):
             Path("/proc/sys/net", name).write_text(value)

@@ -1,4 +1,4 @@
-"""Any program on the hosts of a lab: one process per worker, with what torchrun would have set."""
+"""Any program on the hosts of a lab: one process per worker, with the variables that torchrun sets."""
 
 import os
 import selectors
@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TextIO
 
+from shoal.driver.launchers.base import torchrun_environment
 from shoal.driver.launchers.fork_server import die_with_parent
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.launchers.namespaces import enter
@@ -19,14 +20,14 @@ from shoal.errors import InputError
 from shoal.planner.cluster import WorkerSlot
 
 MASTER_PORT = 29500  # free: the host is new
-GRACE_SECONDS = 5.0  # between the request to end and the end
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 TICK_SECONDS = 0.1
 LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramFailure:
-    """The first program that ended badly."""
+    """The first program that failed."""
 
     slot: WorkerSlot
     code: int  # negative: the signal that ended it
@@ -41,16 +42,15 @@ class ProgramFailure:
 
 
 def run_program(lab: Lab, command: Sequence[str]) -> ProgramFailure | None:
-    """Runs the command once per worker of the cluster; their output comes out line by line, with the host's name.
+    """Runs the command once per worker of the cluster, and prints their output line by line with the host's name.
 
     After the first failure the others are asked to end (SIGTERM), then made to. None is left when this returns.
     """
     check_program(command[0])
-    slots = lab.slots()
     programs: list[_HostProgram] = []
     try:
-        for slot in slots:
-            programs.append(_HostProgram(lab, slot, slots[0], command))
+        for slot in lab.slots():
+            programs.append(_HostProgram(lab, slot, command))
         return _watch(programs)
     finally:
         _end_all(programs)
@@ -99,29 +99,23 @@ def _end_all(programs: Sequence["_HostProgram"]) -> None:
 class _HostProgram:
     """One process and its two streams."""
 
-    def __init__(self, lab: Lab, slot: WorkerSlot, first: WorkerSlot, command: Sequence[str]) -> None:
+    def __init__(self, lab: Lab, slot: WorkerSlot, command: Sequence[str]) -> None:
         self.slot = slot
-        host, parent = lab.host_of(slot), os.getpid()
+        hosts, parent = lab.rank_hosts(), os.getpid()
+        host = hosts[slot.rank]
 
         def move() -> None:
             die_with_parent(parent)
             enter(host)
 
-        ranks = {
-            "RANK": str(slot.rank),
-            "ROLE_RANK": str(slot.rank),
-            "WORLD_SIZE": str(slot.size),
-            "ROLE_WORLD_SIZE": str(slot.size),
-            "ROLE_NAME": "default",
-            "MASTER_PORT": str(MASTER_PORT),
-        }
+        ranks = torchrun_environment(hosts, slot.rank, hosts[0].address, MASTER_PORT)
         self.process = subprocess.Popen(
             command,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | ranks | lab.variables(slot, first),
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | ranks | host.variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # so that whatever it starts can be ended with it
+            start_new_session=True,  # the processes that it starts are ended with it
             preexec_fn=move,
         )
         assert self.process.stdout is not None and self.process.stderr is not None
@@ -140,7 +134,7 @@ class _HostProgram:
         return self.process.returncode
 
     def signal(self, number: int) -> None:
-        if self.running:  # not reaped, so the number is still its own
+        if self.running:  # not reaped, so the process id is still its own
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
@@ -154,7 +148,7 @@ class _HostProgram:
 
 
 class _PrefixedPipe:
-    """Passes on whole lines, each with the name of the host it came from."""
+    """Prints whole lines, each with the name of the host it came from."""
 
     def __init__(self, source: IO[bytes], target: TextIO, prefix: str) -> None:
         self.source, self.target, self.prefix = source, target, prefix
@@ -163,7 +157,7 @@ class _PrefixedPipe:
         os.set_blocking(self.descriptor, False)
 
     def pass_on(self) -> bool:
-        """All that has come; False at the end."""
+        """Prints all lines that have arrived; returns False at the end of the stream."""
         try:
             while found := os.read(self.descriptor, LONGEST_LINE):
                 *lines, self.partial = (self.partial + found).split(b"\n")

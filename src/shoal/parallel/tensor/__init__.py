@@ -1,7 +1,7 @@
-"""Operators of one replica split over the workers of a team; the model's own code is left as it is.
+"""Operators of one replica split over a tensor-parallel group; the model's own code is left as it is.
 
-`find_rules` looks once, without data, how a model's modules can be split; `install` makes them work on slices;
-`Sliced` stands for the whole tensor in the code between them.
+`find_rules` finds once, without data, how a model's modules can be split; `install` makes them work on slices;
+`ShardedTensor` stands for the whole tensor in the code between them.
 """
 
 from shoal.parallel.tensor.find_rules import copy_to_meta, find_rules

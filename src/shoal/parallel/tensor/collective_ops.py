@@ -1,11 +1,11 @@
-"""What is done at the border between whole and sliced tensors, each with its backward.
+"""Collectives between whole and sliced tensors, each with its backward.
 
-copy      whole  ─► the same      for operators whose workers each make a part of its gradient: these are summed
-total     parts  ─► their sum     the gradient of a sum is everybody's
-gather    slices ─► whole         the gradient is cut
-cut       whole  ─► slices        the gradient is gathered
-scatter   parts  ─► slices of their sum        (sequence)
-collect   slices ─► whole, for operators whose workers each make a part of its gradient   (sequence)
+copy_to_shards    whole  ─► the same      each worker makes a summand of its gradient: these are summed
+all_reduce        summands ─► their sum   the gradient of a sum is every worker's
+all_gather        slices ─► whole         the gradient is sliced
+take_shard        whole  ─► slices        the gradient is gathered
+reduce_scatter    summands ─► slices of their sum                           (sequence)
+collect           slices ─► whole; each worker makes a summand of its gradient   (sequence)
 """
 
 from typing import Any
@@ -25,8 +25,8 @@ _COPIED = "_shoal_copied"
 def own_slice(whole: Tensor, dim: int, group: TensorGroup, segments: int = 1) -> Tensor:
     """This worker's slice; a view where it can be one."""
     ((_, ranges),) = even_slice(whole.shape, dim, group.size, group.rank, segments).cuts.items()
-    parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-    return parts[0] if segments == 1 else torch.cat(parts, dim)
+    slices = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+    return slices[0] if segments == 1 else torch.cat(slices, dim)
 
 
 class _CopyToShards(Function):
@@ -42,8 +42,8 @@ class _CopyToShards(Function):
 
 class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: TensorGroup) -> Tensor:
-        return group.sum(part)
+    def forward(ctx: Any, summand: Tensor, group: TensorGroup) -> Tensor:
+        return group.sum(summand)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -76,9 +76,9 @@ class _TakeShard(Function):
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, summand: Tensor, dim: int, group: TensorGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return group.reduce_scatter(part, dim)
+        return group.reduce_scatter(summand, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -117,8 +117,8 @@ def copy_to_shards(whole: Tensor, group: TensorGroup) -> Tensor:
     return copied
 
 
-def all_reduce(part: Tensor, group: TensorGroup) -> Tensor:
-    return part if group.size == 1 else _applied(_AllReduce, part, group)
+def all_reduce(summand: Tensor, group: TensorGroup) -> Tensor:
+    return summand if group.size == 1 else _applied(_AllReduce, summand, group)
 
 
 def all_gather(local: Tensor, dim: int, group: TensorGroup, segments: int = 1) -> Tensor:
@@ -133,8 +133,8 @@ def take_shard(whole: Tensor, dim: int, group: TensorGroup, segments: int = 1) -
     return _applied(_TakeShard, whole, dim, segments, group)
 
 
-def reduce_scatter(part: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    return part if group.size == 1 else _applied(_ReduceScatter, part, dim, group)
+def reduce_scatter(summand: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    return summand if group.size == 1 else _applied(_ReduceScatter, summand, dim, group)
 
 
 def sequence_gather(local: Tensor, dim: int, group: TensorGroup) -> Tensor:

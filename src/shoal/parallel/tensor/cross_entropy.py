@@ -100,11 +100,11 @@ def _by_class(logits: Any, target: Any) -> bool:
 
 
 def _loss(logs: Any, target: Tensor, given: dict[str, Any]) -> Tensor:
-    """From logarithms of probabilities, cut by class. What torch's own function says of each argument holds."""
+    """From logarithms of probabilities, sliced by class. Arguments are those of torch's own function."""
     weight, smoothing, reduction = given["weight"], given["label_smoothing"], given["reduction"]
     if given.get("size_average") is not None or given.get("reduce") is not None:
         raise ValueError("size_average and reduce are torch's old names; use reduction")
-    dim, team, classes = logs.shard_dim, logs.group, logs.shape[logs.shard_dim]
+    dim, group, classes = logs.shard_dim, logs.group, logs.shape[logs.shard_dim]
     each = None if weight is None else weight.view([-1 if place == dim else 1 for place in range(logs.ndim)])
     if target.is_floating_point():
         goal = target * (1 - smoothing) + smoothing / classes
@@ -114,12 +114,12 @@ def _loss(logs: Any, target: Tensor, given: dict[str, Any]) -> Tensor:
     kept = target != given["ignore_index"]
     safe = target.where(kept, 0)
     if safe.is_cpu and safe.numel() and not 0 <= int(safe.min()) <= int(safe.max()) < classes:
-        raise IndexError(f"a target is out of bounds: there are {classes} classes")  # nobody would have that one
-    share = classes // team.size
-    inside = (safe >= team.rank * share) & (safe < (team.rank + 1) * share)
-    place = (safe - team.rank * share).where(inside, 0).unsqueeze(dim)
+        raise IndexError(f"a target is out of bounds: there are {classes} classes")  # no worker would have that one
+    share = classes // group.size
+    inside = (safe >= group.rank * share) & (safe < (group.rank + 1) * share)
+    place = (safe - group.rank * share).where(inside, 0).unsqueeze(dim)
     picked = logs.local.gather(dim, place).squeeze(dim).where(inside, 0.0)
-    rows = -collective_ops.all_reduce(picked, team)
+    rows = -collective_ops.all_reduce(picked, group)
     scale = kept.to(rows.dtype) if weight is None else weight[safe] * kept
     rows = rows * scale
     if smoothing:

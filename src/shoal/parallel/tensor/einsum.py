@@ -1,8 +1,8 @@
 """Products of tensors. Dimensions have letters; the letter that is cut decides what a worker's product is.
 
 bhid,bhjd->bhij    h cut in both: slices of the result
-ij,jk->ik          j cut in both: parts of the result, to be summed
-ij,jk->ik          k cut in the second: slices; each worker makes a part of the first one's gradient
+ij,jk->ik          j sliced in both: summands of the result
+ij,jk->ik          k sliced in the second: slices; each worker makes a summand of the first one's gradient
 """
 
 from collections.abc import Callable, Sequence
@@ -25,19 +25,19 @@ def contract(product: Func, operands: Sequence[Tensor], letters: Sequence[str], 
     letter = letters[_place(operands, first)][first.shard_dim]
     if letter == "." or any(each.count(letter) > 1 for each in letters):
         return NotImplemented
-    parts = []
+    local_operands = []
     for operand, names in zip(operands, letters, strict=True):
         if isinstance(operand, ShardedTensor):
             if names[operand.shard_dim] == letter and operand.segments == first.segments:
                 operand.mark_consumed()
-                parts.append(operand.local)
+                local_operands.append(operand.local)
                 continue
             operand = operand.full_tensor()
         if letter in names:
-            parts.append(collective_ops.take_shard(operand, names.index(letter), first.group, first.segments))
+            local_operands.append(collective_ops.take_shard(operand, names.index(letter), first.group, first.segments))
         else:
-            parts.append(collective_ops.copy_to_shards(operand, first.group))
-    found = product(*parts)
+            local_operands.append(collective_ops.copy_to_shards(operand, first.group))
+    found = product(*local_operands)
     if letter in result:
         return first.with_local(found, result.index(letter))
     return collective_ops.all_reduce(found, first.group)
@@ -86,4 +86,4 @@ def einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return NotImplemented
     inputs, result = equation.replace(" ", "").split("->")
-    return contract(lambda *parts: func(equation, *parts), operands, inputs.split(","), result)
+    return contract(lambda *local_operands: func(equation, *local_operands), operands, inputs.split(","), result)

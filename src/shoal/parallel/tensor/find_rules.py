@@ -1,7 +1,7 @@
-"""Finds rules by one look at a model's forward pass, without data: on the meta device, with a dry team.
+"""Finds rules from a model's forward pass, without data: on the meta device, with a group that moves nothing.
 
-A Linear that meets a whole input becomes a column, one that meets slices of its last dimension a row. What is found out
-on the way (a fused projection, a column that only costs a gather) is remembered and the look begins again.
+A Linear with a whole input becomes a column, one with slices of its last dimension a row. What is found on the way (a
+fused projection, a column that only costs a gather) is recorded, and the pass begins again.
 """
 
 import copy
@@ -187,8 +187,9 @@ class _RuleSearch:
         value: Tensor | None = getattr(module, leaf)
         if value is None:
             return None
-        piece = TensorRules(self.group.size, self.found).slice_of(f"{self.names[module]}.{leaf}", tuple(value.shape), 0)
-        for dim, ranges in piece.cuts.items():
+        rules = TensorRules(self.group.size, self.found)
+        sliced = rules.slice_of(f"{self.names[module]}.{leaf}", tuple(value.shape), 0)
+        for dim, ranges in sliced.cuts.items():
             value = own_slice(value, dim, self.group, len(ranges))
         return value
 

@@ -1,7 +1,7 @@
 """The workers that hold the slices of one replica's operators, as those operators see them.
 
-The group behind a team can be exchanged (`team.group = new`) when a worker was replaced: operators keep the team, not
-the group. A dry team moves nothing; its tensors are on the meta device and only have shapes.
+The group behind a TensorGroup is exchanged (`tensor_group.group = new`) when a worker was replaced: operators keep the
+TensorGroup. A MetaTensorGroup moves nothing; its tensors are on the meta device and only have shapes.
 """
 
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 
 class RankedGroup(Protocol):
-    """What a team needs of a group; `collectives.group.Workers` and `Alone` have it."""
+    """What a TensorGroup needs of a group: `collectives.group.WorkerGroup` has it."""
 
     rank: int
     size: int
@@ -61,11 +61,11 @@ class TensorGroup:
         """This worker's slice of the sum."""
         if self.size == 1:
             return tensor.detach()
-        parts = torch.stack(tensor.detach().chunk(self.size, dim))
-        found = torch.empty_like(parts[0])
+        chunks = torch.stack(tensor.detach().chunk(self.size, dim))
+        found = torch.empty_like(chunks[0])
         options = dist.ReduceScatterOptions()
         options.asyncOp = False
-        self._process_group.reduce_scatter_single(found, parts, options).wait()
+        self._process_group.reduce_scatter_single(found, chunks, options).wait()
         return found
 
     @property

@@ -40,14 +40,14 @@ def chunk(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _taken(value: ShardedTensor, sizes: Sequence[int], dim: int) -> Any:
     if dim % value.ndim != value.shard_dim:
-        return tuple(value.with_local(part) for part in value.local.split(list(sizes), dim))
+        return tuple(value.with_local(local) for local in value.local.split(list(sizes), dim))
     count = len(sizes)
     if len(set(sizes)) > 1:
         return NotImplemented
     if value.segments % count:
         value.check_fused(count)
         return NotImplemented
-    return tuple(value.with_local(part, segments=value.segments // count) for part in value.local.chunk(count, dim))
+    return tuple(value.with_local(local, segments=value.segments // count) for local in value.local.chunk(count, dim))
 
 
 @handles("unbind")
@@ -58,7 +58,9 @@ def unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if value.shape[dim] <= FEW:
             value.check_fused(value.shape[dim])
         return NotImplemented
-    return tuple(value.with_local(part, value.shard_dim - (dim < value.shard_dim)) for part in value.local.unbind(dim))
+    return tuple(
+        value.with_local(local, value.shard_dim - (dim < value.shard_dim)) for local in value.local.unbind(dim)
+    )
 
 
 @handles("select")
@@ -91,12 +93,12 @@ def setitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
     index = index if isinstance(index, tuple) else (index,)
     if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index):
         return NotImplemented
-    part = indexed(target, index)
-    if part is NotImplemented:
+    selected = indexed(target, index)
+    if selected is NotImplemented:
         return NotImplemented
     if isinstance(value, Tensor):
-        value = match_operand(part, part.shard_dim - part.ndim, value)
-    part.local[...] = value
+        value = match_operand(selected, selected.shard_dim - selected.ndim, value)
+    selected.local[...] = value
     return None
 
 
@@ -162,9 +164,9 @@ def join(func: Func, args: Args, kwargs: Kwargs) -> Any:
     dim %= first.ndim + stacked
     if not stacked and dim == first.shard_dim:
         return NotImplemented
-    parts = [match_operand(first, first.shard_dim - first.ndim, value) for value in values]
+    local_operands = [match_operand(first, first.shard_dim - first.ndim, value) for value in values]
     first.mark_computed()
-    return first.with_local(func(parts, dim), first.shard_dim + (stacked and dim <= first.shard_dim))
+    return first.with_local(func(local_operands, dim), first.shard_dim + (stacked and dim <= first.shard_dim))
 
 
 @handles("repeat_interleave")

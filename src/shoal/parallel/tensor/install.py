@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-# Importing them is what tells `Sliced` about its operators.
+# Importing them registers the operators of `ShardedTensor`.
 from shoal.parallel.tensor import attention, cross_entropy, einsum, indexing, operators, views  # noqa: F401
 from shoal.parallel.tensor.group import TensorGroup
 from shoal.parallel.tensor.modules import ShardedForward
@@ -25,7 +25,7 @@ class InstalledForwards:
         """Keeps torch's encoder from its fast path, which reads the weights of modules instead of calling them."""
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoderLayer):
-                # One of the conditions of the fast path is that nobody looks on.
+                # Torch takes the fast path only where the module has no hooks.
                 self._undo.append(module.self_attn.register_forward_pre_hook(_noop_hook).remove)
             elif isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
                 module.use_nested_tensor = False
@@ -42,15 +42,15 @@ def _noop_hook(module: nn.Module, args: Any) -> None:
 
 
 def install(model: nn.Module, rules: TensorRules, group: TensorGroup) -> InstalledForwards:
-    """`model` has the parameters that `rules.piece` says. Modules that it lacks (another stage's) are passed over."""
+    """`model` holds the slices of `rules`. Modules of another stage, which it lacks, are passed over."""
     installed = InstalledForwards()
     if rules.size == 1:
         return installed
-    assert group.size == rules.size, f"a team of {group.size}, rules for {rules.size}"
+    assert group.size == rules.size, f"a group of {group.size}, rules for {rules.size}"
     modules = dict(model.named_modules())
     for name, rule in rules.modules.items():
         module = modules.get(name)
-        # The output projection of an attention is part of that one's forward.
+        # The output projection of an attention belongs to the attention's forward.
         if module is not None and rule.kind != "whole":
             installed.replace_forward(
                 module, ShardedForward(module=module, rule=rule, group=group, sequence=rules.sequence)

@@ -43,7 +43,7 @@ class ShardedForward:
         return ShardedTensor(found, -1, self.group, self.rule.segments, origin)
 
     def _copy_input(self, value: Tensor) -> Tensor:
-        """A whole input, of which each worker makes a part of the gradient."""
+        """A whole input; each worker makes a summand of its gradient."""
         if isinstance(value, ShardedTensor):
             if self.sequence and value.shard_dim == value.ndim - 2 and value.segments == 1:
                 return collective_ops.sequence_gather(value.local, value.shard_dim, self.group)
@@ -60,14 +60,14 @@ class ShardedForward:
             local = collective_ops.take_shard(whole, whole.dim() - 1, self.group, segments)
         return self._reduce_output(F.linear(local, self.read(self.module, "weight")), self.read(self.module, "bias"))
 
-    def _reduce_output(self, part: Tensor, bias: Tensor | None, places: int = -2) -> Tensor:
-        """The sum of all workers' parts; the bias is added once, after."""
-        if self.sequence and part.dim() > 2 and part.shape[places] % self.group.size == 0:
-            found = collective_ops.reduce_scatter(part, places % part.dim(), self.group)
+    def _reduce_output(self, summand: Tensor, bias: Tensor | None, places: int = -2) -> Tensor:
+        """The sum over all workers; the bias is added once, after."""
+        if self.sequence and summand.dim() > 2 and summand.shape[places] % self.group.size == 0:
+            found = collective_ops.reduce_scatter(summand, places % summand.dim(), self.group)
             if bias is not None:
                 found = found + collective_ops.copy_to_shards(bias, self.group).to(found.dtype)
             return ShardedTensor(found, places, self.group)
-        found = collective_ops.all_reduce(part, self.group)
+        found = collective_ops.all_reduce(summand, self.group)
         return found if bias is None else found + bias.to(found.dtype)
 
     def vocab(self, input: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class ShardedForward:
             and indices.numel()
             and not 0 <= int(indices.min()) <= int(indices.max()) < module.num_embeddings
         ):
-            raise IndexError(f"index out of range: {module.num_embeddings} embeddings")  # nobody would have that row
+            raise IndexError(f"index out of range: {module.num_embeddings} embeddings")  # no worker would have that row
         start = self.group.rank * weight.shape[0]
         place = indices - start
         outside = (place < 0) | (place >= weight.shape[0])
@@ -108,13 +108,13 @@ class ShardedForward:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        module, team = self.module, self.group
+        module, group = self.module, self.group
         assert isinstance(module, nn.MultiheadAttention)
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's own words
         batched = query.dim() == 3
         queries, keys, values = self._projected(query, key, value)
-        masks = [_heads_mask(attn_mask, module.num_heads, team), _padding(key_padding_mask)]
+        masks = [_heads_mask(attn_mask, module.num_heads, group), _padding(key_padding_mask)]
         p = module.dropout if module.training else 0.0
         weights = None
         if need_weights or p:
@@ -123,22 +123,22 @@ class ShardedForward:
                 scores = scores if mask is None else scores + mask.to(scores.dtype)
             weights = F.softmax(scores, -1)
             if p:
-                weights = weights * dropout_mask(ShardedTensor(weights, 1, team), p)
+                weights = weights * dropout_mask(ShardedTensor(weights, 1, group), p)
             found = weights @ values
         else:
             shown = [mask.to(queries.dtype) for mask in masks if mask is not None]
             both = sum(shown[1:], shown[0]) if shown else None
             found = F.scaled_dot_product_attention(queries, keys, values, both)
         # Places first, as torch's own has them in memory: a dropout that follows draws in that order.
-        part = F.linear(found.permute(2, 0, 1, 3).flatten(2), self.read(module.out_proj, "weight"))
-        output = self._reduce_output(part, module.out_proj.bias, places=0)
+        summand = F.linear(found.permute(2, 0, 1, 3).flatten(2), self.read(module.out_proj, "weight"))
+        output = self._reduce_output(summand, module.out_proj.bias, places=0)
         output = output.squeeze(1) if not batched else output.transpose(0, 1) if module.batch_first else output
         if not need_weights or weights is None:
             return output, None
         if average_attn_weights:
-            seen = collective_ops.all_reduce(weights.sum(1), team) / module.num_heads
+            seen = collective_ops.all_reduce(weights.sum(1), group) / module.num_heads
         else:
-            seen = collective_ops.all_gather(weights, 1, team)
+            seen = collective_ops.all_gather(weights, 1, group)
         return output, seen if batched else seen.squeeze(0)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

@@ -36,18 +36,18 @@ full_like empty_like requires_grad_
 
 
 def match_operand(first: ShardedTensor, back: int, tensor: Tensor) -> Tensor:
-    """The part of an operand that meets a slice cut in that dimension, counted from the back (broadcasting)."""
-    team = first.group
+    """This worker's slice of an operand of a tensor sliced in a dimension, counted from the back (broadcasting)."""
+    group = first.group
     if isinstance(tensor, ShardedTensor):
         if tensor.shard_dim - tensor.ndim == back and tensor.segments == first.segments:
             tensor.mark_computed()
             return tensor.local
         tensor = tensor.full_tensor()
     if tensor.dim() < -back or tensor.shape[back] == 1:
-        return collective_ops.copy_to_shards(tensor, team)
+        return collective_ops.copy_to_shards(tensor, group)
     if first.origin is not None:
         first.origin.mixed = True
-    return collective_ops.take_shard(tensor, back % tensor.dim(), team, first.segments)
+    return collective_ops.take_shard(tensor, back % tensor.dim(), group, first.segments)
 
 
 @handles(*ELEMENTWISE, *IN_PLACE)
@@ -59,13 +59,13 @@ def elementwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if "out" in kwargs or (writes and first is not args[0]):
         return NotImplemented
     if any(operand.dim() >= -back and operand.shape[back] not in (1, first.shape[back]) for operand in operands):
-        return NotImplemented  # an error, and torch's own to tell
+        return NotImplemented  # an error: torch raises its own
     first.mark_computed()
 
-    def part(value: Any) -> Any:
+    def local(value: Any) -> Any:
         return match_operand(first, back, value) if isinstance(value, Tensor) else value
 
-    found = func(*map(part, args), **{key: part(value) for key, value in kwargs.items()})
+    found = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
     if not isinstance(found, Tensor):  # places: torch.where with one argument
         return NotImplemented
     if writes:
@@ -147,8 +147,8 @@ def reduce(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if name not in ("sum", "mean"):
             return NotImplemented
         value.mark_computed()
-        part = collective_ops.all_reduce(func(value.local, *args[1:], **kwargs), value.group)
-        return part / value.group.size if name == "mean" else part
+        local = collective_ops.all_reduce(func(value.local, *args[1:], **kwargs), value.group)
+        return local / value.group.size if name == "mean" else local
     value.mark_computed()
     return value.with_local(
         func(value.local, *args[1:], **kwargs), reshape.dim_after_reduce(value.shard_dim, reduced, keep)
@@ -166,8 +166,8 @@ def norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     value.mark_computed()
 
-    def part(item: Any) -> Any:
+    def local(item: Any) -> Any:
         return collective_ops.copy_to_shards(item, value.group) if isinstance(item, Tensor) else item
 
-    rest = [part(item) for item in args[1:]]
-    return value.with_local(func(value.local, *rest, **{key: part(item) for key, item in kwargs.items()}))
+    rest = [local(item) for item in args[1:]]
+    return value.with_local(func(value.local, *rest, **{key: local(item) for key, item in kwargs.items()}))

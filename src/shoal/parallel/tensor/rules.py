@@ -1,4 +1,4 @@
-"""Which modules are split, and how: found by `find.py`, or said by the user in `Job.tensor_rules`.
+"""Which modules are split, and how: found by find_rules.py, or given by the user in `Job.tensor_rules`.
 
 column     Linear: rows of the weight, so slices of its output        ┐ together: one sum forward,
 row        Linear: columns of the weight; products are summed         ┘ one backward
@@ -47,7 +47,7 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class TensorRules:
-    """By module name; whoever is not named is whole."""
+    """By module name; a module without a rule is whole."""
 
     size: int
     modules: Mapping[str, TensorRule] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """A value that stands for a whole tensor of which this worker has a slice.
 
-Model code sees the whole: its shape, its operators. What can be done slice by slice is done so (`operators.py`,
-`views.py`, `parts.py`, `contract.py`, `attention.py`, `entropy.py`); for all else the slices are gathered and the whole
-is used: slower, and right. Not a DTensor: one of its redistributions costs 0.57 ms where the same sum takes 0.07 ms
-here, it has no placement for fused queries, keys and values, and its dropout masks are not those of one process.
+Model code sees the whole: its shape, its operators. Operators that work slice by slice do so (operators.py, views.py,
+indexing.py, einsum.py, attention.py, cross_entropy.py); for all others the slices are gathered: slower, and right. Not
+a DTensor: one of its redistributions costs 0.57 ms where the same sum takes 0.07 ms here, it has no placement for fused
+queries, keys and values, and its dropout masks are not those of one process.
 
 A tensor subclass, because model code and torch.nn ask `isinstance(x, Tensor)`. It has no memory of its own: an operator
 that got past `__torch_function__` raises instead of computing without gradients.
@@ -102,7 +102,7 @@ class ShardedTensor(Tensor):
         return f"Sliced({tuple(self.shape)}, {cut}, rank {self.group.rank} of {self.group.size}, local={self.local!r})"
 
     def with_local(self, local: Tensor, shard_dim: int | None = None, segments: int | None = None) -> "ShardedTensor":
-        """Another value of the same team and origin."""
+        """Another value of the same group and origin."""
         return ShardedTensor(
             local,
             self.shard_dim if shard_dim is None else shard_dim,
@@ -120,7 +120,7 @@ class ShardedTensor(Tensor):
     def permuted(self, order: Sequence[int]) -> "ShardedTensor":
         order = [dim % self.ndim for dim in order]
         found = self.with_local(self.local.permute(order), order.index(self.shard_dim))
-        if self.local.shape[self.shard_dim] == 1:  # strides do not tell where a dimension of size 1 is
+        if self.local.shape[self.shard_dim] == 1:  # strides do not show where a dimension of size 1 is
             found._order = tuple(order.index(dim) for dim in self.memory_order())
         return found
 

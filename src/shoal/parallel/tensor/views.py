@@ -1,4 +1,4 @@
-"""Views of slices: the same shapes and parts that the whole would have, without a word between workers."""
+"""Views of slices, with the shapes that the whole tensor would have, without communication."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,16 +28,16 @@ def _explain(value: ShardedTensor, target: Sequence[int]) -> None:
     """While rules are found: is this a fused projection that is taken apart, or are there too few heads?"""
     if value.origin is None or value.shard_dim != value.ndim - 1 or value.segments > 1:
         return
-    parts, size = reshape.split_sizes(value.shape, target), value.group.size
-    if len(parts) > 2 and reshape.new_shard_dim(value.shape, value.shard_dim, parts[0], size, target):
-        value.check_fused(parts[0])
-    if len(parts) > 1:
+    sizes, size = reshape.split_sizes(value.shape, target), value.group.size
+    if len(sizes) > 2 and reshape.new_shard_dim(value.shape, value.shard_dim, sizes[0], size, target):
+        value.check_fused(sizes[0])
+    if len(sizes) > 1:
         name = value.origin.name
         raise JobError(
-            f"{parts[0]} heads cannot be split over tensor={size}",
+            f"{sizes[0]} heads cannot be split over tensor={size}",
             where=name,
-            fix=f'tensor= a number that divides {parts[0]}, or tensor_rules={{"{name}": "whole"}}'
-            f' ("column:{parts[0]}" if these are {parts[0]} projections in one)',
+            fix=f'tensor= a number that divides {sizes[0]}, or tensor_rules={{"{name}": "whole"}}'
+            f' ("column:{sizes[0]}" if these are {sizes[0]} projections in one)',
         )
 
 
@@ -126,7 +126,7 @@ def permute(func: Func, args: Args, kwargs: Kwargs) -> Any:
 @handles("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint")
 def transpose(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
-    # A tensor that knows nothing but the number of each dimension tells the order.
+    # A tensor of nothing but the number of each dimension shows the order.
     numbers = torch.empty(tuple(range(2, 2 + value.ndim)), device="meta")
     return value.permuted([size - 2 for size in func(numbers, *args[1:], **kwargs).shape])
 

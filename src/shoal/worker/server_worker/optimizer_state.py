@@ -1,6 +1,6 @@
-"""The optimizer's state between servers, which have rows of it, and the form that every checkpoint has: whole.
+"""Converts the optimizer's state between the servers' rows and the whole tensors of a checkpoint.
 
-In local mode the servers' optimizer is the outer one; the job's own is the inner one, of which every worker has one.
+In local mode the servers run the outer optimizer; the job's own is the inner one, and every worker has it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +15,19 @@ from shoal.paramserver.dense_table import to_plain_value, with_types_of
 from shoal.paramserver.messages import TableStateReply
 from shoal.paramserver.sync_mode import SyncMode
 
-ShardState = tuple[TableStateReply, Sequence[Tensor]]  # what a shard says of its rows
+ShardState = tuple[TableStateReply, Sequence[Tensor]]  # a shard's rows of the state
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9  # of DiLoCo
 
 
 def outer_optimizer(sync_mode: SyncMode, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    """What the workers' mean movement is a gradient for."""
+    """The optimizer whose gradient is the mean movement of the workers' weights."""
     if sync_mode.outer == "nesterov":
         return torch.optim.SGD(named, lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
     return torch.optim.SGD(named, lr=1.0)
 
 
 def settings_of(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
-    """What a schedule changes, and where in it the optimizer is: plain values."""
+    """What a schedule changes in the optimizer, and the state of the schedule: plain values."""
     groups = [
         {key: to_plain_value(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -50,20 +50,20 @@ def gather_state(
     table: DensePacker,
     shard_states: Sequence[ShardState],
 ) -> None:
-    """What the shards say becomes the state of an optimizer of the whole model."""
+    """Loads the shards' rows into an optimizer of the whole model."""
     optimizer.state.clear()
     for shard, (found, tensors) in enumerate(shard_states):
-        rows = {part.name: part for part in table.shard_slices[shard]}
+        rows = {row_range.name: row_range for row_range in table.shard_slices[shard]}
         for label, tensor in zip(found.names, tensors, strict=True):
             name, _, field = label.partition("\t")
             state, parameter = optimizer.state[named[name]], named[name]
             if field not in state:
                 state[field] = torch.zeros(parameter.shape, dtype=tensor.dtype)
-            part = rows[name]
+            row_range = rows[name]
             if parameter.dim() == 0:
                 state[field].copy_(tensor)
             else:
-                state[field][part.start : part.stop] = tensor
+                state[field][row_range.start : row_range.stop] = tensor
         for label, (value, dtype) in found.values["steps"].items():
             name, _, field = label.partition("\t")
             optimizer.state[named[name]][field] = torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
@@ -73,17 +73,17 @@ def gather_state(
 def slice_state(
     optimizer: Optimizer, scheduler: Any, named: Mapping[str, nn.Parameter], table: DensePacker, shard: int
 ) -> tuple[TableStateReply, list[Tensor]]:
-    """A shard's rows of an optimizer's state, as it takes them."""
+    """A shard's rows of an optimizer's state, as the shard receives them."""
     names: list[str] = []
     tensors: list[Tensor] = []
     steps: dict[str, list[Any]] = {}
-    for part in table.shard_slices[shard]:
-        parameter = named[part.name]
+    for row_range in table.shard_slices[shard]:
+        parameter = named[row_range.name]
         for field, value in optimizer.state.get(parameter, {}).items():
-            label = f"{part.name}\t{field}"
+            label = f"{row_range.name}\t{field}"
             if isinstance(value, Tensor) and value.shape == parameter.shape and field != "step":
                 names.append(label)
-                tensors.append(value.detach() if value.dim() == 0 else value.detach()[part.start : part.stop])
+                tensors.append(value.detach() if value.dim() == 0 else value.detach()[row_range.start : row_range.stop])
             elif isinstance(value, Tensor):
                 steps[label] = [value.tolist(), str(value.dtype).removeprefix("torch.")]
             else:

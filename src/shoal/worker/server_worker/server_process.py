@@ -1,4 +1,4 @@
-"""What one parameter server of a job does: holds its shard, listens, tells of itself, comes back with what it kept."""
+"""One parameter server of a job: holds its shard, serves it, reports, and comes back with its newest snapshot."""
 
 import os
 import time
@@ -16,43 +16,46 @@ from shoal.paramserver.snapshot import SnapshotFolder
 from shoal.paramserver.step_coordinator import EVALUATE, SAVE, StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.report.events import ServerReported, ServerStarted
-from shoal.worker.context import RunSettings, WorkerContext
-from shoal.worker.main import OpenJob
+from shoal.worker.context import WorkerContext
+from shoal.worker.job_setup import OpenJob
 from shoal.worker.memory import MemoryMeter
+from shoal.worker.run_config import RunConfig
 from shoal.worker.server_worker.asynchronous import AsyncServerWorker, GroupServerWorker
+from shoal.worker.server_worker.local_sgd import LocalSgdWorker
 from shoal.worker.server_worker.optimizer_state import outer_optimizer
-from shoal.worker.server_worker.synchronous import LocalSgdWorker, SyncServerWorker
+from shoal.worker.server_worker.synchronous import SyncServerWorker
 from shoal.worker.server_worker.table_rows import rows_of_shard
+from shoal.worker.trainer import train
 
 REPORT_SECONDS = 0.5
 SNAPSHOT_SECONDS = 10.0  # between two snapshots, where workers are not in lockstep
 
 
 def train_with_servers(opened: OpenJob, context: WorkerContext) -> None:
-    """The loop of a job's worker, by the mode."""
+    """Trains a job with the worker of its sync mode."""
     assert context.plan is not None
     mode = SyncMode.parse(context.plan.sync)
     if mode.lockstep:
-        (LocalSgdWorker if mode.name == "local" else SyncServerWorker)(opened, context).run()
+        train((LocalSgdWorker if mode.name == "local" else SyncServerWorker)(opened, context))
     else:
-        (GroupServerWorker if mode.name == "groups" else AsyncServerWorker)(opened, context).run()
+        train((GroupServerWorker if mode.name == "groups" else AsyncServerWorker)(opened, context))
 
 
 def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
-    """Until the driver says so. A process that takes another's place goes on with its newest snapshot."""
+    """Serves until the driver stops it. A replacement goes on with the newest snapshot of its shard."""
     job, plan = opened.job, context.plan
     assert plan is not None and context.folder is not None
     folder = context.folder
-    kernels.configure(threads=job.threads, exact=context.settings.exact)
+    kernels.configure(threads=job.threads, exact=context.config.exact)
     mode = SyncMode.parse(plan.sync)
     snapshots = SnapshotFolder(context.folder / "servers" / f"shard-{number}")
     if not context.incarnation:
-        snapshots.clear()  # another sitting's: what counts of that is in its checkpoint
+        snapshots.clear()  # of an earlier start of this run: its checkpoint has what counts
     shard = ParameterShard(
         shard=number,
         shards=plan.servers,
         server_incarnation=snapshots.next_incarnation(),
-        coordinator=make_coordinator(opened, plan, mode, context.settings) if number == 0 else None,
+        coordinator=make_coordinator(opened, plan, mode, context.config) if number == 0 else None,
         factories={"job": lambda named: make_optimizer(job, mode, named)},
         load_snapshot=snapshots.rewind,
         load_rows=lambda name: rows_of_shard(folder, name, number, plan.servers),
@@ -87,12 +90,12 @@ def _serve(
         step=shard.step if snapshot_seconds is None else -1,
     )
     context.channel.emit(started)
-    told_at = time.monotonic()
+    reported_at = time.monotonic()
 
     def until() -> bool:
-        nonlocal told_at
-        if time.monotonic() - told_at >= REPORT_SECONDS:
-            told_at = time.monotonic()
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= REPORT_SECONDS:
+            reported_at = time.monotonic()
             context.channel.emit(server_event(shard, meter))
         return context.channel.should_stop()
 
@@ -104,7 +107,7 @@ def _serve(
 
 
 def serve_script(context: WorkerContext, number: int) -> None:
-    """For a script's workers: tables are what they declare."""
+    """Serves a script's workers: the tables are those that they declare."""
     assert context.folder is not None
     snapshots = SnapshotFolder(context.folder / "servers" / f"shard-{number}")
     if not context.incarnation:
@@ -118,18 +121,18 @@ def serve_script(context: WorkerContext, number: int) -> None:
     _serve(shard, context, snapshots, SNAPSHOT_SECONDS)
 
 
-def make_coordinator(opened: OpenJob, plan: Plan, sync_mode: SyncMode, settings: RunSettings) -> StepCoordinator:
+def make_coordinator(opened: OpenJob, plan: Plan, sync_mode: SyncMode, config: RunConfig) -> StepCoordinator:
     job = opened.job
-    a_pass = job.schedule(opened.source.samples, opened.source.last).steps_per_epoch
-    every = {SAVE: settings.checkpoint_every or job.checkpoint_every or a_pass}
+    steps_per_epoch = job.schedule(opened.source.samples, opened.source.last).steps_per_epoch
+    every = {SAVE: config.checkpoint.every or job.checkpoint_every or steps_per_epoch}
     if opened.held_out is not None:
-        every[EVALUATE] = job.evaluate_every or a_pass
+        every[EVALUATE] = job.evaluate_every or steps_per_epoch
     steps = opened.steps if sync_mode.name != "local" else -(-opened.steps // int(sync_mode.number))
     return StepCoordinator(sync_mode, plan.workers, steps, tasks=every, finish=True)
 
 
 def make_optimizer(job: Job, sync_mode: SyncMode, named: list[tuple[str, nn.Parameter]]) -> tuple[Optimizer, Any]:
-    """The job's own; in local mode what the workers' mean movement is a gradient for."""
+    """The job's own optimizer; in local mode the outer one."""
     if sync_mode.name == "local":
         return outer_optimizer(sync_mode, named), None
     optimizer = job.optimizer(named)

@@ -1,8 +1,8 @@
-"""Sparse tables on disk. They are too large to pass through a worker: a checkpoint's rows are snapshots of the servers.
+"""Sparse tables on disk. They are too large to pass through a worker: a checkpoint links the servers' snapshots.
 
     RUN/tables/step-00000100/shard-0/snapshot-…      links to what the server wrote; two steps are kept
 
-Whoever goes on with another number of servers reads all of them, and each server takes the rows that are its own.
+A run that resumes with another number of servers reads all of them, and each server takes its own rows.
 """
 
 import os
@@ -25,11 +25,11 @@ TableRows = dict[str, Tensor]  # a table's rows as a shard captures them
 
 
 def save_rows(run: Path, step: int, servers: int) -> str:
-    """What these servers have just written is kept as this step's. Returns its name, for the checkpoint."""
+    """Keeps what the servers have just written as this step's rows. Returns their name, for the checkpoint."""
     name = f"step-{step:08d}"
     beside = run / TABLES / f".{name}"
     shutil.rmtree(beside, ignore_errors=True)
-    for number in range(servers):  # there may be folders of more, of an earlier part of the run
+    for number in range(servers):  # folders of more servers may be there, from before a resume
         shard = run / "servers" / f"shard-{number}"
         newest = max(shard.glob("snapshot-*"))
         target = beside / shard.name / newest.name
@@ -44,7 +44,7 @@ def save_rows(run: Path, step: int, servers: int) -> str:
 
 
 def read_rows(run: Path, name: str) -> dict[str, list[TableRows]]:
-    """By table, what each of the servers had."""
+    """The rows of each server, by table."""
     found: dict[str, list[TableRows]] = {}
     folders = sorted((run / TABLES / name).glob("shard-*"))
     if not folders:
@@ -60,36 +60,36 @@ def read_rows(run: Path, name: str) -> dict[str, list[TableRows]]:
 
 
 def rows_of_shard(run: Path, name: str, shard: int, shards: int) -> Mapping[str, TableRows]:
-    """By table, the rows that are this shard's now."""
+    """The rows that belong to this shard, by table."""
     found: dict[str, TableRows] = {}
-    for table, parts in read_rows(run, name).items():
+    for table, shard_rows in read_rows(run, name).items():
         mine: list[TableRows] = []
-        for part in parts:
-            ids = part["ids"]
+        for each in shard_rows:
+            ids = each["ids"]
             keep = shard_of(ids, shards) == shard
-            mine.append({key: value[keep] for key, value in part.items() if len(value) == len(ids) and key != "counts"})
-        whole = {key: torch.cat([part[key] for part in mine]) for key in mine[0]}
+            mine.append({key: value[keep] for key, value in each.items() if len(value) == len(ids) and key != "counts"})
+        whole = {key: torch.cat([each[key] for each in mine]) for key in mine[0]}
         order = torch.argsort(whole["ids"])
         found[table] = {key: value[order] for key, value in whole.items()} | {"counts": torch.tensor([0, 0])}
     return found
 
 
 def rows_of_run(run: Path, table: str) -> tuple[Tensor, Tensor]:
-    """What a run has come to: ids, rising, and their rows."""
+    """The rows of a run's table at its end: ids, rising, and their rows."""
     steps = sorted((run / TABLES).glob("step-*"))
     if not steps:
         raise InputError(f"{run} has no tables", fix="a run of a model with shoal.Embedding")
     found = read_rows(run, steps[-1].name)
     if table not in found:
         raise InputError(f"{run} has no table {table!r}", fix=f"one of {', '.join(sorted(found))}")
-    ids = torch.cat([part["ids"] for part in found[table]])
-    rows = torch.cat([part["values"] for part in found[table]])
+    ids = torch.cat([each["ids"] for each in found[table]])
+    rows = torch.cat([each["values"] for each in found[table]])
     order = torch.argsort(ids)
     return ids[order], rows[order]
 
 
 def attach_rows(model: nn.Module, run: Path, seed: int) -> None:
-    """Every `shoal.Embedding` of the model looks rows up in what a run has come to; others than those are as new."""
+    """Makes every `shoal.Embedding` of the model look rows up in a run's tables; rows that are not there are new."""
     tables = tables_of(model)
     if not tables:
         return

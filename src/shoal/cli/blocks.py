@@ -1,15 +1,44 @@
-"""What `shoal blocks` prints: a job's model as a row of blocks, what each costs, and where a layout would cut."""
+"""`shoal blocks`: a job's model as a row of blocks, what each costs, and where a layout cuts."""
 
+import argparse
 import math
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from shoal.cli.options import job_argument
+from shoal.cli.parser import CommandParser
 from shoal.job.dataset import open_data
 from shoal.job.job import Job
+from shoal.job.load import load_job
 from shoal.parallel.block_graph import BlockGraph, record_graph
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
 from shoal.worker.model_partition import ModelOutline, example_microbatch, make_outline
+
+TEXT = "a job's model as a row of blocks: what each costs, and where a layout cuts between and through them"
+
+EXAMPLE = "shoal blocks examples/gpt.py --layout pipeline=2,tensor=2"
+
+
+def arguments(parser: CommandParser) -> None:
+    job_argument(parser)
+    parser.add_argument(
+        "--layout", metavar="LIST", default="data=1", help="pipeline=2,tensor=2: shows stages and slices"
+    )
+    parser.add_argument("--schedule", default="1f1b", metavar="NAME", help="of the pipeline (1f1b)")
+    parser.add_argument("--chunks", type=int, metavar="N", help="stages on each worker (the schedule's own number)")
+    parser.add_argument("--json", action="store_true", help="print the blocks as JSON")
+
+
+def call(given: argparse.Namespace) -> int:
+    shown = load_job(given.file, given.settings), ParallelLayout.parse(given.layout), given.schedule, given.chunks
+    print(msgspec.json.encode(value(*shown)).decode() if given.json else text(*shown))
+    return 0
+
+
+# -- what it prints -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

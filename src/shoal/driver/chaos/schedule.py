@@ -5,7 +5,6 @@ fast earlier victims were replaced, which no schedule can know.
 """
 
 import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,6 @@ KINDS = {
 }
 ON_WORKERS = ("kill", "stop", "partition")
 CUT_SECONDS = (2.0, 10.0)  # how long a host is cut off: shorter than the usual lease of 5 s, and longer
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class ChaosFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,14 +100,6 @@ def read_schedule(path: Path) -> FaultSchedule:
 def victim(fault: ChaosFault, candidates: Sequence[int]) -> int:
     """The place of the one it meets, among those who take part."""
     return min(int(fault.draw * len(candidates)), len(candidates) - 1)
-
-
-def read_seconds(option: str, text: str) -> float:
-    """`15s`, `5m`, `1.5h`, or plain seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if found is None:
-        raise InputError(f"{option} {text}: a time such as 15s or 5m", fix=f"{option} 15s")
-    return float(found[1]) * UNITS[found[2]]
 
 
 def _shuffled(kinds: Sequence[str], chance: random.Random) -> list[str]:

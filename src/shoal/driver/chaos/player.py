@@ -18,10 +18,12 @@ from typing import Any
 
 import msgspec
 
+from shoal.driver.chaos.schedule import ON_WORKERS, ChaosFault, FaultSchedule, victim
+from shoal.driver.chaos.scorecard import InjectedFault, Scorecard, make_scorecard
 from shoal.driver.control import why
-from shoal.driver.driver import DRIVER_STATE, LAUNCHER_SOCKET
+from shoal.driver.launch_spec import DRIVER_STATE
 from shoal.driver.launchers.cleanup import NAMES, RECORDS, LabRecord
-from shoal.driver.launchers.fork_server import LocalLauncher
+from shoal.driver.launchers.local import LocalLauncher
 from shoal.driver.launchers.namespaces import inside
 from shoal.errors import RunError, ShoalError
 from shoal.recovery.membership import sqlite_client
@@ -41,8 +43,6 @@ from shoal.report.events import (
 )
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import render
-from shoal.testing.chaos.schedule import ON_WORKERS, ChaosFault, FaultSchedule, victim
-from shoal.testing.chaos.scorecard import InjectedFault, Scorecard, make_scorecard
 
 TICK_SECONDS = 0.02
 ATTACH_SECONDS = 1.0  # between the end of a driver and the start of the next
@@ -374,7 +374,7 @@ class ChaosPlayer:
                     self.process.wait(5.0)
                     break
         with suppress(OSError, RunError):
-            LocalLauncher.attach(self.folder / LAUNCHER_SOCKET).close()
+            LocalLauncher.attach(self.folder).close()
         sqlite_client.stop_server(self.folder)
         (self.folder / DRIVER_STATE).unlink(missing_ok=True)
 

@@ -1,8 +1,12 @@
-"""What `shoal schedule` prints: a schedule as a picture with its figures, or all of them side by side."""
+"""`shoal schedule`: pipeline schedules as pictures."""
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+
+from shoal.cli.parser import CommandParser, print_json
 from shoal.errors import PlanError
 from shoal.parallel.pipeline_schedule import (
     ONE_STAGE,
@@ -15,6 +19,34 @@ from shoal.parallel.pipeline_schedule import (
     make_schedule,
     time_schedule,
 )
+from shoal.report.human import plural
+
+TEXT = "a pipeline schedule as a picture, with its bubble and the activations it holds; or all, compared"
+
+EXAMPLE = "shoal schedule 1f1b --pipeline 4 --microbatches 8"
+
+
+def arguments(parser: CommandParser) -> None:
+    parser.add_argument("name", metavar="NAME|all", help="gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipe, all")
+    parser.add_argument("--pipeline", type=int, default=4, metavar="N", help="ranks of the pipeline (4)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="microbatches of a step (8)")
+    parser.add_argument("--chunks", type=int, metavar="N", help="stages on each rank (the schedule's own number)")
+    parser.add_argument("--json", action="store_true", help="print actions, times and figures as JSON")
+
+
+def call(given: argparse.Namespace) -> int:
+    size = {"ranks": given.pipeline, "microbatches": given.microbatches, "chunks": given.chunks}
+    if given.json:
+        print_json(value(given.name, **size))
+    else:
+        screen = Console()
+        width = screen.width if screen.is_terminal else 120
+        print(text(given.name, **size, width=width, colour=screen.color_system is not None))
+    return 0
+
+
+# -- what it prints -----------------------------------------------------------------------------------------------------
+
 
 ALL = "all"
 MOST = 50_000  # stages times microbatches: some seconds
@@ -71,7 +103,7 @@ def text(
     words = {"F": "F forward", "B": "B backward", "I": "I gradient of inputs", "W": "W gradient of weights"}
     return "\n".join(
         [
-            f"{name}: {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch')}{stages}",
+            f"{name}: {plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}{stages}",
             f"{', '.join(words[kind] for kind in words if kind in kinds)}; backward takes twice as long as forward",
             "",
             draw_schedule(schedule, width=width, colour=colour),
@@ -97,7 +129,7 @@ def value(name: str, *, ranks: int, microbatches: int, chunks: int | None = None
 
 def _table(found: dict[str, ScheduleFigures | str], ranks: int, microbatches: int) -> str:
     lines = [
-        f"{_count(ranks, 'rank')}, {_count(microbatches, 'microbatch')}; backward takes twice as long as forward",
+        f"{plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}; backward takes twice as long as forward",
         "",
         f"{'schedule':12} {'chunks':>6} {'time':>7} {'bubble':>7} {'formula':>8}   in flight, by rank",
     ]
@@ -124,7 +156,3 @@ def _small(ranks: int, microbatches: int, chunks: int | None) -> None:
             " is nothing to see",
             fix="fewer of them: the bubble depends on microbatches / ranks",
         )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 'es' if word.endswith('ch') else 's'}"

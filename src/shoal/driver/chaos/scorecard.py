@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.driver.chaos.schedule import KINDS, ON_WORKERS
 from shoal.report.events import (
     AnyEvent,
     DriverChanged,
@@ -20,7 +21,6 @@ from shoal.report.events import (
     WorkerLost,
     WorkerStarted,
 )
-from shoal.testing.chaos.schedule import KINDS, ON_WORKERS
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -14,66 +14,100 @@ import torch
 
 import shoal
 from helpers.command import Caller, Forked, Running, events, in_child, newest, write_job
-from shoal.driver.launchers.fork_server import ProcessExit, EventLine, LocalLauncher, WorkerStartup
+from helpers.direct_launcher import DirectLauncher
+from shoal.driver.launch import train_with
+from shoal.driver.launchers.base import (
+    Launcher,
+    ProcessEvent,
+    ProcessExit,
+    ProcessLine,
+    ProcessProgram,
+    ProcessSpec,
+    ProcessStarted,
+)
+from shoal.driver.launchers.local import LocalLauncher
+from shoal.job.load import load_job
 from shoal.recovery.membership import sqlite_client
+from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing import dropout_net, job_for
+from shoal.worker.run_config import RunConfig
+from shoal.worker.start import WorkerStartup
 
 DEADLINE_SECONDS = 30.0
 
 
-# -- the engine alone -------------------------------------------------------------------------------------------------
+# -- launchers alone: the contract, as every launcher keeps it ---------------------------------------------------------
 
 
-def hear(engine: LocalLauncher) -> list[EventLine | ProcessExit]:
-    """Everything until the last worker has ended."""
-    heard: list[EventLine | ProcessExit] = []
-    while engine.running:
-        heard += engine.poll(DEADLINE_SECONDS)
-    return heard
+@pytest.fixture(params=[LocalLauncher, DirectLauncher], ids=["fork server", "direct"])
+def launcher(request: pytest.FixtureRequest) -> Launcher:
+    made: Launcher = request.param()
+    return made
 
 
 @contextmanager
-def started(work: object, workers: int = 1, **environment: str) -> Iterator[LocalLauncher]:
-    with closing(LocalLauncher(work)) as engine:  # type: ignore[arg-type]
-        for rank in range(workers):
-            engine.start(rank, environment | {"RANK": str(rank)}, Path(f"worker-{rank}.log"))
-        yield engine
+def started(launcher: Launcher, work: Callable[[WorkerStartup], int], workers: int = 1, **more: str) -> Iterator[None]:
+    launcher.open(ProcessProgram(main=work, folder=Path.cwd()))
+    with closing(launcher):
+        for rank, host in enumerate(launcher.hosts(workers)):
+            log, environment = Path(f"worker-{rank}.log"), more | {"RANK": str(rank)}
+            launcher.start(host, ProcessSpec(process=WorkerId(rank), environment=environment, log=log))
+        yield
 
 
-def test_workers_speak_and_end(tmp_path: Path) -> None:
-    def work(post: WorkerStartup) -> int:
-        post.channel.sendall(f"worker {os.environ['RANK']}\nis here".encode())
-        post.channel.sendall(b"\nand gone\nwithout an end")
-        return post.rank
-
-    with started(work, workers=2) as engine:
-        heard = hear(engine)
-    for rank in (0, 1):
-        own = [each for each in heard if each.rank == rank]
-        said = [f"worker {rank}".encode(), b"is here", b"and gone"]  # the last line was never finished
-        assert own == [*(EventLine(rank=rank, text=text) for text in said), ProcessExit(rank=rank, code=rank)]
+def all_events(launcher: Launcher, workers: int = 1) -> list[ProcessEvent]:
+    """Everything until the last worker has ended."""
+    found: list[ProcessEvent] = []
+    while sum(isinstance(event, ProcessExit) for event in found) < workers:
+        found += launcher.events(DEADLINE_SECONDS)
+    return found
 
 
-def test_a_worker_hears_the_driver() -> None:
-    def work(post: WorkerStartup) -> int:
-        post.channel.sendall(post.channel.recv(100) + b"\n")
+def exit_codes(found: list[ProcessEvent]) -> dict[int, int | None]:
+    return {event.process.worker: event.code for event in found if isinstance(event, ProcessExit)}
+
+
+def test_workers_send_lines_and_end(launcher: Launcher) -> None:
+    def work(startup: WorkerStartup) -> int:
+        startup.channel.sendall(f"worker {os.environ['RANK']}\nis here".encode())
+        startup.channel.sendall(b"\nand gone\nwithout an end")
+        return startup.rank
+
+    with started(launcher, work, workers=2):
+        found = all_events(launcher, workers=2)
+    for who in (WorkerId(0), WorkerId(1)):
+        own = [event for event in found if isinstance(event, ProcessLine | ProcessExit) and event.process == who]
+        lines = [f"worker {who.worker}".encode(), b"is here", b"and gone"]  # the last line was never finished
+        assert own == [
+            *(ProcessLine(process=who, text=text) for text in lines),
+            ProcessExit(process=who, code=who.worker),
+        ]
+
+
+def test_a_worker_receives_what_the_driver_sends(launcher: Launcher) -> None:
+    def work(startup: WorkerStartup) -> int:
+        startup.channel.sendall(startup.channel.recv(100) + b"\n")
         return 0
 
-    with started(work) as engine:
-        engine.send(0, b"stop")
-        assert hear(engine) == [EventLine(rank=0, text=b"stop"), ProcessExit(rank=0, code=0)]
-        engine.send(0, b"nobody there")
+    who = WorkerId(0)
+    with started(launcher, work):
+        launcher.send(who, b"stop")
+        found = all_events(launcher)
+        assert [event.process for event in found if isinstance(event, ProcessStarted)] == [who]
+        rest = [event for event in found if not isinstance(event, ProcessStarted)]
+        assert rest == [ProcessLine(process=who, text=b"stop"), ProcessExit(process=who, code=0)]
+        launcher.send(who, b"to a process that is gone")
 
 
-def test_a_worker_has_its_own_environment_log_and_input(capfd: pytest.CaptureFixture[str]) -> None:
-    def work(post: WorkerStartup) -> int:
+def test_a_worker_has_its_own_environment_log_and_input(launcher: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(startup: WorkerStartup) -> int:
         print("printed", os.environ["WORD"], repr(sys.stdin.read()))
         print("complained", file=sys.stderr)
         os.write(1, b"written below Python\n")
         return 0
 
-    with started(work, WORD="given") as engine:
-        hear(engine)
+    with started(launcher, work, WORD="given"):
+        all_events(launcher)
     assert Path("worker-0.log").read_text() == "printed given ''\ncomplained\nwritten below Python\n"
     assert capfd.readouterr() == ("", "")
     assert "WORD" not in os.environ
@@ -82,62 +116,85 @@ def test_a_worker_has_its_own_environment_log_and_input(capfd: pytest.CaptureFix
 def test_a_worker_begins_with_everything_loaded() -> None:
     """Forked: the very module objects of the driver, so nothing is imported a second time."""
 
-    def work(post: WorkerStartup) -> int:
-        post.channel.sendall(f"{id(sys.modules['torch'])} {os.getppid()}\n".encode())
+    def work(startup: WorkerStartup) -> int:
+        startup.channel.sendall(f"{id(sys.modules['torch'])} {os.getppid()}\n".encode())
         return 0
 
-    with started(work) as engine:
-        line, _ = hear(engine)
-        assert isinstance(line, EventLine)
+    launcher = LocalLauncher()
+    with started(launcher, work):
+        (line,) = [event for event in all_events(launcher) if isinstance(event, ProcessLine)]
         identity, parent = map(int, line.text.split())
         assert identity == id(torch)
         assert parent != os.getpid()
 
 
-def test_how_a_worker_ended_is_told() -> None:
-    def work(post: WorkerStartup) -> int:
-        if post.rank == 0:
+def test_how_a_worker_ended_is_reported() -> None:
+    def work(startup: WorkerStartup) -> int:
+        if startup.rank == 0:
             raise ValueError("no good")
-        if post.rank == 1:
+        if startup.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if post.rank == 2:
+        if startup.rank == 2:
             os._exit(7)
         return 5
 
-    with started(work, workers=4) as engine:
-        codes = {each.rank: each.code for each in hear(engine) if isinstance(each, ProcessExit)}
+    launcher = LocalLauncher()
+    with started(launcher, work, workers=4):
+        codes = exit_codes(all_events(launcher, workers=4))
     assert codes == {0: 1, 1: -signal.SIGKILL, 2: 7, 3: 5}
     assert "worker 0: ValueError('no good')" in Path("worker-0.log").read_text()
 
 
-def test_closing_ends_whatever_runs() -> None:
-    def work(post: WorkerStartup) -> int:
-        post.channel.sendall(b"here\n")
+def test_closing_ends_all_processes_that_run(launcher: Launcher) -> None:
+    def work(startup: WorkerStartup) -> int:
+        startup.channel.sendall(b"here\n")
         signal.pause()
         return 0
 
-    with started(work, workers=2) as engine:
-        while len(engine.pids) < 2:
-            engine.poll(DEADLINE_SECONDS)
-        watched = [os.pidfd_open(pid) for pid in engine.pids.values()]
+    with started(launcher, work, workers=2):
+        found: list[ProcessEvent] = []
+        while sum(isinstance(event, ProcessStarted) for event in found) < 2:
+            found += launcher.events(DEADLINE_SECONDS)
+        watched = [os.pidfd_open(event.pid) for event in found if isinstance(event, ProcessStarted)]
     assert all_ended(watched)
 
 
-def test_a_signal_reaches_the_worker_it_is_meant_for() -> None:
-    def work(post: WorkerStartup) -> int:
-        post.channel.sendall(b"here\n")
-        if post.rank == 1:
+def test_a_signal_reaches_the_worker_it_is_meant_for(launcher: Launcher) -> None:
+    def work(startup: WorkerStartup) -> int:
+        startup.channel.sendall(b"here\n")
+        if startup.rank == 1:
             signal.pause()
         return 0
 
-    with started(work, workers=2) as engine:
-        heard: list[EventLine | ProcessExit] = []
-        while not any(each.rank == 1 for each in heard) or (1, 0) not in engine.pids:
-            heard += engine.poll(DEADLINE_SECONDS)
-        engine.signal(1, signal.SIGTERM)
-        heard += hear(engine)
-        engine.signal(1, signal.SIGTERM)  # it is gone: nobody is hit
-    assert {each.rank: each.code for each in heard if isinstance(each, ProcessExit)} == {0: 0, 1: -signal.SIGTERM}
+    who = WorkerId(1)
+    with started(launcher, work, workers=2):
+        found: list[ProcessEvent] = []
+        while ProcessLine(process=who, text=b"here") not in found or not any(
+            isinstance(event, ProcessStarted) and event.process == who for event in found
+        ):
+            found += launcher.events(DEADLINE_SECONDS)
+        launcher.signal(who, signal.SIGTERM)
+        while len(exit_codes(found)) < 2:
+            found += launcher.events(DEADLINE_SECONDS)
+        launcher.signal(who, signal.SIGTERM)  # it is gone: no other process is hit
+    assert exit_codes(found) == {0: 0, 1: -signal.SIGTERM}
+
+
+KILL_ONCE = """\
+if step == 5 and lane == 2 and not os.path.exists("killed"):
+    open("killed", "w").close()
+    os.kill(os.getpid(), 9)"""
+
+
+def test_the_driver_needs_only_the_contract_of_a_launcher(tmp_path: Path) -> None:
+    """A launcher that the package does not know: workers start, one dies and is replaced, and the bits are the same."""
+    job = load_job(str(write_job(tmp_path, loss=KILL_ONCE)))
+    config = RunConfig().changed(workers=2, quiet=True, run_dir="run")
+    found = train_with(job, config, launcher=DirectLauncher())
+    assert Path("killed").exists()
+    (lost,) = events(Path("run"), "worker-lost")
+    assert (lost["rank"], lost["code"], lost["action"]) == (1, -signal.SIGKILL, "replaced")
+    assert found.weights_sha256 == shoal.train(job, quiet=True).weights_sha256
 
 
 def all_ended(descriptors: list[int]) -> bool:

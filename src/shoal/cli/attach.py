@@ -1,0 +1,23 @@
+"""`shoal attach`: takes over a run whose driver is gone."""
+
+import argparse
+
+from shoal.cli.options import config_of, config_options, run_argument
+from shoal.cli.parser import CommandParser
+from shoal.cli.report import print_report
+from shoal.driver.control import attach
+from shoal.report.run_folder import find_run
+
+TEXT = "take over a run whose driver is gone"
+EXAMPLE = "shoal attach 7f3a"
+
+
+def arguments(parser: CommandParser) -> None:
+    run_argument(parser)
+    config_options(parser, "plain", "quiet")
+
+
+def call(given: argparse.Namespace) -> int:
+    output = config_of(given).output
+    print_report(attach(find_run(given.run), quiet=output.quiet, plain=output.plain), given.json)
+    return 0

@@ -1,0 +1,51 @@
+"""`shoal report`: the closing report of a run."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from shoal.cli.options import run_argument
+from shoal.cli.parser import CommandParser, print_json
+from shoal.errors import InputError
+from shoal.planner.calibration_runs import load_calibration, write_calibration
+from shoal.report.closing_report import closing
+from shoal.report.run_folder import find_run
+
+TEXT = "the closing report of a run"
+EXAMPLE = "shoal report 7f3a"
+
+
+def arguments(parser: CommandParser) -> None:
+    run_argument(parser, json="print report.json")
+    parser.add_argument("--calibration", type=Path, metavar="FILE",
+                        help="write the run's measured corrections of predictions, for --calibrate FILE")  # fmt: skip
+
+
+def call(given: argparse.Namespace) -> int:
+    folder = find_run(given.run)
+    if given.calibration is not None:
+        found = load_calibration([str(folder.path)])
+        write_calibration(given.calibration, found)
+        print(f"{given.calibration}: {found}     next: shoal plan FILE --calibrate {given.calibration}")
+        return 0
+    try:
+        value = msgspec.json.decode(folder.report.read_bytes())
+    except FileNotFoundError:
+        raise InputError(
+            f"{folder.path} has no report yet: the run goes on, or was killed",
+            fix=f"--resume {folder.path} goes on with it",
+        ) from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(f"{folder.report} cannot be read: {error}") from None
+    print_report(value, given.json, prediction=True)
+    return 0
+
+
+def print_report(value: dict[str, Any], as_json: bool, *, prediction: bool = False) -> None:
+    if as_json:
+        print_json(value)
+    else:
+        Console().print(closing(value, prediction=prediction))

@@ -1,0 +1,32 @@
+"""`shoal run`: starts any torch.distributed script, or one that calls `shoal.join`."""
+
+import argparse
+from pathlib import Path
+
+from shoal.cli.options import config_of, config_options
+from shoal.cli.parser import CommandParser, rare_option
+from shoal.cli.report import print_report
+from shoal.driver.launch import run_with
+from shoal.errors import InputError
+from shoal.worker.run_config import AUTO
+
+TEXT = "start any torch.distributed script"
+JOB_ONLY = ("layout", "schedule", "chunks", "recompute", "memory", "cluster", "calibrate", "sync")
+
+EXAMPLE = "shoal run train.py --workers 2 -- --lr 0.1"
+
+
+def arguments(parser: CommandParser) -> None:
+    parser.add_argument("script", help="a Python script; what follows -- is its own")
+    config_options(parser, leave_out=JOB_ONLY, servers="parameter servers, which workers find in SHOAL_SERVERS (none)")
+    rare_option(parser, "--json", action="store_true", help="print the report as JSON")
+
+
+def call(given: argparse.Namespace) -> int:
+    if getattr(given, "plan", None) == AUTO:
+        raise InputError("--plan auto: a script has no layout to choose", fix="shoal train FILE: a job has")
+    config = config_of(given, detached=given.lab is None)  # a lab ends with the process that made it
+    report = run_with(Path(given.script), given.script_arguments, config, launcher=given.lab and given.lab.launcher)
+    if report.value["weights_sha256"] or given.json:
+        print_report(report.value, given.json)
+    return 0

@@ -1,0 +1,27 @@
+"""`shoal runs`: the runs in this folder."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from shoal.cli.parser import CommandParser, print_json
+from shoal.report.closing_report import runs_table
+from shoal.report.run_folder import DEFAULT_ROOT, list_runs
+
+TEXT = "the runs in this folder"
+EXAMPLE = "shoal runs"
+
+
+def arguments(parser: CommandParser) -> None:
+    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="where to look (runs)")
+    parser.add_argument("--json", action="store_true", help="print the runs as JSON")
+
+
+def call(given: argparse.Namespace) -> int:
+    lines = list_runs(given.root)
+    if given.json:
+        print_json(lines)
+    else:
+        Console().print(runs_table(lines))
+    return 0

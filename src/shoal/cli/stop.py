@@ -1,0 +1,25 @@
+"""`shoal stop`: lets a run finish its step, save and stop."""
+
+import argparse
+
+from shoal.cli.options import run_argument
+from shoal.cli.parser import CommandParser, print_json
+from shoal.driver.control import stop
+from shoal.report.run_folder import find_run
+
+TEXT = "let a run finish its step, save and stop"
+EXAMPLE = "shoal stop 7f3a"
+
+
+def arguments(parser: CommandParser) -> None:
+    run_argument(parser)
+
+
+def call(given: argparse.Namespace) -> int:
+    folder = find_run(given.run)
+    step = stop(folder)
+    if given.json:
+        print_json({"run": folder.id, "step": step})
+    else:
+        print(f"{folder.id} stopped, {step} steps committed     go on: --resume {folder.path}")
+    return 0

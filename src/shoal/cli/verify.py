@@ -1,0 +1,109 @@
+"""`shoal verify`: proves that placements of a job give one sha256."""
+
+import argparse
+import sys
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.cli.options import check_counts, config_of, config_options, job_argument, job_of, read_counts
+from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
+from shoal.driver.make_plan import open_job, plan_for
+from shoal.driver.verify import (
+    PLAIN_TOLERANCE,
+    PlainResult,
+    VerifyRow,
+    against_plain,
+    exact_comm_options,
+    layout_placements,
+    placements,
+    server_placements,
+    verify,
+)
+from shoal.worker.model_partition import make_outline
+from shoal.worker.run_config import Servers
+
+TEXT = "prove that placements agree"
+EXAMPLE = "shoal verify digits.py --workers 1,2,4 --steps 20"
+DEFAULT_STEPS = 20
+
+
+def arguments(parser: CommandParser) -> None:
+    job_argument(parser)
+    parser.add_argument("--workers", metavar="LIST", help="numbers of workers to compare (1,2)")
+    parser.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT",
+                        help='layouts to compare: "data=2" "pipeline=2" "data=2,pipeline=2" "tensor=2"')  # fmt: skip
+    parser.add_argument("--schedule", default="1f1b", metavar="NAME", help="of pipelines; all: each of them (1f1b)")
+    parser.add_argument("--recompute", action="store_true", help="recompute blocks, except in the reference")
+    parser.add_argument("--servers", type=int, metavar="N", help="each number of workers also with N parameter servers")
+    rare_option(parser, "--sync", default="", metavar="MODE", help="of servers: sync, which alone is exact (sync)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help=f"steps to compare ({DEFAULT_STEPS}, or the job's if fewer)"
+    )
+    parser.add_argument(
+        "--shares", action="append", default=[], metavar="LIST", help="uneven shares, such as 3,1; repeats"
+    )
+    parser.add_argument("--resume", action="store_true", help="also stop half way and resume with fewer workers")
+    parser.add_argument(
+        "--against", choices=["plain"], help="plain: also compare with an ordinary PyTorch loop, in fp64"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    config_options(parser, "compress", "algorithm", common=False)
+    parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
+
+
+def call(given: argparse.Namespace) -> int:
+    comm_options = exact_comm_options(config_of(given).comm_options)
+    check_counts(given, "steps")
+    job = job_of(given)
+    opened, name = open_job(job), given.file
+    steps = given.steps or min(DEFAULT_STEPS, opened.steps)
+    workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
+    counts = read_counts("--workers", workers) if given.workers is not None or not given.layouts else []
+    wanted = [
+        replace(each, lab=given.lab, config=each.config.with_comm_options(comm_options))
+        for each in (
+            *placements(counts, given.shares, given.resume, steps),
+            *layout_placements(given.layouts, given.schedule, given.recompute),
+        )
+    ]
+    wanted += server_placements(counts or [1, 2], Servers(count=given.servers, sync=given.sync))
+    for placement in wanted:  # a placement that does not fit is reported before the first run
+        plan = plan_for(job, placement.config, None if placement.lab is None else placement.lab.launcher)
+        if plan.layout.sharded:
+            make_outline(job, opened.source, plan)
+    console, rows = Console(stderr=True), list[VerifyRow]()
+    with console.status(f"{name}: {steps} steps on one worker, the reference") as status:
+        for row in verify(job, wanted, steps, name=name):
+            rows.append(row)
+            status.update(f"{name}: {len(rows)} of {len(wanted) + 1} runs of {steps} steps done")
+    plain = None
+    if given.against and not rows[-1].difference:
+        with console.status("an ordinary PyTorch loop in fp64"):
+            plain = against_plain(job, wanted[0].workers, steps, name=name)
+    failed = rows[-1].difference is not None or (plain is not None and not plain.good)
+    if given.json:
+        print_json({"equal": not failed, "rows": rows, "plain": plain})
+    else:
+        _show(f"{name}: {steps} steps", rows, plain)
+    return int(failed)
+
+
+def _show(title: str, rows: list[VerifyRow], plain: PlainResult | None) -> None:
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for heading in ("placement", "sha256 of the weights", ""):
+        table.add_column(heading, no_wrap=True)
+    for row in rows:
+        table.add_row(row.label, row.weights_sha256, "" if row.label == "reference" else row.verdict)
+    # Hashes are for copying: the table shows them whole, also on a narrow terminal.
+    Console(width=max(160, Console().width)).print(table)
+    if plain is not None:
+        verdict = "agrees" if plain.good else "DIFFERS"
+        print(
+            f"plain PyTorch loop, fp64, dropout off, batch norm frozen: {verdict} after {plain.steps} steps:"
+            f" {plain.difference:.2g} of the weights' norm (bound {PLAIN_TOLERANCE:g});"
+            f" worst tensor {plain.worst}: {plain.worst_difference:.2g}"
+        )
+    if rows[-1].difference is not None:
+        print(f"error: {rows[-1].label}: {rows[-1].difference}", file=sys.stderr)

@@ -1,0 +1,25 @@
+"""`shoal why`: what every worker of a run is doing, and who waits for whom."""
+
+import argparse
+
+import msgspec
+
+from shoal.cli.options import run_argument
+from shoal.cli.parser import CommandParser
+from shoal.driver.control import why
+from shoal.report.run_folder import find_run
+from shoal.report.stacks import render
+
+TEXT = "what every worker of a run is doing, and who waits for whom"
+EXAMPLE = "shoal why 7f3a"
+
+
+def arguments(parser: CommandParser) -> None:
+    run_argument(parser)
+
+
+def call(given: argparse.Namespace) -> int:
+    folder = find_run(given.run)
+    found = why(folder)
+    print(msgspec.json.encode(found).decode() if given.json else render(found, run=folder.id))
+    return 0

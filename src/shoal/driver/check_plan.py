@@ -1,0 +1,45 @@
+"""What does not go together in a plan, found before anything starts. Pure."""
+
+from shoal.errors import PlanError
+from shoal.job.job import Job
+from shoal.parallel.layout import ParallelLayout
+from shoal.parallel.plan import Plan
+from shoal.paramserver.sync_mode import SyncMode
+from shoal.worker.run_config import Servers
+
+
+def check_compile(job: Job, plan: Plan) -> None:
+    """Raises PlanError where the plan changes the blocks that the job compiles."""
+    if job.compile and (plan.tensor > 1 or plan.recompute or plan.zero >= 2):
+        what = "tensor" if plan.tensor > 1 else "recompute" if plan.recompute else f"zero={plan.zero}"
+        raise PlanError(f"compile=True does not go with {what}", fix="compile=False, or another layout")
+
+
+def check_servers(servers: Servers, *, workers: int, layout: ParallelLayout | None = None) -> SyncMode | None:
+    """The mode of the servers (by default "sync"); None where the run has no servers."""
+    if not servers.count:
+        if servers.sync:
+            raise PlanError(
+                f"--sync {servers.mode}: servers keep workers in step so, and the run has none",
+                fix=f"--servers 1 --sync {servers.mode}, or leave --sync out",
+            )
+        return None
+    if layout is not None and layout.sharded:
+        raise PlanError(
+            f"--servers {servers.count} and layout {layout}: with servers every worker computes the whole model",
+            fix=f"--workers {workers} without a layout, or without --servers",
+        )
+    mode = servers.mode or SyncMode()
+    mode.check_workers(workers)
+    return mode
+
+
+def read_sync_modes(text: str) -> list[SyncMode]:
+    """`sync,stale:3,local:16,outer=nesterov`: an option belongs to the mode before it. Each mode once."""
+    modes: list[str] = []
+    for item in text.split(","):
+        if "=" in item and modes:
+            modes[-1] += f",{item.strip()}"
+        else:
+            modes.append(item.strip())
+    return list(dict.fromkeys(SyncMode.parse(mode) for mode in modes))

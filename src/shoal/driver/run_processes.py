@@ -1,0 +1,113 @@
+"""The processes of a run, as the driver sees them: how they are started, which of them run, what they print."""
+
+import os
+import socket
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch._C._distributed_c10d import TCPStore
+
+from shoal.driver.launch_spec import LaunchSpec
+from shoal.driver.launchers.base import (
+    Host,
+    ProcessEvent,
+    ProcessExit,
+    ProcessSpec,
+    ProcessStarted,
+    StartsEnded,
+    torchrun_environment,
+)
+from shoal.driver.log_tail import LogTail
+from shoal.recovery.membership.protocol import WorkerId
+from shoal.report.run_folder import RunFolder
+from shoal.worker.event_channel import STOP_WORD
+from shoal.worker.run_config import RunConfig
+
+
+class RunProcesses:
+    """Starts processes through the run's launcher, with their environment, log and cores, and follows its events."""
+
+    def __init__(self, launch: LaunchSpec, folder: RunFolder, config: RunConfig) -> None:
+        self.launcher, self.launch, self.folder, self.config = launch.launcher, launch, folder, config
+        self.hosts: Sequence[Host] = self.launcher.hosts(launch.size)
+        self.running: set[WorkerId] = set()
+        self.pids: dict[WorkerId, int] = {}  # also of processes that have ended
+        self.can_start = True
+        self.variables: dict[str, str] = {}  # further ones, for the environment of every process
+        self._rendezvous_port = 0
+        self._log_tails: dict[int, LogTail] = {}
+
+    @contextmanager
+    def rendezvous(self) -> Iterator[None]:
+        """Holds the key-value store where workers of this run find each other."""
+        services = self.launcher.services()
+
+        def open_store() -> TCPStore:
+            listener = socket.create_server((services.address, 0), backlog=128)
+            self._rendezvous_port = listener.getsockname()[1]
+            return TCPStore(
+                services.address,
+                self._rendezvous_port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+
+        store = services.call(open_store)
+        try:
+            yield
+        finally:
+            del store
+
+    def start_worker(self, worker: WorkerId) -> None:
+        log = self.folder.log(worker.worker)
+        self._log_tails.setdefault(worker.worker, LogTail(log)).reopen()
+        self.start(self.hosts[worker.worker % len(self.hosts)], worker, log, self._cores(worker.worker))
+
+    def start(self, host: Host, process: WorkerId, log: Path, cores: Sequence[int] = ()) -> None:
+        environment = {**self._environment(process.worker), **host.variables, **self.variables}
+        self.launcher.start(host, ProcessSpec(process=process, environment=environment, log=log, cores=cores))
+        self.running.add(process)
+
+    def poll(self, seconds: float) -> Sequence[ProcessEvent]:
+        """Events of the launcher, waiting at most so long. `running` and `can_start` are those after all of them."""
+        events = self.launcher.events(seconds)
+        for event in events:
+            if isinstance(event, ProcessStarted):
+                self.running.add(event.process)
+                self.pids[event.process] = event.pid
+            elif isinstance(event, ProcessExit):
+                self.running.discard(event.process)
+            elif isinstance(event, StartsEnded):
+                self.can_start = False
+        return events
+
+    def ask_to_stop(self, processes: Collection[WorkerId]) -> None:
+        for process in processes:
+            self.launcher.send(process, STOP_WORD + b"\n")
+
+    def printed(self) -> Iterator[tuple[int, str]]:
+        """Lines that workers have printed since the last call, each with the worker's number."""
+        for worker, tail in self._log_tails.items():
+            for text in tail.lines():
+                yield worker, text
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        address, threads = self.launcher.services().address, self.launch.threads
+        return {
+            **torchrun_environment(self.hosts, rank, address, self._rendezvous_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": self.folder.id,
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONUNBUFFERED": "1",
+            **self.config.comm_options.environment,  # also for groups that a script makes itself
+        }
+
+    def _cores(self, rank: int) -> Sequence[int]:
+        cores, threads = sorted(os.sched_getaffinity(0)), self.launch.threads
+        if not self.config.parallel.pin or self.launch.size * threads > len(cores):
+            return ()
+        return cores[rank * threads : (rank + 1) * threads]

@@ -1,0 +1,126 @@
+"""What the driver writes down and shows: every event, the prediction, and the report at the end."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from shoal.driver import outcome
+from shoal.driver.launch_spec import LaunchSpec
+from shoal.errors import ShoalError
+from shoal.report.aggregate import RunTally
+from shoal.report.events import AnyEvent, RunFinished, RunPredicted, RunResumed, SaveFailed, decode, encode
+from shoal.report.progress import Progress, choose_progress
+from shoal.report.run_folder import RunFolder
+from shoal.report.summarize import summarize_run
+from shoal.report.tensorboard import TensorBoard
+from shoal.worker.event_channel import UNDELIVERED
+from shoal.worker.run_config import RunConfig
+
+
+class RunRecorder:
+    """Adds each event to the tally, the run's folder, TensorBoard and the screen; then calls the observers with it."""
+
+    def __init__(self, launch: LaunchSpec, folder: RunFolder, config: RunConfig, tally: RunTally | None = None) -> None:
+        """`tally`: of the same run, which goes on with another layout."""
+        self.launch, self.folder, self.config = launch, folder, config
+        self.tally = RunTally() if tally is None else tally
+        self.observers: list[Callable[[AnyEvent], None]] = []
+        self.prediction: Mapping[str, Any] | None = None
+        output = config.output
+        self._tensorboard = TensorBoard(folder) if output.tensorboard else None
+        self.progress: Progress = choose_progress(Console(stderr=True), quiet=output.quiet, plain=output.plain)
+        self._written_before: set[bytes] = set()  # by another driver: workers may send some of these events again
+
+    def emit(self, event: AnyEvent) -> None:
+        self.tally.add(event)
+        self.folder.append_event(event)
+        if self._tensorboard is not None:
+            self._tensorboard.add(event)
+        self.progress.show(event, self.tally)
+        if isinstance(event, RunResumed):
+            self.write_files()
+        for observe in self.observers:
+            observe(event)
+
+    def restore(self) -> None:
+        """Reads the events and the prediction that another driver wrote."""
+        for event in self.folder.read_events():
+            self.tally.add(event)
+            self._written_before.add(encode(event))
+            for observe in self.observers:
+                observe(event)
+        with suppress(OSError, msgspec.MsgspecError):
+            self.prediction = msgspec.json.decode(self.folder.prediction.read_bytes(), type=dict[str, Any])
+
+    def undelivered(self) -> Iterator[AnyEvent]:
+        """Takes the events that workers wrote down while the run had no driver."""
+        found: list[AnyEvent] = []
+        for path in self.folder.path.glob(f"{UNDELIVERED}*.jsonl") if self.config.failure.detached else ():
+            taken = path.with_suffix(".taken")
+            with suppress(OSError):
+                path.rename(taken)
+                for line in taken.read_bytes().splitlines():
+                    with suppress(msgspec.MsgspecError):
+                        found.append(decode(line))
+                taken.unlink()
+        for event in sorted(found, key=lambda event: event.time):
+            if encode(event) not in self._written_before:
+                yield event
+
+    def write_files(self) -> None:
+        for path, value in self.launch.files.items():
+            self.folder.write_json(path, value)
+        if self.prediction is not None:
+            self.folder.write_json(self.folder.prediction, self.prediction)
+
+    def record_prediction(self, now: bool = False) -> None:
+        """Writes the prediction of the run as soon as it is known. `now`: waits for it. A failed write is no error."""
+        if self.launch.prediction is None or self.prediction is not None:
+            return
+        found = self.launch.prediction(now)
+        if found is None:
+            return
+        self.prediction = found
+        if not self.launch.resumed or self.tally.resumed is not None:
+            with suppress(OSError, ShoalError):
+                self.folder.write_json(self.folder.prediction, found)
+        event = RunPredicted(
+            time=time.time(),
+            cluster=found["cluster"],
+            step_seconds=found["seconds"],
+            samples_per_second=found["samples_per_second"],
+            reason=found["reason"] or "",
+        )
+        self.emit(event)
+
+    def report(self, ended: str) -> dict[str, Any]:
+        """Writes the report and returns it."""
+        self.record_prediction(now=True)
+        value = summarize_run(
+            self.tally,
+            outcome=ended,
+            target=self.launch.target,
+            failure=outcome.first_cause(self.tally) if ended == "failed" else None,
+            folder=str(self.folder.path),
+            files=self.folder.files(),
+            prediction=self.prediction,
+        )
+        # The lanes of a script that joined are known from its workers' ranges.
+        value["lanes"] = value["lanes"] or max((stop for _, stop in value["deal"]), default=0)
+        self.emit(RunFinished(time=time.time(), outcome=ended))
+        if ended == "failed" and self.launch.resumed and self.tally.resumed is None:
+            return value  # nothing was trained: the former report stays
+        try:
+            self.folder.write_json(self.folder.report, value)
+        except (OSError, ShoalError) as error:
+            self.emit(SaveFailed(time=time.time(), step=self.tally.step, reason=f"report.json: {error}"))
+        return value
+
+    def close(self) -> None:
+        self.progress.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()

@@ -1,0 +1,249 @@
+"""What all strategies share: a step by lanes, from computed to committed. A strategy adds how its lanes are run.
+
+    batch ──► lanes ──► this worker's lanes, one after the other ──► partial sums ──► ordered reduce ──► .grad
+
+A step changes nothing but `.grad` and buffers, and those only after every worker has finished its lanes with a finite
+loss. The caller applies the optimizer. Where workers hold different model shards (`groups.sharded`), the workers of
+each shard reduce its gradients among themselves, and a step is reduced when all shards are.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.group import WorkerGroup
+from shoal.numerics.lanes import Span, cut_batch
+from shoal.parallel.gradient_exchange import GradientExchange, GradList, open_exchange
+from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.local_step import LocalStep
+from shoal.parallel.replica import ModelReplica
+from shoal.parallel.sharded_norm import ShardedNorm
+from shoal.parallel.step import Closure, GatheredStepStats, ReducedStep, StepInput, StepResult
+from shoal.parallel.strategy import Evaluator
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSetup:
+    """What every strategy is made from."""
+
+    replica: ModelReplica
+    group: WorkerGroup
+    lanes: int
+    microbatches: int
+    assignment: Sequence[Span]  # by replica
+    needs_norm: bool = False  # the loop clips by norm: where the model is sharded, all workers find the norm together
+
+
+class LaneStrategy(ABC):
+    """Not a strategy of its own: strategies differ in the local step, and in how the sums of shards are completed."""
+
+    def __init__(self, setup: StepSetup) -> None:
+        self.replica, self.lanes, self.microbatches = setup.replica, setup.lanes, setup.microbatches
+        self.groups = ParallelGroups.replicated(setup.group)
+        self.assignment = tuple(setup.assignment)
+        self.needs_norm = setup.needs_norm
+        self.gradient_count = len(self.replica.parameters)
+        self.current_lane: int | None = None
+        self._exchange: GradientExchange | None = None
+        self._trained: list[int] = []
+        self._row_width: int | None = None  # of the longest stats row, where they differ
+        self._sharded_norm: ShardedNorm | None = None
+
+    @property
+    def group(self) -> WorkerGroup:
+        return self.groups.world
+
+    @property
+    def own_lanes(self) -> Span:
+        return (0, 0) if self.groups.replica is None else self.assignment[self.groups.replica]
+
+    def lane_owners(self) -> dict[int, int]:
+        """By lane, the world rank that knows its loss."""
+        return {
+            lane: self.groups.loss_ranks[replica]
+            for replica, held in enumerate(self.assignment)
+            for lane in range(*held)
+        }
+
+    def microbatch_indices(self, indices: Sequence[int], batch: int) -> list[list[int]]:
+        first, stop = self.own_lanes
+        lanes = cut_batch(len(indices), batch, self.lanes, self.microbatches)[first:stop]
+        return [[indices[position] for position in positions] for lane in lanes for positions in lane]
+
+    def refresh(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def make_evaluator(self, objective: Any) -> Evaluator:
+        closure = objective.evaluation()
+        return lambda fetches: ((number, closure(fetch())) for number, fetch in enumerate(fetches))
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def compute(self, step_input: StepInput, closure: Closure, request: int = 0) -> LocalStep:
+        local = self._local_step(step_input, closure)
+        began = time.perf_counter()
+        self.replica.clear_gradients()
+        self.replica.buffers.begin_step()
+        exchange = self._open_exchange()
+        try:
+            local.partial_sums = local.sum_lanes(exchange)
+        finally:
+            self.replica.stop_seeding()
+        self.current_lane = None
+        local.record(request, time.perf_counter() - began)
+        return local
+
+    def reduce(self, local: LocalStep) -> ReducedStep:
+        assert self._exchange is not None
+        began = time.perf_counter()
+        if self.groups.replica is not None:
+            self._exchange.contribute(local.partial_sums, self.assignment)
+        local.partial_sums = {}
+        reduce_seconds = time.perf_counter() - began
+
+        began = time.perf_counter()
+        rows = self.group.gather_rows(self._pad_row(local.stats_row))  # a barrier: all have contributed
+        wait_seconds = time.perf_counter() - began + local.idle_seconds
+        stats = GatheredStepStats(
+            rows,
+            local.lane_sizes,
+            self.lane_owners(),
+            shard_ranks=self.groups.shard_ranks,
+            parameters=self.gradient_count,
+            buffers=len(self.replica.buffers.names),
+        )
+
+        began = time.perf_counter()
+        samples = len(local.step_input.indices)
+        loss, scale = stats.loss(samples)
+        sums, norm = None, None
+        if not stats.not_finite:
+            sums = self._exchange.reduce(stats.present) if self.groups.replica is not None else []
+            if self.groups.sharded:
+                sums = self._complete_shards(self._exchange, sums)
+                norm = self._grad_norm(sums, scale) if self.needs_norm else None
+        result = StepResult(
+            loss=loss,
+            samples=samples,
+            not_finite=stats.not_finite,
+            requested=stats.requested,
+            compute_by_worker=stats.compute_by_worker,
+            slowest=stats.slowest,
+            data_seconds=local.data_seconds,
+            compute_seconds=local.compute_seconds,
+            wait_seconds=wait_seconds,
+            reduce_seconds=reduce_seconds + time.perf_counter() - began,
+            grad_norm=norm,
+        )
+        return ReducedStep(sums=sums, scale=scale, buffer_weights=stats.buffer_weights, result=result)
+
+    def commit(self, reduced: ReducedStep) -> None:
+        assert self._exchange is not None
+        began = time.perf_counter()
+        if reduced.sums is not None and not self.groups.sharded:
+            self._exchange.commit()
+        elif self.group.size > 1:
+            self.group.gather_rows(torch.zeros(1, dtype=torch.uint8))
+        reduced.commit_seconds = time.perf_counter() - began
+
+    def write_gradients(self, reduced: ReducedStep) -> StepResult:
+        began = time.perf_counter()
+        if reduced.sums is None:
+            self.replica.buffers.drop()
+        else:
+            count = self.gradient_count
+            with torch.no_grad():
+                for (_, parameter), gradient in zip(self.replica.parameters, reduced.sums[:count], strict=True):
+                    if gradient is not None and reduced.scale != 1.0:
+                        gradient.mul_(reduced.scale)
+                    parameter.grad = gradient
+            self.replica.buffers.commit(reduced.sums[count:], reduced.buffer_weights)
+        seconds = reduced.result.reduce_seconds + reduced.commit_seconds + time.perf_counter() - began
+        return replace(reduced.result, reduce_seconds=seconds)
+
+    def drop(self) -> None:
+        self.current_lane = None
+        self.replica.clear_gradients()
+        self.replica.buffers.drop()
+
+    def regroup(self, groups: ParallelGroups, assignment: Sequence[Span]) -> None:
+        self.groups, self.assignment = groups, tuple(assignment)
+        self._exchange = self._row_width = self._sharded_norm = None
+
+    # -- what differs by strategy -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _local_step(self, step_input: StepInput, closure: Closure) -> LocalStep:
+        """How this worker runs its lanes."""
+
+    def _open_exchange(self) -> GradientExchange:
+        """Opens the exchange once, and again when a loop freezes or frees parameters: all workers do that in the same
+        step."""
+        trained = [index for index, (_, parameter) in enumerate(self.replica.parameters) if parameter.requires_grad]
+        if self._exchange is None or trained != self._trained:
+            self._trained = trained
+            count, starts = self.gradient_count, self.replica.buffers.start_values()
+            tensors: list[tuple[int, Tensor]] = [(index, self.replica.parameters[index][1]) for index in trained]
+            buffers = [(count + index, start) for index, start in enumerate(starts)]
+            group = self.groups.shard_group
+            self._exchange = open_exchange(group, self.lanes, self.assignment, tensors, count + len(starts), buffers)
+        return self._exchange
+
+    def _complete_shards(self, exchange: GradientExchange, sums: GradList) -> GradList:
+        """Where the model is sharded: makes this shard's sums whole, and hands them to its followers."""
+        if self.groups.replica is None:
+            return self._follow()
+        exchange.commit()
+        self._feed_followers(sums)
+        return sums
+
+    # -- sharded models -----------------------------------------------------------------------------------------------
+
+    def _pad_row(self, row: Tensor) -> Tensor:
+        """Pads a stats row: those of workers that hold different shards differ in length, and a gather needs one."""
+        if not self.groups.sharded:
+            return row
+        if self._row_width is None:
+            self._row_width = int(self.group.gather_rows(torch.tensor([row.numel()], dtype=torch.int64)).max())
+        return torch.nn.functional.pad(row, (0, self._row_width - row.numel()))
+
+    def _feed_followers(self, sums: GradList) -> None:
+        """Sends the sums to the followers of this shard, after flags for which there are any: of a tied weight only
+        its first stage knows that from the rows."""
+        present = torch.tensor([value is not None for value in sums], dtype=torch.uint8)
+        for follower in self.groups.followers if self.groups.replica == 0 else ():
+            if sums:
+                self.group.send(present, follower)
+            for value in sums:
+                if value is not None:
+                    self.group.send(value.contiguous(), follower)
+
+    def _follow(self) -> GradList:
+        """Receives what `_feed_followers` sends."""
+        source = self.groups.shard_ranks[0]
+        likes = [parameter for _, parameter in self.replica.parameters] + self.replica.buffers.start_values()
+        present = torch.zeros(len(likes), dtype=torch.uint8)
+        if likes:
+            self.group.receive(present, source)
+        sums: GradList = []
+        for like, has_value in zip(likes, present.tolist(), strict=True):
+            if not has_value:
+                sums.append(None)
+                continue
+            value = torch.empty(like.shape, dtype=like.dtype)
+            self.group.receive(value, source)
+            sums.append(value if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(value))
+        return sums
+
+    def _grad_norm(self, sums: GradList, scale: float) -> float:
+        if self._sharded_norm is None:
+            self._sharded_norm = ShardedNorm(self.group, self.replica, self.groups)
+        return self._sharded_norm.norm(sums[: self.gradient_count], scale)

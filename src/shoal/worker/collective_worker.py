@@ -1,0 +1,95 @@
+"""A job's worker in a run with collectives: a coordinator (worker/trainer.py) on the `Run` that scripts use, too."""
+
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
+
+import torch
+from torch import nn
+
+from shoal.errors import ShoalError
+from shoal.parallel.step import StepResult
+from shoal.worker.context import WorkerContext
+from shoal.worker.job_setup import OpenJob, set_up_job
+from shoal.worker.lane_overhead import measure_lane_cost
+from shoal.worker.run import Run
+from shoal.worker.training_state import Batch
+
+
+class CollectiveWorker:
+    def __init__(self, opened: OpenJob, context: WorkerContext) -> None:
+        assert context.plan is not None
+        self.opened, self.job, self.context, self.plan = opened, opened.job, context, context.plan
+        self.setup, self.meter = set_up_job(opened, context)
+        assert self.setup.objective is not None
+        self.objective = self.setup.objective
+        self.run: Run  # from `enter` on
+        self.entered = False
+        self._epochs: Iterator[int] = iter(())
+        self._batches: Iterator[Batch] = iter(())
+
+    def enter(self) -> None:
+        self.run = Run(self.setup, self.plan, self.context, self.context.membership())
+        self.entered = True
+        if self.job.compile:
+            compile_blocks(self.setup.built.model, self.run.replica.blocks.names)
+        self._epochs = self.run.epochs(-(-self.opened.steps // self.run.schedule.steps_per_epoch))
+
+    def next_batch(self) -> Batch | None:
+        while (batch := next(self._batches, None)) is None:
+            if next(self._epochs, None) is None:
+                return None
+            self._batches = self.run.batches()
+        return batch
+
+    def reduce_step(self, batch: Batch) -> StepResult | None:
+        self.run.backward(batch, self.objective)
+        return self.run.committed_result
+
+    def apply_step(self, batch: Batch, result: StepResult) -> StepResult | None:
+        optimizer, scheduler = self.setup.optimizer, self.setup.scheduler
+        if self.job.clip_norm is not None:
+            self.run.clip(self.job.clip_norm)
+        optimizer.step()
+        self.run.updated()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        return result
+
+    def end_step(self, batch: Batch, result: StepResult) -> None:
+        if self.opened.evaluation_due(batch.step + 1, self.run.schedule.steps_per_epoch):
+            self._evaluate(batch.step + 1)
+        self.run.end_step()
+
+    def _evaluate(self, step: int) -> None:
+        run = self.run
+        run.metrics = run.evaluate(self.opened.held_out, self.objective.evaluation())
+        reached = self.opened.target_reached(run.metrics)
+        if reached:
+            run.stopped = f"target {self.job.target} reached"
+        if run.leader:
+            run.record_evaluation(step, run.evaluation_seconds, reached)
+
+    def recover(self, error: ShoalError) -> bool:
+        """`Run` recovers from a loss where it happens: a loop of the user's own does not see it, either."""
+        return False
+
+    def finish(self) -> bool:
+        run = self.run  # `epochs` has finished it
+        run.record_usage(self.meter.peak_bytes())
+        if run.leader and not run.resumable and run.step and not run.layout.sharded:
+            # The user's code runs a few times more than was asked for: it prints nothing, and can fail without harm.
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(Exception):
+                cost = measure_lane_cost(run, self.objective)
+                if cost is not None:
+                    run.emit(cost)
+        run.group.close()
+        return True
+
+
+def compile_blocks(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Compiles each block by itself, so that seeding a block's randomness stays outside."""
+    for name in names:
+        block = model.get_submodule(name)
+        block.forward = torch.compile(block.forward, dynamic=False)

@@ -1,0 +1,89 @@
+"""A job as one worker trains it: its data opened, its model built, its optimizer made."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal.errors import JobError
+from shoal.job.dataset import DataSource
+from shoal.job.job import Job
+from shoal.job.loss import Objective
+from shoal.numerics import kernels
+from shoal.parallel.optimizer_view import check_elementwise
+from shoal.worker.build_model import build_worker_model
+from shoal.worker.context import WorkerContext
+from shoal.worker.memory import MemoryMeter, cap_memory, return_freed_memory
+from shoal.worker.model_partition import ModelOutline
+from shoal.worker.training_state import TrainingSetup
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenJob:
+    """A job with its data opened and checked, ready to be trained by any number of workers."""
+
+    job: Job
+    source: DataSource
+    held_out: DataSource | None
+    steps: int
+    outline: ModelOutline | None = None  # of the model, where the layout shards it
+
+    def evaluation_due(self, step: int, steps_per_epoch: int) -> bool:
+        """After so many steps."""
+        every = self.job.evaluate_every or steps_per_epoch
+        return self.held_out is not None and (step % every == 0 or step >= self.steps)
+
+    def target_reached(self, metrics: Mapping[str, float | None]) -> bool:
+        return self.job.target is not None and self.job.target.reached(metrics)
+
+
+def set_up_job(opened: OpenJob, context: WorkerContext) -> tuple[TrainingSetup, MemoryMeter]:
+    """Builds what this worker trains. The meter measures from before the model is built."""
+    job, plan = opened.job, context.plan
+    assert plan is not None
+    kernels.configure(threads=job.threads, exact=context.config.exact)
+    if context.config.parallel.memory_bytes is not None:
+        return_freed_memory()  # before anything is measured: what the driver had freed goes back
+    meter = MemoryMeter()
+    if context.config.parallel.memory_bytes is not None:
+        cap_memory(context.config.parallel.memory_bytes)
+    built = build_worker_model(job, plan, context.rank, opened.outline)
+    if not plan.servers:
+        refuse_embedding_tables(built.model)
+    optimizer = job.optimizer(built.named_parameters)
+    if plan.servers:
+        check_elementwise(optimizer, f"--servers {plan.servers} cuts parameters")
+    elif plan.zero or plan.tensor > 1:
+        check_elementwise(optimizer, f"layout {plan.layout} cuts parameters")
+    schedule = job.schedule(opened.source.samples, opened.source.last)
+    setup = TrainingSetup(
+        built=built,
+        optimizer=optimizer,
+        scheduler=job.scheduler(optimizer) if job.scheduler is not None else None,
+        source=opened.source,
+        schedule=schedule,
+        microbatches=job.microbatches,
+        seed=job.seed,
+        arithmetic=job.arithmetic() | opened.source.arithmetic(schedule),
+        objective=Objective(job, built.model),
+        clips=job.clip_norm is not None,
+        broadcast=isinstance(job.model, nn.Module),
+        steps=opened.steps,
+        checkpoint_every=job.checkpoint_every,
+    )
+    return setup, meter
+
+
+def refuse_embedding_tables(model: nn.Module) -> None:
+    """Without servers the rows of a table have no place."""
+    if "shoal.paramserver.embedding" not in sys.modules:
+        return
+    from shoal.paramserver.embedding import tables_of
+
+    names = [name for name, _ in tables_of(model)]
+    if names:
+        raise JobError(
+            f"{names[0]} is a shoal.Embedding: its rows live on parameter servers, and this run has none",
+            fix="--servers 1, with --sync sync (the default) for the same bits on any number of workers",
+        )

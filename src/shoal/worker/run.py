@@ -1,0 +1,367 @@
+"""The run as a training loop sees it: a job's loop is written on it, and `shoal.join` returns it.
+
+for epoch in run.epochs(10):                   resumes where it stopped
+    for batch in run.batches():                one item is one update, on any number of workers
+        loss = run.backward(batch, closure)    committed: the reduced gradient is in .grad on every worker
+        optimizer.step(); optimizer.zero_grad()
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from shoal.collectives.stats import CommStats
+from shoal.errors import JobError, PeerLost
+from shoal.job.dataset import DataSource, open_data
+from shoal.numerics.digest import quick_digest
+from shoal.numerics.lanes import find_stragglers, reassign_lanes
+from shoal.numerics.seeds import LOOP, seed_everything
+from shoal.parallel.plan import Plan
+from shoal.parallel.step import Closure, ReducedStep, StepInput, StepResult
+from shoal.report.events import LanesAssigned, RunRecovered, TrafficReported
+from shoal.worker.context import WorkerContext
+from shoal.worker.lane_speeds import MIN_SPEEDUP
+from shoal.worker.membership import ModelShardLost, RunCompleted, RunMembership
+from shoal.worker.recover import RunRecovery
+from shoal.worker.requests import EVICT, LEAVE, SAVE
+from shoal.worker.run_evaluation import RunEvaluation
+from shoal.worker.run_state import RunState
+from shoal.worker.training_state import Batch, TrainingSetup
+
+
+@dataclass(frozen=True)
+class CommittedStep:
+    """A step whose gradient is in `.grad`, until its update is applied."""
+
+    batch: Batch
+    result: StepResult
+    generation: int  # the membership generation of its requests
+
+
+class Run(RunState):
+    def __init__(self, setup: TrainingSetup, plan: Plan, context: WorkerContext, membership: RunMembership) -> None:
+        super().__init__(setup, plan, context, membership)
+        self.evaluation_seconds = 0.0
+        self._batch: Batch | None = None  # of the step under way
+        self._committed: CommittedStep | None = None
+        self._step_began = 0.0
+        self._evicted = False  # too slow: requests to leave
+        self._recovery = RunRecovery(self)
+        self._evaluation = RunEvaluation(self, self._recovery)
+        self._recovery.enter()
+        self.updated()
+
+    @property
+    def traffic(self) -> CommStats:
+        """How gradients have travelled so far, as this worker saw it."""
+        return self.group.comm_stats()
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint that this worker knows of; -1 before the first."""
+        return self.checkpoints.saved_step
+
+    @property
+    def committed_result(self) -> StepResult | None:
+        """The result of the step under way, once it is committed."""
+        return None if self._committed is None else self._committed.result
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Passes over the data, from the one where the run stopped. After the last one the run is finished."""
+        return _Epochs(self, count)
+
+    def end_epoch(self) -> None:
+        """The loop is through with a pass, and with what it does after the last batch."""
+        if self.step >= (self.epoch + 1) * self.schedule.steps_per_epoch:
+            self.finished_epochs = self.epoch + 1
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of this pass that are not applied yet, in the job's order."""
+        self._batch = None
+        self.order = self.source.order(self.epoch)
+        self.prefetch_samples(self.step)
+        return iter(self.next_batch, None)
+
+    def next_batch(self) -> Batch | None:
+        """Ends the step under way, if there is one, and returns the next batch; None: the pass or the run is over."""
+        if self._batch is not None:
+            self.end_step()
+        per_epoch, size = self.schedule.steps_per_epoch, self.schedule.batch
+        within = self.step - self.epoch * per_epoch
+        if within >= per_epoch or self.stopped is not None or self.at_limit:
+            return None
+        indices = self.order[within * size : (within + 1) * size]
+        self._batch = Batch(step=self.step, epoch=self.epoch, indices=indices)
+        return self._batch
+
+    def backward(self, batch: Batch, closure: Closure) -> float:
+        """Computes the gradient of one global batch into `.grad` on every worker, and returns its loss.
+
+        The closure gets microbatches and must be repeatable: it may be called any number of times.
+        """
+        if self._committed is not None:
+            message = "run.backward was called twice for one batch"
+            raise JobError(message, fix="one run.backward per item of run.batches()")
+        self._step_began = time.perf_counter()
+        self.timer.begin()
+        generation, result = self._step(self.step_input(batch), closure)
+        self.check_finite(batch.step, result)
+        self._committed = CommittedStep(batch, result, generation)
+        self.commit_generation = generation
+        self.update.before_step()
+        # What the loop draws from here on (noise on gradients, a coin) is the same on every worker.
+        seed_everything(self.replica.seed, LOOP, batch.step)
+        self.timer.committed(result)
+        return result.loss
+
+    def _step(self, step_input: StepInput, closure: Closure) -> tuple[int, StepResult]:
+        """One step until it is committed (parallel/strategy.py): one that loses a worker is computed again by those
+        that are left, with the same bits. Returns the membership generation of its requests, and its result."""
+        while True:
+            generation = self.membership.generation
+            reduced: ReducedStep | None = None
+            try:
+                request = self._requests(step_input.step + 1)
+                reduced = self.strategy.reduce(self.strategy.compute(step_input, closure, request))
+                self.membership.vote()
+                self.strategy.commit(reduced)
+                self.membership.commit()
+                return generation, self.strategy.write_gradients(reduced)
+            except PeerLost as error:
+                recovery = self._recovery.recover(error, inside_step=True)
+            if self._recovery.commit_found:  # another worker has committed the step, so the sums here are whole
+                self._recovery.commit_found = False
+                assert reduced is not None
+                result = self.strategy.write_gradients(reduced)
+                self._recovery.regroup(recovery, redone=0, next_step=step_input.step + 1)
+                return generation, result
+            self.membership.drop()
+            self._recovery.regroup(recovery, redone=1)
+
+    def _requests(self, step: int) -> int:
+        """What this worker requests of all for the end of this step. It travels with the step, so all act alike."""
+        requests = self.membership.requests()
+        if self._evicted:
+            requests |= LEAVE | EVICT
+        if self.leader and self.checkpoints.due(step):
+            requests |= SAVE
+        return requests
+
+    def clip(self, max_norm: float) -> float:
+        """Scales `.grad` so that the global norm is at most this; the same bits on any placement."""
+        result = self.committed_result
+        return self.update.clip(max_norm, None if result is None else result.grad_norm)
+
+    def updated(self) -> None:
+        """Call it after the optimizer's step: weights that the optimizer sees in another form go back to the model."""
+        try:
+            self.update.after_step()
+            self.strategy.refresh()
+        except PeerLost as error:
+            self._recovery.recover(error)  # the lost worker had rows of the update: this does not return
+            left = ModelShardLost(
+                f"rows of step {self.step} did not arrive: the run goes on from the newest checkpoint"
+            )
+            left.present = self.membership.view.members
+            raise left from error
+
+    def evaluate(self, data: Any, closure: Callable[[Any], Any]) -> Any:
+        """The mean of what the closure returns (a mean, (sum, count), or a dict of these) over held-out data.
+
+        Each sample counts once, whatever the number of workers. Touches no generator, buffer or mode.
+        """
+        began = time.perf_counter()
+        self.timer.pause()
+        source = data if isinstance(data, DataSource) else open_data(data, seed=0, shuffle=False)
+        self.membership.set_busy(True)
+        try:
+            result = self._evaluation.evaluate(source, closure, self.step + (self._committed is not None))
+        finally:
+            self.membership.set_busy(False)
+        self.evaluation_seconds = time.perf_counter() - began
+        self.timer.begin()
+        return result
+
+    # -- after each step ----------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """The step is applied here: records it, saves, lets workers in and out. `next_batch` calls it."""
+        if self._committed is None:
+            message = "a batch was taken but run.backward was not called for it"
+            raise JobError(message, fix="run.backward(batch, closure)")
+        self.checkpoints.advisor.stepped(time.perf_counter() - self._step_began)
+        committed, self._committed, self._batch = self._committed, None, None
+        result = committed.result
+        self.step = committed.batch.step + 1
+        self.membership.set_busy(False)
+        self.record_step(committed.batch, result, self.member_workers)
+        self._record_recovery()
+        if self.timer.due:
+            self.report()
+            if self.leader:
+                self.checkpoints.report_interval(self.step)
+        if self.leader and not self.traffic_reported:
+            self._report_traffic()
+        if self.config.output.digests and (self.leader or self.layout.sharded):
+            self._report_digests()
+        if self.stopped is None and not self.at_limit and (reason := self.stop_reason(result.requested)):
+            self.stopped, self.resumable = reason, True
+        watched = self.plan.shares == "auto" or self.config.failure.slow != "ignore"
+        if committed.generation == self.membership.generation and watched and not self.layout.sharded:
+            self._rebalance(result.compute_by_worker)
+        if any(request & SAVE for request in result.requested):
+            self._save_checkpoint()
+        self._recovery.change_members(result.requested, committed.generation)
+
+    def _record_recovery(self) -> None:
+        if self.disrupted_at is not None and self.leader:
+            seconds = time.monotonic() - self.disrupted_at
+            self.emit(
+                RunRecovered(time=time.time(), generation=self.membership.generation, step=self.step, seconds=seconds)
+            )
+        self.disrupted_at = None
+
+    def _report_digests(self) -> None:
+        if self.layout.sharded and not self.all_at_same_step:
+            return
+        try:
+            tensors = self.digests()
+        except PeerLost as error:  # others may have the digests and be far ahead
+            self._recovery.recover_and_regroup(error)
+            return
+        self.record_digests(tensors)
+
+    def _report_traffic(self, final: bool = False) -> None:
+        """How gradients travel: after the first step of a group, and at the end with the totals."""
+        self.traffic_reported = True
+        traffic = self.traffic
+        if self.workers > 1 or traffic.compressors or traffic.reason:
+            self.emit(TrafficReported(time=time.time(), rank=self.worker, final=final, **structs.asdict(traffic)))
+
+    def _rebalance(self, seconds: list[float]) -> None:
+        """Assigns lanes anew when the workers' speeds have drifted; a worker that is too slow may request to leave."""
+        typical = self.speeds.add(seconds)
+        if typical is None:
+            return
+        if self.config.failure.slow == "evict" and self.membership.elastic:
+            self._evicted = self.rank in find_stragglers(
+                self.strategy.assignment, typical, min_left=self.config.failure.min_workers
+            )
+            return
+        if self.plan.shares not in ("even", "auto"):
+            return  # shares that the user gave are kept
+        decision = reassign_lanes(
+            self.strategy.assignment, typical, min_gain=0.1 if self.plan.shares == "auto" else MIN_SPEEDUP
+        )
+        if decision is not None:
+            self.strategy.assignment, reason = decision
+            self.prefetch_samples(self.step)
+            if self.leader:
+                event = LanesAssigned(
+                    time=time.time(),
+                    step=self.step,
+                    assignment=list(self.strategy.assignment),
+                    reason=reason,
+                    members=self.member_workers,
+                )
+                self.emit(event)
+
+    # -- checkpoints, and the end -------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Writes a checkpoint of the last step while training goes on."""
+        self.checkpoints.save(self.step, self.progress(), token=f"{self.step} {' '.join(map(str, self.writers))}")
+
+    def _save_checkpoint(self) -> None:
+        self.report()  # all before the checkpoint is on record: a resumed run does not report it again
+        began = time.perf_counter()
+        try:
+            if self.all_at_same_step:
+                self.check_same_weights({name: quick_digest(tensor) for name, tensor in self.named_tensors()})
+        except PeerLost as error:
+            self._recovery.recover_and_regroup(error)  # the weights are compared at the next checkpoint
+        while True:
+            try:
+                self.save()
+                break
+            except PeerLost as error:  # it may be a writer of the checkpoint before, which this one waits for
+                self._recovery.recover_and_regroup(error)
+        self.checkpoints.record_save(self.step, time.perf_counter() - began)
+
+    def finish(self) -> None:
+        """Ends the run: writes the last checkpoint, and reports the sha256 of the trained weights."""
+        if self.finished:
+            return
+        self.finished = True
+        if self._committed is not None:  # the loop was left after its last update
+            self.end_step()
+        self.report()
+        self._report_traffic(final=True)
+        tensors = self._write_final()
+        self.membership.stop_watching()
+        self.record_finish(tensors)
+        self.strategy.close()
+        self.replica.close()
+        self.membership.finish_run()
+        self.membership.close()
+
+    def _write_final(self) -> dict[str, str]:
+        """Returns when the result is on disk: if its writer is lost meanwhile, another worker writes it. Returns one
+        sha256 per tensor."""
+        tensors: dict[str, str] = {} if self.layout.sharded else self.digests()
+        while True:
+            try:
+                if self.layout.sharded:
+                    tensors = self.digests()
+                    self.check_same_weights({name: quick_digest(tensor) for name, tensor in self.named_tensors()})
+                elif self.all_at_same_step:
+                    self.check_same_weights({name: int(digest[:15], 16) for name, digest in tensors.items()})
+                self._write_result()
+                if self.membership.elastic:
+                    self.group.gather_rows(torch.zeros(1, dtype=torch.uint8))
+                return tensors
+            except PeerLost as error:
+                if not self.recovers:
+                    self._write_result()
+                    return tensors
+                try:
+                    self._recovery.recover_and_regroup(error)
+                except RunCompleted:  # the others know that it is written
+                    return tensors
+
+    def _write_result(self) -> None:
+        self.save()
+        self.checkpoints.export()
+        self.checkpoints.close()
+
+    def close(self, failed: str = "") -> None:
+        """Releases all after a failure, without a checkpoint. `failed`: why the other workers have to end, too."""
+        if failed:
+            self.membership.fail_run(failed)
+        self.checkpoints.close(give_up=bool(failed))
+        if failed:
+            self.membership.close()
+
+
+class _Epochs(Iterator[int]):
+    def __init__(self, run: Run, count: int) -> None:
+        self._run, self._epochs = run, iter(range(run.finished_epochs, count))
+        self._begun = False
+
+    def __next__(self) -> int:
+        run = self._run
+        if self._begun:
+            run.end_epoch()
+        over = self._begun and (run.stopped is not None or run.at_limit)
+        epoch = None if over else next(self._epochs, None)
+        if epoch is None:
+            run.finish()
+            raise StopIteration
+        self._begun, run.epoch = True, epoch
+        return epoch

@@ -1,0 +1,150 @@
+"""What a worker of a run with collectives holds: its share of the model, the members it trains with, its progress."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shoal.collectives.group import WorkerGroup
+from shoal.numerics.digest import tensor_digests
+from shoal.parallel.groups import ParallelGroups
+from shoal.parallel.plan import Plan
+from shoal.recovery.checkpoint.directory import Snapshot
+from shoal.recovery.membership.protocol import WorkerId
+from shoal.worker.build_model import choose_strategy
+from shoal.worker.consistency import agree_on_weights, model_digests
+from shoal.worker.context import WorkerContext
+from shoal.worker.lane_speeds import LaneSpeeds
+from shoal.worker.membership import RunMembership
+from shoal.worker.training_state import TrainingSetup, TrainingState
+
+
+class RunState(TrainingState):
+    groups: ParallelGroups  # of the membership generation
+    epoch = 0
+
+    def __init__(self, setup: TrainingSetup, plan: Plan, context: WorkerContext, membership: RunMembership) -> None:
+        super().__init__(setup, plan, context, membership.worker_id.worker)
+        self.membership, self.layout = membership, plan.layout
+        self.strategy = choose_strategy(plan, self.built, self.step_setup(), setup.objective)
+        self.update.get_group = lambda: self.groups.shard_group
+        self.finished = False
+        self.finished_epochs = 0  # passes that are over, with what the loop does after their last batch
+        self.evaluations: tuple[int, Any] = (0, None)  # how many there were, and the metrics of the last one
+        self.order: Sequence[int] = ()  # of the samples in this pass
+        self.writers: Sequence[WorkerId] = ()  # of the shards of checkpoints
+        self.commit_generation = -1  # the membership generation in which the last step was committed
+        self.disrupted_at: float | None = None  # when the members changed, until the next step is applied
+        self.traffic_reported = False
+        self.speeds = LaneSpeeds()
+        self.live = self.live_state()
+        self.checkpoints = self.open_checkpoints(
+            self.live,
+            survives_loss=self.recovers and not self.layout.zero,
+            check_peers=lambda: self.group.raise_if_failed(),
+        )
+
+    @property
+    def group(self) -> WorkerGroup:
+        return self.membership.group
+
+    @property
+    def leader(self) -> bool:
+        """True on the one worker that should print, log and write files."""
+        return self.group.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among the present members."""
+        return self.group.rank
+
+    @property
+    def workers(self) -> int:
+        return self.group.size
+
+    @property
+    def member_workers(self) -> list[int]:
+        """The worker numbers of the members, by rank."""
+        return [member.worker for member in self.membership.view.members]
+
+    @property
+    def recovers(self) -> bool:
+        """The run goes on after the loss of a worker."""
+        return self.membership.elastic and self.config.failure.on_failure != "stop"
+
+    @property
+    def all_at_same_step(self) -> bool:
+        """All members have come here from the same step of the same generation. After a change some may be past what
+        this worker is about to do: until the next step it does alone what all could do together."""
+        return self.commit_generation == self.membership.generation
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and persistent buffers, a tied weight once."""
+        kept = self.model.state_dict(keep_vars=True)
+        buffers = [(name, each) for name, each in self.model.named_buffers() if name in kept and not each.is_meta]
+        own = self.update.optimizer_params.items() if self.update.masters else self.replica.parameters
+        return [*((name, each) for name, each in own if not each.is_meta), *buffers]
+
+    def digests(self) -> dict[str, str]:
+        """One sha256 per tensor of the whole model, on every worker alike."""
+        if not self.layout.sharded:
+            return tensor_digests(self.named_tensors())
+        assert self.built.state_shard is not None
+        kept = self.model.state_dict(keep_vars=True)
+        order = [*self.replica.parameter_order, *(name for name, _ in self.model.named_buffers() if name in kept)]
+        return model_digests(
+            self.group, dict(self.named_tensors()), self.built.state_shard.slices, self.built.shapes, order
+        )
+
+    def check_same_weights(self, tensors: Mapping[str, int]) -> None:
+        """Compares digests among the workers that hold the same tensors."""
+        if not self.layout.sharded:
+            agree_on_weights(self.group, tensors, self.step)
+        elif not self.layout.zero and self.groups.replica is not None:
+            agree_on_weights(self.groups.shard_group, tensors, self.step)
+
+    # -- progress -----------------------------------------------------------------------------------------------------
+
+    def progress(self) -> dict[str, Any]:
+        """What a resumed run, or a worker that receives the state, has to know beside the tensors."""
+        return {
+            "loss": self.loss,
+            "metrics": self.metrics,
+            "passes": self.finished_epochs,
+            "evaluations": self.evaluations[0],
+            **({"inexact": self.inexact} if self.inexact else {}),
+        }
+
+    def restore_progress(self, snapshot: Snapshot) -> None:
+        values = snapshot.values["told"]
+        self.step = snapshot.step
+        self.epoch = self.step // self.schedule.steps_per_epoch
+        self.finished_epochs = values.get("passes", self.epoch)
+        if self.step:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
+        self.loss, self.metrics = values["loss"], values["metrics"]
+        self.inexact = values.get("inexact", "")
+        self.evaluations = (values.get("evaluations", 0), self.metrics)
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def prefetch_samples(self, step: int) -> None:
+        """Announces the samples of this worker's lanes, for the rest of the pass, to the processes that load ahead."""
+        if self.source.prefetcher is None or self.plan.threads > 1:  # several kernel threads do not survive their fork
+            return
+        if not len(self.order):
+            return
+        first = self.schedule.steps_per_epoch * self.epoch
+        batches = [
+            self.order[within * self.schedule.batch : (within + 1) * self.schedule.batch]
+            for within in range(step - first, self.schedule.steps_per_epoch)
+        ]
+        limit = None if self.step_limit is None else self.step_limit - step
+        requests = [
+            request
+            for batch in batches[:limit]
+            for request in self.strategy.microbatch_indices(batch, self.schedule.batch)
+        ]
+        self.source.prefetcher.announce([(tuple(request), self.epoch) for request in requests])

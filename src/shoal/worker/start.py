@@ -1,0 +1,91 @@
+"""The first lines of a process of a run: what a launcher gives it becomes its WorkerContext, and its work begins."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.recovery.membership import sqlite_client
+from shoal.recovery.membership.open_store import open_store
+from shoal.report.run_folder import RunFolder
+from shoal.worker.context import WorkerContext, torchrun_store
+from shoal.worker.event_channel import EventChannel
+from shoal.worker.main import reporting_failures
+
+
+class StopNotice:
+    """Handles SIGTERM: a process that has claimed it leaves when its step is done, another one ends at once."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._claimed = False
+
+    @classmethod
+    def installed(cls) -> "StopNotice":
+        """Handles SIGTERM of this process from now on."""
+        notice = cls()
+        signal.signal(signal.SIGTERM, notice.handle)
+        return notice
+
+    def claim(self) -> bool:
+        """From now on SIGTERM only sets `received`, which this returns."""
+        self._claimed = True
+        return self.received
+
+    def handle(self, number: int, frame: Any) -> None:
+        self.received = True
+        if not self._claimed:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStartup:
+    """What a launcher gives to a process that it has started."""
+
+    rank: int
+    incarnation: int = 0  # how many processes had this rank before
+    channel: socket.socket  # to the driver
+    notice: StopNotice
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerProgram:
+    """What every process of a run executes. Workers have ranks below `context.size`, servers follow them."""
+
+    run: RunFolder
+    context: WorkerContext  # the fields that all processes share
+    work: Callable[[WorkerContext], None]
+    serve_shard: Callable[[WorkerContext, int], None] | None = None  # in a server, with its number
+    restarts_store: bool = False  # a worker that finds the run's own store gone may start it
+
+    def main(self, startup: WorkerStartup) -> int:
+        """Runs in the process; returns its exit code. Everything that the driver had loaded is there."""
+        context, serve, shard = self._context(startup), self.serve_shard, startup.rank - self.context.size
+        if serve is None or shard < 0:
+            with reporting_failures(context, str(self.run.log(startup.rank))) as code:
+                self.work(context)
+        else:
+            with reporting_failures(context, str(self.run.server_log(shard))) as code:
+                serve(context, shard)
+        return code[0]
+
+    def _context(self, startup: WorkerStartup) -> WorkerContext:
+        failure, folder = self.context.config.failure, self.run.path
+        name = f"{startup.rank}.{startup.incarnation}"
+        return replace(
+            self.context,
+            rank=startup.rank,
+            incarnation=startup.incarnation,
+            channel=EventChannel(startup.channel, name, folder if failure.detached else None),
+            open_torch_store=torchrun_store,
+            open_run_store=(lambda: open_store(failure.store, folder, self.run.id)) if failure.elastic else None,
+            should_leave=startup.notice.claim,
+            restart_store=self._restart_store,
+        )
+
+    def _restart_store(self) -> None:
+        if self.restarts_store:
+            sqlite_client.start_server(self.run.path)

@@ -1,0 +1,290 @@
+"""What a worker of any run holds while it trains, and what it records: with collectives or parameter servers."""
+
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch.optim import Optimizer
+
+from shoal.collectives.group import SoloGroup
+from shoal.errors import NonFiniteError
+from shoal.job.dataset import DataSource
+from shoal.job.loss import Objective
+from shoal.numerics import kernels
+from shoal.numerics.digest import model_digest
+from shoal.numerics.sampling import SampleSchedule
+from shoal.parallel.lane_strategy import StepSetup
+from shoal.parallel.pipeline import PipelineParallel
+from shoal.parallel.plan import Plan
+from shoal.parallel.replica import ModelReplica
+from shoal.parallel.step import StepInput, StepResult
+from shoal.parallel.strategy import Strategy
+from shoal.recovery.checkpoint.directory import FoundCheckpoint
+from shoal.report.events import (
+    Event,
+    ModelEvaluated,
+    ModelShardReported,
+    RunResumed,
+    StepDigest,
+    StepSkipped,
+    WorkerFinished,
+    WorkerStarted,
+)
+from shoal.worker.build_model import WorkerModel
+from shoal.worker.checkpoint_policy import CheckpointPolicy
+from shoal.worker.checkpointer import LiveState
+from shoal.worker.context import WorkerContext
+from shoal.worker.evaluate import EvaluationGroup, Measure, evaluate
+from shoal.worker.requests import STOP
+from shoal.worker.step_timer import StepTimer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One global batch: the samples of one update. Pass it to `run.backward`."""
+
+    step: int
+    epoch: int
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """What is trained, and on which data: from a job, or from a script that calls `shoal.join`."""
+
+    built: WorkerModel
+    optimizer: Optimizer
+    scheduler: Any
+    source: DataSource
+    schedule: SampleSchedule
+    microbatches: int
+    seed: int
+    arithmetic: dict[str, Any]
+    state: Mapping[str, Any] = field(default_factory=dict)  # more to save and restore
+    objective: Objective | None = None  # a job's; a script brings closures
+    clips: bool = False  # the loop needs the gradient's norm
+    broadcast: bool = False  # weights may differ by worker at the start: all begin with rank 0's
+    steps: int | None = None
+    checkpoint_every: int | None = None
+
+
+class TrainingState(ABC):
+    strategy: Strategy
+
+    def __init__(self, setup: TrainingSetup, plan: Plan, context: WorkerContext, worker: int) -> None:
+        self.setup, self.plan, self.context, self.config = setup, plan, context, context.config
+        self.built, self.model, self.update = setup.built, setup.built.saved_model, setup.built.update
+        self.optimizer, self.source, self.schedule = setup.optimizer, setup.source, setup.schedule
+        self.objective, self.step_limit = setup.objective, setup.steps
+        self.worker = worker
+        self.replica = ModelReplica(
+            self.built.model,
+            self.built.blocks,
+            setup.seed,
+            recompute=plan.recompute,
+            slices=self.built.tensor_slices,
+            shapes=self.built.shapes,
+        )
+        self.step = 0  # steps applied so far
+        self.loss: float | None = None
+        self.metrics: dict[str, float | None] = {}
+        self.compute_seconds = 0.0  # of this worker's lanes in the last step
+        self.stopped: str | None = None  # why the run ends before its last step
+        self.resumable = False
+        self.inexact = ""  # the sync mode of an earlier part of the run, if that was not exact
+        self.timer = StepTimer(context.channel, worker, samples=self.config.output.samples)
+        self.traits = kernels.traits()
+
+    @property
+    @abstractmethod
+    def leader(self) -> bool:
+        """True on the one worker that prints, logs and writes files."""
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the last step belongs to."""
+        return max(0, self.step - 1) // self.schedule.steps_per_epoch
+
+    @property
+    def at_limit(self) -> bool:
+        return self.step_limit is not None and self.step >= self.step_limit
+
+    def live_state(self, extra_optimizers: Mapping[str, Optimizer] | None = None) -> LiveState:
+        """The state that checkpoints hold."""
+        return LiveState(
+            model=self.model,
+            parameters=dict(self.update.optimizer_params),
+            optimizer=self.optimizer,
+            scheduler=self.setup.scheduler,
+            state=self.setup.state,
+            arithmetic=self.setup.arithmetic,
+            traits=self.traits,
+            extra_optimizers=extra_optimizers or {},
+        )
+
+    def open_checkpoints(
+        self, live: LiveState, *, survives_loss: bool, check_peers: Callable[[], None] | None = None
+    ) -> CheckpointPolicy:
+        """`survives_loss`: the loss of a worker costs no checkpoint. `check_peers`: raises if a worker is lost."""
+        return CheckpointPolicy(
+            self.context.folder,
+            live,
+            self.emit,
+            every=self.config.checkpoint.every or self.setup.checkpoint_every,
+            auto=self.config.checkpoint.auto,
+            steps_per_epoch=self.schedule.steps_per_epoch,
+            workers=self.plan.workers,
+            survives_loss=survives_loss,
+            state_shard=self.built.state_shard,
+            check_peers=check_peers,
+        )
+
+    def step_setup(self) -> StepSetup:
+        """For a strategy, before it has a group."""
+        return StepSetup(
+            replica=self.replica,
+            group=SoloGroup(),
+            lanes=self.plan.lanes,
+            microbatches=self.setup.microbatches,
+            assignment=self.plan.assignment,
+            needs_norm=self.setup.clips,
+        )
+
+    def step_input(self, batch: Batch) -> StepInput:
+        return StepInput(
+            step=batch.step,
+            indices=batch.indices,
+            batch_size=self.schedule.batch,
+            fetch=lambda indices: self.source.fetch(indices, batch.epoch),
+        )
+
+    def evaluate_lanes(self, source: DataSource, measure: Measure, workers: EvaluationGroup) -> Any:
+        return evaluate(source, measure, self.replica, workers, self.schedule.batch)
+
+    def stop_reason(self, requested: Sequence[int]) -> str:
+        """Why the run ends after this step, to be resumed later; empty: it goes on."""
+        after = self.config.checkpoint.stop_after
+        if any(request & STOP for request in requested):
+            return "asked to stop"
+        return f"stop after step {after}" if after is not None and self.step >= after else ""
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def emit(self, event: Event) -> None:
+        self.context.channel.emit(event)
+
+    def record_start(self, *, incarnation: int, elastic: bool) -> None:
+        event = WorkerStarted(
+            time=time.time(),
+            rank=self.worker,
+            pid=os.getpid(),
+            host=os.environ.get("SHOAL_HOST") or os.uname().nodename,
+            fingerprint=kernels.fingerprint(self.traits),
+            incarnation=incarnation,
+            elastic=elastic,
+        )
+        self.emit(event)
+
+    def record_resume(self, found: FoundCheckpoint, *, known_committed: int, inexact: str) -> None:
+        event = RunResumed(
+            time=time.time(),
+            step=self.step,
+            path=str(found.path),
+            skipped=list(found.skipped),
+            repeated=max(0, max(known_committed, self.context.committed_before) - self.step),
+            inexact_sync_mode=inexact,
+        )
+        self.emit(event)
+
+    def check_finite(self, step: int, result: StepResult) -> bool:
+        """False: a loss is not finite, and the step is skipped. Raises if the run is to stop then."""
+        if not result.not_finite:
+            return True
+        where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in result.not_finite)
+        if self.config.failure.nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step}: the loss is not finite ({where})",
+                where=f"nothing of step {step} was applied",
+                fix="a smaller learning rate or clip_norm; --nonfinite skip leaves such steps out",
+            )
+        if self.leader:
+            self.emit(StepSkipped(time=time.time(), step=step, where=result.not_finite))
+        return False
+
+    def record_step(self, batch: Batch, result: StepResult, members: Sequence[int]) -> None:
+        """The step is applied, and counted in `step`. `members`: the worker numbers, by rank."""
+        self.loss = None if math.isnan(result.loss) else result.loss
+        self.compute_seconds = result.compute_seconds
+        self.timer.applied(result, np.asarray(batch.indices, dtype=np.int64), self.leader, members)
+
+    def report(self) -> None:
+        """Sends the driver what was recorded since the last report."""
+        groups = self.optimizer.param_groups
+        rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+        self.timer.report(
+            step=self.step,
+            epoch=self.epoch,
+            loss=self.loss,
+            lanes=self.strategy.own_lanes,
+            rate=rate,
+            leader=self.leader,
+        )
+
+    def record_evaluation(self, step: int, seconds: float, target_reached: bool) -> None:
+        event = ModelEvaluated(
+            time=time.time(),
+            step=step,
+            epoch=self.epoch,
+            metrics=self.metrics,
+            seconds=seconds,
+            target_reached=target_reached,
+        )
+        self.emit(event)
+
+    def record_digests(self, tensors: dict[str, str]) -> None:
+        if self.leader:
+            self.emit(StepDigest(time=time.time(), step=self.step, tensors=tensors))
+
+    def record_usage(self, peak_bytes: int) -> None:
+        """What this worker held of the model, and the memory and time that took."""
+        place, stages, strategy = self.plan.layout.position(self.worker), self.built.stages, self.strategy
+        timing = strategy.pipeline_timing() if isinstance(strategy, PipelineParallel) else (None, None, None)
+        event = ModelShardReported(
+            time=time.time(),
+            rank=self.worker,
+            replica=place.replica,
+            stage=place.stage,
+            tensor_shard=place.tensor_rank,
+            blocks=[] if stages is None else stages.blocks_of(place.stage),
+            num_parameters=sum(parameter.numel() for _, parameter in self.replica.parameters),
+            peak_bytes=peak_bytes,
+            limit_bytes=self.config.parallel.memory_bytes,
+            busy_seconds=timing[0],
+            stage_seconds=timing[1],
+            bubble_planned=timing[2],
+        )
+        self.emit(event)
+
+    def record_finish(self, tensors: dict[str, str] | None) -> None:
+        """`tensors`: one sha256 per tensor; None on a worker that does not know them."""
+        event = WorkerFinished(
+            time=time.time(),
+            rank=self.worker,
+            step=self.step,
+            samples=self.schedule.samples_before(self.step),
+            weights_sha256="" if tensors is None else model_digest(tensors),
+            final_loss=self.loss,
+            metrics=self.metrics,
+            stopped=self.stopped,
+            resumable=self.resumable,
+            tensors=tensors if tensors is not None and self.leader else {},
+        )
+        self.emit(event)
