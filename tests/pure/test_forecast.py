@@ -37,7 +37,7 @@ def test_no_process_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_cluster_is_the_users_mistake() -> None:
-    with pytest.raises(InputError, match="no cluster is called laptob") as caught:
+    with pytest.raises(InputError, match="there is no cluster laptob") as caught:
         prediction_basis("laptob")
     assert "laptop" in str(caught.value.fix)
 

@@ -174,7 +174,7 @@ def test_a_run_corrects_the_next_prediction(call: Caller, tmp_path: Path) -> Non
     assert seconds[1] == pytest.approx(next_one["seconds"]) != pytest.approx(seconds[0])
     refused = call("train", "job.py", "--cluster", "dgx-a100", "--calibrate", "first")
     assert refused.code == 2
-    assert "run first was predicted for cluster laptop preset, and dgx-a100 is to be calibrated" in refused.err
+    assert "run first was predicted for cluster laptop preset, but the calibration is for dgx-a100" in refused.err
 
 
 # -- predicted against measured ---------------------------------------------------------------------------------------

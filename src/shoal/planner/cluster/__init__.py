@@ -1,4 +1,4 @@
-"""What to train on: devices in hosts in racks, and the links between them. Pure."""
+"""Describes what to train on: devices in hosts in racks, and the links between them. Pure."""
 
 from shoal.planner.cluster.assign import ORDERS, Order, WorkerSlot, assign_workers
 from shoal.planner.cluster.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack

@@ -1,4 +1,4 @@
-"""Devices and clusters that have a name: the tables of `presets.toml`, as they stand there."""
+"""The tables of `presets.toml`: devices and clusters by name."""
 
 import tomllib
 from collections.abc import Mapping
