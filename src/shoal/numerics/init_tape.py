@@ -40,7 +40,7 @@ class RecordedView:
 
 
 @dataclass(slots=True)
-class RecordedOp:
+class InitOp:
     func: Any
     args: Any  # with a view for each tensor of the tape
     kwargs: Any
@@ -60,7 +60,7 @@ class OpTape:
         self._held: list[UntypedStorage] = []  # on meta; held so that no address is used twice
         self._numbers: dict[int, int] = {}
         self._writers: list[list[int]] = []  # by storage: the operations that made or changed it, in order
-        self._operations: list[RecordedOp] = []
+        self._operations: list[InitOp] = []
 
     def has_recorded(self, tensor: Tensor) -> bool:
         return tensor.is_meta and storage_key(tensor) in self._numbers
@@ -79,7 +79,7 @@ class OpTape:
         dense = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=META)
         return dense.is_contiguous() and dense.nbytes == self._held[view.storage].nbytes()
 
-    def add(self, operation: RecordedOp, writes: Iterable[int], outputs: Any) -> None:
+    def add(self, operation: InitOp, writes: Iterable[int], outputs: Any) -> None:
         for output in tree_leaves(outputs):
             new = isinstance(output, Tensor) and not self.has_recorded(output)
             if new:
@@ -259,7 +259,7 @@ class InitRecorder(TorchDispatchMode):
             return self._run_real(func, args, kwargs, number)
         if kwargs.get("dtype") is None and any(argument.name == "dtype" for argument in func._schema.arguments):
             kwargs["dtype"] = made[0].dtype  # the default may have changed at replay
-        self.tape.add(RecordedOp(func, *self._recorded(func, args, kwargs), number), (), outputs)
+        self.tape.add(InitOp(func, *self._recorded(func, args, kwargs), number), (), outputs)
         return outputs
 
     def _run_in_place(
@@ -278,7 +278,7 @@ class InitRecorder(TorchDispatchMode):
             outputs = self._run_on_meta(func, args, kwargs)
         except NotImplementedError:  # depends on values; an in-place operation keeps the shape
             outputs = args[0]
-        self.tape.add(RecordedOp(func, *recorded, number, covers), writes, outputs)
+        self.tape.add(InitOp(func, *recorded, number, covers), writes, outputs)
         return outputs
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
