@@ -176,11 +176,7 @@ def digits(lab: Lab, compressors: Sequence[str], rounds: int, settings: Sequence
             compress = "" if word == "none" else f"{word}@rack"
             with scratch_folder() as folder:
                 config = RunConfig().changed(
-                    workers=WORKERS,
-                    run_dir=folder / "run",
-                    quiet=True,
-                    predict=False,
-                    compress=compress,
+                    workers=WORKERS, run_dir=folder / "run", quiet=True, predict=False, compress=compress
                 )
                 try:
                     report = train_with(job, config, name="digits", launcher=lab.launcher).value

@@ -64,10 +64,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "value out of range": (["job.py", "--set", "steps=0"], ["steps=0 must be a whole number from 1 up"]),
     "unknown precision": (["job.py", "--set", "precision=fp8"], ["precision='fp8'", "one of 'fp32'"]),
     "shares in words": (["job.py", "--workers", "2", "--shares", "big,small"], ["'big,small' are not numbers", "3,1"]),
-    "shares of others": (
-        ["job.py", "--workers", "2", "--shares", "1,2,1"],
-        ["3 shares for 2 workers", "--workers 3"],
-    ),
+    "shares of others": (["job.py", "--workers", "2", "--shares", "1,2,1"], ["3 shares for 2 workers", "--workers 3"]),
     "shares of nothing": (["job.py", "--workers", "2", "--shares", "1,0"], ["'1,0': each must be above 0"]),
     "stop before the first step": (["job.py", "--stop-after", "0"], ["--stop-after 0: a number from 1 up"]),
     "no time at all": (["job.py", "--timeout", "0"], ["--timeout 0.0: seconds above 0"]),

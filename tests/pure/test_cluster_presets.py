@@ -126,11 +126,7 @@ def test_the_tiers_of_the_picture() -> None:
     assert [
         (tier.name, tier.size, tier.latency, tier.single_bandwidth / 1e9, tier.shared_bandwidth / 1e9)
         for tier in tiers(cluster)
-    ] == [
-        ("inside", 8, 7e-6, 300, 300),
-        ("host", 32, 15e-6, 25, 25),
-        ("rack", 64, 20e-6, 25, 6.25),
-    ]
+    ] == [("inside", 8, 7e-6, 300, 300), ("host", 32, 15e-6, 25, 25), ("rack", 64, 20e-6, 25, 6.25)]
 
 
 def test_shared_links_sockets_and_what_is_narrowest() -> None:

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.steps import Samples, loader, mlp_data
 from shoal.errors import InputError
-from shoal.testing import (
-    dropout_net,
-    job_for,
-)
+from shoal.testing import dropout_net, job_for
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 

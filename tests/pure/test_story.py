@@ -316,10 +316,7 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
             ],
             ["store runs/7f3a/store cannot be reached: training goes on, changes of membership wait; back after 3.2 s"],
         ),
-        (
-            [DriverChanged(time=190.0, pid=77, host="host-a")],
-            ["process 77 on host-a is the driver now"],
-        ),
+        ([DriverChanged(time=190.0, pid=77, host="host-a")], ["process 77 on host-a is the driver now"]),
         (
             [
                 lost(code=None, detected_by="its lease ran out"),

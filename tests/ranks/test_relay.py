@@ -64,13 +64,7 @@ def test_real_processes_have_one_hash_for_all_routes(text: str, tmp_path: Path) 
                 pieces = {span: split_pieces(route, part) for span, part in parts.items()}
                 result = next(iter(parts.values()))
                 given = TreeOptions(
-                    lanes=count,
-                    assignment=deal,
-                    places=places,
-                    base=base,
-                    pool=pool,
-                    chunk_bytes=1 << 16,
-                    **options,
+                    lanes=count, assignment=deal, places=places, base=base, pool=pool, chunk_bytes=1 << 16, **options
                 )
                 relay = TreeExecutor(mail, route, pieces, split_pieces(route, result), given)
                 base += relay.tags

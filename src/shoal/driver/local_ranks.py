@@ -44,11 +44,7 @@ class _RankReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranks(
-    size: int,
-    function: Callable[[WorkerGroup], Any],
-    *,
-    timeout: float = 60.0,
-    places: Sequence[LabHost] | None = None,
+    size: int, function: Callable[[WorkerGroup], Any], *, timeout: float = 60.0, places: Sequence[LabHost] | None = None
 ) -> list[Any]:
     """Calls `function(group)` in `size` forked processes that connect on loopback; returns their results by rank.
 

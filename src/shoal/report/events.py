@@ -1,10 +1,12 @@
 """The events of a run. Workers send them to the driver as lines of JSON; the driver writes them to `events.jsonl`."""
 
+import time
+
 import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
-    time: float  # seconds since 1970
+    time: float = msgspec.field(default_factory=time.time)  # seconds since 1970
 
 
 class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
