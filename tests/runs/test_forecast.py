@@ -153,7 +153,7 @@ def test_a_run_that_cannot_be_predicted_trains_as_ever(call: Caller, tmp_path: P
     assert result.value["prediction"]["lines"] is None
     assert "predicted" in call.good("report", "run").out
     refused = call("train", "job.py", "--calibrate", "run")
-    assert refused.code == 2 and "run run was not predicted" in refused.err
+    assert refused.code == 2 and "run run has no prediction" in refused.err
 
 
 def test_a_run_corrects_the_next_prediction(call: Caller, tmp_path: Path) -> None:
