@@ -12,9 +12,16 @@ import torch.nn.functional as F
 
 import shoal
 from helpers.command import Caller, write_job
+from helpers.forecast_job import compared, job, predict_run
 from shoal.driver.make_plan import open_job
-from shoal.driver.predict_run import BackgroundTrace, RunPredictor, PredictionBasis, NoPrediction, predict_plan, prediction_basis
-from shoal.errors import InputError
+from shoal.driver.predict_run import (
+    BackgroundTrace,
+    NoPrediction,
+    PredictionBasis,
+    RunPredictor,
+    predict_plan,
+    prediction_basis,
+)
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
 from shoal.planner.cost.calibrate import Calibration
@@ -22,8 +29,6 @@ from shoal.report.closing_report import rows
 from shoal.report.events import ModelEvaluated, RunPredicted
 from shoal.report.prediction_text import prediction_rows
 from shoal.report.run_folder import RunFolder
-from helpers.forecast_job import TERMS, compared, job, predict_run
-
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +42,6 @@ def plan(layout: str = "data=2") -> Any:
 
 
 # -- what is foreseen -------------------------------------------------------------------------------------------------
-
-
 
 
 def test_a_forecast_adds_up_and_says_what_it_was_made_for() -> None:
@@ -153,7 +156,7 @@ def test_a_run_that_cannot_be_predicted_trains_as_ever(call: Caller, tmp_path: P
     assert result.value["prediction"]["lines"] is None
     assert "predicted" in call.good("report", "run").out
     refused = call("train", "job.py", "--calibrate", "run")
-    assert refused.code == 2 and "run run was not predicted" in refused.err
+    assert refused.code == 2 and "run run has no prediction" in refused.err
 
 
 def test_a_run_corrects_the_next_prediction(call: Caller, tmp_path: Path) -> None:
