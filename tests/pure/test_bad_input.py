@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "workers in words": (["job.py", "--workers", "two"], ["--workers", "'two'", "shoal train --help"]),
     "data smaller than a batch": (
         ["job.py", "--set", "batch=512"],
-        ["the data has 160 samples, fewer than one batch of 512", "a smaller batch"],
+        ["the data has 160 samples, fewer than a batch of 512", "a smaller batch"],
     ),
     "steps and epochs": (
         ["job.py", "--set", "steps=3", "--set", "epochs=1"],

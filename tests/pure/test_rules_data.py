@@ -58,7 +58,7 @@ def test_lanes_follow_from_the_batch(batch: int, lanes: int) -> None:
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(InputError, match="the data has 56 samples, fewer than one batch of 64"):
+    with pytest.raises(InputError, match="the data has 56 samples, fewer than a batch of 64"):
         shoal.train(job_for(dropout_net, batch=64), quiet=True)
 
 

@@ -64,10 +64,8 @@ def open_data(data: Any, *, seed: int, shuffle: bool = True) -> DataSource:
 
 
 def _refused(why: str) -> JobError:
-    return JobError(
-        f"data: {why}",
-        fix="give tensors, a map-style data set (len and [i]), a DataLoader over one, or a function returning one",
-    )
+    fix = "give tensors, a map-style data set (len and [i]), a DataLoader over one, or a function returning one"
+    return JobError(f"data: {why}", fix=fix)
 
 
 def _order(samples: int, seed: int, shuffle: bool) -> tuple[SampleOrder, str]:

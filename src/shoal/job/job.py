@@ -93,8 +93,7 @@ class Job:
         object.__setattr__(self, "target", MetricTarget.parse(self.target, self.metrics))
         if self.target is not None and self.evaluate is None:
             raise JobError(
-                f"target '{self.target}' without evaluate: there is nothing to measure it on",
-                fix="evaluate=held_out_data",
+                f"target '{self.target}' without evaluate: nothing measures it", fix="evaluate=held_out_data"
             )
 
     def _check_calls(self) -> None:
@@ -104,15 +103,11 @@ class Job:
                 extra = " (a function of the parameters returns the optimizer)" if name == "optimizer" else ""
                 raise JobError(f"{name} must be callable, not {kind}{extra}")
         if isinstance(self.optimizer, Optimizer):
-            raise JobError(
-                "optimizer is an instance; the job builds it", fix="optimizer=lambda named: SGD(named, lr=0.1)"
-            )
+            raise JobError("optimizer is an instance; the job builds it", fix="optimizer=lambda named: SGD(named, 0.1)")
         if self.scheduler is not None and not callable(self.scheduler):
             raise JobError("scheduler is an instance", fix="scheduler=lambda optimizer: StepLR(optimizer, 100)")
         if not isinstance(self.metrics, Mapping) or not all(callable(metric) for metric in self.metrics.values()):
-            raise JobError(
-                "metrics must map names to functions of (output, target)", fix='metrics={"accuracy": accuracy}'
-            )
+            raise JobError("metrics must map names to functions(output, target)", fix='metrics={"accuracy": accuracy}')
 
     def _check_batch_split(self) -> None:
         assert self.batch is not None and self.lanes is not None
@@ -153,9 +148,7 @@ class Job:
 
     def schedule(self, samples: int, loader_last: str | None = None) -> SampleSchedule:
         if samples < self.batch_size:
-            raise JobError(
-                f"the data has {samples} samples, fewer than one batch of {self.batch}", fix="a smaller batch"
-            )
+            raise JobError(f"the data has {samples} samples, fewer than a batch of {self.batch}", fix="a smaller batch")
         return SampleSchedule(samples=samples, batch=self.batch_size, last=self.last or loader_last or "short")
 
     def total_steps(self, schedule: SampleSchedule) -> int:

@@ -11,10 +11,8 @@ from shoal.errors import InputError, JobError, ShoalError
 from shoal.job.job import Job
 from shoal.numerics.seeds import MODULE_LOAD, seed_everything
 
-INTEGERS = (
-    *("batch", "steps", "epochs", "lanes", "microbatches", "seed", "threads"),
-    *("evaluate_every", "checkpoint_every", "tokens"),
-)
+EVERY = ("evaluate_every", "checkpoint_every")
+INTEGERS = ("batch", "steps", "epochs", "lanes", "microbatches", "seed", "threads", *EVERY, "tokens")
 NUMBERS = ("clip_norm",)
 SWITCHES = ("shuffle", "compile")
 STRINGS = ("last", "isa", "precision", "target", "name")

@@ -37,9 +37,8 @@ class Objective:
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
         output, target = self._to_fp32(output), split_sample(batch)[1]
-        return {"loss": self.job.loss(output, target)} | {
-            name: metric(output, target) for name, metric in self.job.metrics.items()
-        }
+        measures = {"loss": self.job.loss, **self.job.metrics}
+        return {name: measure(output, target) for name, measure in measures.items()}
 
     def evaluation(self) -> Callable[[Any], dict[str, Any]]:
         """Returns a function that computes the loss and the job's metrics of a batch."""

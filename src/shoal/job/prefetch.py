@@ -24,8 +24,7 @@ class _SeededDataset(Dataset[Any]):
     """A data set in which each sample draws from a random stream of its own."""
 
     def __init__(self, data: Any, seed: int) -> None:
-        self.data = data
-        self.seed = seed
+        self.data, self.seed = data, seed
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         index, epoch = key
@@ -40,8 +39,7 @@ class Prefetcher:
         self, data: Any, collate: Callable[[list[Any]], Any], seed: int, loader: DataLoader[Any] | None = None
     ) -> None:
         self.data = _SeededDataset(data, seed)
-        self.collate = collate
-        self.loader = loader
+        self.collate, self.loader = collate, loader
         self._expected: deque[FetchRequest] = deque()
         self._batches: Iterator[Any] = iter(())
 

@@ -28,9 +28,7 @@ class MetricTarget:
             text = f"{metric} {'<=' if metric == 'loss' else '>='} {value}"
         found = _PATTERN.match(text) if isinstance(text, str) else None
         if not found:
-            raise JobError(
-                f"target {text!r} is not understood", fix='target="accuracy >= 0.97" or target="loss <= 1.5"'
-            )
+            raise JobError(f"target {text!r} is not understood", fix='target="accuracy >= 0.97" or "loss <= 1.5"')
         metric, relation, number = found.groups()
         if metric != "loss" and metric not in metrics:
             known = ", ".join(["loss", *metrics])

@@ -53,12 +53,8 @@ def _source(value: Any, module: str, seen: set[int]) -> Any:
     if isinstance(value, types.FunctionType):
         cells = [_cell(cell) for cell in value.__closure__ or ()]
         referred = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
-        return [
-            _code(value.__code__),
-            _source(value.__defaults__, module, seen),
-            _source(cells, module, seen),
-            _source(referred, module, seen),
-        ]
+        parts = (value.__defaults__, cells, referred)
+        return [_code(value.__code__), *(_source(part, module, seen) for part in parts)]
     return type(value).__qualname__
 
 

@@ -104,9 +104,8 @@ class OpTape:
         def real(view: RecordedView) -> Tensor:
             if view.storage not in computed:
                 assert view.storage not in made
-                computed[view.storage] = torch.empty(
-                    self._held[view.storage].nbytes(), dtype=torch.uint8
-                ).untyped_storage()
+                size = self._held[view.storage].nbytes()
+                computed[view.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
             return view.on(computed[view.storage])
 
         with preserve_generators(), torch.no_grad(), _disable_current_modes():
@@ -189,7 +188,7 @@ class InitRecorder(TorchDispatchMode):
         self.refuse(f"{type(module).__name__} is called while the model is built")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # without PretendCpuMode
+        with torch._C.DisableTorchFunction():  # without FakeCpu
             return self._number(func, args, kwargs)
 
     def _number(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -262,18 +261,15 @@ class InitRecorder(TorchDispatchMode):
         self.tape.add(InitOp(func, *self._recorded(func, args, kwargs), number), (), outputs)
         return outputs
 
-    def _run_in_place(
-        self, func: Any, args: Any, kwargs: dict[str, Any], number: int | None, changed: list[Tensor]
-    ) -> Any:
+    def _run_in_place(self, func: Any, args: Any, kwargs: Any, number: int | None, changed: list[Tensor]) -> Any:
         """Changes large tensors in place."""
         writes = {self.tape.view(tensor).storage for tensor in changed}
         recorded = self._recorded(func, args, kwargs)
         covers = None
         if _name(func) in _FRESH and self.tape.covers(self.tape.view(changed[0])):
-            sources = [
-                leaf.storage for leaf in tree_leaves((recorded[0][1:], recorded[1])) if isinstance(leaf, RecordedView)
-            ]
-            covers = None if writes & set(sources) else min(writes)
+            sources = tree_leaves((recorded[0][1:], recorded[1]))
+            read = {leaf.storage for leaf in sources if isinstance(leaf, RecordedView)}
+            covers = None if writes & read else min(writes)
         try:
             outputs = self._run_on_meta(func, args, kwargs)
         except NotImplementedError:  # depends on values; an in-place operation keeps the shape
@@ -292,9 +288,7 @@ class InitRecorder(TorchDispatchMode):
         return tree_map_only(Tensor, own, args), tree_map_only(Tensor, own, kwargs)
 
     def _run_on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = tree_map_only(
-            Tensor, lambda tensor: tensor if tensor.is_meta else meta_like(tensor), (args, kwargs)
-        )
+        args, kwargs = tree_map_only(Tensor, lambda each: each if each.is_meta else meta_like(each), (args, kwargs))
         return func(*args, **(kwargs | {"device": META} if "device" in kwargs else kwargs))
 
     def _run_real(self, func: Any, args: Any, kwargs: dict[str, Any], number: int | None) -> Any:
@@ -314,17 +308,11 @@ _CPU_ANSWERS: dict[Any, Any] = {
     Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
 }
-_MEMORY_ACCESS = {
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.data_ptr,
-    Tensor.untyped_storage,
-    Tensor.storage,
-    Tensor.__reduce_ex__,
-}
+_MEMORY_NAMES = ("numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__reduce_ex__")
+_MEMORY_ACCESS = {getattr(Tensor, name) for name in _MEMORY_NAMES}
 
 
-class PretendCpuMode(TorchFunctionMode):
+class FakeCpu(TorchFunctionMode):
     """Makes large tensors report that they are on the CPU: torch's own initialisation does nothing on meta."""
 
     def __init__(self, recorder: InitRecorder) -> None:

@@ -5,6 +5,7 @@ Two processes of equal fingerprint compute the same bits. A worker of another fi
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -90,9 +91,7 @@ def _probe() -> bytes:
 
     def some(*shape: int) -> Tensor:
         nonlocal taken
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         chosen = numbers[taken % 997 : taken % 997 + count].reshape(shape).clone()
         taken += count
         return chosen
@@ -106,9 +105,8 @@ def _probe() -> bytes:
 
     x, weight = some(19, 67), some(31, 67).requires_grad_()
     out = F.gelu(F.linear(x, weight))
-    note(
-        out, torch.mv(weight.detach(), some(67)), torch.dot(some(257), some(257)), some(33, 41).sum(0), some(500).sum()
-    )
+    note(out, torch.mv(weight.detach(), some(67)), torch.dot(some(257), some(257)))
+    note(some(33, 41).sum(0), some(500).sum())
     loss = F.cross_entropy(out, torch.arange(19) % 31)
     loss.backward()
     note(loss, weight.grad)

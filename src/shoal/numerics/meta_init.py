@@ -20,25 +20,18 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from shoal.errors import JobError
-from shoal.numerics.init_tape import (
-    CannotRecord,
-    InitRecorder,
-    OpTape,
-    PretendCpuMode,
-    RecordedView,
-    meta_like,
-    storage_key,
-)
+from shoal.numerics.init_tape import CannotRecord, FakeCpu, InitRecorder, OpTape, RecordedView, meta_like, storage_key
 from shoal.numerics.kernels import is_aligned
 from shoal.numerics.seeds import INITIAL, initialise, preserve_generators, seed_everything
 
 Keep = Callable[[Tensor], Tensor]
+TensorSources = dict[str, Tensor | RecordedView]  # by name
 
 
 class MetaModel:
     """`model`: all parameters and buffers on meta, but those installed. `deferred`: False if it was built in full."""
 
-    def __init__(self, model: nn.Module, sources: dict[str, Tensor | RecordedView], *, copied: bool = False) -> None:
+    def __init__(self, model: nn.Module, sources: TensorSources, *, copied: bool = False) -> None:
         self.model = model
         self.deferred = False
         self.reason = ""  # why it was built in full, for the log
@@ -99,9 +92,7 @@ def build_meta_model(build: Callable[[], nn.Module], seed: int) -> MetaModel:
     return made
 
 
-def _record_build(
-    build: Callable[[], nn.Module], tape: OpTape
-) -> tuple[nn.Module, dict[str, Tensor | RecordedView]] | str:
+def _record_build(build: Callable[[], nn.Module], tape: OpTape) -> tuple[nn.Module, TensorSources] | str:
     """The skeleton and the sources of its tensors, or why the build cannot be recorded."""
     recorder = InitRecorder(tape)
     try:
@@ -109,7 +100,7 @@ def _record_build(
             seed_everything(tape.seed, INITIAL)
             forwards = register_module_forward_pre_hook(recorder.refuse_forward)
             try:
-                with recorder, PretendCpuMode(recorder):
+                with recorder, FakeCpu(recorder):
                     model = build()
             finally:
                 forwards.remove()
@@ -121,9 +112,7 @@ def _record_build(
         sources = {name: tape.view(tensor) if tensor.is_meta else tensor.detach() for name, tensor in named}
         del named
         _empty(model)
-        _materialize_leftovers(
-            tape, {source.storage for source in sources.values() if isinstance(source, RecordedView)}
-        )
+        _materialize_leftovers(tape, {each.storage for each in sources.values() if isinstance(each, RecordedView)})
     except Exception as error:  # also the user's own: the full build raises it again
         return recorder.refused or f"{type(error).__name__}: {error}"
     return model, sources
@@ -171,7 +160,7 @@ def _find_tensor(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _tensor_values(model: nn.Module) -> dict[str, Tensor | RecordedView]:
+def _tensor_values(model: nn.Module) -> TensorSources:
     return {name: tensor.detach() for name, tensor in _named_tensors(model)}
 
 

@@ -12,10 +12,8 @@ MAX_FRAMES = 12
 
 
 def is_user_file(filename: str) -> bool:
-    return not (
-        filename.startswith((PACKAGE_ROOT, "<frozen", "<string", sys.base_prefix + "/lib/python"))
-        or "site-packages" in filename
-    )
+    library = (PACKAGE_ROOT, "<frozen", "<string", sys.base_prefix + "/lib/python")
+    return not filename.startswith(library) and "site-packages" not in filename
 
 
 def format_line(filename: str, number: int | None, function: str, text: str | None) -> str:

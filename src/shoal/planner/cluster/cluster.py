@@ -120,9 +120,7 @@ class Cluster:
 
     def with_workers(self, each: int) -> "Cluster":
         """The same cluster with `each` workers on every host; an unknown device counts as one worker."""
-        return self.map_hosts(
-            lambda host: replace(host, workers=each, devices=each if host.device is None else host.devices)
-        )
+        return self.map_hosts(lambda host: replace(host, workers=each, devices=host.devices if host.device else each))
 
     @property
     def workers(self) -> int:

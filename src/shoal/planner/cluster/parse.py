@@ -47,6 +47,7 @@ from typing import Any
 from shoal.errors import InputError
 from shoal.planner.cluster.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack
 from shoal.planner.cluster.parse_devices import DeviceReader
+from shoal.planner.cluster.table_reader import TomlTable
 from shoal.planner.cluster.units import BANDWIDTHS, LATENCIES
 
 KINDS = ("nvlink", "pcie", "memory", "xgmi")
@@ -71,11 +72,8 @@ def even_cluster(
     """A cluster of equal racks. The arguments are those of `shoal lab`."""
     table: dict[str, Any] = {} if oversubscription is None else {"oversubscription": oversubscription}
     table |= {} if uplink is None else {"bandwidth": uplink}
-    value = {
-        "links": {"host": {"bandwidth": link}, "rack": table},
-        "hosts": {"workers": workers},
-        "racks": [{"count": racks, "hosts": hosts}],
-    }
+    links = {"host": {"bandwidth": link}, "rack": table}
+    value = {"links": links, "hosts": {"workers": workers}, "racks": [{"count": racks, "hosts": hosts}]}
     return cluster_from(value, spelt=FLAGS)
 
 
@@ -106,7 +104,7 @@ def parse_cluster(text: str, *, source: str = "cluster") -> Cluster:
     return _ClusterReader(source=source, text=text).cluster(value)
 
 
-def cluster_from(value: Mapping[str, Any], *, source: str = "", spelt: Mapping[str, str] | None = None) -> Cluster:
+def cluster_from(value: TomlTable, *, source: str = "", spelt: Mapping[str, str] | None = None) -> Cluster:
     """Builds a cluster from the tables that a file would hold."""
     return _ClusterReader(source=source, spelt=spelt or {}).cluster(value)
 
@@ -115,17 +113,18 @@ def cluster_from(value: Mapping[str, Any], *, source: str = "", spelt: Mapping[s
 class _HostTable:
     """Properties of a host with the key of each: its own table overrides its rack's, which overrides the common one."""
 
-    table: Mapping[str, Any]
+    table: TomlTable
     key: Mapping[str, str]
+    devices: Mapping[str, Device]  # that the file describes
 
-    def under(self, table: Mapping[str, Any], key: str, names: Sequence[str]) -> "_HostTable":
+    def under(self, table: TomlTable, key: str, names: Sequence[str]) -> "_HostTable":
         new = {name: table[name] for name in names if name in table}
-        return _HostTable(table={**self.table, **new}, key={**self.key, **{name: f"{key}.{name}" for name in new}})
+        return replace(self, table={**self.table, **new}, key={**self.key, **{name: f"{key}.{name}" for name in new}})
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ClusterReader(DeviceReader):
-    def cluster(self, value: Mapping[str, Any]) -> Cluster:
+    def cluster(self, value: TomlTable) -> Cluster:
         self._known(value, "", ("devices", "links", "hosts", "racks"))
         links = self._table(value, "links", ("inside", "socket", "host", "rack"))
         inside = self._table(links, "links.inside", INSIDE_KEYS)
@@ -136,6 +135,7 @@ class _ClusterReader(DeviceReader):
         common = _HostTable(
             table={"link": link, **({"inside": inside} if inside else {}), **({"socket": socket} if socket else {})},
             key={"link": "links.host", "inside": "links.inside", "socket": "links.socket"},
+            devices=devices,
         ).under(self._table(value, "hosts", HOST_KEYS), "hosts", HOST_KEYS)
         if "racks" not in value:
             raise self._missing("racks", "[[racks]] with hosts = 2")
@@ -144,68 +144,56 @@ class _ClusterReader(DeviceReader):
             raise self._wrong("racks", tables, "tables: [[racks]], each with hosts = 2")
         racks: list[Rack] = []
         for number, table in enumerate(tables):
-            racks += self._racks(table, f"racks[{number}]", len(racks), common, uplink, devices)
+            racks += self._racks(table, f"racks[{number}]", len(racks), common, uplink)
         self._used(devices, racks)
         try:
             return Cluster(racks=tuple(racks))
         except InputError as error:
             raise self._error("racks", error.message, error.fix) from None
 
-    def _racks(
-        self,
-        table: Mapping[str, Any],
-        key: str,
-        first: int,
-        common: _HostTable,
-        uplink: Mapping[str, Any],
-        devices: Mapping[str, Device],
-    ) -> list[Rack]:
-        own = HOST_OVERRIDES
-        self._known(table, key, ("name", "count", "hosts", *own, "uplink"))
+    def _racks(self, table: TomlTable, key: str, first: int, common: _HostTable, uplink: TomlTable) -> list[Rack]:
+        self._known(table, key, ("name", "count", "hosts", *HOST_OVERRIDES, "uplink"))
         count = self._copies(table, key, "racks")
         if "hosts" not in table:
             raise self._missing(f"{key}.hosts", "hosts = 2")
-        common = common.under(table, key, own)
+        common = common.under(table, key, HOST_OVERRIDES)
         uplink_key = "links.rack"
         if "uplink" in table:
             uplink, uplink_key = self._table(table, f"{key}.uplink", UPLINK_KEYS), f"{key}.uplink"
         racks = []
         for number in range(first, first + count):
             rack = self._name(table.get("name", f"r{number}"), f"{key}.name")
-            hosts = tuple(self._hosts(table["hosts"], f"{key}.hosts", rack, common, devices))
+            hosts = tuple(self._hosts(table["hosts"], f"{key}.hosts", rack, common))
             racks.append(Rack(name=rack, hosts=hosts, uplink=self._uplink(uplink, uplink_key, hosts)))
         return racks
 
-    def _hosts(
-        self, value: Any, key: str, rack: str, common: _HostTable, devices: Mapping[str, Device]
-    ) -> list[ClusterHost]:
+    def _hosts(self, value: Any, key: str, rack: str, common: _HostTable) -> list[ClusterHost]:
         if not isinstance(value, list) or not value:
-            made = self._host(rack, common, devices)
+            made = self._host(rack, common)
             return [made(f"{rack}h{number}") for number in range(self._count(value, key))]
         if not all(isinstance(table, dict) for table in value):
-            made = self._host(rack, common, devices)
+            made = self._host(rack, common)
             return [made(self._name(name, key)) for name in value]
         hosts: list[ClusterHost] = []
-        own = HOST_OVERRIDES
         for number, table in enumerate(value):
             here = f"{key}[{number}]"
-            self._known(table, here, ("name", "count", *own))
+            self._known(table, here, ("name", "count", *HOST_OVERRIDES))
             count = self._copies(table, here, "hosts")
-            made = self._host(rack, common.under(table, here, own), devices)
+            made = self._host(rack, common.under(table, here, HOST_OVERRIDES))
             names = [table["name"]] if "name" in table else [f"{rack}h{len(hosts) + more}" for more in range(count)]
             hosts += [made(self._name(name, f"{here}.name")) for name in names]
         return hosts
 
-    def _copies(self, table: Mapping[str, Any], key: str, what: str) -> int:
+    def _copies(self, table: TomlTable, key: str, what: str) -> int:
         count = self._count(table.get("count", 1), f"{key}.count")
         if "name" in table and count > 1:
             raise self._error(f"{key}.name", f"{key}: one name, {table['name']!r}, for {count} {what}", "leave one out")
         return count
 
-    def _host(self, rack: str, common: _HostTable, devices: Mapping[str, Device]) -> Callable[[str], ClusterHost]:
+    def _host(self, rack: str, common: _HostTable) -> Callable[[str], ClusterHost]:
         """Reads the properties once, and returns a function that makes hosts by name."""
         table, key = common.table, common.key
-        device = self._device_named(table["device"], key["device"], devices) if "device" in table else None
+        device = self._device_named(table["device"], key["device"], common.devices) if "device" in table else None
         first = "devices" if "devices" in table else "workers"
         count = self._count(table.get(first, 1), key.get(first, first))
         workers = self._count(table.get("workers", count), key.get("workers", "workers"))
@@ -255,16 +243,14 @@ class _ClusterReader(DeviceReader):
         return HostInterconnect(link=self._link(inside, key["inside"]), kind=inside["kind"], shared=shared,
                       sockets=sockets, between=between)  # fmt: skip
 
-    def _link(self, table: Mapping[str, Any], key: str) -> ClusterLink:
+    def _link(self, table: TomlTable, key: str) -> ClusterLink:
         if "bandwidth" not in table:
             raise self._missing(f"{key}.bandwidth", 'bandwidth = "1 Gbit/s"')
-        return ClusterLink(
-            bytes_per_second=self._bandwidth(table, key),
-            latency_seconds=self._latency(table, key),
-            efficiency=self._share(table.get("efficiency", 1.0), f"{key}.efficiency"),
-        )
+        speed, latency = self._bandwidth(table, key), self._latency(table, key)
+        share = self._share(table.get("efficiency", 1.0), f"{key}.efficiency")
+        return ClusterLink(bytes_per_second=speed, latency_seconds=latency, efficiency=share)
 
-    def _uplink(self, table: Mapping[str, Any], key: str, hosts: Sequence[ClusterHost]) -> ClusterLink:
+    def _uplink(self, table: TomlTable, key: str, hosts: Sequence[ClusterHost]) -> ClusterLink:
         both = [name for name in ("bandwidth", "oversubscription") if name in table]
         if len(both) == 2:
             problem = " and ".join(f"{self._spelt(f'{key}.{name}')} {table[name]}" for name in both)
@@ -278,10 +264,10 @@ class _ClusterReader(DeviceReader):
         share = self._share(table.get("efficiency", usual), f"{key}.efficiency")
         return ClusterLink(bytes_per_second=speed, latency_seconds=self._latency(table, key), efficiency=share)
 
-    def _bandwidth(self, table: Mapping[str, Any], key: str) -> float:
+    def _bandwidth(self, table: TomlTable, key: str) -> float:
         return self._quantity(table["bandwidth"], f"{key}.bandwidth", BANDWIDTHS, '"1 Gbit/s" or "100 MB/s"')
 
-    def _latency(self, table: Mapping[str, Any], key: str) -> float | None:
+    def _latency(self, table: TomlTable, key: str) -> float | None:
         if "latency" not in table:
             return None
         return self._quantity(table["latency"], f"{key}.latency", LATENCIES, '"50 us" or "1.5 ms"')

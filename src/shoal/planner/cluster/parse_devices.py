@@ -70,28 +70,22 @@ class DeviceReader(TableReader):
             rates = table["rates"]
             if not isinstance(rates, dict):
                 raise self._wrong(f"{key}.rates", rates, 'a table by operator, such as { conv2d = "2 G/s" }')
-            more["rates"] = {
-                name: self._quantity(rate, f"{key}.rates.{name}", OPERATORS, '"2 G/s"') for name, rate in rates.items()
-            }
+            more["rates"] = {op: self._quantity(rates[op], f"{key}.rates.{op}", OPERATORS, '"2 G/s"') for op in rates}
         if "price" in table:
             try:
                 more["price"], more["currency"] = read_price(table["price"])
             except UnitError as error:
                 raise self._wrong(f"{key}.price", table["price"], error.problem) from None
         speed = self._quantity(table["memory_bandwidth"], f"{key}.memory_bandwidth", BANDWIDTHS, '"2039 GB/s"')
-        return Device(
-            name=name, peak=self._peak(table["peak"], f"{key}.peak"), memory=memory, memory_bandwidth=speed, **more
-        )
+        peak = self._peak(table["peak"], f"{key}.peak")
+        return Device(name=name, peak=peak, memory=memory, memory_bandwidth=speed, **more)
 
     def _peak(self, value: Any, key: str) -> dict[str, float]:
         if not isinstance(value, dict) or not value:
             raise self._wrong(key, value, 'a table by dtype, such as { bf16 = "312 TFLOP/s" }')
         self._known(value, key, DTYPES)
-        found = {
-            dtype: self._quantity(value[dtype], f"{key}.{dtype}", RATES, '"312 TFLOP/s"')
-            for dtype in DTYPES
-            if dtype in value
-        }
+        given = [dtype for dtype in DTYPES if dtype in value]
+        found = {dtype: self._quantity(value[dtype], f"{key}.{dtype}", RATES, '"312 TFLOP/s"') for dtype in given}
         if "fp16" in found:  # one number for both
             half = found.pop("fp16")
             if found.get("bf16", half) != half:

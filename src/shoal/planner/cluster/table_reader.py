@@ -10,6 +10,7 @@ from shoal.errors import InputError
 from shoal.planner.cluster.toml_lines import key_lines, line_of
 from shoal.planner.cluster.units import LATENCIES, UnitError, read_quantity
 
+TomlTable = Mapping[str, Any]
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
 
@@ -46,16 +47,14 @@ class TableReader:
             raise self._wrong(key, value, "a name of at most 32 small letters, digits and hyphens")
         return value
 
-    def _table(
-        self, above: Mapping[str, Any], key: str, known: Sequence[str], *, name: str | None = None
-    ) -> Mapping[str, Any]:
+    def _table(self, above: TomlTable, key: str, known: Sequence[str], *, name: str | None = None) -> TomlTable:
         value = above.get(name or key.rpartition(".")[2], {})
         if not isinstance(value, dict):
             raise self._wrong(key, value, f"a table with {', '.join(known)}")
         self._known(value, key, known)
         return value
 
-    def _known(self, table: Mapping[str, Any], key: str, known: Sequence[str]) -> None:
+    def _known(self, table: TomlTable, key: str, known: Sequence[str]) -> None:
         for name in table:
             if name not in known:
                 near = get_close_matches(name, known, n=1)

@@ -83,9 +83,8 @@ def _both(number: str, unit: str, units: Mapping[str, float]) -> str:
     prefix = prefix.lower() if prefix in "kK" else prefix.upper()
     meant, per = (f"{prefix}B", "") if units is SIZES else (f"{prefix}b/s", "/s")
     bits = f"{number} {prefix}bit{per}"
-    return (
-        f"did you mean {meant}? {bits} would be {float(number) / 8:g} {prefix}B{per}, and not {number} {prefix}B{per}"
-    )
+    size = f"{prefix}B{per}"
+    return f"did you mean {meant}? {bits} would be {float(number) / 8:g} {size}, and not {number} {size}"
 
 
 def read_price(value: object) -> tuple[float, str]:
@@ -117,9 +116,7 @@ def bytes_text(size: float, per: str = "") -> str:
 
 
 def flops_text(flops: float, per: str = "/s") -> str:
-    return _scaled(
-        flops, [(f"{unit}FLOP{per}", FLOPS[f"{unit}FLOP"]) for unit in ("E", "P", "T", "G", "M")], f"FLOP{per}"
-    )
+    return _scaled(flops, [(f"{unit}FLOP{per}", FLOPS[f"{unit}FLOP"]) for unit in "EPTGM"], f"FLOP{per}")
 
 
 def latency_text(seconds: float) -> str:
