@@ -15,16 +15,8 @@ from shoal.job.load import load_job
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, check_schedule_name, default_chunks
 from shoal.planner.cluster import Cluster
+from shoal.planner.cost import csv_table
 from shoal.planner.cost.compute import slowest_device
-from shoal.planner.cost.csv_table import (
-    DTYPES,
-    TableRow,
-    check_divisible,
-    cluster_for,
-    predict_row,
-    predict_table,
-    workload_of_row,
-)
 from shoal.planner.cost.predict import predict
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.runtime import SHOAL
@@ -49,7 +41,7 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--schedule", metavar="NAME", help=f"of a pipeline: {', '.join(SCHEDULE_NAMES)}")
     parser.add_argument("--chunks", type=int, metavar="N", help="stages on each worker of a pipeline")
     parser.add_argument("--sequence-parallel", action="store_true", help="with tensor: the rest is cut, too")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a shape (bf16)")
+    parser.add_argument("--dtype", choices=csv_table.DTYPES, default="bf16", help="of a shape (bf16)")
     options.job_options(parser)
     options.cluster_options(parser)
     parser.add_argument("--calibrate", nargs="+", default=[], metavar="RUN", help="corrected by what runs measured")
@@ -68,7 +60,7 @@ def call(given: argparse.Namespace) -> int:
 
 
 def _table(given: argparse.Namespace) -> int:
-    rows = predict_table(given.table, given.cluster)
+    rows = csv_table.predict_table(given.table, given.cluster)
     summary = against_measured(rows)
     if given.json:
         print_json(rows)
@@ -102,23 +94,22 @@ def _shape(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, st
     microbatch = given.microbatch or 1
     batch = given.batch or layout.data * microbatch
     setup = _setup(given, layout, batch=batch, microbatch=microbatch)
-    check_divisible(shape, setup.tensor, setup.pipeline, setup.chunks, setup.data, batch, microbatch)
+    csv_table.check_divisible(shape, setup)
     if given.cluster is not None and given.hosts is None:
-        cluster = cluster_for(given.cluster, setup.devices)
+        cluster = csv_table.cluster_for(given.cluster, setup.devices)
         where = f"cluster {given.cluster}, {len(cluster.hosts)} host{'s' * (len(cluster.hosts) > 1)}"
     else:
         cluster, where = options.cluster_of(given), options.cluster_label(given)
-    row = TableRow(shape=shape, setup=setup, dtype=given.dtype, cluster=given.cluster or "")
-    return workload_of_row(row, cluster), cluster, predict_row(row, cluster), where
+    row = csv_table.TableRow(shape=shape, setup=setup, dtype=given.dtype, cluster=given.cluster or "")
+    return csv_table.workload_of_row(row, cluster), cluster, csv_table.predict_row(row, cluster), where
 
 
 def _job(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, str]:
     options.refuse_shape_flags(given)
     job = load_job(given.file, given.settings)
     work = workload_of(job, open_data(job.data, seed=job.seed, shuffle=job.shuffle))
-    setup = _setup(
-        given, ParallelLayout.parse(given.layout), batch=work.batch or 1, microbatch=work.samples, lanes=work.lanes
-    )
+    layout = ParallelLayout.parse(given.layout)
+    setup = _setup(given, layout, batch=work.batch or 1, microbatch=work.samples, lanes=work.lanes)
     cluster, runtime = options.calibrated(given, options.cluster_of(given), SHOAL)
     return work, cluster, predict(work, setup, cluster, runtime), options.cluster_label(given)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shoal.planner.cluster import Device, LinkTier
-from shoal.planner.cost.comm import collective_seconds
+from shoal.planner.cluster import Device
+from shoal.planner.cost.comm import Tiers, collective_seconds
 from shoal.planner.cost.compute import operator_seconds, with_host
 from shoal.planner.cost.runtime import Runtime
 from shoal.planner.cost.setup import RECOMPUTE
@@ -48,28 +48,21 @@ class BlockCosts:
         return replace(self, **{each.name: getattr(self, each.name)[:, places] for each in fields(self)})
 
 
-def block_costs(
-    work: Workload, variants: CutVariants, device: Device, tiers: Sequence[LinkTier], runtime: Runtime
-) -> BlockCosts:
-    distinct = list({id(block): block for block in work.blocks}.values())
-    places = {id(block): number for number, block in enumerate(distinct)}
-    found = _distinct_costs(work, distinct, variants, device, tiers, runtime)
+def block_costs(work: Workload, variants: CutVariants, device: Device, tiers: Tiers, runtime: Runtime) -> BlockCosts:
+    """Computes equal blocks, which are one object, once."""
+    unique = tuple({id(block): block for block in work.blocks}.values())
+    places = {id(block): number for number, block in enumerate(unique)}
+    found = _unique_costs(replace(work, blocks=unique), variants, device, tiers, runtime)
     return found.at([places[id(block)] for block in work.blocks])
 
 
-def _distinct_costs(
-    work: Workload,
-    blocks: Sequence[Block],
-    variants: CutVariants,
-    device: Device,
-    tiers: Sequence[LinkTier],
-    runtime: Runtime,
-) -> BlockCosts:
+def _unique_costs(work: Workload, variants: CutVariants, device: Device, tiers: Tiers, runtime: Runtime) -> BlockCosts:
+    blocks = work.blocks
     scale, t = variants.microbatch[:, None] / work.samples, variants.tensor[:, None].astype(float)
     along = np.where(variants.sequence[:, None] > 0, t, 1.0)  # the divisor of sequence parallelism
     full = (variants.recompute == RECOMPUTE.index("full"))[:, None]
     selective = (variants.recompute == RECOMPUTE.index("selective"))[:, None]
-    found = _device_seconds(work, blocks, scale, t, along, device, runtime)
+    found = _device_seconds(work, scale, t, along, device, runtime)
     forward, backward = found.forward, found.backward
     reduced = collective_seconds(tiers, t, np.ones(1), scale * _row(blocks, "reduced")) * _row(blocks, "reductions")
     recomputed = np.where(full, _row(blocks, "recomputed"), 0.0)
@@ -121,26 +114,18 @@ class _DeviceSeconds:
 
 
 def _device_seconds(
-    work: Workload,
-    blocks: Sequence[Block],
-    scale: np.ndarray,
-    t: np.ndarray,
-    along: np.ndarray,
-    device: Device,
-    runtime: Runtime,
+    work: Workload, scale: np.ndarray, t: np.ndarray, along: np.ndarray, device: Device, runtime: Runtime
 ) -> _DeviceSeconds:
+    blocks = work.blocks
     ops = [op for block in blocks for op in block.ops]
     owner = np.repeat(np.arange(len(blocks)), [len(block.ops) for block in blocks])
-    names = ("flops", "bytes", "fixed", "times", "rate", "fused", "half", "backward", "sliced", "core", "last")
+    names = ("flops", "bytes", "fixed", "times", "backward", "sliced", "core", "rate", "fused", "half", "last")
     column = {name: np.array([float(getattr(op, name)) for op in ops]) for name in names}
-    flops, size, fixed, times, back, sliced, core = (
-        column[name] for name in ("flops", "bytes", "fixed", "times", "backward", "sliced", "core")
-    )
+    flops, size, fixed, times, back, sliced, core = (column[name] for name in names[:7])
     column["known"] = np.array([device.rates.get(op.name, 0.0) for op in ops])
     cut = np.where(sliced > 0, t, np.where(flops > 0, 1.0, along))
-    seconds = times * operator_seconds(
-        device, runtime, work.dtype, flops * scale / cut, ((size - fixed) * scale + fixed) / cut, column
-    )
+    moved = ((size - fixed) * scale + fixed) / cut
+    seconds = times * operator_seconds(device, runtime, work.dtype, flops * scale / cut, moved, column)
 
     def summed(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
         found = np.zeros((len(values), len(blocks)))

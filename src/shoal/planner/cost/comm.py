@@ -18,6 +18,7 @@ import numpy as np
 
 from shoal.planner.cluster import LinkTier
 
+Tiers = Sequence[LinkTier]  # from the nearest to the farthest
 ALL_REDUCE = 2.0
 HALF = 1.0  # reduce-scatter, all-gather, all-to-all
 OVERLAPPED = 0.9  # share of a collective's shorter phases that hides behind the longest
@@ -25,7 +26,7 @@ TREE = 20.0  # latency of a tree for each doubling of the group, in latencies of
 
 
 def collective_seconds(
-    tiers: Sequence[LinkTier], n: np.ndarray, stride: np.ndarray, size: np.ndarray, passes: float = ALL_REDUCE
+    tiers: Tiers, n: np.ndarray, stride: np.ndarray, size: np.ndarray, passes: float = ALL_REDUCE
 ) -> np.ndarray:
     """Seconds until n devices, `stride` apart, have the result of `size` bytes, while all other devices of the cluster
     do the same in groups of their own and take their share of each link."""
@@ -47,7 +48,7 @@ def collective_seconds(
     return np.where((n > 1) & (size > 0), seconds, 0.0)
 
 
-def message_seconds(tiers: Sequence[LinkTier], n: np.ndarray, stride: np.ndarray, size: np.ndarray) -> np.ndarray:
+def message_seconds(tiers: Tiers, n: np.ndarray, stride: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Seconds of a message to the next of n devices that are `stride` apart: the slowest hop among them."""
     n, stride, size = np.broadcast_arrays(*(np.asarray(each, dtype=float) for each in (n, stride, size)))
     seconds = np.zeros(n.shape)

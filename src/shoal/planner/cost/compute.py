@@ -29,15 +29,13 @@ def operator_seconds(
     peak, half = device.peak_of(dtype), device.peak_of("bf16") if dtype == "fp8" else device.peak_of(dtype)
     top = np.where(ops["half"] > 0, half, peak)
     above = np.maximum(1.0, top / REFERENCE)
-    reached = top * device.efficiency * runtime.sustained
+    reached, bandwidth = top * device.efficiency * runtime.sustained, device.memory_bandwidth * device.stream
     rate = ops["rate"] * np.where(ops["fused"] > 0, above**-AGE, above**-HEAT)
     # flops / (reached · x/(x + x0)) = (x + x0) / reached
     product = np.where(flops > 0, (flops / rate + device.half_flops) / reached, 0.0)
     if dtype == "fp8":
-        product += np.where(
-            (flops > 0) & (ops["half"] == 0), CASTS * size / (device.memory_bandwidth * device.stream), 0
-        )
-    moved = np.where(flops > 0, 1.0, runtime.passes) * size / (device.memory_bandwidth * device.stream)
+        product += np.where((flops > 0) & (ops["half"] == 0), CASTS * size / bandwidth, 0)
+    moved = np.where(flops > 0, 1.0, runtime.passes) * size / bandwidth
     known = ops["known"]
     measured = np.where(flops > 0, flops, size) / np.where(known > 0, known, 1.0)
     return np.asarray(np.where(known > 0, measured, np.maximum(product, moved)))

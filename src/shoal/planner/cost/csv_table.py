@@ -158,7 +158,7 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
             raise InputError(f"column {name} is missing", fix=f"it is called {name}, not {near[0]}" if near else None)
         digits = text.removesuffix(".0").replace("_", "")
         if not digits.isdecimal() or int(digits) < least:
-            raise InputError(f"column {name} is {text!r}, not a digits number from {least} up")
+            raise InputError(f"column {name} is {text!r}, not a whole number from {least} up")
         return int(digits)
 
     def word(name: str, known: Sequence[str], usual: str) -> str:
@@ -182,7 +182,8 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
         raise InputError(f"tp {tensor} × pp {ranks} × dp {data} = {tensor * ranks * data}, but gpus is {gpus}",
                          fix=f"gpus = {tensor * ranks * data}")  # fmt: skip
     micro = number("micro_batch")
-    check_divisible(shape, tensor, ranks, chunks, data, batch, micro, even=False)
+    setup = Setup(data=data, pipeline=ranks, tensor=tensor, batch=batch, microbatch=micro, chunks=chunks)
+    check_divisible(shape, setup, even=False)
     schedule = word("schedule", SCHEDULE_NAMES, "interleaved" if chunks > 1 else "1f1b")
     if schedule == "1f1b" and chunks > 1:
         schedule = "interleaved"
@@ -192,13 +193,9 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
     name = cluster or values.get("cluster", "").strip()
     if not name:
         raise InputError("the table names no cluster", fix="--cluster NAME for all rows, or a column cluster")
-    setup = Setup(
-        data=data,
-        pipeline=ranks,
-        tensor=tensor,
+    setup = replace(
+        setup,
         zero=number("zero", 0),
-        batch=batch,
-        microbatch=micro,
         chunks=chunks,
         schedule=schedule,
         recompute=word("recompute", RECOMPUTE, "none"),
@@ -209,28 +206,16 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
     return TableRow(shape=shape, setup=setup, dtype=word("dtype", DTYPES, "bf16"), cluster=name, tied=False)
 
 
-def check_divisible(
-    shape: TransformerShape,
-    tensor: int,
-    ranks: int,
-    chunks: int,
-    data: int,
-    batch: int,
-    micro: int,
-    *,
-    even: bool = True,
-) -> None:
+def check_divisible(shape: TransformerShape, setup: Setup, *, even: bool = True) -> None:
     """Checks Megatron's rules of divisibility. Published tables also have runs whose stages are not `even`."""
-    if shape.layers < ranks * chunks:
-        raise InputError(
-            f"layers {shape.layers} are fewer than the stages: pp × vp = {ranks * chunks}",
-            fix=f"pp × vp ≤ {shape.layers}",
-        )
+    layers, stages = shape.layers, setup.pipeline * setup.chunks
+    if layers < stages:
+        raise InputError(f"layers {layers} are fewer than the stages: pp × vp = {stages}", fix=f"pp × vp ≤ {layers}")
     for what, total, named, divisor in (
-        ("layers", shape.layers, "pp × vp", ranks * chunks if even else 1),
-        ("heads", shape.heads, "tp", tensor),
-        ("hidden", shape.hidden, "tp", tensor),
-        ("global_batch", batch, "dp × micro_batch", data * micro),
+        ("layers", layers, "pp × vp", stages if even else 1),
+        ("heads", shape.heads, "tp", setup.tensor),
+        ("hidden", shape.hidden, "tp", setup.tensor),
+        ("global_batch", setup.batch, "dp × micro_batch", setup.data * setup.microbatch),
     ):
         if total % divisor:
             nearest = max(1, round(total / divisor)) * divisor

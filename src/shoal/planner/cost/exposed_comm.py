@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.planner.cluster import LinkTier
-from shoal.planner.cost.comm import ALL_REDUCE, HALF, collective_seconds, message_seconds, server_seconds
+from shoal.planner.cost.comm import ALL_REDUCE, HALF, Tiers, collective_seconds, message_seconds, server_seconds
 from shoal.planner.cost.runtime import Runtime
 from shoal.planner.cost.setup import DEFAULT_NUMBERS, EXCHANGES, SYNC_MODES
 from shoal.planner.cost.workload import Workload
+
+NamedArrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class PipelineTraffic:
 
     ranks: int
     chunks: int
-    microbatches: np.ndarray  # by setup
+    m: np.ndarray  # microbatches, by setup
     forward: np.ndarray
     backward: np.ndarray
     parameters: np.ndarray
@@ -37,9 +38,7 @@ def strides_of(order: Sequence[str], tensor: np.ndarray, data: np.ndarray, ranks
     return strides
 
 
-def hop_seconds(
-    tiers: Sequence[LinkTier], size: np.ndarray, slices: np.ndarray, ranks: int, stride: np.ndarray
-) -> np.ndarray:
+def hop_seconds(tiers: Tiers, size: np.ndarray, slices: np.ndarray, ranks: int, stride: np.ndarray) -> np.ndarray:
     """Seconds until a stage has what the stage before sends. `slices`: each sends its slice, and the receivers gather
     the rest from each other (scatter-gather, SC21 section 4.1); 1: each sends everything."""
     if ranks == 1:
@@ -49,15 +48,10 @@ def hop_seconds(
 
 
 def data_seconds(
-    work: Workload,
-    runtime: Runtime,
-    tiers: Sequence[LinkTier],
-    column: Mapping[str, np.ndarray],
-    strides: Mapping[str, np.ndarray],
-    flow: PipelineTraffic,
+    work: Workload, runtime: Runtime, tiers: Tiers, column: NamedArrays, strides: NamedArrays, flow: PipelineTraffic
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of data traffic that the step waits for, and seconds that hide behind compute."""
-    m, ranks, chunks, forward, backward = flow.microbatches, flow.ranks, flow.chunks, flow.forward, flow.backward
+    m, ranks, chunks, forward, backward = flow.m, flow.ranks, flow.chunks, flow.forward, flow.backward
     data, zero = column["data"][:, None], column["zero"][:, None]
     stride = strides["data"][:, None]
     wire_bytes = work.gradient_bytes if runtime.wire_bytes is None else runtime.wire_bytes
@@ -95,18 +89,14 @@ def data_seconds(
     # The first and the last stage add up the gradients of tied embeddings.
     tied = work.tied * wire_bytes / column["tensor"]
     if ranks > 1 and work.tied:
-        waits = waits + collective_seconds(
-            tiers, np.full(len(m), 2.0), strides["pipeline"] * (ranks - 1), tied, ALL_REDUCE
-        )
+        waits = waits + collective_seconds(tiers, np.full(len(m), 2.0), strides["pipeline"] * (ranks - 1), tied)
     servers = column["exchange"] == EXCHANGES.index("servers")
     if servers.any():
         waits = np.where(servers, _server_seconds(tiers, column, gradients.sum(axis=1), m, forward + backward), waits)
     return waits, hidden.max(axis=1)
 
 
-def _server_seconds(
-    tiers: Sequence[LinkTier], column: Mapping[str, np.ndarray], size: np.ndarray, m: np.ndarray, each: np.ndarray
-) -> np.ndarray:
+def _server_seconds(tiers: Tiers, column: NamedArrays, size: np.ndarray, m: np.ndarray, each: np.ndarray) -> np.ndarray:
     """Seconds that workers wait for parameter servers."""
     link = tiers[-1]
     workers, servers = column["data"], np.maximum(column["servers"], 1.0)
@@ -119,22 +109,18 @@ def _server_seconds(
     free = np.maximum(workers / rate - step, 0.0)
     # An update of a job is a whole batch: of one worker, or of a group that first adds up its gradients. The parties
     # take turns with the servers, and one party computes its batch while others exchange theirs.
-    number = column["number"]
-    grouped = column["mode"] == SYNC_MODES.index("groups")
-    parties = np.where(
-        grouped, np.minimum(np.where(number > 0, number, int(DEFAULT_NUMBERS["groups"])), workers), workers
-    )
+    number, mode = column["number"], column["mode"]
+    grouped = mode == SYNC_MODES.index("groups")
+    groups = np.where(number > 0, number, int(DEFAULT_NUMBERS["groups"]))
+    parties = np.where(grouped, np.minimum(groups, workers), workers)
     mates = workers / parties
     inside = collective_seconds(tiers, mates, np.ones(len(m)), size, ALL_REDUCE)
     alone = server_seconds(size, np.ones(len(m)), servers, speed, link.latency)
     batches = np.minimum(parties / (parties * step + inside + alone), servers * speed / (2 * size))
     queue = np.maximum(1 / batches - step, 0.0)
-    mode = column["mode"]
-    of_job = column["lanes"] > 0
     waits = np.where(mode == SYNC_MODES.index("stale"), behind, exchange)
     waits = np.where(mode == SYNC_MODES.index("async"), free, waits)
-    waits = np.where(
-        of_job & np.isin(mode, [SYNC_MODES.index("stale"), SYNC_MODES.index("async")]) | grouped, queue, waits
-    )
+    one_by_one = np.isin(mode, [SYNC_MODES.index("stale"), SYNC_MODES.index("async")])
+    waits = np.where((column["lanes"] > 0) & one_by_one | grouped, queue, waits)  # lanes: of a job
     every = np.where(number > 0, number, int(DEFAULT_NUMBERS["local"]))
     return np.asarray(np.where(mode == SYNC_MODES.index("local"), exchange / every, waits))

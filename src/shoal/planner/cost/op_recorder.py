@@ -270,9 +270,8 @@ class OpRecorder(TorchDispatchMode):
             sliced = self._node in self._sliced_nodes
         else:  # every worker looks up all words; only the table of the gradient is smaller
             sliced = self._in_slices and self._inside[-1:] != ["vocab"]
-        self.ops.append(
-            RecordedOp(name, self.clock, self.segment, self.backward, self._node, reads, writes, flops, sliced, core)
-        )
+        at = (self.clock, self.segment, self.backward, self._node)
+        self.ops.append(RecordedOp(name, *at, reads, writes, flops, sliced, core))
 
     def _moved(self, tree: Any) -> list[StorageBytes]:
         leaves = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}

@@ -64,18 +64,12 @@ class StageRanks:
 
 
 def bubble_seconds(
-    schedule: str,
-    ranks: int,
-    chunks: int,
-    m: np.ndarray,
-    each: np.ndarray,
-    most: np.ndarray,
-    halves: tuple[np.ndarray, np.ndarray, np.ndarray],
+    schedule: str, ranks: int, chunks: int, m: np.ndarray, each: np.ndarray, halves: Sequence[np.ndarray]
 ) -> np.ndarray:
     """Seconds that the slowest rank waits for others. Zero-bubble schedules wait for a forward or for half of a
     backward, whichever is longer (`halves`: both, and recomputation), and fill the rest with gradients of weights.
     A test compares this with `shoal.parallel.pipeline_schedule.time_schedule`."""
-    every = np.arange(len(m))
+    every, most = np.arange(len(m)), each.argmax(axis=1)
     if schedule in ("gpipe", "1f1b", "interleaved"):
         waits: np.ndarray = (each.sum(axis=1) - each[every, most]) / chunks
         # The first microbatches return to a rank before all of a round have arrived.

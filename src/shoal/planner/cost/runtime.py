@@ -12,9 +12,7 @@ class Runtime:
     # Placement: the axis whose neighbours are nearest comes first.
     order: tuple[str, str, str] = ("tensor", "data", "pipeline")
     # Compute
-    sustained: float = (
-        1.0  # share of what a device's largest products reach alone: clocks fall under the load of a step
-    )
+    sustained: float = 1.0  # share of what a device's largest products reach alone: clocks fall under load
     passes: float = 1.0  # bytes that operators without products move, over the least: kernels that are not fused
     dispatch: float = 1.0  # of the device's overhead for one operator: Python around each kernel
     concurrent: bool = True  # the host runs ahead of the device; False: its time adds up (a CPU)
@@ -43,19 +41,12 @@ class Runtime:
 
 # Shared by the accelerators' runtimes. 0.80: fitted to SC21 and vTrain (0.80) and separately to MPT on A100 and H100
 # (0.81). 13.7: with 5 us an operator, a layer's forward costs the host about 1 ms, as measured.
-SUSTAINED = 0.80
-DISPATCH = 13.7
+ACCELERATOR = Runtime(name="accelerator", sustained=0.80, dispatch=13.7)
 
 # Megatron-LM as of 2021, as in the tables of SC21 and vTrain: gradients travel in fp16, nothing overlaps. A microbatch
 # costs a millisecond besides its layers (scaling, timers, the schedule), a step three.
-MEGATRON_2021 = Runtime(
-    name="megatron 2021",
-    sustained=SUSTAINED,
-    passes=1.08,
-    dispatch=DISPATCH,
-    wire_bytes=2.0,
-    step_seconds=3e-3,
-    microbatch_seconds=1e-3,
+MEGATRON_2021 = replace(
+    ACCELERATOR, name="megatron 2021", passes=1.08, wire_bytes=2.0, step_seconds=3e-3, microbatch_seconds=1e-3
 )
 # As of 2022 (sequence parallelism, selective recomputation; Korthikanti et al.): all-reduces overlap weight gradients.
 MEGATRON_2022 = replace(MEGATRON_2021, name="megatron 2022", overlap_tensor=0.5)
@@ -63,16 +54,7 @@ MEGATRON_2022 = replace(MEGATRON_2021, name="megatron 2022", overlap_tensor=0.5)
 MEGATRON = replace(MEGATRON_2022, name="megatron", wire_bytes=None, overlap=0.9, overlap_pipeline=0.5)
 # Fully sharded data parallelism (zero=3) in PyTorch: gathers ahead of time, gradients in fp32 on the wire; norms,
 # activations and residuals are separate kernels, which move half as much again.
-FSDP = Runtime(
-    name="fsdp",
-    sustained=SUSTAINED,
-    passes=1.5,
-    dispatch=DISPATCH,
-    selective="products",
-    early_stop=True,
-    overlap=1.0,
-    wire_bytes=4.0,
-)
+FSDP = replace(ACCELERATOR, name="fsdp", passes=1.5, selective="products", early_stop=True, overlap=1.0, wire_bytes=4.0)
 # Shoal on the cores of CPUs: one operator after the other, nothing overlaps. Adam without fused kernels reads and
 # writes 84 bytes of a parameter in eight operators: decay, two moments, the root of one, the step.
 SHOAL = Runtime(

@@ -15,13 +15,12 @@ too. Counts are measured with models so small that nothing else takes time, and 
     cores        workers that share them take turns: a step takes no less than all work over all cores
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.planner.cluster import Device, LinkTier
-from shoal.planner.cost.comm import ALL_REDUCE, HALF, collective_seconds
+from shoal.planner.cluster import Device
+from shoal.planner.cost.comm import ALL_REDUCE, HALF, Tiers, collective_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,7 @@ def update_seconds(
 
 
 def exchange_seconds(
-    overheads: RuntimeOverheads, load: StepLoad, device: Device, tiers: Sequence[LinkTier], stride: np.ndarray
+    overheads: RuntimeOverheads, load: StepLoad, device: Device, tiers: Tiers, stride: np.ndarray
 ) -> np.ndarray:
     """Seconds until every worker has its next weights."""
     data, stride = load.data[:, None], stride[:, None]

@@ -1,6 +1,6 @@
 """Predicts setups of one pipeline (ranks, chunks, schedule) together. Arrays are by setup, or (setups, ranks)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from shoal.planner.cluster import Cluster, Device, LinkTier, tiers
 from shoal.planner.cost.blocks import BlockCosts, CutVariants, block_costs
 from shoal.planner.cost.comm import message_seconds
 from shoal.planner.cost.compute import slowest_device
-from shoal.planner.cost.exposed_comm import PipelineTraffic, data_seconds, hop_seconds, strides_of
+from shoal.planner.cost.exposed_comm import NamedArrays, PipelineTraffic, data_seconds, hop_seconds, strides_of
 from shoal.planner.cost.memory import in_flight, model_state_bytes
 from shoal.planner.cost.pipeline import StageRanks, bubble_seconds, stage_bounds
 from shoal.planner.cost.prediction import MEMORY_PARTS, StagePrediction
@@ -97,9 +97,9 @@ class SetupGroup:
     """Predictions of a group."""
 
     seconds: np.ndarray
-    terms: Mapping[str, np.ndarray]
+    terms: NamedArrays
     hidden: np.ndarray
-    memory: Mapping[str, np.ndarray]
+    memory: NamedArrays
     forward: np.ndarray
     backward: np.ndarray
     tensor: np.ndarray
@@ -124,12 +124,12 @@ class _GroupInputs:
     prepared: PreparedSetups
     schedule: str
     ranked: StageRanks
-    column: Mapping[str, np.ndarray]  # of the setups of the group
+    column: NamedArrays  # of the setups of the group
     m: np.ndarray  # microbatches
     variant: np.ndarray
     workers: np.ndarray
     sharing: np.ndarray  # how much longer operators take than alone
-    strides: Mapping[str, np.ndarray]
+    strides: NamedArrays
 
     @classmethod
     def of(cls, prepared: PreparedSetups, rows: np.ndarray, ranks: int, chunks: int, schedule: str) -> "_GroupInputs":
@@ -210,23 +210,18 @@ def predict_group(prepared: PreparedSetups, rows: np.ndarray, ranks: int, chunks
     each = micro.total
     most, every = each.argmax(axis=1), np.arange(len(rows))
     halves = micro.forward, (micro.backward - micro.again) / 2, micro.again
-    bubble = bubble_seconds(schedule, ranks, chunks, m, each, most, halves) + m * micro.hops[every, most]
+    bubble = bubble_seconds(schedule, ranks, chunks, m, each, halves) + m * micro.hops[every, most]
     parameters = group.by_rank("parameters")
     if ranks * chunks == 1 or group.ranked.folded:
         parameters[:, 0] -= work.tied / column["tensor"]
     flow = PipelineTraffic(
-        ranks=ranks,
-        chunks=chunks,
-        microbatches=m,
-        forward=micro.forward,
-        backward=micro.backward,
-        parameters=parameters,
+        ranks=ranks, chunks=chunks, m=m, forward=micro.forward, backward=micro.backward, parameters=parameters
     )
     exposed, hidden = data_seconds(work, runtime, prepared.tiers, column, group.strides, flow)
     updated = runtime.update_bytes * parameters / np.where(column["zero"] >= 1, column["data"], 1.0)[:, None]
     updated = updated / (device.memory_bandwidth * device.stream) * group.sharing[:, None]
     updated += group.by_rank("tensors") * runtime.update_operators * device.overhead
-    terms = {
+    terms: NamedArrays = {
         "compute": m * micro.computing[every, most],
         "recompute": m * micro.again[every, most],
         "tensor": m * micro.reduced[every, most],
@@ -272,9 +267,7 @@ def _step_load(group: _GroupInputs, parameters: np.ndarray) -> StepLoad:
     )
 
 
-def _with_overheads(
-    group: _GroupInputs, parameters: np.ndarray, terms: Mapping[str, np.ndarray], busy: np.ndarray
-) -> dict[str, np.ndarray]:
+def _with_overheads(group: _GroupInputs, parameters: np.ndarray, terms: NamedArrays, busy: np.ndarray) -> NamedArrays:
     """The terms with Shoal's own overheads on the cores of a CPU. `busy`: seconds of each rank's microbatches."""
     prepared, load, slow = group.prepared, _step_load(group, parameters), group.sharing[:, None]
     runtime, device, overheads = prepared.runtime, prepared.device, prepared.runtime.overheads
@@ -299,7 +292,7 @@ def _with_overheads(
     return {**found, "data": found["data"] + queueing_seconds(overheads, load, prepared.devices)}
 
 
-def _exchange_share(column: Mapping[str, np.ndarray]) -> np.ndarray:
+def _exchange_share(column: NamedArrays) -> np.ndarray:
     """The share of steps that exchange gradients: all steps, except in local mode."""
     local = (column["exchange"] == EXCHANGES.index("servers")) & (column["mode"] == SYNC_MODES.index("local"))
     steps = np.where(column["number"] > 0, column["number"], int(DEFAULT_NUMBERS["local"]))
@@ -333,9 +326,8 @@ def _memory(group: _GroupInputs, parameters: np.ndarray) -> dict[str, np.ndarray
         )
         parts = {**parts, "optimizer": parts["optimizer"] * here}
         return {name: size * runtime.allocator for name, size in parts.items()}
-    weights, gradients, optimizer = model_state_bytes(
-        parameters, zero, data, work.weight_bytes, work.gradient_bytes, work.state_bytes
-    )
+    each = (work.weight_bytes, work.gradient_bytes, work.state_bytes)
+    weights, gradients, optimizer = model_state_bytes(parameters, zero, data, *each)
     gathered = 2 * ranked.largest(costs.parameters)[variant] * work.weight_bytes
     working = ranked.largest(costs.working)[variant] + np.where((zero == 3) & (data > 1), gathered, 0.0)
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer * here, "activations": activations,

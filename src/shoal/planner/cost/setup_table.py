@@ -11,12 +11,7 @@ from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES as SCHEDULES
 from shoal.planner.cost.setup import EXCHANGES, RECOMPUTE, SYNC_MODES, Setup
 
 # Columns of words hold indices into these.
-WORDS: Mapping[str, tuple[str, ...]] = {
-    "schedule": SCHEDULES,
-    "recompute": RECOMPUTE,
-    "exchange": EXCHANGES,
-    "mode": SYNC_MODES,
-}
+WORDS = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "exchange": EXCHANGES, "mode": SYNC_MODES}
 FIELDS = tuple(each.name for each in fields(Setup))
 DEFAULTS = {each.name: each.default for each in fields(Setup)}
 

@@ -3,24 +3,23 @@
 It is one of two moments that needs most:
 
     a step     weights, state, sums of gradients, and what the microbatch at work keeps
-    a save     weights, state, and a copy of both that is written while training goes on; if the model is not cut, the
-               weights once more at the end, for export
+    a save     weights, state, and a copy of both that is written during training; an uncut model also has the weights
+               once more at the end, for export
 
 Sums of gradients (parallel/local_step.py, gradient_exchange.py), for k lanes of this worker and n replicas:
 
     ⌊log2 k⌋ + 1 sets    while lanes are added up in their tree; the last one grows while activations go
     alone                one set more: that of the step before, until this one's is there
-    n replicas           2 − 1/n sets in shared memory: its own, and its share of everybody else's
-    zero ≥ 2             sums of its own rows alone, and one block's gradients on their way
+    n replicas           2 − 1/n sets in shared memory: its own, and its share of the other workers'
+    zero ≥ 2             sums of its own rows alone, and one block's gradients in transit
 
-That is what is alive, and what a run under `--memory` comes to: there, freed memory goes back. Without, the C library
-keeps it, and what comes later does not always fit into the holes: a part of what activations took comes on top
-(`Runtime.keeps`). Checked against `peak_bytes` of runs: benchmarks/planner.py.
+Under `--memory` a run holds only what is alive. Otherwise the C library keeps freed memory, and later tensors do not
+always fit: a share of the activations is added (`Runtime.fragmentation`). benchmarks/planner.py compares with runs.
 """
 
 import numpy as np
 
-PROCESS_BYTES = 7e6  # bytes: what a worker has of its own before it has anything of the model
+PROCESS_BYTES = 7e6  # bytes of a worker process before it holds a model
 
 
 def gradient_sets(lanes: np.ndarray) -> np.ndarray:
@@ -48,9 +47,9 @@ def memory_bytes(
 ) -> dict[str, np.ndarray]:
     """Bytes by what they are for. All arrays are (setups, ranks), or spread to that.
 
-    `parameters`: of this worker's part of the model, whole; `largest`: of its largest block. `cut`: pipeline, tensor or
-    zero. `lanes`: of a replica; `pieces`: microbatches of a lane. `weight`, `gradient`, `state`: bytes of a parameter.
-    `keeps`: see `Runtime`; a save finds room in what was kept.
+    `parameters`: of this worker's model shard; `largest`: of its largest block. `cut`: pipeline, tensor or zero.
+    `lanes`: of a replica; `microbatches`: of a lane. `weight`, `gradient`, `state`: bytes of a parameter.
+    `fragmentation`: see `Runtime`; a save uses the memory that was kept.
     """
     own = parameters / np.where(zero >= 1, data, 1.0)  # updated here
     masters = weight < 4.0 <= state  # weights in bf16, and fp32 ones in the state

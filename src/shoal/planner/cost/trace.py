@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from shoal.errors import JobError
@@ -87,11 +88,7 @@ def trace(
     notes: list[str] = []
     with recorder.recording(model, blocks), _quiet():
         try:
-            with (
-                torch.enable_grad(),
-                recorder,
-                torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed),
-            ):
+            with torch.enable_grad(), recorder, saved_tensors_hooks(recorder.pack, lambda packed: packed):
                 found = loss()
         except JobError:
             raise
@@ -199,16 +196,11 @@ def _one_name(pattern: str, names: Sequence[str]) -> str:
 
 
 def _block(recorder: OpRecorder, segment: int, fixed: set[int], core: set[int]) -> Block:
-    ops = Counter(
-        _op(each, fixed, number in core) for number, each in enumerate(recorder.ops) if each.segment == segment
-    )
+    ops = Counter(_op(op, fixed, number in core) for number, op in enumerate(recorder.ops) if op.segment == segment)
     own = [recorder.parameters[number][0] for number, users in recorder.users.items() if segment in users]
     nodes = {each.node for number, each in enumerate(recorder.ops) if number in core and not each.backward}
-    kept = [
-        (recorder.storages[number].size, number, each)
-        for number, each in recorder.saved.items()
-        if each.segment == segment
-    ]
+    storages, saved = recorder.storages, recorder.saved
+    kept = [(storages[number].size, number, each) for number, each in saved.items() if each.segment == segment]
     sums = [size for place, size in recorder.all_reduces if place == segment]
     return Block(
         name=recorder.names[segment],

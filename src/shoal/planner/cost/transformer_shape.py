@@ -42,10 +42,8 @@ class TransformerShape:
         for what, of in (("hidden", "heads"), ("heads", "kv_heads")):
             total, divisor = getattr(self, what), getattr(self, of)
             if total % divisor:
-                raise InputError(
-                    f"{what} {total} is not divisible by {of} {divisor}",
-                    fix=f"{what} = {max(1, total // divisor) * divisor}",
-                )
+                fix = f"{what} = {max(1, total // divisor) * divisor}"
+                raise InputError(f"{what} {total} is not divisible by {of} {divisor}", fix=fix)
 
     @classmethod
     def parse(cls, text: str) -> "TransformerShape":
@@ -194,7 +192,7 @@ def _passes(
 
 def _layer(shape: TransformerShape, number: float, style: TransformerStyle) -> Block:
     s, h, f, kv = float(shape.seq), shape.hidden, shape.ffn, shape.kv_width
-    wide = 2 * f if shape.gated else f
+    wide, moved, moved_back = (2 * f, 3, 5) if shape.gated else (f, 2, 3)
     mask = 1.0 if style.dropout else 0.0
     turned = h + kv if style.rotary else 0
     ops = [
@@ -206,9 +204,7 @@ def _layer(shape: TransformerShape, number: float, style: TransformerStyle) -> B
         *_passes("residual", s * h, 3 * number + mask, 2 * number + mask),
         *_passes("norm", s * h, 2 * number, 4 * number),
         *_products("fc1", 2 * s * h * wide, h * wide, s * (h + wide), number),
-        *_passes(
-            "activation", s * f, (3 if shape.gated else 2) * number, (5 if shape.gated else 3) * number, sliced=True
-        ),
+        *_passes("activation", s * f, moved * number, moved_back * number, sliced=True),
         *_products("fc2", 2 * s * h * f, h * f, s * (h + f), number, last=True),
         *_passes("residual", s * h, 3 * number + mask, 2 * number + mask, last=True),
     ]
