@@ -50,9 +50,7 @@ def observe_run(folder: RunFolder) -> ObservedRun:
         raise InputError(f"run {folder.id} has no prediction: {why}", fix="another run")
     recorded = report.get("prediction") or {}
     if not recorded.get("lines") or not report.get("steps") or recorded["step_ms"]["measured"] is None:
-        raise InputError(
-            f"run {folder.id} has no step to compare with its prediction", fix="a run that trained for some steps"
-        )
+        raise InputError(f"run {folder.id} has no step to compare with its prediction", fix="a run with some steps")
     lines = {FACTOR_OF_TERM[name]: line for name, line in recorded["lines"].items() if name in FACTOR_OF_TERM}
     predicted = {name: line["predicted_ms"] / 1000 for name, line in lines.items()}
     measured = {name: line["measured_ms"] / 1000 for name, line in lines.items()}

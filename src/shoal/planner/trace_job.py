@@ -40,8 +40,7 @@ def workload_of(job: Job, source: DataSource) -> Workload:
     model = as_computed(job, made.model)
     with preserve_generators(), redirect_stdout(io.StringIO()):
         traced = _traced(job, model, find_blocks(made.model, job.blocks), microbatch_of(job, source))
-    masters = job.precision == "bf16-weights"
-    return _workload(job, traced, model, job.optimizer, masters=masters)
+    return _workload(job, traced, model, job.optimizer)
 
 
 def workload_of_script(path: str, arguments: Sequence[str] = ()) -> Workload:
@@ -65,13 +64,12 @@ def microbatch_of(job: Job, source: DataSource) -> Any:
     return source.fetch([order[position] for position in first], 0)
 
 
-def _workload(
-    job: Job, traced: TracedModel, model: nn.Module, optimizer: Callable[[Any], Optimizer], *, masters: bool = False
-) -> Workload:
+def _workload(job: Job, traced: TracedModel, model: nn.Module, optimizer: Callable[[Any], Optimizer]) -> Workload:
     """`model` holds the weights that it computes with."""
     parameters = list(model.named_parameters())
     count = sum(each.numel() for _, each in parameters) or 1
     weight_bytes = sum(each.nbytes for _, each in parameters) / count
+    masters = job.precision == "bf16-weights"
     state = state_factor(optimizer, {name: each.dim() for name, each in parameters})
     return Workload(
         name=job.name,
@@ -103,9 +101,7 @@ def _traced(job: Job, model: nn.Module, blocks: BlockList, batch: Any) -> Traced
             raise
         size = sum(each.nbytes for each in model.parameters())
         if size > MAX_REAL_BYTES:
-            limit = (
-                f"running it once instead needs {human.size(size)} of weights, more than {human.size(MAX_REAL_BYTES)}"
-            )
+            limit = f"running it once needs {human.size(size)} of weights, more than {human.size(MAX_REAL_BYTES)}"
             raise JobError(f"{error.message}; {limit}", where=error.where, fix=error.fix) from error.__cause__
         note = f"the model ran once, with weights of {human.size(size)}, since shapes are not enough: {error.message}"
     real = sketch_model(job)

@@ -188,21 +188,9 @@ def simplicity(setups: SetupTable) -> list[np.ndarray]:
     columns = setups.columns
     cuts = sum((columns[name] > 1).astype(np.int64) for name in ("pipeline", "tensor")) + (columns["zero"] > 0)
     place = np.array([SIMPLEST.index(name) for name in WORDS["schedule"]])
-    return [
-        setups.devices,
-        cuts,
-        columns["exchange"],
-        columns["zero"],
-        columns["tensor"],
-        columns["pipeline"],
-        columns["recompute"],
-        columns["sequence_parallel"],
-        columns["chunks"],
-        place[columns["schedule"]],
-        columns["microbatch"],
-        columns["servers"],
-        columns["mode"],
-    ]
+    names = ("exchange", "zero", "tensor", "pipeline", "recompute", "sequence_parallel", "chunks")
+    last = [columns[name] for name in ("microbatch", "servers", "mode")]
+    return [setups.devices, cuts, *(columns[name] for name in names), place[columns["schedule"]], *last]
 
 
 def without_inexact(space: SearchSpace) -> SearchSpace:

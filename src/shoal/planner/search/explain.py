@@ -8,25 +8,17 @@ from dataclasses import dataclass, replace
 
 from shoal.errors import InputError
 from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack, tiers
+from shoal.planner.cost.prediction import TERMS
 from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import SearchSpace, worker_counts
 from shoal.planner.search.search import Candidate, PlanRanking, gigabytes_text, memory_share_text
 from shoal.report.scaling_laws import amdahl_limit, parallel_fraction
 
-TERM_PHRASES = {
-    "compute": "compute",
+TERM_PHRASES = {term: term for term in TERMS} | {
     "recompute": "recomputation",
     "tensor": "tensor traffic",
     "bubble": "pipeline bubble",
     "data": "exposed data traffic",
-    "optimizer": "optimizer",
-    "host": "host",
-}
-TIER_PHRASES = {
-    "inside": "inside the hosts",
-    "socket": "between sockets",
-    "host": "between hosts",
-    "rack": "between racks",
 }
 MIN_GAIN = 0.005  # a smaller gain does not count
 RankFunction = Callable[[Workload, Cluster, SearchSpace], PlanRanking]
@@ -67,10 +59,9 @@ def explain(ranking: PlanRanking, rank: RankFunction) -> PlanExplanation:
 
 
 def _time(best: Candidate) -> str:
-    parts = sorted(
-        (term for term in best.terms if best.terms[term] > MIN_GAIN * best.seconds), key=best.terms.__getitem__
-    )
-    shares = ", ".join(f"{TERM_PHRASES[term]} {percent(best.terms[term] / best.seconds)}" for term in reversed(parts))
+    terms = best.terms
+    parts = sorted((term for term in terms if terms[term] > MIN_GAIN * best.seconds), key=terms.__getitem__)
+    shares = ", ".join(f"{TERM_PHRASES[term]} {percent(terms[term] / best.seconds)}" for term in reversed(parts))
     return f"--layout {best.setup} takes {seconds_text(best.seconds)} a step: {shares}."
 
 
@@ -171,7 +162,7 @@ def what_if(ranking: PlanRanking, rank: RankFunction) -> tuple[WhatIfChange, ...
     _, both = larger_batch(work, wide)
     asked = [
         *(
-            (f"twice the bandwidth {TIER_PHRASES[tier.name]}", work, widen_links(cluster, tier.name), space)
+            (f"twice the bandwidth {_where(tier.name)}", work, widen_links(cluster, tier.name), space)
             for tier in tiers(cluster)
             if widen_links(cluster, tier.name) != cluster
         ),
@@ -191,15 +182,16 @@ def what_if(ranking: PlanRanking, rank: RankFunction) -> tuple[WhatIfChange, ...
     return tuple(sorted(found, key=lambda change: (-change.gain, change.name)))
 
 
+def _where(tier: str) -> str:
+    return "inside the hosts" if tier == "inside" else f"between {tier}s"
+
+
 def larger_batch(work: Workload, space: SearchSpace, times: int = 2) -> tuple[Workload, SearchSpace]:
     """A larger batch; a job gets more microbatches in a lane, each as large as before."""
     if work.lanes is None or space.microbatches is None:
         return work, replace(space, batch=space.batch * times)
-    batch, microbatches = space.batch * times, space.microbatches * times
-    return (
-        replace(work, batch=batch, microbatches=microbatches),
-        replace(space, batch=batch, microbatches=microbatches),
-    )
+    batch, count = space.batch * times, space.microbatches * times
+    return replace(work, batch=batch, microbatches=count), replace(space, batch=batch, microbatches=count)
 
 
 def more_devices(space: SearchSpace) -> SearchSpace:

@@ -67,9 +67,8 @@ def scaling_curve(
         for hosts, devices, best in found
     )  # fmt: skip
     pairs = [(point.devices / first_devices, point.speedup) for point in points]
-    return ScalingCurve(
-        points=points, fits=fit_laws(pairs) if len(points) > 1 else None, missing=tuple(missing), weak=weak
-    )
+    fits = fit_laws(pairs) if len(points) > 1 else None
+    return ScalingCurve(points=points, fits=fits, missing=tuple(missing), weak=weak)
 
 
 def fit_laws(pairs: Sequence[tuple[float, float]]) -> ScalingFits:
@@ -77,10 +76,8 @@ def fit_laws(pairs: Sequence[tuple[float, float]]) -> ScalingFits:
     more = [(n, s) for n, s in pairs if n > 1]
     if not more:
         raise ValueError("a law is fitted to more than one number of devices")
-    contention, coherence = fit_usl(more)
-    return ScalingFits(
-        amdahl=fit_amdahl(more), gustafson=fit_gustafson(more), contention=contention, coherence=coherence
-    )
+    sigma, kappa = fit_usl(more)
+    return ScalingFits(amdahl=fit_amdahl(more), gustafson=fit_gustafson(more), contention=sigma, coherence=kappa)
 
 
 def fit_amdahl(pairs: Sequence[tuple[float, float]]) -> float:
@@ -101,11 +98,8 @@ def fit_usl(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     ay, by = (sum(r[i] * r[2] for r in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
-    both = (
-        ((ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant)
-        if determinant > 1e-12 * aa * bb
-        else (-1.0, -1.0)
-    )
+    solvable = determinant > 1e-12 * aa * bb
+    both = ((ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant) if solvable else (-1.0, -1.0)
     if both[0] >= 0 and both[1] >= 0:
         return both
     choices = [(max(0.0, ay / aa), 0.0), (0.0, max(0.0, by / bb))]

@@ -21,16 +21,7 @@ from shoal.planner.cost.runtime import Runtime
 from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.setup_table import SetupTable
 from shoal.planner.cost.workload import Workload
-from shoal.planner.search.candidates import (
-    INEXACT,
-    MARKS,
-    SearchSpace,
-    candidates,
-    marks,
-    runnable,
-    simplicity,
-    space_of,
-)
+from shoal.planner.search.candidates import MARKS, SearchSpace, candidates, marks, runnable, simplicity, space_of
 from shoal.planner.search.heterogeneous import UnequalAssignment, device_kinds, predict_unequal, uniform_cluster
 
 OBJECTIVES = ("time", "cost")
@@ -174,7 +165,7 @@ def search(
     if not len(rows):
         raise _nothing(space)
     fits = predictions.peak[rows] <= limit
-    other = marks(setups)[rows] == MARKS.index(INEXACT)
+    other = marks(setups)[rows] == MARKS.index("not exact")
     ranking = PlanRanking(
         work=work,
         cluster=cluster,

@@ -136,9 +136,8 @@ class SimulatedNetwork:
     ) -> None:
         """Queues a message and returns at once; calls `on_arrival` when it has arrived."""
         self._sequence += 1
-        message = _SimulatedMessage(
-            name, source, to, num_bytes, path, self.clock.now, on_arrival, (priority, self._sequence)
-        )
+        order = (priority, self._sequence)
+        message = _SimulatedMessage(name, source, to, num_bytes, path, self.clock.now, on_arrival, order)
         self._sending.setdefault(source, {})[message] = None
         self._receiving.setdefault(to, {})[message] = None
         self._queue_start(message)

@@ -20,7 +20,7 @@ at the same time. Or in trees, where rings have too many rounds:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from shoal.collectives.topology import RankPlace
 from shoal.collectives.trees import TreeRoute, chunk_size
 from shoal.errors import PlanError
 from shoal.numerics.lanes import Span
+from shoal.planner.cluster import LinkTier
 from shoal.planner.simulate.clock import DeliveredMessage, LinkPath, SimulatedClock, SimulatedNetwork
 from shoal.planner.simulate.network import LinkTopology
 
@@ -213,29 +214,25 @@ def collective_phases(
     topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2
 ) -> tuple[CollectivePhase, ...]:
     """`passes`: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, which cross the tiers once."""
-    _check(topology, group)
     found: list[CollectivePhase] = []
-    reached = 1
-    tiers = list(topology.tiers.values())
-    for number, tier in enumerate(tiers):
-        last = number == len(tiers) - 1
-        members = group.size if last else max(reached, min(group.size, tier.size // group.stride))
-        if members % reached:
-            members = group.size  # unequal groups: one ring for the rest
-        parts = members // reached
-        found += _tier_phases(tier.name, parts, num_bytes / reached, group.stride * reached)
-        reached = members
+    for tier, below, members in _members_by_tier(topology, group):
+        reached = members if members % below == 0 else group.size  # unequal groups: one ring for the rest
+        found += _tier_phases(tier.name, reached // below, num_bytes / below, group.stride * below)
         if reached == group.size:
             break
     return tuple([*found, *reversed(found)] if passes == 2 else found)
 
 
-def _check(topology: LinkTopology, group: StridedGroup) -> None:
+def _members_by_tier(topology: LinkTopology, group: StridedGroup) -> Iterator[tuple[LinkTier, int, int]]:
+    """Yields each tier with the members of a group that links below it connect, and that links up to it connect."""
     if (group.size - 1) * group.stride >= topology.devices:
-        raise PlanError(
-            f"a group of {group.size} devices, {group.stride} apart, on a cluster of {topology.devices}",
-            fix="fewer workers, or more hosts",
-        )
+        size = f"a group of {group.size} devices, {group.stride} apart"
+        raise PlanError(f"{size}, on a cluster of {topology.devices}", fix="fewer workers, or more hosts")
+    below, tiers = 1, list(topology.tiers.values())
+    for tier in tiers:
+        members = group.size if tier is tiers[-1] else max(below, min(group.size, tier.size // group.stride))
+        yield tier, below, members
+        below = members
 
 
 def _tier_phases(tier: str, parts: int, num_bytes: float, reach: int) -> list[CollectivePhase]:
@@ -245,45 +242,35 @@ def _tier_phases(tier: str, parts: int, num_bytes: float, reach: int) -> list[Co
     return [CollectivePhase(tier, parts, parts - 1, num_bytes / parts, reach)] if parts > 1 else []
 
 
-def ring_or_tree(
-    topology: LinkTopology, group: StridedGroup, num_bytes: float, *, passes: int = 2
-) -> SimulatedCollective:
+def ring_or_tree(topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2) -> SimulatedCollective:
     """Rings or trees through all hosts, whichever is faster."""
-    loads, count, depth = _ring_loads(topology, group, num_bytes)
+    loads, depth = _ring_loads(topology, group, num_bytes)
     if not loads:
         return SimulatedCollective(phases=())
     far = loads[-1]
     path = _contended_path(topology, far.distance)
     best = math.sqrt(max(0, depth - 1) * far.num_bytes / _speed(path) / path.latency) if path.latency > 0 else math.inf
     chunks = max(1, min(MAX_TREE_CHUNKS, round(best) if math.isfinite(best) else MAX_TREE_CHUNKS))
-    found = []
-    for name, rounds, parts in (("rings", count - 1, count - 1), ("trees", chunks + depth - 1, chunks)):
+    found, hops = [], group.size - 1
+    for name, rounds, parts in (("rings", hops, hops), ("trees", chunks + depth - 1, chunks)):
         made = [load._replace(rounds=passes * rounds, num_bytes=load.num_bytes / parts) for load in loads]
         each = tuple((phase, _round_seconds(topology, phase)) for phase in made)
         found.append(SimulatedCollective(phases=each, concurrent=True, name=name))
     return min(found, key=lambda each: each.seconds)
 
 
-def _ring_loads(
-    topology: LinkTopology, group: StridedGroup, num_bytes: float
-) -> tuple[list[CollectivePhase], int, int]:
-    """Returns what a device sends on each tier in one ring, the group's size, and a tree's depth."""
-    _check(topology, group)
+def _ring_loads(topology: LinkTopology, group: StridedGroup, num_bytes: float) -> tuple[list[CollectivePhase], int]:
+    """Returns what a device sends on each tier in one ring, and a tree's depth."""
     found: list[CollectivePhase] = []
-    reached = 1
     near = 1  # devices of the group on a host: the number of rings
-    tiers = list(topology.tiers.values())
-    for number, tier in enumerate(tiers):
-        last = number == len(tiers) - 1
-        members = group.size if last else max(reached, min(group.size, tier.size // group.stride))
-        if members > reached:
-            share = (members - 1) / members if reached == 1 else (group.size - 1) / group.size / reached
-            found.append(CollectivePhase(tier.name, group.size, 1, num_bytes * share, group.stride * reached))
+    for tier, below, members in _members_by_tier(topology, group):
+        if members > below:
+            share = (members - 1) / members if below == 1 else (group.size - 1) / group.size / below
+            found.append(CollectivePhase(tier.name, group.size, 1, num_bytes * share, group.stride * below))
         if tier.name in ("inside", "socket"):
             near = members
-        reached = members
     hosts = -(-group.size // near)
-    return found, group.size, near - 1 + math.ceil(math.log2(hosts))
+    return found, near - 1 + math.ceil(math.log2(hosts))
 
 
 def tiered_collective(
@@ -291,9 +278,7 @@ def tiered_collective(
 ) -> SimulatedCollective:
     """Simulates one message of each round, while all other devices send theirs."""
     found = collective_phases(topology, group, num_bytes / buckets, passes)
-    return SimulatedCollective(
-        phases=tuple((phase, _round_seconds(topology, phase)) for phase in found), buckets=buckets
-    )
+    return SimulatedCollective(phases=tuple((each, _round_seconds(topology, each)) for each in found), buckets=buckets)
 
 
 def _round_seconds(topology: LinkTopology, phase: CollectivePhase) -> float:
@@ -308,11 +293,8 @@ def _contended_path(topology: LinkTopology, reach: int) -> LinkPath:
     for device in topology.first_of_kinds:
         to = device + reach if device + reach < topology.devices else device - reach
         path = topology.path(device, to)
-        found.append(
-            path._replace(
-                links=tuple(link._replace(times=_sharers(topology, link.tier, device)) for link in path.links)
-            )
-        )
+        links = tuple(link._replace(times=_sharers(topology, link.tier, device)) for link in path.links)
+        found.append(path._replace(links=links))
     return min(found, key=_speed)
 
 

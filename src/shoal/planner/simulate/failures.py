@@ -67,9 +67,7 @@ class FailureScenario:
 
     def __post_init__(self) -> None:
         if not (self.seconds > 0 and self.step > 0 and self.devices >= 1 and self.replicas >= 1 and self.copies >= 1):
-            raise InputError(
-                f"{self.seconds:g} s, steps of {self.step:g} s, {self.devices} devices: each must be above 0"
-            )
+            raise InputError(f"{self.seconds:g} s, steps of {self.step:g} s, {self.devices} devices: all must be > 0")
         if min(self.save, self.write, self.failures or 0) < 0 or (self.mtbf is not None and self.mtbf <= 0):
             raise InputError("times and numbers of failures must not be negative, and the MTBF must be above 0")
         if self.interval is not None and self.interval <= 0:

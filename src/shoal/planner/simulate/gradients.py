@@ -4,9 +4,8 @@ Shoal's own runtime follows its routes (`collectives`), every message of up to 1
 tier. Other runtimes use rings or trees, and hide traffic behind the last backward as in `cost.predict`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -62,7 +61,7 @@ class GradientTraffic:
             if setup.data == 1:
                 exposed.append(0.0)
             elif runtime.overheads is not None:
-                exposed.append(model.shoal_seconds(gradients, weights, model.seconds, model.all_reduce))
+                exposed.append(model.shoal_seconds(gradients, weights))
             elif setup.zero == 3:
                 exposed.append(model.sharded(gradients, weights, stage, blocks))
             else:
@@ -72,9 +71,7 @@ class GradientTraffic:
         if runtime.overheads is not None and setup.data > 1:
             # The prediction of packing and calls stays; the share of the links is simulated.
             largest = max(stage.parameters for stage in stages)
-            guessed = model.shoal_seconds(
-                largest * wire_bytes, largest * work.weight_bytes, model.estimated_seconds, model.estimated_all_reduce
-            )
+            guessed = model.shoal_seconds(largest * wire_bytes, largest * work.weight_bytes, predicted=True)
             besides = max(0.0, prediction.terms["data"] - guessed)
             exposed = [each + besides for each in exposed]
         after, route = 0.0, model.route if setup.data > 1 else "none"
@@ -84,10 +81,6 @@ class GradientTraffic:
         return cls(exposed=tuple(exposed), tied=after, sent=sent, busy=busy, route=route)
 
 
-class _PassSeconds(Protocol):
-    def __call__(self, group: StridedGroup, num_bytes: float, *, passes: int, times: float = 1.0) -> float: ...
-
-
 class _TrafficModel:
     def __init__(
         self, setup: Setup, topology: LinkTopology, grid: DeviceGrid, runtime: Runtime, assignment: ReplicaAssignment
@@ -95,17 +88,17 @@ class _TrafficModel:
         self.setup, self.topology, self.runtime, self.assignment = setup, topology, runtime, assignment
         self.group = StridedGroup(size=setup.data, stride=grid.strides["data"])
         # Shoal's runtime, alone on its links: every message is simulated.
-        self.plays_messages = (
-            runtime.overheads is not None and setup.devices == setup.data <= MAX_RANKS and not setup.zero
-        )
+        few = setup.devices == setup.data <= MAX_RANKS
+        self.plays_messages = runtime.overheads is not None and few and not setup.zero
         self.route = "hierarchical, tier by tier"
         self.sent: dict[str, float] = {}
         self.busy: dict[str, float] = {}
 
-    def shoal_seconds(
-        self, gradients: float, weights: float, half: _PassSeconds, all_reduce: Callable[[float], float]
-    ) -> float:
-        """Seconds of Shoal's own runtime on its links, by zero level (as in cost/runtime_overhead.py)."""
+    def shoal_seconds(self, gradients: float, weights: float, *, predicted: bool = False) -> float:
+        """Seconds of Shoal's own runtime on its links, by zero level (as in cost/runtime_overhead.py): simulated, or as
+        `cost.predict` estimates them."""
+        half = self.estimated_seconds if predicted else self.seconds
+        all_reduce = self.estimated_all_reduce if predicted else self.all_reduce
         setup, group = self.setup, self.group
         if setup.zero <= 1:
             return all_reduce(gradients) + (half(group, weights, passes=1) if setup.zero else 0.0)
@@ -156,9 +149,7 @@ class _TrafficModel:
             best = ring_or_tree(self.topology, group, num_bytes, passes=passes)
             self.route = f"{best.name} through all hosts"
         else:
-            tried = [
-                tiered_collective(self.topology, group, num_bytes, passes=passes, buckets=each) for each in (1, 2, 4, 8)
-            ]
+            tried = [tiered_collective(self.topology, group, num_bytes, passes=passes, buckets=n) for n in (1, 2, 4, 8)]
             best = min(tried, key=lambda each: (each.seconds, each.buckets))
         for tier, sent in best.bytes_by_tier.items():
             self.sent[tier] = self.sent.get(tier, 0.0) + times * sent

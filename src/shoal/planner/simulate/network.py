@@ -69,12 +69,10 @@ class LinkTopology:
         left, right = self.hosts[here.host], self.hosts[there.host]
         crossing = min(slices, left.devices - here.local), min(slices, right.devices - there.local)
         speed = min(_card(left), _card(right))
+        ends = ((here.host, left, "out", crossing[0]), (there.host, right, "in", crossing[1]))
         links = [
             SimulatedLink(f"host {number} {direction}", "host", _host_speed(host), times)
-            for number, host, direction, times in (
-                (here.host, left, "out", crossing[0]),
-                (there.host, right, "in", crossing[1]),
-            )
+            for number, host, direction, times in ends
             if min(host.cards, host.devices) < host.devices
         ]
         if here.rack == there.rack:
@@ -95,16 +93,14 @@ class LinkTopology:
         tier = "socket" if sockets[0] != sockets[1] and "socket" in self.tiers else "inside"
         tier = tier if tier in self.tiers else next(iter(self.tiers))
         speed = inside.link.bytes_per_second * inside.link.efficiency
-        links = []
+        links, times = [], min(slices, near)
         if inside.shared:
             for socket, direction in ((sockets[0], "out"), (sockets[1], "in")):
-                links.append(
-                    SimulatedLink(f"inside {here.host}.{socket} {direction}", "inside", speed, min(slices, near))
-                )
+                links.append(SimulatedLink(f"inside {here.host}.{socket} {direction}", "inside", speed, times))
         if inside.between is not None and sockets[0] != sockets[1]:
             capacity = inside.between.bytes_per_second * inside.between.efficiency
             speed = min(speed, capacity)
-            links.append(SimulatedLink(f"socket {here.host}.{sockets[0]} out", "socket", capacity, min(slices, near)))
+            links.append(SimulatedLink(f"socket {here.host}.{sockets[0]} out", "socket", capacity, times))
         return LinkPath(tier, self.tiers[tier].latency, speed, tuple(links))
 
 

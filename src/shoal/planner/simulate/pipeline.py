@@ -137,11 +137,9 @@ class _RunningReplica:
         self.advance(rank)
 
     def played(self) -> ScheduleTimeline:
-        for rank, row in enumerate(self.schedule.rows):
-            if len(self.rows[rank]) < len(row):
-                raise PlanError(
-                    f"{self.schedule.name} never ends: rank {rank} waits before {row[len(self.rows[rank])]}"
-                )
+        for rank, (row, done) in enumerate(zip(self.schedule.rows, self.rows, strict=True)):
+            if len(done) < len(row):
+                raise PlanError(f"{self.schedule.name} never ends: rank {rank} waits before {row[len(done)]}")
         return ScheduleTimeline(rows=tuple(map(tuple, self.rows)), total=max(row[-1].end for row in self.rows if row))
 
 

@@ -35,6 +35,16 @@ class DeviceGrid:
         strides = self.strides
         return replica * strides["data"] + stage * strides["pipeline"] + tensor_slice * strides["tensor"]
 
+    def period(self, topology: LinkTopology) -> int:
+        """The number of replicas that fill whole hosts (racks, if there are several): later replicas are their copies.
+        All replicas, if they do not fill whole hosts."""
+        data, stride, across, unit = self.setup.data, self.strides["data"], self.strides["pipeline"], topology.unit
+        if unit is None:
+            return data
+        count = math.lcm(stride, unit) // stride
+        contiguous = across * self.setup.pipeline == stride
+        return count if data % count == 0 and (contiguous or across % unit == 0) else data
+
 
 class ReplicaAssignment(NamedTuple):
     """The share of a batch of each replica."""
@@ -75,10 +85,8 @@ class DeviceSlowdown:
                     " and factors are above 0"
                 )
         self._slower = slower
-        self._kinds = [
-            1.0 if host.device is None else base / (host.device.peak_of(dtype) * host.device.efficiency)
-            for host in topology.hosts
-        ]
+        kinds = [host.device or slowest for host in topology.hosts]
+        self._kinds = [base / (kind.peak_of(dtype) * kind.efficiency) for kind in kinds]
         self._location = topology.location
         self.even = not slower and set(self._kinds) == {1.0}
 
@@ -86,27 +94,11 @@ class DeviceSlowdown:
         return self._kinds[self._location(device).host] * self._slower.get(device, 1.0)
 
 
-def period(setup: Setup, grid: DeviceGrid, topology: LinkTopology) -> int:
-    """The number of replicas that fill whole hosts (racks, if there are several): later replicas are their copies.
-    All replicas, if they do not fill whole hosts."""
-    stride, across = grid.strides["data"], grid.strides["pipeline"]
-    unit = topology.unit
-    if unit is None:
-        return setup.data
-    count = math.lcm(stride, unit) // stride
-    contiguous = across * setup.pipeline == stride
-    return count if setup.data % count == 0 and (contiguous or across % unit == 0) else setup.data
-
-
 def cells_of(
-    setup: Setup,
-    grid: DeviceGrid,
-    topology: LinkTopology,
-    slowdown: DeviceSlowdown,
-    schedules: Sequence[PipelineSchedule],
+    grid: DeviceGrid, topology: LinkTopology, slowdown: DeviceSlowdown, schedules: Sequence[PipelineSchedule]
 ) -> list[list[SimulatedReplica]]:
     """The first replicas, one for each schedule, grouped by shared links in the order of the first of each group."""
-    ranks, slices = setup.pipeline, setup.tensor
+    ranks, slices = grid.setup.pipeline, grid.setup.tensor
     by_link: dict[str, int] = {}  # a link -> a replica that uses it
     parent = list(range(len(schedules)))
 
@@ -117,7 +109,7 @@ def cells_of(
         return each
 
     replicas = []
-    neighbours = sorted(_pairs(setup))
+    neighbours = sorted(_pairs(grid.setup))
     for number, schedule in enumerate(schedules):
         devices = tuple(grid.device(number, rank) for rank in range(ranks))
         paths = {(low, high): topology.path(devices[low], devices[high], slices) for low, high in neighbours}
@@ -152,7 +144,12 @@ def _pairs(setup: Setup) -> set[tuple[int, int]]:
     return found | {(high, low) for low, high in found}
 
 
-def signature(cell: Sequence[SimulatedReplica]) -> object:
+def distinct(cells: Sequence[list[SimulatedReplica]]) -> list[list[SimulatedReplica]]:
+    """One of each kind of cells that take the same time: the first."""
+    return list({_signature(cell): cell for cell in reversed(cells)}.values())
+
+
+def _signature(cell: Sequence[SimulatedReplica]) -> object:
     """Equal for cells that take the same time: links are numbered in the order of their use, not named."""
     names: dict[str, int] = {}
     devices: dict[int, int] = {}

@@ -51,9 +51,8 @@ class SimulatedServers:
         for what, number in (("workers", self.workers), ("servers", self.servers)):
             if number < 1:
                 raise InputError(f"{number} {what}: at least 1 is needed")
-        if not (
-            self.compute > 0 and self.bandwidth > 0 and self.pool > 0 and self.num_bytes >= 0 and self.latency >= 0
-        ):
+        positive = all(each > 0 for each in (self.compute, self.bandwidth, self.pool))
+        if not (positive and self.num_bytes >= 0 and self.latency >= 0):
             raise InputError(
                 f"seconds {self.compute:g}, bytes {self.num_bytes:g}, bytes a second {self.bandwidth:g}, latency"
                 f" {self.latency:g}: none is negative, and the first and third are above 0"
@@ -219,9 +218,7 @@ class _ServerSimulation:
         self.seen[worker] = self.updates
         self.turns[worker] += 1
         turn, members, steps = self.turns[worker], self.parties[worker], self.setup.steps
-        draws = [
-            sum(float(self.draws[each, (turn * steps + number) % DRAWS]) for number in range(steps)) for each in members
-        ]
+        draws = [sum(float(self.draws[each, (turn * steps + at) % DRAWS]) for at in range(steps)) for each in members]
         self.compute_seconds[worker] = self.setup.compute * sum(draws)
         end = self.now + wait + self.setup.compute * max(draws)
         end += self.setup.group_seconds(len(members)) + 2 * self.setup.latency

@@ -29,15 +29,7 @@ from shoal.planner.simulate.clock import DeliveredMessage
 from shoal.planner.simulate.gradients import GradientTraffic, by_tier
 from shoal.planner.simulate.network import LinkTopology
 from shoal.planner.simulate.pipeline import StageCost, pipeline_totals, simulate_pipelines
-from shoal.planner.simulate.replicas import (
-    DeviceGrid,
-    DeviceSlowdown,
-    assign_replicas,
-    cells_of,
-    period,
-    schedule_of,
-    signature,
-)
+from shoal.planner.simulate.replicas import DeviceGrid, DeviceSlowdown, assign_replicas, cells_of, distinct, schedule_of
 from shoal.planner.simulate.stragglers import StragglerModel
 
 BUSY_TERMS = ("compute", "recompute", "tensor", "host")  # terms that make up a stage's own seconds
@@ -112,9 +104,9 @@ def simulate_step(
     costs = stage_costs(prediction.stages, schedule, setup.tensor if runtime.scatter else 1)
     slowdown = DeviceSlowdown(cluster, topology, work.dtype, slower or {})
     even = slowdown.even and len(set(assigned.counts)) == 1
-    count = period(setup, grid, topology) if even and not every_replica else setup.data
-    cells = cells_of(setup, grid, topology, slowdown, schedules[:count])
-    kinds = cells if every_replica else list({signature(cell): cell for cell in reversed(cells)}.values())
+    count = grid.period(topology) if even and not every_replica else setup.data
+    cells = cells_of(grid, topology, slowdown, schedules[:count])
+    kinds = cells if every_replica else distinct(cells)
     flows = [simulate_pipelines(schedule, costs, cell) for cell in kinds]
     slowest = max(range(len(kinds)), key=lambda each: (flows[each].total, -each))
     flow, cell = flows[slowest], kinds[slowest]
@@ -206,9 +198,7 @@ def _hops(sent: Sequence[DeliveredMessage], devices: Sequence[int]) -> dict[tupl
     return {pair: sum(times) / len(times) for pair, times in found.items()}
 
 
-def simulate_stragglers(
-    step: SimulatedStep, stragglers: StragglerModel, *, steps: int = 100, seed: int = 0
-) -> np.ndarray:
+def simulate_stragglers(step: SimulatedStep, model: StragglerModel, *, steps: int = 100, seed: int = 0) -> np.ndarray:
     """Seconds of many steps. Every device draws anew in each; slices wait for the slowest of their stage, stages for
     each other, replicas for the slowest. Messages take as long as in an even step."""
     setup = step.prediction.setup
@@ -219,7 +209,7 @@ def simulate_stragglers(
     each = max(1, min(steps, (1 << 21) // devices))
     for first in range(0, steps, each):
         count = min(each, steps - first)
-        draws = stragglers.draw(devices, count, random)
+        draws = model.draw(devices, count, random)
         slower = draws.reshape(setup.data, setup.pipeline, setup.tensor, count).max(axis=2)
         slower = np.moveaxis(slower, 1, 0).reshape(setup.pipeline, setup.data * count)
         times = pipeline_totals(step.schedule, costs, slower, step.hops)
