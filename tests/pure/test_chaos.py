@@ -141,8 +141,10 @@ def test_the_pace_is_that_of_leaders_and_counts_no_step_twice() -> None:
 
 def card(report: dict[str, Any], twin: dict[str, Any]) -> Scorecard:
     usual = {"outcome": "stopped", "steps": 20, "weights_sha256": "a" * 64, "participation": 0.9, "goodput": 0.95}
+    kills = [ChaosFault(at=15.0, kind="kill"), ChaosFault(at=30.0, kind="kill")]
+    schedule = FaultSchedule(seed=1, every=15.0, duration=45.0, kinds=["kill"], workers=3, faults=kills)
     return make_scorecard(
-        job="job.py", workers=3, seed=1, every=15.0, planned={"kill": 2},
+        job="job.py", schedule=schedule,
         injected=[InjectedFault(time=100.0, at=0, planned=0, kind="kill", pid=1, worker=1, incarnation=0)],
         events=[steps(11.0, 10, 10), steps(14.0, 20, 10)], report=usual | report,
         twin_events=[steps(11.0, 10, 10), steps(13.0, 20, 10)], twin_report=usual | twin,

@@ -19,7 +19,7 @@ import torch
 
 from helpers.command import Caller, write_job
 from shoal.collectives.group import WorkerGroup
-from shoal.driver.launchers import cleanup, programs
+from shoal.driver.launchers import cleanup, lab_network, programs
 from shoal.driver.launchers.lab import Lab, check_machine
 from shoal.driver.launchers.lab_network import burst_bytes
 from shoal.driver.launchers.namespaces import LabHost
@@ -174,7 +174,7 @@ def test_an_exception_takes_the_lab_down() -> None:
 @root
 @pytest.mark.usefixtures("clean_after")
 def test_a_network_that_cannot_be_made_is_taken_down_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.driver.launchers.lab.fabric_rates", lambda cluster: ["qdisc add dev up0 root nosuch"])
+    monkeypatch.setattr(lab_network, "fabric_rates", lambda cluster: ["qdisc add dev up0 root nosuch"])
     with pytest.raises(Exception, match=r"could not be made: .*nknown") as error, Lab(even_cluster()):
         pass
     assert "tc qdisc add dev up0 root nosuch" in str(error.value)

@@ -71,9 +71,6 @@ def usage(links: Mapping[str, tuple[float, float]]) -> list[str]:
         lines.append("or in a cluster file:")
     for level in between_hosts:
         latency, bandwidth = links[level]
-        lines += [
-            f"  [links.{level}]",
-            f'  bandwidth = "{bandwidth_text(bandwidth)}"',
-            f'  latency = "{latency_text(latency)}"',
-        ]
+        lines.append(f"  [links.{level}]")
+        lines += [f'  bandwidth = "{bandwidth_text(bandwidth)}"', f'  latency = "{latency_text(latency)}"']
     return lines

@@ -103,23 +103,19 @@ def probe_text(found: ProbeResult, cluster: Cluster) -> str:
     lines.append(f"              half of it at {device.half_flops / 1e6:.3g} MFLOP")
     far, near = found.speed.memory_speed / 1e9, found.speed.cache_speed / 1e9
     lines.append(f"  memory      {far:.3g} GB/s read and written, {near:.3g} GB/s where a cache helps as in training")
-    lines.append(
-        f"  operators   {1e6 * device.overhead:.3g} us of Python and torch around each; slowest for its bytes:"
-    )
+    overhead = 1e6 * device.overhead
+    lines.append(f"  operators   {overhead:.3g} us of Python and torch around each; slowest for its bytes:")
     slow = sorted((rate, name) for name, rate in device.rates.items() if not _is_product(name))[:3]
     lines.append("              " + ", ".join(f"{name} {rate / 1e9:.2g} GB/s" for rate, name in slow))
-    lines.append(
-        f"  models      {found.speed.model_slowdown:.2f} times as long as their operators by themselves"
-        " (the file has it)"
-    )
+    slower = found.speed.model_slowdown
+    lines.append(f"  models      {slower:.2f} times as long as their operators by themselves (the file has it)")
     lines += _contention_lines(found)
     lines += ["", f"  {'level':8} {'latency':>10} {'bandwidth':>14}"]
     for level, (latency, bandwidth) in found.links.items():
         lines.append(f"  {level:8} {latency_text(latency):>10} {bandwidth_text(bandwidth):>14}")
     if found.reduce_speed is not None and found.barrier_seconds is not None:
-        lines.append(
-            f"  {'merge':8} {latency_text(found.barrier_seconds):>10} {bandwidth_text(found.reduce_speed):>14}"
-        )
+        latency, bandwidth = found.barrier_seconds, found.reduce_speed
+        lines.append(f"  {'merge':8} {latency_text(latency):>10} {bandwidth_text(bandwidth):>14}")
     return "\n".join(lines)
 
 

@@ -205,9 +205,8 @@ def presets_text() -> str:
     for name in presets():
         host = find_cluster(name).hosts[0]
         device = "" if host.device is None else host.device.name
-        inside = (
-            f"{host.interconnect.kind} {_speed(host.interconnect.link.bytes_per_second)}" if host.interconnect else ""
-        )
+        between = host.interconnect
+        inside = f"{between.kind} {_speed(between.link.bytes_per_second)}" if between else ""
         rows.append((name, f"{host.devices} × {device}", inside, _cards(host), preset_note(name)))
     rows.insert(0, ("preset", "a host has", "inside", "network", ""))
     known = textwrap.wrap("devices for a file: " + ", ".join(device_tables()), 118, break_on_hyphens=False)

@@ -60,13 +60,11 @@ def call(given: argparse.Namespace) -> int:
 def _finished(given: argparse.Namespace) -> list[ComparedRun]:
     jobs = [name for name in given.what if name.partition(":")[0].endswith(".py")]
     if jobs:
-        raise InputError(
-            f"{jobs[0]} is a job: in which modes?", fix=f"shoal compare {jobs[0]} --sync sync,stale:3,async"
-        )
+        fix = f"shoal compare {jobs[0]} --sync sync,stale:3,async"
+        raise InputError(f"{jobs[0]} is a job: in which modes?", fix=fix)
     if len(given.what) < 2:
-        raise InputError(
-            f"one run, {given.what[0]}, is nothing to compare", fix="shoal compare RUN RUN, or shoal report RUN"
-        )
+        fix = "shoal compare RUN RUN, or shoal report RUN"
+        raise InputError(f"one run, {given.what[0]}, is nothing to compare", fix=fix)
     flags = {name: getattr(given, name) for name in ("workers", "servers", "steps") if getattr(given, name) is not None}
     if flags or given.settings:
         name = next(iter(flags), "set")
@@ -81,9 +79,8 @@ def _finished(given: argparse.Namespace) -> list[ComparedRun]:
 
 def _trained(given: argparse.Namespace) -> list[ComparedRun]:
     if len(given.what) > 1:
-        raise InputError(
-            f"--sync is for one job, and {len(given.what)} are named: {', '.join(given.what)}", fix=EXAMPLE
-        )
+        names = ", ".join(given.what)
+        raise InputError(f"--sync is for one job, and {len(given.what)} are named: {names}", fix=EXAMPLE)
     modes = read_sync_modes(given.sync)
     if len(modes) < 2:
         raise InputError(f"--sync {modes[0]}: one mode is nothing to compare", fix=f"--sync {_with_sync(modes[0])}")

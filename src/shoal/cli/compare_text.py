@@ -68,9 +68,8 @@ def text(runs: Sequence[ComparedRun], *, width: int) -> str:
     parts += [chart_text(chart, width=min(width, 100)) for chart in charts(runs)]
     jobs = sorted({run.job for run in runs})
     if len(jobs) > 1:
-        parts.append(
-            f"these are runs of different jobs ({', '.join(jobs)}): their losses and speeds are hard to compare"
-        )
+        names = ", ".join(jobs)
+        parts.append(f"these are runs of different jobs ({names}): their losses and speeds are hard to compare")
     found = best(runs)
     if found is not None:
         parts.append(found[1])
@@ -111,9 +110,8 @@ def thinned(line: Sequence[tuple[float, float]], most: float, number: int = DRAW
     cells: dict[int, list[tuple[float, float]]] = {}
     for x, y in line:
         cells.setdefault(min(number - 1, int(number * x / most)) if most else 0, []).append((x, y))
-    return [
-        (sum(x for x, _ in cell) / len(cell), sum(y for _, y in cell) / len(cell)) for _, cell in sorted(cells.items())
-    ]
+    ordered = [cells[number] for number in sorted(cells)]
+    return [(sum(x for x, _ in cell) / len(cell), sum(y for _, y in cell) / len(cell)) for cell in ordered]
 
 
 def _metric_columns(runs: Sequence[ComparedRun]) -> list[tuple[str, Cell]]:

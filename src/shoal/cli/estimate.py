@@ -48,9 +48,7 @@ def _work(given: argparse.Namespace) -> Workload:
         raise InputError(f"a job FILE or --gpt SHAPE: {both} given", fix=EXAMPLE)
     if given.gpt is not None:
         if given.settings or given.script_arguments:
-            raise InputError(
-                "--set and -- ARGS are for files, and a shape is none", fix="the shape itself: layers=48,…"
-            )
+            raise InputError("--set and -- ARGS are for files, not for shapes", fix="the shape itself: layers=48,…")
         return workload_of_shape(TransformerShape.parse(given.gpt), given.dtype)
     refuse_shape_flags(given)
     path = Path(given.file)

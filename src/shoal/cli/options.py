@@ -62,11 +62,8 @@ def config_options(
 
     A flag that is not given is not in the namespace. `common`: `--help` shows the named flags, too. `texts`: by field,
     another help than the field's own."""
-    fields = [
-        each
-        for each in config_fields()
-        if each.flag is not None and (each.flat_name in names if names else each.flat_name not in leave_out)
-    ]
+    flags = [each for each in config_fields() if each.flag is not None]
+    fields = [each for each in flags if (each.flat_name in names if names else each.flat_name not in leave_out)]
     parser.set_defaults(config_names=[each.flat_name for each in fields])
     if names:
         for each in fields:
@@ -144,9 +141,8 @@ def cluster_of(given: argparse.Namespace) -> Cluster:
     sizes = given.hosts or [None]
     if len(sizes) > 1:
         given_sizes = ",".join(map(str, sizes))
-        raise InputError(
-            f"--hosts {given_sizes}: one number is wanted here, a list is for shoal plan", fix=f"--hosts {sizes[0]}"
-        )
+        fix = f"--hosts {sizes[0]}"
+        raise InputError(f"--hosts {given_sizes}: one number is wanted here, a list is for shoal plan", fix=fix)
     return _sized(given, sizes[0])
 
 
@@ -170,9 +166,8 @@ def _sized(given: argparse.Namespace, hosts: int | None) -> Cluster:
     if given.cluster is not None:
         return find_cluster(given.cluster, hosts=hosts, racks=racks)
     found = this_machine()
-    return (
-        found if hosts is None and racks is None else resize_cluster(found, 1 if hosts is None else hosts, racks=racks)
-    )
+    as_it_is = hosts is None and racks is None
+    return found if as_it_is else resize_cluster(found, 1 if hosts is None else hosts, racks=racks)
 
 
 def calibrated(given: argparse.Namespace, cluster: Cluster, runtime: Runtime) -> tuple[Cluster, Runtime]:

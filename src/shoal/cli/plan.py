@@ -19,6 +19,7 @@ from shoal.job.load import load_job
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime
 from shoal.planner.cost.setup import SEARCHED_MODES
+from shoal.planner.cost.transformer_shape import EXAMPLE as SHAPE
 from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import SearchSpace, space_of
@@ -42,9 +43,7 @@ TEXT = "the fastest ways to spread a job over a cluster that fit, and why"
 def arguments(parser: CommandParser) -> None:
     parser.epilog = f"examples: {EXAMPLE}\n          {CURVE}"
     parser.add_argument("file", nargs="?", metavar="FILE[:job]", help="a Python file that holds a shoal.Job")
-    parser.add_argument(
-        "--gpt", metavar="SHAPE", help="or a shape: layers=96,hidden=12288,heads=96,seq=2048,vocab=51200"
-    )
+    parser.add_argument("--gpt", metavar="SHAPE", help=f"or a shape: {SHAPE}")
     parser.add_argument("--batch", type=int, metavar="N", help="samples of a step, of a shape; a job has its own")
     options.cluster_options(parser)
     parser.add_argument("--workers", type=int, metavar="N", help="exactly so many (all devices; of a job what helps)")

@@ -104,10 +104,8 @@ def memory_lines(stages: Sequence[StagePrediction], limit: float) -> list[str]:
 
 def rejected_lines(ranking: PlanRanking, most: int = 3) -> list[str]:
     """How many candidates were looked at, and which memory binds those that do not fit."""
-    lines = [
-        f"looked at {len(ranking.setups):,} ways; {len(ranking.rejected):,} do not fit"
-        f" in {gigabytes_text(ranking.memory)}"
-    ]
+    memory = gigabytes_text(ranking.memory)
+    lines = [f"looked at {len(ranking.setups):,} ways; {len(ranking.rejected):,} do not fit in {memory}"]
     for part, (count, fastest) in list(ranking.rejections().items())[:most]:
         needs = f"{gigabytes_text(fastest.peak)}, {gigabytes_text(fastest.binds_bytes)} of it {part}"
         lines.append(
@@ -220,6 +218,7 @@ def candidate_value(candidate: Candidate, refused: str | None = None) -> dict[st
 
 
 def ranking_value(ranking: PlanRanking, shown: Sequence[Candidate], notes: Mapping[int, str]) -> dict[str, Any]:
+    stages, rejections = ranking.full_prediction(shown[0]).stages, ranking.rejections().items()
     return {
         "work": ranking.work.name,
         "batch": ranking.space.batch,
@@ -230,12 +229,9 @@ def ranking_value(ranking: PlanRanking, shown: Sequence[Candidate], notes: Mappi
         "fit": len(ranking.order),
         "set_aside": len(ranking.inexact),
         "best": [candidate_value(each, notes.get(number)) for number, each in enumerate(shown, start=1)],
-        "stages": [
-            {"blocks": stage.blocks, "memory": dict(stage.memory)} for stage in ranking.full_prediction(shown[0]).stages
-        ],
+        "stages": [{"blocks": stage.blocks, "memory": dict(stage.memory)} for stage in stages],
         "rejected": {
-            part: {"count": count, "fastest": candidate_value(fastest)}
-            for part, (count, fastest) in ranking.rejections().items()
+            part: {"count": count, "fastest": candidate_value(fastest)} for part, (count, fastest) in rejections
         },
     }
 
@@ -254,13 +250,12 @@ def bill_value(bill: CheapestPlans) -> dict[str, Any]:
 
 
 def explanation_value(explanation: PlanExplanation) -> dict[str, Any]:
+    changes = explanation.changes
     return {
         "sentences": explanation.sentences,
         "parallel": explanation.parallel,
         "scaled": explanation.scaled,
-        "changes": [
-            {"name": each.name, "gain": each.gain, "best": candidate_value(each.best)} for each in explanation.changes
-        ],
+        "changes": [{"name": each.name, "gain": each.gain, "best": candidate_value(each.best)} for each in changes],
     }
 
 

@@ -34,10 +34,8 @@ def call(given: argparse.Namespace) -> int:
     try:
         value = msgspec.json.decode(folder.report.read_bytes())
     except FileNotFoundError:
-        raise InputError(
-            f"{folder.path} has no report yet: the run goes on, or was killed",
-            fix=f"--resume {folder.path} goes on with it",
-        ) from None
+        fix = f"--resume {folder.path} goes on with it"
+        raise InputError(f"{folder.path} has no report yet: the run goes on, or was killed", fix=fix) from None
     except (OSError, msgspec.DecodeError) as error:
         raise InputError(f"{folder.report} cannot be read: {error}") from None
     print_report(value, given.json, prediction=True)

@@ -119,9 +119,8 @@ def value(name: str, *, ranks: int, microbatches: int, chunks: int | None = None
     size = {"ranks": ranks, "microbatches": microbatches}
     if name == ALL:
         found = compare(ranks=ranks, microbatches=microbatches, chunks=chunks)
-        return size | {
-            "schedules": {n: {"reason": each} if isinstance(each, str) else each for n, each in found.items()}
-        }
+        rows = {key: {"reason": each} if isinstance(each, str) else each for key, each in found.items()}
+        return size | {"schedules": rows}
     _small(ranks, microbatches, chunks)
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
     return {"name": name, **size, "figures": figures(schedule), "rows": time_schedule(schedule).rows}
@@ -140,11 +139,8 @@ def _table(found: dict[str, ScheduleFigures | str], ranks: int, microbatches: in
         formula = "" if each.formula is None else f"{each.formula:.1%}"
         held = " ".join(f"{count / each.chunks:.3g}" for count in each.in_flight)
         lines.append(f"{name:12} {each.chunks:>6} {each.total:>7.4g} {each.bubble:>7.1%} {formula:>8}   {held}")
-    lines += [
-        "",
-        "time 1 is a forward of a rank's share of the model; in flight are activations of that, in microbatches",
-    ]
-    return "\n".join(lines)
+    note = "time 1 is a forward of a rank's share of the model; in flight are activations of that, in microbatches"
+    return "\n".join([*lines, "", note])
 
 
 def _small(ranks: int, microbatches: int, chunks: int | None) -> None:

@@ -90,11 +90,8 @@ def call(given: argparse.Namespace) -> int:
     asked = _request(given, cluster)
     step = simulate_step(asked.work, asked.setup, cluster, assignment=asked.assignment, slower=_slow(given.slow))
     rows = timeline(step)
-    lines = [
-        f"{asked.name}; {options.cluster_label(given)}",
-        *_memory(asked, cluster, step),
-        *show.step_lines(step, rows=rows),
-    ]
+    heading = f"{asked.name}; {options.cluster_label(given)}"
+    lines = [heading, *_memory(asked, cluster, step), *show.step_lines(step, rows=rows)]
     value: dict[str, Any] = {"name": asked.name, "step": show.step_value(step)}
     seconds = step.seconds
     if given.stragglers is not None and given.servers is None:
@@ -149,9 +146,8 @@ def _check(given: argparse.Namespace) -> None:
     if given.days is not None and given.failures is None and given.mtbf is None:
         raise InputError(f"--days {given.days:g}: how often does a device fail?", fix="--mtbf 50000h or --failures 466")
     if given.shares is not None and (given.layout is None or given.gpt is not None):
-        raise InputError(
-            f"--shares {given.shares} are of a job's lanes, with --layout", fix="--layout data=2 --shares 3,1"
-        )
+        fix = "--layout data=2 --shares 3,1"
+        raise InputError(f"--shares {given.shares} are of a job's lanes, with --layout", fix=fix)
     if given.plot is not None:
         chart.check_picture(given.plot)
     if given.trace is not None and not given.trace.parent.is_dir():
@@ -214,17 +210,14 @@ def _of_shape(given: argparse.Namespace, plan: Path | None, cluster: Cluster) ->
     setup = None if plan is None else _stored_setup(plan)
     if plan is not None and setup is None:
         layout = read_plan(plan)
-        raise PlanError(
-            f"{plan} assigns {layout.lanes} lanes of a job, and a shape has none",
-            fix="the job's FILE.py, or what shoal plan --gpt … --json prints",
-        )
+        fix = "the job's FILE.py, or what shoal plan --gpt … --json prints"
+        raise PlanError(f"{plan} assigns {layout.lanes} lanes of a job, and a shape has none", fix=fix)
     if setup is None:
         if given.batch is None:
             raise InputError("--gpt needs --batch: samples per step", fix="--batch 512")
         if given.layout is None:
-            setup = search(
-                work, cluster, space=space_of(work, cluster, batch=given.batch, heads=shape.kv_heads)
-            ).best.setup
+            space = space_of(work, cluster, batch=given.batch, heads=shape.kv_heads)
+            setup = search(work, cluster, space=space).best.setup
         else:
             setup = _shape_setup(given, ParallelLayout.parse(given.layout))
     place = f" --cluster {given.cluster}" if given.cluster else ""
@@ -300,13 +293,12 @@ def _servers(
         raise InputError("one device has no links to a server", fix="--hosts 4, or a cluster with more devices")
     span = setup.pipeline * setup.tensor
     far = tiers[-1]
+    parameters = sum(stage.parameters for stage in step.prediction.stages)
     base = SimulatedServers(
         workers=setup.data,
         servers=servers,
         compute=step.pipeline + step.terms["optimizer"],
-        num_bytes=sum(stage.parameters for stage in step.prediction.stages)
-        * setup.tensor
-        * request.work.gradient_bytes,
+        num_bytes=parameters * setup.tensor * request.work.gradient_bytes,
         bandwidth=far.shared_bandwidth * far.efficiency * span,
         server_bandwidth=min(host.link.bytes_per_second * host.link.efficiency for host in cluster.hosts),
         latency=far.latency,
@@ -348,9 +340,8 @@ def _days(
         failures=given.failures,
     )
     endured = [simulate_failures(trial, policy, seed=given.seed) for policy in POLICIES]
-    copies = (
-        "each shard of the state has one holder" if trial.copies == 1 else f"{trial.copies} replicas hold each shard"
-    )
+    one = trial.copies == 1
+    copies = "each shard of the state has one holder" if one else f"{trial.copies} replicas hold each shard"
     assumed = [
         *(str(policy) for policy in POLICIES),
         f"a checkpoint keeps steps waiting {show.seconds(save)}, and can be used {show.seconds(write)} later; {copies}",

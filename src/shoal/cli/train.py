@@ -36,9 +36,8 @@ def call(given: argparse.Namespace) -> int:
     if given.dry_run:
         _dry_run(given, job, config)
     else:
-        print_report(
-            train_with(job, config, name=given.file, launcher=given.lab and given.lab.launcher).value, given.json
-        )
+        report = train_with(job, config, name=given.file, launcher=given.lab and given.lab.launcher)
+        print_report(report.value, given.json)
     return 0
 
 

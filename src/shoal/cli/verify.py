@@ -55,13 +55,9 @@ def call(given: argparse.Namespace) -> int:
     steps = given.steps or min(DEFAULT_STEPS, opened.steps)
     workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
     counts = read_counts("--workers", workers) if given.workers is not None or not given.layouts else []
-    wanted = [
-        replace(each, lab=given.lab, config=each.config.with_comm_options(comm_options))
-        for each in (
-            *placements(counts, given.shares, given.resume, steps),
-            *layout_placements(given.layouts, given.schedule, given.recompute),
-        )
-    ]
+    wanted = placements(counts, given.shares, given.resume, steps)
+    wanted += layout_placements(given.layouts, given.schedule, given.recompute)
+    wanted = [replace(each, lab=given.lab, config=each.config.with_comm_options(comm_options)) for each in wanted]
     wanted += server_placements(counts or [1, 2], Servers(count=given.servers, sync=given.sync))
     for placement in wanted:  # a placement that does not fit is reported before the first run
         plan = plan_for(job, placement.config, None if placement.lab is None else placement.lab.launcher)

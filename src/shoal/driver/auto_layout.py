@@ -5,7 +5,7 @@ faster by more than the error of a prediction.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -40,7 +40,7 @@ class PlanFactory(Protocol):
 class LayoutChooser:
     predictor: RunPredictor
     make_plan: PlanFactory
-    check: Callable[[Plan], None]  # raises where blocks, optimizer or memory do not fit
+    check: Callable[[Plan], object]  # raises where blocks, optimizer or memory do not fit
     memory_limit: int | None = None  # bytes that a worker may use (--memory)
 
     def choose(self, workers: int) -> tuple[Plan, str]:
@@ -112,13 +112,10 @@ class LayoutChooser:
                         return self._plan_of(candidate.setup)
                 except ShoalError as error:
                     refused.append(error)
-        raise self._nothing_fits(ranking, workers, has, refused)
+        raise self._nothing_fits(ranking, human.plural(workers, "worker"), has, refused)
 
-    def _nothing_fits(
-        self, ranking: "PlanRanking", workers: int, has: int | None, refused: Sequence[ShoalError]
-    ) -> ShoalError:
+    def _nothing_fits(self, ranking: "PlanRanking", who: str, has: int | None, refused: list[ShoalError]) -> ShoalError:
         """The error where no layout fits: the least memory needed, or why all were refused."""
-        who = human.plural(workers, "worker")
         short = min((error for error in refused if isinstance(error, MemoryNeeded)), key=_needed, default=None)
         others = [error for error in refused if not isinstance(error, MemoryNeeded)]
         if has is None or (others and short is None):

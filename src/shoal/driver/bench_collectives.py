@@ -135,18 +135,18 @@ def measure_links(
 ) -> tuple[dict[str, tuple[float, float]], MemorySpeed | None]:
     """Latency and bandwidth of every level between these workers, and on one host the speed of shared memory. Every
     worker returns the same figures."""
-    process_group, rank = group.process_group, group.rank
-    places = places_of(process_group.members)
-    rounds = 2 if quick else 5
+    transport, places = group.process_group.transport, places_of(group.process_group.members)
+    rounds, streams = (2, QUICK_STREAMS) if quick else (5, STREAMS)
     links: dict[str, tuple[float, float]] = {}
     for where, those in pairs(places).items():
         progress(f"ping-pongs and streams between {BETWEEN[where]}")
-        found = _link(process_group.transport, places, rank, where, those, QUICK_STREAMS if quick else STREAMS, rounds)
+        # Hosts of a rack share its uplink, so the bytes of all of them count. Other pairs have links of their own.
+        together = sum(places[one].rack == places[those[0][0]].rack for one, _ in those) if where == "rack" else 1
+        found = _link(transport, group.rank, those, together, streams, rounds)
         links[where] = (found.latency, found.bandwidth)
     if "rack" in links and "host" not in links:
         links["host"] = links["rack"]  # no two hosts share a rack: their own links are at least as fast
     links = _broadcast_links(links)
-    transport = process_group.transport
     return links, _memory(transport, rounds) if isinstance(transport, SingleHostTransport) else None
 
 
@@ -186,12 +186,9 @@ def predict(
     return {choice.name: choice.seconds, **dict(choice.alternatives)}, choice.name, choice.reason
 
 
-def _link(
-    way: Any, places: Sequence[RankPlace], rank: int, where: Level, those: Pairs, lengths: Sequence[int], rounds: int
-) -> LinkSpeed:
+def _link(way: Any, rank: int, those: Pairs, together: int, lengths: Sequence[int], rounds: int) -> LinkSpeed:
+    """`together`: pairs that share a link."""
     send, receive = _send_and_recv(way)
-    # Hosts of a rack share its uplink, so the bytes of all of them count. Other pairs have links of their own.
-    together = sum(places[one].rack == places[those[0][0]].rack for one, _ in those) if where == "rack" else 1
     peer = next((other for pair in those for mine, other in (pair, pair[::-1]) if mine == rank), None)
     first = any(rank == one for one, _ in those)
     note = torch.zeros(8, dtype=torch.uint8)
@@ -233,11 +230,8 @@ def _send_and_recv(way: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Point-to-point calls of the transport: through gloo between hosts, through shared memory on one."""
     if not isinstance(way, SingleHostTransport):
         return way.router.send, way.router.receive
-    what = CollectiveOp("send")
-    return (
-        lambda tensor, to, tag: way.send(tensor, to, tag, what),
-        lambda tensor, source, tag: way.receive(tensor, source, tag, what),
-    )
+    op = CollectiveOp("send")
+    return lambda data, to, tag: way.send(data, to, tag, op), lambda data, peer, tag: way.receive(data, peer, tag, op)
 
 
 def _memory(way: SingleHostTransport, rounds: int) -> MemorySpeed:

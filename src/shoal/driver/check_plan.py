@@ -19,10 +19,8 @@ def check_servers(servers: Servers, *, workers: int, layout: ParallelLayout | No
     """The mode of the servers (by default "sync"); None where the run has no servers."""
     if not servers.count:
         if servers.sync:
-            raise PlanError(
-                f"--sync {servers.mode}: servers keep workers in step so, and the run has none",
-                fix=f"--servers 1 --sync {servers.mode}, or leave --sync out",
-            )
+            fix = f"--servers 1 --sync {servers.mode}, or leave --sync out"
+            raise PlanError(f"--sync {servers.mode}: servers keep workers in step so, and the run has none", fix=fix)
         return None
     if layout is not None and layout.sharded:
         raise PlanError(

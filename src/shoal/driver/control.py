@@ -76,9 +76,7 @@ def scale(folder: RunFolder, workers: int) -> list[int]:
     _refuse_servers(folder, "it has as many workers as it began with")
     driver = read_driver_state(folder)
     layout = ParallelLayout.parse(driver.started.layout)
-    refused = worker_count_error(
-        workers, driver.config.failure, driver.started.lanes, layout.shards, no_replicas=layout.zero > 0
-    )
+    refused = worker_count_error(workers, driver.config.failure, driver.started.lanes, layout.shards, layout.zero > 0)
     if refused is not None:
         raise refused
     with _store(folder) as store:
@@ -103,14 +101,8 @@ def why(folder: RunFolder) -> list[WorkerActivity]:
             state = _running(folder, store)
             asked = store.put("why", str(time.time()).encode())
             answers = _answers(store, {store_key(who) for who in state.alive}, asked)
-            members = {who.worker for who in state.view.members}
-            return sorted(
-                (
-                    answers.get(store_key(who)) or _seen_from_outside(alive, who.worker in members)
-                    for who, alive in state.alive.items()
-                ),
-                key=lambda where: (where.worker, where.incarnation),
-            )
+            members, alive = {who.worker for who in state.view.members}, sorted(state.alive.items())
+            return [answers.get(store_key(who)) or _seen_from_outside(at, who.worker in members) for who, at in alive]
     except StoreUnavailable:
         return [_activity_of(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
 
@@ -127,9 +119,8 @@ def _store(folder: RunFolder) -> Iterator[RunStore]:
 def _running(folder: RunFolder, store: RunStore) -> MembershipState:
     state = MembershipState(store.read(""))
     if not living_workers(state):
-        raise InputError(
-            f"no worker of run {folder.id} is alive", fix=f"--resume {folder.path} goes on with it, if it was not done"
-        )
+        fix = f"--resume {folder.path} goes on with it, if it was not done"
+        raise InputError(f"no worker of run {folder.id} is alive", fix=fix)
     return state
 
 
@@ -196,10 +187,8 @@ def server_driver_pid(folder: RunFolder) -> int | None:
 
 def _refuse_servers(folder: RunFolder, why_not: str) -> None:
     if server_driver_pid(folder) is not None:
-        raise InputError(
-            f"run {folder.id} has parameter servers: {why_not}",
-            fix=f"shoal stop {folder.path}, then --resume {folder.path} with other --workers or --servers",
-        )
+        fix = f"shoal stop {folder.path}, then --resume {folder.path} with other --workers or --servers"
+        raise InputError(f"run {folder.id} has parameter servers: {why_not}", fix=fix)
 
 
 def _stop_server_run(folder: RunFolder, pid: int) -> int:

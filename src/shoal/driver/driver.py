@@ -9,19 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from shoal.driver import outcome
 from shoal.driver.interrupts import Interrupts
-from shoal.driver.launch_spec import DRIVER_STATE, DriverState, LaunchSpec
-from shoal.driver.launchers.base import (
-    LAUNCHER_SOCKET,
-    LOOPBACK,
-    ProcessExit,
-    ProcessLine,
-    ProcessProgram,
-    ProcessReconnected,
-)
+from shoal.driver.launch_spec import DRIVER_STATE, SITTING_FILES, DriverState, LaunchSpec
+from shoal.driver.launchers.base import LOOPBACK, ProcessExit, ProcessLine, ProcessProgram, ProcessReconnected
 from shoal.driver.run_processes import RunProcesses
 from shoal.driver.run_recorder import RunRecorder
 from shoal.driver.store_monitor import StoreMonitor
@@ -39,21 +32,17 @@ GRACE_SECONDS = 2.0  # after a first failure: in which other workers may still r
 
 class RunDriver:
     supervisor_type: type[WorkerSupervisor] = WorkerSupervisor
+    supervisor: WorkerSupervisor
 
-    def __init__(
-        self, launch: LaunchSpec, folder: RunFolder, config: RunConfig, previous: "RunDriver | None" = None
-    ) -> None:
+    def __init__(self, launch: LaunchSpec, folder: RunFolder, config: RunConfig, previous: Self | None = None) -> None:
         """`previous`: the driver of the same run with another layout, which this one goes on with."""
         self.launch, self.folder, self.config = launch, folder, config
         self.interrupts = Interrupts()
         self.processes = RunProcesses(launch, folder, config)
-        self.recorder: RunRecorder = RunRecorder(
-            launch, folder, config, None if previous is None else previous.recorder.tally
-        )
         failures = 0 if previous is None else previous.supervisor.roster.failures
-        self.supervisor: WorkerSupervisor = self.supervisor_type(
-            self.recorder, self.processes, self.interrupts, failures
-        )
+        tally = None if previous is None else previous.recorder.tally
+        self.recorder: RunRecorder = RunRecorder(launch, folder, config, tally)
+        self.supervisor = self.supervisor_type(self.recorder, self.processes, self.interrupts, failures)
         self._stop_reported = False
 
     @property
@@ -74,17 +63,13 @@ class RunDriver:
             first = monitor.begin(first, resumed=self.launch.resumed)
             roster.active, roster.incarnations = set(first), {who.worker: who.incarnation for who in first}
             self.supervisor.store_monitor = monitor
-        program, threads = self.worker_program(), self.launch.threads
-        self.launch.launcher.open(
-            ProcessProgram(main=program.main, folder=self.folder.path, threads=threads, detached=failure.detached)
-        )
+        launch, main = self.launch, self.worker_program().main
+        program = ProcessProgram(main=main, folder=self.folder.path, threads=launch.threads, detached=failure.detached)
+        launch.launcher.open(program)
         if failure.elastic:
+            threads, target, resumed = launch.threads, launch.target, launch.resumed
             state = DriverState(
-                config=self.config,
-                started=self.launch.started,
-                threads=threads,
-                target=self.launch.target,
-                resumed=self.launch.resumed,
+                config=self.config, started=launch.started, threads=threads, target=target, resumed=resumed
             )
             self.folder.write_json(self.folder.path / DRIVER_STATE, state)
 
@@ -210,5 +195,5 @@ class RunDriver:
     def _close_store(self, for_good: bool) -> None:
         if self.supervisor.store_monitor is not None:
             self.supervisor.store_monitor.close(for_good=for_good)
-        for name in (LAUNCHER_SOCKET, DRIVER_STATE):
+        for name in SITTING_FILES:
             (self.folder.path / name).unlink(missing_ok=True)

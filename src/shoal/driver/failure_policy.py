@@ -134,10 +134,8 @@ def worker_count_error(
         )
     if workers % model_shards:
         below, above = workers // model_shards * model_shards, (workers // model_shards + 1) * model_shards
-        return InputError(
-            f"{count}, but the layout's replicas have {model_shards} workers each",
-            fix=f"--workers {below} or {above}" if below else f"--workers {above}",
-        )
+        fix = f"--workers {below} or {above}" if below else f"--workers {above}"
+        return InputError(f"{count}, but the layout's replicas have {model_shards} workers each", fix=fix)
     if model_shards > 1 and lanes and workers // model_shards > lanes:
         return InputError(
             f"{workers} workers are {workers // model_shards} replicas but there are {lanes} lanes:"
@@ -145,10 +143,8 @@ def worker_count_error(
             fix=f"--workers {lanes * model_shards} at the most; more lanes would be another job, with other bits",
         )
     if model_shards == 1 and lanes and workers > lanes:
-        return InputError(
-            f"{workers} workers but {lanes} lanes: each worker needs a lane",
-            fix=f"--workers {lanes} at the most; more lanes would be another job, with other bits",
-        )
+        fix = f"--workers {lanes} at the most; more lanes would be another job, with other bits"
+        return InputError(f"{workers} workers but {lanes} lanes: each worker needs a lane", fix=fix)
     if workers < policy.min_workers:
         return InputError(f"{count}, but the run was started with --min-workers {policy.min_workers}")
     if policy.max_workers is not None and workers > policy.max_workers:

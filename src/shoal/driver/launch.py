@@ -45,9 +45,7 @@ def train_with(job: Job, config: RunConfig, *, name: str | None = None, launcher
     return train_opened(open_job(job), config, name=name, launcher=launcher)
 
 
-def train_opened(
-    opened: OpenJob, config: RunConfig, *, name: str | None = None, launcher: Launcher | None = None
-) -> Report:
+def train_opened(opened: OpenJob, config: RunConfig, *, name: str | None, launcher: Launcher | None = None) -> Report:
     with PreparedJob(opened, config, launcher) as prepared:
         prepared.choose_plan()
         check_initial_weights(opened.job, prepared.opened.outline)
@@ -72,9 +70,7 @@ def driver_class(servers: int) -> type[RunDriver]:
     return ServerRunDriver
 
 
-def _launch_spec(
-    prepared: PreparedJob, folder: RunFolder, name: str | None, *, resumed: bool, previous_layout: str = ""
-) -> LaunchSpec:
+def _launch_spec(prepared: PreparedJob, folder: RunFolder, name: str | None, *, resumed: bool) -> LaunchSpec:
     opened, plan, job = prepared.opened, prepared.plan, prepared.opened.job
     schedule = job.schedule(opened.source.samples, opened.source.last)
     started = RunStarted(
@@ -90,9 +86,10 @@ def _launch_spec(
         servers=plan.servers,
         sync_mode=plan.sync,
         layout_reason=prepared.layout_reason,
-        previous_layout=previous_layout,
+        previous_layout=prepared.previous_layout,
     )
     described = {"name": started.job, "job": job.resolved(), "arithmetic": job.arithmetic()}
+    record = _run_record(described, prepared.config, prepared.launcher, plan.workers)
 
     if plan.servers:
         served = importlib.import_module("shoal.worker.server_worker.server_process")  # once, before the forks
@@ -112,10 +109,7 @@ def _launch_spec(
         resumed=resumed,
         committed_before=committed_floor(folder.read_events()) if resumed else 0,
         launcher=prepared.launcher,
-        files={
-            folder.config: _run_record(described, prepared.config, prepared.launcher, plan.workers),
-            folder.plan: plan,
-        },
+        files={folder.config: record, folder.plan: plan},
         prediction=prepared.prediction if prepared.predicted else None,
         serve_shard=serve if plan.servers else None,
         replan=prepared.replan,
@@ -124,9 +118,9 @@ def _launch_spec(
 
 def _next_driver(prepared: PreparedJob, driver: RunDriver, plan: Plan, why: str, name: str | None) -> RunDriver:
     """The driver that goes on with the run from its newest checkpoint, with another layout."""
-    old, prepared.layout_reason = prepared.plan.layout, why
+    prepared.previous_layout, prepared.layout_reason = str(prepared.plan.layout), why
     prepared.set_plan(plan)
-    launch = _launch_spec(prepared, driver.folder, name, resumed=True, previous_layout=str(old))
+    launch = _launch_spec(prepared, driver.folder, name, resumed=True)
     return RunDriver(launch, driver.folder, driver.config, previous=driver)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.driver.launchers.base import Launcher
+from shoal.driver.launchers.base import LAUNCHER_SOCKET, Launcher
 from shoal.errors import InputError, RunFolderError
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan
@@ -18,6 +18,7 @@ from shoal.worker.run_config import RunConfig
 
 DRIVER_STATE = "driver.json"  # in the run's folder: what another driver needs to take over
 DRIVER_PROCESS = "driving.json"  # in the run's folder, of a run with parameter servers: which process is its driver
+SITTING_FILES = (LAUNCHER_SOCKET, DRIVER_STATE)  # in the run's folder, while a driver or the workers are at work
 
 
 @dataclass(frozen=True, kw_only=True)

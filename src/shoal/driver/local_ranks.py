@@ -26,6 +26,7 @@ from shoal.numerics.digest import tensor_bytes
 
 GRACE_SECONDS = 10.0  # after a first failure: how long the other ranks may still answer
 _TENSOR = 1  # code of a tensor in a message
+RankCall = Callable[[WorkerGroup], Any]
 
 
 class RanksFailed(WorkerError):
@@ -44,7 +45,7 @@ class _RankReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranks(
-    size: int, function: Callable[[WorkerGroup], Any], *, timeout: float = 60.0, places: Sequence[LabHost] | None = None
+    size: int, function: RankCall, *, timeout: float = 60.0, places: Sequence[LabHost] | None = None
 ) -> list[Any]:
     """Calls `function(group)` in `size` forked processes that connect on loopback; returns their results by rank.
 
@@ -79,11 +80,8 @@ def ranks(
             os.close(theirs)
             children[rank] = pid
         # Only now: the store has a thread, which a fork would not copy. Earlier ranks wait in the backlog.
-        listening = listener.detach()
-        store = call_on(
-            first,
-            lambda: TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening),
-        )
+        options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+        store = call_on(first, lambda: TCPStore("127.0.0.1", port, is_master=True, **options))
         try:
             found = _collect(pipes, timeout)
         finally:
@@ -97,14 +95,7 @@ def ranks(
 
 
 def _run_rank(
-    rank: int,
-    size: int,
-    address: str,
-    port: int,
-    answer: int,
-    function: Callable[[WorkerGroup], Any],
-    timeout: float,
-    place: LabHost | None,
+    rank: int, size: int, address: str, port: int, answer: int, work: RankCall, timeout: float, place: LabHost | None
 ) -> NoReturn:
     code = 1
     try:
@@ -117,7 +108,7 @@ def _run_rank(
                 os.environ.update(place.variables)
             store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
             group = DistributedGroup(store, rank=rank, size=size, timeout=timedelta(seconds=timeout))
-            value = function(group)
+            value = work(group)
             message = _encode(_RankReply(value=value))
             group.close()
         except BaseException as error:

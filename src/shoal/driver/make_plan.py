@@ -123,6 +123,7 @@ class PreparedJob:
         self.predicted = prediction_enabled() if config.output.predict is None else config.output.predict
         self.plan = plan_for(opened.job, config, self.launcher)
         self.layout_reason = ""  # why the plan is not the one asked for
+        self.previous_layout = ""  # of the run, where workers were lost and it goes on with another
         self._predictor: RunPredictor | None = None
         config.failure.check_workers(self.plan.workers)
 
@@ -187,11 +188,8 @@ class PreparedJob:
             )  # fmt: skip
             return plan_for(self.opened.job, replace(self.config, parallel=wanted), self.launcher)
 
-        def refuse(plan: Plan) -> None:
-            self.check(plan)
-
         limit = self.config.parallel.memory_bytes
-        return LayoutChooser(predictor=self.predictor(), make_plan=make, check=refuse, memory_limit=limit)
+        return LayoutChooser(predictor=self.predictor(), make_plan=make, check=self.check, memory_limit=limit)
 
     def replan(self, left: int) -> Plan:
         """A plan for the workers that are left of a run."""

@@ -94,9 +94,8 @@ def prediction_basis(
         from shoal.planner.calibration_runs import load_calibration
 
         found = load_calibration(calibrate, label)
-    return PredictionBasis(
-        cluster=cluster, name=label, named=name is not None, calibration=found, memory_capped=memory_capped
-    )
+    named = name is not None
+    return PredictionBasis(cluster=cluster, name=label, named=named, calibration=found, memory_capped=memory_capped)
 
 
 def _with_devices(lab: Cluster, like: ClusterHost) -> Cluster:
@@ -265,9 +264,8 @@ class RunPredictor:
 
 
 def no_prediction(plan: Plan, basis: PredictionBasis, reason: str) -> RunPrediction:
-    return RunPrediction(
-        layout=str(plan.layout), workers=plan.workers, cluster=basis.name, named=basis.named, reason=reason
-    )
+    layout, workers = str(plan.layout), plan.workers
+    return RunPrediction(layout=layout, workers=workers, cluster=basis.name, named=basis.named, reason=reason)
 
 
 def predict_plan(work: "Workload", plan: Plan, basis: PredictionBasis) -> RunPrediction:

@@ -162,9 +162,7 @@ def fit_products(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     the constant part is no less than nothing.
     """
     flops, seconds = np.array(samples, dtype=float).T
-    slope, constant = np.linalg.lstsq(
-        np.stack([flops / seconds, 1 / seconds], axis=1), np.ones(len(flops)), rcond=None
-    )[0]
+    slope, constant = np.linalg.lstsq(np.c_[flops / seconds, 1 / seconds], np.ones(len(flops)), rcond=None)[0]
     if slope <= 0:  # a clock that was disturbed
         return float((flops / seconds).max()), 0.0
     if constant < 0:
@@ -199,9 +197,7 @@ class _TransformerBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         apart = (batch, length, self.heads, width // self.heads)
-        query, key, value = (
-            each.view(apart).transpose(1, 2) for each in self.qkv(self.norms[0](x)).split(width, dim=2)
-        )
+        query, key, value = (one.view(apart).transpose(1, 2) for one in self.qkv(self.norms[0](x)).split(width, dim=2))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
         found: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norms[1](x)))))

@@ -198,17 +198,12 @@ def device_of(found: ProbeResult, *, share: float = 1.0) -> Device:
 def cluster_of(found: ProbeResult, like: Cluster | None = None) -> Cluster:
     """The measured cluster. `like`: that of a lab, whose hosts all share this machine; else hosts are the workers'."""
     share = 1.0 if like is None else min(1.0, found.cores / like.workers)
-    known: dict[str, Any] = {
-        "device": device_of(found, share=share),
-        "interconnect": _inside(found),
-        "link": _link(found.links.get("host")) or DEFAULT_LINK,
-    }
-    uplink = _link(found.links.get("rack"))
+    link, uplink = _link(found.links.get("host")) or DEFAULT_LINK, _link(found.links.get("rack"))
+    device = device_of(found, share=share)
+    known: dict[str, Any] = {"device": device, "interconnect": _inside(found), "link": link}
     if like is not None:
-        own = [[replace(host, devices=host.workers, **known) for host in each.hosts] for each in like.racks]
-        return Cluster(
-            racks=tuple(_rack(each.name, hosts, uplink) for each, hosts in zip(like.racks, own, strict=True))
-        )
+        hosts = [[replace(host, devices=host.workers, **known) for host in each.hosts] for each in like.racks]
+        return Cluster(racks=tuple(_rack(each.name, own, uplink) for each, own in zip(like.racks, hosts, strict=True)))
     names: dict[str, set[str]] = {}  # of hosts, by rack
     for host, rack_name in zip(found.hosts, found.racks, strict=True):
         names.setdefault(rack_name, set()).add(host)

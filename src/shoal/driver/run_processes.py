@@ -9,15 +9,8 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.driver.launch_spec import LaunchSpec
-from shoal.driver.launchers.base import (
-    Host,
-    ProcessEvent,
-    ProcessExit,
-    ProcessSpec,
-    ProcessStarted,
-    StartsEnded,
-    torchrun_environment,
-)
+from shoal.driver.launchers import base
+from shoal.driver.launchers.base import Host, ProcessEvent, ProcessExit, ProcessSpec, ProcessStarted
 from shoal.driver.log_tail import LogTail
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.report.run_folder import RunFolder
@@ -45,13 +38,9 @@ class RunProcesses:
 
         def open_store() -> TCPStore:
             listener = socket.create_server((services.address, 0), backlog=128)
-            self._rendezvous_port = listener.getsockname()[1]
+            port = self._rendezvous_port = listener.getsockname()[1]
             return TCPStore(
-                services.address,
-                self._rendezvous_port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
+                services.address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
 
         store = services.call(open_store)
@@ -79,7 +68,7 @@ class RunProcesses:
                 self.pids[event.process] = event.pid
             elif isinstance(event, ProcessExit):
                 self.running.discard(event.process)
-            elif isinstance(event, StartsEnded):
+            elif isinstance(event, base.StartsEnded):
                 self.can_start = False
         return events
 
@@ -96,7 +85,7 @@ class RunProcesses:
     def _environment(self, rank: int) -> dict[str, str]:
         address, threads = self.launcher.services().address, self.launch.threads
         return {
-            **torchrun_environment(self.hosts, rank, address, self._rendezvous_port),
+            **base.torchrun_environment(self.hosts, rank, address, self._rendezvous_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",

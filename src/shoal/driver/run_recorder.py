@@ -87,13 +87,9 @@ class RunRecorder:
         if not self.launch.resumed or self.tally.resumed is not None:
             with suppress(OSError, ShoalError):
                 self.folder.write_json(self.folder.prediction, found)
-        event = RunPredicted(
-            cluster=found["cluster"],
-            step_seconds=found["seconds"],
-            samples_per_second=found["samples_per_second"],
-            reason=found["reason"] or "",
-        )
-        self.emit(event)
+        seconds, rate = found["seconds"], found["samples_per_second"]
+        reason = found["reason"] or ""
+        self.emit(RunPredicted(cluster=found["cluster"], step_seconds=seconds, samples_per_second=rate, reason=reason))
 
     def report(self, ended: str) -> dict[str, Any]:
         """Writes the report and returns it."""

@@ -51,9 +51,7 @@ def living_driver(store: RunStore) -> DriverRecord | None:
 def living_workers(state: MembershipState) -> list[WorkerProcess]:
     """Workers with a lease, without those that are dead on this host."""
     here = host_identity()
-    return [
-        each for each in state.alive.values() if each.host != here or process_state(each.pid, each.started) is not None
-    ]
+    return [one for one in state.alive.values() if one.host != here or process_state(one.pid, one.started) is not None]
 
 
 class StoreMonitor:
@@ -95,12 +93,8 @@ class StoreMonitor:
             for who in state.view.members:
                 removed[who.worker] = max(who.incarnation, removed.get(who.worker, -1))
             members = [WorkerId(who.worker, removed.get(who.worker, -1) + 1) for who in first]
-            view = MembershipView(
-                generation=state.view.generation + 1,
-                members=tuple(members),
-                reason="resumed" if resumed else "the run begins",
-                removed=removed,
-            )
+            generation, reason = state.view.generation + 1, "resumed" if resumed else "the run begins"
+            view = MembershipView(generation=generation, members=tuple(members), reason=reason, removed=removed)
             self.store.swap("view", msgspec.json.encode(view), state.view_revision)
             self.store.put("wish", msgspec.json.encode(RunRequest()))
             self._claim()
@@ -122,10 +116,8 @@ class StoreMonitor:
         record = living_driver(self.store)
         if record is not None:
             self.close(stop=False)
-            raise RunFolderError(
-                f"the run is watched over already, by process {record.pid} on {record.name}",
-                fix="shoal why, scale and stop work from anywhere; attach when that process is gone",
-            )
+            fix = "shoal why, scale and stop work from anywhere; attach when that process is gone"
+            raise RunFolderError(f"the run is watched over already, by process {record.pid} on {record.name}", fix=fix)
 
     def take_over(self, *, launcher_alive: bool) -> None:
         """Claims a run that another driver left. `launcher_alive`: else no worker may be left."""
@@ -140,15 +132,12 @@ class StoreMonitor:
         except RunFolderError as error:
             self.close(stop=False)
             fix = "they end by themselves; shoal why and shoal stop work; then --resume, or attach for the report"
-            raise RunFolderError(
-                f"{error.message}; but the process that starts and ends them is gone", fix=fix
-            ) from None
+            raise RunFolderError(f"{error.message}; the process that starts and ends them is gone", fix=fix) from None
 
     def _refuse_if_alive(self, state: MembershipState) -> None:
-        names = [
-            f"worker {each.worker_id.worker} (process {each.pid} on {each.host_name})" for each in living_workers(state)
-        ]
-        if names:
+        alive = living_workers(state)
+        if alive:
+            names = [f"worker {one.worker_id.worker} (process {one.pid} on {one.host_name})" for one in alive]
             raise RunFolderError(f"the run is alive: {', '.join(names)}", fix=f"shoal attach {self.folder} watches it")
 
     def _claim(self) -> None:

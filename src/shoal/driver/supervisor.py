@@ -18,16 +18,7 @@ from shoal.driver.store_monitor import StoreMonitor
 from shoal.errors import ShoalError
 from shoal.parallel.plan import Plan
 from shoal.recovery.membership.protocol import WorkerId, model_shard_of
-from shoal.report.events import (
-    AnyEvent,
-    RunStarted,
-    WorkerAdded,
-    WorkerExited,
-    WorkerFailed,
-    WorkerLeft,
-    WorkerLost,
-    WorkerStarted,
-)
+from shoal.report import events
 from shoal.report.human import plural
 from shoal.report.oom import OomWatch
 from shoal.worker.membership import MODEL_SHARD_LOST, TOO_SLOW
@@ -68,24 +59,24 @@ class WorkerSupervisor:
 
     # -- events of workers --------------------------------------------------------------------------------------------
 
-    def observe(self, event: AnyEvent) -> None:
-        if isinstance(event, RunStarted):  # none of the former sitting's workers is left
+    def observe(self, event: events.AnyEvent) -> None:
+        if isinstance(event, events.RunStarted):  # none of the former sitting's workers is left
             self.participants.clear()
             self.leave_reasons.clear()
-        if isinstance(event, WorkerStarted):
+        if isinstance(event, events.WorkerStarted):
             self.participants.add(WorkerId(event.rank, event.incarnation))
             self.elastic = self.elastic or (event.elastic and self.config.failure.elastic)
             self.roster.worker_joined()
             self._count_incarnation(WorkerId(event.rank, event.incarnation))
-        if isinstance(event, WorkerFailed) and event.kind != "PeerLost":
+        if isinstance(event, events.WorkerFailed) and event.kind != "PeerLost":
             # A replacement that fails before it joins must not end the run.
             self.fatal_error = self.fatal_error or not self._is_newcomer(event.rank) or not self.participants
-        if isinstance(event, WorkerLeft):
+        if isinstance(event, events.WorkerLeft):
             self.leave_reasons[WorkerId(event.rank, event.incarnation)] = event.reason
 
-    def ignores(self, event: AnyEvent) -> bool:
+    def ignores(self, event: events.AnyEvent) -> bool:
         """A run that is ending for a reason does not report the error of a worker that never took part."""
-        return isinstance(event, WorkerFailed) and self.ending and self._is_newcomer(event.rank)
+        return isinstance(event, events.WorkerFailed) and self.ending and self._is_newcomer(event.rank)
 
     def _is_newcomer(self, worker: int) -> bool:
         return WorkerId(worker, self.roster.incarnations.get(worker, 0)) not in self.participants
@@ -137,8 +128,7 @@ class WorkerSupervisor:
 
     def _start_missing(self, reason: str) -> None:
         for fresh in self.roster.fill():
-            event = WorkerAdded(rank=fresh.worker, incarnation=fresh.incarnation, reason=reason)
-            self.recorder.emit(event)
+            self.recorder.emit(events.WorkerAdded(rank=fresh.worker, incarnation=fresh.incarnation, reason=reason))
             self.processes.start_worker(fresh)
 
     # -- exits --------------------------------------------------------------------------------------------------------
@@ -163,15 +153,13 @@ class WorkerSupervisor:
             self.roster.active.discard(who)
             state = MODEL_SHARD_LOST if who in self.leave_reasons else self._lost_state()
             self.pending_losses.append((who, ended.code, state))
-            self.loss_reasons[who] = (
-                self.store_monitor.drop_reason(who) or self.loss_reasons.get(who) or "its process ended"
-            )
+            reason = self.store_monitor.drop_reason(who) or self.loss_reasons.get(who)
+            self.loss_reasons[who] = reason or "its process ended"
             self._decide_losses()
 
     def _emit_exit(self, ended: ProcessExit) -> None:
         who = ended.process
-        exited = WorkerExited(rank=who.worker, code=ended.code, incarnation=who.incarnation)
-        self.recorder.emit(exited)
+        self.recorder.emit(events.WorkerExited(rank=who.worker, code=ended.code, incarnation=who.incarnation))
 
     def _decide_losses(self) -> None:
         """Decides what becomes of the run without the workers that have ended.
@@ -227,10 +215,10 @@ class WorkerSupervisor:
         elif self.processes.can_start:
             self._start_missing("replacement")
 
-    def _loss_event(self, who: WorkerId, code: int | None, decision: LossDecision) -> WorkerLost:
+    def _loss_event(self, who: WorkerId, code: int | None, decision: LossDecision) -> events.WorkerLost:
         pid = self.processes.pids.get(who)
         known = self.tally.workers.get(who.worker)
-        return WorkerLost(
+        return events.WorkerLost(
             rank=who.worker,
             incarnation=who.incarnation,
             host=known.host if known is not None and known.host else os.uname().nodename,
@@ -253,10 +241,8 @@ class WorkerSupervisor:
         try:
             self.next_plan = self.launch.replan(left), f"{plural(left, 'worker')} left"
         except ShoalError as error:
-            return LossDecision(
-                decision.action,
-                f"{decision.end_reason}; no other layout for the workers that are left: {error.message}",
-            )
+            why = f"{decision.end_reason}; no other layout for the workers that are left: {error.message}"
+            return LossDecision(decision.action, why)
         return LossDecision(f"the run goes on with layout {self.next_plan[0].layout}")
 
     def _lost_state(self) -> str:

@@ -35,6 +35,8 @@ PLAIN_TOLERANCE = 1e-8  # norm of the difference over the norm of the weights, i
 SPLIT_TOLERANCE, ADAPTIVE_TOLERANCE = 1e-6, 1e-4  # the same for split operators in fp32, after some 20 steps
 ADAPTIVE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adadelta", "Rprop")
 
+StepDigests = dict[int, dict[str, str]]  # step -> tensor -> digest
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyPlacement:
@@ -141,10 +143,8 @@ def server_placements(workers: list[int], servers: Servers) -> list[VerifyPlacem
     for count in workers:
         mode = check_servers(servers, workers=count)
         if mode is not None and not mode.exact:
-            raise InputError(
-                f"--sync {mode} gives up exactness, and verify compares bits",
-                fix=f"--sync sync; shoal compare FILE --sync sync,{mode} shows what it gains and costs",
-            )
+            fix = f"--sync sync; shoal compare FILE --sync sync,{mode} shows what it gains and costs"
+            raise InputError(f"--sync {mode} gives up exactness, and verify compares bits", fix=fix)
     return [placement(workers=count, servers=servers) for count in workers if servers.count]
 
 
@@ -183,13 +183,13 @@ def verify(job: Job, wanted: list[VerifyPlacement], steps: int, *, name: str) ->
                 yield row
                 continue
             at = step or steps
-            yield replace(row, difference=_measure(opened, other, at, expected, digests, root, name))
+            own = digests.get(at, {})
+            names = [key for key, value in expected.get(at, {}).items() if own.get(key) != value]
+            yield replace(row, difference=_measure(opened, other, at, names, root, name))
             return
 
 
-def _trace(
-    opened: OpenJob, placed: VerifyPlacement, folder: Path, name: str
-) -> tuple[VerifyRow, dict[int, dict[str, str]]]:
+def _trace(opened: OpenJob, placed: VerifyPlacement, folder: Path, name: str) -> tuple[VerifyRow, StepDigests]:
     config = placed.config.changed(
         digests=True, checkpoint_every=opened.steps + 1, run_dir=folder, quiet=True, elastic=False, predict=False
     )
@@ -217,24 +217,14 @@ def _distance(row: VerifyRow, reference: Path, folder: Path) -> VerifyRow:
     return replace(row, distance=gap / (size or 1.0), bound=bound)
 
 
-def _first_difference(expected: dict[int, dict[str, str]], found: dict[int, dict[str, str]]) -> int | None:
-    for step in sorted(expected):
-        if found.get(step) != expected[step]:
-            return step
-    return None
+def _first_difference(expected: StepDigests, found: StepDigests) -> int | None:
+    return next((step for step in sorted(expected) if found.get(step) != expected[step]), None)
 
 
 def _measure(
-    opened: OpenJob,
-    other: VerifyPlacement,
-    step: int,
-    expected: dict[int, dict[str, str]],
-    found: dict[int, dict[str, str]],
-    root: Path,
-    name: str,
+    opened: OpenJob, other: VerifyPlacement, step: int, names: list[str], root: Path, name: str
 ) -> WeightDifference:
-    """Runs both again up to the first step that differs, and compares the numbers."""
-    names = [key for key, value in expected.get(step, {}).items() if found.get(step, {}).get(key) != value]
+    """Runs both again up to the first step that differs, and compares the numbers. `names`: tensors that differ."""
     short = replace(opened, steps=step)
     again = replace(other, config=other.config.changed(stop_after=None))
     _trace(short, placement(workers=1), root / "reference-again", name)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,16 +30,7 @@ from shoal.recovery.membership.heartbeat import MembershipState
 from shoal.recovery.membership.process import kill_process, process_state, start_ticks
 from shoal.recovery.membership.sqlite_messages import read_server_info
 from shoal.recovery.membership.store import StoreUnavailable
-from shoal.report.events import (
-    AnyEvent,
-    DriverChanged,
-    StepsCommitted,
-    WorkerExited,
-    WorkerLeft,
-    WorkerLost,
-    WorkerStarted,
-    decode,
-)
+from shoal.report import events
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import render
 
@@ -53,6 +43,7 @@ TWIN_FOLDER = "twin"
 STEPS = 1_000_000_000  # never reached: the run ends when the schedule does
 LOG_LINES = 5
 
+Emit = Callable[[str], None]
 WorkerIncarnation = tuple[int, int]  # a worker's number, and which of its processes
 
 
@@ -77,9 +68,7 @@ class ChaosTarget:
         return found if stop_after is None else [*found, "--stop-after", f"{stop_after}"]
 
 
-def run_chaos(
-    target: ChaosTarget, schedule: FaultSchedule, folder: RunFolder, emit: Callable[[str], None]
-) -> Scorecard:
+def run_chaos(target: ChaosTarget, schedule: FaultSchedule, folder: RunFolder, emit: Emit) -> Scorecard:
     """Plays the run with its faults, then its twin without any to the same step."""
     folder.write_json(folder.path / SCHEDULE_FILE, schedule)
     with _ended_by_signals():
@@ -87,14 +76,11 @@ def run_chaos(
         player = ChaosPlayer(target, folder.path, schedule, emit)
         report = player.play()
         emit(f"twin {folder.path / TWIN_FOLDER}: {report['steps']:,} steps without faults")
-        twin = ChaosPlayer(target, folder.path / TWIN_FOLDER, None, emit, stop_after=report["steps"])
+        twin = ChaosPlayer(target, folder.path / TWIN_FOLDER, None, emit, stop_at=report["steps"])
         twin_report = twin.play()
     card = make_scorecard(
         job=target.job,
-        workers=target.workers,
-        seed=schedule.seed,
-        every=schedule.every,
-        planned=dict(Counter(fault.kind for fault in schedule.faults)),
+        schedule=schedule,
         injected=player.injected,
         events=folder.read_events(),
         report=report,
@@ -130,36 +116,31 @@ class RunWatcher:
         self._offset += len(whole)
         for line in whole.splitlines():
             with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                self._apply(decode(line))
+                self._apply(events.decode(line))
 
-    def _apply(self, event: AnyEvent) -> None:
+    def _apply(self, event: events.AnyEvent) -> None:
         match event:
-            case WorkerStarted():
+            case events.WorkerStarted():
                 when = start_ticks(event.pid)
                 self.hosts[event.rank] = event.host
                 if when is not None:
                     self.workers[event.rank, event.incarnation] = (event.pid, when)
-            case WorkerExited() | WorkerLost() | WorkerLeft():
+            case events.WorkerExited() | events.WorkerLost() | events.WorkerLeft():
                 self.workers.pop((event.rank, event.incarnation), None)
-            case DriverChanged():
+            case events.DriverChanged():
                 self.drivers.add(event.pid)
                 self.driver_changed = True
-            case StepsCommitted() if event.step > self.step:
+            case events.StepsCommitted() if event.step > self.step:
                 self.step, self.advanced_at = event.step, time.monotonic()
                 self.began_at = self.began_at or self.advanced_at
 
 
 class ChaosPlayer:
     def __init__(
-        self,
-        target: ChaosTarget,
-        folder: Path,
-        schedule: FaultSchedule | None,
-        emit: Callable[[str], None],
-        stop_after: int | None = None,
+        self, target: ChaosTarget, folder: Path, schedule: FaultSchedule | None, emit: Emit, stop_at: int | None = None
     ) -> None:
         """Without a schedule: the run ends without faults."""
-        self.target, self.folder, self.schedule, self.emit, self.stop_after = target, folder, schedule, emit, stop_after
+        self.target, self.folder, self.schedule, self.emit, self.stop_at = target, folder, schedule, emit, stop_at
         self.watch = RunWatcher(folder / "events.jsonl")
         self.pending_faults = [] if schedule is None else list(schedule.faults)
         self.injected: list[InjectedFault] = []
@@ -174,7 +155,7 @@ class ChaosPlayer:
         """Returns the run's report."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._start(self.target.command(self.folder, self.stop_after))
+            self._start(self.target.command(self.folder, self.stop_at))
             while not self._over():
                 self.watch.poll()
                 self._find_missed_workers()
@@ -192,9 +173,8 @@ class ChaosPlayer:
     def _start(self, command: list[str]) -> None:
         with open(self.folder / f"driver-{self.drivers}.log", "wb") as log:
             # A session of its own: Ctrl-C is for this process, which then ends that one.
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
-            )
+            null = subprocess.DEVNULL
+            self.process = subprocess.Popen(command, stdin=null, stdout=null, stderr=log, start_new_session=True)
         self.drivers += 1
         self.driver_killed_at = None
         self.watch.advanced_at = time.monotonic()
@@ -324,16 +304,10 @@ class ChaosPlayer:
                 self.watch.workers.setdefault((who.worker, who.incarnation), (alive.pid, alive.started))
 
     def _candidates(self) -> list[WorkerIncarnation]:
-        workers = self.watch.workers
-        return sorted(
-            worker
-            for worker in workers
-            if worker not in self.hit and process_state(*workers[worker]) not in (None, "T")
-        )
+        workers = self.watch.workers.items()
+        return sorted({who for who, process in workers if process_state(*process) not in (None, "T")} - self.hit)
 
-    def _record_injected(
-        self, fault: ChaosFault, pid: int, incarnation: WorkerIncarnation | None = None
-    ) -> InjectedFault:
+    def _record_injected(self, fault: ChaosFault, pid: int, who: WorkerIncarnation | None = None) -> InjectedFault:
         assert self.watch.began_at is not None
         return InjectedFault(
             time=time.time(),
@@ -341,8 +315,8 @@ class ChaosPlayer:
             planned=fault.at,
             kind=fault.kind,
             pid=pid,
-            worker=None if incarnation is None else incarnation[0],
-            incarnation=None if incarnation is None else incarnation[1],
+            worker=None if who is None else who[0],
+            incarnation=None if who is None else who[1],
             seconds=fault.seconds,
         )
 
@@ -356,9 +330,8 @@ class ChaosPlayer:
     def _link(self, worker: int, up: bool) -> None:
         """Sets the link of a worker's host up or down, at the switch."""
         assert self.process is not None
-        state = "up" if up else "down"
         with inside(str(NAMES / _fabric(self.process.pid))):
-            command = ["ip", "link", "set", self.watch.hosts[worker], state]
+            command = ["ip", "link", "set", self.watch.hosts[worker], "up" if up else "down"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RunError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -58,10 +58,8 @@ def check_schedule(*, every: float, duration: float, kinds: Sequence[str], worke
     if every <= 0:
         raise InputError(f"--every {every:g}s: seconds above 0")
     if duration <= every:
-        raise InputError(
-            f"--for {duration:g}s with --every {every:g}s: not one fault comes before the end",
-            fix=f"--for {10 * every:g}s, or a smaller --every",
-        )
+        fix = f"--for {10 * every:g}s, or a smaller --every"
+        raise InputError(f"--for {duration:g}s with --every {every:g}s: not one fault comes before the end", fix=fix)
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         why = f"no fault is called {unknown[0]!r}" if unknown else "--kinds is empty"
@@ -76,10 +74,8 @@ def check_schedule(*, every: float, duration: float, kinds: Sequence[str], worke
         )
     needy = [kind for kind in kinds if kind in ON_WORKERS]
     if workers < 2 and needy:
-        raise InputError(
-            f"--kinds {needy[0]} with {workers} worker: another worker must hold the state",
-            fix="--workers 2 or more, or only --kinds driver,store",
-        )
+        fix = "--workers 2 or more, or only --kinds driver,store"
+        raise InputError(f"--kinds {needy[0]} with {workers} worker: another worker must hold the state", fix=fix)
 
 
 def read_schedule(path: Path) -> FaultSchedule:

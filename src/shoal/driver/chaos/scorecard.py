@@ -5,12 +5,13 @@ is compared is how long each took for it.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from shoal.driver.chaos.schedule import KINDS, ON_WORKERS
+from shoal.driver.chaos.schedule import KINDS, ON_WORKERS, FaultSchedule
 from shoal.report.events import (
     AnyEvent,
     DriverChanged,
@@ -41,7 +42,7 @@ class FaultOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     at: float
-    worker: int | None
+    worker: int | None = None
     noticed: float | None
     commit: float | None = None  # the next step is committed by those who are left
     restored: float | None = None  # its place is filled again: by the next worker, driver or store
@@ -90,7 +91,7 @@ class Scorecard(msgspec.Struct, frozen=True, kw_only=True):
     redone: int
     repeated: int
     samples_lost: int
-    samples_doubled: int
+    samples_repeated: int
     weights_sha256: str | None
     twin_sha256: str | None
 
@@ -153,9 +154,7 @@ def _on_helper(fault: InjectedFault, events: Sequence[AnyEvent]) -> FaultOutcome
         away = [event for event in later if isinstance(event, StoreOutage)]
         seen = next(iter(away), None)
         back = next((event for event in away if event.seconds is not None), None)
-    return FaultOutcome(
-        kind=fault.kind, at=fault.at, worker=None, noticed=_since(fault, seen), restored=_since(fault, back)
-    )
+    return FaultOutcome(kind=fault.kind, at=fault.at, noticed=_since(fault, seen), restored=_since(fault, back))
 
 
 def _members(event: MembershipChanged) -> set[tuple[int, int]]:
@@ -181,30 +180,26 @@ def step_rate(events: Sequence[AnyEvent]) -> StepRate:
 def make_scorecard(
     *,
     job: str,
-    workers: int,
-    seed: int,
-    every: float,
-    planned: dict[str, int],
+    schedule: FaultSchedule,
     injected: Sequence[InjectedFault],
     events: Sequence[AnyEvent],
     report: dict[str, Any],
     twin_events: Sequence[AnyEvent],
     twin_report: dict[str, Any],
 ) -> Scorecard:
-    """`planned`: faults of each kind in the schedule."""
     ours, theirs = step_rate(events), step_rate(twin_events)
     found = fault_outcomes(injected, events)
     committed = report.get("committed") or {}
     lost, doubled = committed.get("samples_lost", 0), committed.get("samples_repeated", 0)
-    both = report.get("weights_sha256"), twin_report.get("weights_sha256")
+    planned = Counter(fault.kind for fault in schedule.faults)
     return Scorecard(
         job=job,
-        workers=workers,
-        seed=seed,
-        every=every,
+        workers=schedule.workers,
+        seed=schedule.seed,
+        every=schedule.every,
         run=str(report.get("folder") or ""),
         outcome=str(report.get("outcome")),
-        trouble=_trouble(report, twin_report, lost, doubled, both),
+        trouble=_trouble(report, twin_report, lost, doubled),
         rows=[_row(kind, planned[kind], found) for kind in KINDS if kind in planned],
         outcomes=found,
         steps=ours.steps,
@@ -216,22 +211,20 @@ def make_scorecard(
         redone=committed.get("redone", 0),
         repeated=committed.get("repeated", 0),
         samples_lost=lost,
-        samples_doubled=doubled,
-        weights_sha256=both[0],
-        twin_sha256=both[1],
+        samples_repeated=doubled,
+        weights_sha256=report.get("weights_sha256"),
+        twin_sha256=twin_report.get("weights_sha256"),
     )
 
 
-def _trouble(
-    report: dict[str, Any], twin: dict[str, Any], lost: int, doubled: int, hashes: tuple[str | None, str | None]
-) -> str:
+def _trouble(report: dict[str, Any], twin: dict[str, Any], lost: int, doubled: int) -> str:
     for name, value in (("run", report), ("twin", twin)):
         if value.get("outcome") not in ("done", "stopped") or not value.get("weights_sha256"):
             failure = (value.get("failure") or {}).get("message") or "no report"
             return f"the {name} failed: {failure}"
     if report.get("steps") != twin.get("steps"):
         return f"the run ended at step {report.get('steps')}, the twin at {twin.get('steps')}: nothing to compare"
-    if hashes[0] != hashes[1]:
+    if report["weights_sha256"] != twin["weights_sha256"]:
         return "the weights differ from the twin's"
     return f"{lost} samples were lost, {doubled} seen twice" if lost or doubled else ""
 
@@ -270,7 +263,7 @@ def scorecard_lines(card: Scorecard) -> list[str]:
         f" {card.steps:,} steps in {card.seconds:.1f} s, twin {card.twin_seconds:.1f} s",
         f"  took part    {_percent(card.participation)}; goodput {_percent(card.goodput)}",
         f"  steps        {card.redone} done again, {card.repeated} repeated from a checkpoint;"
-        f" samples: {card.samples_lost} lost, {card.samples_doubled} doubled",
+        f" samples: {card.samples_lost} lost, {card.samples_repeated} doubled",
         f"  weights      sha256 {card.weights_sha256}",
         f"  twin         sha256 {card.twin_sha256}   {'equal' if card.equal else 'NOT EQUAL'}",
     ]

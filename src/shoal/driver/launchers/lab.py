@@ -12,28 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
+from shoal.driver.launchers import cleanup, lab_network
 from shoal.driver.launchers.base import Host
-from shoal.driver.launchers.cleanup import (
-    NAMES,
-    LabRecord,
-    clean,
-    end_processes,
-    remove_record,
-    unused_id,
-    write_names,
-    write_record,
-)
-from shoal.driver.launchers.lab_network import (
-    MOST_HOSTS,
-    MOST_RACKS,
-    addresses,
-    fabric_links,
-    fabric_rates,
-    links,
-    rate,
-)
+from shoal.driver.launchers.lab_network import MOST_HOSTS, MOST_RACKS
 from shoal.driver.launchers.local import LocalLauncher
 from shoal.driver.launchers.namespaces import INTERFACE, LINKS, LabHost, enter, inside, new_namespace, set_kernel
 from shoal.errors import InputError, RunError
@@ -85,7 +69,7 @@ class Lab:
             stack.enter_context(_ended_by_signals())
             stack.callback(self._down)
             try:
-                clean()
+                cleanup.clean()
                 self._name()
             except OSError as error:
                 raise InputError(f"a lab keeps its names under /run, and cannot: {error}") from None
@@ -101,31 +85,23 @@ class Lab:
 
     def _name(self) -> None:
         """Makes the namespaces, and names them for `ip netns exec shoal-1f2e3d-r0h0 …`."""
-        self.id = unused_id()
+        self.id = cleanup.unused_id()
         hosts = self.cluster.hosts
-        names = [f"shoal-{self.id}-{host.name}" for host in hosts] + [
-            f"shoal-{self.id}_fabric"
-        ]  # not the name of a host
-        write_record(LabRecord(id=self.id, owner=self.owner, started=start_ticks(self.owner) or "", names=names))
-        NAMES.mkdir(parents=True, exist_ok=True)
+        names = [f"shoal-{self.id}-{host.name}" for host in hosts] + [f"shoal-{self.id}_fabric"]  # _: not a host's name
+        started = start_ticks(self.owner) or ""
+        cleanup.write_record(cleanup.LabRecord(id=self.id, owner=self.owner, started=started, names=names))
+        cleanup.NAMES.mkdir(parents=True, exist_ok=True)
         paths = []
         for name in names:
             self._descriptors.append(_namespace())
             paths.append(f"/proc/{self.owner}/fd/{self._descriptors[-1]}")
-            os.symlink(paths[-1], NAMES / name)
-        known = addresses(self.cluster)
-        names_file = write_names(self.id, known)
-        described = os.environ.get(LINKS) or json.dumps(links(self.cluster))  # the user's own description goes first
+            os.symlink(paths[-1], cleanup.NAMES / name)
+        known = lab_network.addresses(self.cluster)
+        # The user's own description of the links goes first.
+        links = os.environ.get(LINKS) or json.dumps(lab_network.links(self.cluster))
+        lab_host = partial(LabHost, lab=self.id, names=cleanup.write_names(self.id, known), links=links)
         self.hosts = tuple(
-            LabHost(
-                name=host.name,
-                rack=host.rack,
-                lab=self.id,
-                address=known[host.name],
-                namespace=path,
-                names=names_file,
-                links=described,
-            )
+            lab_host(name=host.name, rack=host.rack, address=known[host.name], namespace=path)
             for host, path in zip(hosts, paths[:-1], strict=True)
         )
         self._fabric = paths[-1]
@@ -133,25 +109,25 @@ class Lab:
     def _connect(self) -> None:
         with inside(self._fabric):
             set_kernel(KERNEL)
-            _run_tool("ip", fabric_links(self.cluster, [host.namespace for host in self.hosts]))
-            _run_tool("tc", fabric_rates(self.cluster))
+            _run_tool("ip", lab_network.fabric_links(self.cluster, [host.namespace for host in self.hosts]))
+            _run_tool("tc", lab_network.fabric_rates(self.cluster))
         for host, place in zip(self.cluster.hosts, self.hosts, strict=True):
             with self.inside(place):
                 set_kernel(KERNEL)
                 lines = ["link set lo up", f"addr add {place.address}/16 dev {INTERFACE}", f"link set {INTERFACE} up"]
                 _run_tool("ip", lines)
-                _run_tool("tc", [rate(INTERFACE, host.link.bytes_per_second)])
+                _run_tool("tc", [lab_network.rate(INTERFACE, host.link.bytes_per_second)])
 
     def _down(self) -> None:
         if os.getpid() != self.owner:  # a forked process does not own the lab
             return
         with _undisturbed():
-            end_processes({os.fstat(descriptor).st_ino for descriptor in self._descriptors})
+            cleanup.end_processes({os.fstat(descriptor).st_ino for descriptor in self._descriptors})
             for descriptor in self._descriptors:
                 os.close(descriptor)  # the last descriptor: the kernel takes the namespace down
             self._descriptors.clear()
             self.hosts = ()
-            remove_record(self.id)
+            cleanup.remove_record(self.id)
 
 
 class LabLauncher(LocalLauncher):

@@ -20,17 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.driver.launchers.base import (
-    LAUNCHER_SOCKET,
-    Host,
-    LocalHost,
-    ProcessEvent,
-    ProcessExit,
-    ProcessProgram,
-    ProcessSpec,
-    ProcessStarted,
-    StartsEnded,
-)
+from shoal.driver.launchers import base
+from shoal.driver.launchers.base import Host, LocalHost, ProcessEvent, ProcessExit
 from shoal.driver.launchers.channels import ProcessChannels
 from shoal.driver.launchers.fork_server import END, MESSAGE_BYTES, ForkServerReply, StartOrder, run_fork_server
 from shoal.errors import RunError
@@ -57,7 +48,7 @@ class LocalLauncher:
     def attach(cls, folder: Path) -> "LocalLauncher":
         """Takes over the server of a run. Raises OSError if there is none, RunError if it has another driver."""
         launcher = cls()
-        launcher._connect(connect(folder / LAUNCHER_SOCKET, socket.SOCK_SEQPACKET), detached=True)
+        launcher._connect(connect(folder / base.LAUNCHER_SOCKET, socket.SOCK_SEQPACKET), detached=True)
         message = launcher._control.recv(MESSAGE_BYTES)
         if not message:
             launcher.close()
@@ -76,7 +67,7 @@ class LocalLauncher:
     def enter_host(self, name: str) -> None:
         """Moves a new process to its host, before it opens a socket."""
 
-    def open(self, program: ProcessProgram) -> None:
+    def open(self, program: base.ProcessProgram) -> None:
         """Forks the server."""
         sys.stdout.flush()
         sys.stderr.flush()
@@ -88,15 +79,10 @@ class LocalLauncher:
         theirs.close()
         self._connect(control, detached=program.detached)
 
-    def start(self, host: Host, spec: ProcessSpec) -> None:
+    def start(self, host: Host, spec: base.ProcessSpec) -> None:
         ours, theirs = socket.socketpair()
-        order = StartOrder(
-            process=spec.process,
-            environment=dict(spec.environment),
-            log=str(spec.log),
-            cores=list(spec.cores),
-            host=host.name,
-        )
+        log, environment, cores = str(spec.log), dict(spec.environment), list(spec.cores)
+        order = StartOrder(process=spec.process, environment=environment, log=log, cores=cores, host=host.name)
         try:
             socket.send_fds(self._control, [msgspec.json.encode(order)], [theirs.fileno()])
         except OSError as error:
@@ -153,7 +139,7 @@ class LocalLauncher:
         self._starting.discard(reply.process)
         if reply.pid is not None:
             self._pids[reply.process] = reply.pid
-            return [ProcessStarted(process=reply.process, pid=reply.pid)]
+            return [base.ProcessStarted(process=reply.process, pid=reply.pid)]
         self._pids.pop(reply.process, None)
         return [ProcessExit(process=reply.process, code=reply.code)]
 
@@ -169,7 +155,7 @@ class LocalLauncher:
                 del self._pids[process]
             else:
                 self._channels.watch(self._orphans[process], partial(self._reap_orphan, process))
-        return [StartsEnded(), *(ProcessExit(process=process, code=None) for process in sorted(gone))]
+        return [base.StartsEnded(), *(ProcessExit(process=process, code=None) for process in sorted(gone))]
 
     def _reap_orphan(self, process: WorkerId) -> list[ProcessEvent]:
         descriptor = self._orphans.pop(process)

@@ -76,9 +76,8 @@ def enter(host: LabHost) -> None:
     socket.sethostname(host.name)
     # Where mounts are forbidden (some containers), hosts have addresses only, and torch warns that it finds no name.
     with suppress(OSError):
-        _checked(
-            "mount", _libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None)
-        )  # further mounts are seen by this process alone
+        # After the first call, further mounts are seen by this process alone.
+        _checked("mount", _libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None))
         _checked("mount", _libc.mount(host.names.encode(), b"/etc/hosts", None, MS_BIND, None))
 
 

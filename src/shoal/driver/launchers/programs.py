@@ -118,12 +118,10 @@ class _HostProgram:
             start_new_session=True,  # the processes that it starts are ended with it
             preexec_fn=move,
         )
-        assert self.process.stdout is not None and self.process.stderr is not None
+        output, errors = self.process.stdout, self.process.stderr
+        assert output is not None and errors is not None
         prefix = host.name if slot.local_size == 1 else f"{host.name}:{slot.local_rank}"
-        self.pipes = [
-            _PrefixedPipe(self.process.stdout, sys.stdout, prefix),
-            _PrefixedPipe(self.process.stderr, sys.stderr, prefix),
-        ]
+        self.pipes = [_PrefixedPipe(output, sys.stdout, prefix), _PrefixedPipe(errors, sys.stderr, prefix)]
 
     @property
     def running(self) -> bool:
