@@ -1,4 +1,4 @@
-"""Blocks that keep their inputs alone and run again when gradients are due: less memory, the same bits (EXACT rule 16).
+"""Blocks that keep only their inputs and run again in backward: less memory, the same bits (docs/exact.md, rule 16).
 
 Torch's own checkpoint does it; what a block draws, finds in its buffers and does to its inputs is seen to here.
 """
@@ -50,9 +50,8 @@ class ActivationRecompute:
                 return forward(*args, **kwargs)
             kept = _SavedInputs(args, kwargs, copied=changes.get(number, True))
             place = self.replica.seed_position(number)
-            buffers = {
-                name: buffer.clone() for name, buffer in module.named_buffers() if buffer.nbytes <= LARGE_BUFFER_BYTES
-            }
+            small = [(name, each) for name, each in module.named_buffers() if each.nbytes <= LARGE_BUFFER_BYTES]
+            buffers = {name: each.clone() for name, each in small}
             once = [(args, kwargs)]
 
             def once_more() -> Any:
@@ -69,7 +68,7 @@ class ActivationRecompute:
                     first, second = kept.restore()
                     return forward(*first, **second)
 
-            # The function has its inputs at hand: torch would check that nobody changed them since.
+            # The function has its inputs at hand: torch would check that they have not changed since.
             output = checkpoint(once_more, use_reentrant=False, preserve_rng_state=False)
             changed = kept.end_first_call(args, kwargs)
             if changed and not changes.get(number, True):

@@ -263,9 +263,8 @@ class _GraphRecorder(TorchFunctionMode):
         text = str(error).split("\n")[0]
         text = text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS].rsplit(" ", 1)[0] + " …"
         if "meta" not in text.lower():  # a mistake that any input would show
-            return JobError(
-                f"the model fails {place.removesuffix(',')}: {type(error).__name__}: {text}", where=user_line(error)
-            )
+            what = f"{place.removesuffix(',')}: {type(error).__name__}: {text}"
+            return JobError(f"the model fails {what}", where=user_line(error))
         return JobError(
             f"the model cannot be cut: {place} it does what needs values, not only shapes:"
             f" {type(error).__name__}: {text}",
@@ -276,9 +275,8 @@ class _GraphRecorder(TorchFunctionMode):
 
     def _check_replaced(self) -> None:
         """functional_call leaves what the model's code put in the place of a buffer."""
-        shadows = {
-            name: shadow for shadow, name in ((each, self.tensor_names.get(id(each))) for each in self.kept) if name
-        }
+        names = self.tensor_names
+        shadows = {names[id(each)]: each for each in self.kept if id(each) in names}
         for name, tensor in self.meta_tensors.items():
             if tensor is not shadows[name] and self._block_of(name) not in {each.block for each in self.segments}:
                 raise JobError(
@@ -329,10 +327,8 @@ class _GraphRecorder(TorchFunctionMode):
             if self.block_depth:
                 return
             self._write(name, (args, kwargs), output)
-            segment = BlockSegment(
-                block=name, operations=tuple(self.operations), flops=self._flops(), elements=self.elements
-            )
-            self.segments.append(segment)
+            operations, flops = tuple(self.operations), self._flops()
+            self.segments.append(BlockSegment(block=name, operations=operations, flops=flops, elements=self.elements))
             self.operations, self.elements = [], 0
 
         return hook

@@ -75,10 +75,10 @@ def open_exchange(
 
 class CollectiveExchange:
     def __init__(
-        self, group: WorkerGroup, lanes: int, buckets: list[Bucket], count: int, compressible: int | None = None
+        self, group: WorkerGroup, lanes: int, buckets: list[Bucket], count: int, lossy: int | None = None
     ) -> None:
         self.group, self.lanes, self.buckets, self.count = group, lanes, buckets, count
-        self.compressible = len(buckets) if compressible is None else compressible  # so many of the first buckets
+        self.compressible = len(buckets) if lossy is None else lossy  # so many of the first buckets
         self._flats: dict[tuple[int, int], Tensor] = {}  # bucket and partial sum -> memory, kept from step to step
 
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:

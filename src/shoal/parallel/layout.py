@@ -38,9 +38,8 @@ class ParallelLayout:
             if getattr(self, axis) < 1:
                 raise PlanError(f"{axis}={getattr(self, axis)}: at least 1", fix=GRAMMAR)
         if self.zero not in (0, 1, 2, 3):
-            raise PlanError(
-                f"zero={self.zero} is not known", fix="zero=1 (optimizer), 2 (and gradients), 3 (and weights)"
-            )
+            levels = "zero=1 (optimizer), 2 (and gradients), 3 (and weights)"
+            raise PlanError(f"zero={self.zero} is not known", fix=levels)
         if self.zero >= 2 and self.pipeline > 1:
             raise PlanError(
                 f"zero={self.zero} with pipeline={self.pipeline}: a stage would fetch its weights for every microbatch",
@@ -54,11 +53,10 @@ class ParallelLayout:
         for item in text.split(","):
             name, _, value = item.strip().partition("=")
             if name not in (*AXES, "zero"):
-                raise PlanError(
-                    f"layout '{text}': '{name}' is not known; it can have {', '.join(AXES)} and zero", fix=GRAMMAR
-                )
+                known = f"it can have {', '.join(AXES)} and zero"
+                raise PlanError(f"layout '{text}': '{name}' is not known; {known}", fix=GRAMMAR)
             if name in found:
-                raise PlanError(f"layout '{text}' says {name} twice", fix=GRAMMAR)
+                raise PlanError(f"layout '{text}' has {name} twice", fix=GRAMMAR)
             if not value.strip().isdigit():
                 raise PlanError(f"layout '{text}': {name}={value} is not a whole number", fix=GRAMMAR)
             found[name] = int(value)

@@ -76,7 +76,7 @@ class OptimizerView:
             all_gather_rows([each for _, each in held], self.get_group())
 
     def clip(self, max_norm: float, norm: float | None, extra: Sequence[Tensor] = ()) -> float:
-        """`beside`: gradients of what is not in the model."""
+        """`extra`: gradients of what is not in the model."""
         gradients = [each.grad for each in self.optimizer_params.values() if each.grad is not None]
         return clip_to_norm([*gradients, *extra], max_norm, norm)
 

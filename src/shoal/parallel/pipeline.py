@@ -341,9 +341,8 @@ class PipelineLocalStep(LocalStep):
         weights = [leaf for _, _, leaf in self.leaves[stage]]
 
         def go() -> None:
-            in_stage.pending = (
-                backward_of_inputs(tensors, gradients, inputs, weights) if tensors else PendingWeightGrads(None)
-            )
+            none = PendingWeightGrads(None)
+            in_stage.pending = backward_of_inputs(tensors, gradients, inputs, weights) if tensors else none
 
         self._accumulate(stage, number, go, last=False)
         if stage > 0:

@@ -155,10 +155,8 @@ def check_schedule_name(name: str) -> None:
             fix="interleaved has as many stages a rank, and is exact",
         )
     near = get_close_matches(plain, SCHEDULE_NAMES, n=1, cutoff=0.5)
-    raise PlanError(
-        f"there is no schedule {name}",
-        fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(SCHEDULE_NAMES)}",
-    )
+    fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(SCHEDULE_NAMES)}"
+    raise PlanError(f"there is no schedule {name}", fix=fix)
 
 
 def _check_sizes(name: str, ranks: int, microbatches: int, chunks: int) -> None:

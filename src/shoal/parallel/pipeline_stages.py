@@ -1,6 +1,6 @@
 """How a model is cut into a pipeline's stages: which segments, which tensors, which weights are shared. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +11,7 @@ from shoal.parallel.balance import cut_stages
 from shoal.parallel.block_graph import BlockGraph
 from shoal.parallel.blocks import BlockList
 from shoal.parallel.pipeline_schedule import PipelineSchedule, fit_schedule
+from shoal.parallel.plan import Plan
 
 KINDS = (nn.Module.named_parameters, nn.Module.named_buffers)
 
@@ -44,20 +45,11 @@ class PipelineStages:
         return [block for stage in self.stages_of(rank) for block in self.blocks[slice(*self.spans[stage])]]
 
 
-def cut_model(
-    model: nn.Module,
-    blocks: BlockList,
-    graph: BlockGraph,
-    *,
-    ranks: int,
-    schedule: str = "1f1b",
-    chunks: int = 1,
-    weights: Sequence[float] = (),
-) -> PipelineStages:
-    """Stages of about equal cost, or as large as their ranks' `weights`. `model` may be on meta."""
-    stages = ranks * chunks
-    order = fit_schedule(schedule, ranks=ranks, microbatches=1, chunks=chunks)
-    by_stage = [weights[order.rank_of(stage)] for stage in range(stages)] if weights else None
+def cut_model(model: nn.Module, blocks: BlockList, graph: BlockGraph, plan: Plan) -> PipelineStages:
+    """Stages of about equal cost, or as large as the plan has them. `model` may be on meta."""
+    ranks, stages = plan.pipeline, plan.pipeline * plan.chunks
+    order = fit_schedule(plan.schedule, ranks=ranks, microbatches=1, chunks=plan.chunks)
+    by_stage = [plan.stages[order.rank_of(stage)] for stage in range(stages)] if plan.stages else None
     spans = cut_stages(graph.costs(), stages, by_stage, joined=graph.inseparable)
     stage_of_block: dict[int, int] = {}
     stage_of_held: dict[tuple[int, int], int] = {}  # what the model's own code uses -> where
@@ -95,8 +87,8 @@ def cut_model(
         blocks=tuple(segment.block for segment in graph.segments),
         costs=tuple(sum(graph.costs()[slice(*span)]) / total for span in spans),
         ranks=ranks,
-        schedule=schedule,
-        chunks=chunks,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
         names=tuple(frozenset(each) for each in names),
         stage_by_tensor=homes,
         tied={name: found for name, found in tied.items() if len(set(found)) > 1},

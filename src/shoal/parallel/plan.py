@@ -38,11 +38,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.version != VERSION:
             raise PlanError(f"the plan has version {self.version}; this Shoal reads version {VERSION}")
         if len(self.assignment) * self.pipeline * self.tensor != self.workers:
-            whom = (
-                f"{len(self.assignment)}"
-                if not self.splits_replica
-                else f"{len(self.assignment)} replicas of {self.layout.replica_size} each"
-            )
+            each = f" replicas of {self.layout.replica_size} each" if self.splits_replica else ""
+            whom = f"{len(self.assignment)}{each}"
             raise PlanError(f"the plan has {self.workers} workers but assigns lanes to {whom}")
         if self.stages and (len(self.stages) != self.pipeline or min(self.stages) <= 0):
             weights = ", ".join(f"{weight:g}" for weight in self.stages)
@@ -50,10 +47,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         expected = 0
         for rank, (start, stop) in enumerate(self.assignment):
             if start != expected or stop <= start:
-                whom = "replica" if self.splits_replica else "worker"
-                raise PlanError(
-                    f"the plan assigns lanes {start} to {stop} to {whom} {rank}; they must begin at {expected}"
-                )
+                whom = f"{self.holder} {rank}"
+                raise PlanError(f"the plan assigns lanes {start} to {stop} to {whom}; they must begin at {expected}")
             expected = stop
         if expected != self.lanes:
             raise PlanError(f"the plan assigns {expected} lanes, but has {self.lanes}")
@@ -68,21 +63,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.pipeline * self.tensor > 1
 
     @property
+    def holder(self) -> str:
+        """What a span of lanes is assigned to."""
+        return "replica" if self.splits_replica else "worker"
+
+    @property
     def partial_sums(self) -> int:
         """Gradients that travel in each step: one per worker where each holds a whole subtree."""
         return sum(len(subtrees(self.lanes, span)) for span in self.assignment)
 
     def lines(self) -> list[str]:
-        held = [
-            f"{'replica' if self.splits_replica else 'worker'} {rank}: lanes {_range(span)}"
-            for rank, span in enumerate(self.assignment)
-        ]
+        held = [f"{self.holder} {rank}: lanes {_range(span)}" for rank, span in enumerate(self.assignment)]
         sums = f"{self.partial_sums} partial sums a step for {self.workers} workers"
         travel = [f"{name} {value}" for name in ("algorithm", "compress") if (value := getattr(self, name))]
         ways = [f"between hosts: {', '.join(travel)}"] if travel else []
-        held += (
-            [f"{self.servers} server{'s' * (self.servers > 1)} with the weights, {self.sync}"] if self.servers else []
-        )
+        if self.servers:
+            held.append(f"{self.servers} server{'s' * (self.servers > 1)} with the weights, {self.sync}")
         ways += [] if self.exact else ["not exact: other workers, or another run, can give other weights"]
         order = [f"schedule {self.schedule}, {self.chunks} stages a worker"] if self.pipeline > 1 else []
         order += [f"stages as {', '.join(f'{weight:g}' for weight in self.stages)}"] if self.stages else []
@@ -117,9 +113,8 @@ def make_plan(
             " (other bits than before)",
         )
     if layout.zero >= 2 and shares is not None:
-        raise PlanError(
-            f"zero={layout.zero} gives every worker the same lanes, and --shares {shares} others", fix="zero=1"
-        )
+        same = f"zero={layout.zero} gives every worker the same lanes"
+        raise PlanError(f"{same}, and --shares {shares} others", fix="zero=1")
     if shares in (None, "even", "auto"):
         spans = assign_lanes(lanes, [1.0] * replicas)
     else:
@@ -149,13 +144,11 @@ def parse_shares(text: str, workers: int) -> Sequence[float]:
     try:
         shares = [float(share) for share in text.split(",")]
     except ValueError:
-        raise PlanError(
-            f"shares '{text}' are not numbers", fix="--shares 3,1 (one per worker), or --shares auto"
-        ) from None
+        fix = "--shares 3,1 (one per worker), or --shares auto"
+        raise PlanError(f"shares '{text}' are not numbers", fix=fix) from None
     if len(shares) != workers:
-        raise PlanError(
-            f"{len(shares)} shares for {workers} workers", fix=f"--workers {len(shares)}, or one share each"
-        )
+        count = len(shares)
+        raise PlanError(f"{count} shares for {workers} workers", fix=f"--workers {count}, or one share each")
     if not all(0 < share < float("inf") for share in shares):
         raise PlanError(f"shares '{text}': each must be above 0", fix="leave a worker out with a smaller --workers")
     return shares

@@ -190,9 +190,8 @@ def _untie(model: nn.Module, blocks: BlockList) -> dict[str, list[tuple[nn.Param
             by_block[block] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad), name
         module, leaf = owner_of(model, name)
         module._parameters[leaf] = by_block[block][0]
-    return {
-        name: [by_block[block] for block in sorted(by_block)] for name, by_block in leaves.items() if len(by_block) > 1
-    }
+    shared = {name: by_block for name, by_block in leaves.items() if len(by_block) > 1}
+    return {name: [by_block[block] for block in sorted(by_block)] for name, by_block in shared.items()}
 
 
 def _tie(model: nn.Module, parameters: dict[str, nn.Parameter], shared: dict[str, list[nn.Parameter]]) -> None:

@@ -115,7 +115,7 @@ class FullParameter:
         self.ref_count = 1  # who needs it now
 
     def acquire(self) -> bool:
-        """Somebody needs it. True: its memory is there, and must be filled."""
+        """Acquires the full parameter; returns True if the caller must gather it."""
         self.ref_count += 1
         if self.ref_count > 1:
             return False

@@ -32,14 +32,13 @@ def backward_of_inputs(
     """Leaves the inputs' gradients in their `.grad`."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
+    given = None if gradients is None else list(gradients)
     wanted = [weight for weight in weights if weight.requires_grad]
     if not inputs or not _separable(outputs, inputs, wanted):
-        torch.autograd.backward(list(outputs), None if gradients is None else list(gradients))
+        torch.autograd.backward(list(outputs), given)
         return PendingWeightGrads(None)
     # A result that nothing led to has no gradient to give on.
-    _, groups = stage_backward_input(
-        list(outputs), None if gradients is None else list(gradients), list(inputs), iter(wanted)
-    )
+    _, groups = stage_backward_input(list(outputs), given, list(inputs), iter(wanted))
     return PendingWeightGrads(groups)
 
 

@@ -210,9 +210,8 @@ class _ReceivedActivations(torch.autograd.Function):
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=tensor.dtype).set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
 
 
 def _not_dense(what: str) -> JobError:

@@ -112,10 +112,8 @@ class GatheredStepStats:
         """The loss of a step of so many samples, and what its reduced gradients must still be multiplied by."""
 
         def total(which: int) -> float:
-            by_lane = {
-                (lane, lane + 1): self.lane_losses[lane][which] if lane in self.lane_losses else None
-                for lane in range(self.lanes)
-            }
+            losses = [self.lane_losses.get(lane) for lane in range(self.lanes)]
+            by_lane = {(lane, lane + 1): None if each is None else each[which] for lane, each in enumerate(losses)}
             return fold(self.lanes, by_lane, lambda a, b: a + b) or 0.0
 
         if self.not_finite:

@@ -418,9 +418,7 @@ class _ShardedExchange:
         for bucket in make_buckets(list(enumerate(starts)), BUFFER_BYTES):
             if not bucket.has_any(anywhere):
                 continue
-            fold: TreeAccumulator[Tensor] = TreeAccumulator(
-                strategy.lanes, (0, strategy.lanes), lambda left, right: left.add_(right)
-            )
+            fold: TreeAccumulator[Tensor] = TreeAccumulator(strategy.lanes, (0, strategy.lanes), Tensor.add_)
             for first in range(0, strategy.lanes, size):
                 flat = torch.zeros(bucket.length, dtype=bucket.dtype)
                 bucket.fill(bucket.views(flat), self.buffer_shares.get(first + rank, [None] * len(starts)))

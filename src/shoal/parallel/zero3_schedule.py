@@ -46,7 +46,7 @@ class BlockPass:
     """
 
     def __init__(self, strategy: ShardHolder, *, trains: bool, sends: bool) -> None:
-        """`learns`: a backward pass follows; `sends`: it is the lane's last one, and gradients go to their owners."""
+        """`trains`: a backward pass follows; `sends`: it is the lane's last one, and gradients go to their owners."""
         self.strategy, self.trains, self.sends = strategy, trains, sends
         self.order = strategy.call_orders.get(trains)
         self.keeps_last = trains and self.order is not None  # the last block's weights: the way back begins with them
@@ -118,14 +118,13 @@ class BlockPass:
         self.next_call = place
 
     def _announce(self, number: int) -> int:
-        """Nobody knows the order yet. Returns the block that all others call now."""
+        """The order is not known yet. Returns the block that all others call now."""
         strategy = self.strategy
         numbers = strategy.shard_group.gather_rows(torch.tensor([number], dtype=torch.int64)).flatten().tolist()
         found = sorted({each for each in numbers if each != IDLE})
         if len(found) > 1:
-            who = ", ".join(
-                f"worker {rank}: {strategy.block_name(each)}" for rank, each in enumerate(numbers) if each > OVER
-            )
+            called = [(rank, strategy.block_name(each)) for rank, each in enumerate(numbers) if each > OVER]
+            who = ", ".join(f"worker {rank}: {name}" for rank, name in called)
             raise JobError(
                 f"workers call different blocks in their first pass ({who}): with zero=3 all must call the same",
                 fix="--layout with zero=2",
@@ -183,11 +182,8 @@ class BlockPass:
         self._backward_to(-1)
         if self.sends:
             called = set(self.order)
-            rest = [
-                index
-                for index, whole in enumerate(self.strategy.full_params)
-                if ROOT in whole.blocks or not called & set(whole.blocks)
-            ]
+            blocks = [set(whole.blocks) for whole in self.strategy.full_params]
+            rest = [index for index, used in enumerate(blocks) if ROOT in used or not called & used]
             self.strategy.scatter_gradients(rest)
 
     def _backward_to(self, place: int) -> None:
@@ -217,13 +213,9 @@ class BlockPass:
         assert self.order is not None
         number = self.order[self.position]
         if self.sends and number not in self.order[: self.position]:
-            earlier = set(self.order[: self.position]) - {number}
-            ready = [
-                index
-                for index in self.strategy.block_params[number]
-                if ROOT not in self.strategy.full_params[index].blocks
-                and not earlier & set(self.strategy.full_params[index].blocks)
-            ]
+            unfinished = {ROOT, *self.order[: self.position]}
+            params = [(index, self.strategy.full_params[index]) for index in self.strategy.block_params[number]]
+            ready = [index for index, whole in params if not unfinished & set(whole.blocks)]
             self.sent_params.update(ready)
             self.strategy.scatter_gradients(ready)
         self.strategy.release(number)

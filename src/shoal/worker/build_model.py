@@ -29,7 +29,6 @@ from shoal.parallel.plan import Plan
 from shoal.parallel.strategy import Strategy
 from shoal.parallel.tensor.group import TensorGroup
 from shoal.parallel.tensor.install import install
-from shoal.parallel.tensor.rules import TensorRules
 from shoal.parallel.zero import ShardedParallel
 from shoal.recovery.checkpoint.export import initial_weights
 from shoal.recovery.checkpoint.files import StateShard
@@ -56,7 +55,6 @@ class WorkerModel:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the whole model, where it is sharded
     tensor_slices: Mapping[str, TensorSlice] = field(default_factory=dict)  # of tensors that are not whole here
     stages: PipelineStages | None = None
-    rules: TensorRules | None = None
     record_graph: Callable[[Sequence[Any], bool], BlockGraph] | None = None
     state_shard: StateShard | None = None  # for checkpoints, where the model is sharded
     tensor_group: TensorGroup | None = None  # the workers with the other slices
@@ -73,9 +71,8 @@ def build_worker_model(job: Job, plan: Plan, worker: int, outline: ModelOutline 
     masters = job.precision == "bf16-weights"
     if outline is None:
         model = build_model(job)
-        if job.start_from is not None:
-            _load_initial_weights(model, job, {}, shapes_of(model))
-        return _finish(job, model, find_blocks(model, job.blocks), masters=masters)
+        _load_initial_weights(model, job, {}, shapes_of(model))
+        return _finish(model, find_blocks(model, job.blocks), masters)
     layout = plan.layout
     model = outline.sketch.model
     skeleton = as_computed(job, copy.deepcopy(model))
@@ -83,37 +80,27 @@ def build_worker_model(job: Job, plan: Plan, worker: int, outline: ModelOutline 
     share = partition_of(outline, layout, worker)
     outline.sketch.install(share.held, keep=lambda name, tensor: share.slices.get(name, FULL_SLICE).extract(tensor))
     outline.sketch.drop_unused()
-    if job.start_from is not None:
-        _load_initial_weights(model, job, share.slices, stored)
+    _load_initial_weights(model, job, share.slices, stored)
     optimized = share.optimizer_slices if layout.zero == 1 else None
-    built = _finish(job, model, outline.blocks, masters=masters, optimized=optimized, sharded=layout.zero >= 2)
-    if outline.rules is not None:
-        number = layout.position(worker).tensor_rank
-        built.tensor_shapes = {
-            name: outline.rules.slice_of(name, shape, number).shape(shape) for name, shape in outline.shapes.items()
-        }
-    else:
-        built.tensor_shapes = outline.shapes
-    built.shapes, built.stages, built.rules = outline.shapes, outline.stages, outline.rules
-    shares = [
-        share.as_global(layout.zero, masters)
-        for share in (partition_of(outline, layout, shard) for shard in range(layout.shards))
-    ]
-    own = shares[worker % layout.shards]
+    built = _finish(model, outline.blocks, masters, rows=optimized, sharded=layout.zero >= 2)
+    rules, shapes, rank = outline.rules, outline.shapes, layout.position(worker).tensor_rank
+    built.shapes, built.tensor_shapes, built.stages = shapes, shapes, outline.stages
+    if rules is not None:
+        built.tensor_shapes = {name: rules.slice_of(name, shape, rank).shape(shape) for name, shape in shapes.items()}
+        built.tensor_group = TensorGroup(PendingTensorGroup(rank, layout.tensor))
+        install(model, rules, built.tensor_group)
+    shares = [partition_of(outline, layout, shard).as_global(layout.zero, masters) for shard in range(layout.shards)]
+    shard = worker % layout.shards
+    own = shares[shard]
     built.tensor_slices = share.slices
     built.state_shard = StateShard(
         shapes=stored,
         slices=own.slices,
         optimizer_slices=own.optimizer_slices if layout.zero == 1 else None,
         held=[name for name in stored if name in own.held],
-        writes=_first_owned(shares, worker % layout.shards, lambda share: share.slices),
-        optimizer_writes=_first_owned(
-            shares, worker % layout.shards, lambda share: share.optimizer_slices or share.slices
-        ),
+        writes=_first_owned(shares, shard, lambda share: share.slices),
+        optimizer_writes=_first_owned(shares, shard, lambda share: share.optimizer_slices or share.slices),
     )
-    if outline.rules is not None:
-        built.tensor_group = TensorGroup(PendingTensorGroup(layout.position(worker).tensor_rank, layout.tensor))
-        install(model, outline.rules, built.tensor_group)
 
     def record(inputs: Sequence[Any], training: bool) -> BlockGraph:
         skeleton.train(training)
@@ -145,26 +132,20 @@ def _first_owned(
 
 def whole_model(model: nn.Module, blocks: BlockList) -> WorkerModel:
     """A model that one worker holds whole, with an optimizer of its own."""
-    return WorkerModel(
-        model=model, saved_model=model, update=OptimizerView(list(model.named_parameters())), blocks=blocks
-    )
+    update = OptimizerView(list(model.named_parameters()))
+    return WorkerModel(model=model, saved_model=model, update=update, blocks=blocks)
 
 
 def _finish(
-    job: Job,
     model: nn.Module,
     blocks: BlockList,
-    *,
     masters: bool,
-    optimized: Mapping[str, TensorSlice] | None = None,
+    rows: Mapping[str, TensorSlice] | None = None,
     sharded: bool = False,
 ) -> WorkerModel:
-    """`optimized`: the rows that the optimizer sees. `sharded`: this worker holds only rows."""
-    parameters = list(model.named_parameters())
-    update = OptimizerView(parameters, masters=masters, rows=optimized)
-    saved = model
-    if masters or sharded:
-        saved = clone_with_params(model, update.optimizer_params)
+    """`rows`: those that the optimizer sees. `sharded`: this worker holds only rows."""
+    update = OptimizerView(list(model.named_parameters()), masters=masters, rows=rows)
+    saved = clone_with_params(model, update.optimizer_params) if masters or sharded else model
     if masters:
         to_bfloat16(model)
     return WorkerModel(model=model, saved_model=saved, update=update, blocks=blocks)
@@ -173,10 +154,9 @@ def _finish(
 def choose_strategy(plan: Plan, built: WorkerModel, setup: StepSetup, objective: Objective | None) -> Strategy:
     """The strategy of this plan, before it has a group."""
     if plan.pipeline > 1:
-        assert built.stages is not None and built.record_graph is not None and objective is not None
-        return PipelineParallel(
-            setup, stages=built.stages, objective=objective, record=built.record_graph, recompute=plan.recompute
-        )
+        stages, record = built.stages, built.record_graph
+        assert stages is not None and record is not None and objective is not None
+        return PipelineParallel(setup, stages=stages, objective=objective, record=record, recompute=plan.recompute)
     if plan.zero >= 2:
         return ShardedParallel(setup, level=plan.zero, shapes=built.tensor_shapes)
     return DataParallel(setup)
@@ -185,7 +165,8 @@ def choose_strategy(plan: Plan, built: WorkerModel, setup: StepSetup, objective:
 def _load_initial_weights(
     model: nn.Module, job: Job, slices: Mapping[str, TensorSlice], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    assert job.start_from is not None
+    if job.start_from is None:
+        return
     tensors: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
     held = [name for name in shapes if not tensors[name].is_meta]
     holding = StateShard(shapes=shapes, slices=slices, held=held)

@@ -210,9 +210,8 @@ class Checkpointer:
         self.policy.write_succeeded()
         self._cause, self._unreported = "", None
         self.saved_step, self.write_seconds = step, written.seconds
-        self.emit(
-            CheckpointSaved(step=step, path=str(written.path), num_bytes=written.num_bytes, seconds=written.seconds)
-        )
+        path, size = str(written.path), written.num_bytes
+        self.emit(CheckpointSaved(step=step, path=path, num_bytes=size, seconds=written.seconds))
 
     def _on_failed(self, step: int, error: Exception) -> None:
         """Reports a failure once for each cause: a disk may stay full for long."""

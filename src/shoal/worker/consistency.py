@@ -95,8 +95,9 @@ def model_digests(
             if rank == group.rank != 0:
                 group.send(named[name].detach().contiguous(), 0)
             elif whole is not None:
-                tensor = named[name].detach()
-                if rank != 0:
+                if rank == 0:
+                    tensor = named[name].detach()
+                else:
                     tensor = torch.empty(tensor_slice.shape(shapes[name]), dtype=whole.dtype)
                     group.receive(tensor, rank)
                 tensor_slice.write(tensor, whole)

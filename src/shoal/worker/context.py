@@ -61,18 +61,13 @@ class WorkerContext:
         )
 
     def group(self) -> WorkerGroup:
-        options = self.config.comm_options
+        timeout, options = timedelta(seconds=self.config.communication.timeout), self.config.comm_options
         if self.size == 1:
             return SoloGroup(options)
         if self.open_torch_store is None:
             raise InputError(f"worker {self.rank} of {self.size} has no store to find the other workers")
-        return DistributedGroup(
-            self.open_torch_store(),
-            rank=self.rank,
-            size=self.size,
-            timeout=timedelta(seconds=self.config.communication.timeout),
-            options=options,
-        )
+        store = self.open_torch_store()
+        return DistributedGroup(store, rank=self.rank, size=self.size, timeout=timeout, options=options)
 
 
 _installed: WorkerContext | None = None  # set once, by the driver, in a worker process
@@ -92,11 +87,8 @@ def current_context(folder: Path | None = None, resume: bool = False) -> WorkerC
     rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else (0, 1)
     if folder is not None and rank == 0:
         _open_folder(folder, resume)
-    if launched:
-        return WorkerContext(
-            rank=rank, size=size, folder=folder, config=config, resumed=resume, open_torch_store=torchrun_store
-        )
-    return WorkerContext(folder=folder, config=config, resumed=resume)
+    store = torchrun_store if launched else None
+    return WorkerContext(rank=rank, size=size, folder=folder, config=config, resumed=resume, open_torch_store=store)
 
 
 def _open_folder(folder: Path, resume: bool) -> None:
@@ -104,21 +96,13 @@ def _open_folder(folder: Path, resume: bool) -> None:
     if resume:
         RunFolder.open(folder)
     elif (folder / "checkpoints").exists():
-        raise RunFolderError(
-            f"{folder} already holds a run, and a new run needs a folder of its own",
-            fix="resume=True to go on with it, or another run_dir",
-        )
+        raise RunFolderError(f"{folder} already holds a run", fix="resume=True to go on with it, or another run_dir")
     else:
         RunFolder.create(folder)
 
 
 def torchrun_store() -> Store:
     """The store that MASTER_ADDR and MASTER_PORT name, as torchrun sets them."""
-    rank = int(os.environ["RANK"])
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        int(os.environ["WORLD_SIZE"]),
-        is_master=rank == 0 and not hosted,
-    )
+    env = os.environ
+    hosts = int(env["RANK"]) == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["WORLD_SIZE"]), is_master=hosts)

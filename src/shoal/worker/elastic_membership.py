@@ -348,14 +348,12 @@ class ElasticMembership:
         current = self._watched
         # When the run is done, all members have come to its end: one that ends now is not lost.
         if current is not None and not state.request.done:
-            generation, members, group = current
+            view, (generation, members, group) = state.view, current
             lost = [f"{who} {gone[who]}" for who in members if who in gone]
             if lost:
                 group.abandon("; ".join(lost))
-            elif state.view.generation > generation and not (
-                state.view.boundary and self.worker_id in state.view.members
-            ):
-                group.abandon(f"generation {state.view.generation} has begun: {state.view.reason}")
+            elif view.generation > generation and not (view.boundary and self.worker_id in view.members):
+                group.abandon(f"generation {view.generation} has begun: {view.reason}")
         self._newcomers = newcomers(state.view, state.alive, gone)
         if state.stacks_revision > self._stacks_answered:
             self._stacks_answered = state.stacks_revision
@@ -363,8 +361,7 @@ class ElasticMembership:
                 self._heartbeat.put(f"where/{store_key(self.worker_id)}", msgspec.json.encode(self.activity()))
 
     def _on_store_away(self, seconds: float | None) -> None:
-        event = StoreOutage(rank=self.worker_id.worker, address=self._store.address, seconds=seconds)
-        self._emit(event)
+        self._emit(StoreOutage(rank=self.worker_id.worker, address=self._store.address, seconds=seconds))
 
     def _on_store_retry(self, seconds: float) -> None:
         """Restarts the store if the driver has not. The members try one after the other: the first may be gone."""

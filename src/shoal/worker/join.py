@@ -66,20 +66,19 @@ def join(
         checkpoint_every=checkpoint_every,
     )
     schedule = checked.schedule(source.samples)
+    config, comm = context.config, context.config.comm_options
     plan = context.plan or make_plan(
         lanes=checked.lane_count,
         workers=context.size,
-        shares=context.config.parallel.shares,
+        shares=config.parallel.shares,
         threads=threads,
-        exact=context.config.exact,
-        algorithm=context.config.comm_options.algorithm,
-        compress=context.config.comm_options.compress,
+        exact=config.exact,
+        algorithm=comm.algorithm,
+        compress=comm.compress,
     )
     if (plan.lanes, plan.workers) != (checked.lane_count, context.size):
-        raise JobError(
-            f"the plan is for {plan.lanes} lanes on {plan.workers} workers;"
-            f" the script has {checked.lane_count} on {context.size}"
-        )
+        has = f"the script has {checked.lane_count} on {context.size}"
+        raise JobError(f"the plan is for {plan.lanes} lanes on {plan.workers} workers; {has}")
     membership = context.membership()
     arithmetic = checked.arithmetic() | {
         "optimizer": type(optimizer).__qualname__,
@@ -111,19 +110,10 @@ def join(
     return run
 
 
-def as_job(model: nn.Module, source: DataSource, **arithmetic: Any) -> Job:
+def as_job(model: nn.Module, source: DataSource, **given: Any) -> Job:
     """The same checks as a job's, by the same code."""
     last: Any = "drop" if source.last == "drop" else "short"
-    return Job(
-        model=model,
-        data=None,
-        loss=_not_callable,
-        optimizer=_not_callable,
-        batch=source.batch,
-        epochs=1,
-        last=last,
-        **arithmetic,
-    )
+    return Job(model=model, data=None, loss=_never, optimizer=_never, batch=source.batch, epochs=1, last=last, **given)
 
 
 def finish_joined() -> None:
@@ -141,5 +131,5 @@ def joined_run() -> Run | None:
     return _joined[1] if _joined is not None and _joined[0] == os.getpid() else None
 
 
-def _not_callable(*arguments: Any) -> Any:
+def _never(*arguments: Any) -> Any:
     raise AssertionError("a joined loop has its own loss and optimizer")

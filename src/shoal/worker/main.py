@@ -81,8 +81,7 @@ def reporting_failures(context: WorkerContext, log: str) -> Iterator[list[int]]:
         step = 0 if run is None else run.step
         if run is not None:
             run.checkpoints.drop_missing_writers(error.present)
-        rank, incarnation, reason = context.rank, context.incarnation, MODEL_SHARD_LOST
-        left = WorkerLeft(rank=rank, incarnation=incarnation, step=step, reason=reason)
+        left = WorkerLeft(rank=context.rank, incarnation=context.incarnation, step=step, reason=MODEL_SHARD_LOST)
         context.channel.emit(left)
         print(error.message, file=sys.stderr)
         code[0] = error.exit_code
@@ -93,7 +92,7 @@ def reporting_failures(context: WorkerContext, log: str) -> Iterator[list[int]]:
     except BaseException as error:
         run = own_run()
         code[0] = error.exit_code if isinstance(error, ShoalError) else 1
-        event = failure_event(error, context.rank, run, log, memory=context.config.parallel.memory_bytes)
+        event = failure_event(error, context.rank, run, log, limit=context.config.parallel.memory_bytes)
         context.channel.emit(event)
         print(TRACEBACK_FOLLOWS, file=sys.stderr)
         traceback.print_exc()
@@ -107,12 +106,10 @@ def _finish_saving(failed: str = "") -> None:
         run.close(failed)
 
 
-def failure_event(
-    error: BaseException, rank: int, run: Run | None, log: str, memory: int | None = None
-) -> WorkerFailed:
-    """`memory`: bytes that the worker may use."""
+def failure_event(error: BaseException, rank: int, run: Run | None, log: str, limit: int | None = None) -> WorkerFailed:
+    """`limit`: bytes that the worker may use."""
     if is_out_of_memory(error):
-        error = _out_of_memory(error, memory)
+        error = _out_of_memory(error, limit)
     step = None if run is None else run.step
     lane = None if run is None else run.strategy.current_lane
     if isinstance(error, ShoalError):

@@ -58,12 +58,10 @@ class MemoryMeter:
 def process_status() -> dict[str, int]:
     """Bytes by the kernel's names for them; empty where there is no such kernel."""
     try:
-        lines = STATUS.read_text().splitlines()
+        rows = [line.partition(":") for line in STATUS.read_text().splitlines()]
     except OSError:
         return {}
-    return {
-        name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest
-    }
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in rows if "kB" in rest}
 
 
 def _reset_peak() -> None:
@@ -83,7 +81,7 @@ def cap_memory(num_bytes: int, *, threads: int = SPARE_THREADS) -> None:
     """From now on this process gets so many bytes more, from the kernel; torch raises when it asks for more.
 
     It counts private memory, touched or not, so `threads` that are still to start have room for their stacks besides.
-    Memory shared with other workers is not counted. Large tensors go back when they are freed: see `return_freed`.
+    Memory shared with other workers is not counted. Large tensors go back when they are freed (`return_freed_memory`).
     """
     return_freed_memory()
     _small_stacks()
@@ -160,9 +158,8 @@ class MemoryEstimate:
         """`by`: where the limit comes from, such as an option."""
         if self.total > available:
             parts = ", ".join(f"{part} {human.size(num_bytes)}" for part, num_bytes in self.by_category().items())
-            refused = MemoryNeeded(
-                f"one worker needs {human.size(self.total)} ({parts}) and has {human.size(available)} ({by})", fix=fix
-            )
+            needs, has = human.size(self.total), human.size(available)
+            refused = MemoryNeeded(f"one worker needs {needs} ({parts}) and has {has} ({by})", fix=fix)
             refused.needed = self.total
             raise refused
 
@@ -179,18 +176,13 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """All in bytes on this worker. `state`: see `state_factor`. `lanes`: that it holds.
 
-    `trained`: the weights that get gradients; `stored`: those whose optimizer state is here; both all of them if it is
-    not said. `reduced`: the sums over all workers have memory of their own (False for one worker).
+    `trained`: the weights that get gradients; `stored`: those whose optimizer state is here; by default both are all.
+    `reduced`: the sums over all workers have memory of their own (False for one worker).
     """
     trained = weights if trained is None else trained
     stored = trained if stored is None else stored
-    at_once = lanes.bit_length()  # adding up a tree of lanes: log2 + 1
-    return MemoryEstimate(
-        weights=weights,
-        gradients=trained * (at_once + int(reduced)),
-        optimizer=math.ceil(stored * state),
-        buffers=buffers,
-    )
+    gradients = trained * (lanes.bit_length() + int(reduced))  # adding up a tree of lanes: log2 + 1 at once
+    return MemoryEstimate(weights=weights, gradients=gradients, optimizer=math.ceil(stored * state), buffers=buffers)
 
 
 def state_factor(

@@ -1,5 +1,5 @@
-"""How a layout cuts a job's model: found from shapes alone, in the driver, so that what does not fit is said before any
-worker starts. Workers take from it what is theirs (build.py)."""
+"""How a layout cuts a job's model: found from shapes alone, in the driver, so that what does not fit is refused before
+any worker starts. Workers take their share from it (build_model.py)."""
 
 import copy
 import math
@@ -57,9 +57,7 @@ def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
     """Finds how the layout shards the model. A layout that does not fit is an error here."""
     made = sketch_model(job)
     blocks = find_blocks(made.model, job.blocks)
-    shapes = {
-        name: tuple(tensor.shape) for name, tensor in (*made.model.named_parameters(), *made.model.named_buffers())
-    }
+    shapes = {name: tuple(each.shape) for name, each in (*made.model.named_parameters(), *made.model.named_buffers())}
     stages, rules = None, None
     if plan.pipeline > 1 or plan.tensor > 1:
         example = example_microbatch(job, source)
@@ -67,9 +65,7 @@ def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
         if plan.pipeline > 1:
             check_schedule(job, plan)
             row = record_graph(model, blocks, example, autocast=job.precision == "bf16-autocast")
-            stages = cut_model(
-                model, blocks, row, ranks=plan.pipeline, schedule=plan.schedule, chunks=plan.chunks, weights=plan.stages
-            )
+            stages = cut_model(model, blocks, row, plan)
             if job.evaluate is not None:
                 _check_evaluation(job, model, blocks, example, stages)
         if plan.tensor > 1:
@@ -81,9 +77,9 @@ def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
 def check_schedule(job: Job, plan: Plan) -> None:
     """What goes through a pipeline is the microbatches of a replica's lanes."""
     lanes = job.lane_count // len(plan.assignment)
-    slices = lanes * job.microbatches
+    microbatches = lanes * job.microbatches
     try:
-        make_schedule(plan.schedule, ranks=plan.pipeline, microbatches=slices, chunks=plan.chunks)
+        make_schedule(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks)
     except PlanError as error:
         whose = f"{lanes} of {job.lane_count} lanes" if len(plan.assignment) > 1 else f"{lanes} lanes"
         has = f"a replica has {whose} with {job.microbatches} microbatch{'es' if job.microbatches > 1 else ''} each"
@@ -100,9 +96,7 @@ def as_computed(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def _check_evaluation(
-    job: Job, model: nn.Module, blocks: BlockList, example: Sequence[Any], stages: PipelineStages
-) -> None:
+def _check_evaluation(job: Job, model: nn.Module, blocks: BlockList, example: Any, stages: PipelineStages) -> None:
     """Refuses a model that cannot be evaluated in stages before it is trained."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -132,9 +126,8 @@ def check_optimizer(job: Job, outline: ModelOutline, plan: Plan) -> None:
 
 
 def sketch_model(job: Job) -> MetaModel:
-    return (
-        MetaModel.from_model(job.model) if isinstance(job.model, nn.Module) else build_meta_model(job.model, job.seed)
-    )
+    model = job.model
+    return MetaModel.from_model(model) if isinstance(model, nn.Module) else build_meta_model(model, job.seed)
 
 
 def check_memory(job: Job, outline: ModelOutline, plan: Plan, limit: int | None) -> None:
@@ -166,10 +159,10 @@ def memory_of(job: Job, outline: ModelOutline, plan: Plan, model_shard: int) -> 
     updates = {name: rows.compose(share.slices.get(name, FULL_SLICE)) for name, rows in share.optimizer_slices.items()}
     updated = size(own, updates or share.slices)
     start, stop = plan.assignment[0]
+    state = state_factor(job.optimizer, {name: len(outline.shapes[name]) for name in order})
     return estimate_memory(
         weights // 2 if masters else weights,
-        state=state_factor(job.optimizer, {name: len(outline.shapes[name]) for name in order})
-        + (1.0 if masters else 0.0),
+        state=state + (1.0 if masters else 0.0),
         trained=updated if plan.zero >= 2 else None,
         stored=updated,
         lanes=stop - start if plan.zero < 2 else 1,

@@ -72,8 +72,7 @@ class RunRecovery:
         found = run.checkpoints.resume(run.group, state_lost=self.membership.view.restart > 0)
         run.restore_progress(found.snapshot)
         if run.leader:
-            known = self.membership.known_committed()
-            run.record_resume(found, known_committed=known, inexact=run.inexact)
+            run.record_resume(found, known_committed=self.membership.known_committed(), inexact=run.inexact)
 
     def _synchronise(self, recovery: RecoveryPlan) -> None:
         """What all members of a new generation do together before each goes on."""
@@ -94,18 +93,13 @@ class RunRecovery:
         if donor is not None:
             run.disrupted_at = time.monotonic()
             began = time.perf_counter()
-            snapshot, num_bytes = receive_state(run.group, view.rank(donor), str(donor))
+            snapshot, size = receive_state(run.group, view.rank(donor), str(donor))
             run.live.restore(snapshot, own=True)
             run.restore_progress(snapshot)
             run.update.after_step()
             self.membership.state_received(recovery)
-            event = StateTransferred(
-                rank=run.worker,
-                donor=donor.worker,
-                step=run.step,
-                num_bytes=num_bytes,
-                seconds=time.perf_counter() - began,
-            )
+            took = time.perf_counter() - began
+            event = StateTransferred(rank=run.worker, donor=donor.worker, step=run.step, num_bytes=size, seconds=took)
             run.emit(event)
 
     def _share_evaluation(self) -> None:
@@ -200,8 +194,7 @@ class RunRecovery:
         run, own = self.run, self.membership.worker_id
         run.finished = True
         run.report()
-        rank, incarnation = own.worker, own.incarnation
-        run.emit(WorkerLeft(rank=rank, incarnation=incarnation, step=run.step, reason=reason))
+        run.emit(WorkerLeft(rank=own.worker, incarnation=own.incarnation, step=run.step, reason=reason))
         self.membership.leave()
         self.membership.close()
         run.checkpoints.close()

@@ -73,10 +73,8 @@ class GroupRendezvous:
     def _open_torch_store(self, view: MembershipView) -> TCPStore:
         address = os.environ.get("SHOAL_ADDRESS", "127.0.0.1")
         listener = socket.create_server((address, 0), backlog=128)
-        port = listener.getsockname()[1]
-        self._torch_store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        port, listening = listener.getsockname()[1], listener.detach()
+        self._torch_store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
         self.put_record(f"meeting/{view.generation}", f"{address}:{port}".encode())
         return self._torch_store
 

@@ -221,8 +221,7 @@ class Run(RunState):
     def _record_recovery(self) -> None:
         if self.disrupted_at is not None and self.leader:
             seconds = time.monotonic() - self.disrupted_at
-            generation = self.membership.generation
-            self.emit(RunRecovered(generation=generation, step=self.step, seconds=seconds))
+            self.emit(RunRecovered(generation=self.membership.generation, step=self.step, seconds=seconds))
         self.disrupted_at = None
 
     def _report_digests(self) -> None:
@@ -259,13 +258,8 @@ class Run(RunState):
             self.strategy.assignment, reason = decision
             self.prefetch_samples(self.step)
             if self.leader:
-                event = LanesAssigned(
-                    step=self.step,
-                    assignment=list(self.strategy.assignment),
-                    reason=reason,
-                    members=self.member_workers,
-                )
-                self.emit(event)
+                lanes, members = list(self.strategy.assignment), self.member_workers
+                self.emit(LanesAssigned(step=self.step, assignment=lanes, reason=reason, members=members))
 
     # -- checkpoints, and the end -------------------------------------------------------------------------------------
 

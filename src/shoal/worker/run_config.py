@@ -153,12 +153,12 @@ class Failure(ConfigGroup):
     detached: bool = option(False, "the run goes on when its driver dies, for shoal attach", flag=None)
 
     def check(self) -> None:
-        if self.min_workers < 1:
-            raise InputError(f"--min-workers {self.min_workers}: at least 1 is needed")
-        if self.max_workers is not None and self.min_workers > self.max_workers:
+        least, most = self.min_workers, self.max_workers
+        if least < 1:
+            raise InputError(f"--min-workers {least}: at least 1 is needed")
+        if most is not None and least > most:
             raise InputError(
-                f"--min-workers {self.min_workers} is above --max-workers {self.max_workers}",
-                fix="the least first: --min-workers 1",
+                f"--min-workers {least} is above --max-workers {most}", fix="the least first: --min-workers 1"
             )
         if self.max_failures < 0:
             raise InputError(f"--max-failures {self.max_failures}: a number of lost workers, 0 or more")
@@ -247,10 +247,8 @@ class RunConfig:
     @property
     def comm_options(self) -> CommOptions:
         """What a group of workers is to do with tensors that travel between hosts."""
-        asked = self.communication
-        return CommOptions(
-            algorithm=asked.algorithm, compress=asked.compress, inexact=self.parallel.inexact, links=asked.links or {}
-        )
+        asked, inexact = self.communication, self.parallel.inexact
+        return CommOptions(algorithm=asked.algorithm, compress=asked.compress, inexact=inexact, links=asked.links or {})
 
     def with_comm_options(self, options: CommOptions) -> "RunConfig":
         return self.changed(algorithm=options.algorithm, compress=options.compress, links=options.links or None)
@@ -299,16 +297,9 @@ def config_fields(group: str = "") -> Sequence[ConfigField]:
     hints, found = typing.get_type_hints(GROUPS[group]), []
     for each in fields(GROUPS[group]):
         more, hint = dict(each.metadata), hints[each.name]
-        found.append(
-            ConfigField(
-                group=group,
-                name=each.name,
-                text=more.pop("text"),
-                flag=more.pop("flag", each.name.replace("_", "-")),
-                choices=typing.get_args(hint) if typing.get_origin(hint) is Literal else (),
-                more=more,
-            )
-        )
+        text, flag = more.pop("text"), more.pop("flag", each.name.replace("_", "-"))
+        choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+        found.append(ConfigField(group=group, name=each.name, text=text, flag=flag, choices=choices, more=more))
     return found
 
 

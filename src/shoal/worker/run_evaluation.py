@@ -40,9 +40,8 @@ class RunEvaluation:
         number = run.evaluations[0] + 1
         while run.evaluations[0] < number:
             try:
-                workers = EvaluationGroup(
-                    run.group, strategy.assignment, strategy.own_lanes, strategy.groups.loss_ranks
-                )
+                lanes, reporters = strategy.own_lanes, strategy.groups.loss_ranks
+                workers = EvaluationGroup(run.group, strategy.assignment, lanes, reporters)
                 metrics = run.evaluate_lanes(source, strategy.make_evaluator(run.objective), workers)
                 run.evaluations = (number, metrics)
             except PeerLost as error:

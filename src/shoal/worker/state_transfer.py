@@ -126,13 +126,13 @@ def receive_state(group: WorkerGroup, source: int, donor: str = "") -> tuple[Sna
         raise RunError(f"the state of the run has {whole >> 20} MB, and this host has {free_memory() >> 20} MB free")
     tensors = [torch.empty(tensor.shape, dtype=_dtype(tensor.dtype)) for tensor in header.tensors]
     flats = list(map(_bytes, tensors))
-    small, large = _by_size(flats)
+    small, _ = _by_size(flats)
     if small:
         together = torch.empty(sum(flat.numel() for flat in small), dtype=torch.uint8)
         group.receive(together, source)
         for flat, data in zip(small, together.split([flat.numel() for flat in small]), strict=True):
             flat.copy_(data)
-    found = _receive_large(group, source, header, tensors, flats, large)
+    found = _receive_large(group, source, header, tensors)
     expected = torch.empty(len(tensors), dtype=torch.int64)
     group.receive(expected, source)
     check_digests(header.tensors, expected.tolist(), found, donor or f"rank {source}")
@@ -150,17 +150,11 @@ def receive_state(group: WorkerGroup, source: int, donor: str = "") -> tuple[Sna
     return snapshot, whole
 
 
-def _receive_large(
-    group: WorkerGroup,
-    source: int,
-    header: _TransferHeader,
-    tensors: list[Tensor],
-    flats: list[Tensor],
-    large: list[Tensor],
-) -> list[int]:
+def _receive_large(group: WorkerGroup, source: int, header: _TransferHeader, tensors: list[Tensor]) -> list[int]:
     """Gets the large tensors, one copy each where the donor's memory can be read. Returns digests of all: each is
     taken beside the next one's copy."""
-    reads = bool(large) and can_read(header.pid, header.proof)
+    flats = list(map(_bytes, tensors))
+    reads = any(map(_is_large, flats)) and can_read(header.pid, header.proof)
     if not reads:
         group.send(torch.tensor([NEEDS_BYTES], dtype=torch.int64), source)
     with ThreadPoolExecutor(1, "shoal digest") as beside:
@@ -181,15 +175,12 @@ def _read(process: int, described: _TensorHeader, flat: Tensor, source: int) -> 
     try:
         read_memory(process, described.address, flat)
     except OSError as error:
-        raise PeerLost(
-            f"rank {source} ended or went on while it handed its state over: {described.name}, {error.strerror}"
-        ) from error
+        what = f"{described.name}, {error.strerror}"
+        raise PeerLost(f"rank {source} ended or went on while it handed its state over: {what}") from error
 
 
-def check_digests(
-    described: Sequence[_TensorHeader], expected: Sequence[int], found: Sequence[int], donor: str
-) -> None:
-    for tensor, sent, arrived in zip(described, expected, found, strict=True):
+def check_digests(headers: Sequence[_TensorHeader], expected: Sequence[int], found: Sequence[int], donor: str) -> None:
+    for tensor, sent, arrived in zip(headers, expected, found, strict=True):
         if arrived != sent:
             raise MismatchError(
                 f"the state that {donor} handed over arrived changed, first in {tensor.section} {tensor.name}",

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.numerics.lanes import Span
 from shoal.parallel.step import StepResult
 from shoal.recovery.sample_audit import sample_digest
 from shoal.report.events import StepsCommitted, TimeSpent
@@ -76,9 +77,7 @@ class StepTimer:
     def due(self) -> bool:
         return self.count > 0 and self.mark - self.reported_at >= REPORT_SECONDS
 
-    def report(
-        self, *, step: int, epoch: int, loss: float | None, lanes: tuple[int, int], rate: float | None, leader: bool
-    ) -> None:
+    def report(self, step: int, epoch: int, loss: float | None, lanes: Span, rate: float | None, leader: bool) -> None:
         if not self.count:
             return
         event = StepsCommitted(

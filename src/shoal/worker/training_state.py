@@ -27,16 +27,7 @@ from shoal.parallel.strategy import Strategy
 from shoal.recovery.checkpoint.directory import FoundCheckpoint
 from shoal.recovery.checkpoint.live_state import LiveState
 from shoal.recovery.checkpoint.policy import CheckpointPolicy
-from shoal.report.events import (
-    Event,
-    ModelEvaluated,
-    ModelShardReported,
-    RunResumed,
-    StepDigest,
-    StepSkipped,
-    WorkerFinished,
-    WorkerStarted,
-)
+from shoal.report import events
 from shoal.worker.build_model import WorkerModel
 from shoal.worker.checkpointer import Checkpointer
 from shoal.worker.context import WorkerContext
@@ -177,11 +168,11 @@ class TrainingState(ABC):
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: events.Event) -> None:
         self.context.channel.emit(event)
 
     def record_start(self, *, incarnation: int, elastic: bool) -> None:
-        event = WorkerStarted(
+        event = events.WorkerStarted(
             rank=self.worker,
             pid=os.getpid(),
             host=os.environ.get("SHOAL_HOST") or os.uname().nodename,
@@ -192,7 +183,7 @@ class TrainingState(ABC):
         self.emit(event)
 
     def record_resume(self, found: FoundCheckpoint, *, known_committed: int, inexact: str) -> None:
-        event = RunResumed(
+        event = events.RunResumed(
             step=self.step,
             path=str(found.path),
             skipped=list(found.skipped),
@@ -213,7 +204,7 @@ class TrainingState(ABC):
                 fix="a smaller learning rate or clip_norm; --nonfinite skip leaves such steps out",
             )
         if self.leader:
-            self.emit(StepSkipped(step=step, where=result.not_finite))
+            self.emit(events.StepSkipped(step=step, where=result.not_finite))
         return False
 
     def record_step(self, batch: Batch, result: StepResult, members: Sequence[int]) -> None:
@@ -226,30 +217,24 @@ class TrainingState(ABC):
         """Sends the driver what was recorded since the last report."""
         groups = self.optimizer.param_groups
         rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
-        self.timer.report(
-            step=self.step,
-            epoch=self.epoch,
-            loss=self.loss,
-            lanes=self.strategy.own_lanes,
-            rate=rate,
-            leader=self.leader,
-        )
+        lanes, leader = self.strategy.own_lanes, self.leader
+        self.timer.report(step=self.step, epoch=self.epoch, loss=self.loss, lanes=lanes, rate=rate, leader=leader)
 
     def record_evaluation(self, step: int, seconds: float, target_reached: bool) -> None:
-        event = ModelEvaluated(
+        event = events.ModelEvaluated(
             step=step, epoch=self.epoch, metrics=self.metrics, seconds=seconds, target_reached=target_reached
         )
         self.emit(event)
 
     def record_digests(self, tensors: dict[str, str]) -> None:
         if self.leader:
-            self.emit(StepDigest(step=self.step, tensors=tensors))
+            self.emit(events.StepDigest(step=self.step, tensors=tensors))
 
     def record_usage(self, peak_bytes: int) -> None:
         """What this worker held of the model, and the memory and time that took."""
         place, stages, strategy = self.plan.layout.position(self.worker), self.built.stages, self.strategy
         timing = strategy.pipeline_timing() if isinstance(strategy, PipelineParallel) else (None, None, None)
-        event = ModelShardReported(
+        event = events.ModelShardReported(
             rank=self.worker,
             replica=place.replica,
             stage=place.stage,
@@ -266,7 +251,7 @@ class TrainingState(ABC):
 
     def record_finish(self, tensors: dict[str, str] | None) -> None:
         """`tensors`: one sha256 per tensor; None on a worker that does not know them."""
-        event = WorkerFinished(
+        event = events.WorkerFinished(
             rank=self.worker,
             step=self.step,
             samples=self.schedule.samples_before(self.step),

@@ -10,7 +10,7 @@ are added in the order of the tree (numerics/lanes.py), everything else in the o
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
@@ -30,13 +30,8 @@ if TYPE_CHECKING:
     from shoal.worker.run import Run
 
 AGGREGATES = ("mean", "sum", "only_first")
-REDUCTIONS = ("sum", "mean", "max", "min")
-_REDUCE_DIM: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "sum": torch.sum,
-    "mean": torch.mean,
-    "max": torch.amax,
-    "min": torch.amin,
-}
+DimReduction: TypeAlias = Callable[[Tensor, int], Tensor]
+REDUCTIONS: dict[str, DimReduction] = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}
 CALL_BYTES = 256  # of the name of a worker's call
 
 TensorLike: TypeAlias = Tensor | float | int | bool
@@ -51,7 +46,7 @@ class ValueGroup(Protocol):
     def gather_rows(self, row: Tensor) -> Tensor: ...
 
     def ordered_reduce(
-        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor]
     ) -> PendingTensor: ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
@@ -182,12 +177,12 @@ class PerWorker:
         With `dim` that dimension goes as well, and may be longer on one worker than on another: the mean is then over
         all there is, not of the workers' means.
         """
-        _check_choice(how, REDUCTIONS, "a reduction")
+        _check_choice(how, list(REDUCTIONS), "a reduction")
         _check_arithmetic(how, self._value)
         among = _value_group(self._group_like)
         if dim is not None:
             everything = self._gathered(among, f"reduce {how} dim={dim}", dim)
-            return _REDUCE_DIM[how](everything, dim)
+            return REDUCTIONS[how](everything, dim)
         _agree(among, f"PerWorker.reduce {how} {_kind(self._value)}")
         return _reduced(among, self._value.clone(memory_format=torch.contiguous_format), how)
 
@@ -208,9 +203,7 @@ class PerWorker:
     def _gathered(self, among: ValueGroup, call: str, dim: int) -> Tensor:
         value = self._value.reshape(1) if self._value.dim() == 0 else self._value
         if not -value.dim() <= dim < value.dim():
-            raise InputError(
-                f"{call}: the value has shape {_shape(self._value)}", fix=f"dim from 0 to {value.dim() - 1}"
-            )
+            raise InputError(f"{call}: the value has shape {_shape(self._value)}", fix=f"dim 0 to {value.dim() - 1}")
         at = dim % value.dim()
         shapes = _shapes(among, f"PerWorker.{call}", value)
         for worker, shape in enumerate(shapes):
@@ -237,9 +230,7 @@ class _TorchValueGroup:
         dist.all_gather(list(rows.unbind(0)), row, group=self.group)
         return rows
 
-    def ordered_reduce(
-        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
-    ) -> PendingTensor:
+    def ordered_reduce(self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor]) -> PendingTensor:
         """One part each, as here; the same tree as everywhere."""
         (own,) = partials.values()
         rows = self.gather_rows(own.view(torch.uint8)).view(own.dtype)
@@ -261,9 +252,7 @@ def _value_group(where: GroupLike) -> ValueGroup:
         return _TorchValueGroup(where)
     group: Any = getattr(where, "group", where)
     if not all(hasattr(group, name) for name in ("rank", "size", "gather_rows", "ordered_reduce", "broadcast")):
-        raise InputError(
-            f"group is a {type(where).__qualname__}", fix="a run, one of torch.distributed's groups, or None"
-        )
+        raise InputError(f"group is a {type(where).__qualname__}", fix="a run, a torch.distributed group, or None")
     return cast(ValueGroup, group)
 
 
@@ -338,9 +327,8 @@ def _check_arithmetic(how: str, value: Tensor) -> None:
 def _check_choice(word: str, words: Sequence[str], what: str) -> str:
     if word not in words:
         near = get_close_matches(str(word), words, n=1, cutoff=0.5)
-        raise InputError(
-            f"{word!r} is not {what}", fix=f"did you mean {near[0]!r}?" if near else f"one of {', '.join(words)}"
-        )
+        fix = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(words)}"
+        raise InputError(f"{word!r} is not {what}", fix=fix)
     return word
 
 

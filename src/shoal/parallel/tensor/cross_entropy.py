@@ -92,11 +92,9 @@ def _given(args: Args, kwargs: Kwargs, names: tuple[str, ...]) -> dict[str, Any]
 
 def _by_class(logits: Any, target: Any) -> bool:
     classes = 0 if isinstance(logits, Tensor) and logits.dim() == 1 else 1
-    return (
-        isinstance(logits, ShardedTensor)
-        and (logits.shard_dim, logits.segments) == (classes, 1)
-        and not isinstance(target, ShardedTensor)
-    )
+    if not isinstance(logits, ShardedTensor) or isinstance(target, ShardedTensor):
+        return False
+    return (logits.shard_dim, logits.segments) == (classes, 1)
 
 
 def _loss(logs: Any, target: Tensor, given: dict[str, Any]) -> Tensor:

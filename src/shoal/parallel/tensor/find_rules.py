@@ -44,27 +44,25 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def find_rules(
-    model_on_meta: nn.Module, example_inputs: Any, size: int, wanted: Mapping[str, str] | None = None
-) -> TensorRules:
-    """`example_inputs`: what the model is called with, of one microbatch: a tensor, a tuple, a dict of named ones."""
-    forced = parse_rules(wanted or {}, model_on_meta, size)
+def find_rules(model: nn.Module, example: Any, size: int, wanted: Mapping[str, str] | None = None) -> TensorRules:
+    """`model`: on meta. `example`: its inputs for one microbatch: a tensor, a tuple, or a dict by name."""
+    forced = parse_rules(wanted or {}, model, size)
     if size == 1:
         return TensorRules(1)
     whole: set[str] = set()
     fused: dict[str, int] = {}
     while True:
-        look = _RuleSearch(model_on_meta, size, forced, whole, fused)
+        look = _RuleSearch(model, size, forced, whole, fused)
         try:
-            look.run(example_inputs)
+            look.run(example)
         except FusedProjectionFound as found:
-            fused |= dict.fromkeys(_alike(found.name, model_on_meta), found.segments)
+            fused |= dict.fromkeys(_alike(found.name, model), found.segments)
             continue
         except JobError:
             raise
         except Exception as error:
             if not any(rule != WHOLE for rule in forced.values()):
-                raise _located_error(error, model_on_meta) from error
+                raise _located_error(error, model) from error
             look.found = {}  # the user knows what cannot be seen from here
             for name, rule in forced.items():
                 look.note(name, rule)
@@ -144,14 +142,8 @@ class _RuleSearch:
             try:
                 if rule == WHOLE:
                     return type(module).forward(module, *args, **kwargs)
-                split = ShardedForward(
-                    module=module,
-                    rule=rule,
-                    group=self.group,
-                    read=self._read,
-                    sequence=self.sequence,
-                    make_origin=origin,
-                )
+                split = ShardedForward(module=module, rule=rule, group=self.group, sequence=self.sequence)
+                split.read, split.make_origin = self._read, origin
                 return split(*args, **kwargs)
             finally:
                 self.depth -= 1
@@ -163,11 +155,8 @@ class _RuleSearch:
         if name in self.whole:
             return WHOLE
         if forced is not None:
-            return (
-                TensorRule("column", self.fused[name])
-                if forced == TensorRule("column") and name in self.fused
-                else forced
-            )
+            fused = forced == TensorRule("column") and name in self.fused
+            return TensorRule("column", self.fused[name]) if fused else forced
         if isinstance(module, nn.Linear):
             if isinstance(value, ShardedTensor) and value.shard_dim == value.ndim - 1:
                 return TensorRule("row", value.segments)
@@ -211,10 +200,9 @@ class _RuleSearch:
         return outer != name and self.found.get(outer, WHOLE).kind == "attention"
 
     def tied_with(self, name: str) -> str:
-        shared = [
-            each for names in self.users.values() for each in names if any(n.startswith(f"{name}.") for n in names)
-        ]
-        others = [each for each in shared if not each.startswith(f"{name}.")]
+        own = f"{name}."
+        shared = [each for names in self.users.values() for each in names if any(n.startswith(own) for n in names)]
+        others = [each for each in shared if not each.startswith(own)]
         return ", ".join(others) or "code outside the module"
 
 
@@ -225,9 +213,7 @@ class _ForeignUseMonitor(TorchFunctionMode):
         super().__init__()
         self.search = search
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.search.depth and func.__name__ != "__get__":
             for value in (*args, *(kwargs or {}).values()):
                 for name in self.search.users.get(id(value), ()) if isinstance(value, Tensor) else ():

@@ -58,9 +58,8 @@ def unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if value.shape[dim] <= FEW:
             value.check_fused(value.shape[dim])
         return NotImplemented
-    return tuple(
-        value.with_local(local, value.shard_dim - (dim < value.shard_dim)) for local in value.local.unbind(dim)
-    )
+    shard_dim = value.shard_dim - (dim < value.shard_dim)
+    return tuple(value.with_local(local, shard_dim) for local in value.local.unbind(dim))
 
 
 @handles("select")

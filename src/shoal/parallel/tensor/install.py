@@ -52,8 +52,7 @@ def install(model: nn.Module, rules: TensorRules, group: TensorGroup) -> Install
         module = modules.get(name)
         # The output projection of an attention belongs to the attention's forward.
         if module is not None and rule.kind != "whole":
-            installed.replace_forward(
-                module, ShardedForward(module=module, rule=rule, group=group, sequence=rules.sequence)
-            )
+            forward = ShardedForward(module=module, rule=rule, group=group, sequence=rules.sequence)
+            installed.replace_forward(module, forward)
     installed.disable_fast_path(model)
     return installed

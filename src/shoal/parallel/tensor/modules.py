@@ -75,12 +75,9 @@ class ShardedForward:
         assert isinstance(module, nn.Embedding)
         indices: Tensor = gather_tree(input)
         weight = self.read(module, "weight")
-        if (
-            indices.is_cpu
-            and indices.numel()
-            and not 0 <= int(indices.min()) <= int(indices.max()) < module.num_embeddings
-        ):
-            raise IndexError(f"index out of range: {module.num_embeddings} embeddings")  # no worker would have that row
+        rows = module.num_embeddings
+        if indices.is_cpu and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < rows:
+            raise IndexError(f"index out of range: {rows} embeddings")  # no worker would have that row
         start = self.group.rank * weight.shape[0]
         place = indices - start
         outside = (place < 0) | (place >= weight.shape[0])

@@ -77,9 +77,8 @@ def elementwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def plain(func: Func, args: Args, kwargs: Kwargs) -> Any:
     first = args[0]
     if not isinstance(first, ShardedTensor):  # x.to(sliced): only its type is asked
-        return func(
-            first, *(torch.empty_like(a.local[:0]) if isinstance(a, ShardedTensor) else a for a in args[1:]), **kwargs
-        )
+        likes = [torch.empty_like(a.local[:0]) if isinstance(a, ShardedTensor) else a for a in args[1:]]
+        return func(first, *likes, **kwargs)
     rest = [a.local if isinstance(a, ShardedTensor) else a for a in args[1:]]
     found = func(first.local, *rest, **kwargs)
     if not isinstance(found, Tensor):  # x.type() is a name
@@ -150,9 +149,8 @@ def reduce(func: Func, args: Args, kwargs: Kwargs) -> Any:
         local = collective_ops.all_reduce(func(value.local, *args[1:], **kwargs), value.group)
         return local / value.group.size if name == "mean" else local
     value.mark_computed()
-    return value.with_local(
-        func(value.local, *args[1:], **kwargs), reshape.dim_after_reduce(value.shard_dim, reduced, keep)
-    )
+    shard_dim = reshape.dim_after_reduce(value.shard_dim, reduced, keep)
+    return value.with_local(func(value.local, *args[1:], **kwargs), shard_dim)
 
 
 def _many(dims: Any) -> Sequence[int]:

@@ -19,13 +19,12 @@ from shoal.errors import JobError
 from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, even_slice
 
 KINDS = ("column", "row", "vocab", "attention", "sequence", "whole")
+_IN_PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _CUT = {  # the dimension of each parameter that is cut
     "column": {"weight": 0, "bias": 0},
     "row": {"weight": 1},
     "vocab": {"weight": 0},
-    "attention": dict.fromkeys(
-        ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"), 0
-    ),
+    "attention": dict.fromkeys(_IN_PROJECTIONS, 0),
 }
 _FORWARDS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
     (nn.Linear, ("column", "row", "whole")),
@@ -121,22 +120,18 @@ def parse_rules(wanted: Mapping[str, str], model: nn.Module, size: int) -> dict[
         matching = [name for name in modules if fnmatchcase(name, pattern)]
         if not matching:
             near = get_close_matches(pattern, modules, n=1, cutoff=0.0)
-            raise JobError(
-                f"tensor_rules: '{pattern}' matches no module",
-                fix=f"the nearest is '{near[0]}'" if near else "the model has no modules",
-            )
+            fix = f"the nearest is '{near[0]}'" if near else "the model has no modules"
+            raise JobError(f"tensor_rules: '{pattern}' matches no module", fix=fix)
         if rule.kind == "whole":  # of a block: all that is in it
             matching = [n for n in modules if any(n == m or n.startswith(f"{m}.") for m in matching)]
             fitting = [name for name in matching if kinds_of(modules[name])]
         else:
             fitting = [name for name in matching if rule.kind in kinds_of(modules[name])]
         if not fitting and rule.kind != "whole":
-            one = matching[0]
-            choices = ", ".join(kinds_of(modules[one])) or "whole"
-            raise JobError(
-                f"tensor_rules: '{pattern}' is {rule.kind}, but {one} is a {type(modules[one]).__name__}",
-                fix=f"it can be {choices}",
-            )
+            one, module = matching[0], modules[matching[0]]
+            choices, kind = ", ".join(kinds_of(module)) or "whole", type(module).__name__
+            message = f"tensor_rules: '{pattern}' is {rule.kind}, but {one} is a {kind}"
+            raise JobError(message, fix=f"it can be {choices}")
         for name in fitting:
             check_fits(name, modules[name], rule, size)
             rules.setdefault(name, rule)
@@ -148,10 +143,8 @@ def _parse_rule(pattern: str, text: str) -> TensorRule:
     kind, _, count = text.partition(":")
     if kind not in KINDS:
         near = get_close_matches(kind, KINDS, n=1, cutoff=0.0)[0]
-        raise JobError(
-            f"tensor_rules: '{pattern}' is '{text}', which is not known; the nearest is '{near}'",
-            fix=f"one of {', '.join(KINDS)}",
-        )
+        message = f"tensor_rules: '{pattern}' is '{text}', which is not known; the nearest is '{near}'"
+        raise JobError(message, fix=f"one of {', '.join(KINDS)}")
     if count and (kind not in ("column", "row") or not count.isdigit() or int(count) < 1):
         raise JobError(f"tensor_rules: '{pattern}' is '{text}'", fix="column:3, for three projections in one")
     return TensorRule(kind, int(count) if count else 3 if kind == "attention" else 1)

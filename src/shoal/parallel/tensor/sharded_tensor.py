@@ -103,13 +103,9 @@ class ShardedTensor(Tensor):
 
     def with_local(self, local: Tensor, shard_dim: int | None = None, segments: int | None = None) -> "ShardedTensor":
         """Another value of the same group and origin."""
-        return ShardedTensor(
-            local,
-            self.shard_dim if shard_dim is None else shard_dim,
-            self.group,
-            self.segments if segments is None else segments,
-            self.origin,
-        )
+        shard_dim = self.shard_dim if shard_dim is None else shard_dim
+        segments = self.segments if segments is None else segments
+        return ShardedTensor(local, shard_dim, self.group, segments, self.origin)
 
     def same_layout(self, local: Tensor) -> "ShardedTensor":
         """A value of the same shape, laid out like this one."""
@@ -134,9 +130,8 @@ class ShardedTensor(Tensor):
             self.origin.gathered = True
         # Dimensions keep their order in memory: dropout masks are drawn in that order.
         order = self.memory_order()
-        found = collective_ops.all_gather(
-            self.local.permute(order), order.index(self.shard_dim), self.group, self.segments
-        )
+        local, dim = self.local.permute(order), order.index(self.shard_dim)
+        found = collective_ops.all_gather(local, dim, self.group, self.segments)
         return found.permute([order.index(dim) for dim in range(self.ndim)])
 
     def mark_computed(self) -> None:
@@ -155,9 +150,7 @@ class ShardedTensor(Tensor):
         raise FusedProjectionFound(origin.name, segments)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not args and "input" in kwargs:
             kwargs = {**kwargs}

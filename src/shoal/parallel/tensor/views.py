@@ -63,12 +63,8 @@ def view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 @handles("flatten")
 def flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    given = {
-        "start_dim": 0,
-        "end_dim": -1,
-        **dict(zip(("input", "start_dim", "end_dim"), args, strict=False)),
-        **kwargs,
-    }
+    named = dict(zip(("input", "start_dim", "end_dim"), args, strict=False))
+    given = {"start_dim": 0, "end_dim": -1, **named, **kwargs}
     return reshaped(args[0], reshape.flattened_shape(args[0].shape, given["start_dim"], given["end_dim"]))
 
 
@@ -100,11 +96,8 @@ def squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     asked = range(value.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = [dim % value.ndim for dim in asked if value.shape[dim] == 1]
-    return (
-        value.with_local(value.local.squeeze(tuple(gone)), reshape.dim_after_reduce(value.shard_dim, gone, keep=False))
-        if gone
-        else value
-    )
+    shard_dim = reshape.dim_after_reduce(value.shard_dim, gone, keep=False)
+    return value.with_local(value.local.squeeze(tuple(gone)), shard_dim) if gone else value
 
 
 @handles("expand", "expand_as")

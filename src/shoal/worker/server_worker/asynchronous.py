@@ -19,16 +19,9 @@ from shoal.numerics.grad_norm import clip_to_norm
 from shoal.numerics.lanes import assign_lanes, reassign_lanes
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.step import StepInput, StepResult
+from shoal.paramserver.client import ReplyFuture
 from shoal.paramserver.lease_queue import EVALUATE, FINISH, SAVE
-from shoal.paramserver.messages import (
-    EndReply,
-    EndRequest,
-    LeaseReply,
-    LeaseRequest,
-    PushRequest,
-    PutRequest,
-    TaskReply,
-)
+from shoal.paramserver.messages import EndReply, EndRequest, LeaseReply, LeaseRequest, PushRequest, TaskReply
 from shoal.paramserver.reduce import SparseGradient
 from shoal.worker.lane_speeds import MIN_SPEEDUP, LaneSpeeds
 from shoal.worker.requests import STOP
@@ -57,9 +50,8 @@ class AsyncServerWorker(ServerWorker):
         self.next_request = self.next_lease()
 
     def next_lease(self, *, done: int = -1, failed: int = -1) -> LeaseRequest:
-        return LeaseRequest(
-            self.sync_mode.group_of(self.worker), finished=done, failed_generation=failed, wants_next=self.prefetches
-        )
+        group = self.sync_mode.group_of(self.worker)
+        return LeaseRequest(group, finished=done, failed_generation=failed, wants_next=self.prefetches)
 
     def next_batch(self) -> Batch | None:
         """Does tasks until the coordinator gives this worker a step."""
@@ -131,14 +123,13 @@ class AsyncServerWorker(ServerWorker):
         if self.job.clip_norm is not None:
             dense = [value for value in self.gradients.values() if value is not None]
             clip_to_norm([*dense, *(rows.rows for rows in self.sparse if rows is not None)], self.job.clip_norm)
-        futures, puts = [], []
+        futures: list[ReplyFuture[Any]] = []
+        puts: list[ReplyFuture[Any]] = []
         for shard in self.remote.shards:
             slices, tensors = self.remote.pack_gradients(shard, self.gradients, self.sparse)
             request = PushRequest(slices, lease=lease, base_version=self.remote.versions[shard], pull=True)
             futures.append(self.client.request(shard, request, tensors))
-            slices, tensors = self.remote.pack_buffers(shard)
-            if slices:
-                puts.append(self.client.request(shard, PutRequest(slices), tensors))
+            puts += self.remote.put_buffers(shard)
         for shard, future in enumerate(futures):
             reply, tensors = future.wait()
             self.remote.store(shard, reply.version, tensors)
@@ -234,9 +225,8 @@ class GroupServerWorker(AsyncServerWorker):
                 raise PeerLost(error.message) from error
         self.generation = given.generation
         self.speeds.clear()
-        self.strategy.join_group(
-            ParallelGroups.replicated(self.group), assign_lanes(self.plan.lanes, [1.0] * len(members))
-        )
+        lanes = assign_lanes(self.plan.lanes, [1.0] * len(members))
+        self.strategy.join_group(ParallelGroups.replicated(self.group), lanes)
         self.broadcast_weights()
 
     def compute(self, step_input: StepInput) -> StepResult:

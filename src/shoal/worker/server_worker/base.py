@@ -61,16 +61,9 @@ class ServerWorker(TrainingState):
         live = self.live_state({} if outer is None else {f"outer={self.sync_mode.outer}": outer})
         self.checkpoints = self.open_checkpoints(live, survives_loss=True)
         self.checkpoints.regroup(plan.workers, is_leader=True)
-        self.client = ParameterClient(
-            context.servers,
-            worker=self.worker,
-            token=context.token or None,
-            timeout=self.config.communication.timeout,
-            notify=self._on_notice,
-        )
-        self.remote = RemoteModel(
-            self.client, self.built, self.replica, self.tables, servers=plan.servers, compress=plan.compress
-        )
+        token, timeout, notify = context.token or None, self.config.communication.timeout, self._on_notice
+        self.client = ParameterClient(context.servers, worker=self.worker, token=token, timeout=timeout, notify=notify)
+        self.remote = RemoteModel(self.client, plan, self.built, self.replica, self.tables)
 
     # -- the start ----------------------------------------------------------------------------------------------------
 

@@ -86,11 +86,9 @@ class LocalSgdWorker(SyncServerWorker):
         """Sums this worker's own lanes."""
         if self.current_round is None:
             self.round_start = batch.step
-            self.current_round = LocalRound(
-                start={name: value.clone() for name, value in self.remote.values.items()},
-                last=min((self.round + 1) * self.round_length, self.steps),
-                rows=[None] * len(self.tables),
-            )
+            start = {name: value.clone() for name, value in self.remote.values.items()}
+            last = min((self.round + 1) * self.round_length, self.steps)
+            self.current_round = LocalRound(start, last, rows=[None] * len(self.tables))
         self.timer.begin()
         self.current_round.requests |= self.requests(batch.step + 1)  # what is due within the round is done at its end
         self.local = self.strategy.compute_alone(self.step_input(batch), self.closure, self.current_round.requests)
@@ -102,15 +100,14 @@ class LocalSgdWorker(SyncServerWorker):
 
     def apply_step(self, batch: Batch, result: StepResult) -> StepResult | None:
         """The optimizer here steps; at the end of a round the servers' does."""
-        assert self.current_round is not None
+        current = self.current_round
+        assert current is not None
         if self.finite:
             new = self.local_update(self.local, self.agreed)
-            self.current_round.rows = [
-                add_sparse_rows(*each) for each in zip(self.current_round.rows, new, strict=True)
-            ]
+            current.rows = [add_sparse_rows(*each) for each in zip(current.rows, new, strict=True)]
         self.scheduled_step = batch.step + 1
-        if self.scheduled_step >= self.current_round.last:
-            return self.end_round(self.current_round)
+        if self.scheduled_step >= current.last:
+            return self.end_round(current)
         self.timer.committed(result)
         self.step, self.members = batch.step + 1, [self.worker]
         return result
@@ -183,10 +180,8 @@ class LocalSgdWorker(SyncServerWorker):
         if not isinstance(reply, BarrierReply):
             self.skip_ahead(reply)
             return None, []
-        rows = {
-            worker: torch.frombuffer(bytearray(note), dtype=torch.float64)
-            for worker, note in zip(reply.workers, reply.notes, strict=True)
-        }
+        notes = zip(reply.workers, reply.notes, strict=True)
+        rows = {worker: torch.frombuffer(bytearray(note), dtype=torch.float64) for worker, note in notes}
         count = len(own)
         return rows, [received[place * count : (place + 1) * count] for place in range(len(reply.workers))]
 

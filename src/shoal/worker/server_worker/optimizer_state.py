@@ -44,15 +44,11 @@ def restore_settings(optimizer: Optimizer, scheduler: Any, values: Mapping[str, 
 
 
 def gather_state(
-    optimizer: Optimizer,
-    scheduler: Any,
-    named: Mapping[str, nn.Parameter],
-    table: DensePacker,
-    shard_states: Sequence[ShardState],
+    optimizer: Optimizer, scheduler: Any, named: Mapping[str, Tensor], table: DensePacker, states: Sequence[ShardState]
 ) -> None:
     """Puts the state of all shards into an optimizer of the whole model."""
     optimizer.state.clear()
-    for shard, (found, tensors) in enumerate(shard_states):
+    for shard, (found, tensors) in enumerate(states):
         rows = {each.name: each for each in table.shard_slices[shard]}
         for label, tensor in zip(found.names, tensors, strict=True):
             name, _, field = label.partition("\t")

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from shoal.collectives.compression import Compressor, parse_compression
 from shoal.numerics.digest import tensor_digests
+from shoal.parallel.plan import Plan
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.server_step import DensePacker, split_rows
 from shoal.paramserver.client import ParameterClient, ReplyFuture
@@ -36,20 +37,16 @@ class RemoteModel:
     def __init__(
         self,
         client: ParameterClient,
+        plan: Plan,
         built: WorkerModel,
         replica: ModelReplica,
-        tables: Sequence[tuple[str, Embedding]],
-        *,
-        servers: int,
-        compress: str,
+        tables: list[tuple[str, Embedding]],
     ) -> None:
         self.client, self.built, self.tables = client, built, tables
-        self.shards = range(servers)
+        self.shards, servers = range(plan.servers), plan.servers
         self.versions = [-1] * servers  # of the values that are here, by shard
-        self.compressor: Compressor | None = parse_compression(compress).get("host") if compress else None
-        self.values: Mapping[str, Tensor] = {
-            name: each.detach() for name, each in built.update.optimizer_params.items()
-        }
+        self.compressor: Compressor | None = parse_compression(plan.compress).get("host") if plan.compress else None
+        self.values = {name: each.detach() for name, each in built.update.optimizer_params.items()}
         self.model_table = DensePacker(MODEL, _spec(self.values, "job"), servers)
         self.parameter_names = [name for name, _ in replica.parameters]
         self.buffer_names = replica.buffers.names
@@ -66,9 +63,8 @@ class RemoteModel:
         specs: list[tuple[str, Any]] = [(MODEL, self.model_table.spec)]
         specs += [(BUFFERS, self.buffer_table.spec)] if self.buffer_table is not None else []
         specs += [(name, table.spec(seed)) for name, table in self.tables]
-        wait_all(
-            [self.client.request(shard, DeclareRequest(name, spec)) for name, spec in specs for shard in self.shards]
-        )
+        requests = [DeclareRequest(name, spec) for name, spec in specs]
+        wait_all([self.client.request(shard, request) for request in requests for shard in self.shards])
 
     def attach_tables(self, seed: int, exact: bool) -> None:
         for name, table in self.tables:
@@ -135,12 +131,13 @@ class RemoteModel:
         packed = self.buffer_table.pack(shard, self.buffer_values()) if self.buffer_table is not None else None
         return ([], []) if packed is None else ([packed[0]], packed[1])
 
+    def put_buffers(self, shard: int) -> list[ReplyFuture[Any]]:
+        """Sends a shard its share of the buffers, if it has one."""
+        slices, tensors = self.pack_buffers(shard)
+        return [self.client.request(shard, PutRequest(slices), tensors)] if slices else []
+
     def pack_gradients(
-        self,
-        shard: int,
-        gradients: Mapping[str, Tensor | None],
-        sparse: Sequence[SparseGradient | None],
-        key: Any = None,
+        self, shard: int, gradients: Mapping[str, Tensor | None], rows: Sequence[SparseGradient | None], key: Any = None
     ) -> tuple[list[TableSlice], list[Tensor]]:
         """A shard's share of a gradient. `key`: names it, for what a compressor remembers."""
         slices: list[TableSlice] = []
@@ -154,8 +151,8 @@ class RemoteModel:
                 flats = [payload]
             slices.append(table_slice)
             tensors += flats
-        for (name, _), rows in zip(self.tables, sparse, strict=True):
-            mine = None if rows is None else split_rows(rows, len(self.shards))[shard]
+        for (name, _), sparse in zip(self.tables, rows, strict=True):
+            mine = None if sparse is None else split_rows(sparse, len(self.shards))[shard]
             if mine is not None:
                 slices.append(TableSlice(name, sparse=True))
                 tensors += mine
@@ -193,9 +190,6 @@ def wait_all(futures: Sequence[ReplyFuture[Any]]) -> list[tuple[Any, Sequence[Te
 
 
 def _spec(tensors: Mapping[str, Tensor], optimizer: str) -> DenseSpec:
-    return DenseSpec(
-        names=list(tensors),
-        shapes=[list(each.shape) for each in tensors.values()],
-        dtypes=[str(each.dtype).removeprefix("torch.") for each in tensors.values()],
-        optimizer=optimizer,
-    )
+    shapes = [list(each.shape) for each in tensors.values()]
+    dtypes = [str(each.dtype).removeprefix("torch.") for each in tensors.values()]
+    return DenseSpec(names=list(tensors), shapes=shapes, dtypes=dtypes, optimizer=optimizer)

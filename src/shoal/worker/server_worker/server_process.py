@@ -64,21 +64,14 @@ def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
     _serve(shard, context, snapshots, None if mode.lockstep else SNAPSHOT_SECONDS)
 
 
-def _serve(
-    shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFolder, snapshot_seconds: float | None
-) -> None:
+def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFolder, interval: float | None) -> None:
     meter = MemoryMeter()
     kept = snapshots.newest() if context.incarnation else None
     if kept is not None:
         shard.restore(kept)
-    number = shard.shard
-    server = ParameterServer(
-        shard,
-        [context.servers[number]],
-        token=context.token or None,
-        snapshots=snapshots,
-        snapshot_seconds=snapshot_seconds,
-    )
+    number, token = shard.shard, context.token or None
+    address = [context.servers[number]]
+    server = ParameterServer(shard, address, token=token, snapshots=snapshots, snapshot_seconds=interval)
     started = ServerStarted(
         shard=number,
         shards=len(context.servers),
@@ -87,7 +80,7 @@ def _serve(
         addresses=list(server.addresses),
         incarnation=context.incarnation + 1,
         version=shard.version,
-        step=shard.step if snapshot_seconds is None else -1,
+        step=shard.step if interval is None else -1,
     )
     context.channel.emit(started)
     reported_at = time.monotonic()
@@ -112,12 +105,8 @@ def serve_script(context: WorkerContext, number: int) -> None:
     snapshots = SnapshotFolder(context.folder / "servers" / f"shard-{number}")
     if not context.incarnation:
         snapshots.clear()
-    shard = ParameterShard(
-        shard=number,
-        shards=len(context.servers),
-        server_incarnation=snapshots.next_incarnation(),
-        load_snapshot=snapshots.rewind,
-    )
+    shards, incarnation, rewind = len(context.servers), snapshots.next_incarnation(), snapshots.rewind
+    shard = ParameterShard(shard=number, shards=shards, server_incarnation=incarnation, load_snapshot=rewind)
     _serve(shard, context, snapshots, SNAPSHOT_SECONDS)
 
 

@@ -124,15 +124,8 @@ class SyncServerWorker(ServerWorker):
         norm = None if max_norm is None else self.gradient_norm(batch.step, self.agreed)
         if self.remote.buffer_table is not None and self.finite:
             self.strategy.commit_buffers(self.buffer_shares, self.agreed)
-        request = ApplyRequest(
-            batch.step,
-            self.plan.lanes,
-            self.agreed.spans,
-            scale=self.agreed.scale,
-            norm=norm,
-            max_norm=max_norm,
-            skip=not self.finite,
-        )
+        lanes, spans, scale, skip = self.plan.lanes, self.agreed.spans, self.agreed.scale, not self.finite
+        request = ApplyRequest(batch.step, lanes, spans, scale=scale, norm=norm, max_norm=max_norm, skip=skip)
         self.apply_on_servers(request)
         result = replace(result, reduce_seconds=result.reduce_seconds + time.perf_counter() - began)
         self.timer.committed(result)
@@ -205,7 +198,7 @@ class SyncServerWorker(ServerWorker):
             reply, tensors = future.wait()
             self.remote.store(shard, reply.version, tensors)
         self.update.after_step()
-        self.prefetch(self.step + 1)  # not before: these rows may be row_range of the update
+        self.prefetch(self.step + 1)  # not before: these rows may be changed by the update
 
     def gradient_norm(self, step: int, agreed: AgreedStep) -> float | None:
         """The norm of the whole gradient: every shard's rows, in the order of the model's parameters, then of its
@@ -280,10 +273,8 @@ class SyncServerWorker(ServerWorker):
             try:
                 requests = plan_rewind(standings, looks)
             except NoCommonSnapshotError as nothing:
-                raise RunError(
-                    f"no step is kept by all servers: {nothing}",
-                    fix=f"--resume {self.context.folder} goes on from the newest checkpoint",
-                ) from None
+                fix = f"--resume {self.context.folder} goes on from the newest checkpoint"
+                raise RunError(f"no step is kept by all servers: {nothing}", fix=fix) from None
             if not requests:  # other workers may be in the middle of an update
                 time.sleep(POLL_SECONDS)
                 continue
@@ -303,10 +294,8 @@ class SyncServerWorker(ServerWorker):
         self.drop_prefetched_rows()
         if self.step < before:
             self.stopped, self.resumable = None, False  # the run is not at its end any more
-        event = ServersRolledBack(
-            rank=self.worker, generation=self.client.generation, step=self.step, repeated=max(0, before - self.step)
-        )
-        self.emit(event)
+        generation, repeated = self.client.generation, max(0, before - self.step)
+        self.emit(ServersRolledBack(rank=self.worker, generation=generation, step=self.step, repeated=repeated))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -333,9 +322,7 @@ class SyncServerWorker(ServerWorker):
         super().fetch_state()
         for shard, each in enumerate(self.remote.status()):
             if each.needs_rewind or each.generation != self.client.generation:
-                refused = RefusedReply(
-                    "ahead", f"shard {shard} came back, at step {each.step}, while its state was read"
-                )
+                refused = RefusedReply("ahead", f"shard {shard} came back at step {each.step} while its state was read")
                 raise RefusedError(refused, shard, self.context.servers[shard])
 
 
