@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 import shoal
-from shoal.driver import launch
+from shoal.driver import make_plan
 from shoal.errors import MemoryNeeded
 from helpers.large_job import CAP, LAYERS, Layer, WIDTH, job, large
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.clean_heap
 
 
 def test_the_kernel_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "check_memory", lambda *arguments: None)
+    monkeypatch.setattr(make_plan, "check_memory", lambda *arguments: None)
     with pytest.raises(shoal.RunError) as caught:
         shoal.train(job(), memory=CAP, quiet=True)
     assert "out of memory: it may use 80 MB (--memory), and no more" in caught.value.message
