@@ -43,7 +43,7 @@ class SimShard(ParameterShard):
         tensors: Sequence[Tensor] = (),
     ) -> list[ShardReply]:
         world, applied = self.world, self.applied_tags.setdefault(client, [])
-        refused = self.refused["ticket"]
+        refused = self.refused["lease"]
         answers = super().handle(client, tag, sequence, generation, request, tensors)
         own = next((each.reply for each in answers if each.client == client and each.tag == tag), None)
         code = own.code if isinstance(own, messages.RefusedReply) else ""
@@ -65,7 +65,7 @@ class SimShard(ParameterShard):
         if isinstance(request, messages.PushRequest) and isinstance(own, messages.AckReply | messages.ValuesReply):
             at = int(tensors[0].argmin())
             times = float(self.numbers[at])
-            if self.refused["ticket"] > refused:
+            if self.refused["lease"] > refused:
                 world.record_case("a lease was pushed twice")
             world.require(times == 1.0, f"number {at} was acknowledged, but was applied {times:g} times")
             self.check_rows()
