@@ -23,7 +23,7 @@ def assert_plain(result: Result, *texts: str, code: int = 2) -> None:
 GRAMMAR = "--layout data=2,pipeline=2,tensor=2,zero=1"
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "unknown axis": (["--layout", "pipelines=2"], ["'pipelines' is not known; it can have data, pipeline", GRAMMAR]),
-    "axis twice": (["--layout", "data=2,data=2"], ["says data twice", GRAMMAR]),
+    "axis twice": (["--layout", "data=2,data=2"], ["has data twice", GRAMMAR]),
     "not a number": (["--layout", "pipeline=two"], ["pipeline=two is not a whole number", GRAMMAR]),
     "no number": (["--layout", "pipeline"], ["pipeline= is not a whole number", GRAMMAR]),
     "nothing": (["--layout", ""], ["'' is not known", GRAMMAR]),

@@ -58,7 +58,7 @@ class ParallelLayout:
                     f"layout '{text}': '{name}' is not known; it can have {', '.join(AXES)} and zero", fix=GRAMMAR
                 )
             if name in found:
-                raise PlanError(f"layout '{text}' says {name} twice", fix=GRAMMAR)
+                raise PlanError(f"layout '{text}' has {name} twice", fix=GRAMMAR)
             if not value.strip().isdigit():
                 raise PlanError(f"layout '{text}': {name}={value} is not a whole number", fix=GRAMMAR)
             found[name] = int(value)

@@ -179,8 +179,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """All in bytes on this worker. `state`: see `state_factor`. `lanes`: that it holds.
 
-    `trained`: the weights that get gradients; `stored`: those whose optimizer state is here; both all of them if it is
-    not said. `reduced`: the sums over all workers have memory of their own (False for one worker).
+    `trained`: the weights that get gradients; `stored`: those whose optimizer state is here; both all of them if
+    not given. `reduced`: the sums over all workers have memory of their own (False for one worker).
     """
     trained = weights if trained is None else trained
     stored = trained if stored is None else stored

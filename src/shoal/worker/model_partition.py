@@ -1,5 +1,5 @@
-"""How a layout cuts a job's model: found from shapes alone, in the driver, so that what does not fit is said before any
-worker starts. Workers take from it what is theirs (build.py)."""
+"""How a layout shards a job's model: the driver finds it from shapes alone, and refuses what does not fit before any
+worker starts. Workers take their share of it (build_model.py)."""
 
 import copy
 import math
